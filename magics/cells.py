@@ -181,7 +181,7 @@ class CellMagics(Magics):
                 "values": options.out is not None,
                 "show_value": True,
                 "exclusive": not options.noblock,
-                "facts": measures.facts(),
+                "measurement": measures.measurement(),
             },
         )
 

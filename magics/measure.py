@@ -15,6 +15,7 @@ from IPython.display import display
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser
+from axon_nb.records.protocol.cells import Measurement
 from axon_nb.records.ranks import resolve_ranks
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def profile_frame(profiles: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
     """Return one row per rank and operation, in milliseconds; those that took longest first.
 
     Args:
-        profiles: The ranks' reports, with ``rows`` and ``trace``; see `axon_nb.engine.kernel.measure`.
+        profiles: The fields of `axon_nb.records.protocol.cells.Profile`, by rank.
     """
     import pandas as pd
 
@@ -108,14 +109,9 @@ class Measures:
     folder: Path
     """The folder for traces."""
 
-    def facts(self) -> dict[str, Any]:
+    def measurement(self) -> Measurement:
         """Return the options to send to the ranks."""
-        facts: dict[str, Any] = {"timed": True} if self.time else {}
-        if self.repeat:
-            facts["repeat"] = self.repeat
-        if self.profiled:
-            facts["profile"] = {"ranks": list(self.profiled), "folder": str(self.folder)}
-        return facts
+        return Measurement(self.time, self.repeat, tuple(self.profiled), str(self.folder))
 
     def show(self, result: CellResult) -> None:
         """Show the measurements."""

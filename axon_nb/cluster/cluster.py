@@ -23,6 +23,7 @@ from axon_nb.cluster.state import ClusterState
 from axon_nb.cluster.transfer import push_pull
 from axon_nb.cluster.transfer.broadcast import SyncReport, sync
 from axon_nb.cluster.transfer.scatter_gather import join_values, split_value
+from axon_nb.records.protocol.agent import SetInfo, Signal
 from axon_nb.records.ranks import resolve_ranks
 from axon_nb.records.telemetry import RankState
 
@@ -219,12 +220,12 @@ class Cluster:
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
         """Send a signal to one rank's process (forked ranks only)."""
         resolve_ranks([rank], self.world_size)
-        self.connection.agent.call("signal", rank=rank, signal=int(number))
+        self.connection.agent.call(Signal(rank, int(number)))
 
     def apply_settings(self, changed: Mapping[str, Any]) -> None:
         """Change settings that take effect while the cluster runs; `axon_nb.cluster.settings` validates the values."""
         own = dataclasses.replace(self.settings, **changed)
-        self.connection.agent.call("set_info", info=settings_facts(own))
+        self.connection.agent.call(SetInfo(settings_facts(own)))
         self.state.settings = own
 
     def stop(self) -> None:

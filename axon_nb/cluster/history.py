@@ -61,7 +61,7 @@ def record_start(state: ClusterState) -> None:
 def session_facts(state: ClusterState) -> SessionFacts:
     """Return what a script needs to know about the ranks to do the same as they do."""
     layout = state.layout
-    seeds = {info.get("seed") for info in state.rank_info}  # forked ranks start with the same one
+    seeds = {info.seed for info in state.rank_info}  # forked ranks start with the same one
     seed = seeds.pop() if len(seeds) == 1 else None
     return SessionFacts(layout.num_ranks, layout.backend, layout.threads, layout.devices[0] != "cpu", seed)
 

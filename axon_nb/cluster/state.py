@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from axon_nb.cluster.failures.health import ActiveCell, Health
@@ -12,6 +12,9 @@ from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.settings import Settings
+from axon_nb.records.protocol.agent import SetInfo
+from axon_nb.records.protocol.joining import EngineInfo
+from axon_nb.records.protocol.wire import encode
 
 __all__ = ["ClusterState"]
 
@@ -36,7 +39,7 @@ class ClusterState:
         *,
         name: str,
         engines: str,
-        rank_info: Sequence[Mapping[str, Any]],
+        rank_info: Sequence[EngineInfo],
     ) -> None:
         self.name = name
         self.engines = engines
@@ -47,7 +50,7 @@ class ClusterState:
         self.launched: Any = None
         """The ipyparallel object that launched the engines, in the process that did; None after an attach."""
         self.rank_info = list(rank_info)
-        """What each rank reported when it joined: host, pid, device, cores, gpus."""
+        """What each rank reported when it joined."""
         self.active_cells: list[ActiveCell] = []
         """The cells that are running."""
         way_back = REPAIR_HINT if compatibility.can_replace(rank_info, layout.backend) else compatibility.RESTART
@@ -90,10 +93,10 @@ class ClusterState:
         """Whether cells can be sent."""
         return not self.health.disconnect_reason
 
-    def mark_replaced(self, rank: int, info: Mapping[str, Any]) -> None:
+    def mark_replaced(self, rank: int, info: EngineInfo) -> None:
         """Record that a new process, which reported `info`, has replaced `rank`."""
         self.rank_info[rank] = info
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
         self.health.lost_contexts.discard(rank)
-        self.connection.agent.call("set_info", info={"rank_info": self.rank_info})
+        self.connection.agent.call(SetInfo({"rank_info": encode(self.rank_info, list[EngineInfo])}))

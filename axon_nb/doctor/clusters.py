@@ -15,6 +15,7 @@ import psutil
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.host.query import AgentQuery
 from axon_nb.host.run_dir import RunDir, all_run_dirs
+from axon_nb.records.protocol.agent import GetInfo
 from axon_nb.records.units import format_seconds
 
 __all__ = ["FoundCluster", "clusters", "find_clusters", "rank_names", "table"]
@@ -92,7 +93,7 @@ def _examine(run_dir: RunDir) -> FoundCluster | None:
     try:
         with AgentQuery(run_dir, timeout_s=_REPLY_TIMEOUT_S) as agent:
             try:
-                reply = agent.request("get_info")
+                reply = agent.request(GetInfo())
             except TimeoutError:
                 return replace(unresponsive, agent_pid=agent.pid, since=_started([agent.pid or 0]))
     except (OSError, ValueError):

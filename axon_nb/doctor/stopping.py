@@ -12,6 +12,7 @@ import psutil
 from axon_nb.doctor.clusters import FoundCluster, find_clusters
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.host.query import AgentQuery
+from axon_nb.records.protocol.agent import Stop
 
 __all__ = ["StopFailedError", "stop_clusters"]
 
@@ -103,7 +104,7 @@ def _stop(one: FoundCluster) -> str:
         _shut_down_engines(one, members)
     try:
         with AgentQuery(one.run_dir, timeout_s=_REPLY_TIMEOUT_S) as agent:
-            agent.request("stop")
+            agent.request(Stop())
             ended = agent.wait_closed(_STOP_TIMEOUT_S)
     except TimeoutError:
         raise StopFailedError(_no_reply(one)) from None

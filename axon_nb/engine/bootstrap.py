@@ -7,6 +7,7 @@ because it holds the cluster's key. On the notebook's own host the agent removes
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import gc
 import os
 import shutil
@@ -39,9 +40,13 @@ from axon_nb.engine.kernel.shell import install_exits, install_pager, install_sh
 from axon_nb.engine.kernel.streams import OutputBudget
 from axon_nb.engine.kernel.tracebacks import install_bounded_traceback, install_short_traceback
 from axon_nb.engine.self_test import start_in_child, startup_verdict
-from axon_nb.engine.session import JoinConfig, RankSession, set_current
+from axon_nb.engine.session import RankSession, set_current
 from axon_nb.host.resources import usable_cores
 from axon_nb.host.store_tcp import store_key
+from axon_nb.records.protocol.cells import FailureRequest
+from axon_nb.records.protocol.joining import EngineInfo, JoinConfig
+from axon_nb.records.protocol.recovery import GroupRecord
+from axon_nb.records.protocol.version import own_version
 from axon_nb.records.telemetry import set_cell_source
 
 __all__ = ["describe", "install_cleanup", "join", "remove_copied_files", "run_engine"]
@@ -84,26 +89,26 @@ def run_engine(argv: list[str]) -> None:
     IPEngine.launch_instance(argv=argv, out_stream_factory=streams.RankStream)
 
 
-def describe() -> dict[str, Any]:
-    """Describe this process before it joins: host, pid, usable cores and GPUs, and the self-test's verdict."""
-    return {
-        "self_test": startup_verdict().without_passed().to_json(),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "cores": usable_cores(),
-        "gpus": torch.cuda.device_count(),
-    }
+def describe() -> EngineInfo:
+    """Describe this process before it joins."""
+    return EngineInfo(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        cores=usable_cores(),
+        gpus=torch.cuda.device_count(),
+        version=own_version(),
+        self_test=startup_verdict().without_passed(),
+    )
 
 
-def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: Any) -> dict[str, Any]:
+def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = ()) -> EngineInfo:
     """Join the world; a collective call that returns when all ranks have joined.
 
     Args:
+        config: How this rank joins.
         epoch: How often the groups have been rebuilt; above 0, this rank replaces one that died.
         groups: Groups besides the default one that the replaced rank was in.
-        **settings: Fields of `JoinConfig`.
     """
-    config = JoinConfig(**settings)
     kernel = _shell().kernel
     namespace.set_environment(config)
     if config.backend == "nccl":
@@ -117,7 +122,7 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
     _install(session)
     store = AgentStore(config.store, timedelta(seconds=config.timeout_s), key=store_key(kernel.session.key))
     # torch holds only the C++ half; without the Python half every call on it fails as "not implemented".
-    session.extras["store"] = store
+    session.store = store
     listen_on(store.own_ip)
     if store.own_ip != LOOPBACK:
         install_cleanup()
@@ -132,18 +137,14 @@ def join(*, epoch: int = 0, groups: Sequence[dict[str, Any]] = (), **settings: A
         recoverable=config.recoverable,
     )
     if epoch:
-        recovery.join_groups(list(groups), epoch=epoch)
+        recovery.join_groups(groups, epoch=epoch)
     recovery.sync_group_count(device if config.backend == "nccl" else "cpu")
     install_dist_hooks()
     namespace.inject_names(kernel.shell.user_ns, config, device)
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()
     wrapper_reset.track_wrappers()
-    return {
-        **describe(),
-        "device": str(device),
-        "seed": torch.initial_seed(),
-    }
+    return dataclasses.replace(describe(), device=str(device), seed=torch.initial_seed())
 
 
 def _shell() -> Any:
@@ -154,7 +155,7 @@ def _install(session: RankSession) -> None:
     kernel = session.kernel
     steps = OptimizerSteps()
     steps.install()
-    session.extras["steps"] = steps
+    session.steps = steps
     install_frameworks(session)
     count_training_steps()
     set_cell_source(lambda: session.cell)
@@ -175,5 +176,5 @@ def _install(session: RankSession) -> None:
     telemetry = Telemetry(session, sampler)
     hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
     hooks.add_control_handlers(kernel, CompletionService(kernel.shell).handlers())
-    hooks.add_control_handlers(kernel, {"axon_failure": post_mortem.report_failure})
-    session.extras["runner"] = runner
+    hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.report_failure})
+    session.runner = runner

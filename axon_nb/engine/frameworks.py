@@ -37,7 +37,7 @@ def install_frameworks(session: RankSession) -> None:
     after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
-        abort.register_step_code(deepspeed.wrap_step(module, session.extras["steps"].after_foreign_step))
+        abort.register_step_code(deepspeed.wrap_step(module, session.steps.after_foreign_step))
         wrapper_reset.track_engines()
 
     after_import("deepspeed.runtime.engine", prepare_engine)

@@ -7,39 +7,9 @@ from typing import Any
 
 import torch
 
+from axon_nb.records.protocol.joining import JoinConfig
+
 __all__ = ["JoinConfig", "RankSession", "current"]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinConfig:
-    """How a rank joins its world; created in the notebook."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    """Index among the ranks of this host."""
-    local_world_size: int
-    """Number of ranks on this host."""
-    node_rank: int
-    """Index of this host."""
-    backend: str
-    """``gloo`` or ``nccl``."""
-    store: str
-    """Path of the rendezvous store's Unix socket."""
-    device: str
-    """``cpu`` or ``cuda:<index>``."""
-    threads: int
-    """Number of torch's intra-op threads."""
-    timeout_s: float
-    """Timeout of every collective, in seconds."""
-    recoverable: bool
-    """Whether groups can be rebuilt after a failure, according to the self-test."""
-    output_limit: int
-    """Bytes of text that a cell may print on this rank; excess lines are dropped and counted. Cells can override it."""
-    master_addr: str = "127.0.0.1"
-    """The MASTER_ADDR that scripts see; nothing listens there."""
-    master_port: int = 29500
-    """The MASTER_PORT that scripts see; nothing listens there."""
 
 
 @dataclass
@@ -51,7 +21,18 @@ class RankSession:
     device: torch.device
     cell: int | None = None
     """Number of the running notebook cell; None while idle."""
-    extras: dict[str, Any] = field(default_factory=dict)
+    store: Any = None
+    """The rendezvous store, held here because torch holds only its C++ half."""
+    steps: Any = None
+    """`OptimizerSteps`: counts this rank's optimizer steps."""
+    runner: Any = None
+    """`CellRunner`: runs cells, and keeps their values until the notebook fetches them."""
+    subgroup: Any = None
+    """The process group that `subgroup` was last bound to."""
+    namespace_payload: bytearray = field(default_factory=bytearray)
+    """Packed variables to send to a replacement rank."""
+    pending_value: bytes | bytearray = b""
+    """A packed value that a notebook on another host will fetch."""
 
 
 _session: list[RankSession] = []

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from axon_nb.errors import StartError
 from axon_nb.host.children import Children, Death
 from axon_nb.host.connections import CommandConnection, Connection, Listener, StoreConnection
 from axon_nb.host.deaths import LastOutput, OomCounter, describe_controller_exit, last_line
@@ -20,6 +21,9 @@ from axon_nb.host.fork import ForkRequest, Preload, become_rank, signals_blocked
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
 from axon_nb.host.store_tcp import AuthenticatedStoreConnection, TcpListener
+from axon_nb.records.protocol import agent as messages
+from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["Agent", "AgentOptions"]
 
@@ -56,7 +60,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._peers: set[Connection] = set()
         self._preload = Preload(enabled=options.preload)
-        self._waiting_forks: list[tuple[CommandConnection, dict[str, Any]]] = []
+        self._waiting_forks: list[tuple[CommandConnection, int, messages.Fork]] = []
         self._deadline: float | None = time.monotonic() + _FIRST_CONTACT_TIMEOUT_S
         self._starter = run_dir.starter_pid()
         """Pid of the notebook until it connects; if it dies before, nobody will connect."""
@@ -65,16 +69,15 @@ class Agent:
         """Why the cluster cannot start, reported to the notebook when it connects; empty otherwise."""
         self._left_ns = 0
         """Monotonic time at which the last notebook disconnected; 0 if none has."""
-        self._deaths: dict[int, dict[str, Any]] = {}
+        self._deaths: dict[int, messages.Exit] = {}
         """The exit event of each rank that died and was not replaced."""
-        self._commands: dict[str, Callable[[CommandConnection, dict[str, Any]], dict[str, Any] | None]] = {
-            "hello": self._hello,
-            "fork": self._fork,
-            "signal": self._signal,
-            "set_info": self._set_info,
-            "get_info": self._get_info,
-            "serve_store": self._serve_store,
-            "stop": self._stop,
+        self._commands: dict[type[messages.Command[Any]], Callable[[CommandConnection, Any], Any]] = {
+            messages.Hello: self._hello,
+            messages.Signal: self._signal,
+            messages.SetInfo: self._set_info,
+            messages.GetInfo: self._get_info,
+            messages.ServeStore: self._serve_store,
+            messages.Stop: self._stop,
         }
 
     def run(self) -> None:
@@ -140,20 +143,22 @@ class Agent:
     def _report_death(self, death: Death) -> None:
         if death.rank is None and self._stopping is not None:
             return  # we stopped it ourselves
-        event = "exit" if death.rank is not None else "controller_exit"
-        facts = {"rank": death.rank, "pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
-        log = self.run_dir.path / "log" / "controller.log"
-        output = {"last_output": last_line(log)} if death.rank is None else self._last_output.of(death.rank)
-        message = {"event": event, **facts, "out_of_memory": self._oom.poll(), **output}
+        now, out_of_memory = time.monotonic_ns(), self._oom.poll()
         if death.rank is not None:
-            self._deaths[death.rank] = message
-        self._broadcast(message)
-        if death.rank is None:
-            self._start_failure = describe_controller_exit(death.code, output["last_output"])
-            if self._starter is None:  # otherwise stay, to report this to the notebook when it connects
-                self._begin_stop()
+            output = self._last_output.of(death.rank)
+            event = self._deaths[death.rank] = messages.Exit(
+                death.rank, death.pid, death.code, now, out_of_memory, **output
+            )
+            self._broadcast(event)
+            return
+        last_output = last_line(self.run_dir.path / "log" / "controller.log")
+        self._broadcast(messages.ControllerExit(death.pid, death.code, now, out_of_memory, last_output))
+        self._start_failure = describe_controller_exit(death.code, last_output)
+        if self._starter is None:  # otherwise stay, to report this to the notebook when it connects
+            self._begin_stop()
 
-    def _broadcast(self, message: dict[str, Any]) -> None:
+    def _broadcast(self, event: messages.AgentEvent) -> None:
+        message = messages.encode_event(event)
         for peer in list(self._peers):
             if isinstance(peer, CommandConnection) and peer.owner:
                 peer.send_message(message)
@@ -164,9 +169,9 @@ class Agent:
     def _accept_store(self, sock: socket.socket) -> None:
         self._peers.add(StoreConnection(sock, self._selector, self._closed, self._store.handle))
 
-    def _serve_store(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
+    def _serve_store(self, peer: CommandConnection, command: messages.ServeStore) -> messages.StorePort:
         """Serve the store over TCP too, for ranks on other hosts."""
-        key = bytes.fromhex(message["key"])
+        key = bytes.fromhex(command.key)
 
         def accept(sock: socket.socket) -> None:
             clients = [peer for peer in self._peers if isinstance(peer, AuthenticatedStoreConnection)]
@@ -175,9 +180,9 @@ class Agent:
                     client.close()
             self._peers.add(AuthenticatedStoreConnection(sock, self._selector, self._closed, self._store.handle, key))
 
-        listener = TcpListener(str(message["ip"]), self._selector, accept)
+        listener = TcpListener(command.ip, self._selector, accept)
         self._listeners.append(listener)
-        return {"port": listener.port}
+        return messages.StorePort(listener.port)
 
     def _closed(self, peer: Connection) -> None:
         self._peers.discard(peer)
@@ -196,88 +201,96 @@ class Agent:
         return any(isinstance(peer, CommandConnection) and peer.owner for peer in self._peers)
 
     def _command(self, peer: CommandConnection, message: dict[str, Any]) -> None:
-        name = message.get("cmd", "")
-        handler = self._commands.get(name) if isinstance(name, str) else None
-        reply: dict[str, Any] | None
-        if handler is None:
+        number, name = message.pop("id", None), message.pop("cmd", "")
+        kind = messages.command_kind(name)
+        if kind is messages.Fork:
+            self._fork(peer, number, message)
+            return
+        if kind is None:
             reply = {"error": f"unknown command {name!r}"}
         else:
             try:
-                reply = handler(peer, message)
+                outcome = self._commands[kind](peer, decode(kind, message))
+                reply = {} if outcome is None else encode(outcome)
+            except StartError as error:
+                reply = {"refused": str(error)}
+            except ProtocolError as error:
+                reply = {"error": str(error)}
             except (KeyError, TypeError, ValueError, OSError) as error:
                 reply = {"error": f"{type(error).__name__}: {error}"}
-        if reply is not None:
-            peer.send_message({"id": message.get("id"), **reply})
+        peer.send_message({"id": number, **reply})
 
-    def _hello(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
-        peer.owner = str(message["owner"])
+    def _hello(self, peer: CommandConnection, command: messages.Hello) -> messages.AgentState:
+        peer.owner = command.owner
         if peer.owner and self._start_failure:
             self._begin_stop()
-            return {"refused": self._start_failure}
+            raise StartError(self._start_failure)
         if peer.owner:
             self._deadline = self._starter = None
             self.info["owner"] = peer.owner
             self._publish()
         return self._state()
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "pid": os.getpid(),
-            "ready": self._preload.ready,
-            "idle": self._preload.done,
-            "ranks": {str(rank): pid for rank, pid in self.children.ranks.items()},
-            "controller": self.children.controller,
-            "deaths": {str(rank): event for rank, event in self._deaths.items()},
-            "left_ns": self._left_ns,
-            "info": self.info,
-        }
+    def _state(self) -> messages.AgentState:
+        return messages.AgentState(
+            pid=os.getpid(),
+            ready=self._preload.ready,
+            idle=self._preload.done,
+            ranks=self.children.ranks,
+            controller=self.children.controller,
+            deaths=self._deaths,
+            left_ns=self._left_ns,
+            attached=self._owned,
+            info=self.info,
+        )
 
-    def _fork(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any] | None:
+    def _fork(self, peer: CommandConnection, number: Any, fields: dict[str, Any]) -> None:
         if not self.options.preload:
-            return {"error": "this agent does not fork ranks"}
-        self._waiting_forks.append((peer, message))
-        return None
+            peer.send_message({"id": number, "error": "this agent does not fork ranks"})
+            return
+        try:
+            self._waiting_forks.append((peer, number, decode(messages.Fork, fields)))
+        except ProtocolError as error:
+            peer.send_message({"id": number, "error": str(error)})
 
     def _fork_waiting(self) -> None:
         waiting, self._waiting_forks = self._waiting_forks, []
         gc.freeze()
-        for peer, message in waiting:
+        for peer, number, command in waiting:
             try:
-                request = ForkRequest.from_json({**message, "entry": self.options.entry})
+                request = ForkRequest.of(command, self.options.entry)
                 agent_pid = os.getpid()
                 self._last_output.rank_starting(request.rank, request.log)
                 with signals_blocked():
                     pid = os.fork()
                     if pid == 0:
                         become_rank(request, agent_pid, [self._selector, *self._sockets()])
-            except (KeyError, TypeError, OSError) as error:
-                peer.send_message({"id": message.get("id"), "error": f"{type(error).__name__}: {error}"})
+            except OSError as error:
+                peer.send_message({"id": number, "error": f"{type(error).__name__}: {error}"})
                 continue
             self.children.add_rank(request.rank, pid)
             self._deaths.pop(request.rank, None)
-            peer.send_message({"id": message.get("id"), "pid": pid})
+            peer.send_message({"id": number, **encode(messages.Forked(pid))})
 
     def _sockets(self) -> list[socket.socket]:
         return [*self._wakeup, *(listener.sock for listener in self._listeners), *(peer.sock for peer in self._peers)]
 
-    def _signal(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
-        return {"sent": self.children.signal_rank(int(message["rank"]), int(message["signal"]))}
+    def _signal(self, peer: CommandConnection, command: messages.Signal) -> messages.Signalled:
+        return messages.Signalled(self.children.signal_rank(command.rank, command.signal))
 
-    def _set_info(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
-        self.info.update(message["info"])
+    def _set_info(self, peer: CommandConnection, command: messages.SetInfo) -> None:
+        self.info.update(command.info)
         self.keep_alive_s = float(self.info.get("keep_alive_s", self.keep_alive_s))
         self._publish()
-        return {}
 
-    def _get_info(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
-        return {**self._state(), "attached": self._owned}
+    def _get_info(self, peer: CommandConnection, command: messages.GetInfo) -> messages.AgentState:
+        return self._state()
 
     def _publish(self) -> None:
         self.run_dir.write_info({"pid": os.getpid(), **self.info})
 
-    def _stop(self, peer: CommandConnection, message: dict[str, Any]) -> dict[str, Any]:
+    def _stop(self, peer: CommandConnection, command: messages.Stop) -> None:
         self._begin_stop()
-        return {}
 
     def _begin_stop(self) -> None:
         if self._stopping is None:

@@ -11,17 +11,34 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.deaths import describe_controller_exit
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import PYTHON_PATH
+from axon_nb.records.protocol.agent import (
+    AgentEvent,
+    Closed,
+    Command,
+    ControllerExit,
+    Exit,
+    Fork,
+    Hello,
+    Stop,
+    command_name,
+    decode_event,
+    decode_outcome,
+)
+from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.records.protocol.wire import encode
 
-__all__ = ["AgentClient", "spawn_agent"]
+__all__ = ["AgentClient", "outcome", "spawn_agent"]
+
+R = TypeVar("R")
 
 _CONNECT_TIMEOUT_S = 60.0
 _REPLY_TIMEOUT_S = 120.0
@@ -50,6 +67,19 @@ def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
     return process.pid
 
 
+def outcome(kind: type[Command[R]], reply: Mapping[str, Any]) -> R:
+    """Read the agent's reply to a command of `kind`.
+
+    Raises:
+        StartError: the agent rejects the command; the message says why.
+    """
+    if "refused" in reply:
+        raise StartError(reply["refused"])
+    if "error" in reply:
+        raise StartError(f"The host agent could not {command_name(kind)}: {reply['error']}")
+    return decode_outcome(kind, reply)
+
+
 class AgentClient:
     """A connection to one agent. A reader thread completes replies and dispatches events.
 
@@ -64,8 +94,8 @@ class AgentClient:
         self._ids = itertools.count(1)
         self._replies: dict[int, Future[dict[str, Any]]] = {}
         self._lock = threading.Lock()
-        self._handlers: list[Callable[[dict[str, Any]], None]] = []
-        self.exits: dict[int, dict[str, Any]] = {}
+        self._handlers: list[Callable[[AgentEvent], None]] = []
+        self.exits: dict[int, Exit] = {}
         """The last exit event of each rank that has not been forked again."""
         self.closed = threading.Event()
         self.end_reason = ""
@@ -73,24 +103,22 @@ class AgentClient:
         self._reader = threading.Thread(target=self._read, name="axon_nb-agent", daemon=True)
         self._reader.start()
         try:
-            self.hello_reply = self.call("hello", owner=owner)
-            if "refused" in self.hello_reply:
-                raise StartError(self.hello_reply["refused"])
+            self.hello_reply = self.call(Hello(owner))
         except BaseException:
             self.close()
             raise
 
-    def on_event(self, handler: Callable[[dict[str, Any]], None]) -> None:
-        """Call `handler` on the reader thread with each event; `{"event": "closed"}` is the last one."""
+    def on_event(self, handler: Callable[[AgentEvent], None]) -> None:
+        """Call `handler` on the reader thread with each event; `Closed` is the last one."""
         self._handlers.append(handler)
 
-    def send(self, cmd: str, **content: Any) -> Future[dict[str, Any]]:
-        """Send a command; the future resolves to the reply, or raises `ClusterLostError`."""
-        if cmd == "fork":
-            self.exits.pop(content.get("rank", -1), None)
+    def send(self, command: Command[Any]) -> Future[dict[str, Any]]:
+        """Send a command; the future resolves to the reply, for `outcome`, or raises `ClusterLostError`."""
+        if isinstance(command, Fork):
+            self.exits.pop(command.rank, None)
         number = next(self._ids)
         future: Future[dict[str, Any]] = Future()
-        line = json.dumps({"id": number, "cmd": cmd, **content}).encode() + b"\n"
+        line = json.dumps({"id": number, "cmd": command_name(type(command)), **encode(command)}).encode() + b"\n"
         with self._lock:
             if self.closed.is_set():
                 raise ClusterLostError(f"Cluster {self.name!r} is gone. Run `%distributed start` to start a new one.")
@@ -104,22 +132,22 @@ class AgentClient:
                 ) from None
         return future
 
-    def call(self, cmd: str, **content: Any) -> dict[str, Any]:
+    def call(self, command: Command[R]) -> R:
         """Send a command and wait for the reply.
 
         Raises:
             ClusterLostError: the agent is gone or does not reply.
             StartError: the agent rejects the command; the message says why.
         """
+        kind = type(command)
         try:
-            reply = self.send(cmd, **content).result(_REPLY_TIMEOUT_S)
+            reply = self.send(command).result(_REPLY_TIMEOUT_S)
         except TimeoutError:
             raise ClusterLostError(
-                f"The host agent of {self.name!r} did not reply to {cmd!r} within {_REPLY_TIMEOUT_S:.0f} s."
+                f"The host agent of {self.name!r} did not reply to {command_name(kind)!r} within "
+                f"{_REPLY_TIMEOUT_S:.0f} s."
             ) from None
-        if "error" in reply:
-            raise StartError(f"The host agent could not {cmd}: {reply['error']}")
-        return reply
+        return outcome(kind, reply)
 
     def _read(self) -> None:
         try:
@@ -127,14 +155,15 @@ class AgentClient:
                 for line in lines:
                     message = json.loads(line)
                     if "event" in message:
-                        if message["event"] == "controller_exit":
-                            self.end_reason = describe_controller_exit(message["code"], message["last_output"])
-                        elif message["event"] == "exit" and message["rank"] is not None:
-                            self.exits[message["rank"]] = message
-                        self._emit(message)
-                    elif (future := self._replies.pop(message.get("id"), None)) is not None:
+                        event = decode_event(message)
+                        if isinstance(event, ControllerExit):
+                            self.end_reason = describe_controller_exit(event.code, event.last_output)
+                        elif isinstance(event, Exit):
+                            self.exits[event.rank] = event
+                        self._emit(event)
+                    elif (future := self._replies.pop(message.pop("id", None), None)) is not None:
                         future.set_result(message)
-        except (OSError, ValueError):
+        except (OSError, ValueError, ProtocolError):
             pass
         finally:
             with self._lock:
@@ -142,11 +171,11 @@ class AgentClient:
                 replies, self._replies = self._replies, {}
             for future in replies.values():
                 future.set_exception(ClusterLostError(f"The host agent of {self.name!r} is gone."))
-            self._emit({"event": "closed"})
+            self._emit(Closed())
 
-    def _emit(self, message: dict[str, Any]) -> None:
+    def _emit(self, event: AgentEvent) -> None:
         for handler in list(self._handlers):
-            handler(message)
+            handler(event)
 
     def close(self) -> None:
         """Disconnect; unless `stop` was sent, the agent keeps the ranks for the keep-alive time."""
@@ -159,7 +188,7 @@ class AgentClient:
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Tell the agent to stop everything; return whether it is gone within `timeout_s` seconds."""
         with contextlib.suppress(ClusterLostError):
-            self.send("stop")
+            self.send(Stop())
         gone = self.closed.wait(timeout_s)
         self.close()
         return gone

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from axon_nb.host.children import set_parent_death_signal
+from axon_nb.records.protocol.agent import Fork
 
 __all__ = ["ForkRequest", "Preload", "become_rank", "signals_blocked"]
 
@@ -43,10 +44,18 @@ class ForkRequest:
     """Function that runs the engine, as `module:function`: takes `argv`, returns when the engine exits."""
 
     @classmethod
-    def from_json(cls, message: dict[str, Any]) -> ForkRequest:
-        """Create from a `fork` command."""
-        names = ("rank", "env", "cwd", "path", "argv", "umask", "entry")
-        return cls(log=Path(message["log"]), **{name: message[name] for name in names})
+    def of(cls, command: Fork, entry: str) -> ForkRequest:
+        """Create from a command; `entry` is the agent's own."""
+        return cls(
+            rank=command.rank,
+            env=dict(command.env),
+            cwd=command.cwd,
+            path=list(command.path),
+            argv=list(command.argv),
+            log=Path(command.log),
+            umask=command.umask,
+            entry=entry,
+        )
 
 
 _BLOCKED_SIGNALS = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM}

@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from axon_nb.host.run_dir import RunDir
+from axon_nb.records.protocol.agent import Command, command_name
+from axon_nb.records.protocol.wire import encode
 
 __all__ = ["AgentQuery"]
 
@@ -42,8 +44,8 @@ class AgentQuery:
         pid, _, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return int(pid) or None
 
-    def request(self, cmd: str) -> dict[str, Any]:
-        """Send a command and return the reply.
+    def request(self, command: Command[Any]) -> dict[str, Any]:
+        """Send a command and return the fields of the reply, unchecked: the agent may be of another version.
 
         Raises:
             TimeoutError: no reply within the limit.
@@ -51,7 +53,9 @@ class AgentQuery:
         """
         deadline = time.monotonic() + self._timeout_s
         self._sock.settimeout(self._timeout_s)
-        self._sock.sendall(json.dumps({"id": 1, "cmd": cmd}).encode() + b"\n")
+        self._sock.sendall(
+            json.dumps({"id": 1, "cmd": command_name(type(command)), **encode(command)}).encode() + b"\n"
+        )
         while b"\n" not in self._pending:
             if not self._read(deadline):
                 raise ConnectionError("the host agent closed the connection")

@@ -16,6 +16,8 @@ from typing import Any
 from axon_nb.errors import NoClusterError
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import CapturedModel, is_module
+from axon_nb.records.protocol.contents import CaptureModel
+from axon_nb.records.protocol.messages import Expression, cell_source
 
 __all__ = ["join_stages", "model_by_name", "sendable_model"]
 
@@ -60,8 +62,8 @@ def _from_ranks(name: str, cluster: Any) -> CapturedModel:
             raise NoClusterError(f"A plan for the ranks' variable {name!r}") from None
     if not hasattr(cluster, "run"):
         raise PlanError(f"cluster must be a Cluster, such as axon_nb.current_cluster(); got {cluster!r}.")
-    module = "__import__('axon_nb.plan.skeleton', fromlist=['capture_or_reason'])"
-    answers = cluster.run(f"{module}.capture_or_reason(lambda: {name}, {name!r})", quiet=True).values
+    call = CaptureModel(look=Expression(f"lambda: {name}"), name=name)
+    answers = cluster.run(cell_source(call), quiet=True).values
     for answer in answers.values():
         if isinstance(answer, CapturedModel):
             return answer

@@ -5,11 +5,10 @@ Placement of one shard of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-__all__ = ["MeshInfo", "MeshSlice", "Shard", "read_mesh"]
+__all__ = ["MeshInfo", "MeshSlice", "Shard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,6 @@ class MeshInfo:
             number, at = divmod(number, size)
             places.append(f"{axis} {at}")
         return ", ".join(reversed(places))
-
-
-def read_mesh(fields: Mapping[str, Any]) -> MeshInfo:
-    """Read a mesh from its JSON form, which has lists in place of tuples."""
-    return MeshInfo(fields["name"], tuple(fields["axes"]), tuple(fields["shape"]), tuple(fields["ranks"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,9 +188,10 @@ def test_push_and_pull_keep_types(script: Script) -> None:
 
 
 def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> None:
-    script.ok("import numpy as np, torch\nb = np.arange(1 << 18)\nplaces = list(c.rank_info)")
+    script.ok("import dataclasses, numpy as np, torch\nb = np.arange(1 << 18)\nplaces = list(c.rank_info)")
     script.ok("from axon_nb.host import shared_memory as parcels\naddress = parcels.SharedBlock.address")
-    elsewhere = "c.rank_info[1] = {**c.rank_info[1], 'host': 'elsewhere'}"  # as a launcher's rank on another host says
+    # As a launcher's rank on another host says.
+    elsewhere = "c.rank_info[1] = dataclasses.replace(c.rank_info[1], host='elsewhere')"
     unreachable = (
         "parcels.SharedBlock.address = property(lambda self: (('/proc/1/fd/99999', 1),) * 2)"  # as in a container
     )
@@ -257,7 +258,7 @@ def test_what_notebooks_show_as_html_comes_as_text(script: Script) -> None:
 
 
 def test_stop_can_be_called_twice_and_start_again(script: Script) -> None:
-    script.ok("before = [p['pid'] for p in c.rank_info]\nc.stop()\nc.stop()")
+    script.ok("before = [p.pid for p in c.rank_info]\nc.stop()\nc.stop()")
     assert script.value("c.running, 'was stopped' in repr(c)") == (False, True)
     assert not [process for process in script.others() if process.pid in script.value("before")]
     for call in ("c.run('1')", "c.push({'x': 1})", "c.pull('rank')", "c.run_noblock('1')"):

@@ -12,12 +12,13 @@ import contextlib
 from axon_nb.cluster.launch.join import join_world
 from axon_nb.cluster.rpc.client import connect
 from axon_nb.cluster.launch.connection import Connection
-from axon_nb.cluster.launch.launchers import ENGINE_ENTRY, controller_command
+from axon_nb.cluster.launch.launchers import controller_command
 from axon_nb.cluster.launch.engines import launch_engines
 from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.cluster.settings import settings
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
+from axon_nb.records.protocol.joining import ENGINE_ENTRY
 from tests.cluster.late_port import delay
 
 run_dir = RunDir.create()
@@ -40,8 +41,7 @@ from tests.cluster.late_port import delay
 
 cluster = axon_nb.start(2, devices="cpu", name="late")
 pid = cluster.run("os.getpid()", ranks=[1], quiet=True)[1] if cluster.run("import os", quiet=True).ok else 0
-agent = cluster.connection.agent
-agent.call("signal", rank=1, signal=9)
+cluster.signal(1, 9)
 while not cluster.health.dead:
     time.sleep(0.02)
 with delay(cluster.connection.run_dir.engine_file, "mux", seconds=2.0), \
@@ -81,9 +81,9 @@ def kill_the_newcomer(known):
 
 cluster = axon_nb.start(3, devices="cpu", name="late")
 run_dir, client = cluster.connection.run_dir, cluster.client
-agent = psutil.Process(cluster.rank_info[0]["pid"]).parent()
+agent = psutil.Process(cluster.rank_info[0].pid).parent()
 cluster.run("import torch, torch.distributed as dist")
-cluster.connection.agent.call("signal", rank=1, signal=9)
+cluster.signal(1, 9)
 while not cluster.health.dead:
     time.sleep(0.02)
 known = {child.pid for child in agent.children()}
@@ -101,7 +101,7 @@ import time, axon_nb
 
 cluster = axon_nb.start(3, devices="cpu", name="late")
 cluster.run("import torch, torch.distributed as dist")
-cluster.connection.agent.call("signal", rank=1, signal=9)
+cluster.signal(1, 9)
 while not cluster.health.dead:
     time.sleep(0.02)
 startup = cluster.connection.run_dir.profile / "startup" / "00-die.py"

@@ -70,7 +70,7 @@ def test_a_killed_scripts_ranks_are_gone_after_the_keep_alive(tmp_path: Path, nu
         "c = axon_nb.start(2, devices='cpu')"
     )
     assert len(script.others()) >= 4
-    ranks, killed_at = script.value("[place['pid'] for place in c.rank_info]"), time.monotonic()
+    ranks, killed_at = script.value("[place.pid for place in c.rank_info]"), time.monotonic()
     script.process.send_signal(number)
     assert script.end() == -number
     assert until(lambda: not any(map(psutil.pid_exists, ranks)), timeout=90)

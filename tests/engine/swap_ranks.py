@@ -30,6 +30,7 @@ from axon_nb.engine.groups import gloo, nccl, recovery
 from axon_nb.engine.groups.abort import raise_if_aborted
 from axon_nb.engine.groups.native import BackendKind, NativeGroups
 from axon_nb.engine.groups.wrapper_reset import reset_wrappers
+from axon_nb.records.protocol.recovery import GroupRecord
 
 __all__ = ["CPU", "GLOO", "LIMIT", "be_newcomer", "be_rank", "groups_on", "run_on_ranks", "trained", "wait_for_threads"]
 
@@ -121,7 +122,7 @@ def be_newcomer(folder: str, groups: str, epoch: str) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    recovery.recreate_groups([{**group, "backend": "fake"} for group in ast.literal_eval(groups)])
+    recovery.recreate_groups([GroupRecord(**{**group, "backend": "fake"}) for group in ast.literal_eval(groups)])
     kind = dataclasses.replace(GLOO, owns=lambda backend: backend is not None, abort=lambda backend: None)
     store = dist.FileStore(str(Path(folder) / "forms"), 2)
     natives = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=kind)

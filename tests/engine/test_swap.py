@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -82,7 +83,7 @@ def _is_replaced(rank: int, store: Any) -> Any:
     dist.new_group([0, 1], group_desc="mine")
     groups_state.installed = True
     groups = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=GLOO)
-    registry = recovery.list_groups()
+    registry = [dataclasses.asdict(group) for group in recovery.list_groups()]
     if rank == 1:  # from here on another process is rank 1
         folder = str(Path(store.path).parent)
         code = "import sys; from tests.engine.swap_ranks import be_newcomer; be_newcomer(*sys.argv[1:])"
@@ -100,12 +101,12 @@ def _is_replaced(rank: int, store: Any) -> Any:
     for group in groups.all()[2:]:  # those that the other process never had
         dist.destroy_process_group(group)
     groups.rebuild(8)
-    return registry, found, done["groups"]
+    return registry, found, done.groups
 
 
 def test_a_newcomer_finds_the_groups_of_its_predecessor(tmp_path: Path) -> None:
     results = run_on_ranks(_is_replaced, 2, tmp_path)
-    registry = [{"name": "1", "ranks": [0, 1], "desc": "mine", "backend": "gloo"}]
+    registry = [{"name": "1", "ranks": (0, 1), "desc": "mine", "backend": "gloo"}]
     assert results[1] == (registry, [3.0] * 6)
     assert results[0] == (registry, [3.0] * 6, 2)
 
@@ -121,7 +122,7 @@ def _recovers(rank: int, store: Any) -> Any:
     answer = recovery.recover(3)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
-    return refused, ABORT.is_set(), answer["groups"], tensor.item(), dist.distributed_c10d._world.group_count
+    return refused, ABORT.is_set(), answer.groups, tensor.item(), dist.distributed_c10d._world.group_count
 
 
 def test_abort_and_recover_as_a_rank_is_asked_to(tmp_path: Path) -> None:

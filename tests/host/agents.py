@@ -18,6 +18,8 @@ import psutil
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import encode, receive
+from axon_nb.records.protocol.agent import Fork, encode_event
+from axon_nb.records.protocol.wire import decode
 from tests.kernel.processes import until
 
 __all__ = ["ENTRY", "ROOT", "RawPeer", "Served", "Shared", "dead", "fork_request", "serve"]
@@ -58,7 +60,7 @@ class Served:
     def fork(self, *argv: str, **changes: Any) -> tuple[int, int]:
         """Fork a rank that runs `tests.host.entries` with these arguments: (rank, pid)."""
         request = fork_request(self.run_dir, *argv, **changes)
-        return request["rank"], self.client.call("fork", **request)["pid"]
+        return request["rank"], self.client.call(decode(Fork, request)).pid
 
     def gone(self) -> bool:
         """Whether process and folder are gone."""
@@ -80,7 +82,7 @@ def serve(*, entry: str, controller: list[str], owner: str) -> Served:
     process = psutil.Process(pid)
     client = AgentClient(run_dir, owner=owner, agent_pid=pid)
     events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    client.on_event(events.put)
+    client.on_event(lambda event: events.put(encode_event(event)))
     return Served(run_dir, client, process, events)
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient
-from tests.host.agents import ENTRY, ROOT, Served, dead, fork_request
+from axon_nb.records.protocol.agent import AgentEvent, GetInfo, Signal
+from tests.host.agents import ENTRY, ROOT, RawPeer, Served, dead, fork_request
 from tests.host.conftest import MakeAgent
 from tests.kernel.processes import until
 
@@ -119,9 +120,9 @@ def test_a_missing_folder_is_reported_in_its_log(forking_agent: Served, tmp_path
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_a_signal_reaches_it(forking_agent: Served, number: signal.Signals) -> None:
     rank, _ = forking_agent.fork("wait")
-    assert forking_agent.client.call("signal", rank=rank, signal=int(number))["sent"] is True
+    assert forking_agent.client.call(Signal(rank, int(number))).sent is True
     assert forking_agent.event(event="exit", rank=rank)["code"] == -number
-    assert forking_agent.client.call("signal", rank=rank, signal=int(number))["sent"] is False
+    assert forking_agent.client.call(Signal(rank, int(number))).sent is False
 
 
 def test_a_signal_that_comes_right_after_the_fork_spares_the_others(forking_agent: Served, tmp_path: Path) -> None:
@@ -129,43 +130,43 @@ def test_a_signal_that_comes_right_after_the_fork_spares_the_others(forking_agen
     published(tmp_path / "other", forking_agent, pid)
     for _ in range(5):
         rank, _ = forking_agent.fork("wait")
-        forking_agent.client.call("signal", rank=rank, signal=int(signal.SIGTERM))
+        forking_agent.client.call(Signal(rank, int(signal.SIGTERM)))
         assert forking_agent.event(event="exit", rank=rank)["code"] == -signal.SIGTERM
-    assert forking_agent.client.call("get_info")["ranks"].get(str(other)) == pid
+    assert forking_agent.client.call(GetInfo()).ranks.get(other) == pid
 
 
 def test_a_signal_that_does_not_exist_is_refused(forking_agent: Served) -> None:
     rank, _ = forking_agent.fork("wait")
     with pytest.raises(StartError, match="could not signal"):
-        forking_agent.client.call("signal", rank=rank, signal=10**6)
-    forking_agent.client.call("signal", rank=rank, signal=9)
+        forking_agent.client.call(Signal(rank, 10**6))
+    forking_agent.client.call(Signal(rank, 9))
 
 
 def test_what_it_started_ends_with_it(forking_agent: Served, tmp_path: Path) -> None:
     rank, pid = forking_agent.fork("child", str(tmp_path / "child.json"))
     child = psutil.Process(published(tmp_path / "child.json", forking_agent, pid))
-    forking_agent.client.call("signal", rank=rank, signal=int(signal.SIGKILL))
+    forking_agent.client.call(Signal(rank, int(signal.SIGKILL)))
     forking_agent.event(event="exit", rank=rank)
     assert until(lambda: dead(child))
 
 
 @pytest.mark.parametrize("missing", ["rank", "env", "cwd", "path", "argv", "umask", "log"])
 def test_an_incomplete_request_forks_nothing(forking_agent: Served, missing: str) -> None:
-    before = forking_agent.client.call("get_info")["ranks"]
+    before = forking_agent.client.call(GetInfo()).ranks
     request = fork_request(forking_agent.run_dir, "wait")
     del request[missing]
-    with pytest.raises(StartError, match=f"could not fork: KeyError: '{missing}'"):
-        forking_agent.client.call("fork", **request)
-    assert forking_agent.client.call("get_info")["ranks"] == before
+    with RawPeer(forking_agent.run_dir.agent_socket) as peer:
+        assert peer.command(id=1, cmd="fork", **request)["error"].startswith(f"Fork lacks '{missing}'.")
+    assert forking_agent.client.call(GetInfo()).ranks == before
 
 
 def test_owners_get_exit_events_and_observers_do_not(forking_agent: Served) -> None:
-    events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[AgentEvent] = queue.SimpleQueue()
     observer = AgentClient(forking_agent.run_dir, owner="")
     observer.on_event(events.put)
     rank, _ = forking_agent.fork("exit", "0")
     forking_agent.event(event="exit", rank=rank)
-    observer.call("get_info")
+    observer.call(GetInfo())
     assert events.empty()
     observer.close()
 

@@ -15,6 +15,7 @@ import pytest
 from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
+from axon_nb.records.protocol.agent import GetInfo, SetInfo
 from tests.host.agents import ROOT, RawPeer, Served, dead
 from tests.host.conftest import MakeAgent
 from tests.kernel.processes import until
@@ -92,7 +93,7 @@ def test_an_owner_keeps_it_alive_after_its_starter_exited() -> None:
         path, pid = starter.stdout.readline().split()
         client = AgentClient(RunDir(Path(path)), owner="the tests")
     assert client.closed.wait(1.5) is False
-    assert client.call("get_info")["pid"] == int(pid)
+    assert client.call(GetInfo()).pid == int(pid)
     assert client.stop(60.0)
 
 
@@ -104,7 +105,7 @@ def test_a_warm_agent_ends_at_once_when_its_owner_leaves(make_agent: MakeAgent) 
 
 def test_a_cluster_lives_on_for_its_keep_alive_and_no_longer(make_agent: MakeAgent) -> None:
     served = make_agent()
-    served.client.call("set_info", info={"world_size": 1, "keep_alive_s": 0.8})
+    served.client.call(SetInfo({"world_size": 1, "keep_alive_s": 0.8}))
     left = time.monotonic()
     served.client.close()
     assert until(served.gone)
@@ -115,15 +116,15 @@ def test_reattaching_in_time_keeps_it_alive(make_agent: MakeAgent) -> None:
     later, keep_alive = None, 0.5
     while later is None:
         served = make_agent()
-        served.client.call("set_info", info={"world_size": 1, "keep_alive_s": keep_alive})
+        served.client.call(SetInfo({"world_size": 1, "keep_alive_s": keep_alive}))
         served.client.close()
         try:
             later = AgentClient(served.run_dir, owner="the same notebook")
         except (StartError, ClusterLostError):  # on a busy machine that was too late
             assert keep_alive < 30
             keep_alive *= 4
-    assert later.hello_reply["info"]["world_size"] == 1
-    assert later.hello_reply["info"]["owner"] == "the same notebook"
+    assert later.hello_reply.info["world_size"] == 1
+    assert later.hello_reply.info["owner"] == "the same notebook"
     assert later.closed.wait(2 * keep_alive) is False
     assert later.stop(60.0)
 
@@ -146,7 +147,7 @@ def test_a_disconnecting_observer_changes_nothing(make_agent: MakeAgent) -> None
 @pytest.mark.parametrize("keep_alive", [30 * 86400, float("inf")], ids=["a month", "for ever"])
 def test_a_long_keep_alive_is_kept(make_agent: MakeAgent, keep_alive: float) -> None:
     served = make_agent()
-    served.client.call("set_info", info={"world_size": 1, "keep_alive_s": keep_alive})
+    served.client.call(SetInfo({"world_size": 1, "keep_alive_s": keep_alive}))
     served.client.close()
     assert stays(served, 0.5)
     AgentClient(served.run_dir, owner="the tests").stop(60.0)
@@ -158,7 +159,7 @@ def test_stop_leaves_nothing(make_agent: MakeAgent) -> None:
     assert served.client.stop(60.0)
     assert until(served.gone)
     with pytest.raises(ClusterLostError):
-        served.client.call("get_info")
+        served.client.call(GetInfo())
     with pytest.raises(StartError, match="failed to start"):
         AgentClient(served.run_dir, owner="the tests")
 
@@ -173,7 +174,7 @@ def test_it_ignores_signals_of_a_terminal(make_agent: MakeAgent) -> None:
     served = make_agent()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
         served.process.send_signal(number)
-    assert served.client.call("get_info")["pid"] == served.process.pid
+    assert served.client.call(GetInfo()).pid == served.process.pid
 
 
 def test_it_has_a_session_of_its_own(agent: Served) -> None:
@@ -186,14 +187,14 @@ CONTROLLER = [sys.executable, "-c", "import signal; signal.pause()"]
 
 def test_the_controller_ends_with_a_stopped_agent(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
-    controller = psutil.Process(served.client.call("get_info")["controller"])
+    controller = psutil.Process(served.client.call(GetInfo()).controller)
     served.client.stop(60.0)
     assert until(lambda: dead(controller))
 
 
 def test_the_controller_ends_with_a_killed_agent(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
-    controller = psutil.Process(served.client.call("get_info")["controller"])
+    controller = psutil.Process(served.client.call(GetInfo()).controller)
     assert until(lambda: "signal.pause" in " ".join(controller.cmdline()))
     served.process.kill()
     assert until(lambda: dead(controller))
@@ -201,7 +202,7 @@ def test_the_controller_ends_with_a_killed_agent(make_agent: MakeAgent) -> None:
 
 def test_a_cluster_stops_when_its_controller_dies(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
-    psutil.Process(served.client.call("get_info")["controller"]).kill()
+    psutil.Process(served.client.call(GetInfo()).controller).kill()
     assert served.event(event="controller_exit")["code"] == -signal.SIGKILL
     assert served.client.end_reason == "The ipyparallel controller was killed by signal 9 without any output."
     assert until(served.gone)

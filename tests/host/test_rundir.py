@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from axon_nb.host.run_dir import RunDir, base_dir, list_run_dirs
+from axon_nb.records.protocol.agent import GetInfo
 from tests.host.agents import ROOT, dead
 from tests.host.conftest import MakeAgent
 from tests.kernel.processes import modes, until
@@ -166,7 +167,7 @@ def test_folders_of_live_agents_stay_and_those_of_dead_agents_are_removed(root: 
     assert doomed.run_dir.agent_socket.exists()
     assert [entry.path for entry in list_run_dirs()] == [served.run_dir.path]
     assert not doomed.run_dir.path.exists()
-    assert served.client.call("get_info")["pid"] == served.process.pid
+    assert served.client.call(GetInfo()).pid == served.process.pid
 
 
 def test_a_folder_whose_agent_is_being_started_stays(root: Path) -> None:

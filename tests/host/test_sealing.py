@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.host.store import encode
 from axon_nb.host.store_tcp import NONCE_SIZE, PROOF_SIZE, Handshake, MessageSigner, authenticate, store_key
+from axon_nb.records.protocol.agent import ServeStore
 from tests.host.agents import Served, serve
 
 KEY = store_key(b"the cluster's key")
@@ -79,7 +80,7 @@ def test_both_ends_reject_a_handshake_with_another_key() -> None:
 def agent() -> Iterator[tuple[Served, str]]:
     """A host agent that serves its store on loopback over TCP, and the address."""
     served = serve(entry="", controller=[], owner="the tests")
-    port = served.client.call("serve_store", ip="127.0.0.1", key=KEY.hex())["port"]
+    port = served.client.call(ServeStore("127.0.0.1", KEY.hex())).port
     yield served, f"tcp:127.0.0.1:{port}"
     served.end()
 

@@ -57,8 +57,9 @@ class Footprint:
 def footprint(kernel: Kernel) -> Footprint:
     """Of the kernel's current cluster."""
     folder, agent, controller, ranks = kernel.value(
-        "(lambda c: (str(c.run_dir.path), *(lambda s: (s['pid'], s['controller'], list(s['ranks'].values())))"
-        "(c.agent.call('get_info'))))(__import__('axon_nb').cluster.current.get().connection)"
+        "(lambda c: (str(c.run_dir.path), *(lambda s: (s.pid, s.controller, list(s.ranks.values())))"
+        "(c.agent.call(__import__('axon_nb.records.protocol.agent', fromlist=['x']).GetInfo()))))"
+        "(__import__('axon_nb').cluster.current.get().connection)"
     )
     tree = psutil.Process(agent)
     return Footprint(Path(folder), agent, controller, tuple(ranks), (tree, *tree.children(recursive=True)))

@@ -234,12 +234,12 @@ def test_a_kernel_killed_while_its_ranks_were_being_interrupted(new_kernel: Make
 
 
 HALF_WAY = {
-    "an abort": "for rank in (0, 1): cluster.client.request(rank, 'axon_abort').result()",
-    "an abort on one rank": "cluster.client.request(0, 'axon_abort').result()",
+    "an abort": "for rank in (0, 1): cluster.client.request(rank, AbortRequest()).result()",
+    "an abort on one rank": "cluster.client.request(0, AbortRequest()).result()",
     "a rebuild on one rank": (
         "import time\nfrom axon_nb.cluster.rpc import requests as remote\n"
-        "remote.call(cluster.client, 1, 'axon_nb.engine.groups.recovery:recover', epoch=int(time.time()) + 9)\n"
-        "while not cluster.client.request(1, 'axon_cells').result()['content']['rebuilding']: pass"
+        "remote.call(cluster.client, 1, RecoverAfterRepair(int(time.time()) + 9, replaced=False))\n"
+        "while not cluster.client.request(1, CellsRequest()).result().rebuilding: pass"
     ),
 }
 
@@ -249,7 +249,11 @@ HALF_WAY = {
 def test_a_kernel_killed_half_way_through_a_recovery(new_kernel: MakeKernel, what: str) -> None:
     kernel = new_kernel()
     start(kernel)
-    kernel.ok(f"cluster = __import__('axon_nb').cluster.current.get()\n{HALF_WAY[what]}")
+    records = (
+        "from axon_nb.records.protocol.cells import AbortRequest, CellsRequest\n"
+        "from axon_nb.records.protocol.recovery import RecoverAfterRepair\n"
+    )
+    kernel.ok(f"{records}cluster = __import__('axon_nb').cluster.current.get()\n{HALF_WAY[what]}")
     kernel.come_back()
     kernel.ok("%load_ext axon_nb\n%distributed attach")
     reply = kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()")
@@ -278,7 +282,7 @@ def test_a_running_cell_comes_back_though_its_ranks_answer_late(new_kernel: Make
 def test_engines_of_another_launcher_end_when_they_are_stopped_after_an_attach() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2 --engines local --devices cpu")
-        pids = kernel.value("[place['pid'] for place in __import__('axon_nb').cluster.current.require('x').rank_info]")
+        pids = kernel.value("[place.pid for place in __import__('axon_nb').cluster.current.require('x').rank_info]")
         kernel.restart(now=True)
         kernel.ok("%load_ext axon_nb\n%distributed attach")
         kernel.ok("%distributed stop")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.cluster.failures.hints import shared_draws_hint
+from axon_nb.records.protocol.cells import CellEnd, Draws
 from tests.kernel.driver import Kernel
 
 DRAW = "import random, numpy\n(random.random(), float(numpy.random.rand()), float(torch.rand(1)))"
@@ -70,9 +71,9 @@ def test_no_hint_without_a_reason(kernel: Kernel, prepare: str) -> None:
 
 
 def test_draws_that_differ_or_are_not_known_are_no_hint() -> None:
-    same = {"draws": {"states": ["a", "b"], "dropout": "m", "loader": ""}}
-    other = {"draws": {"states": ["a", "c"], "dropout": "m", "loader": ""}}
+    same = CellEnd(draws=Draws(states=("a", "b"), dropout="m", loader=""))
+    other = CellEnd(draws=Draws(states=("a", "c"), dropout="m", loader=""))
     assert "masks of `m`" in shared_draws_hint({0: same, 1: same}, [0, 1])
     assert shared_draws_hint({0: same, 1: other}, [0, 1]) == ""
     assert shared_draws_hint({0: same}, [0]) == ""
-    assert shared_draws_hint({0: same, 1: {}}, [0, 1]) == ""
+    assert shared_draws_hint({0: same, 1: CellEnd()}, [0, 1]) == ""

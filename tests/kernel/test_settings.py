@@ -14,6 +14,10 @@ from tests.kernel.processes import ended, footprint, until
 MakeKernel = Callable[..., Kernel]
 
 API = "from axon_nb.cluster.settings import settings"
+AGENT_INFO = (
+    "__import__('axon_nb').current_cluster().connection.agent"
+    ".call(__import__('axon_nb.records.protocol.agent', fromlist=['x']).GetInfo()).info"
+)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +54,7 @@ def test_a_longer_keep_alive_acts_on_the_running_cluster_and_attach_restores_it(
     listed = kernel.ok("%distributed config").lines()
     assert listed[0] == "keep_alive = 600 s (default 300 s)"
     assert listed[2] == "output_limit = 4 KiB (default 1 MiB)"
-    agent_says = kernel.value(
-        "(lambda i: (i['keep_alive_s'], i['settings']['output_limit']))"
-        "(__import__('axon_nb').current_cluster().connection.agent.call('get_info')['info'])"
-    )
+    agent_says = kernel.value(f"(lambda i: (i['keep_alive_s'], i['settings']['output_limit']))({AGENT_INFO})")
     assert agent_says == (600.0, 4096)
 
 
@@ -118,8 +119,7 @@ def test_a_wrong_value_leaves_the_cluster_and_all_settings_as_they_were(kernel: 
     reply = kernel.run("%distributed config keep_alive=5 threads=many debug=off")
     assert (reply.ename, len(reply.traceback.splitlines())) == ("UsageError", 1)
     assert kernel.ok("%distributed config").stdout == before
-    info = "__import__('axon_nb').current_cluster().connection.agent.call('get_info')['info']"
-    assert kernel.value(f"{info}['keep_alive_s']") == 300.0
+    assert kernel.value(f"{AGENT_INFO}['keep_alive_s']") == 300.0
 
 
 def test_warm_up_starts_and_ends_the_waiting_host_agent(new_kernel: MakeKernel) -> None:

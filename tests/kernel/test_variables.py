@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from axon_nb.cluster.inspection.variables import agreement
+from axon_nb.records.protocol.inspection import VariableFacts
 from tests.kernel.driver import Kernel
 
 SETUP = """%%distributed
@@ -93,8 +94,8 @@ def test_while_a_cell_runs_it_says_so(shared_kernel: Kernel, tmp_path: Path) -> 
     shared_kernel.ok("_ = job.result()")
 
 
-def _fact(digest: str, *, where: str = "") -> dict[str, str]:
-    return {"type": "int", "shape": "", "dtype": "", "digest": digest, "where": where}
+def _fact(digest: str, *, where: str = "") -> VariableFacts:
+    return VariableFacts("x", "int", digest=digest, where=where)
 
 
 @pytest.mark.parametrize(

@@ -52,17 +52,18 @@ def test_a_failing_cell_freezes_its_view_too(kernel: Kernel) -> None:
 def test_nothing_is_sent_when_nobody_looks(kernel: Kernel) -> None:
     kernel.ok(
         "import axon_nb\nt_client = axon_nb.current_cluster().client\nt_seen = []\n"
-        "for t_rank in range(4): t_client.request(t_rank, 'axon_watch', hz=20, seconds=0).result(60)"
+        "from axon_nb.records.protocol.inspection import WatchRequest\n"
+        "for t_rank in range(4): t_client.request(t_rank, WatchRequest(20, 0)).result(60)"
     )
     senders = "[t for t in threading.enumerate() if t.name == 'axon_nb-telemetry']"  # of cells that were watched
     kernel.ok(f"%%distributed\nimport threading, time\nwhile {senders}: time.sleep(0.01)")
-    kernel.ok("t_client.on_telemetry(lambda content: t_seen.append(content['rank']))")
+    kernel.ok("t_client.on_telemetry(lambda event: t_seen.append(event.rank))")
     kernel.ok("%%distributed\nimport time\ntime.sleep(0.5)")
     assert kernel.value("t_seen") == []
-    kernel.ok("t_client.request(2, 'axon_watch', hz=20, seconds=300).result(60);")
+    kernel.ok("t_client.request(2, WatchRequest(20, 300)).result(60);")
     assert until(lambda: kernel.value("len(t_seen) > 2"))
     assert kernel.value("sorted(set(t_seen))") == [2]
-    kernel.ok("t_client.request(2, 'axon_watch', hz=20, seconds=0).result(60);\nt_client.on_telemetry(None)")
+    kernel.ok("t_client.request(2, WatchRequest(20, 0)).result(60);\nt_client.on_telemetry(None)")
 
 
 def test_status_says_where_a_stuck_rank_waits(kernel: Kernel, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 NOTEBOOK_ONLY = {"IPython", "anywidget", "ipykernel", "ipyparallel", "ipywidgets", "plotly"}
 WITHOUT_A_NOTEBOOK = ("comm", "compat", "host", "parallel", "plan", "records", "torch_api")
-STDLIB_ONLY = {"host": {"host", "records", "errors"}, "records": {"records", "errors"}}
+STDLIB_ONLY = {"host": {"host", "records", "errors"}, "records": {"_version", "records", "errors"}}
 """Packages that import only the standard library, and the siblings that they may import besides."""
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 from axon_nb.cluster.cells.consistent_cut import ConsistentCut
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest
+from axon_nb.records.protocol.inspection import StatusRequest
+from axon_nb.records.telemetry import RankState
 
 __all__ = ["AbortController"]
 
@@ -50,11 +53,11 @@ class AbortController:
         """When the first abort was sent; None: none was."""
         self._cut: ConsistentCut | None = None
         self._interval_start = 0.0
-        self._aborts: list[tuple[int, Any]] = []
+        self._aborts: list[tuple[int, Answer[AbortReply]]] = []
         self._last_sent: float | None = None
-        self._status_requests: dict[int, Any] = {}
+        self._status_requests: dict[int, Answer[RankState]] = {}
         self._status_requested_at = 0.0
-        self._last_aborts: dict[int, Any] = {}
+        self._last_aborts: dict[int, Answer[AbortReply]] = {}
         self._unresponsive: dict[int, str] = {}
 
     @property
@@ -112,7 +115,7 @@ class AbortController:
             self._last_sent = now
             for rank in unfinished:
                 self._read_reply(rank)
-                self._last_aborts[rank] = self._client.request(rank, "axon_abort", again=again, run=self.run)
+                self._last_aborts[rank] = self._client.request(rank, AbortRequest(self.run, again))
                 self._aborts.append((rank, self._last_aborts[rank]))
 
     def _read_reply(self, rank: int) -> None:
@@ -123,11 +126,10 @@ class AbortController:
         if not last.done():  # a busy machine, or C code that holds the GIL: keep what is known
             self._unresponsive.setdefault(rank, "")
             return
-        reply = last.result()["content"]
-        line = reply.get("line")
+        reply = last.reply()
         self._unresponsive.pop(rank, None)
-        if reply.get("pending"):
-            self._unresponsive[rank] = f" at line {line}" if line else ""
+        if reply is not None and reply.pending:
+            self._unresponsive[rank] = f" at line {reply.line}" if reply.line else ""
 
     def is_unresponsive(self, rank: int) -> bool:
         """Whether the rank is in C code: it was sent an abort and has not noticed it."""
@@ -168,11 +170,12 @@ class AbortController:
     def _all_waiting(self, now: float, unfinished: Sequence[int]) -> bool:
         """Whether every rank that still runs the cell waits in a communication call, polled now and then."""
         if self._status_requests and all(future.done() for future in self._status_requests.values()):
-            replies = {rank: future.result()["content"] for rank, future in self._status_requests.items()}
+            replies = {rank: answer.reply() for rank, answer in self._status_requests.items()}
+            states = {rank: state for rank, state in replies.items() if state is not None}
             self._status_requests = {}
-            if set(unfinished) <= set(replies) and all(replies[rank].get("call") for rank in unfinished):
+            if set(unfinished) <= set(states) and all(states[rank].call for rank in unfinished):
                 return True
         if not self._status_requests and now - self._status_requested_at > _POLL_INTERVAL_S:
             self._status_requested_at = now
-            self._status_requests = {rank: self._client.request(rank, "axon_status") for rank in unfinished}
+            self._status_requests = {rank: self._client.request(rank, StatusRequest()) for rank in unfinished}
         return False

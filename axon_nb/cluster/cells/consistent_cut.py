@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.cells import StopRequest
+from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
 
 __all__ = ["ConsistentCut", "cut_sequence_number", "progressing_group"]
 
@@ -38,13 +40,13 @@ class ConsistentCut:
         self._ranks = list(ranks)
         self._started_at = now
         self._observations: list[tuple[float, dict[int, Counts]]] = []
-        self._requests: dict[int, Any] = {}
+        self._requests: dict[int, Answer[WaitsReply]] = {}
         self._is_set = False
         self._observe(now)
 
     def _observe(self, now: float) -> None:
         self._requested_at = now
-        self._requests = {rank: self._client.request(rank, "axon_waits") for rank in self._ranks}
+        self._requests = {rank: self._client.request(rank, WaitsRequest()) for rank in self._ranks}
 
     def step(self, now: float) -> bool:
         """Do what is due; return True if ranks must be aborted instead: a cut is impossible, or it did not work."""
@@ -69,7 +71,7 @@ class ConsistentCut:
         (before, first), (after, last) = self._observations[0], self._observations[-1]
         at = cut_sequence_number(group, first, last, seconds=after - before)
         for rank in self._ranks:
-            self._client.request(rank, "axon_stop", group=group, at=at)
+            self._client.request(rank, StopRequest(group, at))
         self._is_set = True
 
 
@@ -108,6 +110,6 @@ def cut_sequence_number(group: str, first: Mapping[int, Counts], last: Mapping[i
     return max(counts[group] for counts in last.values()) + lead
 
 
-def _counts(future: Any) -> Counts:
-    reply = future.result()["content"]
-    return {**reply.get("counts", {}), "": int(reply.get("collectives", 0))}
+def _counts(answer: Answer[WaitsReply]) -> Counts:
+    reply = answer.reply()
+    return {"": 0} if reply is None else {**reply.waits.counts, "": reply.collectives}

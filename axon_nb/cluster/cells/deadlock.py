@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Container, Sequence
-from typing import Any
 
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.cluster.rpc.requests import read_waits
+from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
 from axon_nb.records.waits import RankWaits, describe_slow_ranks, explain_deadlock
 
 __all__ = ["DeadlockWatch"]
@@ -40,7 +40,7 @@ class DeadlockWatch:
         self._world = list(world)
         self._cell_ranks = list(cell_ranks)
         self._next_poll = time.monotonic() + _FIRST_POLL_S
-        self._requests: dict[int, Any] = {}
+        self._requests: dict[int, Answer[WaitsReply]] = {}
         self._suspect: tuple[str, object] | None = None
         self.slow = ""
         """Which rank the others wait for, as of the last observation; empty while there is none, or not for long."""
@@ -61,15 +61,17 @@ class DeadlockWatch:
             self._next_poll = now + _POLL_INTERVAL_S
             for rank in self._world:
                 with contextlib.suppress(KeyError):  # it has just died
-                    self._requests[rank] = self._client.request(rank, "axon_waits")
+                    self._requests[rank] = self._client.request(rank, WaitsRequest())
         return ""
 
     def _evaluate(self, unfinished: Collection[int]) -> str:
-        replies = {rank: future.result()["content"] for rank, future in self._requests.items()}
+        replies = {rank: answer.reply() for rank, answer in self._requests.items()}
         self._requests = {}
-        if any("error" in reply for reply in replies.values()):
+        reports = {
+            rank: _correct_running(reply.waits, unfinished) for rank, reply in replies.items() if reply is not None
+        }
+        if len(reports) < len(replies):
             return ""
-        reports = {rank: _correct_running(read_waits(reply), unfinished) for rank, reply in replies.items()}
         self.slow = describe_slow_ranks(reports, _SLOW_AFTER_S)
         text = explain_deadlock(reports, self._cell_ranks, _WAITING_AFTER_S)
         if text is None:

@@ -7,7 +7,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from axon_nb.cluster.cells import kernel_interrupts
 from axon_nb.cluster.cells import source as cell_code
@@ -29,6 +29,8 @@ from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import settings as process_settings
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import ClusterLostError, UsageError
+from axon_nb.records.protocol.cells import CellFacts, Measurement
+from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 
 __all__ = ["LEFT_RUNNING", "CellManager", "failure_of", "is_exclusive"]
@@ -70,10 +72,11 @@ def is_exclusive(state: ClusterState, run: CellRun) -> bool:
     if not outside or state.backend != "gloo" or any(other.unfinished for other in others):
         return False
     live = [rank for rank in outside if rank not in state.health.dead]
-    replies = request_all(state.connection.client, live, "axon_waits", timeout_s=_TIMEOUT_S)
+    replies = request_all(state.connection.client, live, WaitsRequest(), timeout_s=_TIMEOUT_S)
     if set(replies) != set(live):
         return False
-    return not any(reply["pending"] or reply["threads"] or reply["running"] for reply in replies.values())
+    reports = [reply.waits for reply in replies.values()]
+    return not any(waits.pending or waits.threads or waits.running for waits in reports)
 
 
 LEFT_RUNNING = "was left running"
@@ -144,9 +147,17 @@ class CellManager:
             print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
         exclusive = options.get("exclusive", False) and is_exclusive(state, run)
         number = cell if cell is not None else next(self._numbers)
-        now = {"keep_failure": process_settings.debug, "output_limit": state.settings.output_limit}
-        facts = {**now, **options.get("facts", {})}
-        run.send(code, number, keep_value=options.get("values", True), exclusive=exclusive, more=facts)
+        is_debugger = options.get("is_debugger", False)
+        facts = CellFacts(
+            cell=number,
+            token=run.token if options.get("values", True) else None,
+            exclusive=exclusive,
+            keep_failure=process_settings.debug and not is_debugger,
+            is_debugger=is_debugger,
+            output_limit=state.settings.output_limit,
+            measurement=options.get("measurement", Measurement()),
+        )
+        run.send(code, facts)
         state.health.report_to(run)  # what has happened while we were sending
         return run
 
@@ -212,5 +223,4 @@ class CellManager:
         if not options.get("quiet", False):
             state.health.hint("draws", shared_draws_hint(run.replies, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
-        measured: dict[str, Any] = measurements(run.replies)
-        return CellResult(fetched, run.errors, run.seconds, text, **measured)
+        return CellResult(fetched, run.errors, run.seconds, text, **measurements(run.replies))

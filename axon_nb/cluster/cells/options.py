@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
+from axon_nb.records.protocol.cells import AbortLocation, Measurement
 
 __all__ = ["CellOptions", "LiveView", "RankProgress", "Steppable", "describe_abort", "was_aborted"]
 
@@ -76,10 +77,10 @@ def was_aborted(name: str, message: str, *, aborting: bool) -> bool:
     return name in _ABORTED or (aborting and (name in _ABORTED_ON_REQUEST or _NCCL_ABORTED in message))
 
 
-def describe_abort(place: dict[str, Any]) -> str:
+def describe_abort(at: AbortLocation | None) -> str:
     """Describe what a rank did when its cell was aborted; reads after its name."""
-    line = f" at line {place['line']}" if place.get("line") else ""
-    return f"waited in {place['call']}{line}" if place.get("call") else f"was interrupted{line}"
+    line = f" at line {at.line}" if at is not None and at.line else ""
+    return f"waited in {at.call}{line}" if at is not None and at.call else f"was interrupted{line}"
 
 
 class CellOptions(TypedDict, total=False):
@@ -104,5 +105,7 @@ class CellOptions(TypedDict, total=False):
     """Whether to fetch the values of the last expression. Default: True."""
     show_value: bool
     """Whether to show these values as well. Default: False."""
-    facts: Mapping[str, Any]
-    """What else the ranks need to know about the cell, such as what to measure."""
+    measurement: Measurement
+    """What ranks measure while the cell runs. Default: nothing."""
+    is_debugger: bool
+    """Whether this is a command of the debugger, which leaves the failure on the rank. Default: False."""

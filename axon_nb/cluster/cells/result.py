@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.cells import CellEnd
 from axon_nb.records.ranks import format_ranks, name_ranks
 
 __all__ = ["CellResult", "CellViews", "measurements"]
@@ -80,11 +81,20 @@ class CellResult:
         return "\n".join([f"CellResult of {name_ranks(self.seconds)}, {longest:.3g} s", *lines])
 
 
-def measurements(replies: Mapping[int, Mapping[str, Any]]) -> dict[str, Mapping[int, Any]]:
+class _Measurements(TypedDict):
+    cpu_seconds: Mapping[int, float]
+    repetitions: Mapping[int, Sequence[float]]
+    profiles: Mapping[int, Mapping[str, Any]]
+
+
+def measurements(replies: Mapping[int, CellEnd]) -> _Measurements:
     """Return the fields of `CellResult` that hold what ranks measured.
 
     Args:
         replies: By rank, what its reply says about the cell.
     """
-    keys = {"cpu_seconds": "cpu", "repetitions": "repetitions", "profiles": "profile"}
-    return {field: {rank: reply[key] for rank, reply in replies.items() if key in reply} for field, key in keys.items()}
+    return {
+        "cpu_seconds": {rank: end.cpu_seconds for rank, end in replies.items() if end.cpu_seconds is not None},
+        "repetitions": {rank: end.repetitions for rank, end in replies.items() if end.repetitions is not None},
+        "profiles": {rank: asdict(end.profile) for rank, end in replies.items() if end.profile is not None},
+    }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from axon_nb.cluster.cells.abort import AbortController
@@ -14,7 +15,10 @@ from axon_nb.cluster.cells.source import mentions
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.output.wait_notice import WaitNotice
-from axon_nb.cluster.rpc.client import RankClient, execute_content
+from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts, execute_content
+from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["CellRun"]
 
@@ -64,7 +68,7 @@ class CellRun:
         """Called from the IO thread if a rank finishes the cell after it was reported as stuck."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `step` has something to do."""
-        self.replies: dict[int, Mapping[str, Any]] = {}
+        self.replies: dict[int, CellEnd] = {}
         """By rank, what its reply says about the cell, such as what was measured."""
         self.needs_recovery = False
         """Whether the groups must be rebuilt at the end, however the cell ends."""
@@ -89,32 +93,23 @@ class CellRun:
         self._finished = False
 
     def reattach(self, run: str, fetch: Callable[[float], None], *, seconds: float) -> None:
-        """Take over the run of a cell that was sent `seconds` ago, instead of `send`.
-
-        `fetch` is called at each step, with the time, and passes on what the ranks have sent.
-        """
+        """Take over a cell that was sent `seconds` ago; each step calls `fetch` with the time, to get new messages."""
         self.token, self._fetch = run, fetch
         self._started_at = time.monotonic() - seconds
 
-    def send(self, code: str, cell: int, *, keep_value: bool, exclusive: bool = False, more: Mapping[str, Any]) -> None:
-        """Send the cell; `cell`, `exclusive` and `more` (there: `facts`) are as in `CellOptions`.
-
-        With `keep_value`, ranks keep the cell's value, to be fetched with `token`.
-        """
-        facts = {
-            **more,
-            "cell": cell,
-            "token": self.token if keep_value else None,
-            "run": self.token,
-            "ranks": self.ranks,
-            "timeout": self.timeout_s,
-            "show_value": "execute_result" not in self._hidden,
-            "quiet": self.output.quiet,
-            "exclusive": exclusive,
-            "subgroup": mentions(code, "subgroup"),
-        }
+    def send(self, code: str, facts: CellFacts) -> None:
+        """Send the cell; fields of `facts` that the run knows itself are filled in here."""
+        facts = dataclasses.replace(
+            facts,
+            run=self.token,
+            ranks=tuple(self.ranks),
+            timeout=self.timeout_s,
+            show_value="execute_result" not in self._hidden,
+            quiet=self.output.quiet,
+            subgroup=mentions(code, "subgroup"),
+        )
         self._abort.run = self.token
-        self._messages = self._client.send_cells(self.ranks, execute_content(code), {"axon_nb": facts}, self)
+        self._messages = self._client.send_cells(self.ranks, execute_content(code), {KEY: encode(facts)}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
         """Process something that a rank printed or displayed; called from the IO thread."""
@@ -142,15 +137,19 @@ class CellRun:
             self._view.rank_finished(rank, failed=progress.error is not None and progress.error.kind != "aborted")
 
     def _read_reply(self, rank: int, progress: RankProgress, content: dict[str, Any]) -> None:
-        reply = self.replies[rank] = content.get("axon_nb", {})
-        progress.seconds = float(reply.get("seconds", 0.0))
-        progress.has_value = bool(reply.get("has_value"))
-        self._communicated = self._communicated or bool(reply.get("calls"))
+        try:
+            reply = self.replies[rank] = decode(CellEnd, content.get(KEY, {}))
+        except ProtocolError as error:
+            reply = self.replies[rank] = CellEnd()
+            content = {"status": "error", "ename": type(error).__name__, "evalue": str(error)}
+        progress.seconds = reply.seconds
+        progress.has_value = reply.has_value
+        self._communicated = self._communicated or bool(reply.calls)
         if content["status"] != "ok":
             ename = content.get("ename", "")
             evalue = content.get("evalue", content["status"])
             aborted = was_aborted(ename, evalue, aborting=self._abort.aborting)
-            evalue = describe_abort(reply.get("aborted_at", {})) if aborted else evalue
+            evalue = describe_abort(reply.aborted_at) if aborted else evalue
             traceback = () if aborted else tuple(content.get("traceback", ()))
             self._fail(rank, RankError(rank, "aborted" if aborted else "raised", ename, evalue, traceback))
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import ClusterLostError, UsageError
 from axon_nb.host.shared_memory import SharedBlock, memfd_supported, split_parts
+from axon_nb.records.protocol.transfer import LastValue
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["RANK_SIDE", "await_reply", "last_values", "ranks_on_this_host", "read_value"]
+__all__ = ["await_reply", "last_values", "ranks_on_this_host", "read_value"]
 
-RANK_SIDE = "axon_nb.engine.transfer.variables"
-"""The module that sends and receives values on a rank."""
 _POLL_INTERVAL_S = 0.1
 
 
@@ -31,7 +30,7 @@ def last_values(state: ClusterState, ranks: Iterable[int], token: str) -> dict[i
         futures = {}
         for rank in chosen:
             address = blocks[rank].address if rank in blocks else None
-            futures[rank] = requests.call(client, rank, f"{RANK_SIDE}:last_value", token=token, address=address)
+            futures[rank] = requests.call(client, rank, LastValue(token, address))
         for rank, future in futures.items():
             data, text = await_reply(state, rank, future, "give the cell's value")
             if data == b"":
@@ -56,7 +55,7 @@ def ranks_on_this_host(state: ClusterState, ranks: Iterable[int]) -> list[int]:
     if not memfd_supported():
         return []
     own = socket.gethostname()
-    return [rank for rank in ranks if state.rank_info[rank]["host"] == own]
+    return [rank for rank in ranks if state.rank_info[rank].host == own]
 
 
 def await_reply(state: ClusterState, rank: int, future: Any, what: str) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import PurePath
-from typing import Any
+
+from axon_nb.records.protocol.agent import ControllerExit, Exit
 
 __all__ = ["crash_location", "describe_death", "last_line"]
 
@@ -19,19 +20,18 @@ Frames = list[tuple[str, int, str]]
 _OUT_OF_MEMORY = {True: ": out of memory", None: " (out of memory?)", False: ""}
 
 
-def describe_death(event: dict[str, Any]) -> str:
+def describe_death(event: Exit | ControllerExit) -> str:
     """Describe how a rank or the controller died; the text reads after its name.
 
     Args:
-        event: The host agent's event: `code` (exit code, or minus the signal's number), `last_output`, `crash`
-            (Python's stacks at a crash), `out_of_memory` (whether Linux killed it for that; None: unknown).
+        event: The host agent's event.
     """
-    code, output, crash = int(event["code"]), str(event.get("last_output", "")), str(event.get("crash", ""))
+    code, output, crash = event.code, event.last_output, event.crash
     if code >= 0:
         text = f"exited with code {code}"
     else:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-        text = f"was killed by {name}" + (_OUT_OF_MEMORY[event.get("out_of_memory")] if name == "SIGKILL" else "")
+        text = f"was killed by {name}" + (_OUT_OF_MEMORY[event.out_of_memory] if name == "SIGKILL" else "")
     text += crash_location(crash or output)
     line = last_line(output)
     return f"{text}; last line: {line}" if line else text

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.failures.report import REPAIR_HINT, RankError
 from axon_nb.errors import ClusterLostError
+from axon_nb.records.protocol.agent import AgentEvent, ControllerExit, Exit
 from axon_nb.records.ranks import name_ranks
 
 __all__ = ["NCCL_UNTESTED", "ActiveCell", "Health"]
@@ -78,15 +79,15 @@ class Health:
             self._hinted.add(kind)
             print(text)
 
-    def on_event(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: AgentEvent) -> None:
         """Process an event of the host agent."""
         if self.disconnect_reason:
             return
-        if event["event"] == "exit" and event["rank"] is not None:
-            self.mark_dead(event["rank"], describe_death(event))
-        elif event["event"] == "controller_exit":
+        if isinstance(event, Exit):
+            self.mark_dead(event.rank, describe_death(event))
+        elif isinstance(event, ControllerExit):
             self.mark_lost(f"lost its ipyparallel controller (it {describe_death(event)})")
-        elif event["event"] == "closed":
+        else:
             self.mark_lost("lost its host agent")
 
     def on_registration(self, event: dict[str, Any]) -> None:

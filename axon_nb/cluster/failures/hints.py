@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from axon_nb.cluster.failures.report import REPAIR_HINT, RankError
+from axon_nb.records.protocol.cells import CellEnd
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
@@ -80,21 +80,21 @@ def _size(folder: str) -> str:
     return format_bytes(facts.f_blocks * facts.f_frsize)
 
 
-def shared_draws_hint(reports: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:
+def shared_draws_hint(reports: Mapping[int, CellEnd], ranks: Sequence[int]) -> str:
     """Return a hint if ranks drew the same random numbers where model replicas should not; else an empty string.
 
     Args:
-        reports: What each rank reported at the end of the cell; for ``draws`` see `axon_nb.engine.kernel.random_state`.
+        reports: What each rank reported at the end of the cell.
         ranks: The ranks of the cell.
     """
-    draws = [reports.get(rank, {}).get("draws") for rank in ranks]
+    draws = [reports[rank].draws if rank in reports else None for rank in ranks]
     first = draws[0] if draws else None
-    if len(draws) < 2 or not first or any(not other or other["states"] != first["states"] for other in draws):
+    if len(draws) < 2 or first is None or any(other is None or other.states != first.states for other in draws):
         return ""
     reasons = []
-    if name := first["dropout"]:
+    if name := first.dropout:
         reasons.append(f"the dropout masks of `{name}` are the same on all of them")
-    if name := first["loader"]:
+    if name := first.loader:
         reasons.append(f"`{name}` shuffles identically, so without a `DistributedSampler` all get the same batches")
     if not reasons:
         return ""

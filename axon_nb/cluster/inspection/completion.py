@@ -8,13 +8,25 @@ import keyword
 import re
 import time
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from axon_nb.cluster.rpc.answers import Answer
+from axon_nb.records.protocol.completion import (
+    CompleteRequest,
+    InspectRequest,
+    KnownName,
+    NamesReply,
+    NamesRequest,
+)
+from axon_nb.records.protocol.messages import Request
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
 __all__ = ["CompletionClient", "NameSnapshot", "client_for"]
+
+R = TypeVar("R")
 
 _ATTRIBUTE = re.compile(r"(?<![\w.\])])([A-Za-z_]\w*)\.(\w*)$")
 _KEY = re.compile(r"(?<![\w.\])])([A-Za-z_]\w*)\[((['\"])?[^'\"\[\]]*)$")
@@ -26,13 +38,13 @@ class NameSnapshot:
     """A rank's names with their attributes and keys, after its last cell; see `axon_nb.engine.kernel.completion`."""
 
     def __init__(self) -> None:
-        self._names: Mapping[str, Mapping[str, Any]] = {}
-        self._types: dict[str, list[str]] = {}
+        self._names: Mapping[str, KnownName] = {}
+        self._types: dict[str, Sequence[str]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def update(self, names: Mapping[str, Mapping[str, Any]], types: Mapping[str, list[str]]) -> None:
+    def update(self, names: Mapping[str, KnownName], types: Mapping[str, Sequence[str]]) -> None:
         """Replace the names with those that the rank reported; callable from any thread."""
         self._types = {**self._types, **types}
         self._names = names
@@ -52,8 +64,8 @@ class NameSnapshot:
             return self._keys(name, fragment, quote)
         if match := _ATTRIBUTE.search(before):
             name, fragment = match.groups()
-            entry = self._names.get(name, {})
-            attributes = {*entry.get("own", ()), *self._types.get(entry.get("type", ""), ())}
+            entry = self._names.get(name, KnownName())
+            attributes = {*entry.own, *self._types.get(entry.type, ())}
             return fragment, _with_prefix(attributes, fragment)
         match = _NAME.search(before)
         fragment = (match.group(1) or "") if match else ""
@@ -62,7 +74,7 @@ class NameSnapshot:
         return fragment, _with_prefix({*self._names, *_WORDS}, fragment)
 
     def _keys(self, name: str, fragment: str, quote: str | None) -> tuple[str, list[str]]:
-        keys = [str(key) for key in self._names.get(name, {}).get("keys", ())]
+        keys = self._names.get(name, KnownName()).keys
         if quote is None:
             return fragment, [key for key in keys if key.startswith(fragment)]
         inner = fragment[1:]
@@ -99,14 +111,14 @@ class CompletionClient:
         self._client = state.connection.client
         self._dead = state.health.dead
         self._snapshots: dict[int, NameSnapshot] = {}
-        self._open: dict[tuple[int, str], tuple[Any, float]] = {}
+        self._open: dict[tuple[int, type[Request[Any]]], tuple[Answer[Any], float]] = {}
 
     def complete(self, rank: int, line: str, cursor: int) -> tuple[str, list[str]]:
         """Complete `line` at column `cursor`: return the text before the cursor to replace, and the candidates."""
         self._snapshots.setdefault(rank, NameSnapshot())
-        reply = self._request(rank, "axon_complete", _COMPLETE_TIMEOUT_S, line=line, cursor=cursor)
+        reply = self._request(rank, CompleteRequest(line, cursor), _COMPLETE_TIMEOUT_S)
         if reply is not None:
-            return str(reply["fragment"]), list(reply["matches"])
+            return reply.fragment, list(reply.matches)
         known = self._snapshots[rank] or self._snapshots.get(0) or NameSnapshot()
         return known.complete(line[:cursor])
 
@@ -117,46 +129,44 @@ class CompletionClient:
 
     def inspect(self, rank: int, name: str, *, detail: int, omit: tuple[str, ...] = ()) -> dict[str, str] | None:
         """Return help on a name as a mime bundle; empty if the rank has no such name, None if it does not answer."""
-        reply = self._request(rank, "axon_inspect", _INSPECT_TIMEOUT_S, name=name, detail=detail, omit=list(omit))
-        return None if reply is None else dict(reply.get("data", {}))
+        reply = self._request(rank, InspectRequest(name, detail, omit), _INSPECT_TIMEOUT_S)
+        return None if reply is None else dict(reply.data)
 
     def refresh(self) -> None:
         """Request the names of rank 0 and of all ranks completed on before; does not wait for the replies."""
         for rank in {0, *self._snapshots}:
             snapshot = self._snapshots.setdefault(rank, NameSnapshot())
-            future = self._send(rank, "axon_names", known=snapshot.types())
-            if future is not None:
-                future.add_done_callback(lambda done, snapshot=snapshot: _update(snapshot, done))
+            answer = self._send(rank, NamesRequest(tuple(snapshot.types())))
+            if answer is not None:
+                answer.add_done_callback(lambda done, snapshot=snapshot: _update(snapshot, done))  # type: ignore[misc]
 
-    def _request(self, rank: int, msg_type: str, timeout_s: float, **content: Any) -> dict[str, Any] | None:
-        future = self._send(rank, msg_type, **content)
-        if future is None or not future.wait(timeout_s):
+    def _request(self, rank: int, request: Request[R], timeout_s: float) -> R | None:
+        answer = self._send(rank, request)
+        if answer is None or not answer.wait(timeout_s):
             return None
         try:
-            reply: dict[str, Any] = future.result()["content"]
+            return answer.reply()
         except Exception:  # the rank died in the meantime
             return None
-        return None if {"error", "refused", "timed_out"} & set(reply) else reply
 
-    def _send(self, rank: int, msg_type: str, **content: Any) -> Any:
-        """Return the future of the reply; None if the rank is gone or has not replied to the previous request."""
-        future, sent_at = self._open.get((rank, msg_type), (None, 0.0))
-        is_open = future is not None and not future.done() and time.monotonic() - sent_at < _ABANDON_S
+    def _send(self, rank: int, request: Request[R]) -> Answer[R] | None:
+        """Send a request; None if the rank is gone or has not replied to the previous request of this kind."""
+        kind, answer = type(request), None
+        previous, sent_at = self._open.get((rank, kind), (None, 0.0))
+        is_open = previous is not None and not previous.done() and time.monotonic() - sent_at < _ABANDON_S
         if rank in self._dead or is_open:
             return None
-        future = None
         # The user is typing: a lost rank or cluster is reported where cells run, not here.
         with contextlib.suppress(Exception):
-            future = self._client.request(rank, msg_type, **content)
-            self._open[rank, msg_type] = (future, time.monotonic())
-        return future
+            answer = self._client.request(rank, request)
+            self._open[rank, kind] = (answer, time.monotonic())
+        return answer
 
 
-def _update(snapshot: NameSnapshot, done: Any) -> None:
+def _update(snapshot: NameSnapshot, answer: Answer[NamesReply]) -> None:
     with contextlib.suppress(Exception):  # runs on the client's thread; on failure the previous names stay
-        content = done.result()["content"]
-        if "names" in content:
-            snapshot.update(content["names"], content["types"])
+        reply = answer.result()
+        snapshot.update(reply.names, reply.types)
 
 
 _clients: weakref.WeakKeyDictionary[ClusterState, CompletionClient] = weakref.WeakKeyDictionary()

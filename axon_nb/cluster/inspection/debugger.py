@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.cells import DebuggerCommand, DebuggerStart, FailureRequest
+from axon_nb.records.protocol.messages import RankCall, cell_source
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 
 if TYPE_CHECKING:
@@ -16,7 +18,6 @@ __all__ = ["PostMortem"]
 
 _TIMEOUT_S = 10.0
 """Idle ranks answer in milliseconds. On a busy machine, a short timeout would wrongly report that nothing failed."""
-_RANK_SIDE = "axon_nb.engine.kernel.post_mortem"
 
 
 class PostMortem:
@@ -35,8 +36,8 @@ class PostMortem:
         chosen = None if ranks is None else resolve_ranks(ranks, state.world_size)
         if chosen is not None and len(chosen) > 1:
             raise UsageError(f"--ranks {ranks}: the debugger opens on one rank at a time.")
-        replies = request_all(state.client, state.live_ranks, "axon_failure", timeout_s=_TIMEOUT_S)
-        failures = {rank: str(reply["failure"]) for rank, reply in replies.items() if reply.get("failure")}
+        replies = request_all(state.client, state.live_ranks, FailureRequest(), timeout_s=_TIMEOUT_S)
+        failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
         self.rank = chosen[0] if chosen else min(failures, default=0)
         if self.rank in state.health.dead:
             raise UsageError(f"Rank {self.rank} is dead: there is nothing to debug.")
@@ -55,19 +56,17 @@ class PostMortem:
 
     def start(self) -> str:
         """Open the debugger; return the location of the failure, as the debugger shows it."""
-        location, _ = self._call("start()")
+        location, _ = self._call(DebuggerStart())
         return str(location)
 
     def command(self, line: str) -> tuple[str, bool]:
         """Run one command; return its output, and whether it ended the debugger."""
-        value, printed = self._call(f"command({line!r})")
+        value, printed = self._call(DebuggerCommand(line))
         shown, ended = value if isinstance(value, tuple) else ("", True)
         return f"{printed}{shown}", bool(ended)
 
-    def _call(self, call: str) -> tuple[object, str]:
-        code = f"__import__({_RANK_SIDE!r}, fromlist=['command']).{call}"
-        facts = {"is_debugger": True, "keep_failure": False}
-        result = self._cells.run(code, ranks=[self.rank], quiet=True, facts=facts)
+    def _call(self, call: RankCall[object]) -> tuple[object, str]:
+        result = self._cells.run(cell_source(call), ranks=[self.rank], quiet=True, is_debugger=True)
         return result.values.get(self.rank), result.text.get(self.rank, "")
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from axon_nb.cluster.inspection.status import describe_state
-from axon_nb.cluster.rpc.requests import read_waits, request_each
-from axon_nb.records.training.job import JobReport, read_job
+from axon_nb.cluster.rpc.requests import request_each
+from axon_nb.records.protocol.inspection import JobRequest
+from axon_nb.records.training.job import JobReport
 from axon_nb.records.waits import missing_ranks
 
 if TYPE_CHECKING:
@@ -42,16 +43,16 @@ def request_job(state: ClusterState, previous: Mapping[int, JobReport]) -> JobSn
         previous: The last report of each rank, after which the new one starts; empty: from the beginning.
     """
     living = state.live_ranks
-    contents = {rank: _position(previous.get(rank)) for rank in living}
+    requests = {rank: _position(previous.get(rank)) for rank in living}
     busy = set(living).intersection(state.busy)
-    replies = request_each(state.connection.client, contents, "axon_job", timeout_s=_TIMEOUT_S)
-    reports = {rank: read_job(reply) for rank, reply in replies.items()}
-    late = missing_ranks({rank: read_waits(reply) for rank, reply in replies.items()}, _MIN_WAIT_S)
+    replies = request_each(state.connection.client, requests, timeout_s=_TIMEOUT_S)
+    reports = {rank: reply.report for rank, reply in replies.items()}
+    late = missing_ranks({rank: reply.waits for rank, reply in replies.items()}, _MIN_WAIT_S)
     descriptions = {}
     for rank in state.ranks:
         current = reports[rank].state if rank in reports else None
         descriptions[rank] = state.health.dead.get(rank) or describe_state(current, late.get(rank, ()))
-    cost_s = max((float(reply.get("spent_s", 0.0)) for reply in replies.values()), default=0.0)
+    cost_s = max((reply.spent_s for reply in replies.values()), default=0.0)
     return JobSnapshot(reports, descriptions, running_cell(reports, busy), cost_s)
 
 
@@ -67,12 +68,7 @@ def running_cell(reports: Mapping[int, JobReport], busy: Collection[int]) -> int
     return max(cells, default=0 if is_silent else None)
 
 
-def _position(report: JobReport | None) -> dict[str, int]:
+def _position(report: JobReport | None) -> JobRequest:
     if report is None:
-        return {"pid": 0}
-    return {
-        "pid": report.pid,
-        "position": report.position,
-        "span_position": report.span_position,
-        "since_ns": report.state.time_ns,
-    }
+        return JobRequest()
+    return JobRequest(report.pid, report.position, report.span_position, report.state.time_ns)

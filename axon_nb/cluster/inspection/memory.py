@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.errors import AxonError, ClusterLostError, UsageError
 from axon_nb.records.memory import MemoryUse
+from axon_nb.records.protocol.contents import MemoryRequest, PlanReply, PlanRequest
 from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -56,37 +56,39 @@ def request_memory(state: ClusterState, names: Sequence[str], *, wait_for_estima
     living = state.live_ranks
     deadline = time.monotonic() + (_PLANNER_TIMEOUT_S if wait_for_estimates else 0.0)
     while True:
-        replies = request_all(state.connection.client, living, "axon_memory", timeout_s=_TIMEOUT_S, names=list(names))
-        if time.monotonic() >= deadline or not any(reply.get("is_pending") for reply in replies.values()):
+        replies = request_all(state.connection.client, living, MemoryRequest(tuple(names)), timeout_s=_TIMEOUT_S)
+        if time.monotonic() >= deadline or not any(reply.is_pending for reply in replies.values()):
             break
         time.sleep(_POLL_INTERVAL_S)
-    if not replies:
+    refused = replies.refused
+    answered = sorted({*replies, *refused})
+    if not answered:
         raise AxonError(
             f"No rank replied within {_TIMEOUT_S:.0f} s. Run `%distributed status` to see what they are doing."
         )
+    if not replies:
+        raise UsageError(f"{name_ranks(refused).capitalize()}: {refused[answered[0]]}")
     ranks_by_note: dict[str, list[int]] = {}
-    for rank, reply in replies.items():
-        for note in (reply["refused"],) if "refused" in reply else reply["notes"]:
-            ranks_by_note.setdefault(str(note), []).append(rank)
-    refused = [rank for rank, reply in replies.items() if "refused" in reply]
-    if len(refused) == len(replies):
-        raise UsageError(f"{name_ranks(refused).capitalize()}: {replies[refused[0]]['refused']}")
+    for rank in answered:
+        for note in (refused[rank],) if rank in refused else replies[rank].notes:
+            ranks_by_note.setdefault(note, []).append(rank)
     notes = tuple(
-        note if len(ranks) == len(replies) else f"{name_ranks(ranks).capitalize()}: {note}"
+        note if len(ranks) == len(answered) else f"{name_ranks(ranks).capitalize()}: {note}"
         for note, ranks in ranks_by_note.items()
     )
-    if silent := [rank for rank in state.ranks if rank not in replies]:
+    if silent := [rank for rank in state.ranks if rank not in answered]:
         notes = (*notes, f"{name_ranks(silent).capitalize()} did not reply.")
-    accepted = {rank: reply for rank, reply in replies.items() if "refused" not in reply}
-    model = next((str(reply.get("model", "")) for reply in accepted.values()), "")
-    cost_s = max(float(reply.get("spent_s", 0.0)) for reply in replies.values())
-    return MemorySnapshot(_uses(accepted, "measured"), _uses(accepted, "estimated"), notes, model, cost_s)
+    return MemorySnapshot(
+        measured={rank: reply.measured for rank, reply in replies.items()},
+        estimated={rank: reply.estimated for rank, reply in replies.items() if reply.estimated is not None},
+        notes=notes,
+        model=next(iter(replies.values())).model,
+        cost_s=max(reply.spent_s for reply in replies.values()),
+    )
 
 
-def request_plan(
-    state: ClusterState, names: Sequence[str], changes: Mapping[str, Any] | None, known: str
-) -> Mapping[str, Any]:
-    """Request what a memory planner needs from the first live rank; for the reply see `engine/kernel/control.py`.
+def request_plan(state: ClusterState, names: Sequence[str], changes: Mapping[str, Any] | None, known: str) -> PlanReply:
+    """Request what a memory planner needs from the first live rank.
 
     For a pipeline the rank with the first stage replies, and the model is assembled from the stages of all its ranks.
 
@@ -107,18 +109,17 @@ def request_plan(
     living = state.live_ranks[:1]
     if not living:
         raise AxonError("No rank is alive. Run `%distributed repair` to start new ones.")
-    content = {"names": list(names), "what_if": None if changes is None else dict(changes), "known": known}
-    reply = _request_planner(state, living, **content)[living[0]]
-    if "first_rank" in reply:  # the inputs of a pipeline are known on the rank with its first stage
-        living = [int(reply["first_rank"])]
-        reply = _request_planner(state, living, **content)[living[0]]
-    if "ranks" not in reply:
+    request = PlanRequest(tuple(names), changes, known)
+    reply = _request_planner(state, living, request)[living[0]]
+    if reply.first_rank is not None:  # the inputs of a pipeline are known on the rank with its first stage
+        reply = _request_planner(state, [reply.first_rank], request)[reply.first_rank]
+    if reply.ranks is None or reply.key == known:
         return reply
-    return _with_stages(reply, state, names) if reply["key"] != known else {**reply, "model": None, "states": None}
+    return _with_stages(reply, reply.ranks, state, names)
 
 
-def _request_planner(state: ClusterState, ranks: Sequence[int], **content: Any) -> dict[int, dict[str, Any]]:
-    replies = request_all(state.connection.client, ranks, "axon_plan", timeout_s=_PLANNER_TIMEOUT_S, **content)
+def _request_planner(state: ClusterState, ranks: Sequence[int], request: PlanRequest) -> dict[int, PlanReply]:
+    replies = request_all(state.connection.client, ranks, request, timeout_s=_PLANNER_TIMEOUT_S)
     if silent := [rank for rank in ranks if rank not in replies]:
         raise AxonError(
             f"{name_ranks(silent).capitalize()} did not reply within {_PLANNER_TIMEOUT_S:.0f} s. "
@@ -127,19 +128,14 @@ def _request_planner(state: ClusterState, ranks: Sequence[int], **content: Any) 
     return replies
 
 
-def _with_stages(reply: Mapping[str, Any], state: ClusterState, names: Sequence[str]) -> Mapping[str, Any]:
+def _with_stages(reply: PlanReply, holders: Mapping[int, int], state: ClusterState, names: Sequence[str]) -> PlanReply:
     """Return a pipeline's reply with its model, assembled from the stages on its ranks."""
-    holders = {int(stage): int(rank) for stage, rank in reply["ranks"].items()}
-    replies = _request_planner(state, sorted(set(holders.values())), names=list(names), stages=True)
+    request = PlanRequest(tuple(names), stages=True)
+    replies = _request_planner(state, sorted(set(holders.values())), request)
     for rank, stage_reply in replies.items():
-        if stage_reply.get("is_pending"):
+        if stage_reply.is_pending:
             return stage_reply
-        if "refused" in stage_reply:
-            return {**reply, "refused": f"Rank {rank}: {stage_reply['refused']}"}
-    parts = [base64.b64decode(replies[holders[stage]]["stages"][str(stage)]) for stage in sorted(holders)]
-    joined = import_module("axon_nb.plan.named_models").join_stages(parts)
-    return {**reply, "model": base64.b64encode(joined).decode(), "states": None}
-
-
-def _uses(replies: Mapping[int, Mapping[str, Any]], field: str) -> dict[int, MemoryUse]:
-    return {rank: MemoryUse(**reply[field]) for rank, reply in replies.items() if reply[field] is not None}
+        if stage_reply.refused:
+            return replace(reply, refused=f"Rank {rank}: {stage_reply.refused}")
+    parts = [(replies[holders[stage]].stages or {})[stage] for stage in sorted(holders)]
+    return replace(reply, model=import_module("axon_nb.plan.named_models").join_stages(parts))

@@ -7,7 +7,6 @@ its data. The notebook then has `axon_nb.plan` simulate a training step in a sep
 from __future__ import annotations
 
 import atexit
-import base64
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.memory import HasClassName, LazyFunction, MemoryPrediction, MemorySetup, WhatIfState
+from axon_nb.records.protocol.contents import ModelFacts, PlanReply
 
 if TYPE_CHECKING:
     from axon_nb.plan import MemoryPlan
@@ -28,7 +28,7 @@ _MAX_PLANNED_RANKS = 8
 _ROLES = {"other": "buffers"}
 
 
-def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dict[str, Any]:
+def plan_options(setup: MemorySetup, facts: ModelFacts, spec: Any) -> dict[str, Any]:
     """Return the arguments of `plan.memory` besides the model; none of them is a torch object.
 
     Args:
@@ -36,12 +36,12 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
         facts: What the rank reported about the model.
         spec: `axon_nb.plan.TensorSpec`.
     """
-    inputs = [_input(value, facts["setup"]["batch"], spec) for value in facts["inputs"]]
-    tokens = facts["loss"] == "tokens"
+    inputs = [_input(value, facts.setup.batch, spec) for value in facts.inputs or ()]
+    tokens = facts.loss == "tokens"
     optimizer, options = setup.optimizer_arguments
-    if setup.optimizer == facts["setup"]["optimizer"]:
-        options = facts["optimizer_options"]
-    checkpointed = HasClassName(tuple(facts["blocks"])) if facts["blocks"] else True
+    if setup.optimizer == facts.setup.optimizer:
+        options = dict(facts.optimizer_options)
+    checkpointed = HasClassName(facts.blocks) if facts.blocks else True
     return {
         "mesh": setup.mesh,
         "strategy": setup.strategy,
@@ -56,11 +56,11 @@ def plan_options(setup: MemorySetup, facts: Mapping[str, Any], spec: Any) -> dic
         "cpu_offload": setup.offload,
         "batch": setup.batch,
         "activation_checkpointing": checkpointed if setup.checkpointing else None,
-        "wrap": None if facts["units"] is None else HasClassName(tuple(facts["units"])),
+        "wrap": None if facts.units is None else HasClassName(facts.units),
         "num_microbatches": setup.microbatches if setup.pp > 1 else None,
-        "schedule": facts["schedule"],
-        "tp_plan": facts["tp_plan"],
-        "device": facts["device"],
+        "schedule": facts.schedule,
+        "tp_plan": facts.tp_plan,
+        "device": facts.device,
         "ranks": "all" if setup.world <= _MAX_PLANNED_RANKS else "worst",
     }
 
@@ -109,8 +109,8 @@ _NO_INPUTS = (
 _NO_PIPELINE_STEP = "The pipeline can be simulated after its next step, while this panel is open."
 _MEAN_LOSS = "The loss is unknown: the mean of the model's output is used instead."
 
-RequestPlan = Callable[[Mapping[str, Any] | None, str], Mapping[str, Any]]
-"""Sends ``axon_plan`` to a rank and returns its reply.
+RequestPlan = Callable[[Mapping[str, Any] | None, str], PlanReply]
+"""Sends a `PlanRequest` to a rank and returns its reply.
 
 The arguments are the changed fields of `MemorySetup` or None, and the key of the model that the notebook already has.
 """
@@ -191,20 +191,19 @@ class WhatIf:
         reply = self._await_reply(changes, cancel)
         if reply is None:
             return
-        facts, about = reply.get("facts"), _about_model(reply.get("facts"))
-        if about["as_is"] != self._state.as_is or reply.get("model") is not None:
+        facts, setup, about = reply.facts, reply.setup, _about_model(reply.facts)
+        if about["as_is"] != self._state.as_is or reply.model is not None:
             about["reference"] = None
-        if "refused" in reply or facts is None:
-            reason = str(reply.get("refused", "The rank did not reply."))
+        if reply.refused or facts is None or setup is None:
+            reason = reply.refused or "The rank did not reply."
             self._update(error=reason, doing="", setup=None, estimate=None, **about)
             return
-        setup = MemorySetup(**reply["setup"])
-        if reply["model"] is not None:
-            self._model = (str(reply["key"]), base64.b64decode(reply["model"]))
+        if reply.model is not None:
+            self._model = (reply.key, reply.model)
         states = None
-        if reply["states"] is not None:
-            states = MemoryPrediction(setup, _STATES_ONLY, 0, {0: reply["states"]}, host=int(reply["host"]))
-        if facts["inputs"] is None:
+        if reply.states is not None:
+            states = MemoryPrediction(setup, _STATES_ONLY, 0, {0: reply.states}, host=reply.host)
+        if facts.inputs is None:
             estimate = None if states is None else replace(states, notes=(_NO_INPUTS,))
             about["notes"] = (*about["notes"], *([_NO_PIPELINE_STEP] if states is None else []))
             self._update(setup=setup, estimate=estimate, doing="", **about)
@@ -217,17 +216,17 @@ class WhatIf:
                 return
         self._simulate(setup, facts, cancel)
 
-    def _await_reply(self, changes: Mapping[str, Any] | None, cancel: threading.Event) -> Mapping[str, Any] | None:
+    def _await_reply(self, changes: Mapping[str, Any] | None, cancel: threading.Event) -> PlanReply | None:
         """Request until the rank has imported its planner; None if the request is cancelled meanwhile."""
         for _ in range(round(_PLANNER_TIMEOUT_S / _POLL_INTERVAL_S)):
             reply = self._request_plan(changes, self._model[0])
-            if not reply.get("is_pending"):
+            if not reply.is_pending:
                 return None if cancel.is_set() else reply
             if cancel.wait(_POLL_INTERVAL_S):
                 return None
         raise AxonError("The rank is still importing its planner: try again.")
 
-    def _simulate(self, setup: MemorySetup, facts: Mapping[str, Any], cancel: threading.Event) -> None:
+    def _simulate(self, setup: MemorySetup, facts: ModelFacts, cancel: threading.Event) -> None:
         planner: Any = import_module("axon_nb.plan")  # it imports torch in another process
 
         def on_progress(share: float, text: str) -> None:
@@ -240,7 +239,7 @@ class WhatIf:
         plan = planner.memory(captured, **options, progress=on_progress, cancel=cancel)
         if cancel.is_set():
             return
-        notes = (_MEAN_LOSS,) if facts["loss"] == "mean" else ()
+        notes = (_MEAN_LOSS,) if facts.loss == "mean" else ()
         estimate = read_plan(setup, plan, notes)
         reference = {"reference": estimate} if setup == self._state.as_is else {}
         self._update(estimate=estimate, doing="", share=None, **reference)
@@ -255,12 +254,11 @@ def _close_at_exit(reference: weakref.ref[WhatIf]) -> None:
             thread.join(_JOIN_TIMEOUT_S)
 
 
-def _about_model(facts: Mapping[str, Any] | None) -> dict[str, Any]:
+def _about_model(facts: ModelFacts | None) -> dict[str, Any]:
     """Return the fields of a `WhatIfState` that describe the model."""
     if facts is None:
         return {"as_is": None, "notes": ()}
-    as_is = MemorySetup(**facts["setup"])
-    return {"as_is": as_is, "is_trained_so": bool(facts["is_trained_so"]), "notes": tuple(facts["notes"])}
+    return {"as_is": facts.setup, "is_trained_so": facts.is_trained_so, "notes": facts.notes}
 
 
 def _sentence(error: Exception) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from axon_nb.cluster.rpc.requests import request_each
+from axon_nb.cluster.rpc.requests import Replies, request_each
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.placement import Shard
+from axon_nb.records.protocol.contents import LayoutsReply, LayoutsRequest
 from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ class LayoutRequest:
 
     def __init__(self, state: ClusterState, names: Sequence[str], *, gradients: bool = False) -> None:
         self._state = state
-        self._content: dict[str, Any] = {"names": list(names), "gradients": gradients}
-        self._known: dict[int, tuple[str, list[Shard]]] = {}
+        self._request = LayoutsRequest(tuple(names), gradients)
+        self._known: dict[int, tuple[str, Sequence[Shard]]] = {}
         """By rank: the key of its last reply, and the shards."""
         self._notes: list[str] = []
         self.has_changed = True
@@ -50,22 +52,21 @@ class LayoutRequest:
         """
         state = self._state
         living = state.live_ranks
-        contents = {rank: {**self._content, "known": self._known.get(rank, ("", []))[0]} for rank in living}
-        replies = request_each(state.connection.client, contents, "axon_layouts", timeout_s=_TIMEOUT_S)
-        if not replies:
+        requests = {rank: replace(self._request, known=self._known.get(rank, ("", ()))[0]) for rank in living}
+        replies = request_each(state.connection.client, requests, timeout_s=_TIMEOUT_S)
+        if not replies and not replies.refused:
             raise AxonError(
                 f"No rank replied within {_TIMEOUT_S:.0f} s. Run `%distributed status` to see what they are doing."
             )
         notes = _notes(replies, state.ranks)
-        self.cost_s = max(float(reply.get("spent_s", 0.0)) for reply in replies.values())
-        accepted = {rank: reply for rank, reply in replies.items() if "refused" not in reply}
-        self.has_changed = notes != self._notes or accepted.keys() != self._known.keys()
+        self.cost_s = max(reply.spent_s for reply in replies.values())
+        self.has_changed = notes != self._notes or replies.keys() != self._known.keys()
         self._notes = notes
-        for rank, reply in accepted.items():
-            if reply["shards"] is not None:
+        for rank, reply in replies.items():
+            if reply.shards is not None:
                 self.has_changed = True
-                self._known[rank] = (str(reply["key"]), [_read_shard(fields) for fields in reply["shards"]])
-        self._known = {rank: self._known[rank] for rank in accepted}
+                self._known[rank] = (reply.key, reply.shards)
+        self._known = {rank: self._known[rank] for rank in replies}
         return [shard for _, shards in self._known.values() for shard in shards], notes
 
 
@@ -76,22 +77,16 @@ def request_layouts(
     return LayoutRequest(state, names, gradients=gradients).send()
 
 
-def _notes(replies: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> list[str]:
-    refusals = {rank: str(reply["refused"]) for rank, reply in replies.items() if "refused" in reply}
-    if len(refusals) == len(replies):
+def _notes(replies: Replies[LayoutsReply], ranks: Sequence[int]) -> list[str]:
+    refusals = replies.refused
+    if not replies:
         reason = Counter(refusals.values()).most_common(1)[0][0]
         raise UsageError(f"{name_ranks(refusals).capitalize()}: {reason}")
     notes = [
         f"{name_ranks([rank for rank in refusals if refusals[rank] == reason]).capitalize()}: {reason}"
         for reason in dict.fromkeys(refusals.values())
     ]
-    silent = [rank for rank in ranks if rank not in replies]
+    silent = [rank for rank in ranks if rank not in replies and rank not in refusals]
     if silent:
         notes.append(f"{name_ranks(silent).capitalize()} did not reply.")
     return notes
-
-
-def _read_shard(fields: dict[str, Any]) -> Shard:
-    # JSON has no tuples.
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-    return Shard(**values)

@@ -9,11 +9,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from axon_nb.cluster.inspection.span_store import SpanStore
 from axon_nb.cluster.inspection.span_table import SpanTable
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.inspection import SpansReply, SpansRequest
 from axon_nb.records.spans import Span, write_chrome_trace
 from axon_nb.records.telemetry import TICK_S, seconds_to_tick
 
@@ -66,7 +68,7 @@ class SpanFeed:
         self._lock = threading.Lock()
         self._views: list[SpanView] = []
         self._thread: threading.Thread | None = None
-        self._pending: dict[int, tuple[Any, int]] = {}
+        self._pending: dict[int, tuple[Answer[SpansReply], int]] = {}
         """By rank: the future of the reply, and when the request was sent, in nanoseconds."""
         self._next: dict[int, tuple[int, int]] = {}
         """By rank: its process, and the number of the next span."""
@@ -167,32 +169,32 @@ class SpanFeed:
             elif rank not in self._pending:
                 with contextlib.suppress(KeyError, OSError):  # the rank is gone; the host agent reports it
                     since = self._next.get(rank, (0, 0))[1]
-                    future = state.connection.client.request(rank, "axon_spans", since=since, watch=watch_s)
-                    self._pending[rank] = (future, time.monotonic_ns())
+                    answer = state.connection.client.request(rank, SpansRequest(since, watch_s))
+                    self._pending[rank] = (answer, time.monotonic_ns())
 
     def _process_replies(self) -> None:
         now = time.monotonic_ns()
         for rank, (future, sent_ns) in list(self._pending.items()):
             if future.done():
                 del self._pending[rank]
-                self._process_reply(rank, future.result()["content"], sent_ns, now)
+                self._process_reply(rank, future.reply(), sent_ns, now)
             elif now - sent_ns > _RETRY_S * 1e9:
                 del self._pending[rank]
 
-    def _process_reply(self, rank: int, content: dict[str, Any], sent_ns: int, now_ns: int) -> None:
-        if "spans" not in content:
+    def _process_reply(self, rank: int, reply: SpansReply | None, sent_ns: int, now_ns: int) -> None:
+        if reply is None:
             return
-        process, position = int(content["process"]), int(content["next"])
+        process, position = reply.process, reply.next
         known = self._next.get(rank, (process, 0))[0]
         self._next[rank] = (process, position)
         if known != process:  # the rank was replaced: the request had the position of its predecessor
             self._next[rank] = (process, 0)
             return
         before = self._rates.get(rank, (sent_ns, False))[0]
-        self._rates[rank] = (sent_ns, len(content["spans"]) * 1e9 > _HIGH_SPANS_PER_S * (sent_ns - before) > 0)
-        self.store.set_groups(content["groups"])
-        offset = self._offset(rank, int(content["now_ns"]), sent_ns, now_ns)
-        self.store.add([Span(*row) for row in content["spans"]], offset_ns=offset, lost=int(content["lost"]))
+        self._rates[rank] = (sent_ns, len(reply.spans) * 1e9 > _HIGH_SPANS_PER_S * (sent_ns - before) > 0)
+        self.store.set_groups(reply.groups)
+        offset = self._offset(rank, reply.now_ns, sent_ns, now_ns)
+        self.store.add([Span(*row) for row in reply.spans], offset_ns=offset, lost=reply.lost)
 
     def _offset(self, rank: int, rank_ns: int, sent_ns: int, now_ns: int) -> int:
         """Return what to add to a rank's times: hosts do not share a monotonic clock."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.rpc.requests import request_all, request_waits
-from axon_nb.records.placement import MeshInfo, read_mesh
+from axon_nb.records.placement import MeshInfo
+from axon_nb.records.protocol.inspection import MeshRequest, StacksRequest, StatusRequest
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.stacks import RankStack, StackFrame, Stacks
+from axon_nb.records.stacks import RankStack, Stacks
 from axon_nb.records.telemetry import Activity, ClusterInfo, RankInfo, RankState
 from axon_nb.records.waits import missing_ranks
 
@@ -31,19 +32,14 @@ _SILENT = "does not reply: it is in C code that holds the GIL, or the machine is
 
 def request_mesh(client: RankClient, ranks: Iterable[int]) -> MeshInfo | None:
     """Return the largest mesh on the ranks, and among equals the most common; None if there is none or no reply."""
-    replies = request_all(client, ranks, "axon_mesh", timeout_s=_TIMEOUT_S)
-    meshes = Counter(read_mesh(reply["mesh"]) for reply in replies.values() if reply.get("mesh"))
+    replies = request_all(client, ranks, MeshRequest(), timeout_s=_TIMEOUT_S)
+    meshes = Counter(reply.mesh for reply in replies.values() if reply.mesh is not None)
     return max(meshes, key=lambda mesh: (len(mesh.ranks), meshes[mesh]), default=None)
 
 
 def request_states(client: RankClient, ranks: Iterable[int]) -> dict[int, RankState]:
     """Return what each rank is doing now; ranks that do not reply within a second are left out."""
-    replies = request_all(client, ranks, "axon_status", timeout_s=_TIMEOUT_S)
-    return {rank: _read_state(reply) for rank, reply in replies.items()}
-
-
-def _read_state(fields: Mapping[str, Any]) -> RankState:
-    return RankState(**{**fields, "activity": Activity(fields["activity"])})
+    return request_all(client, ranks, StatusRequest(), timeout_s=_TIMEOUT_S)
 
 
 def describe_state(state: RankState | None, late: Sequence[int] = ()) -> str:
@@ -79,9 +75,9 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
         rows.append(
             RankInfo(
                 rank=rank,
-                host=str(place["host"]),
-                pid=int(place["pid"]),
-                device=str(place["device"]),
+                host=place.host,
+                pid=place.pid,
+                device=place.device,
                 backend=state.backend,
                 state=text,
                 rss_bytes=own.rss_bytes if own else 0,
@@ -131,11 +127,10 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
         dead: Why each dead rank died; reads after its name.
     """
     replies = request_all(
-        client, [rank for rank in ranks if rank not in dead], "axon_stacks", timeout_s=_STACKS_TIMEOUT_S
+        client, [rank for rank in ranks if rank not in dead], StacksRequest(), timeout_s=_STACKS_TIMEOUT_S
     )
-    states = {rank: _read_state(reply["state"]) for rank, reply in replies.items()}
     late: dict[int, tuple[int, ...]] = {}
-    if any(state.activity is Activity.WAITING for state in states.values()):
+    if any(reply.state.activity is Activity.WAITING for reply in replies.values()):
         late = missing_ranks(request_waits(client, [rank for rank in world if rank not in dead]), 0.0)
     stacks = {}
     for rank in ranks:
@@ -144,10 +139,9 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
         elif rank not in replies:
             stacks[rank] = RankStack(_SILENT)
         else:
-            state = states[rank]
+            state = replies[rank].state
             # Without the time, which differs between ranks: ranks with the same description are shown together.
             text = describe_state(dataclasses.replace(state, since_ns=state.time_ns), late.get(rank, ()))
             seconds = (state.time_ns - state.since_ns) / 1e9 if state.activity is Activity.WAITING else 0.0
-            frames = tuple(StackFrame(**frame) for frame in replies[rank]["frames"])
-            stacks[rank] = RankStack(text.rstrip(","), frames, state.cell, seconds)
+            stacks[rank] = RankStack(text.rstrip(","), replies[rank].frames, state.cell, seconds)
     return Stacks(stacks)

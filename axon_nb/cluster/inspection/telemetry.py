@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.inspection import TelemetryEvent, WatchRequest
 from axon_nb.records.telemetry import Activity, RankState
 
 __all__ = ["StateFeed", "StateView"]
@@ -61,14 +62,11 @@ class StateFeed:
         self._renewed_at = time.monotonic()
         for rank in self._ranks:
             with contextlib.suppress(KeyError, OSError):  # a rank or the whole cluster is gone
-                self._client.request(rank, "axon_watch", hz=_SAMPLES_PER_S, seconds=lease_s)
+                self._client.request(rank, WatchRequest(_SAMPLES_PER_S, lease_s))
 
-    def _on_telemetry(self, content: dict[str, Any]) -> None:
-        rank = content["rank"]
-        if rank not in self._ranks:
-            return
-        states = [RankState(**{**state, "activity": Activity(state["activity"])}) for state in content["states"]]
-        self._call_view(self._view.add, [self._with_final_activity(state) for state in states])
+    def _on_telemetry(self, event: TelemetryEvent) -> None:
+        if event.rank in self._ranks:
+            self._call_view(self._view.add, [self._with_final_activity(state) for state in event.states])
 
     def _call_view(self, method: Callable[..., None], *arguments: Any) -> None:
         """Call the view; one that fails is no longer updated, because a view must not disturb a cell."""

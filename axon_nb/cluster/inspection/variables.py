@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.inspection import DescribeVariables, GetVariableParts, VariableFacts, VariableParts
 from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["agreement", "difference_frame", "variables_frame"]
 
-_FACTS = "axon_nb.engine.inspection.variables:variable_facts"
 _TIMEOUT_S = 60.0
 _VARIABLE_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
 
@@ -36,20 +36,22 @@ def variables_frame(state: ClusterState) -> pd.DataFrame:
             "meanwhile)."
         )
     living = state.live_ranks
-    futures = {rank: requests.call(state.connection.client, rank, _FACTS) for rank in living}
-    by_name: dict[str, dict[int, dict[str, Any]]] = {}
+    futures = {rank: requests.call(state.connection.client, rank, DescribeVariables()) for rank in living}
+    by_name: dict[str, dict[int, VariableFacts]] = {}
     for rank, future in futures.items():
         for fact in future.result(timeout=_TIMEOUT_S):
-            by_name.setdefault(fact["name"], {})[rank] = fact
+            by_name.setdefault(fact.name, {})[rank] = fact
     rows = [
         _variable_row(name, facts, living) for name, facts in sorted(by_name.items(), key=lambda item: item[0].lower())
     ]
     return pd.DataFrame(rows, columns=list(_VARIABLE_COLUMNS))
 
 
-def _variable_row(name: str, facts: Mapping[int, dict[str, Any]], ranks: Sequence[int]) -> dict[str, Any]:
-    merged = {column: _merge([fact[key] for fact in facts.values()]) for column, key in _MERGED_COLUMNS.items()}
-    total = sum(int(fact["bytes"]) for fact in facts.values())
+def _variable_row(name: str, facts: Mapping[int, VariableFacts], ranks: Sequence[int]) -> dict[str, Any]:
+    merged = {
+        column: _merge([getattr(fact, key) for fact in facts.values()]) for column, key in _MERGED_COLUMNS.items()
+    }
+    total = sum(fact.bytes for fact in facts.values())
     return {"name": name, **merged, "bytes": total, "ranks": agreement(facts, ranks)}
 
 
@@ -62,7 +64,7 @@ def _merge(values: Sequence[str]) -> str:
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]}, …" if len(distinct) > 2 else " or ".join(distinct)
 
 
-def agreement(facts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:
+def agreement(facts: Mapping[int, VariableFacts], ranks: Sequence[int]) -> str:
     """Say whether ranks have the same value: ``same``, ``differs on rank 2``, ``only on ranks 0-1``.
 
     Args:
@@ -71,9 +73,9 @@ def agreement(facts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> s
     """
     missing = [rank for rank in ranks if rank not in facts]
     only = f"only on {name_ranks(facts)}" if missing else ""
-    if any("Shard" in fact["where"] or "Partial" in fact["where"] for fact in facts.values()):
+    if any("Shard" in fact.where or "Partial" in fact.where for fact in facts.values()):
         return ", ".join(filter(None, ["split", only]))
-    kinds = {rank: (fact["type"], fact["shape"], fact["dtype"], fact["digest"]) for rank, fact in facts.items()}
+    kinds = {rank: (fact.type, fact.shape, fact.dtype, fact.digest) for rank, fact in facts.items()}
     groups = Counter(kinds.values()).most_common()
     if len(groups) == 1:
         has_digest = bool(groups[0][0][3])
@@ -87,7 +89,6 @@ def agreement(facts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> s
     return ", ".join(filter(None, [f"differs on {name_ranks(others)}", only]))
 
 
-_PARTS = "axon_nb.engine.inspection.variables:variable_parts"
 _DIFFERENCE_COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
 
 
@@ -115,24 +116,24 @@ def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.D
     if reference in state.health.dead:
         raise UsageError(f"--from {reference}: rank {reference} is dead; choose another rank.")
     living = state.live_ranks
-    futures = {rank: requests.call(state.connection.client, rank, _PARTS, name=name) for rank in living}
+    futures = {rank: requests.call(state.connection.client, rank, GetVariableParts(name)) for rank in living}
     replies = {rank: future.result(timeout=_TIMEOUT_S) for rank, future in futures.items()}
-    if "refused" in replies[reference]:
-        raise UsageError(f"{name!r} of rank {reference} {replies[reference]['refused']}.")
+    if replies[reference].refused:
+        raise UsageError(f"{name!r} of rank {reference} {replies[reference].refused}.")
     rows = [
         row for rank in living if rank != reference for row in _difference_rows(replies[reference], replies[rank], rank)
     ]
     return pd.DataFrame(rows, columns=list(_DIFFERENCE_COLUMNS))
 
 
-def _difference_rows(ours: Mapping[str, Any], theirs: Mapping[str, Any], rank: int) -> list[dict[str, Any]]:
-    if "refused" in theirs:
-        return [_difference_row("", rank, values=theirs["refused"])]
-    if "text" in ours or "text" in theirs:
-        mine, other = ours.get("text", "arrays"), theirs.get("text", "arrays")
+def _difference_rows(ours: VariableParts, theirs: VariableParts, rank: int) -> list[dict[str, Any]]:
+    if theirs.refused:
+        return [_difference_row("", rank, values=theirs.refused)]
+    if ours.text is not None or theirs.text is not None:
+        mine, other = ("arrays" if own.text is None else own.text for own in (ours, theirs))
         return [] if mine == other else [_difference_row("", rank, values=f"{mine} / {other}")]
-    names = dict.fromkeys([*ours["parts"], *theirs["parts"]])
-    rows = (_compare(name, ours["parts"].get(name), theirs["parts"].get(name), rank) for name in names)
+    names = dict.fromkeys([*ours.parts, *theirs.parts])
+    rows = (_compare(name, ours.parts.get(name), theirs.parts.get(name), rank) for name in names)
     return [row for row in rows if row is not None]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from axon_nb.cluster.settings import Settings
-from axon_nb.records.compatibility import Capability, Verdict, install_command
+from axon_nb.records.compatibility import Capability, install_command
 from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.protocol.joining import EngineInfo
 
 __all__ = [
     "RESTART",
@@ -32,21 +32,20 @@ _NEEDED = {"gloo": {"release", "rebuild"}, "nccl": {"backend_swap"}}
 _OF_GROUPS = {"ddp_reset", "fsdp2_reset", "pipeline_reset", "rebuild", "release", "repair", "size_check"}
 """What depends on groups that can be rebuilt: not reported separately if they cannot."""
 
-AllRankInfo = Sequence[Mapping[str, Any]]
+AllRankInfo = Sequence[EngineInfo]
 """What each rank reported when it joined."""
 
 
-def _lost(rank_info: Iterable[Mapping[str, Any]]) -> dict[str, Capability]:
+def _lost(rank_info: Iterable[EngineInfo]) -> dict[str, Capability]:
     """Return what does not work on some rank, by name."""
-    verdicts = [Verdict.from_json(info["self_test"]) for info in rank_info if "self_test" in info]
-    return {capability.name: capability for verdict in verdicts for capability in verdict.lost}
+    return {capability.name: capability for info in rank_info for capability in info.self_test.lost}
 
 
 def _torch(rank_info: AllRankInfo) -> str:
-    return next((str(info["self_test"]["torch"]) for info in rank_info if info["self_test"]["capabilities"]), "")
+    return next((info.self_test.torch for info in rank_info if info.self_test.capabilities), "")
 
 
-def can_recover(rank_info: Iterable[Mapping[str, Any]], backend: str) -> bool:
+def can_recover(rank_info: Iterable[EngineInfo], backend: str) -> bool:
     """Whether groups can be rebuilt after a failure.
 
     Args:

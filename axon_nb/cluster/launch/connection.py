@@ -13,13 +13,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from axon_nb.cluster.launch.launchers import ENGINE_ENTRY, controller_command
+from axon_nb.cluster.launch.launchers import controller_command
 from axon_nb.cluster.launch.placement import LOOPBACK
 from axon_nb.cluster.rpc.client import RankClient, connect
 from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import SESSION_NAME
+from axon_nb.records.protocol.joining import ENGINE_ENTRY
 
 __all__ = ["Connection", "default_name", "kernel_id", "open_existing", "open_new"]
 
@@ -103,7 +104,7 @@ def _open_new(ip: str) -> Connection:
 def open_existing(run_dir: RunDir) -> Connection:
     """Connect to a running cluster, and become its owner."""
     agent = AgentClient(run_dir, owner=kernel_id())
-    return _with_client(run_dir, agent, agent.hello_reply["info"].get("ip", LOOPBACK))
+    return _with_client(run_dir, agent, agent.hello_reply.info.get("ip", LOOPBACK))
 
 
 def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:

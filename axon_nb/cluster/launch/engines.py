@@ -25,6 +25,7 @@ from axon_nb.cluster.launch.launchers import AgentControllerLauncher, ForkedEngi
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import StartError, UsageError
+from axon_nb.records.protocol.agent import Exit
 
 __all__ = ["launch_engines", "launcher_class", "rank_environment", "shut_down_foreign", "stop_engines"]
 
@@ -69,7 +70,7 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
         _precreate_logs(connection, layout.num_ranks)
     exit_codes: dict[int, int] = {}
     connection.agent.on_event(
-        lambda event: exit_codes.update({event["rank"]: event["code"]} if event["event"] == "exit" else {})
+        lambda event: exit_codes.update({event.rank: event.code} if isinstance(event, Exit) else {})
     )
     end = time.monotonic() + timeout_s
     try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch.compatibility import can_recover, collective_timeout
@@ -18,34 +18,37 @@ from axon_nb.cluster.rpc.handshake import handshake
 from axon_nb.cluster.settings import Settings
 from axon_nb.errors import StartError
 from axon_nb.host.store_tcp import store_key
+from axon_nb.records.protocol.agent import ServeStore
+from axon_nb.records.protocol.joining import Describe, EngineInfo, Join, JoinConfig
+from axon_nb.records.protocol.version import refuse_join
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["await_handshake", "gather", "join_settings", "join_world", "store_address"]
-
-_BOOTSTRAP = "axon_nb.engine.bootstrap"
+__all__ = ["await_handshake", "gather", "join_config", "join_world", "store_address"]
 
 
-def join_world(connection: Connection, layout: Layout, settings: Settings, *, timeout_s: float) -> list[dict[str, Any]]:
-    """Have every rank join the world; return what each reports about itself (host, pid, device), by rank.
+R = TypeVar("R")
+
+
+def join_world(connection: Connection, layout: Layout, settings: Settings, *, timeout_s: float) -> list[EngineInfo]:
+    """Have every rank join the world; return what each reports about itself, by rank.
 
     Raises:
-        StartError: a rank failed to join, or not all have joined within `timeout_s` seconds.
+        StartError: a rank failed to join or speaks another protocol, or not all have joined within `timeout_s`
+            seconds.
     """
     client, ranks = connection.client, range(layout.num_ranks)
     end = time.monotonic() + timeout_s
     await_handshake(connection, ranks, timeout_s)
-    described = gather(
-        {rank: requests.call(client, rank, f"{_BOOTSTRAP}:describe") for rank in ranks}, _remaining(end), connection
-    )
+    described = gather({rank: requests.call(client, rank, Describe()) for rank in ranks}, _remaining(end), connection)
+    for rank, info in described.items():
+        if reason := refuse_join(rank, info.host, info.version):
+            raise StartError(reason)
     placements = place_ranks(layout, [described[rank] for rank in ranks], threads_per_rank=settings.threads)
-    store = store_address(connection, {info["host"] for info in described.values()})
+    store = store_address(connection, {info.host for info in described.values()})
     recoverable = can_recover(described.values(), layout.backend)
     joins = {
         rank: requests.call(
-            client,
-            rank,
-            f"{_BOOTSTRAP}:join",
-            **join_settings(layout, settings, rank, placements[rank], store, recoverable=recoverable),
+            client, rank, Join(join_config(layout, settings, rank, placements[rank], store, recoverable=recoverable))
         )
         for rank in ranks
     }
@@ -80,27 +83,27 @@ def store_address(connection: Connection, hosts: Collection[str]) -> str:
             "which they reach this host."
         )
     key = store_key(connection.client.session.key)
-    port = connection.agent.call("serve_store", ip=connection.ip, key=key.hex())["port"]
+    port = connection.agent.call(ServeStore(connection.ip, key.hex())).port
     return f"tcp:{connection.ip}:{port}"
 
 
-def join_settings(
+def join_config(
     layout: Layout, settings: Settings, rank: int, placement: Placement, store: str, *, recoverable: bool
-) -> dict[str, Any]:
-    """Return how `rank` joins: the fields of the engine's `JoinConfig`."""
-    return {
+) -> JoinConfig:
+    """Return how `rank` joins."""
+    return JoinConfig(
         **dataclasses.asdict(placement),
-        "rank": rank,
-        "world_size": layout.num_ranks,
-        "backend": layout.backend,
-        "store": store,
-        "timeout_s": collective_timeout(settings, recoverable=recoverable),
-        "recoverable": recoverable,
-        "output_limit": settings.output_limit,
-    }
+        rank=rank,
+        world_size=layout.num_ranks,
+        backend=layout.backend,
+        store=store,
+        timeout_s=collective_timeout(settings, recoverable=recoverable),
+        recoverable=recoverable,
+        output_limit=settings.output_limit,
+    )
 
 
-def gather(futures: dict[int, Future[Any]], timeout_s: float, connection: Connection) -> dict[int, Any]:
+def gather(futures: Mapping[int, Future[R]], timeout_s: float, connection: Connection) -> dict[int, R]:
     """Return the results of one future per rank; stops early if a rank exits or the agent is gone.
 
     Raises:

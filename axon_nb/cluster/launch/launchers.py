@@ -13,20 +13,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ipyparallel.cluster.launcher import ControllerLauncher, EngineLauncher
 from traitlets import Any as AnyTrait
 from traitlets import Dict, Float, Unicode
 
 from axon_nb.cluster.rpc.client import forget_engine
-from axon_nb.host.client import AgentClient, spawn_agent
+from axon_nb.host.client import AgentClient, outcome, spawn_agent
 from axon_nb.host.run_dir import RunDir
+from axon_nb.records.protocol.agent import AgentEvent, Closed, Exit, Fork, SetInfo, Signal
+from axon_nb.records.protocol.joining import ENGINE_ENTRY
 
-__all__ = ["ENGINE_ENTRY", "AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command", "fork_request"]
-
-ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
-"""What a forked rank runs."""
+__all__ = ["AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command", "fork_request"]
 
 # Set by the kernel, pytest or ipyparallel for this process only; a rank must not inherit them.
 _NOT_INHERITED = ("IPP_CLUSTER_ID", "IPP_CONNECTION_INFO", "IPP_PROFILE_DIR", "JPY_PARENT_PID", "PYTEST_CURRENT_TEST")
@@ -56,7 +54,7 @@ def controller_command(run_dir: RunDir, *, ip: str = "127.0.0.1") -> list[str]:
 
 def fork_request(
     rank: int, connection_file: Path, extra_env: Mapping[str, str], folder: str, engine_args: Sequence[str] = ()
-) -> dict[str, Any]:
+) -> Fork:
     """Return what the agent needs to fork the engine of `rank`, with this process's current environment and path.
 
     Args:
@@ -70,14 +68,14 @@ def fork_request(
     log_dir = profile / "log"
     log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     env = {**os.environ, **RunDir(profile.parent).ipython_env(), **extra_env}
-    return {
-        "rank": rank,
-        "env": {name: value for name, value in env.items() if name not in _NOT_INHERITED},
-        "cwd": folder,
-        "path": sys.path,
-        "umask": _umask(),
-        "log": str(log_dir / f"rank{rank}.log"),
-        "argv": [
+    return Fork(
+        rank=rank,
+        env={name: value for name, value in env.items() if name not in _NOT_INHERITED},
+        cwd=folder,
+        path=tuple(sys.path),
+        umask=_umask(),
+        log=str(log_dir / f"rank{rank}.log"),
+        argv=(
             f"--file={connection_file}",
             f"--profile-dir={profile}",
             f"--IPEngine.id={rank}",
@@ -87,8 +85,8 @@ def fork_request(
             "--IPEngine.timeout=60",  # the default of 5 s is too short for the controller of a busy machine
             "--log-level=30",
             *engine_args,
-        ],
-    }
+        ),
+    )
 
 
 class AgentControllerLauncher(ControllerLauncher):
@@ -136,16 +134,13 @@ class ForkedEngineSetLauncher(EngineLauncher):
         agent.on_event(self._on_event)
         self._live = set(range(n))
         self._main_loop = self.loop
-        futures = [agent.send("fork", **self._request(rank)) for rank in range(n)]
+        futures = [agent.send(self._request(rank)) for rank in range(n)]
         replies = await asyncio.gather(*(asyncio.wait_for(asyncio.wrap_future(f), self.fork_timeout) for f in futures))
-        for reply in replies:
-            if "error" in reply:
-                raise RuntimeError(f"the host agent failed to fork a rank: {reply['error']}")
-        pids = [reply["pid"] for reply in replies]
+        pids = [outcome(Fork, reply).pid for reply in replies]
         self.notify_start(pids)
         return pids
 
-    def _request(self, rank: int) -> dict[str, Any]:
+    def _request(self, rank: int) -> Fork:
         folder = os.path.abspath(self.work_dir)
         env = {**self.environment, **self.rank_env}
         return fork_request(rank, Path(self.connection_files["engine"]), env, folder, self.engine_args)
@@ -157,21 +152,23 @@ class ForkedEngineSetLauncher(EngineLauncher):
             run_dir = self._own_run_dir = RunDir.create()
             pid = spawn_agent(run_dir, controller=[], entry=ENGINE_ENTRY)
         client = AgentClient(run_dir, owner=f"pid-{os.getpid()}", agent_pid=pid)
-        client.call("set_info", info={"world_size": self.n, "name": self.identifier, "keep_alive_s": 0.0})
+        client.call(SetInfo({"world_size": self.n, "name": self.identifier, "keep_alive_s": 0.0}))
         return client
 
-    def _on_event(self, event: dict[str, Any]) -> None:
-        gone = self._live if event["event"] == "closed" else {event.get("rank")}
-        self._live = self._live - gone
-        if self._own_run_dir is not None and event["event"] == "exit" and not self._stopping:
-            forget_engine(Path(self.connection_files["client"]), event["rank"])
+    def _on_event(self, event: AgentEvent) -> None:
+        if isinstance(event, Closed):
+            self._live = set[int]()
+        elif isinstance(event, Exit):
+            self._live = self._live - {event.rank}
+            if self._own_run_dir is not None and not self._stopping:
+                forget_engine(Path(self.connection_files["client"]), event.rank)
         if not self._live and self.state == "running":
-            self._main_loop.add_callback(self.notify_stop, {"exit_code": event.get("code")})
+            self._main_loop.add_callback(self.notify_stop, {"exit_code": getattr(event, "code", None)})
 
     def signal(self, sig: int) -> None:
         """Send a signal to every engine."""
         for rank in sorted(self._live):
-            self.agent.send("signal", rank=rank, signal=int(sig))
+            self.agent.send(Signal(rank, int(sig)))
 
     async def stop(self) -> None:
         """Stop the engines; an agent that this launcher started exits with them."""

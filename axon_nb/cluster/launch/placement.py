@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.resources import Gpu, list_gpus, usable_cores
+from axon_nb.records.protocol.joining import EngineInfo
 
 __all__ = ["BACKENDS", "LOOPBACK", "Layout", "Placement", "interface_ip", "place_ranks", "plan_layout"]
 
@@ -153,34 +153,32 @@ def interface_ip(wanted: str) -> str:
     raise UsageError(f"--interface {wanted}: this host has no such interface or address; it has {known or 'none'}.")
 
 
-def place_ranks(
-    layout: Layout, rank_info: Sequence[Mapping[str, Any]], *, threads_per_rank: int = 0
-) -> list[Placement]:
+def place_ranks(layout: Layout, rank_info: Sequence[EngineInfo], *, threads_per_rank: int = 0) -> list[Placement]:
     """Return the placement of each rank.
 
     Args:
         layout: What was planned for the notebook's host.
-        rank_info: What each rank reports about its host: ``host``, ``cores``, ``gpus``.
+        rank_info: What each rank reports about its host.
         threads_per_rank: As set by the user; 0: cores of the host / its ranks.
 
     Raises:
         StartError: a host has fewer GPUs than NCCL needs.
     """
-    hosts = list(dict.fromkeys(info["host"] for info in rank_info))
+    hosts = list(dict.fromkeys(info.host for info in rank_info))
     if len(hosts) == 1:
         size = len(rank_info)
         return [Placement(rank, size, 0, layout.devices[rank], layout.threads) for rank in range(size)]
     placements = []
-    members = {host: [rank for rank, info in enumerate(rank_info) if info["host"] == host] for host in hosts}
+    members = {host: [rank for rank, info in enumerate(rank_info) if info.host == host] for host in hosts}
     for rank, info in enumerate(rank_info):
-        neighbours, gpus = members[info["host"]], int(info["gpus"])
+        neighbours, gpus = members[info.host], info.gpus
         local_rank = neighbours.index(rank)
         if layout.backend == "nccl" and gpus < len(neighbours):
             raise StartError(
-                f"NCCL needs one GPU per rank, but {info['host']} has {len(neighbours)} ranks and "
+                f"NCCL needs one GPU per rank, but {info.host} has {len(neighbours)} ranks and "
                 f"{gpus} GPU{'s' * (gpus != 1)}."
             )
         device = f"cuda:{local_rank % gpus}" if gpus and layout.devices[0] != "cpu" else "cpu"
-        threads = threads_per_rank or max(1, int(info["cores"]) // len(neighbours))
-        placements.append(Placement(local_rank, len(neighbours), hosts.index(info["host"]), device, threads))
+        threads = threads_per_rank or max(1, info.cores // len(neighbours))
+        placements.append(Placement(local_rank, len(neighbours), hosts.index(info.host), device, threads))
     return placements

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from ipyparallel.serialize import serialize_object
 
 from axon_nb.cluster.launch.connection import Connection, open_new
+from axon_nb.records.protocol.agent import GetInfo
 
 __all__ = ["discard", "start", "take", "wait_until_idle"]
 
@@ -75,7 +76,7 @@ def wait_until_idle(timeout_s: float) -> bool:
         future = _pending[0] if _pending else None
     end = time.monotonic() + timeout_s
     while future is not None and time.monotonic() < end:
-        if future.result(timeout_s).agent.call("get_info")["idle"]:
+        if future.result(timeout_s).agent.call(GetInfo()).idle:
             return True
         time.sleep(0.05)
     return False

@@ -9,17 +9,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from axon_nb.cluster.failures.health import Health
 from axon_nb.cluster.rpc import requests
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest
+from axon_nb.records.protocol.recovery import DisableGroups, OptimizerReport, Recover, RecoveryReport
 from axon_nb.records.ranks import name_ranks
 
 __all__ = ["Recovery", "describe_diverged_steps", "next_epoch"]
 
 
-def describe_diverged_steps(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]:
+def describe_diverged_steps(reports: Mapping[int, Sequence[OptimizerReport]]) -> list[str]:
     """Describe, in a line per optimizer, which ranks made one step more than others in the last cell.
 
     Nothing is reported if ranks may differ on purpose: other optimizers, other models, other steps before the cell, no
@@ -29,40 +31,38 @@ def describe_diverged_steps(reports: Mapping[int, Sequence[Mapping[str, Any]]]) 
         reports: By rank, a record per optimizer. They are numbered in the order of their first steps; an optimizer that
             has made none (-1) is matched by its variable's name.
     """
-    numbers = sorted({record["number"] for report in reports.values() for record in report} - {-1})
+    numbers = sorted({record.number for report in reports.values() for record in report} - {-1})
     matched = [_match_optimizer(number, reports) for number in numbers]
     lines = [_describe_divergence(optimizers) for optimizers in matched if len(optimizers) == len(reports)]
     return [line for line in lines if line]
 
 
-def _match_optimizer(number: int, reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Mapping[str, Any]]:
-    found = {rank: record for rank, report in reports.items() for record in report if record["number"] == number}
-    names = {record["name"] for record in found.values()}
+def _match_optimizer(number: int, reports: Mapping[int, Sequence[OptimizerReport]]) -> dict[int, OptimizerReport]:
+    found = {rank: record for rank, report in reports.items() for record in report if record.number == number}
+    names = {record.name for record in found.values()}
     for rank in reports.keys() - found.keys():
-        unused = (record for record in reports[rank] if record["number"] == -1)
-        found.update((rank, record) for record in unused if record["name"] in names)
+        unused = (record for record in reports[rank] if record.number == -1)
+        found.update((rank, record) for record in unused if record.name in names)
     return dict(sorted(found.items()))
 
 
-def _describe_divergence(optimizers: Mapping[int, Mapping[str, Any]]) -> str:
+def _describe_divergence(optimizers: Mapping[int, OptimizerReport]) -> str:
     first = next(iter(optimizers.values()))
-    is_same = all(own["shapes"] == first["shapes"] and own["before"] == first["before"] for own in optimizers.values())
-    steps = {rank: int(record["steps"]) for rank, record in optimizers.items()}
+    is_same = all(own.shapes == first.shapes and own.before == first.before for own in optimizers.values())
+    steps = {rank: record.steps for rank, record in optimizers.items()}
     most, least = max(steps.values()), min(steps.values())
-    if not is_same or most - least != 1 or not all(record["communicated"] for record in optimizers.values()):
+    if not is_same or most - least != 1 or not all(record.communicated for record in optimizers.values()):
         return ""
-    name = f"`{first['name']}`" if first["name"] else "their optimizer"
+    name = f"`{first.name}`" if first.name else "their optimizer"
     ahead, behind = ([rank for rank in steps if steps[rank] == count] for count in (most, least))
     verb = "is" if len(ahead) == 1 else "are"
     line = f"{name_ranks(ahead).capitalize()} {verb} at step {most} of {name}, {name_ranks(behind)} at {least}."
-    reasons = {str(record["not_replicated"]) for record in optimizers.values() if record["not_replicated"]}
+    reasons = {record.not_replicated for record in optimizers.values() if record.not_replicated}
     if reasons:
         return f"{line} Its model {reasons.pop()}: load a checkpoint on all ranks, or recreate model and optimizer."
     return f"{line} Run `%distributed sync` to copy models and optimizers of rank 0 to all ranks."
 
 
-_RECOVER = "axon_nb.engine.kernel.optimizer_steps:recover"
-_STAND_DOWN = "axon_nb.engine.groups.recovery:disable_groups"
 _ATTEMPTS = 3
 _ATTEMPT_TIMEOUT_S = 10.0
 _SLOW_ATTEMPT_TIMEOUT_S = 60.0
@@ -95,8 +95,8 @@ class Recovery:
         self._ranks = list(ranks)
         self._health = health
         self._attempt = 0
-        self._futures: dict[int, Future[Any]] = {}
-        self._aborts: list[Future[Any]] = []
+        self._futures: dict[int, Future[RecoveryReport]] = {}
+        self._aborts: list[Answer[AbortReply]] = []
         self._started_at = 0.0
         self._aborted_at = 0.0
 
@@ -118,10 +118,10 @@ class Recovery:
             if not failed:
                 self._health.broken = ""
                 reports = {rank: future.result() for rank, future in self._futures.items()}
-                self._report_abandoned([report["abandoned"] for report in reports.values()])
-                for line in dict.fromkeys(line for report in reports.values() for line in report["not_reset"]):
+                self._report_abandoned([report.rebuilt.abandoned for report in reports.values()])
+                for line in dict.fromkeys(line for report in reports.values() for line in report.rebuilt.not_reset):
                     print(line, file=sys.stderr)
-                for line in describe_diverged_steps({rank: report["steps"] for rank, report in reports.items()}):
+                for line in describe_diverged_steps({rank: report.steps for rank, report in reports.items()}):
                     print(line)
                 return True
             self._futures = {}
@@ -146,7 +146,7 @@ class Recovery:
         self._attempt += 1
         self._started_at = now
         epoch = next_epoch()
-        self._futures = {r: requests.call(self._client, r, _RECOVER, epoch=epoch) for r in self._ranks}
+        self._futures = {r: requests.call(self._client, r, Recover(epoch)) for r in self._ranks}
         return False
 
     def _abort_attempt(self, now: float) -> None:
@@ -155,7 +155,7 @@ class Recovery:
             self._aborted_at = now
             for rank, future in self._futures.items():
                 if not future.done():
-                    self._aborts.append(self._client.request(rank, "axon_abort", again=True))
+                    self._aborts.append(self._client.request(rank, AbortRequest(again=True)))
 
     def _disable_groups(self, missing: Sequence[int]) -> bool:
         one = len(missing) == 1
@@ -166,5 +166,5 @@ class Recovery:
         self._health.broken = reason
         for rank in self._ranks:
             if rank not in missing or rank in self._health.lost_contexts:
-                requests.call(self._client, rank, _STAND_DOWN, reason=reason)
+                requests.call(self._client, rank, DisableGroups(reason))
         return True

@@ -11,17 +11,23 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from axon_nb.cluster.launch.compatibility import can_replace, refusal
 from axon_nb.cluster.launch.engines import rank_environment
-from axon_nb.cluster.launch.join import await_handshake, gather, join_settings, store_address
+from axon_nb.cluster.launch.join import await_handshake, gather, join_config, store_address
 from axon_nb.cluster.launch.launchers import fork_request
 from axon_nb.cluster.launch.placement import place_ranks
 from axon_nb.cluster.recovery.recovery import next_epoch
-from axon_nb.cluster.recovery.report import RepairReport
+from axon_nb.cluster.recovery.report import Copied, RepairReport
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import AxonError, StartError, UsageError
+from axon_nb.records.protocol.agent import Signal
+from axon_nb.records.protocol.cells import AbortRequest
+from axon_nb.records.protocol.joining import Join
+from axon_nb.records.protocol.messages import RankCall
+from axon_nb.records.protocol.recovery import DisableGroups, FindLostShards, GroupRecord, ListGroups, RecoverAfterRepair
+from axon_nb.records.protocol.transfer import ListGroupVariables, PackNamespace, ReceiveNamespace, SendNamespace
 from axon_nb.records.ranks import format_ranks, name_ranks
 
 if TYPE_CHECKING:
@@ -30,14 +36,15 @@ if TYPE_CHECKING:
 
 __all__ = ["auto_repair", "copy_variables", "repair", "replace_stuck"]
 
-_COPIES = "axon_nb.engine.transfer.copy_namespace"
+R = TypeVar("R")
+
 _COPY_TIMEOUT_S = 60.0
 _MIN_BYTES_PER_S = 20e6
 
 
 def copy_variables(
     state: ClusterState, ranks: Sequence[int], survivors: Sequence[int], source: int, names: Sequence[str]
-) -> dict[str, Any]:
+) -> Copied:
     """Copy variables of `source` to `ranks`; a process group becomes the rank's own group of the same name.
 
     Args:
@@ -47,40 +54,31 @@ def copy_variables(
         source: The rank to copy from.
         names: Which variables; empty: all that can be copied.
 
-    Returns:
-        `copied` (names), `skipped` (name: why not) and `size` in bytes.
-
     Raises:
         StartError: the ranks were replaced, but the variables could not be copied.
     """
     connection = state.connection
     client = connection.client
     try:
-        futures = {rank: requests.call(client, rank, f"{_COPIES}:group_variables") for rank in survivors}
+        futures = {rank: requests.call(client, rank, ListGroupVariables()) for rank in survivors}
         groups: dict[str, str] = {}
         for own_groups in gather(futures, _COPY_TIMEOUT_S, connection).values():
             groups |= {name: group for name, group in own_groups.items() if not names or name in names}
-        future = requests.call(client, source, f"{_COPIES}:pack", names=list(names))
+        future = requests.call(client, source, PackNamespace(tuple(names)))
         packed = gather({source: future}, _COPY_TIMEOUT_S * 10, connection)[source]
-        content = {key: packed[key] for key in ("size", "digest", "import_context")}
-        calls = {
-            rank: requests.call(client, rank, f"{_COPIES}:receive", source=source, groups=groups, **content)
-            for rank in ranks
-        }
-        calls[source] = requests.call(client, source, f"{_COPIES}:send", ranks=list(ranks))
-        gather(calls, _COPY_TIMEOUT_S + packed["size"] * len(ranks) / _MIN_BYTES_PER_S, connection)
+        receive = ReceiveNamespace(source, packed.size, packed.digest, packed.import_context, groups)
+        calls = {rank: requests.call(client, rank, receive) for rank in ranks}
+        calls[source] = requests.call(client, source, SendNamespace(tuple(ranks)))
+        gather(calls, _COPY_TIMEOUT_S + packed.size * len(ranks) / _MIN_BYTES_PER_S, connection)
     except StartError as error:
         raise StartError(
             f"Replaced {name_ranks(ranks)}, but failed to copy the variables of rank {source}: the new "
             f"{'rank is' if len(ranks) == 1 else 'ranks are'} empty. {error}"
         ) from None
-    skipped = {name: why for name, why in packed["skipped"].items() if name not in groups}
-    return {"copied": sorted({*packed["copied"], *groups}), "skipped": skipped, "size": packed["size"]}
+    skipped = {name: why for name, why in packed.skipped.items() if name not in groups}
+    return Copied(tuple(sorted({*packed.copied, *groups})), skipped, packed.size)
 
 
-_RECOVERY = "axon_nb.engine.groups.recovery"
-_BOOTSTRAP = "axon_nb.engine.bootstrap"
-_SHARDED = "axon_nb.engine.sharding.sharded"
 _REPAIR_TIMEOUT_S = 30.0
 _ABORT_TIMEOUT_S = 2.0
 
@@ -112,7 +110,7 @@ def repair(
     with _interrupts_ignored():
         reasons = {rank: state.health.dead.get(rank, "") for rank in chosen}
         _kill(state, [rank for rank in chosen if rank not in state.health.dead])
-        lost = _call_all(state.connection, survivors, f"{_SHARDED}:only_on_ranks", ranks=chosen)
+        lost = _call_all(state.connection, survivors, FindLostShards(tuple(chosen)))
         _replace_ranks(state, chosen, survivors)
         copied = None if source is None else copy_variables(state, chosen, survivors, source, names)
     return RepairReport.of(chosen, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
@@ -177,15 +175,14 @@ def _replace_ranks(state: ClusterState, chosen: Sequence[int], survivors: Sequen
     _fork(connection, state, chosen)
     epoch = next_epoch()
     calls: dict[int, Any] = {
-        rank: requests.call(connection.client, rank, f"{_RECOVERY}:recover", epoch=epoch, replaced=True)
-        for rank in survivors
+        rank: requests.call(connection.client, rank, RecoverAfterRepair(epoch)) for rank in survivors
     }
     placements = place_ranks(state.layout, state.rank_info)
-    store = store_address(connection, {info["host"] for info in state.rank_info})
+    store = store_address(connection, {info.host for info in state.rank_info})
     for rank in chosen:
-        arguments = join_settings(state.layout, state.settings, rank, placements[rank], store, recoverable=True)
-        own = [group for group in groups if rank in group["ranks"]]
-        calls[rank] = requests.call(connection.client, rank, f"{_BOOTSTRAP}:join", **arguments, epoch=epoch, groups=own)
+        config = join_config(state.layout, state.settings, rank, placements[rank], store, recoverable=True)
+        own = tuple(group for group in groups if rank in group.ranks)
+        calls[rank] = requests.call(connection.client, rank, Join(config, epoch, own))
     try:
         infos = gather(calls, _REPAIR_TIMEOUT_S, connection)
     except AxonError:
@@ -199,13 +196,13 @@ def _replace_ranks(state: ClusterState, chosen: Sequence[int], survivors: Sequen
 def _release_survivors(connection: Connection, chosen: Sequence[int], survivors: Sequence[int]) -> None:
     """Release the survivors from waiting, until their timeout, for a new rank that failed."""
     client = connection.client
-    aborts = [client.request(rank, "axon_abort", again=True) for rank in survivors]
+    aborts = [client.request(rank, AbortRequest(again=True)) for rank in survivors]
     end = time.monotonic() + _ABORT_TIMEOUT_S
-    for future in aborts:
-        future.wait(max(0.0, end - time.monotonic()))
+    for answer in aborts:
+        answer.wait(max(0.0, end - time.monotonic()))
     reason = f"{name_ranks(chosen)} could not be replaced; run `%distributed repair` to try again"
     for rank in survivors:
-        requests.call(client, rank, f"{_RECOVERY}:disable_groups", reason=reason)
+        requests.call(client, rank, DisableGroups(reason))
 
 
 @contextlib.contextmanager
@@ -224,7 +221,7 @@ def _interrupts_ignored() -> Iterator[None]:
 def _kill(state: ClusterState, ranks: Sequence[int]) -> None:
     state.health.expected_deaths.update(ranks)
     for rank in ranks:
-        state.connection.agent.call("signal", rank=rank, signal=int(signal.SIGKILL))
+        state.connection.agent.call(Signal(rank, int(signal.SIGKILL)))
     end = time.monotonic() + _REPAIR_TIMEOUT_S
     while any(rank not in state.health.dead for rank in ranks):
         if time.monotonic() > end:
@@ -234,16 +231,16 @@ def _kill(state: ClusterState, ranks: Sequence[int]) -> None:
         time.sleep(0.005)
 
 
-def _call_all(connection: Connection, ranks: Sequence[int], target: str, /, **arguments: Any) -> dict[int, Any]:
-    calls = {rank: requests.call(connection.client, rank, target, **arguments) for rank in ranks}
+def _call_all(connection: Connection, ranks: Sequence[int], call: RankCall[R]) -> dict[int, R]:
+    calls = {rank: requests.call(connection.client, rank, call) for rank in ranks}
     return gather(calls, _REPAIR_TIMEOUT_S, connection)
 
 
-def _groups(connection: Connection, survivors: Sequence[int]) -> list[dict[str, Any]]:
-    by_name: dict[str, dict[str, Any]] = {}
-    for groups in _call_all(connection, survivors, f"{_RECOVERY}:list_groups").values():
-        by_name.update({group["name"]: group for group in groups})
-    return sorted(by_name.values(), key=lambda group: (len(group["name"]), group["name"]))
+def _groups(connection: Connection, survivors: Sequence[int]) -> list[GroupRecord]:
+    by_name: dict[str, GroupRecord] = {}
+    for groups in _call_all(connection, survivors, ListGroups()).values():
+        by_name.update({group.name: group for group in groups})
+    return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
 
 
 def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int]) -> None:
@@ -254,7 +251,7 @@ def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int]) -> 
         raise StartError(f"The controller did not unregister {name_ranks(ranks)} within {_REPAIR_TIMEOUT_S:.0f} s.")
     env = rank_environment(state.layout)
     for rank in ranks:
-        connection.agent.call("fork", **fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
+        connection.agent.call(fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
     if not client.wait_registered(ranks, _REPAIR_TIMEOUT_S):
         raise StartError(
             f"{name_ranks(ranks).capitalize()} did not start within {_REPAIR_TIMEOUT_S:.0f} s; the logs are in "

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from axon_nb.records.protocol.recovery import LostShards
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = ["LostPart", "RepairReport"]
+__all__ = ["Copied", "LostPart", "RepairReport"]
 
 
 @dataclass(frozen=True, slots=True)
-class LostPart:
+class LostPart(LostShards):
     """A variable of which the replaced ranks held a part that no other rank has."""
 
-    name: str
-    kind: str
-    """``module``, ``optimizer``, ``tensor`` or ``stage``."""
-    parts: Any
-    """How many of its tensors are affected; for a stage, the indices of the lost stages."""
-    of: int
-    """How many it has in all."""
-    bytes: int
-    """Size of the lost parts."""
-
     def __str__(self) -> str:
-        if self.kind == "stage":
+        if isinstance(self.parts, tuple):
             return f"stage {format_ranks(self.parts)} of {self.of} (`{self.name}`)"
         what = {"module": "parameters", "optimizer": "state tensors"}.get(self.kind)
         count = f"{self.parts} of {self.of} {what}, " if what else ""
         return f"its part of `{self.name}` ({count}{format_bytes(self.bytes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Variables that were copied to the replaced ranks."""
+
+    names: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Why each of the others could not be; reads after its name."""
+    size: int = 0
+    """Bytes, to each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +64,25 @@ class RepairReport:
         *,
         reasons: Mapping[int, str],
         source: int | None,
-        copied: Mapping[str, Any] | None,
-        lost: Mapping[int, Sequence[Mapping[str, Any]]],
+        copied: Copied | None,
+        lost: Mapping[int, Sequence[LostShards]],
     ) -> RepairReport:
         """Build the report; `lost` is what each survivor reports, of which the largest part of a variable counts."""
         parts: dict[str, LostPart] = {}
         for records in lost.values():
             for record in records:
-                part = LostPart(**record)
+                part = LostPart(record.name, record.kind, record.parts, record.of, record.bytes)
                 if part.name not in parts or part.bytes > parts[part.name].bytes:
                     parts[part.name] = part
-        chosen = dict(copied or {"copied": (), "skipped": {}, "size": 0})
+        chosen = copied or Copied()
         return cls(
             tuple(ranks),
             tuple(kept),
             dict(reasons),
             source,
-            tuple(chosen["copied"]),
-            dict(chosen["skipped"]),
-            chosen["size"],
+            chosen.names,
+            dict(chosen.skipped),
+            chosen.size,
             tuple(parts.values()),
         )
 

@@ -12,27 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import ipyparallel as ipp
 
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.errors import StartError
+from axon_nb.records.protocol.inspection import TelemetryEvent
+from axon_nb.records.protocol.messages import Request, message_type
+from axon_nb.records.protocol.wire import decode, encode
 
-__all__ = ["CellHandler", "RankClient", "connect", "execute_content", "forget_engine"]
+__all__ = ["CellHandler", "RankClient", "connect", "forget_engine"]
+
+R = TypeVar("R")
 
 _QUERY_INTERVAL_S = 0.5
-
-
-def execute_content(code: str, *, silent: bool = False) -> dict[str, Any]:
-    """Return the content of the `execute_request` that runs `code` on a rank."""
-    return {
-        "code": code,
-        "silent": silent,
-        "store_history": False,
-        "user_expressions": {},
-        "allow_stdin": False,
-        "stop_on_error": False,
-    }
+_TELEMETRY = message_type(TelemetryEvent)
 
 
 class CellHandler(Protocol):
@@ -53,7 +48,7 @@ class RankClient(ipp.Client):
 
     def __init__(self, connection_file: Path, **kwargs: Any) -> None:
         self._cells: dict[str, tuple[int, CellHandler]] = {}
-        self._on_telemetry: Callable[[dict[str, Any]], None] | None = None
+        self._on_telemetry: Callable[[TelemetryEvent], None] | None = None
         self._registered = threading.Condition()
         self._queried_at = 0.0
         super().__init__(str(connection_file), **kwargs)
@@ -127,28 +122,38 @@ class RankClient(ipp.Client):
         for message_id in message_ids:
             self._cells.pop(message_id, None)
 
-    def request(self, rank: int, msg_type: str, *, handler: CellHandler | None = None, **content: Any) -> Any:
+    def request(self, rank: int, request: Request[R]) -> Answer[R]:
         """Send a request on a rank's control channel, which replies even if the main thread is stuck.
-
-        Args:
-            rank: The rank.
-            msg_type: Type of the request.
-            handler: Notified, until `forget` is called, once the rank's output so far has arrived; None: nobody is.
-            **content: The request's fields.
-
-        Returns:
-            A future of the reply.
 
         Raises:
             KeyError: the rank is not registered.
         """
-        future = self._send(self._control_stream, msg_type, content=content, ident=self._engines[rank].encode())
+        kind = type(request)
+        return Answer(kind, self._send_control(rank, message_type(kind), encode(request)))
+
+    def _send_control(self, rank: int, msg_type: str, content: dict[str, Any]) -> Any:
+        return self._send(self._control_stream, msg_type, content=content, ident=self._engines[rank].encode())
+
+    def ping(self, rank: int, *, handler: CellHandler | None = None) -> Any:
+        """Send an empty request on a rank's control channel.
+
+        Args:
+            rank: The rank.
+            handler: Notified, until `forget` is called, once the rank's output so far has arrived; None: nobody is.
+
+        Returns:
+            A future of Jupyter's reply.
+
+        Raises:
+            KeyError: the rank is not registered.
+        """
+        future = self._send_control(rank, "kernel_info_request", {})
         if handler is not None:
             self._cells[future.msg_id] = (rank, handler)
         return future
 
-    def on_telemetry(self, handler: Callable[[dict[str, Any]], None] | None) -> None:
-        """Call `handler`, on the IO thread, with the content of each telemetry message."""
+    def on_telemetry(self, handler: Callable[[TelemetryEvent], None] | None) -> None:
+        """Call `handler`, on the IO thread, with each telemetry message."""
         self._on_telemetry = handler
 
     def on_registration(self, handler: Callable[[dict[str, Any]], None]) -> None:
@@ -187,9 +192,9 @@ class RankClient(ipp.Client):
                     handler.on_idle(rank)
             else:
                 handler.on_output(rank, msg_type, message["content"], message["metadata"])
-        elif msg_type == "axon_telemetry":
+        elif msg_type == _TELEMETRY:
             if self._on_telemetry is not None:
-                self._on_telemetry(message["content"])
+                self._on_telemetry(decode(TelemetryEvent, message["content"]))
         else:
             ipp.Client._dispatch_iopub.__wrapped__(self, message)
 

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from axon_nb.cluster.rpc.client import RankClient, execute_content
+from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.cells import execute_content
 
 __all__ = ["handshake", "wait_for_output"]
 
 _RESEND_INTERVAL_S = 0.25
 _POLL_INTERVAL_S = 0.02
+_EMPTY_CELL = execute_content("", silent=True)
 
 
 class _ChannelAcks:
@@ -70,8 +72,8 @@ def handshake(client: RankClient, ranks: Iterable[int], *, timeout_s: float, giv
                 next_send = now + _RESEND_INTERVAL_S
                 for rank in waiting:
                     with contextlib.suppress(KeyError):  # it has died
-                        sent += client.send_cells([rank], execute_content("", silent=True), {}, acks)
-                        reply = client.request(rank, "kernel_info_request")
+                        sent += client.send_cells([rank], _EMPTY_CELL, {}, acks)
+                        reply = client.ping(rank)
                         reply.add_done_callback(lambda _, rank=rank: acks.on_control(rank))
             acks.changed.wait(_POLL_INTERVAL_S)
             acks.changed.clear()
@@ -93,7 +95,7 @@ def wait_for_output(client: RankClient, ranks: Iterable[int], *, timeout_s: floa
         while not acks.output and (now := time.monotonic()) < end:
             for rank in ranks:
                 with contextlib.suppress(KeyError):  # it has died
-                    sent.append(client.request(rank, "kernel_info_request", handler=acks).msg_id)
+                    sent.append(client.ping(rank, handler=acks).msg_id)
             acks.changed.wait(min(_RESEND_INTERVAL_S, end - now))
             acks.changed.clear()
     finally:

@@ -6,11 +6,17 @@ import contextlib
 from dataclasses import dataclass
 
 from axon_nb.cluster.launch.connection import kernel_id
-from axon_nb.errors import AxonError, UsageError
-from axon_nb.host.client import AgentClient
+from axon_nb.errors import UsageError
+from axon_nb.host.query import AgentQuery
 from axon_nb.host.run_dir import RunDir, list_run_dirs
+from axon_nb.records.protocol.agent import GetInfo, Stop
+from axon_nb.records.protocol.version import Version, read_version, refuse_attach
 
 __all__ = ["ClusterEntry", "find", "own_detached", "running", "stop_detached"]
+
+_REPLY_TIMEOUT_S = 60.0
+"""On a busy machine an agent may take a while to reply."""
+_STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,8 @@ class ClusterEntry:
     """Whether a notebook is connected."""
     has_world: bool
     """Whether its ranks have joined a world; False for engines that a program started through ipyparallel."""
+    version: Version
+    """What its ranks run."""
 
 
 def running() -> list[ClusterEntry]:
@@ -34,20 +42,23 @@ def running() -> list[ClusterEntry]:
         info = run_dir.read_info()
         if info.get("world_size"):
             attached = _attached(run_dir)
-            has_world = "layout" in info
             found.append(
-                ClusterEntry(run_dir, info["name"], int(info["world_size"]), info.get("owner", ""), attached, has_world)
+                ClusterEntry(
+                    run_dir,
+                    info["name"],
+                    int(info["world_size"]),
+                    info.get("owner", ""),
+                    attached,
+                    has_world="layout" in info,
+                    version=read_version(info.get("version")),
+                )
             )
     return found
 
 
 def _attached(run_dir: RunDir) -> bool:
-    with contextlib.suppress(AxonError):
-        client = AgentClient(run_dir, owner="")
-        try:
-            return bool(client.call("get_info")["attached"])
-        finally:
-            client.close()
+    with contextlib.suppress(OSError, ValueError), AgentQuery(run_dir, timeout_s=_REPLY_TIMEOUT_S) as agent:
+        return bool(agent.request(GetInfo()).get("attached"))
     return False
 
 
@@ -61,8 +72,9 @@ def stop_detached() -> list[str]:
     """Stop the clusters that this notebook's previous kernel left running; return a line for each."""
     lines = []
     for entry in own_detached():
-        with contextlib.suppress(AxonError):
-            AgentClient(entry.run_dir, owner=kernel_id()).stop()
+        with contextlib.suppress(OSError, ValueError), AgentQuery(entry.run_dir, timeout_s=_REPLY_TIMEOUT_S) as agent:
+            agent.request(Stop())  # agents of all versions know this command
+            agent.wait_closed(_STOP_TIMEOUT_S)
             lines.append(
                 f"Stopped the cluster {entry.name!r} ({entry.num_ranks} rank{'s' * (entry.num_ranks != 1)}) that this "
                 "notebook had left running."
@@ -77,7 +89,7 @@ def find(name: str | None) -> ClusterEntry:
         name: Its name; None: this notebook's own, or the only detached one.
 
     Raises:
-        UsageError: none matches, or several do; the message names them.
+        UsageError: none matches, several do, which the message names, or its ranks speak another protocol.
     """
     everything = running()
     if name is not None:
@@ -99,4 +111,6 @@ def find(name: str | None) -> ClusterEntry:
         )
     if entries[0].attached:
         raise UsageError(f"The cluster {entries[0].name!r} is in use by another notebook.")
+    if reason := refuse_attach(entries[0].name, entries[0].version):
+        raise UsageError(reason)
     return entries[0]

@@ -16,8 +16,10 @@ from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.output import NotebookSink
 from axon_nb.cluster.recovery.recovery import next_epoch
+from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError
+from axon_nb.records.protocol.cells import AbortRequest, CellFacts, CellReport, CellsReply, CellsRequest, Omitted
 from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -46,16 +48,16 @@ class OutputReplay:
         self._client = client
         self._run = run
         self._last: dict[int, int] = {}
-        self._requests: dict[int, Any] = {}
+        self._requests: dict[int, Answer[CellsReply]] = {}
         self._due = 0.0
         self._idle_since: dict[int, float] = {}
 
     def step(self, now: float) -> None:
         """Pass on what has arrived, and send the requests that are due."""
-        for rank, future in list(self._requests.items()):
-            if future.done():
+        for rank, answer in list(self._requests.items()):
+            if answer.done():
                 del self._requests[rank]
-                self._process(rank, future.result()["content"], now)
+                self._process(rank, answer.reply(), now)
         if now < self._due:
             return
         self._due = now + _POLL_INTERVAL_S
@@ -63,29 +65,29 @@ class OutputReplay:
             if rank not in self._requests:
                 with contextlib.suppress(KeyError):  # it is gone; the host agent reports that
                     since = self._last.get(rank, 0)
-                    self._requests[rank] = self._client.request(rank, "axon_cells", run=self._run.token, since=since)
+                    self._requests[rank] = self._client.request(rank, CellsRequest(self._run.token, since))
 
-    def _process(self, rank: int, content: Mapping[str, Any], now: float) -> None:
+    def _process(self, rank: int, reply: CellsReply | None, now: float) -> None:
         if rank not in self._run.unfinished:
             return
-        if content.get("cells"):
-            self.feed(rank, content["cells"][0])
-        elif content.get("running", True):
+        if reply is not None and reply.cells:
+            self.feed(rank, reply.cells[0])
+        elif reply is None or reply.running:
             self._idle_since.pop(rank, None)
         elif now - self._idle_since.setdefault(rank, now) > _NEVER_SENT_AFTER_S:
             why = "the notebook disconnected before sending the cell to this rank"
             self._finish(rank, {"status": "error", "ename": "CellLostError", "evalue": why})
 
-    def feed(self, rank: int, report: Mapping[str, Any]) -> None:
+    def feed(self, rank: int, report: CellReport) -> None:
         """Pass on one rank's report."""
         run = self._run
-        if note := _omission_note(report["omitted"], first=rank not in self._last):
+        if note := _omission_note(report.omitted, first=rank not in self._last):
             run.on_output(rank, "stream", {"name": "stderr", "text": note}, {})
-        self._last[rank] = report["last"]
-        for kind, content in report["messages"]:
+        self._last[rank] = report.last
+        for kind, content in report.messages:
             run.on_output(rank, kind, content, {})
-        if report["outcome"] is not None:
-            self._finish(rank, report["outcome"])
+        if report.outcome is not None:
+            self._finish(rank, dict(report.outcome))
 
     def _finish(self, rank: int, outcome: dict[str, Any]) -> None:
         self._run.on_idle(rank)
@@ -99,16 +101,13 @@ class OutputReplay:
             time.sleep(_POLL_INTERVAL_S)
 
 
-def _omission_note(omitted: Mapping[str, int], *, first: bool) -> str:
-    parts = [
-        f"{omitted[name]:,} {noun}{'s' * (omitted[name] != 1)}"
-        for name, noun in (("lines", "line"), ("displays", "display"))
-        if omitted[name]
-    ]
-    if not (parts or omitted["size"]):
+def _omission_note(omitted: Omitted, *, first: bool) -> str:
+    counts = ((omitted.lines, "line"), (omitted.displays, "display"))
+    parts = [f"{count:,} {noun}{'s' * (count != 1)}" for count, noun in counts if count]
+    if not (parts or omitted.size):
         return ""
     when = "before the notebook reconnected" if first else "in between"
-    return f"… {' and '.join(parts) or 'text'} ({omitted['size'] / 1e3:.1f} kB) printed {when}: discarded …\n"
+    return f"… {' and '.join(parts) or 'text'} ({omitted.size / 1e3:.1f} kB) printed {when}: discarded …\n"
 
 
 _REPLY_TIMEOUT_S = 10.0
@@ -121,7 +120,7 @@ _SHOW_RESULT_S = 0.3
 _LATE_TIMEOUT_S = 3600.0
 _RECOVERY_TIMEOUT_S = 40.0
 
-Replies = Mapping[int, Mapping[str, Any]]
+Replies = Mapping[int, CellsReply]
 
 
 def reattach_cells(cells: CellManager, *, left_ns: int) -> CellHandle | None:
@@ -136,11 +135,11 @@ def reattach_cells(cells: CellManager, *, left_ns: int) -> CellHandle | None:
     """
     replies = _request_cells(cells.state, left_ns)
     needs_recovery = _needs_recovery(cells.state, replies)
-    next_epoch(above=max((reply["epoch"] for reply in replies.values()), default=0))
-    reports: dict[str, dict[int, Mapping[str, Any]]] = {}
+    next_epoch(above=max((reply.epoch for reply in replies.values()), default=0))
+    reports: dict[str, dict[int, CellReport]] = {}
     for rank, reply in replies.items():
-        for report in reply["cells"]:
-            reports.setdefault(report["run"], {})[rank] = report
+        for report in reply.cells:
+            reports.setdefault(report.run, {})[rank] = report
     handles = [
         _reattach(cells, run, by_rank, replies, needs_recovery=needs_recovery) for run, by_rank in reports.items()
     ]
@@ -149,17 +148,17 @@ def reattach_cells(cells: CellManager, *, left_ns: int) -> CellHandle | None:
     return handles[-1] if handles else None
 
 
-def _request_cells(state: ClusterState, left_ns: int) -> dict[int, Mapping[str, Any]]:
+def _request_cells(state: ClusterState, left_ns: int) -> dict[int, CellsReply]:
     client = state.connection.client
     ranks = [rank for rank in client.registered if rank not in state.health.dead]
-    requests = {rank: client.request(rank, "axon_cells", after_ns=left_ns) for rank in ranks}
+    requests = {rank: client.request(rank, CellsRequest(after_ns=left_ns)) for rank in ranks}
     end = time.monotonic() + _REPLY_TIMEOUT_S
     replies = {}
-    for rank, future in requests.items():
-        while not future.wait(_DEATH_POLL_S) and rank not in state.health.dead and time.monotonic() < end:
+    for rank, answer in requests.items():
+        while not answer.wait(_DEATH_POLL_S) and rank not in state.health.dead and time.monotonic() < end:
             pass
-        if future.done() and "cells" in (content := future.result()["content"]):
-            replies[rank] = content
+        if (reply := answer.reply()) is not None:
+            replies[rank] = reply
     return replies
 
 
@@ -167,33 +166,31 @@ def _needs_recovery(state: ClusterState, replies: Replies) -> bool:
     """Whether the groups are unusable: a rank is dead, or an abort or a rebuild did not complete."""
     if state.backend != "gloo":
         return False
-    half_way = any(reply["aborted"] or reply["rebuilding"] for reply in replies.values())
-    return bool(state.health.dead) or half_way or len({reply["epoch"] for reply in replies.values()}) > 1
+    half_way = any(reply.aborted or reply.rebuilding for reply in replies.values())
+    return bool(state.health.dead) or half_way or len({reply.epoch for reply in replies.values()}) > 1
 
 
 def _reattach(
-    cells: CellManager, name: str, reports: Mapping[int, Mapping[str, Any]], replies: Replies, *, needs_recovery: bool
+    cells: CellManager, name: str, reports: Mapping[int, CellReport], replies: Replies, *, needs_recovery: bool
 ) -> CellHandle:
-    facts = next(iter(reports.values()))["facts"]
-    ranks = list(facts["ranks"])
-    title = f"Cell In[{facts['cell']}]"
-    running = [rank for rank in ranks if rank not in reports or reports[rank]["outcome"] is None]
+    facts = next(iter(reports.values())).facts or CellFacts()
+    ranks = list(facts.ranks)
+    title = f"Cell In[{facts.cell}]"
+    running = [rank for rank in ranks if rank not in reports or reports[rank].outcome is None]
     if running:
         print(f"{title} is still running on {name_ranks(running)}. Its output continues here.")
     else:
         print(f"{title} finished on {name_ranks(ranks)} while no notebook was connected.")
-    run = cells.new_run(
-        ranks, {"quiet": facts["quiet"], "timeout": facts["timeout"], "show_value": facts["show_value"]}
-    )
+    run = cells.new_run(ranks, {"quiet": facts.quiet, "timeout": facts.timeout, "show_value": facts.show_value})
     run.needs_recovery = needs_recovery
     replay = OutputReplay(cells.state.connection.client, run)
-    run.reattach(name, replay.step, seconds=max(report["elapsed_ns"] for report in reports.values()) / 1e9)
+    run.reattach(name, replay.step, seconds=max(report.elapsed_ns for report in reports.values()) / 1e9)
     for rank, report in reports.items():
         replay.feed(rank, report)
     cells.state.health.report_to(run)
-    if any(replies[rank]["aborted"] for rank in reports) and not run.errors:
+    if any(replies[rank].aborted for rank in reports) and not run.errors:
         run.interrupt()  # the user interrupted the cell, and the kernel disconnected before that had its effect
-    finish = _finisher(cells, run, replay, title, values=facts["token"] is not None)
+    finish = _finisher(cells, run, replay, title, values=facts.token is not None)
     handle = CellHandle(run, finish)
     if not running:
         handle.wait(_SHOW_RESULT_S)
@@ -220,8 +217,8 @@ def _finisher(
 
 def _recover(cells: CellManager, replies: Replies) -> None:
     for rank, reply in replies.items():
-        if reply["rebuilding"]:  # it may wait for ranks that were never asked to rebuild their groups
-            cells.state.connection.client.request(rank, "axon_abort", again=False)
+        if reply.rebuilding:  # it may wait for ranks that were never asked to rebuild their groups
+            cells.state.connection.client.request(rank, AbortRequest())
     recovery = cells.recovery()
     end = time.monotonic() + _RECOVERY_TIMEOUT_S
     while not recovery.step() and time.monotonic() < end:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
-from typing import Any
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch import compatibility, prewarm
-from axon_nb.cluster.launch.connection import Connection, default_name, open_existing, open_new
+from axon_nb.cluster.launch.connection import Connection, default_name, kernel_id, open_existing, open_new
 from axon_nb.cluster.launch.engines import launch_engines, stop_engines
 from axon_nb.cluster.launch.join import join_world
 from axon_nb.cluster.launch.open_files import raise_if_too_few
@@ -23,6 +21,10 @@ from axon_nb.cluster.session.reattach import reattach_cells
 from axon_nb.cluster.settings import Settings, settings, settings_facts
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import StartError, UsageError
+from axon_nb.records.protocol.agent import SetInfo
+from axon_nb.records.protocol.joining import ClusterFacts, EngineInfo
+from axon_nb.records.protocol.version import own_version
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["attach", "restart", "start"]
 
@@ -114,18 +116,20 @@ def _publish(
     *,
     name: str,
     engines: str,
-    rank_info: list[dict[str, Any]],
+    rank_info: list[EngineInfo],
 ) -> Cluster:
-    facts = {
-        "name": name,
-        "engines": engines,
-        "ip": connection.ip,
-        "world_size": layout.num_ranks,
+    facts = ClusterFacts(
+        name=name,
+        engines=engines,
+        ip=connection.ip,
+        world_size=layout.num_ranks,
+        version=own_version(),
         **settings_facts(own),
-        "layout": dataclasses.asdict(layout),
-        "rank_info": rank_info,
-    }
-    connection.agent.call("set_info", info=facts)
+        layout=encode(layout),
+        rank_info=tuple(rank_info),
+        owner=kernel_id(),
+    )
+    connection.agent.call(SetInfo(encode(facts)))
     return Cluster(ClusterState(connection, layout, own, name=name, engines=engines, rank_info=rank_info))
 
 
@@ -153,7 +157,7 @@ def attach(name: str | None = None) -> Cluster:
         name: Which; None: this notebook's own, or the only detached one.
 
     Raises:
-        UsageError: there is none, or it is used by another notebook that is connected.
+        UsageError: there is none, it is used by another notebook that is connected, or its ranks run another version.
         StartError: none of its ranks is alive.
     """
     if current.get() is not None:
@@ -163,28 +167,27 @@ def attach(name: str | None = None) -> Cluster:
     prewarm.discard()
     connection = open_existing(entry.run_dir)
     hello_reply = connection.agent.hello_reply
-    info = hello_reply["info"]
-    facts = dict(info["layout"])
-    layout = Layout(**{**facts, "devices": tuple(facts["devices"]), "notes": tuple(facts["notes"])})
-    live_ranks = _live_ranks(connection, info["engines"], layout.num_ranks)
+    facts: ClusterFacts = decode(ClusterFacts, hello_reply.info)
+    layout: Layout = decode(Layout, facts.layout)
+    live_ranks = _live_ranks(connection, facts.engines, layout.num_ranks)
     if not live_ranks:
         connection.stop()
         raise StartError(
-            f"No rank of the cluster {info['name']!r} is alive. Run `%distributed start` to start a new cluster."
+            f"No rank of the cluster {facts.name!r} is alive. Run `%distributed start` to start a new cluster."
         )
     wait_for_output(connection.client, live_ranks, timeout_s=_OUTPUT_TIMEOUT_S)
-    own = settings.inherit(info.get("settings", {}))
+    own = settings.inherit(dict(facts.settings))
     cluster = Cluster(
-        ClusterState(connection, layout, own, name=info["name"], engines=info["engines"], rank_info=info["rank_info"])
+        ClusterState(connection, layout, own, name=facts.name, engines=facts.engines, rank_info=facts.rank_info)
     )
     for rank in set(cluster.ranks) - live_ranks:
-        event = hello_reply["deaths"].get(str(rank))
+        event = hello_reply.deaths.get(rank)
         cluster.health.mark_dead(
             rank, "died while no notebook was connected" if event is None else describe_death(event)
         )
     current.put(cluster)
     settings.apply_again()
-    cluster.running_cell = reattach_cells(cluster.cells, left_ns=hello_reply["left_ns"])
+    cluster.running_cell = reattach_cells(cluster.cells, left_ns=hello_reply.left_ns)
     return cluster
 
 
@@ -194,7 +197,7 @@ def _live_ranks(connection: Connection, engines: str, num_ranks: int) -> set[int
         client.wait_registered(range(num_ranks), _FOREIGN_REGISTRATION_TIMEOUT_S)
         return set(client.registered)
     # The controller takes a minute to miss an engine that died while no notebook could report it.
-    live_ranks = set(map(int, connection.agent.hello_reply["ranks"]))
+    live_ranks = set(connection.agent.hello_reply.ranks)
     client.wait_registered(live_ranks, _REGISTRATION_TIMEOUT_S)
     return live_ranks
 

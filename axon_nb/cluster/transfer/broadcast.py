@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.messages import RankCall, cell_source
+from axon_nb.records.protocol.transfer import BroadcastModels, DescribeModels, Seed, SyncRecord
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
 
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SyncReport", "plan_sync", "seed", "sync"]
 
-_RANK_SIDE = "axon_nb.engine.transfer.broadcast_models"
 _ALTERNATIVE = "load a checkpoint on all ranks, or rebuild it"
 
 
@@ -42,12 +43,12 @@ class SyncReport:
 
 
 def plan_sync(
-    reports: Mapping[int, Mapping[str, Mapping[str, Any]]], source: int, names: Sequence[str]
+    reports: Mapping[int, Mapping[str, SyncRecord]], source: int, names: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
     """Decide which variables to copy, in order, and why the others cannot be copied.
 
     Args:
-        reports: By rank and name, the variables of each rank; see `axon_nb.engine.transfer.broadcast_models.describe`.
+        reports: By rank and name, the variables of each rank.
         source: The rank to copy from.
         names: What the user named; empty: everything on rank `source`.
 
@@ -62,28 +63,26 @@ def plan_sync(
         )
     possible = [name for name in reports[source] if name not in skipped]
     chosen = [
-        name for name in possible if not all(reports[rank][name]["contained_in"] in possible for rank in reports)
+        name for name in possible if not all(reports[rank][name].contained_in in possible for rank in reports)
     ]  # the others come with the variable that contains them
     if not chosen:
         more = "".join(f" `{name}` {reason}." for name, reason in skipped.items())
         raise UsageError(f"Rank {source} has no module, optimizer or scheduler that can be copied.{more}")
     return chosen, {
-        name: reason for name, reason in skipped.items() if reports[source][name]["contained_in"] not in skipped
+        name: reason for name, reason in skipped.items() if reports[source][name].contained_in not in skipped
     }
 
 
-def _why_not(reports: Mapping[int, Mapping[str, Mapping[str, Any]]], source: int, name: str) -> str:
+def _why_not(reports: Mapping[int, Mapping[str, SyncRecord]], source: int, name: str) -> str:
     absent = [rank for rank in reports if name not in reports[rank]]
     if absent:
         return f"does not exist on {name_ranks(absent)}"
     entries = {rank: report[name] for rank, report in reports.items()}
-    reasons = [str(entry["obstacle"]) for entry in entries.values() if entry["obstacle"]]
+    reasons = [entry.obstacle for entry in entries.values() if entry.obstacle]
     if reasons:
         return reasons[0]
     own = entries[source]
-    different = [
-        rank for rank, entry in entries.items() if (entry["kind"], entry["digest"]) != (own["kind"], own["digest"])
-    ]
+    different = [rank for rank, entry in entries.items() if (entry.kind, entry.digest) != (own.kind, own.digest)]
     return f"has different types or shapes on {name_ranks(different)}" if different else ""
 
 
@@ -93,16 +92,16 @@ def sync(cells: CellManager, source: int, names: Sequence[str]) -> SyncReport:
         raise UsageError(f"--from {source}: ranks are 0 to {cells.state.world_size - 1}.")
     if busy := cells.state.busy:
         raise UsageError(f"A cell is running on {name_ranks(busy)}: wait until it finishes, or interrupt it.")
-    reports = _call(cells, f"describe({list(names)!r})")
+    reports: Mapping[int, Mapping[str, SyncRecord]] = _call(cells, DescribeModels(tuple(names)))
     chosen, skipped = plan_sync(reports, source, names)
-    _call(cells, f"broadcast({source}, {chosen!r})")
-    size = sum(reports[source][name]["bytes"] for name in chosen if reports[source][name]["kind"] == "module")
+    _call(cells, BroadcastModels(source, tuple(chosen)))
+    size = sum(reports[source][name].bytes for name in chosen if reports[source][name].kind == "module")
     return SyncReport(source, tuple(chosen), size, skipped)
 
 
-def _call(cells: CellManager, call: str) -> Mapping[int, Any]:
+def _call(cells: CellManager, call: RankCall[Any]) -> Mapping[int, Any]:
     # It runs as a cell, so that a death, an interrupt or a failure aborts it like any other cell.
-    return cells.run(f"__import__({_RANK_SIDE!r}, fromlist=['sync']).{call}", quiet=True).values
+    return cells.run(cell_source(call), quiet=True).values
 
 
 _MAX_SEED = (1 << 63) - 1
@@ -122,8 +121,7 @@ def seed(cells: CellManager, value: int, *, per_rank: bool = False) -> str:
     highest = _MAX_SEED - cells.state.world_size
     if not 0 <= value <= highest:
         raise UsageError(f"seed must be an integer from 0 to {highest}; got {value}.")
-    call = f"seed({value}, per_rank={per_rank})"
-    cells.run(f"__import__('axon_nb.engine.kernel.random_state', fromlist=['seed']).{call}", quiet=True)
+    cells.run(cell_source(Seed(value, per_rank)), quiet=True)
     done = f"Seeded random, numpy and torch on {name_ranks(cells.state.ranks)}"
     if per_rank:
         return f"{done}: {value} on rank 0, {value + 1} on rank 1, and so on."

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.cluster.cells.values import RANK_SIDE, await_reply, ranks_on_this_host, read_value
+from axon_nb.cluster.cells.values import await_reply, ranks_on_this_host, read_value
 from axon_nb.cluster.failures.hints import hint_for
 from axon_nb.cluster.failures.report import cell_error, root_cause
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import UsageError
 from axon_nb.host.shared_memory import BlockAddress, SharedBlock, SharedBlockUnavailableError, block_size, join_parts
+from axon_nb.records.protocol.messages import RankCall, cell_source
+from axon_nb.records.protocol.transfer import ReceiveValues, SendValue, SetVariables, TakePendingValue
 from axon_nb.records.ranks import name_ranks, parse_ranks
 
 if TYPE_CHECKING:
@@ -53,10 +55,10 @@ def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]]) -> None
                 block = open_blocks.enter_context(SharedBlock())
                 block.write(parts)
                 addresses.update(dict.fromkeys(recipients, block.address))
-        unreached = _run(cells, list(addresses), f"receive_block({addresses!r})", task) if addresses else []
+        unreached = _run(cells, list(addresses), ReceiveValues(addresses), task) if addresses else []
     remote = [rank for rank in variables if rank not in addresses or rank in unreached]
     joined = {key: bytes(join_parts(parts)) for key, parts in packed.items()} if remote else {}
-    _call_remote(cells.state, remote, "set_variables", task, lambda rank: {"parts": joined[id(variables[rank])]})
+    _call_remote(cells.state, {rank: SetVariables(joined[id(variables[rank])]) for rank in remote}, task)
 
 
 def pull(
@@ -91,7 +93,7 @@ def pull(
         while True:
             blocks = {rank: open_blocks.enter_context(SharedBlock()) for rank in local}
             addresses = {rank: blocks[rank].address if rank in blocks else None for rank in ranks}
-            call = f"send_value({expression!r}, {addresses!r}, {participants!r}, shards={shards}, arrays={arrays})"
+            call = SendValue(expression, addresses, tuple(participants), shards, arrays)
             try:
                 unreached = _run(cells, participants, call, task)
             except _NeedsRanksError as error:
@@ -101,7 +103,7 @@ def pull(
                 break
             local = [rank for rank in local if rank not in unreached]
         remote = [rank for rank in ranks if rank not in blocks]
-        received = _call_remote(cells.state, remote, "take_pending_value", task, lambda rank: {})
+        received = _call_remote(cells.state, dict.fromkeys(remote, TakePendingValue()), task)
         sources: dict[int, SharedBlock | bytes] = {rank: block for rank, block in blocks.items() if not block.empty}
         sources |= {rank: data for rank, data in received.items() if data}
         # A gathered value comes from one rank; the entry of each rank is still a separate copy.
@@ -160,20 +162,19 @@ def _report_queue(state: ClusterState, ranks: Iterable[int]) -> None:
         print(f"Waiting for the cell that is running on {name_ranks(ahead)}.")
 
 
-def _run(cells: CellManager, ranks: Sequence[int], call: str, task: str) -> list[int]:
-    """Call a rank-side function as a cell, so that a death, an interrupt or a deadlock aborts it like any other cell.
+def _run(cells: CellManager, ranks: Sequence[int], call: RankCall[None], task: str) -> list[int]:
+    """Make a call as a cell, so that a death, an interrupt or a deadlock aborts it like any other cell.
 
     Args:
         cells: The cells of the cluster.
         ranks: Where to call it.
-        call: The call's source text.
+        call: The call.
         task: What the ranks do, for messages; reads after "cannot".
 
     Returns:
         The ranks that cannot open their shared-memory block.
     """
-    code = f"__import__({RANK_SIDE!r}, fromlist=['receive_block']).{call}"
-    result = cells.run(code, ranks=ranks, quiet=True, check=False, values=False)
+    result = cells.run(cell_source(call), ranks=ranks, quiet=True, check=False, values=False)
     errors = {rank: error for rank, error in result.errors.items() if error.ename != _UNREACHABLE}
     if not errors:
         return list(result.errors)
@@ -186,10 +187,8 @@ def _run(cells: CellManager, ranks: Sequence[int], call: str, task: str) -> list
     raise UsageError(f"Rank {cause.rank} cannot {task}: {reason}")
 
 
-def _call_remote(
-    state: ClusterState, ranks: Sequence[int], function: str, task: str, arguments: Callable[[int], dict[str, Any]]
-) -> dict[int, Any]:
-    """Call a function on ranks that share no memory with the notebook; its arguments and results are not cached."""
+def _call_remote(state: ClusterState, calls: Mapping[int, RankCall[Any]], task: str) -> dict[int, Any]:
+    """Make calls to ranks that share no memory with the notebook; their arguments and results are not cached."""
     client = state.connection.client
-    futures = {rank: requests.call(client, rank, f"{RANK_SIDE}:{function}", **arguments(rank)) for rank in ranks}
+    futures = {rank: requests.call(client, rank, call) for rank, call in calls.items()}
     return {rank: await_reply(state, rank, future, task) for rank, future in futures.items()}

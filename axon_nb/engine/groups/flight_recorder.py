@@ -116,7 +116,7 @@ _CUDA_FILE = os.path.join("torch", "cuda", "__init__.py")
 def native_waits(
     native: NativeGroups, pending: list[dict[str, Any]], counts: dict[str, int], *, recorder: str = "nccl"
 ) -> dict[str, Any]:
-    """Return the reply to ``axon_waits``: calls in progress, and the number of collectives started by group.
+    """Return the arguments of a `GroupWaits`: calls in progress, and the number of collectives started by group.
 
     While the main thread is in `torch.cuda.synchronize` and an operation is in progress, the reply has ``call``, too.
 

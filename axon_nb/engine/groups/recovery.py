@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_
 from axon_nb.engine.groups.store import skip_rendezvous
 from axon_nb.engine.groups.work import fail_all_futures
 from axon_nb.engine.groups.wrapper_reset import rebuild_reducers, reset_wrappers
+from axon_nb.records.protocol.recovery import GroupRecord, RebuildReport
+from axon_nb.records.waits import PendingCall
 
 __all__ = [
+    "GroupWaits",
     "abort",
     "common_groups",
     "disable_groups",
@@ -59,7 +63,20 @@ def abort(*, again: bool) -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def group_waits() -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class GroupWaits:
+    """The communication calls in progress on this rank."""
+
+    pending: tuple[PendingCall, ...]
+    counts: Mapping[str, int]
+    """Collectives started, by group."""
+    collectives: int = 0
+    """Collectives that the cell started, over all groups."""
+    call: str = ""
+    """The call that the main thread is in, if its stack does not show it; else empty."""
+
+
+def group_waits() -> GroupWaits:
     """Report the calls in progress on this rank, and how many collectives it started: by group, and in the cell."""
     groups = {group.group_name: group for group in all_groups()}
     pending = []
@@ -94,8 +111,15 @@ def group_waits() -> dict[str, Any]:
         seconds = (time.monotonic_ns() - since_ns) / 1e9
         pending.insert(0, {**call_fields, "peer": -1, "bytes": 0, "seconds": seconds})
     if (native := nccl.groups()) is not None:
-        return {**native_waits(native, pending, counts), "collectives": 0}
-    return {"pending": pending, "counts": counts, "collectives": activity.num_collectives()}
+        return _to_waits(**native_waits(native, pending, counts))
+    return _to_waits(pending, counts, collectives=activity.num_collectives())
+
+
+def _to_waits(
+    pending: Sequence[Mapping[str, Any]], counts: Mapping[str, int], *, collectives: int = 0, call: str = ""
+) -> GroupWaits:
+    calls = tuple(PendingCall(**{**fields, "ranks": tuple(fields["ranks"])}) for fields in pending)
+    return GroupWaits(calls, counts, collectives, call)
 
 
 def _creation(name: str) -> str:
@@ -108,40 +132,40 @@ def group_status() -> dict[str, Any]:
     return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "rebuilding": groups_state.rebuilding}
 
 
-def list_groups() -> list[dict[str, Any]]:
-    """List the groups that this rank is in, besides the default one: name, global ranks, description, backend."""
+def list_groups() -> list[GroupRecord]:
+    """List the groups that this rank is in, besides the default one."""
     default, native = c10d._get_default_group(), nccl.groups()
     groups: list[Any] = [*all_groups(), *(native.all() if native is not None else [])]
     return [
-        {
-            "name": group.group_name,
-            "ranks": sorted(c10d._world.pg_group_ranks[group]),
-            "desc": group.group_desc,
-            "backend": str(dist.get_backend(group)),
-        }
+        GroupRecord(
+            name=str(group.group_name),
+            ranks=tuple(sorted(c10d._world.pg_group_ranks[group])),
+            desc=str(group.group_desc or ""),
+            backend=str(dist.get_backend(group)),
+        )
         for group in sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
         if group is not default
     ]
 
 
-def recreate_groups(groups: list[dict[str, Any]]) -> None:
+def recreate_groups(groups: Sequence[GroupRecord]) -> None:
     """Create, on a replacement rank, the groups of its predecessor: with their names and in their order."""
     for group in groups:
-        if group["name"].isdigit():
-            c10d._world.group_count = int(group["name"])
+        if group.name.isdigit():
+            c10d._world.group_count = int(group.name)
             with skip_rendezvous():
-                dist.new_group(group["ranks"], backend=group["backend"], group_desc=group["desc"] or None)
+                dist.new_group(list(group.ranks), backend=group.backend, group_desc=group.desc or None)
             continue
-        with skip_rendezvous(), named_group(group["name"]):
+        with skip_rendezvous(), named_group(group.name):
             dist.new_group(
-                group["ranks"],
-                backend=group["backend"],
+                list(group.ranks),
+                backend=group.backend,
                 use_local_synchronization=True,
-                group_desc=group["desc"] or None,
+                group_desc=group.desc or None,
             )
 
 
-def join_groups(groups: list[dict[str, Any]], *, epoch: int) -> None:
+def join_groups(groups: Sequence[GroupRecord], *, epoch: int) -> None:
     """Join the predecessor's groups, on a replacement that has joined the default group; collective over all ranks.
 
     The other ranks are in `recover`.
@@ -154,8 +178,8 @@ def join_groups(groups: list[dict[str, Any]], *, epoch: int) -> None:
         recreate_groups(groups)
         native.rebuild(epoch)
         return
-    complete = common_groups({group["name"]: group["ranks"] for group in groups})
-    recreate_groups([group for group in groups if group["name"] in complete])
+    complete = common_groups({group.name: group.ranks for group in groups})
+    recreate_groups([group for group in groups if group.name in complete])
 
 
 def common_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
@@ -195,23 +219,19 @@ def _rebuild_groups(epoch: int) -> int:
     return 1 + len(complete)
 
 
-def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
+def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
     """Rebuild all groups and reset wrappers; collective over all ranks, on the main thread.
 
     Args:
         epoch: Number of this rebuild: the same on all ranks, and higher than any before.
         replaced: Whether a rank was replaced: its DDP objects are new, so the others need new reducers.
-
-    Returns:
-        `groups` and `wrappers` (how many), `abandoned` (closed groups that this process keeps) and `not_reset` (a
-        sentence for each kind of wrapper that could not be reset).
     """
     disable_groups("")
     stop_at(None)
     activity.clear()
     mark_rebuilt()
     if not groups_state.installed:  # an untested torch: nothing can be rebuilt
-        return {"groups": 0, "wrappers": 0, "abandoned": 0, "not_reset": []}
+        return RebuildReport(0, 0, 0, ())
     groups_state.epoch, groups_state.rebuilding = epoch, True
     native = nccl.groups()
     num_groups = _rebuild_groups(epoch) if native is None else native.rebuild(epoch)
@@ -221,4 +241,4 @@ def recover(epoch: int, *, replaced: bool = False) -> dict[str, Any]:
         clear_cached_groups()
     sync_group_count(native.device if native is not None else "cpu")
     groups_state.rebuilding = False
-    return {"groups": num_groups, "wrappers": wrappers, "abandoned": abandoned_count(), "not_reset": not_reset}
+    return RebuildReport(num_groups, wrappers, abandoned_count(), tuple(not_reset))

@@ -33,14 +33,14 @@ def bind(session: RankSession, ranks: Sequence[int], *, wanted: bool) -> None:
         AbortedError: the cell was aborted while its ranks were creating the group.
     """
     namespace = session.kernel.shell.user_ns
-    bound = session.extras.get(NAME)
+    bound = session.subgroup
     if (NAME in namespace and namespace[NAME] is not bound) or not (wanted or NAME in namespace):
         return
     group = get(session, ranks, create=wanted)
     if group is None:
         namespace.pop(NAME, None)  # rather than leave the group of other ranks
         return
-    session.extras[NAME] = namespace[NAME] = group
+    session.subgroup = namespace[NAME] = group
 
 
 def get(session: RankSession, ranks: Sequence[int], *, create: bool = True) -> Any:

@@ -10,8 +10,6 @@ A training step steps each optimizer once, however many there are.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 import sys
 import time
@@ -23,10 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from axon_nb.engine.groups import activity
 from axon_nb.engine.session import current
 from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.protocol.inspection import JobRequest
 from axon_nb.records.spans import covered_ns, ring
 from axon_nb.records.telemetry import RankState, running_cell
-from axon_nb.records.training.job import RateMeter
-from axon_nb.records.training.metrics import Logged, metrics
+from axon_nb.records.training.job import JobReport, MetricRow, RateMeter
+from axon_nb.records.training.metrics import metrics
 from axon_nb.records.training.progress import Bar, bars
 
 __all__ = ["count_training_steps", "job_report", "tqdm_bars", "training_steps"]
@@ -111,45 +110,37 @@ _MIN_WINDOW_NS = 50_000_000
 _COMMUNICATION = ("collective", "p2p")
 
 
-def job_report(state: RankState, *, pid: int, position: int, span_position: int, since_ns: int) -> dict[str, Any]:
-    """The fields of `JobReport`, in JSON's types.
+def job_report(state: RankState, request: JobRequest) -> JobReport:
+    """Report the job's progress.
 
     Args:
         state: A current sample.
-        pid: The process that the positions and `since_ns` refer to; if it is another one (the rank was replaced),
-            reading restarts at the beginning.
-        position: Where to continue reading logged metrics.
-        span_position: Where to continue reading spans.
-        since_ns: Time of this watcher's last request, on this rank's clock; 0 if this is the first.
+        request: Where to continue reading. If it refers to another process (the rank was replaced), reading restarts at
+            the beginning.
     """
-    if pid != os.getpid():
-        position = span_position = since_ns = 0
-    rows, position, lost = metrics.read(position, _MAX_ROWS)
+    if request.pid != os.getpid():
+        request = JobRequest()
+    rows, position, lost = metrics.read(request.position, _MAX_ROWS)
     meter = metrics.pace if metrics.pace.steps else training_steps
     running = state.cell is not None
     rates = meter.rates(state.time_ns, running=running)
     logged = rates if meter is metrics.pace else metrics.pace.rates(state.time_ns, running=running)
-    share, span_position = _communication_share(state.time_ns, span_position, since_ns)
-    return {
-        "pid": os.getpid(),
-        "state": dataclasses.asdict(state),
-        "rows": [_row(row) for row in rows],
-        "position": position,
-        "lost": lost,
-        "is_last": len(rows) < _MAX_ROWS,
-        "steps": meter.steps,
-        "steps_per_s": rates.steps_per_s,
-        "items_per_s": logged.items_per_s,
-        "span_position": span_position,
-        "communication": share,
-        "bars": [dataclasses.asdict(bar) for bar in (*bars(), *tqdm_bars())],
-    }
-
-
-def _row(row: Logged) -> list[Any]:
-    # JSON has no infinities or NaN.
-    values = {name: value if math.isfinite(value) else str(value) for name, value in row.values.items()}
-    return [row.step, *row.run, row.is_first, values]
+    share, span_position = _communication_share(state.time_ns, request.span_position, request.since_ns)
+    return JobReport(
+        rank=state.rank,
+        pid=os.getpid(),
+        state=state,
+        rows=tuple(MetricRow(row.step, row.run, row.is_first, row.values) for row in rows),
+        position=position,
+        lost=lost,
+        is_last=len(rows) < _MAX_ROWS,
+        steps=meter.steps,
+        steps_per_s=rates.steps_per_s,
+        items_per_s=logged.items_per_s,
+        span_position=span_position,
+        communication=share,
+        bars=(*bars(), *tqdm_bars()),
+    )
 
 
 def _communication_share(now: int, span_position: int, since_ns: int) -> tuple[float | None, int]:

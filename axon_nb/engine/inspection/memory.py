@@ -7,7 +7,6 @@ Modules that take seconds to import are imported in the background, because requ
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import resource
 import threading
@@ -26,6 +25,7 @@ from axon_nb.engine.session import RankSession, current
 from axon_nb.errors import UsageError
 from axon_nb.host.resources import free_memory
 from axon_nb.records.memory import MemoryUse
+from axon_nb.records.protocol.contents import MemoryReply
 
 __all__ = ["capacity", "import_in_background", "memory_report", "modules_and_optimizers"]
 
@@ -77,16 +77,11 @@ def _import(name: str) -> None:
 _live_tensors = LiveTensors()
 
 
-def memory_report(names: Iterable[str]) -> dict[str, Any]:
+def memory_report(names: Iterable[str]) -> MemoryReply:
     """Report current memory use.
 
     Args:
         names: Modules and optimizers; empty for all variables.
-
-    Returns:
-        ``measured`` and ``estimated``: fields of `MemoryUse`, the latter None if there is no formula; ``notes``:
-        sentences; ``is_pending``: whether the formula is still being imported; ``model``: a key that changes if the
-        single named model is replaced or called with other inputs.
 
     Raises:
         UsageError: a variable does not exist, or is neither a module nor an optimizer.
@@ -101,13 +96,13 @@ def memory_report(names: Iterable[str]) -> dict[str, Any]:
         facts = import_in_background("axon_nb.engine.inspection.model_facts")
     if estimator is not None:
         estimated, note = estimator.estimate(modules, optimizers, session)
-    return {
-        "measured": dataclasses.asdict(measured),
-        "estimated": None if estimated is None else dataclasses.asdict(estimated),
-        "notes": [note] if note else [],
-        "is_pending": bool(names) and None in (estimator, facts),
-        "model": _model_key(facts, modules),
-    }
+    return MemoryReply(
+        measured=measured,
+        estimated=estimated,
+        notes=(note,) if note else (),
+        is_pending=bool(names) and None in (estimator, facts),
+        model=_model_key(facts, modules),
+    )
 
 
 def _model_key(facts: Any, modules: list[torch.nn.Module]) -> str:

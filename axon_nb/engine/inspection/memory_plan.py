@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +10,13 @@ import torch
 
 import axon_nb.plan.footprint.question  # noqa: F401 -- takes a second: not in the answering thread
 from axon_nb import plan
-from axon_nb.engine.inspection.model_facts import ModelFacts, describe_model, model_key
+from axon_nb.engine.inspection.model_facts import describe_model, model_key
 from axon_nb.engine.inspection.model_skeleton import SkeletonError, inner_model, skeleton
 from axon_nb.engine.inspection.pipeline_facts import find_pipeline, stage_skeletons
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 from axon_nb.records.memory import MemorySetup, changed
+from axon_nb.records.protocol.contents import ModelFacts, PlanReply
 
 __all__ = ["planner_inputs"]
 
@@ -32,7 +32,7 @@ def planner_inputs(
     what_if: Mapping[str, Any] | None,
     known_key: str,
     stages_only: bool = False,
-) -> dict[str, Any]:
+) -> PlanReply:
     """Answer one plan request.
 
     Args:
@@ -42,36 +42,29 @@ def planner_inputs(
         what_if: Fields of `MemorySetup` to change; None: the current setup.
         known_key: Key of the model that the notebook already has.
         stages_only: For a pipeline: return only this rank's stages.
-
-    Returns:
-        ``key``; ``facts``: of `ModelFacts`; ``setup``: what is planned for; ``states``: bytes by role, by formula, of
-        the rank that holds most; ``host``: those in host memory; ``model``: the skeleton in base64, None if the
-        notebook has it. If there is no plan, ``refused`` says why, beside ``facts`` if another what-if scenario may
-        have one. For a pipeline, ``ranks`` by stage replaces model and states; ``first_rank`` names the rank to ask
-        instead; with `stages_only` only ``stages``, the result of `stage_skeletons`.
     """
     if (pipeline := find_pipeline(module)) is not None and (stages_only or not pipeline.is_first):
         try:
             if stages_only:
-                return {"stages": stage_skeletons(module)}
-            return {"first_rank": pipeline.stage_ranks()[0]}
+                return PlanReply(stages=stage_skeletons(module))
+            return PlanReply(first_rank=pipeline.stage_ranks()[0])
         except SkeletonError as error:
-            return {"refused": f"There is no plan: {error}"}
-    facts = describe_model(module, optimizers, session)
-    reply: dict[str, Any] = {"facts": {**dataclasses.asdict(facts), "device": session.device.type}}
+            return PlanReply(refused=f"There is no plan: {error}")
+    facts = dataclasses.replace(describe_model(module, optimizers, session), device=session.device.type)
+    reply = PlanReply(facts=facts)
     try:
         setup = facts.setup if what_if is None else changed(facts.setup, what_if)
-        reply |= {"setup": dataclasses.asdict(setup), "key": model_key(module)}
+        reply = dataclasses.replace(reply, setup=setup, key=model_key(module))
         if pipeline is not None:
-            return {**reply, "ranks": {str(stage): rank for stage, rank in pipeline.stage_ranks().items()}}
-        factory = _skeleton_of(module, reply["key"])
-        states = _estimate_states(factory, setup, facts, session)
-        encoded = None if known_key == reply["key"] else base64.b64encode(factory).decode()
-        return {**reply, "model": encoded, **states}
+            return dataclasses.replace(reply, ranks=dict(pipeline.stage_ranks()))
+        factory = _skeleton_of(module, reply.key)
+        states, host = _estimate_states(factory, setup, facts, session)
+        model = None if known_key == reply.key else factory
+        return dataclasses.replace(reply, model=model, states=states, host=host)
     except SkeletonError as error:
-        return {"refused": f"There is no plan: {error}"}
+        return PlanReply(refused=f"There is no plan: {error}")
     except UsageError as error:
-        return {**reply, "refused": str(error)}
+        return dataclasses.replace(reply, refused=str(error))
 
 
 def _skeleton_of(module: torch.nn.Module, key: str) -> bytes:
@@ -82,10 +75,13 @@ def _skeleton_of(module: torch.nn.Module, key: str) -> bytes:
     return _cached_skeleton[key]
 
 
-def _estimate_states(factory: bytes, setup: MemorySetup, facts: ModelFacts, session: RankSession) -> dict[str, Any]:
+def _estimate_states(
+    factory: bytes, setup: MemorySetup, facts: ModelFacts, session: RankSession
+) -> tuple[dict[str, int], int]:
+    """Estimate, for the rank that holds most, the bytes by role, and those in host memory."""
     optimizer, options = setup.optimizer_arguments
     if setup.optimizer == facts.setup.optimizer:
-        options = facts.optimizer_options
+        options = dict(facts.optimizer_options)
     estimate = plan.memory(
         plan.CapturedModel("model", factory),
         mesh=setup.mesh,
@@ -102,7 +98,4 @@ def _estimate_states(factory: bytes, setup: MemorySetup, facts: ModelFacts, sess
         method="closed_form",
     )
     worst = estimate.worst
-    return {
-        "states": {name: size for name, size in worst.persistent.as_dict().items() if size},
-        "host": worst.host_bytes,
-    }
+    return {name: size for name, size in worst.persistent.as_dict().items() if size}, worst.host_bytes

@@ -7,7 +7,6 @@ that lacks them, the defaults are assumed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,38 +20,16 @@ from axon_nb.engine.inspection.pipeline_facts import find_pipeline, first_stage,
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
 from axon_nb.records.memory import WITH_MOMENTUM, MemorySetup
+from axon_nb.records.protocol.contents import ModelFacts
 from axon_nb.torch_api import torch_api
 
-__all__ = ["ModelFacts", "describe_model", "model_key"]
+__all__ = ["describe_model", "model_key"]
 
 _SHARDED = ("axon_nb.parallel.data.sharded_model", "ShardedModel")
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
 _GPT = ("axon_nb.parallel.models.gpt", "GPT")
 _OPTIONS = ("amsgrad", "momentum", "centered", "foreach", "fused")
 """Optimizer options that determine its memory."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the planner needs to know about one model."""
-
-    setup: MemorySetup
-    is_trained_so: bool
-    """Whether `setup` is how the model is trained; False: it cannot be inferred, and `setup` is a proposal."""
-    optimizer_options: dict[str, Any]
-    units: list[str] | None
-    """Classes that FSDP gathers as units, except the model's own; None without units."""
-    blocks: list[str]
-    """Classes that use activation checkpointing."""
-    inputs: list[Any] | None
-    """As returned by `recorded_inputs`."""
-    loss: str
-    """``tokens``: next-token cross-entropy; ``mean``: unknown, the mean of the output stands for it."""
-    notes: list[str]
-    schedule: str = "1F1B"
-    """Name of a pipeline's schedule."""
-    tp_plan: Any = "auto"
-    """How layers are sharded, if they are: styles by name pattern."""
 
 
 def model_key(module: nn.Module) -> str:
@@ -76,7 +53,7 @@ def describe_model(module: nn.Module, optimizers: list[Optimizer], session: Rank
     name, options = _optimizer(optimizers, notes)
     if find_pipeline(module) is not None:
         setup, inputs, layout, more_notes = pipeline_facts(module, name)
-        return ModelFacts(setup, True, options, None, [], inputs, "mean", [*notes, *more_notes], **layout)
+        return ModelFacts(setup, True, options, None, (), inputs, "mean", (*notes, *more_notes), **layout)
     inner = inner_model(module)
     inputs = recorded_inputs(_forward_module(module))
     fields = {**_strategy(module, inner, optimizers, session, notes), "optimizer": name, "batch": _batch_size(inputs)}
@@ -87,11 +64,11 @@ def describe_model(module: nn.Module, optimizers: list[Optimizer], session: Rank
         MemorySetup(**fields, checkpointing=bool(recomputed)),
         known,
         options,
-        sorted(units) if units is not None else None,
-        recomputed,
+        tuple(sorted(units)) if units is not None else None,
+        tuple(recomputed),
         inputs,
         "tokens" if isinstance(inner, loaded_class(*_GPT)) else "mean",
-        notes,
+        tuple(notes),
     )
 
 

@@ -5,7 +5,6 @@ No rank holds the whole model: each sends its stages, and the notebook assembles
 
 from __future__ import annotations
 
-import base64
 from collections import OrderedDict
 from typing import Any
 
@@ -98,8 +97,8 @@ def _full_batch(inputs: list[Any] | None, count: int) -> list[Any] | None:
     return full
 
 
-def stage_skeletons(module: Any) -> dict[str, str]:
-    """The skeletons of this rank's stages by stage number, in base64, as `join_stages` takes them.
+def stage_skeletons(module: Any) -> dict[int, bytes]:
+    """The skeletons of this rank's stages by stage number, as `join_stages` takes them.
 
     Raises:
         SkeletonError: a stage cannot be sent to another process.
@@ -110,5 +109,5 @@ def stage_skeletons(module: Any) -> dict[str, str]:
         inner: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage
         is_section = issubclass(type(inner), loaded_class(*_SECTION))
         children = inner.named_children() if is_section else [(str(index), inner)]
-        skeletons[str(index)] = base64.b64encode(skeleton(nn.Sequential(OrderedDict(children)))).decode()
+        skeletons[index] = skeleton(nn.Sequential(OrderedDict(children)))
     return skeletons

@@ -6,12 +6,10 @@ notebook ten times as much as a sample.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -20,6 +18,9 @@ from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups import activity
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.user_frame import user_frame
+from axon_nb.records.protocol.inspection import TelemetryEvent
+from axon_nb.records.protocol.messages import message_type
+from axon_nb.records.protocol.wire import encode
 from axon_nb.records.telemetry import Activity, RankState, seconds_to_tick
 
 __all__ = ["Sampler", "Telemetry", "resident_bytes"]
@@ -140,7 +141,7 @@ class Telemetry:
                 self._thread.start()
 
     def _run(self) -> None:
-        states: list[dict[str, Any]] = []
+        states: list[RankState] = []
         due = 0.0
         while True:
             with self._lock:
@@ -148,7 +149,7 @@ class Telemetry:
                     self._thread = None
                     return
                 period = self._period
-            states.append(dataclasses.asdict(self._sampler.sample()))
+            states.append(self._sampler.sample())
             now = time.monotonic()
             if now >= due:
                 self._send(states)
@@ -156,8 +157,7 @@ class Telemetry:
             self._wake.wait(min(period, due - now))
             self._wake.clear()
 
-    def _send(self, states: list[dict[str, Any]]) -> None:
-        kernel = self._session.kernel
-        content = {"rank": self._session.config.rank, "states": states}
-        topic = f"engine.{kernel.engine_id}.axon_telemetry".encode()
-        kernel.session.send(kernel.iopub_socket, "axon_telemetry", content, ident=topic)
+    def _send(self, states: list[RankState]) -> None:
+        kernel, kind = self._session.kernel, message_type(TelemetryEvent)
+        content = encode(TelemetryEvent(self._session.config.rank, tuple(states)))
+        kernel.session.send(kernel.iopub_socket, kind, content, ident=f"engine.{kernel.engine_id}.{kind}".encode())

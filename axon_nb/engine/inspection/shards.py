@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,13 +24,12 @@ from axon_nb.engine.sharding.placement import (
 from axon_nb.engine.sharding.sharded import loaded_class
 from axon_nb.errors import UsageError
 from axon_nb.records.placement import Shard
+from axon_nb.records.protocol.contents import LayoutsReply
 
 __all__ = ["layout_report"]
 
-_FIELDS = tuple(item.name for item in fields(Shard))
 
-
-def layout_report(names: Iterable[str], *, gradients: bool = False, known: str = "") -> dict[str, Any]:
+def layout_report(names: Iterable[str], *, gradients: bool = False, known: str = "") -> LayoutsReply:
     """Report the shards that this rank holds.
 
     Args:
@@ -38,9 +37,6 @@ def layout_report(names: Iterable[str], *, gradients: bool = False, known: str =
             optimizers (their state), tensors, and lists, tuples and dicts of these.
         gradients: Whether to include gradients.
         known: Key of the last answer to the same request; empty if there was none.
-
-    Returns:
-        ``shards``: fields of `Shard`, one record per tensor, or None if they are the same as for `known`; ``key``.
 
     Raises:
         UsageError: a variable does not exist, or holds no tensor.
@@ -55,8 +51,8 @@ def layout_report(names: Iterable[str], *, gradients: bool = False, known: str =
         records += found
     key = f"{os.getpid()}:{hash(tuple(records))}"
     if key == known:
-        return {"shards": None, "key": key}
-    return {"shards": [{name: getattr(shard, name) for name in _FIELDS} for shard in records], "key": key}
+        return LayoutsReply(key, None)
+    return LayoutsReply(key, tuple(records))
 
 
 def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: bool) -> Iterator[Shard]:

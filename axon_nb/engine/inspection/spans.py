@@ -30,6 +30,7 @@ from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.inspection.last_call import UncopiedHook
 from axon_nb.engine.session import RankSession, current
 from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.protocol.inspection import SpansReply
 from axon_nb.records.spans import Span, emit, is_suppressed, ring
 
 __all__ = ["SpanReader", "StepSpans", "backward_problems", "span_reader"]
@@ -203,16 +204,12 @@ class SpanReader:
         self._steps = StepSpans(session)
         self._members: dict[str, list[int]] = {}
 
-    def read(self, *, since: int, watch_s: float) -> dict[str, Any]:
+    def read(self, *, since: int, watch_s: float) -> SpansReply:
         """Read recorded spans.
 
         Args:
             since: Number of the first span wanted, from the last answer; 0: the oldest available.
             watch_s: For how many more seconds forwards, backwards and steps are recorded; 0: unchanged.
-
-        Returns:
-            ``spans`` (rows of `Span`), ``next``, ``lost`` (spans overwritten before they were read), ``groups`` (ranks
-            by group name), ``now_ns`` (this host's clock), ``process`` (pid; a new process restarts the numbering).
         """
         if watch_s > 0:
             self._steps.watch(watch_s)
@@ -220,14 +217,14 @@ class SpanReader:
         spans, position, lost = ring.since(start)
         rows = [_span_row(span) for span in spans]
         groups = {row[5] for row in rows if row[5]}
-        return {
-            "spans": rows,
-            "next": position,
-            "lost": lost if start else 0,
-            "groups": {name: members for name in groups if (members := self._ranks_of(name))},
-            "now_ns": time.monotonic_ns(),
-            "process": os.getpid(),
-        }
+        return SpansReply(
+            spans=rows,
+            next=position,
+            lost=lost if start else 0,
+            groups={name: tuple(members) for name in groups if (members := self._ranks_of(name))},
+            now_ns=time.monotonic_ns(),
+            process=os.getpid(),
+        )
 
     def _ranks_of(self, name: str) -> list[int]:
         if name not in self._members:

@@ -17,27 +17,24 @@ import torch
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import device_mesh_type, format_placement, is_dtensor
+from axon_nb.records.placement import MeshInfo
+from axon_nb.records.protocol.inspection import VariableFacts, VariableParts
 
-__all__ = ["mesh_fields", "variable_facts", "variable_parts"]
+__all__ = ["own_mesh", "variable_facts", "variable_parts"]
 
 _MAX_DIGEST = 1 << 30
 """Largest variable, in bytes, for which a digest is computed; larger ones are not compared."""
 _MAX_REPR = 10_000
 
 
-def variable_facts() -> list[dict[str, Any]]:
-    """One record per variable.
-
-    Returns:
-        `name`, `type`, `shape`, `dtype`, `device`, `where` (placements on the mesh), `bytes` on this rank, and
-        `digest`, equal if the values are; empty if it is sharded or cannot be compared.
-    """
+def variable_facts() -> list[VariableFacts]:
+    """One record per variable."""
     records = []
     for name, value in user_variables(current().kernel.shell).items():
         if isinstance(value, (type, ModuleType)) or (name == "mesh" and value is None):
             continue
         with contextlib.suppress(Exception):  # unusual objects are left out
-            records.append({"name": name, "type": type(value).__name__, **_facts(value)})
+            records.append(VariableFacts(name, type(value).__name__, **_facts(value)))
     return records
 
 
@@ -117,15 +114,11 @@ _MAX_BYTES = 1 << 28
 _MAX_TEXT = 400
 
 
-def variable_parts(name: str) -> dict[str, Any]:
-    """The parts of a variable to compare.
-
-    Returns:
-        ``parts``: NumPy arrays by name (for a module its parameters and buffers), or ``text``, or ``refused``: why not.
-    """
+def variable_parts(name: str) -> VariableParts:
+    """The parts of a variable to compare; for a module its parameters and buffers."""
     variables = user_variables(current().kernel.shell)
     if name not in variables:
-        return {"refused": "has no such variable"}
+        return VariableParts({}, refused="has no such variable")
     value = variables[name]
     if isinstance(value, torch.Tensor):
         return _arrays({"": value})
@@ -133,32 +126,33 @@ def variable_parts(name: str) -> dict[str, Any]:
         return _arrays({**dict(value.named_parameters()), **dict(value.named_buffers())})
     numpy, pandas = sys.modules.get("numpy"), sys.modules.get("pandas")
     if numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-        return {"parts": {"": value}}
+        return VariableParts({"": value})
     if pandas is not None and isinstance(value, pandas.DataFrame):
-        return {"parts": {f"column {column}": value[column].to_numpy() for column in value.columns}}
+        return VariableParts({f"column {column}": value[column].to_numpy() for column in value.columns})
     try:
-        return {"text": repr(value)[:_MAX_TEXT]}
+        return VariableParts({}, text=repr(value)[:_MAX_TEXT])
     except Exception as error:
-        return {"refused": f"cannot be shown: {type(error).__name__}"}
+        return VariableParts({}, refused=f"cannot be shown: {type(error).__name__}")
 
 
-def _arrays(tensors: dict[str, Any]) -> dict[str, Any]:
+def _arrays(tensors: dict[str, Any]) -> VariableParts:
     sharded = [
         name for name, t in tensors.items() if is_dtensor(t) and not all(place.is_replicate() for place in t.placements)
     ]
     if sharded:
-        return {"refused": "is sharded: each rank holds its own part"}
+        return VariableParts({}, refused="is sharded: each rank holds its own part")
     local = {name: (t.to_local() if is_dtensor(t) else t).detach().cpu() for name, t in tensors.items()}
     size = sum(tensor.numel() * tensor.element_size() for tensor in local.values())
     if size > _MAX_BYTES:
-        return {"refused": f"has {size >> 20} MiB; at most {_MAX_BYTES >> 20} MiB can be compared. Name a part of it"}
+        why = f"has {size >> 20} MiB; at most {_MAX_BYTES >> 20} MiB can be compared. Name a part of it"
+        return VariableParts({}, refused=why)
     # NumPy has neither bfloat16 nor float8.
     plain = {name: t if t.dtype.itemsize > 2 or not t.is_floating_point() else t.float() for name, t in local.items()}
-    return {"parts": {name: tensor.numpy() for name, tensor in plain.items()}}
+    return VariableParts({name: tensor.numpy() for name, tensor in plain.items()})
 
 
-def mesh_fields() -> dict[str, Any] | None:
-    """Fields of `MeshInfo` for the user's mesh; None if there is none.
+def own_mesh() -> MeshInfo | None:
+    """The mesh among the user's variables; None if there is none.
 
     If there are several: the one named ``mesh``, else the one with the most ranks, else with the most axes.
     """
@@ -172,9 +166,9 @@ def mesh_fields() -> dict[str, Any] | None:
     name = max(found, key=lambda key: (key == "mesh", found[key].mesh.numel(), found[key].mesh.ndim))
     mesh = found[name]
     axes = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.mesh.ndim))
-    return {
-        "name": name,
-        "axes": list(axes),
-        "shape": list(mesh.mesh.shape),
-        "ranks": [int(rank) for rank in mesh.mesh.flatten().tolist()],
-    }
+    return MeshInfo(
+        name=name,
+        axes=tuple(axes),
+        shape=tuple(int(size) for size in mesh.mesh.shape),
+        ranks=tuple(int(rank) for rank in mesh.mesh.flatten().tolist()),
+    )

@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from axon_nb.records.protocol.cells import KEY, CellFacts, CellReport, Omitted
+
 __all__ = ["CellLog"]
 
 _MAX_CELLS = 4
@@ -47,9 +49,8 @@ class _Omitted:
 class _CellRecord:
     """One cell."""
 
-    run: str
-    facts: dict[str, Any]
-    """The request's metadata from the notebook, and the cell's code."""
+    facts: CellFacts
+    """The request's metadata from the notebook."""
     started_ns: int
     messages: deque[_Message] = field(default_factory=deque)
     size: int = 0
@@ -126,23 +127,23 @@ class _CellRecord:
                 omitted.displays += 1
                 omitted.size += len(content)
 
-    def report(self, since: int) -> dict[str, Any]:
+    def report(self, since: int) -> CellReport:
         """Report messages after number `since` (0: all saved ones), the amount omitted before them, and the outcome."""
         self.fetched, self.replay_until = since, time.monotonic() + _REPLAY_TIMEOUT_S
         omitted, self.newly_omitted = (self.newly_omitted if since else self.omitted), _Omitted()
-        return {
-            "run": self.run,
-            "facts": self.facts if not since else {},
-            "elapsed_ns": (self.finished_ns or time.monotonic_ns()) - self.started_ns,
-            "messages": [
+        return CellReport(
+            run=self.facts.run,
+            facts=self.facts if not since else None,
+            elapsed_ns=(self.finished_ns or time.monotonic_ns()) - self.started_ns,
+            messages=[
                 [message.kind, message.content if isinstance(message.content, dict) else json.loads(message.content)]
                 for message in self.messages
                 if message.number > since
             ],
-            "last": self.last,
-            "omitted": {"lines": omitted.lines, "size": omitted.size, "displays": omitted.displays},
-            "outcome": self.outcome,
-        }
+            last=self.last,
+            omitted=Omitted(omitted.lines, omitted.size, omitted.displays),
+            outcome=self.outcome,
+        )
 
 
 class CellLog:
@@ -153,17 +154,16 @@ class CellLog:
         self._lock = threading.Lock()
         self._records: dict[str, _CellRecord] = {}
 
-    def begin(self, message_id: str, facts: dict[str, Any], code: str) -> None:
+    def begin(self, message_id: str, facts: CellFacts) -> None:
         """Start recording a cell.
 
         Args:
             message_id: Id of the request; output messages refer to it.
-            facts: The notebook's metadata about the cell; ``run`` identifies it and is the same on all its ranks.
-            code: The cell's code.
+            facts: The notebook's metadata about the cell.
         """
-        if "run" not in facts:
+        if not facts.run:
             return
-        record = _CellRecord(facts["run"], {**facts, "code": code}, time.monotonic_ns())
+        record = _CellRecord(facts, time.monotonic_ns())
         with self._lock:
             self._records[message_id] = record
             while len(self._records) > _MAX_CELLS:
@@ -173,7 +173,7 @@ class CellLog:
         """Record the cell's reply."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # pending output belongs before the outcome
-        names = ("status", "ename", "evalue", "traceback", "axon_nb")
+        names = ("status", "ename", "evalue", "traceback", KEY)
         with self._lock:
             if (record := self._records.get(message_id)) is not None:
                 record.finished_ns = time.monotonic_ns()
@@ -197,7 +197,7 @@ class CellLog:
         with self._lock:
             record.add(kind, what, size)
 
-    def report(self, *, run: str | None, since: int, after_ns: int) -> list[dict[str, Any]]:
+    def report(self, *, run: str | None, since: int, after_ns: int) -> list[CellReport]:
         """Report one cell, or all cells that had not finished before `after_ns`, oldest first.
 
         Args:
@@ -209,5 +209,5 @@ class CellLog:
             return [
                 record.report(since)
                 for record in self._records.values()
-                if (record.run == run if run is not None else not record.outcome or record.finished_ns > after_ns)
+                if (record.facts.run == run if run is not None else not record.outcome or record.finished_ns > after_ns)
             ]

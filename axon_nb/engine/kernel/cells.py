@@ -11,20 +11,22 @@ from axon_nb.engine.groups.size_check import start_cell
 from axon_nb.engine.kernel import post_mortem, streams
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.interrupts import InterruptHandler
-from axon_nb.engine.kernel.measure import run_measured
+from axon_nb.engine.kernel.measure import Measured, run_measured
 from axon_nb.engine.kernel.post_mortem import release_failure
 from axon_nb.engine.kernel.random_state import RandomDraws
 from axon_nb.engine.kernel.shell import describe_exit
 from axon_nb.engine.kernel.streams import OutputBudget
 from axon_nb.engine.kernel.tracebacks import take_abort_location
 from axon_nb.engine.session import RankSession
+from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts
+from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.records.spans import Span, emit
 
 __all__ = ["CellRunner"]
 
 _MAX_EVALUE = 16_000
 _MAX_TRACEBACK = 200_000
-_NOT_STARTED = {"axon_nb": {"seconds": 0.0, "calls": 0, "aborted_at": {}, "has_value": False}}
+_NOT_STARTED = {KEY: encode(CellEnd())}
 _MAX_VALUES = 16
 """Number of cells whose values are kept until they are fetched; the oldest are dropped first."""
 
@@ -42,16 +44,17 @@ class CellRunner:
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """Run one request; the reply says whether there is a value to fetch, and how long the cell took in seconds."""
         session, shell = self._session, self._session.kernel.shell
-        request, facts = session.kernel.get_parent("shell"), metadata.get("axon_nb", {})
+        request = session.kernel.get_parent("shell")
+        facts: CellFacts = decode(CellFacts, metadata.get(KEY, {}))
         message_id, code = request["header"]["msg_id"], request["content"]["code"]
-        self._log.begin(message_id, facts, code)
-        cell = facts.get("cell")
+        self._log.begin(message_id, facts)
+        cell = facts.cell
         if cell is not None:
             # Tracebacks then show the notebook's own prompt: "Cell In[12], line 3".
             shell.execution_count = cell
         # IPython looks here for the semicolon that suppresses a value.
         shell.history_manager.input_hist_parsed[-1:] = [code]
-        if facts.get("run") in self._interrupts.rejected_runs:
+        if facts.run in self._interrupts.rejected_runs:
             reply: dict[str, Any] = {
                 "status": "error",
                 "ename": "KeyboardInterrupt",
@@ -61,24 +64,24 @@ class CellRunner:
             }
             self._log.end(message_id, reply)
             return reply
-        if not facts.get("is_debugger"):
+        if not facts.is_debugger:
             post_mortem.discard_error()
         activity.reset_collectives()
-        session.extras["steps"].begin_cell()
-        self._budget.begin(facts.get("output_limit"))
+        session.steps.begin_cell()
+        self._budget.begin(facts.output_limit)
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
-        calls, draws = activity.num_calls(), RandomDraws(session.device)
+        calls, draws, measured = activity.num_calls(), RandomDraws(session.device), Measured()
         self._interrupts.begin_cell()
         try:
-            reply = self._prepare(facts) or await run_measured(session, facts, execute)
+            reply = self._prepare(facts) or await run_measured(session, facts, execute, measured)
         except BaseException as error:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
         finally:
             activity.clear_exclusive_ranks()
             self._interrupts.end_cell()
-            session.extras["steps"].end_cell()
+            session.steps.end_cell()
             end = time.monotonic_ns()
             session.cell = None
             streams.drain(wait=True)
@@ -86,35 +89,37 @@ class CellRunner:
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
         value = getattr(getattr(shell, "last_execution_result", None), "result", None)
         has_value = reply["status"] == "ok" and value is not None
-        if has_value and facts.get("token") is not None:
-            self._keep_value(facts["token"], value)
+        if has_value and facts.token is not None:
+            self._keep_value(facts.token, value)
         aborted_at = take_abort_location()
-        measurements: dict[str, Any] = reply.pop("measured", {})
-        reply["axon_nb"] = {
-            "seconds": (end - start) / 1e9,
-            "calls": activity.num_calls() - calls,
-            "aborted_at": aborted_at,
-            "has_value": has_value,
-            "draws": draws.report(shell) if activity.num_calls() > calls else None,
-            **measurements,
-        }
+        is_ok = reply["status"] == "ok"
+        end_report = CellEnd(
+            seconds=(end - start) / 1e9,
+            calls=activity.num_calls() - calls,
+            aborted_at=aborted_at,
+            has_value=has_value,
+            draws=draws.report(shell) if activity.num_calls() > calls else None,
+            cpu_seconds=measured.cpu_seconds if is_ok else None,
+            repetitions=measured.repetitions if is_ok else None,
+            profile=measured.profile if is_ok else None,
+        )
+        reply[KEY] = encode(end_report)
         describe_exit(reply, shell)
-        if reply["status"] == "error":
-            release_failure(shell, was_aborted=bool(aborted_at), keep=bool(facts.get("keep_failure")))
+        if not is_ok:
+            release_failure(shell, was_aborted=aborted_at is not None, keep=facts.keep_failure)
         reply = _limit_reply(reply)
         self._log.end(message_id, reply)
         return reply
 
-    def _prepare(self, facts: dict[str, Any]) -> dict[str, Any] | None:
+    def _prepare(self, facts: CellFacts) -> dict[str, Any] | None:
         """Set up before the cell's own code runs; return an error reply if that fails."""
-        ranks = facts.get("ranks") or []
-        start_cell(str(facts.get("run", "")))
+        start_cell(facts.run)
         try:
-            subgroup.bind(self._session, ranks, wanted=bool(facts.get("subgroup")))
+            subgroup.bind(self._session, facts.ranks, wanted=facts.subgroup)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": [text]}
-        activity.set_exclusive_ranks(ranks if facts.get("exclusive") else None)
+        activity.set_exclusive_ranks(facts.ranks if facts.exclusive else None)
         return None
 
     def _keep_value(self, token: str, value: Any) -> None:

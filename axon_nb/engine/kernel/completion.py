@@ -14,14 +14,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from IPython.core.completer import IPCompleter
 
-from axon_nb.engine.kernel.hooks import ControlHandler
+from axon_nb.engine.kernel.hooks import ControlHandlers
+from axon_nb.errors import UsageError
+from axon_nb.records.protocol.completion import (
+    CompleteReply,
+    CompleteRequest,
+    InspectReply,
+    InspectRequest,
+    KnownName,
+    NamesReply,
+    NamesRequest,
+)
 
 __all__ = ["CompletionService", "names_snapshot"]
+
+Reply = TypeVar("Reply")
 
 _BUDGET_S = 0.04
 """After this time, the remaining names are sent without attributes."""
@@ -31,35 +43,30 @@ _MAX_KEYS = 200
 _MAX_KEY = 80
 
 
-def names_snapshot(shell: Any, *, known: set[str]) -> dict[str, Any]:
+def names_snapshot(shell: Any, *, known: set[str]) -> NamesReply:
     """Snapshot for completion without another request.
 
     Args:
         shell: The rank's IPython shell.
         known: Names of types whose attributes the caller already has.
-
-    Returns:
-        ``names``: for each variable its ``type``, its ``own`` attributes (those that its type lacks) and its ``keys``
-        as Python source; ``types``: the attributes of each type by name.
     """
     end = time.monotonic() + _BUDGET_S
-    names: dict[str, Any] = {}
-    types: dict[str, list[str]] = {}
+    names: dict[str, KnownName] = {}
+    types: dict[str, tuple[str, ...]] = {}
     for name, value in list(shell.user_ns.items())[-_MAX_NAMES:]:
         if name.startswith("_"):
             continue
-        entry: dict[str, Any] = {"type": "", "own": [], "keys": []}
-        names[name] = entry
+        names[name] = KnownName()
         if time.monotonic() > end:
             continue
         try:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             if kind not in known and kind not in types:
-                types[kind] = [attribute for attribute in dir(type(value)) if not attribute.startswith("__")]
-            entry.update(type=kind, own=_instance_attributes(value), keys=_keys(value))
+                types[kind] = tuple(attribute for attribute in dir(type(value)) if not attribute.startswith("__"))
+            names[name] = KnownName(kind, tuple(_instance_attributes(value)), tuple(_keys(value)))
         except Exception:  # an unusual object: its name is enough
             continue
-    return {"names": names, "types": types}
+    return NamesReply(names, types)
 
 
 def _instance_attributes(value: Any) -> list[str]:
@@ -96,6 +103,7 @@ def _simple_keys(keys: Iterable[Any], *, identifiers: bool = False) -> list[str 
 
 
 _TIMEOUT_S = 0.08
+_TIMED_OUT = "no answer in time"
 _MAX_MATCHES = 1000
 _MAX_TEXT = 200_000
 _POLICY = {
@@ -128,34 +136,33 @@ class CompletionService:
         self._completer: Any = None
         self._thread: threading.Thread | None = None
 
-    def handlers(self) -> dict[str, ControlHandler]:
-        """Handlers for the control channel, by message type."""
-        return {"axon_complete": self._complete, "axon_inspect": self._inspect, "axon_names": self._names}
+    def handlers(self) -> ControlHandlers:
+        """Handlers for the control channel, by request class."""
+        return {CompleteRequest: self._complete, InspectRequest: self._inspect, NamesRequest: self._names}
 
-    def _complete(self, content: dict[str, Any]) -> dict[str, Any]:
-        def work() -> dict[str, Any]:
-            line, cursor = content["line"], content["cursor"]
-            fragment, matches = self._own_completer().complete(line_buffer=line, cursor_pos=cursor)
-            return {"fragment": fragment, "matches": list(matches)[:_MAX_MATCHES]}
+    def _complete(self, request: CompleteRequest) -> CompleteReply:
+        def work() -> CompleteReply:
+            fragment, matches = self._own_completer().complete(line_buffer=request.line, cursor_pos=request.cursor)
+            return CompleteReply(fragment, tuple(matches)[:_MAX_MATCHES])
 
         return self._run_with_timeout(work)
 
-    def _inspect(self, content: dict[str, Any]) -> dict[str, Any]:
-        def work() -> dict[str, Any]:
+    def _inspect(self, request: InspectRequest) -> InspectReply:
+        def work() -> InspectReply:
             try:
                 bundle = self._shell.object_inspect_mime(
-                    content["name"], detail_level=content["detail"], omit_sections=tuple(content.get("omit", ()))
+                    request.name, detail_level=request.detail, omit_sections=request.omit
                 )
             except KeyError:
-                return {"found": False}
+                return InspectReply(False, {})
             if not self._shell.enable_html_pager:
                 bundle.pop("text/html", None)
-            return {"found": True, "data": {mime: text[:_MAX_TEXT] for mime, text in bundle.items()}}
+            return InspectReply(True, {mime: text[:_MAX_TEXT] for mime, text in bundle.items()})
 
         return self._run_with_timeout(work)
 
-    def _names(self, content: dict[str, Any]) -> dict[str, Any]:
-        return self._run_with_timeout(lambda: names_snapshot(self._shell, known=set(content.get("known", ()))))
+    def _names(self, request: NamesRequest) -> NamesReply:
+        return self._run_with_timeout(lambda: names_snapshot(self._shell, known=set(request.known)))
 
     def _own_completer(self) -> Any:
         if self._completer is None:
@@ -172,19 +179,26 @@ class CompletionService:
             self._completer.custom_completers = shell.Completer.custom_completers
         return self._completer
 
-    def _run_with_timeout(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run `work`; return ``timed_out`` if it takes too long or the previous request has not finished."""
+    def _run_with_timeout(self, work: Callable[[], Reply]) -> Reply:
+        """Run `work` and return its result; refuse if it takes too long or the previous request has not finished.
+
+        Raises:
+            UsageError: it is refused.
+        """
         if self._thread is not None and self._thread.is_alive():
-            return {"timed_out": True}
-        results: list[dict[str, Any]] = []
+            raise UsageError(_TIMED_OUT)
+        results: list[Reply] = []
+        failures: list[str] = []
 
         def run() -> None:
             try:
                 results.append(work())
             except BaseException as error:
-                results.append({"refused": type(error).__name__})
+                failures.append(type(error).__name__)
 
         self._thread = threading.Thread(target=run, name="axon_nb-completion", daemon=True)
         self._thread.start()
         self._thread.join(_TIMEOUT_S)
-        return results[0] if results else {"timed_out": True}
+        if not results:
+            raise UsageError(failures[0] if failures else _TIMED_OUT)
+        return results[0]

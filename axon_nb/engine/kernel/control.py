@@ -8,157 +8,181 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from axon_nb.engine.groups.abort import ABORT, stop_at
 from axon_nb.engine.groups.recovery import abort, group_status, group_waits
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
 from axon_nb.engine.kernel.cell_log import CellLog
-from axon_nb.engine.kernel.hooks import ControlHandler
+from axon_nb.engine.kernel.hooks import ControlHandlers
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.stacks import cell_stack, user_threads
 from axon_nb.engine.session import current
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest, CellsReply, CellsRequest, StopRequest
+from axon_nb.records.protocol.contents import (
+    LayoutsReply,
+    LayoutsRequest,
+    MemoryReply,
+    MemoryRequest,
+    PlanReply,
+    PlanRequest,
+)
+from axon_nb.records.protocol.inspection import (
+    JobReply,
+    JobRequest,
+    MeshReply,
+    MeshRequest,
+    SpansReply,
+    SpansRequest,
+    StacksReply,
+    StacksRequest,
+    StatusRequest,
+    WaitsReply,
+    WaitsRequest,
+    WatchRequest,
+)
+from axon_nb.records.telemetry import RankState
+from axon_nb.records.waits import RankWaits
 
 __all__ = ["control_handlers", "report_plan", "view_handlers"]
 
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT", JobReply, LayoutsReply, MemoryReply)
 
-def view_handlers(sampler: Sampler, report_waits: ControlHandler) -> dict[str, ControlHandler]:
-    """Handlers for `%watch`, `%memory`, `%shards` and the cluster's card, by message type.
+
+def view_handlers(sampler: Sampler, report_waits: Callable[[WaitsRequest], WaitsReply]) -> ControlHandlers:
+    """Handlers for `%watch`, `%memory`, `%shards` and the cluster's card.
 
     Args:
         sampler: This rank's sampler.
-        report_waits: Handler of ``axon_waits``; its reply is part of that of ``axon_job``.
+        report_waits: Handler of `WaitsRequest`; its reply is part of that of `JobRequest`.
     """
 
-    def report_job(content: dict[str, Any]) -> dict[str, Any]:
+    def report_job(request: JobRequest) -> JobReply:
         from axon_nb.engine.inspection.job import job_report
 
-        cursor = {name: int(content.get(name, 0)) for name in ("pid", "position", "span_position", "since_ns")}
-        return {**(report_waits({}) or {}), **job_report(sampler.sample(), **cursor)}
+        return JobReply(job_report(sampler.sample(), request), report_waits(WaitsRequest()).waits)
 
-    def report_layouts(content: dict[str, Any]) -> dict[str, Any]:
+    def report_layouts(request: LayoutsRequest) -> LayoutsReply:
         from axon_nb.engine.inspection.shards import layout_report
 
-        known, gradients = str(content.get("known", "")), bool(content.get("gradients"))
-        try:
-            return layout_report(content["names"], gradients=gradients, known=known)
-        except UsageError as error:
-            return {"refused": str(error)}
+        return layout_report(request.names, gradients=request.gradients, known=request.known)
 
-    def report_memory(content: dict[str, Any]) -> dict[str, Any]:
+    def report_memory(request: MemoryRequest) -> MemoryReply:
         from axon_nb.engine.inspection.memory import memory_report
 
-        try:
-            return memory_report(content["names"])
-        except UsageError as error:
-            return {"refused": str(error)}
+        return memory_report(request.names)
 
-    def answer_plan(content: dict[str, Any]) -> dict[str, Any]:
-        known, stages_only = str(content.get("known", "")), bool(content.get("stages"))
-        return report_plan(content["names"], what_if=content.get("what_if"), known_key=known, stages_only=stages_only)
+    def report_mesh(request: MeshRequest) -> MeshReply:
+        from axon_nb.engine.inspection.variables import own_mesh
 
-    def report_mesh(content: dict[str, Any]) -> dict[str, Any]:
-        from axon_nb.engine.inspection.variables import mesh_fields
+        return MeshReply(own_mesh())
 
-        return {"mesh": mesh_fields()}
-
-    frequent = {"axon_job": report_job, "axon_layouts": report_layouts, "axon_memory": report_memory}
-    with_cost = {name: _with_cost(handler) for name, handler in frequent.items()}
-    return {**with_cost, "axon_mesh": report_mesh, "axon_plan": answer_plan}
+    return {
+        JobRequest: _with_cost(report_job),
+        LayoutsRequest: _with_cost(report_layouts),
+        MemoryRequest: _with_cost(report_memory),
+        MeshRequest: report_mesh,
+        PlanRequest: report_plan,
+    }
 
 
-def _with_cost(handler: Callable[[dict[str, Any]], dict[str, Any]]) -> ControlHandler:
-    """Add ``spent_s`` to a handler's reply: CPU seconds of the thread that answers."""
+def _with_cost(handler: Callable[[RequestT], ReplyT]) -> Callable[[RequestT], ReplyT]:
+    """Add `spent_s` to a handler's reply: CPU seconds of the thread that answers."""
 
-    def answer(content: dict[str, Any]) -> dict[str, Any]:
+    def answer(request: RequestT) -> ReplyT:
         start = time.thread_time()
-        reply = handler(content)
-        return {**reply, "spent_s": time.thread_time() - start}
+        reply = handler(request)
+        return dataclasses.replace(reply, spent_s=time.thread_time() - start)
 
     return answer
 
 
 def control_handlers(
     sampler: Sampler, interrupts: InterruptHandler, telemetry: Telemetry, log: CellLog
-) -> dict[str, ControlHandler]:
-    """Handlers for the control channel, by message type."""
+) -> ControlHandlers:
+    """Handlers for the control channel, by request class."""
 
-    def status(content: dict[str, Any]) -> dict[str, Any]:
-        return dataclasses.asdict(sampler.sample())
+    def status(request: StatusRequest) -> RankState:
+        return sampler.sample()
 
-    def watch(content: dict[str, Any]) -> dict[str, Any]:
-        telemetry.watch(hz=float(content["hz"]), seconds=float(content["seconds"]))
-        return {}
+    def watch(request: WatchRequest) -> None:
+        telemetry.watch(hz=request.hz, seconds=request.seconds)
 
-    def abort_cell(content: dict[str, Any]) -> dict[str, Any]:
+    def abort_cell(request: AbortRequest) -> AbortReply:
         # Set the flag first: code that the interrupt wakes must not wait again.
         ABORT.set()
         pending = interrupts.pending
-        interrupted = interrupts.interrupt(content.get("run"))
-        abort(again=bool(content.get("again")))
-        return {"interrupted": interrupted, "pending": pending, "line": sampler.sample().line if pending else None}
+        interrupted = interrupts.interrupt(request.run)
+        abort(again=request.again)
+        return AbortReply(interrupted, pending, sampler.sample().line if pending else None)
 
-    def report_waits(content: dict[str, Any]) -> dict[str, Any]:
-        state = sampler.sample()
-        report = {"rank": state.rank, "running": state.cell is not None, "line": state.line, "call": state.call}
-        report["via"], report["waited"] = sampler.via() if state.call else ("", 0)
-        return {**report, **group_waits(), "threads": user_threads()}
+    def report_waits(request: WaitsRequest) -> WaitsReply:
+        state, groups = sampler.sample(), group_waits()
+        via, waited = sampler.via() if state.call else ("", 0)
+        waits = RankWaits(
+            rank=state.rank,
+            running=state.cell is not None,
+            line=state.line,
+            call=groups.call or state.call,
+            pending=groups.pending,
+            counts=groups.counts,
+            via=via,
+            waited=waited,
+            threads=tuple(user_threads()),
+        )
+        return WaitsReply(waits, groups.collectives)
 
-    def stacks(content: dict[str, Any]) -> dict[str, Any]:
-        return {"state": dataclasses.asdict(sampler.sample()), "frames": cell_stack(current(), interrupts)}
+    def stacks(request: StacksRequest) -> StacksReply:
+        return StacksReply(sampler.sample(), tuple(cell_stack(current(), interrupts)))
 
-    def report_spans(content: dict[str, Any]) -> dict[str, Any]:
+    def report_spans(request: SpansRequest) -> SpansReply:
         from axon_nb.engine.inspection.spans import span_reader
 
-        return span_reader().read(since=int(content["since"]), watch_s=float(content["watch"]))
+        return span_reader().read(since=request.since, watch_s=request.watch)
 
-    def stop(content: dict[str, Any]) -> dict[str, Any]:
-        stop_at(int(content["at"]), group=str(content["group"]))
-        return {}
+    def stop(request: StopRequest) -> None:
+        stop_at(request.at, group=request.group)
 
-    def report_cells(content: dict[str, Any]) -> dict[str, Any]:
-        query = {"run": content.get("run"), "since": content.get("since", 0), "after_ns": content.get("after_ns", 0)}
-        return {"cells": log.report(**query), "running": interrupts.running, **group_status()}
+    def report_cells(request: CellsRequest) -> CellsReply:
+        cells = log.report(run=request.run, since=request.since, after_ns=request.after_ns)
+        return CellsReply(tuple(cells), interrupts.running, **group_status())
 
     return {
-        "axon_abort": abort_cell,
-        "axon_cells": report_cells,
-        "axon_spans": report_spans,
-        "axon_stacks": stacks,
-        "axon_status": status,
-        "axon_stop": stop,
-        "axon_waits": report_waits,
-        "axon_watch": watch,
+        AbortRequest: abort_cell,
+        CellsRequest: report_cells,
+        SpansRequest: report_spans,
+        StacksRequest: stacks,
+        StatusRequest: status,
+        StopRequest: stop,
+        WaitsRequest: report_waits,
+        WatchRequest: watch,
         **view_handlers(sampler, report_waits),
     }
 
 
-def report_plan(
-    names: Sequence[str], *, what_if: Mapping[str, Any] | None, known_key: str, stages_only: bool = False
-) -> dict[str, Any]:
-    """Answer ``axon_plan``: `memory_plan.planner_inputs`, or ``is_pending`` while that is imported, or ``refused``.
-
-    Args:
-        names: A model, and optionally its optimizers.
-        what_if: Fields of `MemorySetup` to change; None for the current setup.
-        known_key: Key of the model that the notebook already has.
-        stages_only: For a pipeline: return only this rank's stages.
-    """
+def report_plan(request: PlanRequest) -> PlanReply:
+    """Answer a planner: `memory_plan.planner_inputs`, or `is_pending` while that is imported, or `refused`."""
     from axon_nb.engine.inspection.memory import import_in_background, modules_and_optimizers
 
-    session = current()
+    session, names = current(), list(request.names)
     try:
-        modules, optimizers = modules_and_optimizers(list(names), session)
+        modules, optimizers = modules_and_optimizers(names, session)
         if len(modules) != 1:
             chosen = ", ".join(names) or "the namespace"
-            return {"refused": f"A plan needs one model, but {chosen} holds {len(modules)}. Name one: `%memory model`."}
+            why = f"A plan needs one model, but {chosen} holds {len(modules)}. Name one: `%memory model`."
+            return PlanReply(refused=why)
         planner = import_in_background("axon_nb.engine.inspection.memory_plan")
         if planner is None:
-            return {"is_pending": True}
-        options: dict[str, Any] = {"what_if": what_if, "known_key": known_key, "stages_only": stages_only}
-        answer: dict[str, Any] = planner.planner_inputs(modules[0], optimizers, session, **options)
+            return PlanReply(is_pending=True)
+        options: dict[str, Any] = {
+            "what_if": request.what_if,
+            "known_key": request.known,
+            "stages_only": request.stages,
+        }
+        reply: PlanReply = planner.planner_inputs(modules[0], optimizers, session, **options)
     except (UsageError, ImportError) as error:
-        return {"refused": str(error)}
-    return answer
+        return PlanReply(refused=str(error))
+    return reply

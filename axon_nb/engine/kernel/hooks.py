@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import zmq
 
+from axon_nb.errors import UsageError
+from axon_nb.records.protocol.messages import FAILURE, REFUSAL, REPLY, Request, encode_reply, message_type
+from axon_nb.records.protocol.wire import decode
+
 __all__ = [
     "ControlHandler",
+    "ControlHandlers",
     "add_control_handlers",
     "install",
     "tap_output",
     "wrap_do_execute",
 ]
 
-ControlHandler = Callable[[dict[str, Any]], dict[str, Any] | None]
-"""Takes a request's content and returns the reply's content; runs on the kernel's control thread."""
+ControlHandler = Callable[[Any], Any]
+"""Takes a request and returns its reply; runs on the kernel's control thread. A `UsageError` refuses the request."""
+
+ControlHandlers = Mapping[type[Request[Any]], ControlHandler]
+"""By request class."""
 
 
 def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
@@ -68,16 +76,20 @@ def _suppress_messages(kernel: Any) -> None:
 class _RequestHandler:
     """Adapts one of our handlers to ipykernel's interface."""
 
-    def __init__(self, kernel: Any, handler: ControlHandler) -> None:
+    def __init__(self, kernel: Any, kind: type[Request[Any]], handler: ControlHandler) -> None:
         self._session = kernel.session
+        self._kind = kind
         self._handler = handler
 
     def __call__(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        reply = REPLY
         try:
-            content = self._handler(parent["content"]) or {}
+            content = encode_reply(self._kind, self._handler(decode(self._kind, parent["content"])))
+        except UsageError as error:
+            reply, content = REFUSAL, {"reason": str(error)}
         except Exception as error:
-            content = {"error": f"{type(error).__name__}: {error}"}
-        self._session.send(stream, "axon_reply", content, parent=parent, ident=ident)
+            reply, content = FAILURE, {"reason": f"{type(error).__name__}: {error}"}
+        self._session.send(stream, reply, content, parent=parent, ident=ident)
 
 
 def _reply_directly(kernel: Any) -> None:
@@ -109,10 +121,10 @@ def _reply_directly(kernel: Any) -> None:
     kernel.process_control = process_control
 
 
-def add_control_handlers(kernel: Any, handlers: dict[str, ControlHandler]) -> None:
+def add_control_handlers(kernel: Any, handlers: ControlHandlers) -> None:
     """Serve `handlers` on the control channel, which answers while the main thread is busy or stuck."""
-    for name, handler in handlers.items():
-        kernel.control_handlers[name] = _RequestHandler(kernel, handler)
+    for kind, handler in handlers.items():
+        kernel.control_handlers[message_type(kind)] = _RequestHandler(kernel, kind, handler)
 
 
 def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch.distributed as dist
 
 from axon_nb.engine.groups import subgroup
 from axon_nb.engine.session import RankSession
+from axon_nb.records.protocol.cells import CellFacts, Profile
 
-__all__ = ["run_measured"]
+__all__ = ["Measured", "run_measured"]
 
 _RUNS_NAME, _RUN_NAME = "__axon_nb_runs__", "__axon_nb_run__"
 """Names that a repeated cell uses; removed after it."""
@@ -23,40 +25,47 @@ _MAX_OPERATIONS = 15
 """Operations reported from a profile."""
 
 
+@dataclass(slots=True)
+class Measured:
+    """Measurements of one cell, as in `CellEnd`."""
+
+    cpu_seconds: float | None = None
+    repetitions: tuple[float, ...] | None = None
+    profile: Profile | None = None
+
+
 async def run_measured(
-    session: RankSession, facts: Mapping[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]
+    session: RankSession, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: Measured
 ) -> dict[str, Any]:
-    """Run a cell and add ``measured`` to its reply: ``cpu`` seconds and, if requested, ``repetitions`` and ``profile``.
+    """Run a cell and return its reply.
 
     Args:
         session: This rank.
         facts: The notebook's metadata about the cell.
         execute: Runs the cell and returns its reply.
+        measured: Receives the measurements.
     """
     try:
-        return await _run_measured(session, facts, execute)
+        return await _run_measured(session, facts, execute, measured)
     except Exception as error:  # the cell's own errors are in its reply, without which the notebook would wait forever
         message = f"the cell ran, but measuring it failed: {type(error).__name__}: {error}"
         return {"status": "error", "ename": type(error).__name__, "evalue": message, "traceback": [message]}
 
 
 async def _run_measured(
-    session: RankSession, facts: Mapping[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]
+    session: RankSession, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: Measured
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    profile = facts.get("profile") or {"ranks": []}
+    wanted = facts.measurement
     with contextlib.ExitStack() as stack:
-        if facts.get("repeat"):
-            stack.enter_context(_repeated(session, facts, found))
-        if session.config.rank in profile["ranks"]:
-            stack.enter_context(_profiled(session, Path(profile["folder"]), found))
+        if wanted.repeat:
+            stack.enter_context(_repeated(session, facts, measured))
+        if session.config.rank in wanted.profiled:
+            stack.enter_context(_profiled(session, Path(wanted.folder), measured))
         cpu = time.process_time()
         reply = await execute()
-        if facts.get("timed"):
+        if wanted.is_timed:
             _synchronize(session.device)
-        found["cpu"] = time.process_time() - cpu
-    if reply["status"] == "ok":
-        reply["measured"] = found
+        measured.cpu_seconds = time.process_time() - cpu
     return reply
 
 
@@ -112,8 +121,8 @@ class _LoopTransformer(ast.NodeTransformer):
 
 
 @contextlib.contextmanager
-def _repeated(session: RankSession, facts: Mapping[str, Any], found: dict[str, Any]) -> Iterator[None]:
-    ranks = list(facts.get("ranks") or [])
+def _repeated(session: RankSession, facts: CellFacts, measured: Measured) -> Iterator[None]:
+    ranks = facts.ranks
     shell, seconds = session.kernel.shell, list[float]()
 
     def barrier() -> None:
@@ -122,7 +131,9 @@ def _repeated(session: RankSession, facts: Mapping[str, Any], found: dict[str, A
             dist.barrier(group=subgroup.get(session, ranks), device_ids=device)
 
     loop = _LoopTransformer()
-    shell.user_ns[_RUNS_NAME] = _TimedRuns(int(facts["repeat"]), seconds, barrier, lambda: _synchronize(session.device))
+    shell.user_ns[_RUNS_NAME] = _TimedRuns(
+        facts.measurement.repeat, seconds, barrier, lambda: _synchronize(session.device)
+    )
     shell.ast_transformers.append(loop)
     try:
         yield
@@ -131,11 +142,11 @@ def _repeated(session: RankSession, facts: Mapping[str, Any], found: dict[str, A
             shell.ast_transformers.remove(loop)
         for name in (_RUNS_NAME, _RUN_NAME):
             shell.user_ns.pop(name, None)
-    found["repetitions"] = seconds
+    measured.repetitions = tuple(seconds)
 
 
 @contextlib.contextmanager
-def _profiled(session: RankSession, folder: Path, found: dict[str, Any]) -> Iterator[None]:
+def _profiled(session: RankSession, folder: Path, measured: Measured) -> Iterator[None]:
     from torch.profiler import ProfilerActivity, profile
 
     on_device = session.device.type == "cuda"
@@ -148,7 +159,7 @@ def _profiled(session: RankSession, folder: Path, found: dict[str, Any]) -> Iter
     trace = folder / f"rank{session.config.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
     profiler.export_chrome_trace(str(trace))
     averages = sorted(profiler.key_averages(), key=lambda entry: -_self_us(entry, on_device))
-    found["profile"] = {"rows": [_row(entry, on_device) for entry in averages[:_MAX_OPERATIONS]], "trace": str(trace)}
+    measured.profile = Profile(tuple(_row(entry, on_device) for entry in averages[:_MAX_OPERATIONS]), str(trace))
 
 
 def _self_us(entry: Any, on_device: bool) -> float:

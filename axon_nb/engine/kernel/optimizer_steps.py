@@ -19,6 +19,7 @@ from axon_nb.engine.groups import activity, recovery
 from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import unreplicated_parameters, unreplicated_reason
+from axon_nb.records.protocol.recovery import OptimizerReport, RecoveryReport
 
 __all__ = ["OptimizerSteps", "recover"]
 
@@ -91,36 +92,30 @@ class OptimizerSteps:
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
 
-    def report(self) -> list[dict[str, Any]]:
-        """Report each live optimizer that has stepped, and named ones that have not stepped yet.
-
-        Returns:
-            `number` in the order of their first steps (-1: none yet), `name` of its variable, `before` (steps when the
-            last cell began), `steps`, `shapes` (a digest, equal if the same model is trained), `not_replicated` (why it
-            is not a replica of other ranks' optimizer; empty if it may be), and `communicated` (whether the cell did).
-        """
+    def report(self) -> tuple[OptimizerReport, ...]:
+        """Report each live optimizer that has stepped, and named ones that have not stepped yet."""
         names = _optimizers_by_id()
         optimizers = {id(optimizer): optimizer for optimizer in (*self._steps, *(named for named, _ in names.values()))}
         if not optimizers:
-            return []
+            return ()
         in_wrappers = unreplicated_parameters()
-        return [
-            {
-                "number": self._numbers.get(optimizer, -1),
-                "name": names[key][1] if key in names else "",
-                "before": self._before.get(optimizer, 0),
-                "steps": self.of(optimizer),
-                "shapes": _digest(_parameters(optimizer)),
-                "not_replicated": unreplicated_reason(_parameters(optimizer), in_wrappers),
-                "communicated": self._communicated,
-            }
+        return tuple(
+            OptimizerReport(
+                number=self._numbers.get(optimizer, -1),
+                name=names[key][1] if key in names else "",
+                before=self._before.get(optimizer, 0),
+                steps=self.of(optimizer),
+                shapes=_digest(_parameters(optimizer)),
+                not_replicated=unreplicated_reason(_parameters(optimizer), in_wrappers),
+                communicated=self._communicated,
+            )
             for key, optimizer in optimizers.items()
-        ]
+        )
 
 
-def recover(epoch: int) -> dict[str, Any]:
-    """Rebuild the groups after an aborted cell, as `groups.recovery.recover`; adds this rank's ``steps``."""
-    return {**recovery.recover(epoch), "steps": current().extras["steps"].report()}
+def recover(epoch: int) -> RecoveryReport:
+    """Rebuild the groups after an aborted cell, as `groups.recovery.recover`; adds this rank's steps."""
+    return RecoveryReport(recovery.recover(epoch), current().steps.report())
 
 
 def _optimizers_by_id() -> dict[int, tuple[Optimizer, str]]:

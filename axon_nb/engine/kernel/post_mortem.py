@@ -25,6 +25,7 @@ from typing import Any
 
 from axon_nb.engine.kernel import shell
 from axon_nb.engine.user_frame import RUN_CODE
+from axon_nb.records.protocol.cells import FailureReply, FailureRequest
 
 __all__ = ["command", "discard_error", "release_failure", "report_failure", "save_error", "start"]
 
@@ -56,9 +57,9 @@ def _close() -> None:
     _debugger.clear()
 
 
-def report_failure(content: dict[str, Any]) -> dict[str, Any]:
-    """Answer ``axon_failure`` with ``failure``: the saved error in one line, or empty."""
-    return {"failure": _saved[0][1] if _saved else ""}
+def report_failure(request: FailureRequest) -> FailureReply:
+    """Answer `FailureRequest` with the saved error in one line, or with an empty text."""
+    return FailureReply(_saved[0][1] if _saved else "")
 
 
 def start() -> str:

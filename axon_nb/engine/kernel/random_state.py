@@ -17,6 +17,7 @@ from torch import nn
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import loaded_class
+from axon_nb.records.protocol.cells import Draws
 
 __all__ = ["RandomDraws", "seed"]
 
@@ -36,20 +37,14 @@ class RandomDraws:
         self._device = device
         self._before = self._state()
 
-    def report(self, shell: Any) -> dict[str, Any] | None:
-        """Report at the end of the cell; None if nothing was drawn, or no model here is replicated.
-
-        Returns:
-            ``states`` before and after, equal on ranks that drew the same numbers; ``dropout`` (name of a replicated
-            model in training mode with dropout) and ``loader`` (name of a DataLoader that shuffles with the global
-            generator).
-        """
+    def report(self, shell: Any) -> Draws | None:
+        """Report at the end of the cell; None if nothing was drawn, or no model here is replicated."""
         try:
             return self._find_shared_draws(shell)
         except Exception:  # a hint must never fail a cell
             return None
 
-    def _find_shared_draws(self, shell: Any) -> dict[str, Any] | None:
+    def _find_shared_draws(self, shell: Any) -> Draws | None:
         after = self._state()
         if after == self._before:
             return None
@@ -60,8 +55,8 @@ class RandomDraws:
             return None
         dropout = next((name for name, model in replicas.items() if _uses_dropout(model)), "")
         loader = next((name for name, value in variables.items() if _shuffles_globally(value)), "")
-        states = [hashlib.blake2b(state, digest_size=8).hexdigest() for state in (self._before, after)]
-        return {"states": states, "dropout": dropout, "loader": loader} if dropout or loader else None
+        first, last = (hashlib.blake2b(state, digest_size=8).hexdigest() for state in (self._before, after))
+        return Draws((first, last), dropout, loader) if dropout or loader else None
 
     def _state(self) -> bytes:
         try:

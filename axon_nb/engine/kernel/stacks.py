@@ -20,6 +20,7 @@ from axon_nb.engine.frames import code_by_thread, gc_paused, main_frame
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.user_frame import RUN_CODE, user_frame
+from axon_nb.records.stacks import StackFrame
 
 __all__ = ["cell_stack", "library_of", "user_threads"]
 
@@ -50,12 +51,12 @@ Point = tuple[Any, int]
 """(code object, line)"""
 
 
-def cell_stack(session: RankSession, interrupts: InterruptHandler) -> list[dict[str, str]]:
+def cell_stack(session: RankSession, interrupts: InterruptHandler) -> list[StackFrame]:
     """Locations and source lines, outermost first, with library frames folded; empty if no cell runs."""
     if session.cell is None:
         return []
     points = _thread_stack() or list(_await_chain(interrupts.task))
-    entries: list[dict[str, str]] = []
+    entries: list[StackFrame] = []
     folded: list[Point] = []
     for code, line in points:
         library = library_of(code.co_filename)
@@ -68,7 +69,7 @@ def cell_stack(session: RankSession, interrupts: InterruptHandler) -> list[dict[
     entries += _fold(folded)
     if len(entries) > _FIRST_FRAMES + _LAST_FRAMES:
         left_out = len(entries) - _FIRST_FRAMES - _LAST_FRAMES
-        entries[_FIRST_FRAMES:-_LAST_FRAMES] = [{"place": f"… {left_out:,} more user frames …"}]
+        entries[_FIRST_FRAMES:-_LAST_FRAMES] = [StackFrame(f"… {left_out:,} more user frames …")]
     return entries
 
 
@@ -100,22 +101,22 @@ def _await_chain(task: Any) -> Iterator[Point]:
         waiting = next((w for n in names if (w := getattr(waiting, n, None)) is not None), None)
 
 
-def _fold(points: list[Point]) -> list[dict[str, str]]:
+def _fold(points: list[Point]) -> list[StackFrame]:
     if not points:
         return []
     packages = ", ".join(dict.fromkeys(library_of(code.co_filename) for code, _ in points))
     first, last = points[0][0].co_name, points[-1][0].co_name
     if len(points) == 1:
-        return [{"place": f"… 1 frame of {packages}: {first}"}]
-    return [{"place": f"… {len(points):,} frames of {packages}: {first} … {last}"}]
+        return [StackFrame(f"… 1 frame of {packages}: {first}")]
+    return [StackFrame(f"… {len(points):,} frames of {packages}: {first} … {last}")]
 
 
-def _user_entry(session: RankSession, code: Any, line: int) -> dict[str, str]:
+def _user_entry(session: RankSession, code: Any, line: int) -> StackFrame:
     name_parts = getattr(session.kernel.shell.compile, "format_code_name", lambda name: None)(code.co_filename)
     file = " ".join(name_parts) if name_parts else code.co_filename
     function = "" if code.co_name in ("<module>", "<cell line: 1>") else f", in {code.co_name}"
     source = linecache.getline(code.co_filename, line).strip()
-    return {"place": f"{file[-_MAX_WIDTH:]}, line {line}{function[:_MAX_WIDTH]}", "code": source[:_MAX_WIDTH]}
+    return StackFrame(f"{file[-_MAX_WIDTH:]}, line {line}{function[:_MAX_WIDTH]}", source[:_MAX_WIDTH])
 
 
 _COMMUNICATES = os.path.join("", "torch", "distributed", "")

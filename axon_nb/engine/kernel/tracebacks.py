@@ -25,6 +25,7 @@ from axon_nb.engine.collective_names import is_public_call
 from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.engine.user_frame import RUN_CODE
 from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.protocol.cells import AbortLocation
 
 __all__ = [
     "bound_traceback",
@@ -35,7 +36,7 @@ __all__ = [
     "take_abort_location",
 ]
 
-_location: dict[str, Any] = {}
+_location: list[AbortLocation] = []
 
 
 def install_short_traceback(shell: Any) -> None:
@@ -43,7 +44,7 @@ def install_short_traceback(shell: Any) -> None:
 
     def show(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> Any:
         line, call = find_location(trace)
-        _location.update(line=line, call=call)
+        _location[:] = [AbortLocation(line, call)]
         text = [f"{kind.__name__} at line {line}: {error}"]
         shell._showtraceback(kind, error, text)
         return text
@@ -51,11 +52,9 @@ def install_short_traceback(shell: Any) -> None:
     shell.set_custom_exc((AbortedError, KeyboardInterrupt, asyncio.CancelledError), show)
 
 
-def take_abort_location() -> dict[str, Any]:
-    """Remove and return where the last cell was aborted: {"line": …, "call": …}; empty if it was not aborted."""
-    location = dict(_location)
-    _location.clear()
-    return location
+def take_abort_location() -> AbortLocation | None:
+    """Remove and return where the last cell was; None if it was not aborted."""
+    return _location.pop() if _location else None
 
 
 def find_location(trace: TracebackType | None) -> tuple[int | None, str]:

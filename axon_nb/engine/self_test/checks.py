@@ -22,6 +22,8 @@ from axon_nb.engine.groups.install import all_groups, init_default_group
 from axon_nb.engine.groups.native import swap_backend
 from axon_nb.engine.self_test.process import CheckProcess
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.recovery import GroupRecord
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = [
     "backend_swap",
@@ -70,11 +72,7 @@ def _join(process: CheckProcess, *, epoch: int = 0) -> _Store:
 
 @contextlib.contextmanager
 def _aborted_when_waiting() -> Iterator[None]:
-    """Abort this rank as soon as it waits in a group; the abort must end the wait.
-
-    Raises:
-        AssertionError: the body completed.
-    """
+    """Abort this rank as soon as it waits in a group; if the body completes, raise AssertionError."""
     finished = threading.Event()
 
     def abort() -> None:
@@ -116,7 +114,7 @@ def _wait_forever(process: CheckProcess) -> None:
 
 
 def _recover(*, replaced: bool = False) -> None:
-    if not_reset := recovery.recover(1, replaced=replaced)["not_reset"]:
+    if not_reset := recovery.recover(1, replaced=replaced).not_reset:
         raise AssertionError(not_reset[0])
 
 
@@ -144,7 +142,7 @@ def rebuild(process: CheckProcess) -> None:
 def repair(process: CheckProcess) -> None:
     """Let rank 1 die, and a replacement take its rank in the default group and in a subgroup."""
     if process.is_replacement:
-        groups = json.loads(process.wait_for("groups", 0))
+        groups = decode(tuple[GroupRecord, ...], json.loads(process.wait_for("groups", 0)))
         _join(process, epoch=1)
         recovery.join_groups(groups, epoch=1)
         recovery.sync_group_count()
@@ -156,7 +154,7 @@ def repair(process: CheckProcess) -> None:
             process.die()
         with _aborted_when_waiting():
             dist.all_reduce(torch.ones(8))
-        process.note("groups", json.dumps(recovery.list_groups()))
+        process.note("groups", json.dumps(encode(recovery.list_groups(), list[GroupRecord])))
         _recover(replaced=True)
     _expect_sum()
     for group in all_groups():

@@ -13,6 +13,7 @@ import torch
 from axon_nb.engine.live_objects import live_objects
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
+from axon_nb.records.protocol.recovery import LostShards
 
 __all__ = [
     "device_mesh_type",
@@ -118,21 +119,16 @@ def unreplicated_reason(tensors: Iterable[Any], in_wrappers: Mapping[int, str] |
     return next((reasons[key] for key in by_id if key in reasons), "")
 
 
-def only_on_ranks(ranks: Iterable[int]) -> list[dict[str, Any]]:
-    """List the variables of this rank with shards that only `ranks` hold.
-
-    Returns:
-        For each: `name`, `kind` (module, optimizer, tensor or stage), `parts` (number of such tensors, out of `of`; for
-        a stage its indices), and `bytes` of these shards.
-    """
+def only_on_ranks(ranks: Iterable[int]) -> list[LostShards]:
+    """List the variables of this rank with shards that only `ranks` hold."""
     chosen = frozenset(ranks)
     found, submodules = [], set[int]()
     for name, value in user_variables(current().kernel.shell).items():
-        fields = None
+        record = None
         with contextlib.suppress(Exception):  # an odd object of the user must not prevent a repair
-            fields = _lost_parts(value, chosen)
-        if fields is not None:
-            found.append((value, {"name": name, **fields}))
+            record = _lost_parts(name, value, chosen)
+        if record is not None:
+            found.append((value, record))
             if isinstance(value, torch.nn.Module):
                 submodules |= {id(module) for module in value.modules() if module is not value}
     seen = set[int]()
@@ -144,10 +140,10 @@ def only_on_ranks(ranks: Iterable[int]) -> list[dict[str, Any]]:
     return records
 
 
-def _lost_parts(value: Any, ranks: frozenset[int]) -> dict[str, Any] | None:
+def _lost_parts(name: str, value: Any, ranks: frozenset[int]) -> LostShards | None:
     if is_stage(value):
         indices = {index for index, rank in _stages(value) if rank in ranks}
-        return {"kind": "stage", "parts": sorted(indices), "of": value.num_stages, "bytes": 0} if indices else None
+        return LostShards(name, "stage", tuple(sorted(indices)), value.num_stages, 0) if indices else None
     if isinstance(value, torch.nn.Module):
         kind, tensors = "module", [*value.parameters(), *value.buffers()]
     elif isinstance(value, torch.optim.Optimizer):
@@ -158,7 +154,7 @@ def _lost_parts(value: Any, ranks: frozenset[int]) -> dict[str, Any] | None:
         return None
     sizes = [_lost_bytes(tensor, ranks) for tensor in tensors]
     lost = [size for size in sizes if size is not None]
-    return {"kind": kind, "parts": len(lost), "of": len(tensors), "bytes": sum(lost)} if lost else None
+    return LostShards(name, kind, len(lost), len(tensors), sum(lost)) if lost else None
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_sharded, is_stage, local_shard, unreplicated_reason
+from axon_nb.records.protocol.transfer import SyncRecord
 
 __all__ = ["broadcast", "describe"]
 
@@ -23,36 +24,29 @@ _KINDS = {"module": torch.nn.Module, "optimizer": Optimizer, "scheduler": LRSche
 _CHUNK_BYTES = 64 << 20
 
 
-def describe(names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+def describe(names: Sequence[str] = ()) -> dict[str, SyncRecord]:
     """Describe what could be copied to or from this rank, by name of the variable.
 
     Args:
         names: Which variables; empty: all modules, optimizers and schedulers.
-
-    Returns:
-        For each variable that exists: `kind`, `digest` (of its tensors' shapes; equal if a copy fits), `bytes`,
-        `obstacle` (why it cannot be copied, to follow its name; empty if it can) and `contained_in` (a variable that
-        holds the same tensors, so that this one is copied with it; empty if there is none).
     """
     found = {name: value for name, value in _variables() if not names or name in names}
     parts = {name: {id(tensor) for tensor in _tensors(value)} for name, value in found.items() if _kind(value)}
-    records: dict[str, dict[str, Any]] = {}
+    records: dict[str, SyncRecord] = {}
     for name, value in found.items():
         kind = _kind(value)
         if not kind:
             if name in names:
-                records[name] = _record("", obstacle="is not a module, optimizer or scheduler")
+                records[name] = SyncRecord("", obstacle="is not a module, optimizer or scheduler")
             continue
         earlier = (
-            other
-            for other, record in records.items()
-            if record["kind"] == kind == "module" and not record["contained_in"]
+            other for other, record in records.items() if record.kind == kind == "module" and not record.contained_in
         )
         contained_in = next((other for other in earlier if parts[name] <= parts[other]), "") if parts[name] else ""
-        records[name] = _record(
+        records[name] = SyncRecord(
             kind,
             digest=_digest(value),
-            size=sum(tensor.nbytes for tensor in map(local_shard, _tensors(value))) if not _lazy(value) else 0,
+            bytes=sum(tensor.nbytes for tensor in map(local_shard, _tensors(value))) if not _lazy(value) else 0,
             obstacle=_copy_obstacle(value),
             contained_in=contained_in,
         )
@@ -69,10 +63,6 @@ def broadcast(source: int, names: Sequence[str]) -> None:
                 _broadcast(local_shard(tensor), source)
         else:
             _share_state(value, source)
-
-
-def _record(kind: str, *, obstacle: str, digest: str = "", size: int = 0, contained_in: str = "") -> dict[str, Any]:
-    return {"kind": kind, "digest": digest, "bytes": size, "obstacle": obstacle, "contained_in": contained_in}
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
@@ -135,7 +125,7 @@ def _transfer_device(tensor: torch.Tensor) -> torch.device:
 
 
 def _share_state(value: Any, source: int) -> None:
-    is_source, steps = current().config.rank == source, current().extras["steps"]
+    is_source, steps = current().config.rank == source, current().steps
     counts_steps = isinstance(value, Optimizer)
     size, payload = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
     if is_source:

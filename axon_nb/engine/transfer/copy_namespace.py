@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from axon_nb.engine.groups import install
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, copy_failure_reason
+from axon_nb.records.protocol.transfer import ImportContext, PackedNamespace
 
 __all__ = ["group_variables", "pack", "receive", "send"]
 
@@ -46,15 +47,11 @@ def group_variables() -> dict[str, str]:
     return {name: groups[id(value)] for name, value in variables.items() if id(value) in groups}
 
 
-def pack(names: Sequence[str] = ()) -> dict[str, Any]:
+def pack(names: Sequence[str] = ()) -> PackedNamespace:
     """Pickle variables, and keep the payload for `send`.
 
     Args:
         names: Which; empty: all that can be copied.
-
-    Returns:
-        `copied` (names), `skipped` (name: why it cannot be copied), `size` (bytes) and `digest` (SHA-256) of the
-        payload, and `import_context`, an argument of `receive`.
     """
     variables = user_variables(current().kernel.shell)
     chosen = {name: variables[name] for name in names if name in variables} if names else variables
@@ -68,25 +65,26 @@ def pack(names: Sequence[str] = ()) -> dict[str, Any]:
         else:
             copied[name] = value
     payload = _dump({"variables": copied, "gradients": _gradients(copied.values()), "random": _random_state()})
-    current().extras["namespace_payload"] = payload
-    return {
-        "copied": list(copied),
-        "skipped": skipped,
-        "size": len(payload),
-        "digest": hashlib.sha256(payload).hexdigest(),
-        "import_context": _import_context(copied),
-    }
+    current().namespace_payload = payload
+    return PackedNamespace(
+        copied=tuple(copied),
+        skipped=skipped,
+        size=len(payload),
+        digest=hashlib.sha256(payload).hexdigest(),
+        import_context=_import_context(copied),
+    )
 
 
 def send(ranks: Sequence[int]) -> None:
     """Send the payload to each of `ranks`, which must be in `receive`."""
-    payload = torch.frombuffer(current().extras.pop("namespace_payload"), dtype=torch.uint8)
+    session = current()
+    payload, session.namespace_payload = torch.frombuffer(session.namespace_payload, dtype=torch.uint8), bytearray()
     for rank in ranks:
         for chunk in payload.split(_CHUNK_BYTES):
             dist.send(chunk.to(_transfer_device()), rank)
 
 
-def receive(source: int, size: int, digest: str, import_context: dict[str, Any], groups: dict[str, str]) -> None:
+def receive(source: int, size: int, digest: str, import_context: ImportContext, groups: Mapping[str, str]) -> None:
     """Receive the payload from `source` and put its variables into the namespace.
 
     Args:
@@ -143,17 +141,17 @@ def _gradients(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]
     return [(parameter, parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
 
 
-def _import_context(variables: dict[str, Any]) -> dict[str, Any]:
+def _import_context(variables: dict[str, Any]) -> ImportContext:
     packages = {value.__name__.partition(".")[0] for value in variables.values() if isinstance(value, types.ModuleType)}
     modules = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
-    return {"path": list(sys.path), "folder": os.getcwd(), "modules": modules}
+    return ImportContext(tuple(sys.path), os.getcwd(), tuple(modules))
 
 
-def _apply_import_context(import_context: dict[str, Any]) -> None:
-    sys.path[:] = import_context["path"]
+def _apply_import_context(import_context: ImportContext) -> None:
+    sys.path[:] = import_context.path
     with contextlib.suppress(OSError):
-        os.chdir(import_context["folder"])
-    for name in import_context["modules"]:
+        os.chdir(import_context.folder)
+    for name in import_context.modules:
         if name not in sys.modules:
             with contextlib.suppress(Exception):  # a variable that needs it fails with the reason when it is loaded
                 importlib.import_module(name)

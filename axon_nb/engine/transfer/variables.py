@@ -174,7 +174,7 @@ def send_value(
     """
     session = current()
     own = session.config.rank
-    session.extras.pop("pending_value", None)
+    session.pending_value = b""
     value = eval(expression, session.kernel.shell.user_ns)
     parts: list[Any] = []
     holders = sharded_over(value) if not shards else set()
@@ -193,7 +193,7 @@ def send_value(
     parts = pack(to_numpy(value) if arrays else value)
     address = addresses[own]
     if address is None:
-        session.extras["pending_value"] = join_parts(parts)
+        session.pending_value = join_parts(parts)
         return
     size, free = block_size(parts), free_memory()
     if free is not None and size > free:
@@ -203,7 +203,9 @@ def send_value(
 
 def take_pending_value() -> bytes:
     """Return the bytes that `send_value` has kept, once; empty if another rank sent the value."""
-    return bytes(current().extras.pop("pending_value", b""))
+    session = current()
+    value, session.pending_value = bytes(session.pending_value), b""
+    return value
 
 
 def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, str]:
@@ -216,7 +218,7 @@ def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, 
     Returns:
         The bytes of its parts; None: they are in the block; empty: it does not pickle, and there is only the text.
     """
-    value = to_cpu(current().extras["runner"].take_value(token))
+    value = to_cpu(current().runner.take_value(token))
     try:
         parts = pack(value)
     except Exception:

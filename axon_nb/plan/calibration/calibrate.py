@@ -23,6 +23,8 @@ from axon_nb.plan.calibration.wrappers import measure_wrappers
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.tracing.subject import ModelSource, resolve_optimizer
 from axon_nb.plan.tracing.trace import trace_model
+from axon_nb.records.protocol.contents import Calibrate
+from axon_nb.records.protocol.messages import Expression, cell_source
 
 __all__ = ["calibrate", "calibrate_on_rank"]
 
@@ -122,9 +124,8 @@ def _run_on(cluster: Any, mesh: Any, options: dict[str, Any]) -> Calibration:
     if not hasattr(cluster, "run"):
         raise UsageError(f"cluster must be a Cluster, such as axon_nb.current_cluster(); got {cluster!r}.")
     sent = base64.b85encode(cloudpickle.dumps(options)).decode()
-    module = "__import__('axon_nb.plan.calibration.calibrate', fromlist=['calibrate_on_rank'])"
-    code = f"{module}.calibrate_on_rank({mesh}, sent={sent!r})"
-    answer = cluster.run(code, quiet=True)
+    call = Calibrate(mesh=None if mesh is None else Expression(mesh), sent=sent)
+    answer = cluster.run(cell_source(call), quiet=True)
     found: Calibration = answer.values[min(answer.values)]
     return found
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from axon_nb.records.telemetry import Activity, RankState
+from axon_nb.records.telemetry import RankState
 from axon_nb.records.training.progress import Bar
 
-__all__ = ["JobReport", "MetricRow", "RateMeter", "Throughput", "read_job"]
+__all__ = ["JobReport", "MetricRow", "RateMeter", "Throughput"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +51,6 @@ class JobReport:
     communication: float | None
     """Fraction of the time since the last request with communication in progress, 0 to 1; None if unknown."""
     bars: tuple[Bar, ...]
-
-
-def read_job(answer: Mapping[str, Any]) -> JobReport:
-    """Read the report from a rank's reply to ``axon_job``; ignore its other fields."""
-    state = answer["state"]
-    return JobReport(
-        rank=state["rank"],
-        pid=answer["pid"],
-        state=RankState(**{**state, "activity": Activity(state["activity"])}),
-        rows=tuple(
-            MetricRow(step, (cell, count), bool(first), {name: float(value) for name, value in values.items()})
-            for step, cell, count, first, values in answer["rows"]
-        ),
-        position=answer["position"],
-        lost=answer["lost"],
-        is_last=answer["is_last"],
-        steps=answer["steps"],
-        steps_per_s=answer["steps_per_s"],
-        items_per_s=answer["items_per_s"],
-        span_position=answer["span_position"],
-        communication=answer["communication"],
-        bars=tuple(Bar(**bar) for bar in answer["bars"]),
-    )
 
 
 _WINDOW_NS = 10_000_000_000

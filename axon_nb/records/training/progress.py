@@ -50,8 +50,8 @@ class Progress(Generic[Item]):
     def __init__(self, iterable: Iterable[Item], *, total: int | None, desc: str, unit: str) -> None:
         self._iterable = iterable
         self.total = len(iterable) if total is None and isinstance(iterable, Sized) else total
-        self.desc = desc
-        self.unit = unit
+        self.desc = str(desc)
+        self.unit = str(unit)
         self.done = 0
         self.depth = 0
         self.cell = 0

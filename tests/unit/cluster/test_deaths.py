@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from axon_nb.cluster.failures.deaths import crash_location, describe_death, last_line
+from axon_nb.records.protocol.agent import Exit
 
 CRASH = """Fatal Python error: {what}
 
@@ -56,7 +57,7 @@ def crash(frames: str, *, what: str = "Aborted", head: str = "Current thread", n
     ],
 )
 def test_a_death_reads(event: dict[str, Any], text: str) -> None:
-    assert describe_death(event) == text
+    assert describe_death(Exit(rank=0, pid=1, time_ns=0, **event)) == text
 
 
 @pytest.mark.parametrize(

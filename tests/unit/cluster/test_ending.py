@@ -8,36 +8,46 @@ from typing import Any
 
 from axon_nb.cluster.cells.abort import AbortController
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
+from axon_nb.cluster.rpc.answers import Answer
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest
+from axon_nb.records.protocol.inspection import WaitsReply
+from axon_nb.records.protocol.messages import REPLY, Request
+from axon_nb.records.protocol.wire import encode
+from axon_nb.records.waits import PendingCall, RankWaits
 
-WAITS = {
-    "number": 7, "name": "barrier", "group": "0", "ranks": [0, 1, 2], "sequence": 1, "peer": -1, "bytes": 0,
-    "seconds": 2.0,
-}  # fmt: skip
+BARRIER = PendingCall(number=7, name="barrier", group="0", ranks=(0, 1, 2), sequence=1, peer=-1, bytes=0, seconds=2.0)
 
 
 class Ranks:
     """What ranks answer on the control channel; `late` ones have not answered yet."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, dict[str, Any]] = {}
+        self.answers: dict[int, WaitsReply] = {}
         self.late: list[Future[Any]] = []
         self.silent: set[int] = set()
 
-    def request(self, rank: int, msg_type: str, **_: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        if msg_type == "axon_abort" or rank in self.silent:
-            self.late.append(answer)
+    def request(self, rank: int, request: Request[Any]) -> Answer[Any]:
+        future: Future[Any] = Future()
+        if isinstance(request, AbortRequest) or rank in self.silent:
+            self.late.append(future)
         else:
-            answer.set_result({"content": self.answers[rank]})
-        return answer
+            future.set_result(message(self.answers[rank]))
+        return Answer(type(request), future)
 
 
-def waits(rank: int) -> dict[str, Any]:
-    return {"rank": rank, "running": True, "line": 2, "call": "barrier", "pending": [WAITS], "counts": {"0": 1}}
+def message(reply: Any) -> dict[str, Any]:
+    return {"header": {"msg_type": REPLY}, "content": encode(reply)}
 
 
-def runs_nothing(rank: int) -> dict[str, Any]:
-    return {"rank": rank, "running": False, "line": None, "call": "", "pending": [], "counts": {"0": 0}}
+NOTICED = message(AbortReply(interrupted=True, pending=0, line=None))
+
+
+def waits(rank: int) -> WaitsReply:
+    return WaitsReply(RankWaits(rank, True, 2, "barrier", (BARRIER,), {"0": 1}), 1)
+
+
+def runs_nothing(rank: int) -> WaitsReply:
+    return WaitsReply(RankWaits(rank, False, None, "", (), {"0": 0}), 0)
 
 
 def test_a_rank_that_has_not_begun_the_cell_is_not_taken_for_one_that_has_ended_it() -> None:
@@ -66,9 +76,9 @@ def test_what_ranks_have_not_carried_out_yet_is_waited_for() -> None:
     controller, now = AbortController(ranks, [0, 1]), 100.0
     controller.step(now, [0, 1], failed_at=None, died=False, interrupted=False, timed_out=True)
     assert len(ranks.late) == 2
-    ranks.late[0].set_result({"content": {}})
+    ranks.late[0].set_result(NOTICED)
     assert not controller.acknowledged(now + 5.0, set())
     assert not controller.acknowledged(now + 1.0, {1})
     assert controller.acknowledged(now + 5.0, {1}), "one that has died answers no more"
-    ranks.late[1].set_result({"content": {}})
+    ranks.late[1].set_result(NOTICED)
     assert controller.acknowledged(now + 0.1, set())

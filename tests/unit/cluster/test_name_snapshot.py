@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.cluster.inspection.completion import NameSnapshot
+from axon_nb.records.protocol.completion import KnownName
 
 
 @pytest.fixture
@@ -12,9 +13,9 @@ def snapshot() -> NameSnapshot:
     known = NameSnapshot()
     known.update(
         {
-            "model": {"type": "Net", "own": ["head", "_hidden"], "keys": []},
-            "table": {"type": "dict", "own": [], "keys": ["'alpha'", '"it\'s"', "7"]},
-            "modes": {"type": "", "own": [], "keys": []},
+            "model": KnownName("Net", own=("head", "_hidden")),
+            "table": KnownName("dict", keys=("'alpha'", '"it\'s"', "7")),
+            "modes": KnownName(),
         },
         {"Net": ["forward", "half"], "dict": ["items"]},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from axon_nb.cluster.cells.consistent_cut import cut_sequence_number, progressin
 from axon_nb.cluster.recovery.recovery import describe_diverged_steps
 from axon_nb.cluster.transfer.broadcast import plan_sync
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.recovery import OptimizerReport
+from axon_nb.records.protocol.transfer import SyncRecord
 
 
-def optimizer(steps: int, **other: Any) -> dict[str, Any]:
+def optimizer(steps: int, **other: Any) -> OptimizerReport:
     told = {"number": 0, "name": "adam", "before": 5, "shapes": "s", "not_replicated": "", "communicated": True}
-    return {**told, "steps": steps, **other}
+    return OptimizerReport(**{**told, "steps": steps, **other})
 
 
 def test_ranks_a_step_apart_are_told_with_the_way_back() -> None:
@@ -58,7 +61,7 @@ def test_a_first_step_is_compared_with_the_variable_of_that_name() -> None:
     first, none = optimizer(1, before=0), optimizer(0, before=0, number=-1)
     (line,) = describe_diverged_steps({0: [none, optimizer(0, before=0, number=-1, name="other")], 1: [first]})
     assert line.startswith("Rank 1 is at step 1 of `adam`, rank 0 at 0")
-    assert describe_diverged_steps({0: [{**none, "name": "other"}], 1: [first]}) == []
+    assert describe_diverged_steps({0: [dataclasses.replace(none, name="other")], 1: [first]}) == []
     assert describe_diverged_steps({0: [none], 1: [none]}) == []
 
 
@@ -95,8 +98,8 @@ def test_the_cut_may_be_in_a_group_that_was_made_meanwhile() -> None:
     assert cut_sequence_number("0", {0: first, 1: first}, {0: fast, 1: fast}, seconds=0.1) == 103 + 40
 
 
-def has(kind: str = "module", **other: Any) -> dict[str, Any]:
-    return {"kind": kind, "digest": "d", "bytes": 8, "obstacle": "", "contained_in": "", **other}
+def has(kind: str = "module", **other: Any) -> SyncRecord:
+    return SyncRecord(kind, **{"digest": "d", "bytes": 8, **other})
 
 
 def test_sync_copies_what_all_ranks_have_whole() -> None:

@@ -17,6 +17,7 @@ from axon_nb.engine.inspection.model_facts import model_key
 from axon_nb.engine.session import JoinConfig, RankSession
 from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.records.memory import WhatIfState
+from axon_nb.records.protocol.contents import PlanReply
 
 LIMIT_S = 150.0
 
@@ -60,7 +61,7 @@ def asked_of(model: GPT, session: RankSession, asked: list[Any]) -> Any:
     """A rank with this model, and its optimizer; what it is asked is kept."""
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def ask(setup: Mapping[str, Any] | None, known: str) -> Mapping[str, Any]:
+    def ask(setup: Mapping[str, Any] | None, known: str) -> PlanReply:
         asked.append((setup, known))
         return planner_inputs(model, [optimizer], session, what_if=setup, known_key=known)
 
@@ -130,7 +131,7 @@ def test_the_newest_question_wins(session: RankSession, model: GPT) -> None:
 
 
 def test_a_rank_that_fails_is_a_sentence_too() -> None:
-    def ask(setup: Mapping[str, Any] | None, known: str) -> Mapping[str, Any]:
+    def ask(setup: Mapping[str, Any] | None, known: str) -> PlanReply:
         raise ValueError("first line\nsecond line")
 
     shown = Shown()

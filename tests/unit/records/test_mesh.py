@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from axon_nb.records.placement import MeshInfo, MeshSlice, read_mesh
+from axon_nb.records.placement import MeshInfo, MeshSlice
+from axon_nb.records.protocol.wire import decode
 
 
 def test_three_axes_are_slices_of_two() -> None:
-    mesh = read_mesh({"name": "mesh", "axes": ["pp", "dp", "tp"], "shape": [2, 2, 3], "ranks": list(range(12))})
+    mesh = decode(MeshInfo, {"name": "mesh", "axes": ["pp", "dp", "tp"], "shape": [2, 2, 3], "ranks": list(range(12))})
     assert str(mesh) == "mesh: pp 2 × dp 2 × tp 3"
     assert mesh.slices() == [
         MeshSlice("pp 0", ((0, 1, 2), (3, 4, 5))),

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from axon_nb.records.training.job import read_job
+from axon_nb.records.protocol.wire import decode
+from axon_nb.records.training.job import JobReport
 from axon_nb.records.training.progress import Bar
 from axon_nb.widgets import view as live_view
 from axon_nb.widgets.watch.page import watch_bundle
@@ -173,14 +174,15 @@ def test_nothing_has_a_page_too() -> None:
 
 def test_a_report_is_read_from_json() -> None:
     answer = {
+        "rank": 1,
         "state": {"rank": 1, "activity": "running", "time_ns": 5},
-        "rows": [[3, 7, 0, True, {"loss": "nan", "lr": 0.5}]],
+        "rows": [{"step": 3, "run": [7, 0], "is_first": True, "values": {"loss": "nan", "lr": 0.5}}],
         "bars": [{"desc": "x", "depth": 0, "done": 1, "total": None, "seconds": 0.5, "is_over": False, "unit": "it"}],
         **dict.fromkeys(("pid", "position", "lost", "steps", "span_position"), 1),
         **dict.fromkeys(("steps_per_s", "items_per_s", "communication")),
         "is_last": True,
     }
-    found = read_job(json.loads(json.dumps(answer)))
+    found = decode(JobReport, json.loads(json.dumps(answer)))
     assert found.rows[0].run == (7, 0)
     assert math.isnan(found.rows[0].values["loss"])
     assert found.bars[0].desc == "x"

@@ -1,0 +1,241 @@
+"""Commands to the host agent and its events: one JSON object per line, with the fields of a record beside its name.
+
+`hello`, `get_info` and `stop` keep their names and fields in all versions: `axon-nb list` and `axon-nb stop` use them
+on clusters that another version started.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.records.protocol.wire import decode, encode
+
+__all__ = [
+    "AgentEvent",
+    "AgentState",
+    "Closed",
+    "Command",
+    "ControllerExit",
+    "Exit",
+    "Fork",
+    "Forked",
+    "GetInfo",
+    "Hello",
+    "ServeStore",
+    "SetInfo",
+    "Signal",
+    "Signalled",
+    "Stop",
+    "StorePort",
+    "command_kind",
+    "command_name",
+    "decode_event",
+    "decode_outcome",
+    "encode_event",
+]
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Command(Generic[R_co]):
+    """A command of a notebook to the host agent."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A rank exited."""
+
+    rank: int
+    pid: int
+    code: int
+    """Exit code, or minus the signal number."""
+    time_ns: int
+    """When the agent noticed, on the host's monotonic clock."""
+    out_of_memory: bool | None = None
+    """Whether Linux killed a process for lack of memory; None if unknown."""
+    last_output: str = ""
+    """What it wrote just before; may be empty."""
+    crash: str = ""
+    """Python's report of a crash; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerExit:
+    """The ipyparallel controller exited."""
+
+    pid: int
+    code: int
+    """Exit code, or minus the signal number."""
+    time_ns: int
+    """When the agent noticed, on the host's monotonic clock."""
+    out_of_memory: bool | None = None
+    last_output: str = ""
+    """The last line of its log; may be empty."""
+    crash: str = ""
+    """Always empty: only ranks report crashes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The connection is closed, which the client itself reports: the agent is gone."""
+
+
+AgentEvent = Exit | ControllerExit | Closed
+
+_EVENTS: dict[str, type[AgentEvent]] = {"exit": Exit, "controller_exit": ControllerExit, "closed": Closed}
+_NAMES = {kind: name for name, kind in _EVENTS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class AgentState:
+    """An agent and its processes."""
+
+    pid: int
+    ready: bool
+    """Whether it can fork ranks."""
+    idle: bool
+    """Whether it has finished its imports."""
+    ranks: Mapping[int, int]
+    """Pid of each live rank."""
+    controller: int | None
+    """Pid of the ipyparallel controller."""
+    deaths: Mapping[int, Exit]
+    """By rank, for dead ranks that were not replaced."""
+    left_ns: int
+    """When the last notebook disconnected, on the host's monotonic clock; 0 if none has."""
+    attached: bool
+    """Whether a notebook is connected."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """What notebooks have stored; the fields of `ClusterFacts` once ranks have joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Command[AgentState]):
+    """The first command of a connection."""
+
+    owner: str
+    """Id of the notebook, which keeps the cluster alive while it is connected; empty for an observer."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetInfo(Command[AgentState]):
+    """Request the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetInfo(Command[None]):
+    """Change what the agent stores about the cluster."""
+
+    info: Mapping[str, Any]
+    """Fields of `ClusterFacts`; the others are unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A new rank."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork(Command[Forked]):
+    """Fork a rank; the agent replies once it has."""
+
+    rank: int
+    env: Mapping[str, str]
+    """The complete environment."""
+    cwd: str
+    path: tuple[str, ...]
+    """`sys.path`."""
+    umask: int
+    log: str
+    """Path of its log."""
+    argv: tuple[str, ...]
+    """The engine's arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """Whether a signal was sent; False if there is no such rank."""
+
+    sent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Signal(Command[Signalled]):
+    """Send a signal to a rank."""
+
+    rank: int
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorePort:
+    """Where the store listens."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServeStore(Command[StorePort]):
+    """Serve the rendezvous store over TCP, too."""
+
+    ip: str
+    """The only address to listen on."""
+    key: str
+    """The key that clients must know, in hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop(Command[None]):
+    """Stop ranks, controller and agent."""
+
+
+def command_name(kind: type[Command[Any]]) -> str:
+    """The name of a command: ``get_info`` for `GetInfo`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+_COMMANDS: dict[str, type[Command[Any]]] = {
+    command_name(kind): kind for kind in (Hello, GetInfo, SetInfo, Fork, Signal, ServeStore, Stop)
+}
+
+
+def command_kind(name: object) -> type[Command[Any]] | None:
+    """The command of that name; None if there is none."""
+    return _COMMANDS.get(name) if isinstance(name, str) else None
+
+
+def decode_outcome(kind: type[Command[R_co]], fields: Mapping[str, Any]) -> R_co:
+    """Decode the agent's reply to a command of `kind`.
+
+    Raises:
+        ProtocolError: it is not what the command declares.
+    """
+    declared = typing.get_args(kind.__orig_bases__[0])[0]  # type: ignore[attr-defined]
+    return decode(declared, None if declared is type(None) else fields)  # type: ignore[no-any-return]
+
+
+def encode_event(event: AgentEvent) -> dict[str, Any]:
+    """Encode an event as the agent sends it."""
+    return {"event": _NAMES[type(event)], **encode(event)}
+
+
+def decode_event(message: Mapping[str, Any]) -> AgentEvent:
+    """Decode what `encode_event` made.
+
+    Raises:
+        ProtocolError: there is no such event, or a field of it does not fit.
+    """
+    fields = dict(message)
+    if (kind := _EVENTS.get(name := fields.pop("event"))) is None:
+        raise ProtocolError(f"The host agent sent an unknown event {name!r}.")
+    event: AgentEvent = decode(kind, fields)
+    return event

@@ -1,0 +1,257 @@
+"""Cells: the metadata of one, the reply at its end, and requests that abort a running one or fetch its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from axon_nb.records.protocol.messages import RankCall, Request
+from axon_nb.records.protocol.wire import Packed
+
+__all__ = [
+    "KEY",
+    "AbortLocation",
+    "AbortReply",
+    "AbortRequest",
+    "CellEnd",
+    "CellFacts",
+    "CellReport",
+    "CellsReply",
+    "CellsRequest",
+    "DebuggerCommand",
+    "DebuggerStart",
+    "Draws",
+    "FailureReply",
+    "FailureRequest",
+    "Measurement",
+    "Omitted",
+    "Profile",
+    "StopRequest",
+    "execute_content",
+]
+
+KEY = "axon_nb"
+"""Key of `CellFacts` in the metadata of an execute request, and of `CellEnd` in its reply."""
+
+
+def execute_content(code: str, *, silent: bool = False) -> dict[str, Any]:
+    """The content of Jupyter's request that runs `code`; a silent one is not a cell."""
+    return {
+        "code": code,
+        "silent": silent,
+        "store_history": False,
+        "user_expressions": {},
+        "allow_stdin": False,
+        "stop_on_error": False,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What to measure of a cell: `--time`, `--repeat`, `--profile`."""
+
+    is_timed: bool = False
+    """Whether the end of the cell waits for the device, so that its time counts."""
+    repeat: int = 0
+    """How many timed runs; 0: the cell runs once."""
+    profiled: tuple[int, ...] = ()
+    """The ranks to profile."""
+    folder: str = ""
+    """The folder for traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellFacts:
+    """The notebook's metadata about a cell. The defaults apply to code that another client of ipyparallel sends."""
+
+    run: str = ""
+    """Id of the run, the same on all its ranks; empty for a cell of another client."""
+    cell: int | None = None
+    """Number that tracebacks use, the notebook's `In [n]`."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that run it."""
+    token: str | None = None
+    """Key under which the rank keeps the value of the last expression; None: it does not keep it."""
+    timeout: float | None = None
+    """Timeout in seconds, enforced by the notebook."""
+    show_value: bool = False
+    quiet: bool = False
+    exclusive: bool = False
+    """Whether no other cell can communicate meanwhile, so that calls with ranks outside are refused at once."""
+    subgroup: bool = False
+    """Whether the code uses `subgroup`."""
+    keep_failure: bool = False
+    """Whether to keep a failure for the debugger."""
+    is_debugger: bool = False
+    """Whether this is a command of the debugger, which needs the saved failure."""
+    output_limit: int | None = None
+    """Bytes of text that the cell may print; excess lines are dropped and counted. None: the rank's own limit."""
+    measurement: Measurement = field(default_factory=Measurement)
+
+
+@dataclass(frozen=True, slots=True)
+class AbortLocation:
+    """Where a cell was when it was aborted or interrupted."""
+
+    line: int | None
+    call: str
+    """The torch.distributed function that it had called; empty if none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Random numbers that a cell drew and that replicas of a model should not share."""
+
+    states: tuple[str, str]
+    """Digests of the generators' states before and after."""
+    dropout: str
+    """Name of a model that trains with dropout; may be empty."""
+    loader: str
+    """Name of a DataLoader that shuffles with the global generator; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A profile of one rank."""
+
+    rows: tuple[Mapping[str, Any], ...]
+    """The operations that took longest, one row of a table each."""
+    trace: str
+    """Path of the trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellEnd:
+    """What a rank reports at the end of a cell, besides Jupyter's own reply."""
+
+    seconds: float = 0.0
+    calls: int = 0
+    """Number of communication calls that it started."""
+    aborted_at: AbortLocation | None = None
+    """None if the cell was not aborted."""
+    has_value: bool = False
+    """Whether the last expression has a value to fetch."""
+    draws: Draws | None = None
+    cpu_seconds: float | None = None
+    """CPU time of all threads; None if the cell failed."""
+    repetitions: tuple[float, ...] | None = None
+    """Seconds of each run, with `--repeat`."""
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AbortReply:
+    """What an abort found."""
+
+    interrupted: bool
+    """Whether a cell was interrupted."""
+    pending: int
+    """Earlier interrupts that the main thread has not handled yet: it is in C code."""
+    line: int | None
+    """Line of the cell, if there are pending interrupts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest(Request[AbortReply]):
+    """Abort the cell, and every wait in a group, until the groups are rebuilt."""
+
+    run: str | None = None
+    """The cell's run: a rank that has not started it rejects it. None: any cell."""
+    again: bool = False
+    """Whether the groups were closed by an earlier abort: only wake waiting threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest(Request[None]):
+    """Stop before a certain collective, the same on all ranks: a consistent cut."""
+
+    group: str
+    """Name of the group; empty: count the collectives of all groups."""
+    at: int
+    """Number of the last collective that may start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Omitted:
+    """Output that a rank has discarded."""
+
+    lines: int
+    size: int
+    """Characters."""
+    displays: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellReport:
+    """One cell, as saved by a rank."""
+
+    run: str
+    facts: CellFacts | None
+    """Its metadata; None if the notebook already has it."""
+    elapsed_ns: int
+    """How long it has been running, or ran."""
+    messages: Packed
+    """Rows of message type and content, in order."""
+    last: int
+    """Number of the last message; the first is 1."""
+    omitted: Omitted
+    """Output omitted before them."""
+    outcome: Mapping[str, Any] | None
+    """Jupyter's reply, with `CellEnd`; None while it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellsReply:
+    """The cells that a rank has saved, and whether its groups are usable."""
+
+    cells: tuple[CellReport, ...]
+    """Oldest first."""
+    running: bool
+    """Whether a cell runs."""
+    epoch: int
+    """Number of the last rebuild of the groups."""
+    aborted: bool
+    """Whether an abort is in effect."""
+    rebuilding: bool
+    """Whether a rebuild is in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellsRequest(Request[CellsReply]):
+    """Fetch output and outcome of a rank's last cells; a notebook that reattached sends this ten times per second."""
+
+    run: str | None = None
+    """Which cell; None: all that had not finished before `after_ns`."""
+    since: int = 0
+    """Number of the last message that the notebook has."""
+    after_ns: int = 0
+    """Monotonic time of the rank's host in nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReply:
+    """The failure that a rank has saved for the debugger."""
+
+    failure: str
+    """The error in one line; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRequest(Request[FailureReply]):
+    """Ask whether there is a failure to debug."""
+
+
+@dataclass(frozen=True, slots=True)
+class DebuggerStart(RankCall[str]):
+    """Open the debugger on the saved failure; returns its location."""
+
+    target = "axon_nb.engine.kernel.post_mortem:start"
+
+
+@dataclass(frozen=True, slots=True)
+class DebuggerCommand(RankCall[tuple[str, bool]]):
+    """Run one command of the debugger; returns its output, and whether the session is over."""
+
+    target = "axon_nb.engine.kernel.post_mortem:command"
+    line: str

@@ -1,0 +1,194 @@
+"""What a rank is doing: its state, its stack, what it waits for, its job, its spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from axon_nb.records.placement import MeshInfo
+from axon_nb.records.protocol.messages import Event, RankCall, Request
+from axon_nb.records.protocol.wire import Packed
+from axon_nb.records.stacks import StackFrame
+from axon_nb.records.telemetry import RankState
+from axon_nb.records.training.job import JobReport
+from axon_nb.records.waits import RankWaits
+
+__all__ = [
+    "DescribeVariables",
+    "GetVariableParts",
+    "JobReply",
+    "JobRequest",
+    "MeshReply",
+    "MeshRequest",
+    "SpansReply",
+    "SpansRequest",
+    "StacksReply",
+    "StacksRequest",
+    "StatusRequest",
+    "TelemetryEvent",
+    "VariableFacts",
+    "VariableParts",
+    "WaitsReply",
+    "WaitsRequest",
+    "WatchRequest",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest(Request[RankState]):
+    """Sample what the main thread does."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchRequest(Request[None]):
+    """Send samples for some time; a new request replaces the last one."""
+
+    hz: float
+    """Samples per second."""
+    seconds: float
+    """For how long; 0 stops it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryEvent(Event):
+    """The samples of one tick."""
+
+    rank: int
+    states: tuple[RankState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitsReply:
+    """What a rank waits for."""
+
+    waits: RankWaits
+    collectives: int
+    """Collectives that the cell started, over all groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitsRequest(Request[WaitsReply]):
+    """Request the communication calls in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class StacksReply:
+    """The location of a rank."""
+
+    state: RankState
+    frames: tuple[StackFrame, ...]
+    """Outermost first; empty if no cell runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StacksRequest(Request[StacksReply]):
+    """Request the Python stack of the cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpansReply:
+    """The spans since the last request."""
+
+    spans: Packed
+    """Rows of `Span`."""
+    next: int
+    """Number of the next span."""
+    lost: int
+    """Spans that were overwritten before they were read."""
+    groups: Mapping[str, tuple[int, ...]]
+    """Global ranks of their groups, by name."""
+    now_ns: int
+    """The rank's clock, nanoseconds."""
+    process: int
+    """The rank's pid: a new process restarts the numbering."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpansRequest(Request[SpansReply]):
+    """Fetch spans."""
+
+    since: int
+    """Number of the first span wanted; 0: the oldest available."""
+    watch: float
+    """For how many more seconds to record forwards, backwards and optimizer steps; 0: unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobReply:
+    """A rank's running job."""
+
+    report: JobReport
+    waits: RankWaits
+    spent_s: float = 0.0
+    """CPU seconds that the reply cost the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest(Request[JobReply]):
+    """Request a report on the job, from where the last one ended."""
+
+    pid: int = 0
+    """The process that the positions refer to; another process starts reading at the beginning."""
+    position: int = 0
+    """Where to continue reading metrics."""
+    span_position: int = 0
+    """Where to continue reading spans."""
+    since_ns: int = 0
+    """Time of this watcher's last request, on the rank's clock; 0: this is the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshReply:
+    """The device mesh among a rank's variables."""
+
+    mesh: MeshInfo | None
+    """None if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRequest(Request[MeshReply]):
+    """Request the device mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class VariableFacts:
+    """One variable of a rank, for a table."""
+
+    name: str
+    type: str
+    shape: str = ""
+    dtype: str = ""
+    device: str = ""
+    where: str = ""
+    """Placements on the mesh."""
+    bytes: int = 0
+    """On this rank."""
+    digest: str = ""
+    """Equal if the values are; empty if it is sharded or cannot be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeVariables(RankCall[list[VariableFacts]]):
+    """Describe each of the user's variables."""
+
+    target = "axon_nb.engine.inspection.variables:variable_facts"
+
+
+@dataclass(frozen=True, slots=True)
+class VariableParts:
+    """A variable in a form that can be compared without torch."""
+
+    parts: Mapping[str, Packed]
+    """NumPy arrays by name."""
+    text: str | None = None
+    """Instead of arrays: its text form."""
+    refused: str = ""
+    """Instead of both: why it cannot be compared; reads after its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetVariableParts(RankCall[VariableParts]):
+    """Return the parts of one variable, for a comparison."""
+
+    target = "axon_nb.engine.inspection.variables:variable_parts"
+    name: str

@@ -1,0 +1,132 @@
+"""Rebuild groups after a failure, and find what is lost with a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from axon_nb.records.protocol.messages import RankCall
+
+__all__ = [
+    "DisableGroups",
+    "FindLostShards",
+    "GroupRecord",
+    "ListGroups",
+    "LostShards",
+    "OptimizerReport",
+    "RebuildReport",
+    "Recover",
+    "RecoverAfterRepair",
+    "RecoveryReport",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """A process group of a rank, besides the default one."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks, sorted."""
+    desc: str
+    """Its description; may be empty."""
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerReport:
+    """How many steps one optimizer of a rank has made."""
+
+    number: int
+    """In the order of the first steps; -1: no step yet."""
+    name: str
+    """Its variable; may be empty."""
+    before: int
+    """Steps when the last cell began."""
+    steps: int
+    """Steps now."""
+    shapes: str
+    """A digest, equal if the same model is trained."""
+    not_replicated: str
+    """Why it is not a replica of other ranks' optimizer; reads after a name. Empty if it may be one."""
+    communicated: bool
+    """Whether the last cell communicated."""
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildReport:
+    """What a rebuild did on one rank."""
+
+    groups: int
+    """Groups that were rebuilt."""
+    wrappers: int
+    """Wrappers, such as DDP, that were reset."""
+    abandoned: int
+    """Aborted groups that this process still holds, with their threads."""
+    not_reset: tuple[str, ...]
+    """A sentence for each kind of wrapper that could not be reset."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """A rebuild after a cell, and the steps of each optimizer."""
+
+    rebuilt: RebuildReport
+    steps: tuple[OptimizerReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recover(RankCall[RecoveryReport]):
+    """Rebuild all groups after an aborted cell; collective over all ranks."""
+
+    target = "axon_nb.engine.kernel.optimizer_steps:recover"
+    epoch: int
+    """Number of this rebuild, the same on all ranks and higher than any before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverAfterRepair(RankCall[RebuildReport]):
+    """Rebuild all groups together with the replacement ranks, which are in `Join`."""
+
+    target = "axon_nb.engine.groups.recovery:recover"
+    epoch: int
+    """As for `Recover`."""
+    replaced: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DisableGroups(RankCall[None]):
+    """Refuse communication, because the groups cannot be rebuilt; cells still run."""
+
+    target = "axon_nb.engine.groups.recovery:disable_groups"
+    reason: str
+    """Reads after "communication is not possible:"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListGroups(RankCall[list[GroupRecord]]):
+    """List the groups of a rank besides the default one."""
+
+    target = "axon_nb.engine.groups.recovery:list_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class LostShards:
+    """A variable of which certain ranks hold shards that no other rank has."""
+
+    name: str
+    kind: str
+    """``module``, ``optimizer``, ``tensor`` or ``stage``."""
+    parts: int | tuple[int, ...]
+    """How many of its tensors are affected; for a stage, the indices of the lost stages."""
+    of: int
+    """How many it has in all."""
+    bytes: int
+    """Size of the lost shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindLostShards(RankCall[list[LostShards]]):
+    """Find the shards that only these ranks hold."""
+
+    target = "axon_nb.engine.sharding.sharded:only_on_ranks"
+    ranks: tuple[int, ...]

@@ -1,0 +1,193 @@
+"""Transfers of values: between the notebook and ranks, and from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from axon_nb.records.protocol.messages import RankCall
+from axon_nb.records.protocol.wire import Packed
+
+__all__ = [
+    "Address",
+    "BroadcastModels",
+    "DescribeModels",
+    "ImportContext",
+    "LastValue",
+    "ListGroupVariables",
+    "PackNamespace",
+    "PackedNamespace",
+    "ReceiveNamespace",
+    "ReceiveValues",
+    "Seed",
+    "SendNamespace",
+    "SendValue",
+    "SetVariables",
+    "SyncRecord",
+    "TakePendingValue",
+]
+
+Address = tuple[tuple[str, int], tuple[str, int]]
+"""A shared-memory block of the notebook, as `host.shared_memory.BlockAddress`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveValues(RankCall[None]):
+    """In a cell: set the variables that the notebook's shared-memory blocks hold."""
+
+    target = "axon_nb.engine.transfer.variables:receive_block"
+    addresses: Mapping[int, Address]
+    """By rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendValue(RankCall[None]):
+    """In a cell: write an expression's value into the notebook's shared memory, or keep it for `TakePendingValue`."""
+
+    target = "axon_nb.engine.transfer.variables:send_value"
+    expression: str
+    addresses: Mapping[int, Address | None]
+    """The ranks whose value is requested, each with its block; None: the rank keeps the bytes."""
+    ranks: tuple[int, ...]
+    """The ranks that run this."""
+    shards: bool = False
+    """Whether each rank sends its own shard of a distributed tensor; else one of them sends the full tensor."""
+    arrays: bool = False
+    """Whether to convert tensors to NumPy arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetVariables(RankCall[None]):
+    """Set variables on a rank that shares no memory with the notebook."""
+
+    target = "axon_nb.engine.transfer.variables:set_variables"
+    parts: Packed
+    """Bytes, as `join_parts` makes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakePendingValue(RankCall[Packed]):
+    """Fetch the bytes that `SendValue` kept, once; empty if another rank sent the value."""
+
+    target = "axon_nb.engine.transfer.variables:take_pending_value"
+
+
+@dataclass(frozen=True, slots=True)
+class LastValue(RankCall[tuple[Packed, str]]):
+    """Fetch the value of a cell's last expression: its bytes, and its text in case it cannot be loaded.
+
+    The bytes are None if they are in the shared-memory block, and empty if the value does not pickle.
+    """
+
+    target = "axon_nb.engine.transfer.variables:last_value"
+    token: str
+    """The cell's."""
+    address: Address | None
+    """A block for a large value; None if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListGroupVariables(RankCall[dict[str, str]]):
+    """List the variables that are process groups, with the names of the groups."""
+
+    target = "axon_nb.engine.transfer.copy_namespace:group_variables"
+
+
+@dataclass(frozen=True, slots=True)
+class ImportContext:
+    """The import path, working directory and modules that a copied namespace needs."""
+
+    path: tuple[str, ...]
+    """`sys.path`."""
+    folder: str
+    """Working directory."""
+    modules: tuple[str, ...]
+    """Modules to import."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedNamespace:
+    """The packed variables of a rank, without the payload."""
+
+    copied: tuple[str, ...]
+    """Names."""
+    skipped: Mapping[str, str]
+    """By name, why it cannot be copied; reads after the name."""
+    size: int
+    """Bytes."""
+    digest: str
+    """SHA-256, because Gloo's connections are not authenticated."""
+    import_context: ImportContext
+
+
+@dataclass(frozen=True, slots=True)
+class PackNamespace(RankCall[PackedNamespace]):
+    """Pack variables for `SendNamespace`."""
+
+    target = "axon_nb.engine.transfer.copy_namespace:pack"
+    names: tuple[str, ...] = ()
+    """Which; empty: all that can be copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendNamespace(RankCall[None]):
+    """Send the payload of `PackNamespace` to ranks that are in `ReceiveNamespace`."""
+
+    target = "axon_nb.engine.transfer.copy_namespace:send"
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveNamespace(RankCall[None]):
+    """Receive the payload from a rank that is in `SendNamespace`."""
+
+    target = "axon_nb.engine.transfer.copy_namespace:receive"
+    source: int
+    size: int
+    digest: str
+    import_context: ImportContext
+    groups: Mapping[str, str]
+    """Variables that are process groups, with the names of the groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRecord:
+    """A model, optimizer or scheduler that could be copied to other ranks."""
+
+    kind: str
+    """``module``, ``optimizer`` or ``scheduler``; empty for another variable that was named."""
+    digest: str = ""
+    """Of its tensors' shapes; equal if a copy fits."""
+    bytes: int = 0
+    obstacle: str = ""
+    """Why it cannot be copied; reads after its name. Empty if it can be."""
+    contained_in: str = ""
+    """A variable that holds the same tensors; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeModels(RankCall[dict[str, SyncRecord]]):
+    """In a cell: describe models, optimizers and schedulers by variable."""
+
+    target = "axon_nb.engine.transfer.broadcast_models:describe"
+    names: tuple[str, ...] = ()
+    """Which; empty: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastModels(RankCall[None]):
+    """In a cell: copy variables of one rank to all others; collective over all ranks."""
+
+    target = "axon_nb.engine.transfer.broadcast_models:broadcast"
+    source: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seed(RankCall[int]):
+    """In a cell: seed the random generators; returns the rank's seed."""
+
+    target = "axon_nb.engine.kernel.random_state:seed"
+    value: int
+    per_rank: bool = False
+    """Whether each rank adds its number."""

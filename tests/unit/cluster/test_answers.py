@@ -1,0 +1,80 @@
+"""What comes back from ranks for a request: replies, refusals, failures, and nothing in time."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ipyparallel.client.futures import MessageFuture
+
+from axon_nb.cluster.rpc.answers import Answer, RefusedError
+from axon_nb.cluster.rpc.requests import request_all
+from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.records.protocol.inspection import MeshReply, MeshRequest
+from axon_nb.records.protocol.messages import FAILURE, REFUSAL, REPLY, Request
+
+NO_MESH = (REPLY, {"mesh": None})
+ANSWERS: dict[int, tuple[str, dict[str, Any]] | None] = {
+    0: NO_MESH,
+    1: (REFUSAL, {"reason": "there is no such variable"}),
+    2: (FAILURE, {"reason": "KeyError: 'x'"}),
+    3: (REPLY, {"mesh": None, "meshes": []}),
+    4: ("apply_reply", {"status": "error"}),
+    5: None,
+}
+"""By rank: type and content of its message; None: it does not answer."""
+
+
+def answer(told: tuple[str, dict[str, Any]] | None) -> Answer[MeshReply]:
+    future: Future[Any] = MessageFuture("id")
+    if told is not None:
+        future.set_result({"header": {"msg_type": told[0]}, "content": told[1]})
+    return Answer(MeshRequest, future)
+
+
+class Ranks:
+    """A client whose ranks answer as `ANSWERS` says."""
+
+    def request(self, rank: int, request: Request[MeshReply]) -> Answer[MeshReply]:
+        """Ask one of them; one that is not there has unregistered."""
+        return answer(ANSWERS[rank])
+
+
+def test_a_reply_is_the_record_that_the_request_declares() -> None:
+    told = answer(NO_MESH)
+    assert told.done()
+    assert told.result() == told.reply() == MeshReply(None)
+    seen: list[Answer[MeshReply]] = []
+    told.add_done_callback(seen.append)
+    assert seen == [told]
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "says"),
+    [
+        (1, RefusedError, "^there is no such variable$"),
+        (2, ProtocolError, r"^A rank failed to answer MeshRequest: KeyError: 'x'$"),
+        (3, ProtocolError, r"^MeshReply has no field 'meshes'\."),
+        (4, ProtocolError, r"^A rank failed to answer MeshRequest: it sent apply_reply$"),
+    ],
+)
+def test_what_is_no_reply_is_an_error_with_the_reason(rank: int, error: type[Exception], says: str) -> None:
+    told = answer(ANSWERS[rank])
+    with pytest.raises(error, match=says):
+        told.result()
+    assert told.reply() is None
+
+
+def test_no_answer_is_no_reply() -> None:
+    late = answer(None)
+    assert not late.done()
+    assert not late.wait(0.0)
+    assert late.reply() is None
+
+
+def test_who_refuses_is_told_apart_from_who_fails_or_is_silent() -> None:
+    ranks: Any = Ranks()
+    answers = request_all(ranks, [*ANSWERS, 99], MeshRequest(), timeout_s=0.01)
+    assert answers == {0: MeshReply(None)}
+    assert answers.refused == {1: "there is no such variable"}

@@ -1,0 +1,186 @@
+"""The messages of the protocol: their names, their replies, their targets on a rank, and the cells made of calls."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+
+import axon_nb.records.protocol as room
+from axon_nb.records.protocol import wire
+from axon_nb.records.protocol.agent import (
+    Closed,
+    Command,
+    ControllerExit,
+    Exit,
+    command_kind,
+    command_name,
+    decode_event,
+    encode_event,
+)
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest, DebuggerCommand, StopRequest
+from axon_nb.records.protocol.contents import CaptureModel
+from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.records.protocol.inspection import StatusRequest, TelemetryEvent
+from axon_nb.records.protocol.messages import (
+    Event,
+    Expression,
+    RankCall,
+    Request,
+    arguments_of,
+    cell_source,
+    decode_reply,
+    encode_reply,
+    message_type,
+    perform,
+    reply_type,
+)
+from axon_nb.records.protocol.recovery import DisableGroups
+from axon_nb.records.protocol.transfer import Seed, SendValue
+from axon_nb.records.protocol.version import PROTOCOL, Version, own_version, read_version, refuse_attach, refuse_join
+from axon_nb.records.protocol.wire import encode
+from axon_nb.records.telemetry import Activity, RankState
+
+
+def kinds(base: type) -> Iterator[Any]:
+    """The classes of the room that derive from `base`."""
+    for module in pkgutil.iter_modules(room.__path__):
+        for value in vars(importlib.import_module(f"{room.__name__}.{module.name}")).values():
+            if isinstance(value, type) and issubclass(value, base) and value is not base:
+                yield value
+
+
+REQUESTS = sorted(set(kinds(Request)), key=lambda kind: kind.__name__)
+CALLS = sorted(set(kinds(RankCall)), key=lambda kind: kind.__name__)
+
+
+def test_each_request_has_a_name_of_its_own() -> None:
+    names = [message_type(kind) for kind in [*REQUESTS, *set(kinds(Event))]]
+    assert len(set(names)) == len(names) > 15
+    assert message_type(StatusRequest) == "axon_status"
+    assert message_type(TelemetryEvent) == "axon_telemetry"
+
+
+@pytest.mark.parametrize("kind", [*REQUESTS, *CALLS])
+def test_each_message_is_frozen_and_declares_its_reply(kind: Any) -> None:
+    assert is_dataclass(kind)
+    assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    for declared in (kind, reply_type(kind)):
+        wire._coder(declared)  # each field has a type that can be encoded
+
+
+@pytest.mark.parametrize("kind", sorted(set(kinds(Command)), key=lambda kind: kind.__name__))
+def test_each_command_of_the_agent_is_found_by_its_name(kind: Any) -> None:
+    assert command_kind(command_name(kind)) is kind
+    assert command_kind([]) is command_kind("dance") is None
+    wire._coder(kind)
+
+
+def test_events_of_the_agent_come_back_as_they_were() -> None:
+    for event in (Exit(2, 7, -9, 5, None, "last words", "crash"), ControllerExit(7, 1, 5), Closed()):
+        assert decode_event(json.loads(json.dumps(encode_event(event)))) == event
+    with pytest.raises(ProtocolError, match="unknown event 'party'"):
+        decode_event({"event": "party"})
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_each_call_has_a_function_with_these_arguments(kind: Any) -> None:
+    module, _, name = kind.target.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    signature = inspect.signature(function)
+    taken = {parameter.name for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD}
+    needed = {p.name for p in signature.parameters.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD}
+    given = {item.name for item in fields(kind)}
+    assert given <= taken, kind
+    assert needed <= given, kind
+
+
+def test_a_reply_is_checked_on_both_sides() -> None:
+    reply = AbortReply(interrupted=True, pending=2, line=None)
+    assert decode_reply(AbortRequest, encode_reply(AbortRequest, reply)) == reply
+    assert encode_reply(StopRequest, None) == {}
+    assert decode_reply(StopRequest, {}) is None
+    with pytest.raises(ProtocolError, match="must be a RankState"):
+        encode_reply(StatusRequest, reply)
+    with pytest.raises(ProtocolError, match=r"RankState has no field 'interrupted'"):
+        decode_reply(StatusRequest, encode(reply))
+    state = RankState(1, Activity.IDLE, 5)
+    assert decode_reply(StatusRequest, encode_reply(StatusRequest, state)) == state
+
+
+def test_a_call_checks_its_arguments_before_it_leaves() -> None:
+    wrong: Any = 7
+    assert arguments_of(DisableGroups("rank 1 is dead")) == {"reason": "rank 1 is dead"}
+    with pytest.raises(ProtocolError, match=r"DisableGroups\.reason: must be text; got 7"):
+        arguments_of(DisableGroups(wrong))
+
+
+def test_a_rank_checks_what_it_was_sent_and_what_it_returns() -> None:
+    class Length(RankCall[str]):
+        target = "builtins:len"
+
+    with pytest.raises(ProtocolError, match=r"DisableGroups\.reason"):
+        perform(DisableGroups, {"reason": None})
+    with pytest.raises(TypeError, match="reasons"):
+        perform(DisableGroups, {"reasons": "x"})
+    assert reply_type(Length) is str
+
+
+def evaluated(source: str) -> tuple[str, dict[str, Any]]:
+    """The function that a cell's source calls, and its arguments."""
+    (statement,) = ast.parse(source).body
+    assert isinstance(statement, ast.Expr)
+    call = statement.value
+    assert isinstance(call, ast.Call)
+    assert not call.args
+    given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    return ast.unparse(call.func), given
+
+
+def test_a_cell_of_a_call_has_its_arguments_as_literals() -> None:
+    address = (("/memfd:a b", 3), ("/x", 0))
+    call = SendValue("x['\"\\n']", {0: address, 2: None}, (0, 2), shards=True)
+    function, given = evaluated(cell_source(call))
+    assert function == "__import__('axon_nb.engine.transfer.variables', fromlist=['give']).give"
+    assert given == arguments_of(call)
+    assert evaluated(cell_source(DebuggerCommand("p 'x'; \\")))[1] == {"line": "p 'x'; \\"}
+    assert "value=5, per_rank=False" in cell_source(Seed(5))
+
+
+def test_an_expression_is_evaluated_by_the_cell() -> None:
+    source = cell_source(CaptureModel(look=Expression("lambda: net"), name="net"))
+    assert source.endswith("capture_or_reason(look=lambda: net, name='net')")
+
+
+def test_what_no_literal_stands_for_does_not_travel_in_a_cell() -> None:
+    class Text(str):
+        pass
+
+    with pytest.raises(ProtocolError, match="No Python literal stands for Text"):
+        cell_source(DebuggerCommand(Text("p x")))
+
+
+def test_versions_are_compared_and_refused_with_the_fix() -> None:
+    own = own_version()
+    assert read_version(encode(own)) == own
+    assert refuse_attach("demo", own) == ""
+    assert refuse_join(1, "here", own) == ""
+    newer = Version("9.9", PROTOCOL + 1)
+    said = refuse_attach("demo", newer)
+    assert said.startswith(f"The ranks of 'demo' run axon_nb 9.9 (protocol {PROTOCOL + 1}), but this notebook has ")
+    assert "`%distributed start`" in said
+    assert "install axon_nb 9.9 here" in said
+    assert "Rank 3 on far runs axon_nb 9.9" in refuse_join(3, "far", newer)
+
+
+@pytest.mark.parametrize("fields", [None, {}, {"package": 1, "protocol": "2"}])
+def test_ranks_without_a_version_are_older(fields: Any) -> None:
+    assert read_version(fields) == Version("", 0)
+    assert "run an older axon_nb, but" in refuse_attach("demo", read_version(fields))
