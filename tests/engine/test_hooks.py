@@ -58,7 +58,7 @@ def test_what_is_missing_is_reported_with_what_is_lost(monkeypatch: pytest.Monke
     assert reopen["lost"] == "`result.show()` shows nothing"
     assert reopen["fix"] == 'Run `pip install "ipywidgets==8.1.*"`.'
     assert (steps["missing"], steps["capability"]) == (["groups.steps is gone"], "optimizer_steps")
-    assert steps["lost"] == "an interrupt can tear an optimizer's step"
+    assert steps["lost"] == "an interrupt can leave an optimizer's step half done"
 
 
 def test_the_calls_that_scripts_own_their_processes_by_are_where_we_replace_them() -> None:
