@@ -148,7 +148,7 @@ def test_a_cell_of_a_call_has_its_arguments_as_literals() -> None:
     address = (("/memfd:a b", 3), ("/x", 0))
     call = SendValue("x['\"\\n']", {0: address, 2: None}, (0, 2), shards=True)
     function, given = evaluated(cell_source(call))
-    assert function == "__import__('axon_nb.engine.transfer.variables', fromlist=['give']).give"
+    assert function == "__import__('axon_nb.engine.transfer.variables', fromlist=['send_value']).send_value"
     assert given == arguments_of(call)
     assert evaluated(cell_source(DebuggerCommand("p 'x'; \\")))[1] == {"line": "p 'x'; \\"}
     assert "value=5, per_rank=False" in cell_source(Seed(5))
