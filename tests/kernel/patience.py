@@ -19,16 +19,16 @@ from unittest import mock
 from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.span_feed import SpanFeed, span_feed
 patience, patience_collect = contextlib.ExitStack(), SpanFeed.collect
-def patience_collect_all(self, *, limit_s=2.0, watch_s=0.0):
-    patience_collect(self, limit_s=60.0, watch_s=600.0 if watch_s else 0.0)
+def patience_collect_all(self, *, timeout_s=2.0, watch_s=0.0):
+    patience_collect(self, timeout_s=60.0, watch_s=600.0 if watch_s else 0.0)
 patience.enter_context(mock.patch.object(SpanFeed, "collect", patience_collect_all))
 for patience_limit, patience_s in {
-    "status._SAMPLE_S": 60.0, "job._LIMIT_S": 60.0, "shards._LIMIT_S": 60.0, "memory._LIMIT_S": 60.0,
-    "memory._PATIENCE_S": 60.0, "span_feed._WATCH_S": 600.0,
+    "status._TIMEOUT_S": 60.0, "job._TIMEOUT_S": 60.0, "shards._TIMEOUT_S": 60.0, "memory._TIMEOUT_S": 60.0,
+    "memory._PLANNER_TIMEOUT_S": 60.0, "span_feed._WATCH_S": 600.0,
 }.items():
     patience.enter_context(mock.patch(f"axon_nb.cluster.inspection.{patience_limit}", patience_s))
 """
-_AS_BEFORE = "patience.close()\nspan_feed(current.require('test').state).collect(limit_s=60.0, watch_s=0.01)"
+_AS_BEFORE = "patience.close()\nspan_feed(current.require('test').state).collect(timeout_s=60.0, watch_s=0.01)"
 
 
 @contextlib.contextmanager

@@ -190,7 +190,7 @@ def test_nothing_stays_in_torch_when_nobody_looks(ready: Kernel) -> None:
         "from axon_nb.cluster.session import current\nfrom axon_nb.cluster.inspection.span_feed import span_feed\n"
         "t_feed = span_feed(current.require('test').state)\n"
         "for t_view in list(t_feed._views):\n    t_feed.close(t_view)\n"
-        "patience_collect(t_feed, limit_s=60.0, watch_s=0.01)"
+        "patience_collect(t_feed, timeout_s=60.0, watch_s=0.01)"
     )
     wait = (
         "%%distributed\nimport time\nfrom torch.nn.modules import module as torch_modules\n"
