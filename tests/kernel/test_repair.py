@@ -22,7 +22,7 @@ DIE = "%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()"
         ("--ranks 1 --from 9", "--from must be a rank from 0 to 3; got 9."),
         ("--ranks 1 --from 1", "rank 1 is being replaced; choose a surviving rank"),
         ("--ranks 1 model", "Names need a rank to copy from: use `--from 0 model`."),
-        ("--ranks 1 --from x", "whole number"),
+        ("--ranks 1 --from x", "must be an integer"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_happens(kernel: Kernel, arguments: str, sentence: str) -> None:
