@@ -11,6 +11,9 @@ import pytest
 
 from axon_nb.cluster.launch.placement import Layout, interface_ip, place_ranks, plan_layout
 from axon_nb.errors import StartError, UsageError
+from axon_nb.records.compatibility import Verdict
+from axon_nb.records.protocol.joining import EngineInfo
+from axon_nb.records.protocol.version import own_version
 from tests.cluster.far import FAR_HOST, Network, network, why_not
 from tests.cluster.script import Script, command_lines, family
 from tests.kernel.processes import until
@@ -145,8 +148,8 @@ def test_several_hosts_need_a_number_of_ranks() -> None:
         plan_layout(2, devices="0,1", several_hosts=True)
 
 
-def _places(*hosts: str, gpus: int = 0) -> list[dict[str, object]]:
-    return [{"host": host, "cores": 6, "gpus": gpus} for host in hosts]
+def _places(*hosts: str, gpus: int = 0) -> list[EngineInfo]:
+    return [EngineInfo(host, 1, 6, gpus, own_version(), Verdict("", "", 0.0, ())) for host in hosts]
 
 
 def test_placements_follow_the_hosts() -> None:
