@@ -93,8 +93,8 @@ def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
         "    if rank == 1:\n        while not globals().get('t_go'): time.sleep(0.02)\n    dist.barrier()"
     )
     ready.ok(
-        "t_waiting = lambda found: found.descriptions[1].startswith('running line 6') and all(\n"
-        "    found.descriptions[rank].startswith('waiting in barrier at line 7 for rank 1, for') for rank in (0, 2, 3))\n"
+        "t_waiting = lambda found: (found := found.descriptions)[1].startswith('running line 6') and all(\n"
+        "    found[rank].startswith('waiting in barrier at line 7 for rank 1, for') for rank in (0, 2, 3))\n"
         "t_found = t_until(t_waiting)"
     )
     bars = told(ready, "[dataclasses.asdict(report.bars[0]) for report in t_found.reports.values()]")
