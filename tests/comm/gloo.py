@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +31,8 @@ __all__ = ["GlooWorld"]
 
 _LIMIT_S = 240.0
 """The first call imports its modules on all ranks at once; no test measures speed."""
+_AFTER_FAILURE_S = 20.0
+"""How long the other ranks may take when one has failed: they may wait for it, and hide why it failed."""
 _KEY = "AXON_NB_TEST_KEY"
 _BACKEND = os.environ.get("AXON_NB_TEST_BACKEND", "gloo")
 """`shm`: whatever runs on such worlds runs over shared memory."""
@@ -37,12 +43,15 @@ class GlooWorld:
 
     def __init__(self, n: int, *, limit_s: float = _LIMIT_S, backend: str = _BACKEND) -> None:
         self.size, self._limit_s, self.backend = n, limit_s, backend
+        self._start()
+
+    def _start(self) -> None:
+        n, key = self.size, secrets.token_bytes(16)
         self._folder = tempfile.TemporaryDirectory()
-        key = secrets.token_bytes(16)
         with Listener(f"{self._folder.name}/socket", "AF_UNIX", backlog=n, authkey=key) as listener:
             self._processes = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.comm.gloo", str(rank), str(n), self._folder.name, backend],
+                    [sys.executable, "-m", "tests.comm.gloo", str(rank), str(n), self._folder.name, self.backend],
                     cwd=Path(__file__).resolve().parents[2],
                     env={**os.environ, _KEY: key.hex()},
                 )
@@ -54,25 +63,43 @@ class GlooWorld:
         ]
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `function(world, *args, **kwargs)` on every rank; raise the failure of the lowest rank, if any."""
+        """Run `function(world, *args, **kwargs)` on every rank; raise the failure of the lowest rank, if any.
+
+        Ranks that do not answer write their stacks to stderr, and are replaced, so that the next test can run.
+        """
         task = cloudpickle.dumps((function, args, kwargs))
         for pipe in self._pipes:
             pipe.send_bytes(task)
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(self._limit_s), f"rank {rank} has not answered in {self._limit_s:.0f} s"
-            answers.append(pickle.loads(pipe.recv_bytes()))
-        for kind, value in answers:
-            if kind == "raised":
-                raise value
-        return [value for _, value in answers]
+        answers: dict[int, tuple[str, Any]] = {}
+        limit = time.monotonic() + self._limit_s
+        while len(answers) < self.size and (seconds := limit - time.monotonic()) > 0:
+            ready = wait_for_any([pipe for rank, pipe in enumerate(self._pipes) if rank not in answers], seconds)
+            for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
+                try:
+                    answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
+                except EOFError:
+                    answers[rank] = ("raised", AssertionError(f"rank {rank} has died"))
+                if answers[rank][0] == "raised":
+                    limit = min(limit, time.monotonic() + _AFTER_FAILURE_S)
+        missing = [rank for rank in range(self.size) if rank not in answers]
+        failures = [value for _, (kind, value) in sorted(answers.items()) if kind == "raised"]
+        if missing or any(process.poll() is not None for process in self._processes):
+            self._restart(missing)
+        if failures:
+            raise failures[0]
+        assert not missing, f"ranks {missing} have not answered in {self._limit_s:.0f} s; their stacks are on stderr"
+        return [answers[rank][1] for rank in range(self.size)]
 
-    def __enter__(self) -> GlooWorld:
-        return self
+    def _restart(self, missing: list[int]) -> None:
+        for rank in missing:
+            self._processes[rank].send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        for process in self._processes:
+            process.kill()
+        self._close()
+        self._start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -83,10 +110,19 @@ class GlooWorld:
                 process.wait()
         self._folder.cleanup()
 
+    def __enter__(self) -> GlooWorld:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
 
 def _serve(rank: int, size: int, folder: str, backend: str) -> None:
     pipe = Client(f"{folder}/socket", "AF_UNIX", authkey=bytes.fromhex(os.environ[_KEY]))
     pipe.send(rank)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     register()

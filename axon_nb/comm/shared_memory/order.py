@@ -38,27 +38,30 @@ class Order:
         self.leave = leave
         self._has_left = has_left
         self._lock = threading.Lock()
-        self._turn = threading.Lock()
-        self._begun = 0
+        self._changed = threading.Condition(self._lock)
         self._jobs: deque[tuple[Job, SharedWork]] = deque()
-        self._more = threading.Semaphore(0)
+        self._is_busy = False
+        """Whether a thread runs a job. Taking a job and this are one step, so that no later job can overtake it."""
         self._helper: threading.Thread | None = None
         self._closed = False
 
     def run_now(self, job: Job) -> bool:
         """Run `job` in this thread, if nothing is before it; whether that was so."""
         with self._lock:
-            if self._begun:
+            if self._is_busy or self._jobs:
                 return False
-            self._begun = 1
-            self._turn.acquire()
+            self._is_busy = True
         try:
             self._run(job)
         finally:
-            self._turn.release()
-            with self._lock:
-                self._begun -= 1
+            self._done()
         return True
+
+    def _done(self) -> None:
+        with self._lock:
+            self._is_busy = False
+            if self._jobs or self._closed:
+                self._changed.notify()
 
     def run_or_put(self, job: Job, work: SharedWork, limit: float) -> None:
         """As `run_now`, or else as `put`; in the thread that waits for `work`."""
@@ -83,19 +86,19 @@ class Order:
         if in_wait:
             work.run_in_wait(functools.partial(self._take_over, work))
         with self._lock:
-            self._begun += 1
             self._jobs.append((job, work))
             if self._helper is None:
                 self._helper = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._helper.start()
-        self._more.release()
+            self._changed.notify()
 
     def _take_over(self, work: SharedWork, limit: float) -> None:
         """Run the job of `work` in this thread, if it is the next."""
         with self._lock:
-            if not self._jobs or self._jobs[0][1] is not work or not self._turn.acquire(blocking=False):
+            if self._is_busy or not self._jobs or self._jobs[0][1] is not work:
                 return
             job, _ = self._jobs.popleft()
+            self._is_busy = True
         failure: BaseException | None = None
         try:
             self._run(job)
@@ -103,9 +106,7 @@ class Order:
             failure = error
             raise
         finally:
-            self._turn.release()
-            with self._lock:
-                self._begun -= 1
+            self._done()
             work.finish(failure)
 
     def close(self) -> None:
@@ -113,7 +114,7 @@ class Order:
         with self._lock:
             self._closed = True
             helper = self._helper
-        self._more.release()
+            self._changed.notify()
         if helper is not None and helper is not threading.current_thread():
             helper.join(5)
 
@@ -126,26 +127,29 @@ class Order:
             self.leave(error)
             raise
 
-    def _serve(self) -> None:
-        while True:
-            self._more.acquire()
-            with self._lock:
+    def _next(self) -> tuple[Job, SharedWork] | None:
+        """Wait for the next job and for the thread that runs the one before it; None: there is none any more."""
+        with self._lock:
+            while True:
                 if not self._jobs:
                     if self._closed:
-                        return
-                    continue
-                job, work = self._jobs.popleft()
+                        return None
+                    self._changed.wait()
+                elif self._is_busy and not self._has_left():
+                    # An interrupt between two steps of `run_now` may leave it busy; the group is left then.
+                    self._changed.wait(_SLICE_S)
+                else:
+                    self._is_busy = True
+                    return self._jobs.popleft()
+
+    def _serve(self) -> None:
+        while (item := self._next()) is not None:
+            job, work = item
             failure: Any = None
-            # An interrupt between two steps of `run_now` may keep the turn; the group is left then, and jobs fail.
-            while not (mine := self._turn.acquire(timeout=_SLICE_S)) and not self._has_left():
-                pass
             try:
                 self._run(job)
             except BaseException as error:
                 failure = error
-            if mine:
-                self._turn.release()
-            with self._lock:
-                self._begun -= 1
+            self._done()
             work.finish(failure)
-            del job, work, failure
+            del item, job, work, failure
