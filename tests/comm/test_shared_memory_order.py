@@ -1,7 +1,8 @@
-"""Collectives of a group run in the order in which they were begun, whichever thread runs them."""
+"""Threads and ranks that lose the processor at any line: collectives stay in order, calls are read whole or not."""
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -11,18 +12,23 @@ from typing import Any
 
 import pytest
 
-from axon_nb.comm.shared_memory import order as module
+from axon_nb.comm.shared_memory import order as order_module
+from axon_nb.comm.shared_memory import progress as progress_module
+from axon_nb.comm.shared_memory.memory import Layout, SharedMemory
 from axon_nb.comm.shared_memory.order import Order
+from axon_nb.comm.shared_memory.progress import Progress
 from axon_nb.comm.shared_memory.work import SharedWork
+
+_MODULES = (order_module.__file__, progress_module.__file__)
 
 
 @pytest.fixture(autouse=True)
-def interrupted_helper() -> Iterator[None]:
-    """New threads lose the processor at random lines of the module, as on a busy machine."""
+def slow_threads() -> Iterator[None]:
+    """New threads lose the processor at random lines of the two modules, as on a busy machine."""
     choice = random.Random(1)
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != module.__file__:
+        if frame.f_code.co_filename not in _MODULES:
             return None
         if event == "line" and choice.random() < 0.1:
             time.sleep(0.001)
@@ -31,6 +37,34 @@ def interrupted_helper() -> Iterator[None]:
     threading.settrace(line)
     yield
     threading.settrace(None)
+
+
+def test_a_call_is_never_taken_for_an_earlier_one() -> None:
+    layout = Layout.of(2, 1 << 20)
+    descriptor = SharedMemory.create(layout)
+    ranks = [Progress(SharedMemory(descriptor, layout), rank, [0, 1], None) for rank in range(2)]
+    os.close(descriptor)
+    seen, current, wrong = set[int](), [1], list[tuple[int, int]]()
+
+    def look() -> None:
+        while (sequence := current[0]) < 3000:
+            fact, line = ranks[1].call_of(0, sequence)
+            if (fact, line) == (0, 0):
+                continue
+            seen.add(sequence)
+            if (fact, line) != (sequence, sequence):
+                wrong.append((sequence, fact))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for sequence in range(1, 3001):
+        current[0] = sequence
+        time.sleep(0.0002)
+        ranks[0].announce(sequence, sequence, sequence)
+        time.sleep(0.0002)
+    thread.join()
+    assert not wrong
+    assert len(seen) > 100
 
 
 def test_no_collective_overtakes_another() -> None:

@@ -83,15 +83,25 @@ class Progress:
         """Say what this rank does in collective number `sequence`."""
         words, place = self.words, self.own + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
         words[place] = 0
+        if futex.NEEDS_FENCE:
+            futex.fence()
         words[place + 1] = fact
         words[place + 2] = line
+        if futex.NEEDS_FENCE:
+            futex.fence()
         words[place] = sequence
 
     def call_of(self, rank: int, sequence: int) -> tuple[int, int]:
         """What `rank` does in collective number `sequence`: word and line; zeros when it has not said so."""
-        place = self.places[rank] + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
-        fact, line = self.words[place + 1], self.words[place + 2]
-        return (fact, line) if self.words[place] == sequence else (0, 0)
+        words, place = self.words, self.places[rank] + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
+        if words[place] != sequence:  # what stands there is of an earlier collective, or being written
+            return 0, 0
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        fact, line = words[place + 1], words[place + 2]
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        return (fact, line) if words[place] == sequence else (0, 0)
 
     def same_call(self, sequence: int, fact: int) -> bool:
         """Whether all ranks, which have announced it, do the same in collective number `sequence`."""
