@@ -36,8 +36,8 @@ while not Path(STOP).exists():
 RESHARD = """%%distributed
 for block in (model.block0, model.block1):
     block.reshard()"""
-WHOLE = (
-    "[...document.querySelectorAll('.axon-shards tbody tr[data-name]')].filter((row) => /whole/.test(row.innerText))"
+GATHERED = (
+    "[...document.querySelectorAll('.axon-shards tbody tr[data-name]')].filter((row) => /gathered/.test(row.innerText))"
 )
 PICTURE = "document.querySelectorAll('.jp-Notebook .jp-CodeCell')[2].querySelector('details').textContent"
 
@@ -80,9 +80,9 @@ def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage
     _picture(page, "shards-map")
     page.page.get_by_role("button", name="list", exact=True).click()
     page.run_cell(3)
-    # Live: while the cell runs two blocks are whole for the moment; they may become so one after the other.
+    # Live: while the cell runs two blocks are gathered; this may show one after the other.
     page.wait_until(
-        f"() => {WHOLE}.length > 20 && document.querySelector('.axon-shards tr.axon-shards-changed') !== null"
+        f"() => {GATHERED}.length > 20 && document.querySelector('.axon-shards tr.axon-shards-changed') !== null"
     )
     assert page.is_running(3)
     assert "gathered for now, sharded at rest" in up.inner_text()
@@ -92,11 +92,11 @@ def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage
     # What was shown while the cell ran is what the picture shows afterwards.
     page.wait_until(f"() => {PICTURE}.includes('gathered for now')")
     page.run_and_wait(4)
-    page.wait_until(f"() => {WHOLE}.length === 0 && !{PICTURE}.includes('gathered for now')")
+    page.wait_until(f"() => {GATHERED}.length === 0 && !{PICTURE}.includes('gathered for now')")
     page.save()
     stop.unlink()
     page.run_cell(3)
-    page.wait_until(f"() => {WHOLE}.length > 20")
+    page.wait_until(f"() => {GATHERED}.length > 20")
     page.reload()
     page.wait_until("(n) => document.querySelectorAll('.axon-shards tbody tr[data-name]').length === n", every)
     stop.touch()

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 
 from axon_nb.comm.shared_memory import futex
 from axon_nb.comm.shared_memory.announcement import in_words
+from axon_nb.comm.shared_memory.errors import GroupLeftError, PeerLostError, SharedMemoryTimeoutError
 from axon_nb.comm.shared_memory.memory import WORD, SharedMemory, start_time
 
-__all__ = ["STEPS", "GroupLeftError", "PeerLostError", "Progress", "SharedMemoryTimeoutError"]
+__all__ = ["STEPS", "Progress"]
 
 STEPS = 1 << 20
 """Progress of one collective."""
@@ -29,18 +30,6 @@ _POSTED, _LEFT, _PID, _START, _READY, _AWAITED, _SINCE, _REASON = 0, 8, 9, 10, 1
 _FAILED, _CLOSED = 1, 2
 _CALLS, _CALL_WORDS, _NUM_CALLS = 64, 8, 8
 _TEXT, _TEXT_BYTES = 2048, 1024
-
-
-class GroupLeftError(RuntimeError):
-    """This rank or a peer has left the group: it was aborted, interrupted, or gave up waiting."""
-
-
-class PeerLostError(GroupLeftError):
-    """A rank that is waited for is dead."""
-
-
-class SharedMemoryTimeoutError(RuntimeError):
-    """A wait reached its limit."""
 
 
 class Progress:

@@ -17,7 +17,9 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from axon_nb.engine.collective_names import describe_call, public_call
@@ -33,6 +35,8 @@ __all__ = [
     "is_exclusive",
     "num_calls",
     "num_collectives",
+    "payload_bytes",
+    "peer_of",
     "pending_calls",
     "refusal_reason",
     "reset_collectives",
@@ -76,6 +80,25 @@ def reset_collectives() -> None:
     """Count collectives from zero: a cell starts."""
     global _collectives
     _collectives = 0
+
+
+def peer_of(name: str, args: tuple[Any, ...]) -> int:
+    """Return the group rank of the peer of a send or recv; -1: any."""
+    return int(args[1]) if name in ("send", "recv") and len(args) > 1 else -1
+
+
+def payload_bytes(args: tuple[Any, ...]) -> int:
+    """Return the bytes of an operation's first argument: a tensor, or lists of them."""
+    first = args[0] if args else None
+    if type(first) is list and len(first) == 1:
+        first = first[0]  # as in most calls
+    if type(first) is torch.Tensor:
+        return first.nbytes
+    if isinstance(first, (list, tuple)) and first and isinstance(first[0], (list, tuple)):
+        first = first[0]
+    if isinstance(first, (list, tuple)):
+        return sum(item.nbytes for item in first if isinstance(item, torch.Tensor))
+    return first.nbytes if isinstance(first, torch.Tensor) else 0
 
 
 def start_call(name: str, group: str, sequence: int, peer: int, size: int) -> Call:

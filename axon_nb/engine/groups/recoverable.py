@@ -11,13 +11,12 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.comm.shared_memory.group import SharedMemoryGroup, caller_line
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError, raise_at_cut, raise_if_aborted, stop_requested
@@ -33,6 +32,9 @@ from axon_nb.engine.groups.store import rendezvous
 from axon_nb.engine.groups.work import RecoverableWork
 from axon_nb.records.environment import TRANSPORT
 from axon_nb.records.spans import emit, span_of
+
+if TYPE_CHECKING:
+    from axon_nb.comm.shared_memory.group import SharedMemoryGroup
 
 __all__ = ["RecoverableGroup", "operations"]
 
@@ -103,6 +105,8 @@ class RecoverableGroup(PythonProcessGroup):
         self._global_rank = global_rank
         self._global_ranks = members
         self._inner: Any = None
+        self._memory: SharedMemoryGroup | None = None
+        """The inner group, if it shares memory."""
         self._table: SizeTable | None = None
         self.sequence = 0
         """Number of collectives that this rank has started in the group since it was last rebuilt."""
@@ -120,21 +124,25 @@ class RecoverableGroup(PythonProcessGroup):
         if self._table is not None:
             self._table.close()
         store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
-        inner = self._share_memory(store) if TRANSPORT.get() == "shm" else self._connect(store, epoch)
+        memory = self._share_memory(store) if TRANSPORT.get() == "shm" else None
+        inner = memory or self._connect(store, epoch)
         if self._inner is not None:
             # A rank that had finished its cell got no abort: its connections to others like it are still open.
             self._drop_inner()
         self.sequence = 0
-        self._inner = inner
+        self._inner, self._memory = inner, memory
 
     def _drop_inner(self) -> None:
         self.close_connections()
-        if isinstance(self._inner, SharedMemoryGroup):
-            self._inner.shutdown()
+        if self._memory is not None:
+            self._memory.shutdown()
         else:
             abandon(self._inner)
 
     def _share_memory(self, store: Store) -> SharedMemoryGroup:
+        # Imported here: ranks on Gloo do without these modules.
+        from axon_nb.comm.shared_memory.group import SharedMemoryGroup, caller_line
+
         return SharedMemoryGroup(
             store,
             rank=self._own_rank,
@@ -177,15 +185,15 @@ class RecoverableGroup(PythonProcessGroup):
 
     def connection_closer(self) -> Callable[[], None]:
         """Return a function that closes the current connections; called late, it spares those of a rebuild."""
-        if isinstance(self._inner, SharedMemoryGroup):
-            return self._inner.abort
+        if self._memory is not None:
+            return self._memory.abort
         return functools.partial(close_connections, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start one operation on the inner group."""
         raise_if_aborted(name)
         point_to_point = name in _POINT_TO_POINT
-        peer = _peer(name, args) if point_to_point else -1
+        peer = activity.peer_of(name, args) if point_to_point else -1
         refusal = activity.refusal_reason(self, name, peer) if activity.is_exclusive() else ""
         if point_to_point:
             sequence = 0
@@ -197,12 +205,12 @@ class RecoverableGroup(PythonProcessGroup):
             self.sequence = sequence = self.sequence + 1
             if self._table is not None:
                 self._table.check_collective(name, args, sequence, self._members)
-        call = activity.start_call(name, self._name, sequence, peer, _payload(args))
+        call = activity.start_call(name, self._name, sequence, peer, activity.payload_bytes(args))
         if refusal:
             call.refusal = refusal
         try:
-            if isinstance(self._inner, SharedMemoryGroup):
-                work, sliced = getattr(self._inner, name)(*args, **kwargs), True
+            if self._memory is not None:
+                work, sliced = getattr(self._memory, name)(*args, **kwargs), True
             else:
                 work = operation(self._inner, *args, **kwargs)
                 sliced = name in _SLICED or type(work) is ReduceScatterWork
@@ -229,8 +237,8 @@ class RecoverableGroup(PythonProcessGroup):
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """Behave like torch's."""
-        if isinstance(self._inner, SharedMemoryGroup):
-            return self._inner.monitored_barrier(*args, **kwargs)
+        if self._memory is not None:
+            return self._memory.monitored_barrier(*args, **kwargs)
         return dist.ProcessGroup.monitored_barrier(self._inner, *args, **kwargs)
 
     def abort(self) -> None:
@@ -239,8 +247,8 @@ class RecoverableGroup(PythonProcessGroup):
 
     def shutdown(self) -> None:
         """End the threads of a group over shared memory."""
-        if isinstance(self._inner, SharedMemoryGroup):
-            self._inner.shutdown()
+        if self._memory is not None:
+            self._memory.shutdown()
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
@@ -272,23 +280,6 @@ class RecoverableGroup(PythonProcessGroup):
 
 def _devices() -> list[torch.device]:
     return [_CPU, torch.device("cuda")] if torch.cuda.is_available() else [_CPU]
-
-
-def _peer(name: str, args: tuple[Any, ...]) -> int:
-    return int(args[1]) if name in ("send", "recv") and len(args) > 1 else -1
-
-
-def _payload(args: tuple[Any, ...]) -> int:
-    first = args[0] if args else None
-    if type(first) is list and len(first) == 1:
-        first = first[0]  # as in most calls
-    if type(first) is torch.Tensor:
-        return first.nbytes
-    if isinstance(first, (list, tuple)) and first and isinstance(first[0], (list, tuple)):
-        first = first[0]
-    if isinstance(first, (list, tuple)):
-        return sum(item.nbytes for item in first if isinstance(item, torch.Tensor))
-    return first.nbytes if isinstance(first, torch.Tensor) else 0
 
 
 def _wrapped(name: str) -> Callable[..., Any]:
