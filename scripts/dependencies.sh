@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run the fast tests and the quickstart with the lowest dependency versions that pyproject.toml allows, and the newest:
+# Run `scripts/test` and the quickstart with the lowest dependency versions that pyproject.toml allows, and the newest:
 #
-#     scripts/dependencies.sh                      # both, all fast tests
+#     scripts/dependencies.sh                      # both
 #     scripts/dependencies.sh lowest               # only the lowest
 #     scripts/dependencies.sh newest tests/engine  # only these tests
 #
@@ -37,7 +37,7 @@ for set in "${sets[@]}"; do
         status=0
         python -m axon_nb.engine.self_test || status=1
         python scripts/run_notebook.py examples/01_quickstart.py --out "out/$set" || status=1
-        python -m pytest -m "not slow" "$@" || status=1
+        VENV="$PWD/$place" scripts/test "$@" || status=1
         exit $status
     ) || failed+=("$set")
 done

@@ -86,21 +86,20 @@ def main() -> int:
 
 
 def environment(folder: Path, version: str, python: str) -> Path:
-    """Return the interpreter of the environment for one torch version; create it if missing."""
+    """Return the interpreter of the environment for one torch version; create or update it."""
     code = "import sys; print('%d.%d' % sys.version_info[:2])"
     minor = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     place = folder / f"torch-{version}-py{minor}"
     found = place / "bin" / "python"
-    if not (place / ".installed").exists():
-        print(f"== creating {place.name}")
+    if not found.exists():
+        print(f"== creating {place.name}", flush=True)
         subprocess.run([python, "-m", "venv", place], check=True)
-        pip = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-            constraints.write("\n".join([*pins, f"torch=={version}"]))
-            constraints.flush()
-            subprocess.run([*pip, "-c", constraints.name, "-e", f"{ROOT}[dev]"], check=True)
-        (place / ".installed").touch()
+    pip = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("\n".join([*pins, f"torch=={version}"]))
+        constraints.flush()
+        subprocess.run([*pip, "-c", constraints.name, "-e", f"{ROOT}[dev]"], check=True)
     return found
 
 
@@ -139,6 +138,7 @@ def run_tests(python: Path, subjects: dict[str, tuple[str, ...]]) -> dict[str, d
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
+        options += ["--numprocesses", "3", "--dist", "loadfile"]
         command = [python, "-m", "pytest", *options, f"--junitxml={report}", *paths]
         status = subprocess.run(command, cwd=ROOT, env=_surroundings(python), check=False).returncode
         if not report.exists():
