@@ -77,7 +77,7 @@ def check_model(model: Any) -> None:
         raise PlanError(f"model={model!r} is a name, which is not supported here: give {_FACTORY}.")
     if is_module(model):
         raise PlanError(
-            f"model is a {type(model).__name__} instance, which would be copied with its data: give {_FACTORY}."
+            f"model is an instance of {type(model).__name__}, which would be copied with its data: give {_FACTORY}."
         )
     if not callable(model):
         raise PlanError(f"model must be {_FACTORY}, or a GPTConfig(…); got {model!r}.")

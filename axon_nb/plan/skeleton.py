@@ -59,7 +59,7 @@ def capture(model: nn.Module, name: str = "model") -> CapturedModel:
     """
     found = _unwrapped(model)
     if not isinstance(found, nn.Module):
-        raise PlanError(f"{name} must be a torch.nn.Module; it is a {type(found).__name__}.")
+        raise PlanError(f"{name} must be a torch.nn.Module; it has type {type(found).__name__}.")
     file = io.BytesIO()
     try:
         _Skeleton(file).dump(found)

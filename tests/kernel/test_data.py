@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import footprint, until
+from tests.support.kernel import Kernel
+from tests.support.processes import footprint, until
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_scatter_and_gather(kernel: Kernel) -> None:
     )
     assert kernel.value("t_doubled.tolist(), t_again") == (list(range(0, 20, 2)), list("abcde"))
     assert kernel.value("torch.equal(t_whole, t_grid)") is True
-    assert "t_mapping is a dict" in kernel.run("t_mapping = {}\n%scatter t_mapping").traceback
+    assert "t_mapping has type dict" in kernel.run("t_mapping = {}\n%scatter t_mapping").traceback
 
 
 def test_distributed_tensors_come_whole_or_in_shards(kernel: Kernel) -> None:

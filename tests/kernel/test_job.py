@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernel.driver import Kernel, Reply
-from tests.kernel.processes import until
+from tests.support.kernel import Kernel, Reply
+from tests.support.processes import until
 
 ASK = """import dataclasses, json
 from axon_nb.cluster.session import current
@@ -82,7 +82,7 @@ def test_what_is_logged_is_read_once_and_in_order(ready: Kernel) -> None:
 
 def test_bad_numbers_raise_in_the_cell_and_lose_nothing(ready: Kernel) -> None:
     reply = ready.run("%%distributed\nkept = 5\naxon_nb.log(loss=torch.ones(2))")
-    assert "loss is a Tensor of shape (2,): log a single number, such as loss.mean()." in reply.traceback
+    assert "loss has shape (2,): log a single number, such as loss.mean()." in reply.traceback
     assert ready.ok("%%rank 0\nkept").lines() == ["[rank 0] 5"]
 
 
@@ -204,7 +204,7 @@ def test_the_memory_panel_and_what_it_cannot_show(ready: Kernel) -> None:
     assert any(bundle["text/plain"].startswith("memory of 4 ranks") for bundle in everything.displays)
     for name, words in {
         "t_nothing": "variable 't_nothing' does not exist",
-        "rank": "'rank' is a int: `%memory` accepts modules and optimizers",
+        "rank": "'rank' has type int: `%memory` accepts modules and optimizers",
     }.items():
         refused = ready.run(f"%memory {name}")
         assert refused.ename == "UsageError"

@@ -8,7 +8,7 @@ import pytest
 
 from axon_nb import plan
 from axon_nb.parallel.models import GPTConfig
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -64,7 +64,7 @@ def test_any_module_of_any_rank_has_a_name(planner: Kernel, name: str, elements:
     [
         ("modle", "'modle' does not exist (name 'modle' is not defined)"),
         ("gpt.head.nothing", "'gpt.head.nothing' does not exist ('Head' object has no attribute 'nothing')"),
-        ("number", "number must be a torch.nn.Module; it is a int."),
+        ("number", "number must be a torch.nn.Module; it has type int."),
         ("pipe", "A Pipeline holds only its own rank's stages: call plan.capture(model) before wrapping it"),
     ],
 )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel, Reply
 from tests.kernel.moments import PRESSED, spins, touch_when
-from tests.kernel.processes import until
+from tests.support.kernel import Kernel, Reply
+from tests.support.processes import until
 
 DIE = "%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()"
 
@@ -187,3 +187,22 @@ def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code(tmp_path: Path
         assert "still stuck in an earlier cell" in kernel.run("%%distributed\n1").traceback
         kernel.ok("%distributed repair --ranks 1")
         assert kernel.ok("%%distributed --ranks 1\nimport os\nprint(os.getpid())").lines() != pid
+
+
+def test_groups_disabled_by_a_rank_that_was_stuck_are_rebuilt_once_it_is_back(tmp_path: Path) -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        kernel.ok("%%distributed\nimport hashlib\nkept = rank + 1")
+        call = "hashlib.pbkdf2_hmac('sha256', b'x', b'y', 20_000_000)"
+        reply = kernel.collect(press_in_c_code(kernel, f"if rank == 1:\n    {call}\ndist.barrier()", [1], tmp_path))
+        assert "Rank 1 did not stop. Run `%distributed repair --ranks 1` to replace it" in reply.traceback
+        refused = kernel.run("%distributed repair")
+        assert "Rank 1 is stuck in an earlier cell and cannot rejoin" in refused.traceback
+        assert "run `%distributed repair --ranks 1` to replace it." in refused.traceback
+        refused = kernel.run("%%distributed --ranks 0\ndist.all_reduce(torch.ones(1))")
+        assert "rank 1 is stuck in an earlier cell; run `%distributed repair --ranks 1`" in refused.traceback
+        assert until(lambda: kernel.run("%%distributed --ranks 1\n1").ok, timeout=120)
+        assert "Rebuilt the process groups. All ranks keep their state." in kernel.ok("%distributed repair").stdout
+        after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), kept - rank")
+        assert after.lines() == ["[ranks 0-1] (2.0, 1)"]
+        assert "All ranks are alive" in kernel.run("%distributed repair").traceback

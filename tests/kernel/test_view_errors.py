@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 REFUSED = {
     "%shards": "the following arguments are required: NAME",
     "%shards t_nothing": "variable 't_nothing' does not exist",
     "%shards t_text": "'t_text' (type str) holds no tensors",
     "%memory t_nothing": "variable 't_nothing' does not exist",
-    "%memory t_text": "'t_text' is a str: `%memory` accepts modules and optimizers",
+    "%memory t_text": "'t_text' has type str: `%memory` accepts modules and optimizers",
     "%memory t_tensor": "'t_tensor' is a Tensor: `%memory` accepts modules and optimizers",
     "%memory t_text(": "'t_text(' is not the name of a variable",
     "%timeline --ranks 9": "9",

@@ -69,7 +69,7 @@ def test_capture_errors() -> None:
         plan.capture(locked, "net")
     with pytest.raises(plan.PlanError, match="uninitialized lazy parameters"):
         plan.capture(nn.LazyLinear(3))
-    with pytest.raises(plan.PlanError, match=r"must be a torch\.nn\.Module; it is a list"):
+    with pytest.raises(plan.PlanError, match=r"must be a torch\.nn\.Module; it has type list"):
         plan.capture([1])  # type: ignore[arg-type]
 
 
@@ -77,7 +77,7 @@ def test_a_rank_reports_why_it_has_no_model() -> None:
     space: dict[str, Any] = {"net": nn.Linear(2, 2), "number": 3}
     assert isinstance(capture_or_reason(lambda: space["net"], "net"), CapturedModel)
     assert capture_or_reason(lambda: space["other"], "other") == "'other' does not exist ('other')"
-    assert capture_or_reason(lambda: space["number"], "number") == "number must be a torch.nn.Module; it is a int."
+    assert capture_or_reason(lambda: space["number"], "number") == "number must be a torch.nn.Module; it has type int."
 
 
 @pytest.mark.parametrize("name", ["f()", "a b", "", "net[i]", "a.b()", "__import__('os')", "1"])

@@ -65,8 +65,8 @@ class Health:
         """Ranks that did not abort an earlier cell and have not replied since."""
         self.lost_contexts: set[int] = set()
         """Ranks that lost their CUDA context, on NCCL: they run cells but cannot communicate."""
-        self.broken = ""
-        """Why ranks cannot communicate; empty while they can."""
+        self.groups_disabled = ""
+        """Why the process groups of all ranks are disabled; empty if they are not."""
         self.leaks_reported = 0
         """How often threads that cannot be freed were reported."""
         self.disconnect_reason = ""

@@ -16,7 +16,7 @@ from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.records.protocol.cells import AbortReply, AbortRequest
 from axon_nb.records.protocol.recovery import DisableGroups, OptimizerReport, Recover, RecoveryReport
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks
 
 __all__ = ["Recovery", "describe_diverged_steps", "next_epoch"]
 
@@ -107,7 +107,8 @@ class Recovery:
         health = self._health
         missing = [rank for rank in self._ranks if rank in {*health.dead, *health.stuck, *health.lost_contexts}]
         if missing:
-            return self._disable_groups(missing)
+            remaining = [rank for rank in self._ranks if rank not in missing or rank in health.lost_contexts]
+            return self._disable_groups(self._describe_missing(missing), remaining)
         now = time.monotonic()
         if not self._futures:
             return self._start_attempt(now)
@@ -116,7 +117,7 @@ class Recovery:
             if not all(future.done() for future in self._aborts):
                 return False  # a late one would break the rebuilt groups
             if not failed:
-                self._health.broken = ""
+                self._health.groups_disabled = ""
                 reports = {rank: future.result() for rank, future in self._futures.items()}
                 self._report_abandoned([report.rebuilt.abandoned for report in reports.values()])
                 for line in dict.fromkeys(line for report in reports.values() for line in report.rebuilt.not_reset):
@@ -141,8 +142,9 @@ class Recovery:
 
     def _start_attempt(self, now: float) -> bool:
         if self._attempt == _ATTEMPTS:
-            self._health.broken = "the process groups could not be rebuilt"
-            return True
+            reason = "the process groups could not be rebuilt"
+            print(f"{reason.capitalize()}. Run `%distributed repair` to try again.", file=sys.stderr)
+            return self._disable_groups(f"{reason}; run `%distributed repair` to try again", self._ranks)
         self._attempt += 1
         self._started_at = now
         epoch = next_epoch()
@@ -157,14 +159,23 @@ class Recovery:
                 if not future.done():
                     self._aborts.append(self._client.request(rank, AbortRequest(again=True)))
 
-    def _disable_groups(self, missing: Sequence[int]) -> bool:
-        one = len(missing) == 1
-        be = "is" if one else "are"
-        what = f"{be} stuck in an earlier cell" if missing[0] in self._health.stuck else "lost the CUDA context"
-        what = f"{be} dead" if missing[0] in self._health.dead else what
-        reason = f"{name_ranks(missing)} {what}; run `%distributed repair` to replace {'it' if one else 'them'}"
-        self._health.broken = reason
-        for rank in self._ranks:
-            if rank not in missing or rank in self._health.lost_contexts:
-                requests.call(self._client, rank, DisableGroups(reason))
+    def _describe_missing(self, missing: Sequence[int]) -> str:
+        health, left, parts = self._health, list(missing), []
+        for known, state in (
+            (health.dead, "dead"),
+            (health.stuck, "stuck in an earlier cell"),
+            (health.lost_contexts, "without a CUDA context"),
+        ):
+            ranks = [rank for rank in left if rank in known]
+            left = [rank for rank in left if rank not in known]
+            parts += [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {state}"] if ranks else []
+        # Without --ranks, `repair` replaces only ranks that cannot run a cell any more.
+        chosen = f" --ranks {format_ranks(missing)}" if health.stuck.intersection(missing) else ""
+        pronoun = "it" if len(missing) == 1 else "them"
+        return f"{' and '.join(parts)}; run `%distributed repair{chosen}` to replace {pronoun}"
+
+    def _disable_groups(self, reason: str, ranks: Sequence[int]) -> bool:
+        self._health.groups_disabled = reason
+        for rank in ranks:
+            requests.call(self._client, rank, DisableGroups(reason))
         return True

@@ -91,11 +91,12 @@ def repair(
     names: Sequence[str] = (),
     all_allowed: bool = False,
 ) -> RepairReport:
-    """Replace ranks, and rebuild the groups of all ranks.
+    """Replace ranks, and rebuild the groups of all ranks; only that if their groups are disabled and all ranks live.
 
     Args:
         state: The cluster.
-        ranks: Which, besides those that are dead. A live one is killed first, as the user asked for it.
+        ranks: Which, besides those that are dead or lost their CUDA context. A live one is killed first, as the user
+            asked for it.
         source: The rank whose variables the replaced ranks get; None: they start empty.
         names: Which variables; empty: all that can be copied.
         all_allowed: Whether these may be all ranks, so that none keeps its state.
@@ -104,7 +105,7 @@ def repair(
         UsageError: there is nothing to replace, these ranks cannot be replaced, or the source cannot be copied from.
         StartError: a new rank failed to start.
     """
-    chosen = sorted({*state.health.dead, *(ranks or ())})
+    chosen = sorted({*state.health.dead, *state.health.lost_contexts, *(ranks or ())})
     _check_request(state, chosen, source, names, all_allowed)
     survivors = [rank for rank in state.ranks if rank not in chosen]
     with _interrupts_ignored():
@@ -138,7 +139,7 @@ def replace_stuck(state: ClusterState, ranks: Sequence[int]) -> list[str]:
 def _check_request(
     state: ClusterState, chosen: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
 ) -> None:
-    if not chosen:
+    if not chosen and (source is not None or not (state.health.groups_disabled or state.health.stuck)):
         raise UsageError("All ranks are alive. Use `--ranks 2` to replace one anyway; its variables will be lost.")
     if reason := refusal(state.rank_info, state.backend):
         raise UsageError(reason)
@@ -156,10 +157,10 @@ def _check_request(
         raise UsageError(f"--from {source}: rank {source} is being replaced; choose a surviving rank.")
     stuck = sorted(state.health.stuck - set(chosen))
     if stuck:
-        both, one = format_ranks({*stuck, *chosen}), len(stuck) == 1
+        both, one, too = format_ranks({*stuck, *chosen}), len(stuck) == 1, " too" if chosen else ""
         raise UsageError(
             f"{name_ranks(stuck).capitalize()} {'is' if one else 'are'} stuck in an earlier cell and cannot rejoin: "
-            f"run `%distributed repair --ranks {both}` to replace {'it' if one else 'them'} too."
+            f"run `%distributed repair --ranks {both}` to replace {'it' if one else 'them'}{too}."
         )
     busy = [rank for rank in state.busy if rank not in chosen]
     if busy:
@@ -190,7 +191,7 @@ def _replace_ranks(state: ClusterState, chosen: Sequence[int], survivors: Sequen
         raise
     for rank in chosen:
         state.mark_replaced(rank, infos[rank])
-    state.health.broken = ""
+    state.health.groups_disabled = ""
 
 
 def _release_survivors(connection: Connection, chosen: Sequence[int], survivors: Sequence[int]) -> None:
@@ -200,7 +201,8 @@ def _release_survivors(connection: Connection, chosen: Sequence[int], survivors:
     end = time.monotonic() + _ABORT_TIMEOUT_S
     for answer in aborts:
         answer.wait(max(0.0, end - time.monotonic()))
-    reason = f"{name_ranks(chosen)} could not be replaced; run `%distributed repair` to try again"
+    what = f"{name_ranks(chosen)} could not be replaced" if chosen else "the process groups could not be rebuilt"
+    reason = f"{what}; run `%distributed repair` to try again"
     for rank in survivors:
         requests.call(client, rank, DisableGroups(reason))
 

@@ -40,7 +40,7 @@ class RepairReport:
     """The result of `Cluster.repair`; displays as text."""
 
     ranks: tuple[int, ...]
-    """The replaced ranks."""
+    """The replaced ranks; empty if only the process groups were rebuilt."""
     kept: tuple[int, ...]
     """The other ranks, which keep their state."""
     reasons: dict[int, str]
@@ -88,6 +88,8 @@ class RepairReport:
 
     def lines(self, *, why: bool = False) -> list[str]:
         """Return the report as lines; with `why`, also say why the ranks were dead."""
+        if not self.ranks:
+            return ["Rebuilt the process groups. All ranks keep their state."]
         one, replaced = len(self.ranks) == 1, name_ranks(self.ranks)
         reasons = ", ".join(dict.fromkeys(reason for reason in self.reasons.values() if reason)) if why else ""
         content = "new and empty" if self.source is None else self._copied()

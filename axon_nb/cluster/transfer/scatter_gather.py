@@ -28,7 +28,7 @@ def split_value(value: Any, count: int, *, dim: int = 0, name: str = "the value"
     """
     if _is_table(value) or isinstance(value, _SEQUENCES):
         if dim:
-            raise UsageError(f"--dim {dim}: {name} is a {type(value).__name__}; only --dim 0 is possible.")
+            raise UsageError(f"--dim {dim}: {name} has type {type(value).__name__}; only --dim 0 is possible.")
         rows = value.iloc if _is_table(value) else value
         return [rows[start:end] for start, end in _bounds(len(value), count)]
     if _is_array(value) or _is_tensor(value):
@@ -37,7 +37,7 @@ def split_value(value: Any, count: int, *, dim: int = 0, name: str = "the value"
         before = (slice(None),) * (dim % value.ndim)
         return [value[(*before, slice(start, end))] for start, end in _bounds(value.shape[dim], count)]
     raise UsageError(
-        f"{name} is a {type(value).__name__}: only tensors, arrays, tables and sequences can be split. "
+        f"{name} has type {type(value).__name__}: only tensors, arrays, tables and sequences can be split. "
         "Use `%push` to send all of it to each rank."
     )
 

@@ -42,7 +42,7 @@ def broadcast_parameters(
     for name, tensor in items:
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(
-                f"broadcast_parameters: {name or 'an entry'} is a {type(tensor).__name__}, not a tensor; "
+                f"broadcast_parameters: {name or 'an entry'} has type {type(tensor).__name__}: must be a tensor; "
                 "use hvd.broadcast_object for other objects."
             )
     # In the order of the ranks' own lists: by name where they have one.

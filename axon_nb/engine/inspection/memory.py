@@ -126,7 +126,7 @@ def modules_and_optimizers(names: list[str], session: RankSession) -> tuple[list
     values = [resolve_variable(name, space) for name in names]
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, torch.nn.Module | Optimizer):
-            raise UsageError(f"{name!r} is a {type(value).__name__}: `%memory` accepts modules and optimizers.")
+            raise UsageError(f"{name!r} has type {type(value).__name__}: `%memory` accepts modules and optimizers.")
     candidates = values or list(user_variables(session.kernel.shell).values())
     # type() instead of isinstance: lazy proxies answer the latter with side effects.
     modules = [value for value in candidates if issubclass(type(value), torch.nn.Module)]

@@ -94,7 +94,7 @@ def _header(state: dict[str, Any]) -> bytes:
     start = 0
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"safetensors supports only tensors; {name} is a {type(value).__name__}.")
+            raise CheckpointError(f"safetensors supports only tensors; {name} has type {type(value).__name__}.")
         kind = str(value.dtype).removeprefix("torch.")
         if kind not in _NAMES:
             raise CheckpointError(f"safetensors does not support {kind}, the dtype of {name}; convert it first.")

@@ -112,7 +112,7 @@ class ModelSource:
             raise UsageError(f"model must be an instance of {name}, not the class: {name}(…).")
         elif is_dataclass(self.model):
             raise UsageError(
-                f"model is a {type(self.model).__name__}, but the only config supported is "
+                f"model has type {type(self.model).__name__}, but the only config supported is "
                 "axon_nb.parallel.models.GPTConfig: give a function that makes the model, and inputs=."
             )
         model = source._build(mode)

@@ -133,7 +133,7 @@ def _number(name: str, value: Any) -> Any:
         except OverflowError:
             return math.inf if value > 0 else -math.inf
     kind = type(value).__name__
-    refused = UsageError(f"{name} is a {kind}: `axon_nb.log` accepts numbers and one-element tensors.")
+    refused = UsageError(f"{name} has type {kind}: `axon_nb.log` accepts numbers and one-element tensors.")
     if not hasattr(value, "item") or isinstance(value, type):
         raise refused
     placements = getattr(value, "placements", ())
@@ -143,7 +143,7 @@ def _number(name: str, value: Any) -> Any:
         value = value.to_local()
     shape = tuple(getattr(value, "shape", ()))
     if math.prod(shape) != 1:
-        raise UsageError(f"{name} is a {kind} of shape {shape}: log a single number, such as {name}.mean().")
+        raise UsageError(f"{name} has shape {shape}: log a single number, such as {name}.mean().")
     if getattr(getattr(value, "device", None), "type", "cpu") not in ("cpu", "meta") and hasattr(value, "detach"):
         return value.detach().clone()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import threading
@@ -9,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, SupportsIndex, TypeVar
 
 from axon_nb.errors import UsageError
 from axon_nb.records.environment import RUN_ID
@@ -82,7 +83,9 @@ class Progress(Generic[Item]):
         return Bar(self.desc, self.depth, self.done, self.total, end - self._began, over, self.unit)
 
 
-def progress(iterable: Iterable[Item], *, total: int | None = None, desc: str = "", unit: str = "it") -> Progress[Item]:
+def progress(
+    iterable: Iterable[Item], *, total: SupportsIndex | None = None, desc: str = "", unit: str = "it"
+) -> Progress[Item]:
     """Show the progress of a loop: `for batch in axon_nb.progress(loader):`.
 
     In a cell each rank prints a progress line (identical ones are merged), and `%watch` draws one bar over all ranks
@@ -95,11 +98,17 @@ def progress(iterable: Iterable[Item], *, total: int | None = None, desc: str = 
         unit: Name of one item.
 
     Raises:
-        UsageError: it is not iterable.
+        UsageError: it is not iterable, or `total` is not an integer >= 0.
     """
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
         raise UsageError(f"progress({type(iterable).__name__}): must be iterable, as in progress(range(10)).")
-    return Progress(iterable, total=total, desc=desc, unit=unit)
+    try:
+        count = None if total is None else operator.index(total)
+    except TypeError:
+        count = -1
+    if count is not None and count < 0:
+        raise UsageError(f"progress(…, total={total!r}): must be an integer >= 0, or None if it is not known.")
+    return Progress(iterable, total=count, desc=desc, unit=unit)
 
 
 _lock = threading.RLock()

@@ -123,9 +123,13 @@ def _sentences(summary: TimelineSummary) -> list[str]:
     return [sentence for sentence in (hidden, summary.facts.straggler, omitted) if sentence]
 
 
+def _spans(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{' was' if count == 1 else 's were'}"
+
+
 def _losses(table: SpanTable) -> list[str]:
-    dropped = f"{table.dropped:,} older spans were dropped." if table.dropped else ""
-    lost = f"{table.lost:,} spans were lost: they came too fast." if table.lost else ""
+    dropped = f"{_spans(table.dropped, 'older span')} dropped." if table.dropped else ""
+    lost = f"{_spans(table.lost, 'span')} lost: too many came at once." if table.lost else ""
     return [note for note in (dropped, lost) if note]
 
 

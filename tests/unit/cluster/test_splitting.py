@@ -62,11 +62,11 @@ def test_scalars_become_a_vector() -> None:
 
 
 def test_what_cannot_be_split_is_told_with_the_way_out() -> None:
-    with pytest.raises(UsageError, match=r"settings is a dict: .* Use `%push` to send all of it"):
+    with pytest.raises(UsageError, match=r"settings has type dict: .* Use `%push` to send all of it"):
         split_value({}, 2, name="settings")
     with pytest.raises(UsageError, match=r"--dim 2: x has 2 dimensions"):
         split_value(np.ones((2, 2)), 2, dim=2, name="x")
-    with pytest.raises(UsageError, match=r"--dim 1: .* is a list"):
+    with pytest.raises(UsageError, match=r"--dim 1: .* has type list"):
         split_value([1, 2], 2, dim=1)
     with pytest.raises(UsageError, match=r"Cannot join parts of shapes .* along dimension 0"):
         join_values([np.ones((2, 2)), np.ones((2, 3))])

@@ -70,14 +70,14 @@ def test_all_kinds_of_numbers_are_accepted(ring: MetricRing) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"loss": "3"}, "loss is a str: `axon_nb.log` accepts numbers"),
-        ({"loss": None}, "loss is a NoneType"),
+        ({"loss": "3"}, "loss has type str: `axon_nb.log` accepts numbers"),
+        ({"loss": None}, "loss has type NoneType"),
         ({"loss": torch.ones(2, 3)}, r"shape \(2, 3\): log a single number, such as loss.mean"),
-        ({"loss": torch.tensor(1j)}, "loss is a Tensor: `axon_nb.log` accepts numbers"),
-        ({"loss": torch.ones((), device="meta")}, "loss is a Tensor"),
+        ({"loss": torch.tensor(1j)}, "loss has type Tensor: `axon_nb.log` accepts numbers"),
+        ({"loss": torch.ones((), device="meta")}, "loss has type Tensor"),
         ({"loss": 1.0, "step": -1}, "step=-1: must be an integer >= 0"),
         ({"loss": 1.0, "step": 1.5}, "step=1.5"),
-        ({"loss": 1.0, "items": "many"}, "items is a str"),
+        ({"loss": 1.0, "items": "many"}, "items has type str"),
     ],
 )
 def test_a_value_that_is_not_a_number_gets_a_clear_error(ring: MetricRing, given: dict[str, Any], words: str) -> None:

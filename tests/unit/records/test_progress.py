@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 import axon_nb
@@ -61,6 +62,9 @@ def test_length_and_bad_input() -> None:
         len(axon_nb.progress(iter([1])))
     with pytest.raises(UsageError, match=r"progress\(int\): must be iterable"):
         axon_nb.progress(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"total=2.5\): must be an integer >= 0"):
+        axon_nb.progress([], total=2.5)  # type: ignore[arg-type]
+    assert axon_nb.progress([], total=np.int64(3)).snapshot().total == 3
 
 
 def test_lines_look_like_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
