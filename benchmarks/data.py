@@ -17,7 +17,7 @@ import psutil
 from benchmarks import stock
 from benchmarks.main_job import pss_mib
 from benchmarks.report import Row, median, write
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 RANKS = 4
 MEBIBYTES = 256

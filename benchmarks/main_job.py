@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 
 from benchmarks import stock
 from benchmarks.report import Row, median, percentile, write
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 ALL_REDUCE = "%%distributed\n_x = torch.ones(1)\ndist.all_reduce(_x)"
 NO_WARM_UP = {"AXON_NB_WARM_UP": "0"}

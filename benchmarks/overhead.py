@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.pairs import PairedRow
 from benchmarks.report import Row, median, write
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 ROOT = Path(__file__).parents[1]
 SIZES = (4, 4 << 10, 256 << 10, 4 << 20, 64 << 20)

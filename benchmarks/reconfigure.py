@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.pairs import interval
 from benchmarks.report import machine, median
-from tests.host.agents import serve
+from tests.support.agents import serve
 
 __all__ = ["main"]
 

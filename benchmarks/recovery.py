@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import Row, median, percentile, write
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 _TIMEOUT_S = 30.0
 SETUP = """%%distributed

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.pairs import PairedRow
 from benchmarks.report import Row, write
 from benchmarks.views_page import page_rows
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 ROOT = Path(__file__).parents[1]
 STEP, UPDATE_BYTES = 1.02, 50_000

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.lines import by_rank
-from tests.kernel.processes import until
+from tests.support.output_lines import by_rank
+from tests.support.processes import until
 
 
 def run_script(folder: Path, body: str) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.browser.lab_page import LabPage
+    from tests.support.lab_page import LabPage
 
 __all__ = ["ask_until", "type_at_end"]
 

@@ -19,11 +19,11 @@ from axon_nb.widgets.palette import SPAN_CODES, paints_for_page
 from axon_nb.widgets.shards.view import ShardsView
 from axon_nb.widgets.timeline.wire import pack
 from axon_nb.widgets.watch.view import WatchView
-from tests.browser.lab_server import LIMIT
-from tests.unit.widgets.jobs import answers, report, row
-from tests.unit.widgets.test_memory import answers as memory_answers
-from tests.unit.widgets.test_memory import use
-from tests.unit.widgets.test_shards import split
+from tests.support.jobs import answers, report, row
+from tests.support.lab_server import LIMIT
+from tests.support.memory_replies import answers as memory_answers
+from tests.support.memory_replies import use
+from tests.support.shard_records import split
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,8 @@ import pytest
 from tests.browser.asking import ask_until, type_at_end
 
 if TYPE_CHECKING:
-    from tests.browser.lab_page import LabPage
-    from tests.browser.lab_server import LabServer
+    from tests.support.lab_page import LabPage
+    from tests.support.lab_server import LabServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

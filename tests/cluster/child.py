@@ -1,4 +1,4 @@
-"""A plain Python process that runs what it is sent, line by line; `tests.cluster.script` drives it.
+"""A plain Python process that runs what it is sent, line by line; `tests.support.script` drives it.
 
 Not imported by tests: it is the `__main__` of its own process, without IPython and without an event loop.
 """

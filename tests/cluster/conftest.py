@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.script import Script
+from tests.support.script import Script
 
 
 @pytest.fixture(scope="session")

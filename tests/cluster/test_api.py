@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.lines import by_rank
-from tests.cluster.script import Script
-from tests.kernel.processes import until
+from tests.support.output_lines import by_rank
+from tests.support.processes import until
+from tests.support.script import Script
 
 
 def test_run_gives_values_times_and_text(script: Script) -> None:

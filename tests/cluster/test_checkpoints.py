@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.cluster.script import Script
+from tests.support.script import Script
 
 PREPARE = """
 from axon_nb.parallel import DDP

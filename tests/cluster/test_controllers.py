@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.cluster.script import Script, command_lines
-from tests.kernel.processes import until
+from tests.support.processes import until
+from tests.support.script import Script, command_lines
 
 TAKEN = "Address already in use (addr='tcp://127.0.0.1:40001')"
 SHADOW = """

@@ -15,8 +15,8 @@ from axon_nb.records.compatibility import Verdict
 from axon_nb.records.protocol.joining import EngineInfo
 from axon_nb.records.protocol.version import own_version
 from tests.cluster.far import FAR_HOST, Network, network, why_not
-from tests.cluster.script import Script, command_lines, family
-from tests.kernel.processes import until
+from tests.support.processes import until
+from tests.support.script import Script, command_lines, family
 
 LAUNCHER = "tests.cluster.far.FarEngineSetLauncher"
 

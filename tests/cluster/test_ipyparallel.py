@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 
-from tests.cluster.script import run_script
-from tests.kernel.processes import until
+from tests.support.processes import until
+from tests.support.script import run_script
 
 START = """
 import os, shutil, signal, tempfile, time

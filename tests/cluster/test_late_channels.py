@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.script import run_script
+from tests.support.script import run_script
 
 START = """
 import contextlib

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.cluster.script import Script
+from tests.support.script import Script
 
 COLLECTIVES = """
 from axon_nb import comm

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.lines import by_rank
-from tests.cluster.script import Script, command_lines, family
-from tests.kernel.processes import until
+from tests.support.output_lines import by_rank
+from tests.support.processes import until
+from tests.support.script import Script, command_lines, family
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.lines import by_rank
-from tests.cluster.script import Script, command_lines
-from tests.kernel.processes import until
+from tests.support.output_lines import by_rank
+from tests.support.processes import until
+from tests.support.script import Script, command_lines
 
 pytestmark = pytest.mark.skipif(shutil.which("mpiexec") is None, reason="needs mpiexec, such as Open MPI's")
 has_mpi4py = importlib.util.find_spec("mpi4py") is not None

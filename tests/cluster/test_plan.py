@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.script import Script
-from tests.plan.cases import CASES
+from tests.support.script import Script
+from tests.support.training_steps import CASES
 
 RECORD = """
 from axon_nb import plan
 from axon_nb.records import spans as trace
-from tests.plan.cases import prepare
+from tests.support.training_steps import prepare
 prepared = prepare({name!r})
 position = trace.ring.position
 prepared.step()

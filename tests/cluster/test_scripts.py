@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.lines import by_rank
-from tests.cluster.script import Finished, Script, command_lines, family, run_script
-from tests.kernel.processes import until
+from tests.support.output_lines import by_rank
+from tests.support.processes import until
+from tests.support.script import Finished, Script, command_lines, family, run_script
 
 START = "import axon_nb\nc = axon_nb.start(2, devices='cpu')\nprint('alive:', c.run('rank', quiet=True)[1])\n"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.cluster.script import Script
+from tests.support.script import Script
 
 PREPARE = """
 from axon_nb.parallel import parallel_cross_entropy, parallelize

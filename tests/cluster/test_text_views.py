@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.script import Script, run_script
-from tests.kernel.processes import until
+from tests.support.processes import until
+from tests.support.script import Script, run_script
 
 MODEL = """import torch
 model = torch.nn.Linear(16, 8)

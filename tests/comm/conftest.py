@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from axon_nb.comm import World
-from tests.comm.gloo import GlooWorld
+from tests.support.ranks import RankWorld
 
 
 @pytest.fixture(scope="session")
-def gloo_world() -> Iterator[GlooWorld]:
+def gloo_world() -> Iterator[RankWorld]:
     """Four processes."""
-    with GlooWorld(4, backend="gloo") as world:
+    with RankWorld(4, backend="gloo") as world:
         yield world
 
 
 @pytest.fixture(scope="session")
-def shm_world() -> Iterator[GlooWorld]:
+def shm_world() -> Iterator[RankWorld]:
     """Four processes over shared memory."""
-    with GlooWorld(4, backend="shm") as world:
+    with RankWorld(4, backend="shm") as world:
         yield world
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from axon_nb import comm
 from axon_nb.comm import ReduceOp, World
 from axon_nb.comm import world as query
-from tests.comm.gloo import GlooWorld
+from tests.support.ranks import RankWorld
 
 N = 4
 DTYPES = [
@@ -250,5 +250,5 @@ def test_world_properties(world: Any) -> None:
             str(world.backend),
         )
 
-    kind = "gloo" if isinstance(world, GlooWorld) else "mock"
+    kind = "gloo" if isinstance(world, RankWorld) else "mock"
     assert world.run(work) == [(rank, N, rank == 0, (0, 1, 2, 3), kind) for rank in range(N)]

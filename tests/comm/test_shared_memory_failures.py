@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from axon_nb.comm import World
 from axon_nb.comm.errors import CollectiveMismatchError
-from tests.comm.gloo import GlooWorld
+from tests.support.ranks import RankWorld
 
 SOON_S = 5.0
 """A wait ends within 50 ms; the machine may be busy."""
@@ -34,13 +34,13 @@ def caught(call: Any, *args: Any, **kwargs: Any) -> str:
     raise AssertionError("nothing was raised")
 
 
-def sent_to(world: GlooWorld, function: Any) -> None:
+def sent_to(world: RankWorld, function: Any) -> None:
     """Begin a function on all ranks."""
     for pipe in world._pipes:
         pipe.send_bytes(cloudpickle.dumps((function, (), {})))
 
 
-def answer(world: GlooWorld, rank: int) -> Any:
+def answer(world: RankWorld, rank: int) -> Any:
     """What a rank returned."""
     assert world._pipes[rank].poll(120)
     kind, value = pickle.loads(world._pipes[rank].recv_bytes())
@@ -233,7 +233,7 @@ def test_a_death_ends_the_waits_for_the_dead_rank() -> None:
         dist.all_reduce(tensor := torch.ones(1), group=pair)
         return sentence, waited, tensor.item()
 
-    with GlooWorld(3, backend="shm") as world:
+    with RankWorld(3, backend="shm") as world:
         sent_to(world, work)
         answers = [answer(world, rank) for rank in (0, 1)]
     assert any("rank 2 died" in sentence for sentence, _, _ in answers)
@@ -259,7 +259,7 @@ def test_what_each_rank_is_in_can_be_read_while_one_is_stopped() -> None:
         dist.all_gather_object(pids, os.getpid())
         return lines
 
-    with GlooWorld(2, backend="shm") as world:
+    with RankWorld(2, backend="shm") as world:
         lines = world.run(work)[0]
     assert "all_reduce(SUM) of 4 float32 at line" in lines[0]
     assert "waits for rank 1" in lines[0]

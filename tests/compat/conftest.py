@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from axon_nb.comm import World
-from tests.comm.gloo import GlooWorld
+from tests.support.ranks import RankWorld
 
 
 @pytest.fixture(scope="session")
-def gloo_three() -> Iterator[GlooWorld]:
+def gloo_three() -> Iterator[RankWorld]:
     """Three processes."""
-    with GlooWorld(3) as world:
+    with RankWorld(3) as world:
         yield world
 
 

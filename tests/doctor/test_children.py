@@ -9,7 +9,7 @@ import pytest
 
 from axon_nb.doctor.children import Answer, Child
 from axon_nb.doctor.versions import self_test
-from tests.kernel.processes import ended, until
+from tests.support.processes import ended, until
 
 CAPABILITY = {
     "name": "release",

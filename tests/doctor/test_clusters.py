@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster.script import Script, command_lines, family
 from tests.doctor.command import Done, axon_nb
-from tests.kernel.processes import ended, until
+from tests.support.processes import ended, until
+from tests.support.script import Script, command_lines, family
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="forked ranks are of Linux")
 

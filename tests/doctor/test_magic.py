@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 NAME = f"seen{os.getpid()}"
 """Other processes of this run may have a cluster of these tests, too."""

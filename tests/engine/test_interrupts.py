@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.cluster.lines import by_rank
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
+from tests.support.output_lines import by_rank
 
 LIMIT = 60.0
 """Seconds within which an interrupted cell must be over."""

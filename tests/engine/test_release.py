@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.lines import by_rank
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import until
+from tests.support.kernel import Kernel
+from tests.support.output_lines import by_rank
+from tests.support.processes import until
 
 PREPARE = """%%distributed
 import gc, time, weakref

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import DistStoreError
 
 from axon_nb.engine.groups.store import AgentStore
-from tests.host.agents import Served, serve
+from tests.support.agents import Served, serve
 
 KEYS = st.sampled_from(["a", "b", "group/0"])
 TEXTS = st.text("xyz", min_size=1, max_size=3)

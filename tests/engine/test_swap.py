@@ -22,7 +22,7 @@ from axon_nb.engine.groups.install import groups_state
 from axon_nb.engine.groups.native import BackendKind, NativeGroups, connect_in_helper, wait_for_peers
 from axon_nb.records.hooks import missing_hooks
 from tests.engine.swap_ranks import CPU, GLOO, LIMIT, groups_on, run_on_ranks, sums, trained, wait_for_threads
-from tests.kernel.processes import until
+from tests.support.processes import until
 
 STOPS = ["", "in forward", "in backward", "step", "in backward", ""]
 

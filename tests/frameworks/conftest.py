@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel, Reply
+from tests.support.kernel import Kernel, Reply
 
 LIMIT_S = 500.0
 """Seconds that a cell may take: it may import a framework, or build what one needs; no test is about speed."""

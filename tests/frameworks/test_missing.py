@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 
 def test_a_missing_package_is_told_with_the_fix(two: Kernel) -> None:

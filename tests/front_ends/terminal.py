@@ -18,7 +18,7 @@ from types import TracebackType
 
 import psutil
 
-from tests.cluster.script import command_lines, family, script_environment
+from tests.support.script import command_lines, family, script_environment
 
 __all__ = ["Terminal"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.lines import by_rank
 from tests.front_ends.terminal import Terminal
-from tests.kernel.processes import until
+from tests.support.output_lines import by_rank
+from tests.support.processes import until
 
 
 def said(shown: str) -> dict[int, list[str]]:

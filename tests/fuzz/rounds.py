@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.fuzz.faults import Fault, make_fault
-from tests.kernel.driver import Kernel, Reply
+from tests.support.kernel import Kernel, Reply
 
 __all__ = ["CEILING_S", "SENT", "Fuzz", "Outcome"]
 

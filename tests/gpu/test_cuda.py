@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.script import Script
+from tests.support.script import Script
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.script import Script
+from tests.support.script import Script
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import pytest
 
 from axon_nb.errors import ClusterLostError
 from axon_nb.host.run_dir import RunDir
-from tests.host.agents import ENTRY, Served, Shared, serve
+from tests.support.agents import ENTRY, Served, Shared, serve
 
 MakeAgent = Callable[..., Served]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from axon_nb.host.resources import usable_cores
-from tests.host.agents import ROOT
 from tests.host.cgroups import Cgroups
+from tests.support.agents import ROOT
 
 CORES = len(os.sched_getaffinity(0))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from axon_nb.host.resources import Gpu, choose, instances_of, list_gpus
-from tests.host.nvidia_smi import A100X4, MIG, MIG_R450, MIXED, Driver
+from tests.support.nvidia_smi import A100X4, MIG, MIG_R450, MIXED, Driver
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ import pytest
 from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient
 from axon_nb.records.protocol.agent import AgentEvent, GetInfo, Signal
-from tests.host.agents import ENTRY, ROOT, RawPeer, Served, dead, fork_request
 from tests.host.conftest import MakeAgent
-from tests.kernel.processes import until
+from tests.support.agents import ENTRY, ROOT, RawPeer, Served, dead, fork_request
+from tests.support.processes import until
 
 
 def published(path: Path, served: Served, pid: int) -> Any:

@@ -16,9 +16,9 @@ from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import GetInfo, SetInfo
-from tests.host.agents import ROOT, RawPeer, Served, dead
 from tests.host.conftest import MakeAgent
-from tests.kernel.processes import until
+from tests.support.agents import ROOT, RawPeer, Served, dead
+from tests.support.processes import until
 
 STARTER = (
     "import sys, time\nfrom axon_nb.host.client import spawn_agent\nfrom axon_nb.host.run_dir import RunDir\n"

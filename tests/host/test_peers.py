@@ -16,9 +16,9 @@ import pytest
 
 from axon_nb.host.store import MAX_MESSAGE, encode
 from axon_nb.records.protocol.agent import GetInfo, Signal
-from tests.host.agents import RawPeer, Served
 from tests.host.conftest import MakeAgent
-from tests.kernel.processes import until
+from tests.support.agents import RawPeer, Served
+from tests.support.processes import until
 
 REFUSED = [
     ({"cmd": "dance"}, "unknown command 'dance'"),

@@ -15,9 +15,9 @@ import pytest
 
 from axon_nb.host.run_dir import RunDir, base_dir, list_run_dirs
 from axon_nb.records.protocol.agent import GetInfo
-from tests.host.agents import ROOT, dead
 from tests.host.conftest import MakeAgent
-from tests.kernel.processes import modes, until
+from tests.support.agents import ROOT, dead
+from tests.support.processes import modes, until
 
 OWN = f"axon_nb-{os.getuid()}"
 OTHER_UID = 20_000 + os.getpid() % 40_000

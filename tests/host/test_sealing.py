@@ -16,7 +16,7 @@ from axon_nb.engine.groups.store import AgentStore
 from axon_nb.host.store import encode
 from axon_nb.host.store_tcp import NONCE_SIZE, PROOF_SIZE, Handshake, MessageSigner, authenticate, store_key
 from axon_nb.records.protocol.agent import ServeStore
-from tests.host.agents import Served, serve
+from tests.support.agents import Served, serve
 
 KEY = store_key(b"the cluster's key")
 MESSAGES = st.lists(st.lists(st.binary(max_size=30), max_size=4), min_size=1, max_size=4)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from axon_nb.records.telemetry import Activity, RankState
-from axon_nb.widgets.assets import script
 from axon_nb.widgets.cell.segments import Clock, RankHistory, encode
 from axon_nb.widgets.palette import ACTIVITY_CODES
 from axon_nb.widgets.watch.series import Point, pack_points
+from tests.support.node import node, saved
 
 HERE = Path(__file__).parent
 
@@ -27,24 +23,6 @@ const store = newStore(2);
 const whole = messages.map((path) => merge(store, decode(new DataView(Uint8Array.from(readFileSync(path)).buffer))));
 console.log(JSON.stringify({ whole, ...store }));
 """
-
-
-def node(*arguments: str) -> str:
-    """Run node and return what it prints."""
-    command = shutil.which("node")
-    if command is None:
-        pytest.skip("needs node on the PATH")
-    env = {**os.environ, "PYTHON": sys.executable}
-    run = subprocess.run([command, *arguments], capture_output=True, text=True, check=False, timeout=150, env=env)
-    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
-    return run.stdout
-
-
-def saved(name: str, folder: Path) -> str:
-    """A script as the page gets it, as a file."""
-    path = folder / f"{Path(name).name}.mjs"
-    path.write_text(script(name), encoding="utf-8")
-    return str(path)
 
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("*.test.mjs")), ids=lambda path: path.name)

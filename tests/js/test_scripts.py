@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from axon_nb.widgets import assets
-from tests.js.test_javascript import node, saved
+from tests.support.node import node, saved
 
 VIEWS = ("memory", "shards", "strip", "timeline", "watch")
 

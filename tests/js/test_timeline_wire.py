@@ -11,7 +11,7 @@ from axon_nb.cluster.inspection.span_store import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.widgets.palette import SPAN_CODES
 from axon_nb.widgets.timeline.wire import BYTES_PER_SPAN, pack
-from tests.js.test_javascript import node, saved
+from tests.support.node import node, saved
 
 READ = """
 import { readFileSync } from "node:fs";

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import until
+from tests.support.kernel import Kernel
+from tests.support.processes import until
 
 __all__ = ["MEET", "PRESSED", "meet_when", "spins", "touch_when", "waiting"]
 

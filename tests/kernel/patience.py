@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 __all__ = ["patient"]
 

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from tests.kernel.driver import Kernel, Reply
+from tests.support.kernel import Kernel, Reply
 
 __all__ = ["LIMIT_S", "STOPPED", "check_next_cell", "press_at_random"]
 

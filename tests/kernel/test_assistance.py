@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.asking import completed, expect_completed, expect_help, plain
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import until
+from tests.support.completion import completed, expect_completed, expect_help, plain
+from tests.support.kernel import Kernel
+from tests.support.processes import until
 
 SETUP = """%%distributed
 import pandas

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel, Reply
-from tests.kernel.processes import footprint, until
+from tests.support.kernel import Kernel, Reply
+from tests.support.processes import footprint, until
 
 MakeKernel = Callable[..., Kernel]
 

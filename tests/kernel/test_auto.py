@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from axon_nb.magics.auto import Piece, split_cell
-from tests.kernel.asking import completed, expect_completed, expect_help
-from tests.kernel.driver import Kernel
+from tests.support.completion import completed, expect_completed, expect_help
+from tests.support.kernel import Kernel
 
 HEAD = "On ranks 0-3 (`%distributed auto on`; a `%%local` cell runs in the notebook):"
 

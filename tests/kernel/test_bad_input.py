@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 CASES = [
     ("%%distributed --rank 0\n1", "did you mean --ranks?"),

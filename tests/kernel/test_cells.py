@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import until
+from tests.support.kernel import Kernel
+from tests.support.processes import until
 
 
 def test_a_cell_runs_on_every_rank_in_one_group(kernel: Kernel) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import ended, until
+from tests.support.kernel import Kernel
+from tests.support.processes import ended, until
 
 CGROUP = os.environ.get("AXON_NB_TEST_CGROUP", "")
 """Folder of an empty memory cgroup with a limit, such as 3 GiB, that this user may put processes into."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.kernel.asking import plain
-from tests.kernel.driver import Kernel, Reply
-from tests.kernel.processes import until
+from tests.support.completion import plain
+from tests.support.kernel import Kernel, Reply
+from tests.support.processes import until
 
 FAIL = """%%distributed
 def inner(scale):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel, Reply
+from tests.support.kernel import Kernel, Reply
 
 MODEL = """%%distributed
 import time

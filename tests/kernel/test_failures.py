@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 
 def test_the_failing_rank_and_the_users_line_come_first(kernel: Kernel) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.magics.arguments import EXAMPLES
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 
 def _commands(kernel: Kernel) -> list[str]:

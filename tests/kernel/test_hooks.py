@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 
 def test_the_notebooks_kernel_has_the_hooks(kernel: Kernel) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel
 from tests.kernel.labelled import ranks_of
+from tests.support.kernel import Kernel
 
 SCRIPT = Path(__file__).resolve().parents[1] / "compat" / "horovod_digits.py"
 

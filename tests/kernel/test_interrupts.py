@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.kernel.driver import Kernel, Reply
 from tests.kernel.pressing import LIMIT_S, STOPPED, check_next_cell
-from tests.kernel.processes import until
-from tests.kernel.test_recovery import SETUP
 from tests.kernel.together import PLACE, are_together, begin_together, place_everywhere, told_apart
+from tests.kernel.trained_model import SETUP
+from tests.support.kernel import Kernel, Reply
+from tests.support.processes import until
 
 OPTIMIZERS_OF_RANKS = """%%distributed
 import os, subprocess
@@ -234,10 +234,12 @@ def test_ranks_are_at_the_same_step_or_the_difference_is_told(trained: Kernel, w
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ranks_are_at_the_same_step_after_100_interrupts(trained: Kernel) -> None:
-    _interrupt_training(trained, PROGRAMS["DDP and FSDP2"], rounds=100)
+    together = _interrupt_training(trained, PROGRAMS["DDP and FSDP2"], rounds=100)
+    assert together >= 80, "the consistent cut works but for moments that are told"
 
 
-def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> None:
+def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> int:
+    """Interrupt training; how many interrupts left all ranks at the same step."""
     rng = random.Random(7)
     together = 0
     begin_together(kernel)
@@ -249,7 +251,7 @@ def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> None:
         assert are_together(places) or told, (places, reply.stdout)
         together += not told
         begin_together(kernel, reply)
-    print(f"{together} of {rounds} interrupts left all ranks at the same step")
+    return together
 
 
 def test_a_recovery_leaves_two_threads_a_group_and_nothing_else(trained: Kernel) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import Footprint, below, ended, footprint, until
+from tests.support.kernel import Kernel
+from tests.support.processes import Footprint, below, ended, footprint, until
 
 MakeKernel = Callable[..., Kernel]
 

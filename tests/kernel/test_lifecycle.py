@@ -6,8 +6,8 @@ import os
 import signal
 from collections.abc import Callable
 
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import ended, footprint, until
+from tests.support.kernel import Kernel
+from tests.support.processes import ended, footprint, until
 
 MakeKernel = Callable[..., Kernel]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 _HOLDS = """
 import axon_nb.cluster.output.cell_output as t_lines, axon_nb.cluster.output.parser as t_values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernel.driver import Kernel, Reply
+from tests.support.kernel import Kernel, Reply
 
 SETUP = """%%distributed
 import torch.nn as nn

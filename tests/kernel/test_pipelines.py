@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 PIPELINE = """%%distributed
 import torch.nn as nn

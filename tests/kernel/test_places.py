@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 MakeKernel = Callable[..., Kernel]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernel.driver import Kernel
 from tests.kernel.pressing import STOPPED, check_next_cell, press_at_random
+from tests.support.kernel import Kernel
 
 CELLS = [
     "%%distributed\nwhile True: pass",

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import footprint
+from tests.support.kernel import Kernel
+from tests.support.processes import footprint
 
 MakeKernel = Callable[..., Kernel]
 

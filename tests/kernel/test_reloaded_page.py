@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 LIMIT_S = 60.0
 MAX_LOAD_PER_CORE = "__import__('axon_nb.magics.kernel_requests', fromlist=['x'])._MAX_LOAD_PER_CORE"

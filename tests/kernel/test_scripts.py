@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 
 def test_init_process_group_attaches(kernel: Kernel) -> None:

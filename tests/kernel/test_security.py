@@ -8,8 +8,8 @@ import stat
 
 import pytest
 
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import footprint, listening, modes
+from tests.support.kernel import Kernel
+from tests.support.processes import footprint, listening, modes
 
 
 def test_every_listener_is_on_loopback(kernel: Kernel) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from axon_nb.cluster.failures.hints import shared_draws_hint
 from axon_nb.records.protocol.cells import CellEnd, Draws
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 DRAW = "import random, numpy\n(random.random(), float(numpy.random.rand()), float(torch.rand(1)))"
 TRAIN = """%%distributed

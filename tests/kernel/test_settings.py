@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import ended, footprint, until
+from tests.support.kernel import Kernel
+from tests.support.processes import ended, footprint, until
 
 MakeKernel = Callable[..., Kernel]
 

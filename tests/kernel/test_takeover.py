@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernel.driver import Kernel, Reply
+from tests.support.kernel import Kernel, Reply
 
 TRAINING = """%%distributed
 import collections, random, threading

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernel.driver import Kernel
 from tests.kernel.patience import patient
+from tests.support.kernel import Kernel
 
 TRAIN = """%%distributed
 import torch.nn as nn

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from axon_nb.magics.measure import duration, repeat_lines, time_lines
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 
 def test_time_tells_wall_and_cpu_of_each_rank_and_the_slowest(kernel: Kernel) -> None:

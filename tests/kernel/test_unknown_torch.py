@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from axon_nb.torch_api import TorchApi, adapter_for
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 # Not of the newest generation: a version of the same one that nobody knows, as the adapter must fit the real torch.
 _GENERATION = "2.99" if adapter_for(torch.__version__) is TorchApi else ".".join(torch.__version__.split(".")[:2])

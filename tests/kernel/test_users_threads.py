@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 RECEIVES_LATER = """%%distributed
 import os, threading, time

@@ -8,7 +8,7 @@ import pytest
 
 from axon_nb.cluster.inspection.variables import agreement
 from axon_nb.records.protocol.inspection import VariableFacts
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 SETUP = """%%distributed
 import pandas, numpy

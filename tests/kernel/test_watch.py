@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.driver import Kernel
 from tests.kernel.moments import MEET
 from tests.kernel.patience import patient
-from tests.kernel.processes import until
+from tests.support.kernel import Kernel
+from tests.support.processes import until
 
 SEES = """
 import pathlib

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernel.driver import Kernel
 from tests.kernel.patience import patient
+from tests.support.kernel import Kernel
 
 pytestmark = pytest.mark.timeout(1200)
 LIMIT_S = 400.0

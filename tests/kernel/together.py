@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.kernel.driver import Kernel, Reply
-from tests.kernel.test_recovery import SETUP
+from tests.kernel.trained_model import SETUP
+from tests.support.kernel import Kernel, Reply
 
 __all__ = ["PLACE", "are_together", "begin_together", "place_everywhere", "told_apart"]
 

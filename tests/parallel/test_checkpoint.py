@@ -22,8 +22,8 @@ from axon_nb.parallel.checkpoint import (
     CheckpointWarning,
     ResumableSampler,
 )
-from tests.comm.models import blocks, loss_of
 from tests.parallel.conftest import make
+from tests.support.models import blocks, loss_of
 
 DATA = TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from axon_nb.comm import World
 from axon_nb.parallel import DDP, Parallel3D, Pipeline, ZeRO1, make_mesh, parallelize
 from axon_nb.parallel.checkpoint import Checkpoints, CheckpointWarning
-from tests.comm.models import batch, blocks, loss_of
 from tests.parallel.conftest import make
+from tests.support.models import batch, blocks, loss_of
 
 PLAN = {"*.up": "column", "*.down": "row"}
 

@@ -32,8 +32,8 @@ from axon_nb.parallel import (
     grad_norm,
     make_mesh,
 )
-from tests.comm.gloo import GlooWorld
-from tests.comm.models import Block, batch, blocks, loss_of
+from tests.support.models import Block, batch, blocks, loss_of
+from tests.support.ranks import RankWorld
 
 ORDERS = [2.0, 1.0, 3.0, math.inf]
 SIZE = 24
@@ -163,7 +163,7 @@ def test_stages_of_sharded_and_tensor_parallel_blocks_on_8_ranks() -> None:
         return [grad_norm(model, norm_type=order, groups=mesh["pp"]) for order in ORDERS]
 
     expected = [_reference(order) for order in ORDERS]
-    with GlooWorld(8) as world:
+    with RankWorld(8) as world:
         for norms in world.run(work):
             assert norms == pytest.approx(expected, rel=1e-10)
 

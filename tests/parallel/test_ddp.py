@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.checkpoint import checkpoint
 
 from axon_nb.comm import GradSyncStrategy, NotInGroupError, ProcessGroup, TensorMismatchError, World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP
-from tests.comm.models import batch, blocks, loss_of
+from tests.support.models import batch, blocks, loss_of
 
 SIZE = 12
 """Samples per batch; divisible by 2, 3 and 4 ranks."""
@@ -140,23 +142,26 @@ def test_sync_gradients_after_an_automatic_sync_changes_nothing(two: Any) -> Non
 def test_uneven_inputs_with_join(gloo_worlds: Any) -> None:
     from tests.parallel.conftest import make
 
-    def work(world: World) -> Any:
+    def work(world: World) -> list[float]:
         model: Any = DDP(nn.Linear(1, 1, bias=False).double())
-        steps = 0
+        gradients = []
         with model.join():
-            for _ in range(2 + 3 * world.rank()):
-                model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
-                steps += 1
-        return steps, model.module.weight.grad.item()
+            for step in range(2 + 3 * world.rank()):
+                model.zero_grad()
+                model(torch.full((1, 1), 1.0 + step, dtype=torch.float64)).sum().backward()
+                gradients.append(model.module.weight.grad.item())
+        return gradients
 
-    (few, _), (many, _) = make("gloo-2", gloo_worlds).run(work)
-    assert (few, many) == (2, 5)
+    # A rank without inputs counts as a gradient of zero.
+    assert make("gloo-2", gloo_worlds).run(work) == [[1.0, 2.0], [1.0, 2.0, 1.5, 2.0, 2.5]]
 
 
 def test_the_published_tutorial_trains(two: Any) -> None:
     """PyTorch's DDP tutorial, with our DDP instead of torch's."""
 
-    def demo_basic(world: World) -> float:
+    def demo_basic(world: World) -> Any:
+        torch.manual_seed(world.rank())
+
         class ToyModel(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -173,14 +178,22 @@ def test_the_published_tutorial_trains(two: Any) -> None:
         loss_fn = nn.MSELoss()
         optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.001)
         optimizer.zero_grad()
-        outputs = ddp_model(torch.randn(20, 10))
-        labels = torch.randn(20, 5)
+        before = parameters_to_vector(model.parameters()).detach()
+        inputs, labels = torch.randn(20, 10), torch.randn(20, 5)
+        alone = copy.deepcopy(model)
+        loss_fn(alone(inputs), labels).backward()
+        outputs = ddp_model(inputs)
         loss_fn(outputs, labels).backward()
         optimizer.step()
-        return sum(p.sum().item() for p in model.parameters())
+        own = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
+        return before, own, parameters_to_vector(model.parameters()).detach()
 
-    first, second = two.run(demo_basic)
-    assert first == second
+    answers = two.run(demo_basic)
+    (start, first, _), (_, second, _) = answers
+    assert not torch.allclose(first, second), "the ranks have different data"
+    for before, _, after in answers:
+        assert torch.equal(before, start), "rank 0's weights, on all ranks"
+        torch.testing.assert_close(after, start - 0.001 * (first + second) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16-scaler", "bf16"])

@@ -13,9 +13,9 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel import Pipeline, PipelineMemoryStats, PipelineSchedule, bubble_fraction, ideal_timeline
 from axon_nb.parallel.pipeline import runner, torch_hooks
 from axon_nb.records import spans as trace
-from tests.comm.models import loss_of
 from tests.parallel.conftest import make
 from tests.parallel.pipelines import CASES, batches, whole
+from tests.support.models import loss_of
 
 LOOPED = ("Interleaved1F1B", "LoopedBFS")
 

@@ -12,8 +12,8 @@ from axon_nb.comm import World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, Pipeline, PipelineSchedule, axis_group, make_mesh
 from axon_nb.parallel.pipeline.schedule import check_counts
-from tests.comm.models import blocks, loss_of
 from tests.parallel.pipelines import batches, whole
+from tests.support.models import blocks, loss_of
 
 
 @pytest.mark.parametrize(

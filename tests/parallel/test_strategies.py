@@ -14,8 +14,8 @@ from axon_nb.comm import World
 from axon_nb.comm.collectives.reduction import all_reduce_mean
 from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, checkpoint_blocks, make_mesh
 from axon_nb.parallel.data.gathering import full_value
-from tests.comm.gloo import GlooWorld
-from tests.comm.models import Block, batch, blocks, loss_of
+from tests.support.models import Block, batch, blocks, loss_of
+from tests.support.ranks import RankWorld
 
 S = ShardingStrategy
 WIDTH = 5
@@ -135,7 +135,7 @@ def test_losses_gradients_and_weights_in_float32(gloo: Any, strategy: S) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", S, ids=lambda s: s.name)
-def test_losses_gradients_and_weights_on_8_ranks(eight: GlooWorld, strategy: S) -> None:
+def test_losses_gradients_and_weights_on_8_ranks(eight: RankWorld, strategy: S) -> None:
     def work(world: World) -> list[Result]:
         return [_train(world, strategy, variant, torch.float64) for variant in _variants(strategy)[::2]]
 
@@ -148,7 +148,7 @@ def test_losses_gradients_and_weights_on_8_ranks(eight: GlooWorld, strategy: S) 
 @pytest.fixture(scope="module")
 def eight() -> Any:
     """Eight processes."""
-    with GlooWorld(8) as world:
+    with RankWorld(8) as world:
         yield world
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from axon_nb.plan.footprint.plan import MemoryPlan
 from axon_nb.plan.process.worker import run_in_process
-from tests.comm.gloo import GlooWorld
 from tests.plan.training import Case, measured
+from tests.support.ranks import RankWorld
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 TWO, HYBRID = (("dp", 2),), (("replicate", 2), ("shard", 2))
@@ -69,13 +69,13 @@ def trained() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
     """Measures a case on real ranks, once."""
     known: dict[str, list[dict[str, Any]]] = {}
     with contextlib.ExitStack() as stack:
-        worlds: dict[int, GlooWorld] = {}
+        worlds: dict[int, RankWorld] = {}
 
         def real(name: str) -> list[dict[str, Any]]:
             if name not in known:
                 size = CASES[name].world
                 if size not in worlds:
-                    worlds[size] = stack.enter_context(GlooWorld(size, limit_s=300))
+                    worlds[size] = stack.enter_context(RankWorld(size, limit_s=300))
                 known[name] = worlds[size].run(measured, CASES[name])
             return known[name]
 

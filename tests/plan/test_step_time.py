@@ -16,7 +16,7 @@ from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.plan.hardware.rates import Rates, Work
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import trace_model
-from tests.comm.gloo import GlooWorld
+from tests.support.ranks import RankWorld
 
 CONFIG = GPTConfig(vocab=96, context=32, hidden=64, heads=4, blocks=3)
 BATCH = 4
@@ -223,7 +223,7 @@ def _plain(_: Any) -> Any:
 
 
 def test_calibration_on_ranks() -> None:
-    with GlooWorld(2) as world:
+    with RankWorld(2) as world:
         world.run(_load)
         every = world.run(_adjusted), world.run(_plain)
     for one, other in every:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.js.test_javascript import node
 from tests.structure.test_layout import MAX_LINES
+from tests.support.node import node
 
 MAX_FUNCTION_LINES = 60
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit.output.bench import Bench
+from tests.support.cell_output import Bench
 
 
 def test_an_unfinished_line_is_held_then_shown_live_and_in_the_end_an_ordinary_line() -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from axon_nb.cluster.output import CellOutput, RecordingSink
-from tests.unit.output.bench import Bench
+from tests.support.cell_output import Bench
 
 
 def test_the_first_line_is_due_at_once_and_later_ones_are_coalesced() -> None:

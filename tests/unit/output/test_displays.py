@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.output.bench import Bench
+from tests.support.cell_output import Bench
 
 HTML = {"text/plain": "Figure", "text/html": "<b>x</b>"}
 

@@ -11,7 +11,7 @@ import pytest
 
 from axon_nb.cluster.output.limits import Rate
 from axon_nb.cluster.output.parser import Transcript
-from tests.unit.output.bench import Bench
+from tests.support.cell_output import Bench
 
 MIB = 1 << 20
 RAISE = "run `%distributed config output_limit=4MiB` to raise it"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.output.bench import Bench, ranks_of
+from tests.support.cell_output import Bench, ranks_of
 
 PAUSES = st.sampled_from([0.0, 0.005, 0.02, 0.1, 0.3])
 TEXT = st.text(alphabet=st.sampled_from("ab \t\n\né漢\x00"), max_size=12)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from tests.unit.output.bench import Bench, ranks_of
+from tests.support.cell_output import Bench, ranks_of
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,7 @@ from axon_nb.widgets.memory.page import role_swatch
 from axon_nb.widgets.palette import OKABE_ITO, PAINTS, SPAN_PAINTS, contrast, needs_outline
 from axon_nb.widgets.shards.boxes import rank_color, text_color
 from axon_nb.widgets.timeline.svg import swatch_svg
-from tests.unit.widgets.saved_views import VIEWS
+from tests.support.saved_views import VIEWS
 
 STATIC = Path(__file__).parents[3] / "axon_nb" / "widgets" / "static"
 PAGES = ("#FFFFFF", "#111111")

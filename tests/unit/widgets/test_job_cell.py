@@ -7,7 +7,7 @@ import pytest
 from axon_nb.cluster.inspection.job import JobSnapshot, running_cell
 from axon_nb.widgets.watch.page import heading
 from axon_nb.widgets.watch.store import JobStore
-from tests.unit.widgets.jobs import answers, report
+from tests.support.jobs import answers, report
 
 SILENT = {0: "has not answered", 1: "has not answered"}
 

@@ -5,38 +5,16 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from axon_nb.cluster.inspection.memory import MemorySnapshot
-from axon_nb.records.memory import ROLES, MemoryUse
+from axon_nb.records.memory import ROLES
 from axon_nb.widgets.memory.page import bar_svg, memory_bundle, role_swatch
 from axon_nb.widgets.memory.rows import MemoryRows
 from axon_nb.widgets.memory.view import MemoryView
-
-MIB = 2**20
-GIB = 2**30
-SIZES = {"parameters": 40 * MIB, "gradients": 40 * MIB, "optimizer": 80 * MIB}
-
-
-def use(rank: int = 0, **more: Any) -> MemoryUse:
-    """Measured on a CPU rank."""
-    fields: dict[str, Any] = {
-        "by_role": {**SIZES, "other": 10 * MIB},
-        "resident": 500 * MIB,
-        "resident_peak": 600 * MIB,
-        "capacity": 60 * GIB,
-        "occupied": 500 * MIB,
-    }
-    return MemoryUse(rank, 0, more.pop("source", "storages"), **{**fields, **more})
-
-
-def answers(*uses: MemoryUse, estimated: dict[str, int] | None = None, notes: tuple[str, ...] = ()) -> MemorySnapshot:
-    """Of these ranks, each with the same estimate."""
-    estimates = {} if estimated is None else {own.rank: MemoryUse(own.rank, 0, "estimate", estimated) for own in uses}
-    return MemorySnapshot({own.rank: own for own in uses}, estimates, notes)
+from tests.support.memory_replies import GIB, MIB, SIZES, answers, use
 
 
 def rows_of(*told: MemorySnapshot) -> MemoryRows:

@@ -15,7 +15,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 
 from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.widgets import RankStrip
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 
 def header_of(message: bytes) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from axon_nb.widgets import view as live_view
 from axon_nb.widgets.watch.page import watch_bundle
 from axon_nb.widgets.watch.store import JobStore, merge_bars
 from axon_nb.widgets.watch.view import WatchView
-from tests.unit.widgets.jobs import answers, report, row
+from tests.support.jobs import answers, report, row
 
 MAX_UPDATE = 50_000
 

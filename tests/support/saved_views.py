@@ -15,10 +15,10 @@ from axon_nb.widgets.shards.tensors import merge_shards
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.watch.page import watch_bundle
 from axon_nb.widgets.watch.store import JobStore
-from tests.unit.widgets.jobs import answers, report, row
-from tests.unit.widgets.test_memory import SIZES, use
-from tests.unit.widgets.test_memory import answers as memory_answers
-from tests.unit.widgets.test_shards import split
+from tests.support.jobs import answers, report, row
+from tests.support.memory_replies import SIZES, use
+from tests.support.memory_replies import answers as memory_answers
+from tests.support.shard_records import split
 
 __all__ = ["VIEWS"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from playwright.sync_api import ConsoleMessage, Locator, Page
 from playwright.sync_api import TimeoutError as TooLate
 
-from tests.browser.lab_server import LIMIT, LabServer
+from tests.support.lab_server import LIMIT, LabServer
 
 __all__ = ["LabPage"]
 

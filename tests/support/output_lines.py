@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.output.bench import ranks_of
+from tests.support.cell_output import ranks_of
 
 __all__ = ["by_rank"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.kernel.driver import Kernel
+from tests.support.kernel import Kernel
 
 __all__ = ["Footprint", "below", "ended", "footprint", "listening", "modes", "until"]
 

@@ -10,8 +10,8 @@ import re
 import time
 from typing import Any
 
-from tests.kernel.driver import Kernel
-from tests.kernel.processes import until
+from tests.support.kernel import Kernel
+from tests.support.processes import until
 
 __all__ = ["completed", "expect_completed", "expect_help", "plain"]
 

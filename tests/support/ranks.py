@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import FileStore
 from axon_nb.comm import World
 from axon_nb.comm.shared_memory.group import register
 
-__all__ = ["GlooWorld"]
+__all__ = ["RankWorld"]
 
 _LIMIT_S = 240.0
 """The first call imports its modules on all ranks at once; no test measures speed."""
@@ -38,7 +38,7 @@ _BACKEND = os.environ.get("AXON_NB_TEST_BACKEND", "gloo")
 """`shm`: whatever runs on such worlds runs over shared memory."""
 
 
-class GlooWorld:
+class RankWorld:
     """`run(fn)` like `World.mock(n).run(fn)`, with one process per rank."""
 
     def __init__(self, n: int, *, limit_s: float = _LIMIT_S, backend: str = _BACKEND) -> None:
@@ -51,7 +51,7 @@ class GlooWorld:
         with Listener(f"{self._folder.name}/socket", "AF_UNIX", backlog=n, authkey=key) as listener:
             self._processes = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.comm.gloo", str(rank), str(n), self._folder.name, self.backend],
+                    [sys.executable, "-m", "tests.support.ranks", str(rank), str(n), self._folder.name, self.backend],
                     cwd=Path(__file__).resolve().parents[2],
                     env={**os.environ, _KEY: key.hex()},
                 )
@@ -110,7 +110,7 @@ class GlooWorld:
                 process.wait()
         self._folder.cleanup()
 
-    def __enter__(self) -> GlooWorld:
+    def __enter__(self) -> RankWorld:
         return self
 
     def __exit__(

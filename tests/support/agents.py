@@ -20,7 +20,7 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import encode, receive
 from axon_nb.records.protocol.agent import Fork, encode_event
 from axon_nb.records.protocol.wire import decode
-from tests.kernel.processes import until
+from tests.support.processes import until
 
 __all__ = ["ENTRY", "ROOT", "RawPeer", "Served", "Shared", "dead", "fork_request", "serve"]
 

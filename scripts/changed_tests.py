@@ -1,0 +1,102 @@
+"""Print the tests that a change can break, a path per line; `scripts/test --changed` runs them after the quick ones.
+
+    python -m scripts.changed_tests          # what differs from main, committed or not
+    python -m scripts.changed_tests HEAD~3   # what differs from a commit
+
+Coverage cannot tell: most code runs in kernels and forked ranks. So a table says which tests run which package. What it
+does not list, such as pyproject.toml, can break everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["TESTS", "select"]
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNEL = "tests/kernel"
+VIEWS = tuple(
+    f"{KERNEL}/test_{name}.py"
+    for name in ("job", "reloaded_page", "shards", "timeline", "view_errors", "watch", "what_if")
+)
+TESTS: dict[str, tuple[str, ...]] = {
+    "axon_nb/cli.py": ("tests/doctor",),
+    "axon_nb/cluster/": ("tests/api", "tests/cluster", "tests/doctor", "tests/front_ends", KERNEL),
+    "axon_nb/comm/": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel"),
+    "axon_nb/compat/": ("tests/compat", "tests/frameworks", f"{KERNEL}/test_horovod.py"),
+    "axon_nb/doctor/": ("tests/doctor",),
+    "axon_nb/engine/": ("tests/engine", "tests/frameworks", KERNEL),
+    "axon_nb/export/": ("tests/examples", f"{KERNEL}/test_scripts.py"),
+    "axon_nb/host/": ("tests/cluster", "tests/host", f"{KERNEL}/test_deaths.py", f"{KERNEL}/test_lifecycle.py"),
+    "axon_nb/magics/": ("tests/front_ends", KERNEL),
+    "axon_nb/parallel/": (
+        "tests/parallel",
+        *(f"{KERNEL}/test_{name}.py" for name in ("pipeline_recovery", "pipelines", "sharded_steps")),
+    ),
+    "axon_nb/plan/": ("tests/plan", f"{KERNEL}/test_plan_names.py", f"{KERNEL}/test_what_if.py"),
+    "axon_nb/records/": ("tests/cluster", "tests/engine", "tests/host", KERNEL),
+    "axon_nb/torch_api/": ("tests/comm", "tests/engine", KERNEL),
+    "axon_nb/widgets/": ("tests/browser", *VIEWS),
+    "benchmarks/": (),
+    "binder/": ("tests/packaging",),
+    "docs/": (),
+    "examples/": ("tests/examples",),
+    "magics/": ("tests/front_ends", KERNEL),
+    "scripts/": (),
+}
+"""By the beginning of a path, the tests that run it; the quick tests run with every change."""
+
+
+def select(changed: Iterable[str]) -> list[str]:
+    """Return the paths of tests to run besides the quick ones.
+
+    Args:
+        changed: Paths of changed files, relative to the root.
+    """
+    found: set[str] = set()
+    for path in changed:
+        if path.startswith("tests/"):
+            found.update(_tests_of(path))
+        elif not path.endswith(".md"):
+            rows = [tests for start, tests in TESTS.items() if path.startswith(start)]
+            found.update(rows[0] if rows else ["tests"])
+    return sorted(path for path in found if not any(str(folder) in found for folder in Path(path).parents))
+
+
+def _tests_of(path: str) -> list[str]:
+    """The tests in a file, or those that use it: by an import, or as a conftest.py above them."""
+    file = Path(path)
+    if file.name.startswith("test_"):
+        return [path] if (ROOT / path).exists() else []
+    if file.name == "conftest.py" or file.suffix != ".py":
+        return [str(file.parent)]
+    module = re.compile(rf"\b{re.escape('.'.join(file.with_suffix('').parts))}\b")
+    users = [str(user.relative_to(ROOT)) for user in sorted((ROOT / "tests").rglob("*.py"))]
+    users = [user for user in users if user != path and module.search((ROOT / user).read_text(encoding="utf-8"))]
+    return [test for user in users for test in _tests_of(user)]
+
+
+def main() -> int:
+    """Print the selection."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", nargs="?", default="main", help="what to compare with")
+    base = parser.parse_args().base
+    changed = _git("diff", "--name-only", f"{base}...") if base != "HEAD" else []
+    changed += _git("diff", "--name-only", "HEAD") + _git("ls-files", "--others", "--exclude-standard")
+    print("\n".join(select(changed)))
+    return 0
+
+
+def _git(*command: str) -> list[str]:
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[
+        :-1
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
