@@ -169,9 +169,11 @@ def test_a_second_interrupt_replaces_all_ranks_when_all_are_in_c_code(tmp_path: 
 def test_dead_ranks_are_replaced_along_with_the_chosen_one() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        kernel.ok("%%distributed\nfrom datetime import timedelta\nown = dist.new_group(timeout=timedelta(seconds=77))")
         kernel.run(DIE)
-        assert "Replaced ranks 1-2: " in kernel.ok("%distributed repair --ranks 1").stdout
-        assert kernel.ok("%%distributed\ndist.barrier()\n1").lines() == ["[ranks 0-2] 1"]
+        assert "Replaced ranks 1-2: " in kernel.ok("%distributed repair --ranks 1 --from 0").stdout
+        after = kernel.ok("%%distributed\ndist.barrier(own)\nown.timeout.total_seconds()").lines()
+        assert after == ["[ranks 0-2] 77.0"]
 
 
 def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code(tmp_path: Path) -> None:

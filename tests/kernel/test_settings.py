@@ -100,7 +100,7 @@ def test_output_limit_acts_in_the_next_cell(kernel: Kernel) -> None:
 def test_a_setting_of_the_next_start_says_so_and_acts_after_a_restart(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed config threads=1\n%distributed start -n 2")
-    ask = "%%distributed\n(dist.group.WORLD._timeout.total_seconds(), torch.get_num_threads())"
+    ask = "%%distributed\n(dist.group.WORLD.timeout.total_seconds(), torch.get_num_threads())"
     assert kernel.ok(ask).lines() == ["[ranks 0-1] (1800.0, 1)"]
     assert kernel.ok("%distributed config collective_timeout=1min threads=2").lines() == [
         "collective_timeout = 60 s (from the next start; this cluster keeps 1800 s)",

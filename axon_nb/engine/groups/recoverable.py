@@ -101,7 +101,7 @@ class RecoverableGroup(PythonProcessGroup):
         self.emits_spans = True
         """Tells `axon_nb.comm` not to record calls on this group."""
         self._root = root
-        self._timeout = timeout
+        self.timeout = timeout
         self._global_rank = global_rank
         self._global_ranks = members
         self._inner: Any = None
@@ -147,7 +147,7 @@ class RecoverableGroup(PythonProcessGroup):
             store,
             rank=self._own_rank,
             size=self._size,
-            timeout=self._timeout,
+            timeout=self.timeout,
             name=self._name,
             members=self._global_ranks,
             give_up=raise_if_aborted,
@@ -158,7 +158,7 @@ class RecoverableGroup(PythonProcessGroup):
     def _connect(self, store: Store, epoch: int) -> dist.ProcessGroup:
         # Before connecting: once the ranks are connected, each has cleared its entries.
         self._table = open_size_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
-        backend = connect(store, self._own_rank, self._size, timeout=self._timeout, raise_if_cancelled=raise_if_aborted)
+        backend = connect(store, self._own_rank, self._size, timeout=self.timeout, raise_if_cancelled=raise_if_aborted)
         inner = dist.ProcessGroup(store, self._own_rank, self._size)
         for device in _devices():
             inner._register_backend(device, _GLOO, backend)
@@ -220,7 +220,7 @@ class RecoverableGroup(PythonProcessGroup):
                 raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
             raise
         return RecoverableWork(
-            work, call, sliced=sliced, keep_alive=args, on_finish=self._finished, timeout=self._timeout
+            work, call, sliced=sliced, keep_alive=args, on_finish=self._finished, timeout=self.timeout
         )
 
     def _finished(self, call: activity.Call) -> None:

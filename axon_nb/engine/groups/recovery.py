@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -142,6 +143,7 @@ def list_groups() -> list[GroupRecord]:
             ranks=tuple(sorted(c10d._world.pg_group_ranks[group])),
             desc=str(group.group_desc or ""),
             backend=str(dist.get_backend(group)),
+            timeout_s=group.timeout.total_seconds() if native is None else 0.0,
         )
         for group in sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
         if group is not default
@@ -151,18 +153,18 @@ def list_groups() -> list[GroupRecord]:
 def recreate_groups(groups: Sequence[GroupRecord]) -> None:
     """Create, on a replacement rank, the groups of its predecessor: with their names and in their order."""
     for group in groups:
+        options: dict[str, Any] = {
+            "backend": group.backend,
+            "group_desc": group.desc or None,
+            "timeout": timedelta(seconds=group.timeout_s) if group.timeout_s else None,
+        }
         if group.name.isdigit():
             c10d._world.group_count = int(group.name)
             with skip_rendezvous():
-                dist.new_group(list(group.ranks), backend=group.backend, group_desc=group.desc or None)
+                dist.new_group(list(group.ranks), **options)
             continue
         with skip_rendezvous(), named_group(group.name):
-            dist.new_group(
-                list(group.ranks),
-                backend=group.backend,
-                use_local_synchronization=True,
-                group_desc=group.desc or None,
-            )
+            dist.new_group(list(group.ranks), use_local_synchronization=True, **options)
 
 
 def join_groups(groups: Sequence[GroupRecord], *, epoch: int) -> None:

@@ -95,8 +95,8 @@ def training_setup(request: MemoryRequest) -> TrainingSetup:
         raise PlanError(f"model must be an instance of {model.__name__}, not the class: {model.__name__}(…).")
     elif is_dataclass(model):
         raise PlanError(
-            f"model has type {type(model).__name__}, but the only config supported is axon_nb.parallel.models.GPTConfig: "
-            "pass a function without arguments that makes the model, and inputs=."
+            f"model has type {type(model).__name__}, but the only config supported is "
+            "axon_nb.parallel.models.GPTConfig: pass a function without arguments that makes the model, and inputs=."
         )
     else:
         factory = model

@@ -30,6 +30,8 @@ class GroupRecord:
     desc: str
     """Its description; may be empty."""
     backend: str
+    timeout_s: float = 0.0
+    """Timeout of its operations; 0: that of the default group."""
 
 
 @dataclass(frozen=True, slots=True)
