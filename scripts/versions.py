@@ -4,7 +4,7 @@ Each version gets an environment of its own with everything else as constraints.
 CPUs). An environment that is there is used again. Results are kept per environment, so that runs add up to one table.
 
     python scripts/versions.py 2.11.0 2.15.0            # these versions of torch, with this Python
-    python scripts/versions.py 2.15.0 --python python3.13 --faults 0
+    python scripts/versions.py 2.15.0 --python python3.13 --only "make test"
     python scripts/versions.py                          # no run: write the table from the results
 """
 
@@ -62,6 +62,8 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "views": ("tests/kernel/test_shards.py", "tests/kernel/test_timeline.py", "tests/kernel/test_what_if.py"),
 }
 FUZZ = "fuzz"
+TIER = "make test"
+"""The tests of this tier, whatever they are about."""
 
 
 def main() -> int:
@@ -73,8 +75,8 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200, help="number of fuzz faults per version")
     parser.add_argument("--only", default="", metavar="SUBJECT", help="only this subject, such as 'FSDP2'")
     options = parser.parse_args()
-    if options.only and options.only not in SUBJECTS:
-        parser.error(f"--only must be one of {', '.join(SUBJECTS)}; got {options.only!r}")
+    if options.only and options.only not in {*SUBJECTS, TIER}:
+        parser.error(f"--only must be one of {', '.join([*SUBJECTS, TIER])}; got {options.only!r}")
     failed = False
     for version in options.torch:
         python = environment(options.folder, version, options.python)
@@ -110,16 +112,21 @@ def examine(python: Path, faults: int, only: str) -> dict[str, Any]:
     build, interpreter = told.stdout.split()
     print(f"== torch {build}, Python {interpreter}", flush=True)
     path = RESULTS / f"torch-{build.partition('+')[0]}-py{interpreter.rpartition('.')[0]}.json"
-    kept: dict[str, Any] = json.loads(path.read_text())["subjects"] if path.exists() else {}
+    earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    kept = earlier.get("subjects", {})
     start = time.monotonic()
-    kept |= run_tests(python, {only: SUBJECTS[only]} if only else SUBJECTS)
+    if only == TIER:
+        kept[TIER] = run_tier(python)
+    else:
+        kept |= run_tests(python, {only: SUBJECTS[only]} if only else SUBJECTS)
     if faults and not only:
         kept[FUZZ] = run_fuzz(python, faults)
     result = {
         "torch": build,
         "python": interpreter,
         "date": dt.date.today().isoformat(),
-        "seconds": round(time.monotonic() - start),
+        # Of the last run of all subjects: one of them says nothing about the whole.
+        "seconds": earlier["seconds"] if only and earlier else round(time.monotonic() - start),
         "subjects": kept,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,22 +140,38 @@ def _surroundings(python: Path) -> dict[str, str]:
 
 def run_tests(python: Path, subjects: dict[str, tuple[str, ...]]) -> dict[str, dict[str, int]]:
     """Run the tests; return how many of each subject passed, failed and were skipped."""
-    paths = [path for group in subjects.values() for path in group]
     counts = {subject: {"passed": 0, "failed": 0, "skipped": 0} for subject in subjects}
+    paths = [path for group in subjects.values() for path in group]
+    for file, outcome in _run(python, "-m", "not slow", *paths):
+        subject = next(name for name, group in subjects.items() if file.startswith(group))
+        counts[subject][outcome] += 1
+    return counts
+
+
+def run_tier(python: Path) -> dict[str, int]:
+    """Run what `make test` runs; return how many tests passed, failed and were skipped."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for _, outcome in _run(python, "-m", "(quick or promise) and not slow", "tests"):
+        counts[outcome] += 1
+    return counts
+
+
+def _run(python: Path, *selection: str) -> list[tuple[str, str]]:
+    """The file and outcome of each test of a selection."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
+        options = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
         options += ["--numprocesses", "3", "--dist", "loadfile"]
-        command = [python, "-m", "pytest", *options, f"--junitxml={report}", *paths]
+        command: list[str | Path] = [python, "-m", "pytest", *options, f"--junitxml={report}", *selection]
         status = subprocess.run(command, cwd=ROOT, env=_surroundings(python), check=False).returncode
         if not report.exists():
             raise SystemExit(f"pytest exited with status {status} and wrote no report")
+        found = []
         for case in ET.parse(report).iter("testcase"):
-            subject = next(name for name, group in subjects.items() if case.get("file", "").startswith(group))
             tags = {child.tag for child in case}
             outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
-            counts[subject][outcome] += 1
-    return counts
+            found.append((case.get("file", ""), outcome))
+        return found
 
 
 def run_fuzz(python: Path, faults: int) -> dict[str, int]:
@@ -183,7 +206,8 @@ def page() -> str:
     rows.append(["date", *(result["date"] for result in results)])
     rows.append(["seconds", *(str(result["seconds"]) for result in results)])
     rows += [
-        [subject, *(_cell(result["subjects"].get(subject)) for result in results)] for subject in [*SUBJECTS, FUZZ]
+        [subject, *(_cell(result["subjects"].get(subject)) for result in results)]
+        for subject in [*SUBJECTS, FUZZ, TIER]
     ]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
 
