@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 import tomllib
@@ -67,6 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
         path = folder / variable.lower().removesuffix("_dir").replace("_", "-")
         path.mkdir(mode=0o700)
         os.environ[variable] = str(path)
+
+
+def pytest_runtest_setup() -> None:
+    """End what earlier tests shared and nobody uses any more; the memory of the machine is shared by all workers."""
+    if (ranks := sys.modules.get("tests.support.ranks")) is not None:
+        ranks.end_idle_worlds()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import signal
 import threading
 import time
@@ -12,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,21 +30,6 @@ def caught(call: Any, *args: Any, **kwargs: Any) -> str:
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("nothing was raised")
-
-
-def sent_to(world: RankWorld, function: Any) -> None:
-    """Begin a function on all ranks."""
-    for pipe in world._pipes:
-        pipe.send_bytes(cloudpickle.dumps((function, (), {})))
-
-
-def answer(world: RankWorld, rank: int) -> Any:
-    """What a rank returned."""
-    assert world._pipes[rank].poll(120)
-    kind, value = pickle.loads(world._pipes[rank].recv_bytes())
-    if kind == "raised":
-        raise value
-    return value
 
 
 CALLS: dict[str, Any] = {
@@ -234,8 +217,8 @@ def test_a_death_ends_the_waits_for_the_dead_rank() -> None:
         return sentence, waited, tensor.item()
 
     with RankWorld(3, backend="shm") as world:
-        sent_to(world, work)
-        answers = [answer(world, rank) for rank in (0, 1)]
+        world.begin(work)
+        answers = [world.answer(rank) for rank in (0, 1)]
     assert any("rank 2 died" in sentence for sentence, _, _ in answers)
     assert all(waited < SOON_S and total == 2 for _, waited, total in answers)
 

@@ -19,7 +19,7 @@ def gloo_worlds() -> Iterator[dict[int, RankWorld]]:
     made: dict[int, RankWorld] = {}
     yield made
     for world in made.values():
-        world.__exit__(None, None, None)
+        world.end()
 
 
 def make(name: str, gloo_worlds: dict[int, RankWorld]) -> Any:

@@ -27,23 +27,38 @@ from torch._C._distributed_c10d import FileStore
 from axon_nb.comm import World
 from axon_nb.comm.shared_memory.group import register
 
-__all__ = ["RankWorld"]
+__all__ = ["RankWorld", "end_idle_worlds"]
 
 _LIMIT_S = 240.0
 """The first call imports its modules on all ranks at once; no test measures speed."""
 _AFTER_FAILURE_S = 20.0
 """How long the other ranks may take when one has failed: they may wait for it, and hide why it failed."""
+_IDLE_S = 20.0
+"""Worlds that were not used for so long end: each process takes 250 MB, and each of its Gloo groups polls."""
 _KEY = "AXON_NB_TEST_KEY"
 _BACKEND = os.environ.get("AXON_NB_TEST_BACKEND", "gloo")
 """`shm`: whatever runs on such worlds runs over shared memory."""
 
 
+_running: set[RankWorld] = set()
+
+
+def end_idle_worlds() -> None:
+    """End the processes of worlds that were not used for a while; the next `run` starts new ones."""
+    for world in list(_running):
+        if time.monotonic() - world.used > _IDLE_S:
+            world.end()
+
+
 class RankWorld:
-    """`run(fn)` like `World.mock(n).run(fn)`, with one process per rank."""
+    """`run(fn)` like `World.mock(n).run(fn)`, with one process per rank, from the first `run` on."""
 
     def __init__(self, n: int, *, limit_s: float = _LIMIT_S, backend: str = _BACKEND) -> None:
         self.size, self._limit_s, self.backend = n, limit_s, backend
-        self._start()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        self.used = time.monotonic()
+        """When `run` was called last."""
 
     def _start(self) -> None:
         n, key = self.size, secrets.token_bytes(16)
@@ -58,18 +73,32 @@ class RankWorld:
                 for rank in range(n)
             ]
             pipes = [listener.accept() for _ in range(n)]
-        self._pipes: list[Connection] = [
-            pipe for _, pipe in sorted(((pipe.recv(), pipe) for pipe in pipes), key=lambda item: item[0])
-        ]
+        self._pipes = [pipe for _, pipe in sorted(((pipe.recv(), pipe) for pipe in pipes), key=lambda item: item[0])]
+        _running.add(self)
+
+    def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Have every rank call `function(world, *args, **kwargs)`."""
+        if not self._processes:
+            self._start()
+        task = cloudpickle.dumps((function, args, kwargs))
+        for pipe in self._pipes:
+            pipe.send_bytes(task)
+
+    def answer(self, rank: int, *, limit_s: float = 120.0) -> Any:
+        """Return what a rank's call returned, or raise what it raised."""
+        assert self._pipes[rank].poll(limit_s)
+        kind, value = pickle.loads(self._pipes[rank].recv_bytes())
+        if kind == "raised":
+            raise value
+        return value
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run `function(world, *args, **kwargs)` on every rank; raise the failure of the lowest rank, if any.
 
         Ranks that do not answer write their stacks to stderr, and are replaced, so that the next test can run.
         """
-        task = cloudpickle.dumps((function, args, kwargs))
-        for pipe in self._pipes:
-            pipe.send_bytes(task)
+        self.used = time.monotonic()
+        self.begin(function, *args, **kwargs)
         answers: dict[int, tuple[str, Any]] = {}
         limit = time.monotonic() + self._limit_s
         while len(answers) < self.size and (seconds := limit - time.monotonic()) > 0:
@@ -84,22 +113,26 @@ class RankWorld:
         missing = [rank for rank in range(self.size) if rank not in answers]
         failures = [value for _, (kind, value) in sorted(answers.items()) if kind == "raised"]
         if missing or any(process.poll() is not None for process in self._processes):
-            self._restart(missing)
+            self._kill(missing)
+        self.used = time.monotonic()
         if failures:
             raise failures[0]
         assert not missing, f"ranks {missing} have not answered in {self._limit_s:.0f} s; their stacks are on stderr"
         return [answers[rank][1] for rank in range(self.size)]
 
-    def _restart(self, missing: list[int]) -> None:
+    def _kill(self, missing: list[int]) -> None:
         for rank in missing:
             self._processes[rank].send_signal(signal.SIGUSR1)
         time.sleep(0.5)
         for process in self._processes:
             process.kill()
-        self._close()
-        self._start()
+        self.end()
 
-    def _close(self) -> None:
+    def end(self) -> None:
+        """End the processes, if there are any."""
+        if self not in _running:
+            return
+        _running.discard(self)
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -108,6 +141,7 @@ class RankWorld:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._processes, self._pipes = [], []
         self._folder.cleanup()
 
     def __enter__(self) -> RankWorld:
@@ -116,7 +150,7 @@ class RankWorld:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        self.end()
 
 
 def _serve(rank: int, size: int, folder: str, backend: str) -> None:
