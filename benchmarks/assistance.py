@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.report import Row, median, percentile, write
-from tests.support.kernel import Kernel
 from tests.support.completion import completed, expect_completed
+from tests.support.kernel import Kernel
 
 RANKS = 4
 TARGET_MS = 150.0

@@ -93,7 +93,7 @@ def measured(rounds: int, formings: int) -> list[list[str]]:
     for size in (2, 4):
         found = on_ranks(place, "speed", size, rounds=rounds)
         arms = {arm: slowest(found, lambda r, arm=arm: r[arm]) for arm in found[0]}  # type: ignore[misc]
-        rows.append(timed_row(f"forming one poisoned group again, {size} ranks, {rounds} times", arms))
+        rows.append(timed_row(f"forming one aborted group again, {size} ranks, {rounds} times", arms))
     found = on_ranks("benchmarks.reconfigure_faults", "many", 4, rounds=rounds)
     arms = {arm: slowest(found, lambda r, arm=arm: r[arm]) for arm in found[0]}  # type: ignore[misc]
     rows.append(timed_row(f"five groups, four not on all ranks, 4 ranks, {rounds} times", arms))
@@ -118,7 +118,7 @@ def faults(rounds: int) -> dict[str, Ranks]:
         "abort after 1 s, a rank does not come": ("absent", 4, {"where": "store"}),
         "abort after 1 s, a rank does not connect": ("absent", 4, {"where": "connecting"}),
         "limit of 2 s, a rank does not come": ("timed_out", 4, {"seconds": 2}),
-        "an abort's poisoning comes late": ("late_poison", 4, {}),
+        "an abort closes connections late": ("late_close", 4, {}),
         "a rank is killed and replaced": ("killed", 5, {}),
         "aborts at random while forming, ours": ("aborts_at_random", 4, {"arm": "ours", "rounds": 2 * rounds}),
         "aborts at random while forming, reconfigured": (

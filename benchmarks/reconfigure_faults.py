@@ -21,7 +21,7 @@ from axon_nb.engine.groups.store import AgentStore, skip_rendezvous
 from benchmarks.reconfigure_ranks import CPU, Rank, own_group
 from benchmarks.reconfigured_group import ReconfiguredGroup, reconfigure
 
-__all__ = ["aborts_at_random", "absent", "killed", "late", "late_poison", "many", "resized", "stuck", "timed_out"]
+__all__ = ["aborts_at_random", "absent", "killed", "late", "late_close", "many", "resized", "stuck", "timed_out"]
 
 ARMS: dict[str, type[RecoverableGroup]] = {"ours": RecoverableGroup, "inside": ReconfiguredGroup}
 _STALL_S = 6.0
@@ -137,7 +137,7 @@ def timed_out(me: Rank, *, seconds: float) -> Outcome:
     return out
 
 
-def late_poison(me: Rank) -> Outcome:
+def late_close(me: Rank) -> Outcome:
     """An abort that was prepared before the group was rebuilt runs afterwards."""
     out: Outcome = {}
     for arm, kind in ARMS.items():

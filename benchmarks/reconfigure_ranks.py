@@ -145,7 +145,7 @@ def be_rank(place: str, body: str, rank: str, size: str, address: str, folder: s
     target.with_suffix(".part").write_text(json.dumps(result))
     target.with_suffix(".part").rename(target)
     sys.stdout.flush()
-    os._exit(0)  # a poisoned Gloo backend cannot be freed
+    os._exit(0)  # a Gloo backend with closed connections cannot be freed
 
 
 def speed(me: Rank, *, rounds: int) -> dict[str, list[float]]:
