@@ -9,10 +9,11 @@ from torch import nn
 
 from axon_nb.parallel.checkpoint.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from axon_nb.parallel.checkpoint.folder import Manifest, check
+from axon_nb.parallel.checkpoint.metadata import read_metadata
 from axon_nb.parallel.checkpoint.peers import Peers
 from axon_nb.parallel.checkpoint.rank_state import read_plain, set_rank_state
 from axon_nb.parallel.checkpoint.states import Optimizers, OptimizerStates, model_state, set_model_state
-from axon_nb.parallel.checkpoint.tensors import Shards, mismatches, plain_model, read_metadata, read_tensors
+from axon_nb.parallel.checkpoint.tensors import Shards, mismatches, plain_model, read_tensors
 
 __all__ = ["restore"]
 

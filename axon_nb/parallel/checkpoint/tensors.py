@@ -32,7 +32,7 @@ from axon_nb.parallel.data.fsdp import FSDP
 from axon_nb.parallel.pipeline.held_stages import HeldStages
 from axon_nb.parallel.three_d import Parallel3D
 
-__all__ = ["Shards", "TensorWriter", "mismatches", "plain_model", "read_metadata", "read_tensors"]
+__all__ = ["Shards", "TensorWriter", "mismatches", "plain_model", "read_tensors"]
 
 
 class _StagedPlanner(DefaultSavePlanner):
@@ -138,11 +138,6 @@ class TensorWriter:
     def bytes_written(self) -> int:
         """Bytes written so far."""
         return self.planner.bytes_written
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of a checkpoint."""
-    return FileSystemReader(folder).read_metadata()
 
 
 def mismatches(state: dict[str, Any], metadata: Metadata) -> list[str]:
