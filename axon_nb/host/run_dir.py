@@ -133,11 +133,15 @@ class RunDir:
         return info if isinstance(info, dict) else {}
 
     def write_info(self, info: dict[str, Any]) -> None:
-        """Replace `agent.json` atomically."""
+        """Replace `agent.json` atomically; if that fails, keep it.
+
+        It serves to list clusters. A full disk must not keep a notebook from ranks that live.
+        """
         draft = self.path / "agent.json.new"
-        draft.write_text(json.dumps(info))
-        draft.chmod(0o600)
-        draft.replace(self.path / "agent.json")
+        with contextlib.suppress(OSError):
+            draft.write_text(json.dumps(info))
+            draft.chmod(0o600)
+            draft.replace(self.path / "agent.json")
 
     def is_alive(self) -> bool:
         """Whether an agent listens on the socket, or a live process is starting one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from axon_nb.host.client import AgentClient
 from axon_nb.host.run_dir import RunDir, base_dir, list_run_dirs
-from axon_nb.records.protocol.agent import GetInfo
+from axon_nb.records.protocol.agent import GetInfo, SetInfo
 from tests.host.conftest import MakeAgent
 from tests.support.agents import ROOT, dead
 from tests.support.processes import modes, until
@@ -223,3 +225,15 @@ def test_the_socket_path_fits_where_the_base_folder_fits(root: Path, monkeypatch
     assert len(os.fsencode(run_dir.agent_socket)) <= 107
     assert len(os.fsencode(run_dir.store_socket)) <= 107
     run_dir.remove()
+
+
+def test_a_full_disk_keeps_no_notebook_from_the_ranks(make_agent: MakeAgent) -> None:
+    agent = make_agent()
+    before = json.loads((agent.run_dir.path / "agent.json").read_text())
+    # The agent cannot write a byte to a file any more, as on a full disk.
+    resource.prlimit(agent.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    client = AgentClient(agent.run_dir, owner="a later notebook", agent_pid=agent.process.pid)
+    client.call(SetInfo({"note": "x"}))
+    assert client.call(GetInfo()).info["note"] == "x"
+    assert json.loads((agent.run_dir.path / "agent.json").read_text()) == before
+    client.close()
