@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
+
+import pytest
+
 from tests.support.kernel import Kernel
 
 
@@ -104,3 +108,30 @@ def test_a_rank_that_dies_is_named(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed --ranks 0,2-3\n'alive'").lines() == ["[ranks 0,2-3] 'alive'"]
     kernel.ok("%distributed restart")
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
+
+
+IDIOMS = {
+    "a closed file as stdout": "with open(os.devnull, 'w') as file:\n    sys.stdout = file",
+    "a closed file as stderr, and an error": "with open(os.devnull, 'w') as file:\n    sys.stderr = file\n1 / 0",
+    "no stdout": "sys.stdout = None",
+    "neither": "sys.stdout = sys.stderr = None\n1 / 0",
+    "a stdout that cannot be flushed": "class Out:\n    def write(self, text): pass\nsys.stdout = Out()",
+    "an error whose class has no name": (
+        "class Kind(type):\n    @property\n    def __name__(cls): raise RuntimeError('no name')\n"
+        "class Odd(Exception, metaclass=Kind): pass\nraise Odd()"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", IDIOMS)
+def test_a_cell_ends_whatever_it_did_to_its_streams(kernel: Kernel, what: str) -> None:
+    reply = kernel.run(f"%%distributed\nimport os, sys\nif rank == 1:\n{textwrap.indent(IDIOMS[what], '    ')}")
+    assert reply.ok == ("error" not in what and what != "neither"), reply.traceback
+    assert kernel.ok("%%distributed\nprint('heard')\ndist.barrier()").lines() == ["[ranks 0-3] heard"]
+
+
+def test_a_stream_of_the_users_that_works_stays(kernel: Kernel) -> None:
+    kernel.ok("%%distributed\nimport io, sys\nt_own, sys.stdout = sys.stdout, io.StringIO()")
+    assert kernel.ok("%%distributed\nprint('kept')").lines() == []
+    kernel.ok("%%distributed\nt_text, sys.stdout = sys.stdout.getvalue(), t_own")
+    assert kernel.ok("%%distributed\nt_text").lines() == ["[ranks 0-3] 'kept\\n'"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -172,7 +173,8 @@ class CellLog:
     def end(self, message_id: str, reply: dict[str, Any]) -> None:
         """Record the cell's reply."""
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # pending output belongs before the outcome
+            with contextlib.suppress(Exception):  # the user's own may be closed
+                stream.flush()  # pending output belongs before the outcome
         names = ("status", "ename", "evalue", "traceback", KEY)
         with self._lock:
             if (record := self._records.get(message_id)) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from axon_nb.engine.groups import activity, subgroup
 from axon_nb.engine.groups.size_check import start_cell
-from axon_nb.engine.kernel import post_mortem, streams
+from axon_nb.engine.kernel import post_mortem
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.measure import Measured, run_measured
@@ -84,7 +84,6 @@ class CellRunner:
             session.steps.end_cell()
             end = time.monotonic_ns()
             session.cell = None
-            streams.drain(wait=True)
             self._budget.end()
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
         value = getattr(getattr(shell, "last_execution_result", None), "result", None)

@@ -145,16 +145,37 @@ def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:
     thread.send_multipart = send_multipart
 
 
+def _failed_reply(error: Exception) -> dict[str, Any]:
+    name, text = "Exception", "its class or text cannot be shown"
+    with contextlib.suppress(Exception):
+        name, text = str(type(error).__name__), str(error)
+    note = f"The cell ended, but its outcome could not be reported: {name}: {text}"
+    return {
+        "status": "error",
+        "ename": name,
+        "evalue": text,
+        "traceback": [note],
+        "payload": [],
+        "user_expressions": {},
+    }
+
+
 def wrap_do_execute(
     kernel: Any, wrapper: Callable[[dict[str, Any], Callable[[], Awaitable[dict[str, Any]]]], Awaitable[dict[str, Any]]]
 ) -> None:
-    """Have `wrapper(metadata, run)` run each visible cell: `metadata` is the request's, `run()` returns the reply."""
+    """Have `wrapper(metadata, run)` run each visible cell: `metadata` is the request's, `run()` returns the reply.
+
+    If it fails, the cell fails: ipykernel would send no reply, and the notebook would wait for it.
+    """
     original = kernel.do_execute
 
     async def do_execute(code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if silent:
             return await original(code, silent, *args, **kwargs)  # type: ignore[no-any-return]
         metadata = kernel.get_parent("shell").get("metadata") or {}
-        return await wrapper(metadata, lambda: original(code, silent, *args, **kwargs))
+        try:
+            return await wrapper(metadata, lambda: original(code, silent, *args, **kwargs))
+        except Exception as error:
+            return _failed_reply(error)
 
     kernel.do_execute = do_execute

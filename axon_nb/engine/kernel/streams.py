@@ -169,12 +169,25 @@ class OutputBudget:
             self._remaining = self._limit
 
     def end(self) -> None:
-        """Send the last dropped lines at the end of a cell, and how much was dropped."""
+        """Send pending output at the end of a cell, the last dropped lines, and how much was dropped."""
+        self._restore_streams()
+        drain(wait=True)
         for name, stream in self._streams.items():
             stream.flush_redraw()
             dropped = stream.take_dropped()
             if dropped:
                 self._send(name, *dropped)
+
+    def _restore_streams(self) -> None:
+        """Replace a `sys.stdout` or `sys.stderr` that the cell closed or set to None; one that works stays.
+
+        ipykernel flushes both before it replies, and sends no reply if that fails.
+        """
+        for name, own in self._streams.items():
+            try:
+                getattr(sys, name).flush()
+            except Exception:
+                setattr(sys, name, own.stream)
 
     def spend(self, size: int) -> bool:
         """Use up `size` characters of the budget; return whether they may be sent."""
@@ -185,7 +198,7 @@ class OutputBudget:
     def _send(self, name: str, lines: int, size: int, tail: str) -> None:
         content = {"name": name, "text": tail, "dropped": {"lines": lines, "bytes": size}}
         kernel = self._kernel
-        getattr(sys, name).flush()
+        self._streams[name].stream.flush()
         kernel.session.send(
             kernel.iopub_socket,
             "stream",
@@ -199,7 +212,7 @@ class _LimitedStream:
     """Wraps the methods of a stream in place, so that existing references to it stay valid."""
 
     def __init__(self, stream: Any, budget: OutputBudget) -> None:
-        self._stream = stream
+        self.stream = stream
         self._budget = budget
         self._write = stream.write
         self._flush = stream.flush
@@ -239,7 +252,7 @@ class _LimitedStream:
 
     def _forward(self, text: str, now: float) -> int | None:
         # The first text after a pause is sent at once, continuous output in larger pieces.
-        self._stream.flush_interval = _FIRST_FLUSH_S if now - self._last > _PAUSE_S else _STEADY_FLUSH_S
+        self.stream.flush_interval = _FIRST_FLUSH_S if now - self._last > _PAUSE_S else _STEADY_FLUSH_S
         self._last = now
         self._pending = True
         return self._write(text)  # type: ignore[no-any-return]
