@@ -9,7 +9,7 @@ import torch
 
 from axon_nb.records.protocol.joining import JoinConfig
 
-__all__ = ["JoinConfig", "RankSession", "current"]
+__all__ = ["JoinConfig", "RankSession", "current", "own_rank"]
 
 
 @dataclass
@@ -47,6 +47,11 @@ def current() -> RankSession:
     if not _session:
         raise RuntimeError("this process is not a rank of an axon_nb cluster")
     return _session[0]
+
+
+def own_rank() -> int | None:
+    """This process's rank; None: it is no rank."""
+    return _session[0].config.rank if _session else None
 
 
 def set_current(session: RankSession) -> None:

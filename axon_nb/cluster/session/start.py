@@ -36,6 +36,16 @@ _FOREIGN_REGISTRATION_TIMEOUT_S = 2.0
 """For engines of other launchers, of which it is unknown how many are alive."""
 
 
+def _refuse_on_a_rank(command: str) -> None:
+    # Without an import: it would load torch in the notebook. A rank has loaded it.
+    session = sys.modules.get("axon_nb.engine.session")
+    if session is not None and (rank := session.own_rank()) is not None:
+        raise UsageError(
+            f"`%distributed {command}` was run on rank {rank}, inside a cell of the cluster: run it in a cell of the "
+            "notebook itself, without `%%distributed`."
+        )
+
+
 def start(
     n: int | None = None,
     *,
@@ -60,6 +70,7 @@ def start(
         UsageError: the request cannot be satisfied.
         StartError: the ranks failed to start.
     """
+    _refuse_on_a_rank("start")
     ip = LOOPBACK if interface is None else interface_ip(interface)
     several_hosts = interface is not None
     chosen_settings = settings.snapshot()
@@ -160,6 +171,7 @@ def attach(name: str | None = None) -> Cluster:
         UsageError: there is none, it is used by another notebook that is connected, or its ranks run another version.
         StartError: none of its ranks is alive.
     """
+    _refuse_on_a_rank("attach")
     if current.get() is not None:
         existing = current.require("attach")
         raise UsageError(f"This notebook already has the cluster {existing.name!r}. Run `%distributed stop` first.")
