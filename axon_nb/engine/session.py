@@ -50,7 +50,7 @@ def current() -> RankSession:
 
 
 def own_rank() -> int | None:
-    """This process's rank; None: it is no rank."""
+    """This process's rank; None if it is not a rank."""
     return _session[0].config.rank if _session else None
 
 

@@ -49,7 +49,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Return the metadata of a checkpoint.
 
     Raises:
-        CorruptCheckpointError: it is no index of a checkpoint, or would run code.
+        CorruptCheckpointError: it is not the index of a checkpoint, or would run code.
         OSError: it cannot be read.
     """
     path = folder / ".metadata"
