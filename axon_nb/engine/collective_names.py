@@ -54,6 +54,7 @@ _LIBRARIES = tuple(
     f"{os.sep}{package}{os.sep}{folder}{os.sep}"
     for package, folder in (("torch", "distributed"), ("torch", "nn"), ("axon_nb", "parallel"))
 )
+_DDP_FILE = os.path.join("torch", "nn", "parallel", "distributed.py")
 _FORWARD = "the forward pass of an FSDP model"
 _RENAMED = {"_pre_forward": _FORWARD, "_root_pre_forward": _FORWARD, "clip_grad_norm": "clip_grad_norm_"}
 
@@ -73,6 +74,8 @@ def find_implicit_collective(frame: FrameType | None, stop: FrameType | None = N
     found = ""
     while frame is not None and frame is not stop:
         name = _RENAMED.get(frame.f_code.co_name, frame.f_code.co_name)
+        if name == _FORWARD and frame.f_code.co_filename.endswith(_DDP_FILE):
+            name = "the forward pass of a DDP model"
         if name in COLLECTIVE_FUNCTIONS and any(part in frame.f_code.co_filename for part in _LIBRARIES):
             found = name
         frame = frame.f_back

@@ -49,6 +49,7 @@ COLLECTIVE_FUNCTIONS: dict[str, str] = {
     "set_state_dict": _ANY,
     "state_dict": _SAVING,
     "summon_full_params": _ANY,
+    "the forward pass of a DDP model": "synchronizes buffers with all ranks: run the model on every rank.",
     "the forward pass of an FSDP model": "gathers its parameters from all ranks: run the model on every rank.",
     "unshard": _ANY,
 }

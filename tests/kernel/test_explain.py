@@ -156,6 +156,17 @@ def test_a_collective_in_disguise_on_one_rank_is_explained_with_the_fix(
     still_works(ranks)
 
 
+def test_the_forward_pass_of_a_ddp_model_is_not_called_that_of_fsdp(ranks: Kernel) -> None:
+    ranks.ok(
+        "%%distributed\nfrom torch.nn.parallel import DistributedDataParallel\n"
+        "t_ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))"
+    )
+    reply = ranks.run("%%distributed\nif rank == 1:\n    t_ddp(torch.ones(4, 2))")
+    assert "rank 1 waits in the forward pass of a DDP model at line 3" in reply.traceback
+    assert "The forward pass of a DDP model synchronizes buffers with all ranks: run the model" in reply.traceback
+    still_works(ranks)
+
+
 REFUSED = {
     "all_reduce": ("0,2", "dist.all_reduce(torch.ones(1))", "all_reduce at line 2 on the group of ranks 0-3"),
     "barrier": ("0", "dist.barrier()", "barrier at line 2 on the group of ranks 0-3 in a cell on rank 0"),
