@@ -176,6 +176,15 @@ def test_dead_ranks_are_replaced_along_with_the_chosen_one() -> None:
         assert after == ["[ranks 0-2] 77.0"]
 
 
+def test_all_ranks_are_replaced_if_all_are_dead() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        reply = kernel.run("%%distributed\nimport os\nos._exit(3)")
+        assert "`%distributed repair`" in reply.traceback
+        assert "Replaced ranks 0-1: new and empty. No rank keeps its state." in kernel.ok("%distributed repair").stdout
+        assert kernel.ok("%%distributed\ndist.barrier()\n1").lines() == ["[ranks 0-1] 1"]
+
+
 def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code(tmp_path: Path) -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")

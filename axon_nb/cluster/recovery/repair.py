@@ -99,7 +99,7 @@ def repair(
             asked for it.
         source: The rank whose variables the replaced ranks get; None: they start empty.
         names: Which variables; empty: all that can be copied.
-        all_allowed: Whether these may be all ranks, so that none keeps its state.
+        all_allowed: Whether these may be all ranks, so that none keeps its state; always, if all are dead.
 
     Raises:
         UsageError: there is nothing to replace, these ranks cannot be replaced, or the source cannot be copied from.
@@ -147,7 +147,7 @@ def _check_request(
         raise UsageError(
             f"Ranks of the launcher {state.engines!r} cannot be replaced one by one: use `%distributed restart`."
         )
-    if len(chosen) == state.world_size and not all_allowed:
+    if len(chosen) == state.world_size and not all_allowed and set(chosen) != set(state.health.dead):
         raise UsageError("That would replace every rank: use `%distributed restart`.")
     if names and source is None:
         raise UsageError(f"Names need a rank to copy from: use `--from 0 {' '.join(names)}`.")
