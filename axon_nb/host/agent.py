@@ -92,7 +92,7 @@ class Agent:
                     self.children.spawn_controller(
                         self.options.controller, self.run_dir.path / "log" / "controller.log"
                     )
-                self._publish()
+                self.run_dir.write_info({"pid": os.getpid(), **self.info})
                 self._loop()
             finally:
                 self.children.kill_all()
@@ -221,6 +221,10 @@ class Agent:
         peer.send_message({"id": number, **reply})
 
     def _hello(self, peer: CommandConnection, command: messages.Hello) -> messages.AgentState:
+        if command.exclusive and self._owned:
+            raise StartError(
+                "Another notebook is connected to this cluster: run `%distributed start` to start your own."
+            )
         peer.owner = command.owner
         if peer.owner and self._start_failure:
             self._begin_stop()
@@ -228,7 +232,7 @@ class Agent:
         if peer.owner:
             self._deadline = self._starter = None
             self.info["owner"] = peer.owner
-            self._publish()
+            self.run_dir.write_info({"pid": os.getpid(), **self.info})
         return self._state()
 
     def _state(self) -> messages.AgentState:
@@ -281,13 +285,10 @@ class Agent:
     def _set_info(self, peer: CommandConnection, command: messages.SetInfo) -> None:
         self.info.update(command.info)
         self.keep_alive_s = float(self.info.get("keep_alive_s", self.keep_alive_s))
-        self._publish()
+        self.run_dir.write_info({"pid": os.getpid(), **self.info})
 
     def _get_info(self, peer: CommandConnection, command: messages.GetInfo) -> messages.AgentState:
         return self._state()
-
-    def _publish(self) -> None:
-        self.run_dir.write_info({"pid": os.getpid(), **self.info})
 
     def _stop(self, peer: CommandConnection, command: messages.Stop) -> None:
         self._begin_stop()

@@ -83,10 +83,11 @@ def outcome(kind: type[Command[R]], reply: Mapping[str, Any]) -> R:
 class AgentClient:
     """A connection to one agent. A reader thread completes replies and dispatches events.
 
-    A client with an `owner` keeps the cluster alive while connected; one with an empty owner only observes.
+    A client with an `owner` keeps the cluster alive while connected; one with an empty owner only observes. An exclusive
+    one raises `StartError` if another owner is connected.
     """
 
-    def __init__(self, run_dir: RunDir, *, owner: str, agent_pid: int | None = None) -> None:
+    def __init__(self, run_dir: RunDir, *, owner: str, agent_pid: int | None = None, exclusive: bool = False) -> None:
         self.run_dir = run_dir
         self.name = run_dir.path.name
         """The cluster's name in messages."""
@@ -103,7 +104,7 @@ class AgentClient:
         self._reader = threading.Thread(target=self._read, name="axon_nb-agent", daemon=True)
         self._reader.start()
         try:
-            self.hello_reply = self.call(Hello(owner))
+            self.hello_reply = self.call(Hello(owner, exclusive))
         except BaseException:
             self.close()
             raise

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -247,3 +249,34 @@ def test_an_agent_that_fails_to_start_says_why(run_dir: RunDir) -> None:
     (run_dir.path / "log" / "agent.log").write_text("the disk\nis full\n")
     with pytest.raises(StartError, match=r"failed to start: the disk \| is full"):
         AgentClient(run_dir, owner="the tests")
+
+
+def test_of_notebooks_that_attach_at_once_one_gets_the_cluster(make_agent: MakeAgent) -> None:
+    agent = make_agent()
+    agent.client.call(SetInfo({"world_size": 1, "keep_alive_s": 60.0}))
+    with pytest.raises(StartError, match="Another notebook is connected to this cluster"):
+        AgentClient(agent.run_dir, owner="early", exclusive=True)
+    agent.client.close()
+
+    def attached() -> bool:
+        with contextlib.closing(AgentClient(agent.run_dir, owner="")) as observer:
+            return observer.hello_reply.attached
+
+    assert until(lambda: not attached())
+    connected: list[AgentClient] = []
+    refused: list[StartError] = []
+
+    def attach(owner: str) -> None:
+        try:
+            connected.append(AgentClient(agent.run_dir, owner=owner, exclusive=True))
+        except StartError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=attach, args=(str(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(connected), len(refused)) == (1, 3)
+    connected[0].stop(60.0)
+    connected[0].close()

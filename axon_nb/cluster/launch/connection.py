@@ -102,8 +102,12 @@ def _open_new(ip: str) -> Connection:
 
 
 def open_existing(run_dir: RunDir) -> Connection:
-    """Connect to a running cluster, and become its owner."""
-    agent = AgentClient(run_dir, owner=kernel_id())
+    """Connect to a running cluster, and become its owner.
+
+    Raises:
+        StartError: another notebook is connected to it.
+    """
+    agent = AgentClient(run_dir, owner=kernel_id(), exclusive=True)
     return _with_client(run_dir, agent, agent.hello_reply.info.get("ip", LOOPBACK))
 
 

@@ -122,6 +122,8 @@ class Hello(Command[AgentState]):
 
     owner: str
     """Id of the notebook, which keeps the cluster alive while it is connected; empty for an observer."""
+    exclusive: bool = False
+    """Whether to be refused if a notebook is connected: of two that attach at once, one gets the cluster."""
 
 
 @dataclass(frozen=True, slots=True)
