@@ -77,8 +77,9 @@ def translate(code: str) -> TranslatedCell:
     if "get_ipython()" not in python:
         return TranslatedCell(code)
     lines, imports = python.splitlines(), list[str]()
-    top = {id(statement) for statement in parse(python).body}
-    for statement, call in list(_ipython_calls(parse(python))):
+    tree = parse(python)
+    top = {id(statement) for statement in tree.body}
+    for statement, call in list(_ipython_calls(tree)):
         line = statement.lineno - 1
         indent = lines[line][: statement.col_offset]
         text, needed = _render(statement, call)

@@ -83,8 +83,8 @@ def outcome(kind: type[Command[R]], reply: Mapping[str, Any]) -> R:
 class AgentClient:
     """A connection to one agent. A reader thread completes replies and dispatches events.
 
-    A client with an `owner` keeps the cluster alive while connected; one with an empty owner only observes. An exclusive
-    one raises `StartError` if another owner is connected.
+    A client with an `owner` keeps the cluster alive while connected; one with an empty owner only observes. An
+    exclusive one raises `StartError` if another owner is connected.
     """
 
     def __init__(self, run_dir: RunDir, *, owner: str, agent_pid: int | None = None, exclusive: bool = False) -> None:

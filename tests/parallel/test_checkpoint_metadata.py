@@ -44,7 +44,12 @@ def test_metadata_are_those_that_torch_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("function", "name"),
-    [(os.system, f"{os.system.__module__}.system"), (eval, "builtins.eval"), (torch.load, "torch.serialization.load")],
+    [
+        (os.system, f"{os.system.__module__}.system"),
+        (eval, "builtins.eval"),
+        (getattr, "builtins.getattr"),
+        (torch.load, "torch.serialization.load"),
+    ],
 )
 def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path: Path, function: Any, name: str) -> None:
     checkpoints = Checkpoints(tmp_path)
@@ -54,10 +59,12 @@ def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path: Path, functi
 
     World.mock(1).run(work)
     mark = tmp_path / "ran"
-    argument = f"touch {mark}" if function is os.system else f"open({str(mark)!r}, 'w')"
+    arguments = ["text", "upper"] if function is getattr else [f"open({str(mark)!r}, 'w')"]
+    if function is os.system:
+        arguments = [f"touch {mark}"]
     index = next(tmp_path.glob("step_*")) / ".metadata"
     size = index.stat().st_size
-    index.write_bytes(pickle.dumps(Call(function, argument)).ljust(size, b"."))
+    index.write_bytes(pickle.dumps(Call(function, *arguments)).ljust(size, b"."))
 
     def load(world: World) -> None:
         Checkpoints(tmp_path).load_latest(model=nn.Linear(2, 2))

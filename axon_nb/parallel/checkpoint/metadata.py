@@ -6,6 +6,7 @@ somebody else could run any code. Here only the records that make up an index ar
 
 from __future__ import annotations
 
+import enum
 import importlib
 import pickle
 from pathlib import Path
@@ -31,11 +32,20 @@ _OTHERS = frozenset(
 )
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """Stands for `getattr`, by which early versions of Python 3.11 pickle the members of an enumeration."""
+    if isinstance(kind, enum.EnumType) and kind.__module__ == _RECORDS and isinstance(name, str):
+        return kind[name]
+    raise CorruptCheckpointError("it refers to builtins.getattr, which the index of a checkpoint never contains.")
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a record, a dtype, or one of a few others; refuse the rest."""
         # From Python 3.13 on, pathlib is a package and names its classes after a file in it.
         module = "pathlib" if module.startswith("pathlib.") else module
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == _RECORDS or (module, name) in _OTHERS:
             found = getattr(importlib.import_module(module), name, None)
             if (module, name) in _OTHERS or (isinstance(found, type) and found.__module__ == _RECORDS):
