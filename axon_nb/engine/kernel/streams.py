@@ -11,6 +11,7 @@ Private hook: `OutStream`'s `_original_stdstream_copy`, to which ipyparallel sen
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import re
@@ -30,11 +31,15 @@ _SKIP_BYTES = 4 << 20
 """If output arrives faster than it is read, all but its last 64 KiB is skipped."""
 _TAIL_BYTES = 1 << 16
 _MAX_FILE_BYTES = 16 << 20
+_PUNCH_HOLE = 3
+"""A mode of Linux's fallocate: free the space, keep the size."""
 _MIN_POLL_S = 0.02
 _MAX_POLL_S = 0.2
 
 _PROFILER_MARKS = re.compile(r"^USDT:\S+ \S+ \d+:\d+ \S+\.cpp:\d+\] .*\n", re.MULTILINE)
 """Lines that torch's profiler writes at its start and stop for system tracers."""
+
+_fallocate: Any = getattr(ctypes.CDLL(None), "fallocate", None)
 
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 _streams: list[RankStream] = []
@@ -76,6 +81,8 @@ class _NativeFile:
     def __init__(self, descriptor: int, path: Path, original: int) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._position = os.fstat(self._file).st_size  # skips output of the rank that this one replaces
+        self._freed = self._position
+        """Up to here the file has no data on disk any more."""
         self._lock = threading.Lock()
         os.dup2(self._file, descriptor)
 
@@ -98,17 +105,24 @@ class _NativeFile:
     def _read_next(self) -> str:
         size = os.fstat(self._file).st_size
         if size < self._position:  # it was truncated
-            self._position = 0
+            self._position = self._freed = 0
         note = ""
         if size - self._position > _SKIP_BYTES:
             note = f"… {size - _TAIL_BYTES - self._position:,} bytes omitted …\n"
             self._position = size - _TAIL_BYTES
         data = os.pread(self._file, _CHUNK_BYTES, self._position)
         self._position += len(data)
-        if not data and self._position > _MAX_FILE_BYTES:
+        if not data and self._position - self._freed > _MAX_FILE_BYTES:
+            self._free()
+        return note + data.decode(errors="replace")
+
+    def _free(self) -> None:
+        # Not by truncating the file: what somebody appends at that moment would be lost.
+        space = ctypes.c_int64(0), ctypes.c_int64(self._position)
+        if _fallocate is None or _fallocate(self._file, _PUNCH_HOLE, *space) != 0:  # as NFS before version 4.2
             os.ftruncate(self._file, 0)
             self._position = 0
-        return note + data.decode(errors="replace")
+        self._freed = self._position
 
 
 def _output_file(descriptor: int) -> Path | None:
@@ -179,10 +193,7 @@ class OutputBudget:
                 self._send(name, *dropped)
 
     def _restore_streams(self) -> None:
-        """Replace a `sys.stdout` or `sys.stderr` that the cell closed or set to None; one that works stays.
-
-        ipykernel flushes both before it replies, and sends no reply if that fails.
-        """
+        """Replace `sys.stdout` and `sys.stderr` if the cell broke them: ipykernel replies only if it can flush both."""
         for name, own in self._streams.items():
             try:
                 getattr(sys, name).flush()
