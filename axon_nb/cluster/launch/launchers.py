@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import zmq
 from ipyparallel.cluster.launcher import ControllerLauncher, EngineLauncher
 from traitlets import Any as AnyTrait
 from traitlets import Dict, Float, Unicode
@@ -45,8 +44,6 @@ def controller_command(run_dir: RunDir, *, ip: str = "127.0.0.1") -> list[str]:
         "--nodb",
         # One process with threads: by default there are eight scheduler processes, which survive a killed controller.
         "--IPController.use_threads=True",
-        # Signatures do not hide anything: without encryption every local user could subscribe to what cells print.
-        f"--IPController.enable_curve={zmq.has('curve')}",
         # An engine is registered at its first heartbeat: the default of 3000 ms would be most of a start's time.
         "--HeartMonitor.period=100",
         "--HeartMonitor.max_heartmonitor_misses=600",
