@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from io import FileIO
 
@@ -92,9 +93,12 @@ class _Writer(threading.Thread):
     def stop(self) -> None:
         """Stop and wait for the thread, so that the caller may release the memory it reads."""
         self._stopped.set()
-        if self.ident is not None:
-            self.join()
-            return
+        while self.ident is not None:
+            try:
+                self.join()
+                return
+            except RuntimeError:  # it runs, but has not said so yet: an interrupt came while `start` waited for that
+                time.sleep(0)
         # Not started, and will do nothing. Python keeps a thread whose start was interrupted, so release its data.
         self._file.close()
         self._pieces = ()

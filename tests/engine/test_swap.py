@@ -106,7 +106,7 @@ def _is_replaced(rank: int, store: Any) -> Any:
 
 def test_a_newcomer_finds_the_groups_of_its_predecessor(tmp_path: Path) -> None:
     results = run_on_ranks(_is_replaced, 2, tmp_path)
-    registry = [{"name": "1", "ranks": (0, 1), "desc": "mine", "backend": "gloo"}]
+    registry = [{"name": "1", "ranks": (0, 1), "desc": "mine", "backend": "gloo", "timeout_s": 0.0}]
     assert results[1] == (registry, [3.0] * 6)
     assert results[0] == (registry, [3.0] * 6, 2)
 
