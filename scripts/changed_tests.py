@@ -93,9 +93,8 @@ def main() -> int:
 
 
 def _git(*command: str) -> list[str]:
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[
-        :-1
-    ]
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def test_ranks_are_at_the_same_step_or_the_difference_is_told(trained: Kernel, w
 @pytest.mark.timeout(1800)
 def test_ranks_are_at_the_same_step_after_100_interrupts(trained: Kernel) -> None:
     together = _interrupt_training(trained, PROGRAMS["DDP and FSDP2"], rounds=100)
-    assert together >= 80, "the consistent cut works but for moments that are told"
+    assert together >= 80, "the others were reported as a step apart"
 
 
 def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> int:

@@ -1,4 +1,4 @@
-"""Memory of ranks, made up: what `%memory` would be told."""
+"""Made-up memory use of ranks, as they would report it to `%memory`."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class RankWorld:
     def _kill(self, missing: list[int]) -> None:
         for rank in missing:
             self._processes[rank].send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
+        time.sleep(0.5)  # to write their stacks; nothing says when they have
         for process in self._processes:
             process.kill()
         self.end()

@@ -169,7 +169,7 @@ class Recovery:
             ranks = [rank for rank in left if rank in known]
             left = [rank for rank in left if rank not in known]
             parts += [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {state}"] if ranks else []
-        # Without --ranks, `repair` replaces only ranks that cannot run a cell any more.
+        # Without --ranks, `repair` leaves stuck ranks alone: they may come back.
         chosen = f" --ranks {format_ranks(missing)}" if health.stuck.intersection(missing) else ""
         pronoun = "it" if len(missing) == 1 else "them"
         return f"{' and '.join(parts)}; run `%distributed repair{chosen}` to replace {pronoun}"

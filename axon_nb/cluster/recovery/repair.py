@@ -91,7 +91,7 @@ def repair(
     names: Sequence[str] = (),
     all_allowed: bool = False,
 ) -> RepairReport:
-    """Replace ranks, and rebuild the groups of all ranks; only that if their groups are disabled and all ranks live.
+    """Replace ranks and rebuild all process groups; if every rank is alive and the groups are disabled, only rebuild.
 
     Args:
         state: The cluster.
@@ -120,7 +120,8 @@ def repair(
 def auto_repair(state: ClusterState) -> None:
     """Replace the dead ranks, if there are any and they can be replaced, and print the report."""
     dead = state.health.dead
-    possible = state.engines == "axon" and len(dead) < state.world_size and not state.health.disconnect_reason
+    unusable = {*dead, *state.health.lost_contexts}
+    possible = state.engines == "axon" and len(unusable) < state.world_size and not state.health.disconnect_reason
     possible = possible and can_replace(state.rank_info, state.backend)
     if dead and possible and not state.busy and not state.health.stuck:
         print("\n".join(repair(state, None).lines(why=True)))
@@ -143,7 +144,7 @@ def _check_request(
         raise UsageError("All ranks are alive. Use `--ranks 2` to replace one anyway; its variables will be lost.")
     if reason := refusal(state.rank_info, state.backend):
         raise UsageError(reason)
-    if state.engines != "axon":
+    if chosen and state.engines != "axon":
         raise UsageError(
             f"Ranks of the launcher {state.engines!r} cannot be replaced one by one: use `%distributed restart`."
         )
