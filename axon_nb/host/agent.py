@@ -222,9 +222,7 @@ class Agent:
 
     def _hello(self, peer: CommandConnection, command: messages.Hello) -> messages.AgentState:
         if command.exclusive and self._owned:
-            raise StartError(
-                "Another notebook is connected to this cluster: run `%distributed start` to start your own."
-            )
+            raise StartError(f"The cluster {self.info.get('name', '')!r} is in use by another notebook.")
         peer.owner = command.owner
         if peer.owner and self._start_failure:
             self._begin_stop()

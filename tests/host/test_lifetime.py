@@ -254,7 +254,7 @@ def test_an_agent_that_fails_to_start_says_why(run_dir: RunDir) -> None:
 def test_of_notebooks_that_attach_at_once_one_gets_the_cluster(make_agent: MakeAgent) -> None:
     agent = make_agent()
     agent.client.call(SetInfo({"world_size": 1, "keep_alive_s": 60.0}))
-    with pytest.raises(StartError, match="Another notebook is connected to this cluster"):
+    with pytest.raises(StartError, match="is in use by another notebook"):
         AgentClient(agent.run_dir, owner="early", exclusive=True)
     agent.client.close()
 
