@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from axon_nb.records.protocol.version import PROTOCOL
 from tests.support.kernel import Kernel
 from tests.support.processes import footprint
 
@@ -24,8 +25,8 @@ def test_attach_to_ranks_of_another_protocol_is_refused(new_kernel: MakeKernel) 
     kernel.ok(f"%load_ext axon_nb\n{ANOTHER}")
     refused = kernel.run("%distributed attach")
     assert refused.ename == "UsageError"
-    assert "(protocol 1), but this notebook has axon_nb" in refused.traceback
-    assert "(protocol 2). Run `%distributed start` to start new ranks." in refused.traceback
+    assert f"(protocol {PROTOCOL}), but this notebook has axon_nb" in refused.traceback
+    assert f"(protocol {PROTOCOL + 1}). Run `%distributed start` to start new ranks." in refused.traceback
     # Ranks of an axon_nb that had no number yet.
     file = Path(folder) / "agent.json"
     info = json.loads(file.read_text())

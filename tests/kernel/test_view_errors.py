@@ -12,7 +12,7 @@ REFUSED = {
     "%shards t_text": "'t_text' (type str) holds no tensors",
     "%memory t_nothing": "variable 't_nothing' does not exist",
     "%memory t_text": "'t_text' has type str: `%memory` accepts modules and optimizers",
-    "%memory t_tensor": "'t_tensor' is a Tensor: `%memory` accepts modules and optimizers",
+    "%memory t_tensor": "'t_tensor' has type Tensor: `%memory` accepts modules and optimizers",
     "%memory t_text(": "'t_text(' is not the name of a variable",
     "%timeline --ranks 9": "9",
     "%timeline --cell 99999": "ranks have no spans of In [99999]",

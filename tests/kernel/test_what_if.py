@@ -118,7 +118,7 @@ def test_what_has_no_plan_says_why(ready: Kernel) -> None:
     for name, words in {
         "t_column": "There is no plan: its layers were sharded by hand",
         "t_nothing": "variable 't_nothing' does not exist.",
-        "t_train": "'t_train' is a function: `%memory` accepts modules and optimizers.",
+        "t_train": "'t_train' has type function: `%memory` accepts modules and optimizers.",
         "t_gpt_steps": "A plan needs one model, but t_gpt_steps holds 0. Name one: `%memory model`.",
     }.items():
         assert told(ready, f"t_plan({name!r})")["refused"].startswith(words)
