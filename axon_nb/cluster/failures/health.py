@@ -10,7 +10,7 @@ from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.failures.report import REPAIR_HINT, RankError
 from axon_nb.errors import ClusterLostError
 from axon_nb.records.protocol.agent import AgentEvent, ControllerExit, Exit
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks
 
 __all__ = ["NCCL_UNTESTED", "ActiveCell", "Health"]
 
@@ -139,7 +139,7 @@ class Health:
         if stuck:
             raise ClusterLostError(
                 f"{name_ranks(stuck).capitalize()} {'is' if len(stuck) == 1 else 'are'} still stuck in an earlier cell "
-                "(`%distributed status` shows where). " + self.remedy.replace("repair`", "repair --ranks …`")
+                "(`%distributed status` shows where). " + self.remedy.replace("repair`", f"repair --ranks {format_ranks(stuck)}`")
             )
 
     def warn_nccl_untested(self) -> None:
@@ -147,8 +147,9 @@ class Health:
         self.hint("nccl_untested", NCCL_UNTESTED)
 
     def track_stuck(self, run: ActiveCell) -> None:
-        """Remember the ranks that are stuck in `run`; a late reply clears them."""
+        """Remember the ranks that are stuck in `run`; a late reply clears them, also between two calls of this."""
         stuck = {error.rank for error in run.errors.values() if error.kind == "stuck"}
         if stuck:
-            self.stuck |= stuck
             run.on_late_reply = self.stuck.discard
+            self.stuck |= stuck
+            self.stuck -= stuck - set(run.unfinished)  # replied before they were added
