@@ -90,6 +90,9 @@ class TorchApi:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
+    def prepare_stage(self, stage: Any) -> None:
+        """Prepare a new pipeline stage; nothing to do."""
+
     def reset_stage(self, stage: Any) -> None:
         """Clear the state of a pipeline stage whose step was aborted."""
         if stage._gradient_reduction_handle is not None:  # `clear_runtime_states` would wait for it forever

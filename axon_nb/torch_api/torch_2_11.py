@@ -30,6 +30,20 @@ class Torch211(Torch212):
     def _drop_reductions(self, communication: Any) -> None:
         communication.reduce_scatter_state = None
 
+    def prepare_stage(self, stage: Any) -> None:
+        """Leave out messages of a rank to itself, which Gloo refuses: 2.11 sends one between two stages on a rank."""
+        original = stage._get_init_p2p_neighbors_ops
+
+        def without_own() -> list[Any]:
+            return [op for op in original() if op.group_peer != stage.group_rank]
+
+        stage._get_init_p2p_neighbors_ops = without_own
+
+    def reset_stage(self, stage: Any) -> None:
+        """Also forget the shapes, which stages exchange in their first step: if it was aborted, only some know them."""
+        super().reset_stage(stage)
+        stage.inputs_meta = stage._outputs_meta = None
+
     @contextlib.contextmanager
     def static_stages(self) -> Iterator[None]:
         """Do nothing: stages already use the given shapes."""

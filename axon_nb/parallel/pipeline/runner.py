@@ -15,6 +15,7 @@ from axon_nb.comm.spans import now
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.parallel.pipeline.torch_hooks import StageWatch, is_prepared, quiet, schedule_class
 from axon_nb.records.hooks import missing_hooks
+from axon_nb.torch_api import torch_api
 
 __all__ = ["Runner"]
 
@@ -52,6 +53,8 @@ class Runner:
             TorchStage(module, index, num_stages, devices[index], group=torch_group)
             for index, module in sorted(modules.items())
         ]
+        for stage in stages:
+            torch_api().prepare_stage(stage)
         self._modules = list(modules.values())
         self._has_run = False
         self.watches: dict[int, StageWatch] = {}
@@ -71,6 +74,8 @@ class Runner:
             args: Arguments of the first stage; empty on ranks without it.
             target: Target of the last stage; None on ranks without it.
         """
+        # torch 2.11 gives a stage strides that a slice of a larger tensor does not have, and then refuses them.
+        args = tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
         start = now()
         for watch in self.watches.values():
             watch.begin_step(start)
