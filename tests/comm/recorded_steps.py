@@ -42,6 +42,11 @@ class Recorder:
         self.sequence = sequence
         self.steps.append(("announce", sequence, fact))
 
+    def name_place(self, sequence: int, place: str) -> None: ...
+
+    def place_of(self, rank: int, sequence: int) -> str:
+        return "barrier"
+
     def post(self, value: int) -> None:
         self.steps.append(("post", value))
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import name_ranks
+from axon_nb.records.waits import advice_for
 
 __all__ = [
     "MAX_RANKS",
@@ -21,6 +22,7 @@ __all__ = [
     "fact_of",
     "in_words",
     "mismatch",
+    "operation_of",
     "reduce_number",
 ]
 
@@ -87,42 +89,68 @@ def in_words(fact: int, members: Sequence[int]) -> str:
         fact: The word.
         members: Global ranks of the group.
     """
-    number, reduce = _field(fact, _OPERATION, 5), _field(fact, _REDUCE, _REDUCE_BITS)
-    dtype, root = _field(fact, _DTYPE, _DTYPE_BITS), _field(fact, _ROOT, _ROOT_BITS)
-    words = OPERATIONS[number - 1] if 0 < number <= len(OPERATIONS) else "communication"
+    reduce, root = _field(fact, _REDUCE, _REDUCE_BITS), _field(fact, _ROOT, _ROOT_BITS)
+    words = operation_of(fact)
     if reduce:
         words += f"({REDUCE_OPERATIONS[reduce - 1]})"
     count = _field(fact, 0, _COUNT_BITS)
     if words not in ("all_to_all", "barrier"):
-        unit = (
-            "bytes" if not dtype else str(_DTYPES[dtype - 1]).removeprefix("torch.") if dtype <= len(_DTYPES) else "?"
-        )
-        words += f" of {count:,} {unit}"
+        words += f" of {count:,} {_unit(fact)}"
     if 0 < root <= len(members):
         words += f" {'to' if words.startswith(('gather', 'reduce')) else 'from'} rank {members[root - 1]}"
     return words
 
 
-def mismatch(calls: Sequence[tuple[int, int]], members: Sequence[int]) -> str:
+def operation_of(fact: int) -> str:
+    """What users call the operation of a word."""
+    number = _field(fact, _OPERATION, 5)
+    return OPERATIONS[number - 1] if 0 < number <= len(OPERATIONS) else "communication"
+
+
+def mismatch(calls: Sequence[tuple[int, str]], members: Sequence[int]) -> str:
     """The sentence for ranks whose calls do not fit together.
 
     Args:
-        calls: By group rank, the call's word and its line; a word of 0: not there yet.
+        calls: By group rank, the call's word and its place, such as ``full_tensor at line 4``; 0: not there yet.
         members: Global ranks of the group.
     """
-    same: dict[tuple[int, int], list[int]] = {}
-    for rank, (fact, line) in enumerate(calls):
+    same: dict[tuple[int, str], list[int]] = {}
+    for rank, (fact, place) in enumerate(calls):
         if fact:
-            same.setdefault((fact, line), []).append(members[rank])
-    parts = []
-    for (fact, line), ranks in same.items():
-        place = f" at line {line}" if line else ""
-        calling = f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
-        parts.append(f"{calling}: {in_words(fact, members)}{place}")
-    return (
-        f"The ranks of the group made different calls: {'; '.join(parts)}. All ranks of a group must make the same "
-        "call with the same size, dtype, root and reduce operation."
+            same.setdefault((fact, place), []).append(members[rank])
+    advice = advice_for(place.partition(" at line ")[0] for _, place in same)
+    if len({_field(fact, _OPERATION, 5) for fact, _ in same}) > 1:
+        parts = [
+            f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {place}" for (_, place), ranks in same.items()
+        ]
+        return f"Collective mismatch: {', '.join(parts)}, on the same group.{advice}"
+    roots, reductions = (
+        len({_field(fact, *bits) for fact, _ in same}) > 1 for bits in ((_ROOT, _ROOT_BITS), (_REDUCE, _REDUCE_BITS))
     )
+    places = {place for _, place in same}
+    parts = []
+    for (fact, place), ranks in same.items():
+        passed = _passed(fact, members, root=roots, reduction=reductions)
+        parts.append(f"{name_ranks(ranks)} passed {passed}{f' to {place}' if len(places) > 1 else ''}")
+    where = f"{places.pop()}: " if len(places) == 1 else ""
+    return f"{where}{', '.join(parts)}; all ranks of a group must pass the same.{advice}"
+
+
+def _passed(fact: int, members: Sequence[int], *, root: bool, reduction: bool) -> str:
+    """What a rank passes, such as ``4 float32 with root rank 1``."""
+    text = f"{_field(fact, 0, _COUNT_BITS):,} {_unit(fact)}"
+    number = _field(fact, _ROOT, _ROOT_BITS)
+    if root and 0 < number <= len(members):
+        text += f" with root rank {members[number - 1]}"
+    number = _field(fact, _REDUCE, _REDUCE_BITS)
+    return f"{text} with {REDUCE_OPERATIONS[number - 1]}" if reduction and number else text
+
+
+def _unit(fact: int) -> str:
+    dtype = _field(fact, _DTYPE, _DTYPE_BITS)
+    if not dtype:
+        return "bytes"
+    return str(_DTYPES[dtype - 1]).removeprefix("torch.") if dtype <= len(_DTYPES) else "?"
 
 
 def reduce_number(operation: Any) -> tuple[int, Any]:

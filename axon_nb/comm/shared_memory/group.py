@@ -56,6 +56,7 @@ class SharedMemoryGroup(CollectiveOperations):
         key: Where in the store they meet.
         give_up: Called every 50 ms of a wait; raises when the wait is to end.
         line: Gives the line of the user's code that calls; 0: not known.
+        place: Names the call that the current thread makes, for an operation; None: by the operation and its line.
         runs_in_wait: Whether a call that its caller waits for is made in `wait` of its handle, where a wrapper of the
             group looks on, rather than before there is one.
     """
@@ -72,6 +73,7 @@ class SharedMemoryGroup(CollectiveOperations):
         key: str = "memory",
         give_up: Callable[[], None] | None = None,
         line: Callable[[], int] = lambda: 0,
+        place: Callable[[str], str] | None = None,
         runs_in_wait: bool = False,
     ) -> None:
         super().__init__(rank, size, name, backend=BACKEND)
@@ -86,7 +88,7 @@ class SharedMemoryGroup(CollectiveOperations):
         )
         self._line = line
         self._runs_in_wait = runs_in_wait
-        self._rounds = Rounds(self._progress, seconds)
+        self._rounds = Rounds(self._progress, seconds, place)
         self._calls = Calls(self._rounds)
         self._order = Order(f"axon_nb-{name}", self._leave, self._progress.has_left)
         self._messages = Messages(self._progress, f"axon_nb-{name}-messages", seconds, self._leave)

@@ -146,8 +146,8 @@ class Messages:
         members = self._progress.members
         place = f" at line {line}" if line else ""
         return TensorMismatchError(
-            f"send and recv: rank {members[source]} sends {sent:,} bytes{place}, and rank {members[target]} receives "
-            f"into {taken:,} bytes; the receiver's tensor must be as large as the sender's."
+            f"send{place}: rank {members[source]} sends {sent:,} bytes, but rank {members[target]} receives into "
+            f"{taken:,} bytes; the receiver's tensor must be as large as the sender's."
         )
 
     def _push(self, peer: int) -> None:

@@ -30,6 +30,7 @@ _POSTED, _LEFT, _PID, _START, _READY, _AWAITED, _SINCE, _REASON = 0, 8, 9, 10, 1
 _FAILED, _CLOSED = 1, 2
 _CALLS, _CALL_WORDS, _NUM_CALLS = 64, 8, 8
 _TEXT, _TEXT_BYTES = 2048, 1024
+_PLACE, _PLACE_TEXT, _PLACE_BYTES = 128, 3072, 256
 
 
 class Progress:
@@ -91,6 +92,33 @@ class Progress:
         if futex.NEEDS_FENCE:
             futex.fence()
         return (fact, line) if words[place] == sequence else (0, 0)
+
+    def name_place(self, sequence: int, place: str) -> None:
+        """Say where in the user's code this rank makes the call of collective number `sequence`."""
+        words, index = self.words, self.own + _PLACE
+        words[index] = 0
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        text = place.encode()[:_PLACE_BYTES]
+        page = self.memory.layout.control(self.rank) + _PLACE_TEXT
+        self.memory.bytes[page : page + len(text)] = text
+        words[index + 1] = len(text)
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        words[index] = sequence
+
+    def place_of(self, rank: int, sequence: int) -> str:
+        """Where `rank` makes the call of collective number `sequence`; empty if it has not said so."""
+        words, index = self.words, self.places[rank] + _PLACE
+        if words[index] != sequence:
+            return ""
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        page = self.memory.layout.control(rank) + _PLACE_TEXT
+        text = self.memory.bytes[page : page + min(words[index + 1], _PLACE_BYTES)].decode(errors="replace")
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        return text if words[index] == sequence else ""
 
     def same_call(self, sequence: int, fact: int) -> bool:
         """Whether all ranks, which have announced it, do the same in collective number `sequence`."""

@@ -145,8 +145,9 @@ def all_to_all(
         rounds.wait(-1, 2)
         source, target = (int(rank) for rank in wrong[0])
         members = rounds.progress.members
+        place = rounds.place("all_to_all")
         raise TensorMismatchError(
-            f"all_to_all: rank {members[source]} sends {tables[source, target]:,} bytes to rank {members[target]}, "
+            f"{place}: rank {members[source]} sends {tables[source, target]:,} bytes to rank {members[target]}, "
             f"which expects {tables[target, n + source]:,}; split sizes must fit together."
         )
     for i in range(1, pieces):

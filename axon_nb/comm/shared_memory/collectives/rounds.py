@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from axon_nb.comm.errors import CollectiveMismatchError
-from axon_nb.comm.shared_memory.announcement import mismatch
+from axon_nb.comm.shared_memory.announcement import mismatch, operation_of
 from axon_nb.comm.shared_memory.memory import SLOTS
 from axon_nb.comm.shared_memory.progress import STEPS, Progress
 from axon_nb.records.ranks import format_ranks
@@ -20,6 +20,10 @@ __all__ = ["Rounds"]
 
 _AHEAD = 5
 """Collectives that a rank may be ahead of the slowest, when all those failed: what it announced can still be read."""
+_ANNOUNCE_S, _EXPLAIN_S = 0.25, 2.0
+"""If calls differ, how long a rank waits for others to announce their calls, and then to say where they make them, so
+that the error names all of them."""
+_EXPLAIN_POLL_S = 0.002
 
 
 class Rounds:
@@ -28,15 +32,18 @@ class Rounds:
     Args:
         progress: The group's control pages.
         limit_s: Seconds that a collective may take.
+        place: Names the call that the current thread makes, such as ``full_tensor at line 4``, for an operation; None:
+            the operation and its line are named.
     """
 
-    def __init__(self, progress: Progress, limit_s: float) -> None:
+    def __init__(self, progress: Progress, limit_s: float, place: Callable[[str], str] | None = None) -> None:
         self.progress = progress
         self.layout = progress.memory.layout
         self.buffer = progress.memory.bytes
         self.address = progress.memory.address
         self.rank, self.size = progress.rank, progress.size
         self.limit_s = limit_s
+        self._place = place
         self.sequence = 0
         """How many collectives this rank has begun."""
         self._first_slot = 0
@@ -78,7 +85,30 @@ class Rounds:
     def _raise_if_different(self) -> None:
         calls = [self.progress.call_of(rank, self.sequence) for rank in range(self.size)]
         if any(fact not in (0, self._fact) for fact, _ in calls):
-            raise CollectiveMismatchError(mismatch(calls, self.progress.members))
+            raise CollectiveMismatchError(self._explain())
+
+    def _explain(self) -> str:
+        """Describe how the calls of this collective differ, once all ranks have named theirs, or after a moment."""
+        progress, sequence, ranks = self.progress, self.sequence, range(self.size)
+        operation = operation_of(self._fact)
+        progress.name_place(sequence, self.place(operation))
+        start = time.monotonic()
+        while missing := [rank for rank in ranks if not progress.place_of(rank, sequence)]:
+            announced = any(progress.call_of(rank, sequence)[0] for rank in missing)
+            if time.monotonic() - start > (_EXPLAIN_S if announced else _ANNOUNCE_S):
+                break
+            time.sleep(_EXPLAIN_POLL_S)
+        calls = []
+        for rank in ranks:
+            fact, line = progress.call_of(rank, sequence)
+            calls.append((fact, progress.place_of(rank, sequence) or _place(operation_of(fact), line)))
+        return mismatch(calls, progress.members)
+
+    def place(self, operation: str) -> str:
+        """Name the call that this rank makes."""
+        if self._place is not None:
+            return self._place(operation)
+        return _place(operation, self.progress.call_of(self.rank, self.sequence)[1])
 
     def post(self, step: int) -> None:
         """This rank has taken the step."""
@@ -132,3 +162,7 @@ class Rounds:
         if read:
             read(pieces - 1)
         self.end(pieces)
+
+
+def _place(operation: str, line: int) -> str:
+    return f"{operation} at line {line}" if line else operation
