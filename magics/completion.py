@@ -28,7 +28,7 @@ _MAGIC = re.compile(r"\s*(%%?)(\w+)\s+(.*)$")
 _LOCAL = re.compile(r"\s*(%{1,2}\w*|!.*|(import|from)\s.*)$")
 """What the notebook completes without asking a rank: names of magics, shell commands, modules."""
 _VALUES = {
-    "--backend": ("auto", "gloo", "nccl"),
+    "--backend": ("auto", "shm", "gloo", "nccl"),
     "--devices": ("auto", "cpu"),
     "--engines": ("axon", "local", "mpi", "ssh", "slurm"),
 }

@@ -31,7 +31,7 @@ def _start_parser() -> LineParser:
     parser = LineParser("%distributed start", "Start a cluster.")
     parser.add_argument("-n", type=_number, default=None, help="number of ranks")
     parser.add_argument("--devices", default="auto", help="auto, cpu, or GPU numbers such as 2,5")
-    parser.add_argument("--backend", default="auto", help="auto, gloo or nccl")
+    parser.add_argument("--backend", default="auto", help="auto, shm, gloo or nccl")
     parser.add_argument("--engines", default=None, help="ipyparallel launcher; default: forked ranks")
     parser.add_argument("--name", default=None, help="name of the cluster")
     parser.add_argument(
@@ -66,7 +66,7 @@ class DistributedMagics(Magics):
         sync [--from R] [names …]: copy models and optimizers of rank R (default: 0) to all ranks
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
-        start [-n N] [--devices auto|cpu|2,5] [--backend auto|gloo|nccl] [--engines LAUNCHER] [--name NAME]
+        start [-n N] [--devices auto|cpu|2,5] [--backend auto|shm|gloo|nccl] [--engines LAUNCHER] [--name NAME]
         start -n N --engines ssh --interface eth0: start ranks on several hosts
         auto on|off: run plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
         doctor [--json]: check versions, GPUs, limits, network and clusters of this machine; a fix for each problem

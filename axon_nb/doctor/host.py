@@ -56,7 +56,7 @@ def host(layout: Layout) -> Section:
 def _plan(layout: Layout) -> Finding:
     on = ", ".join(dict.fromkeys(layout.devices))
     threads = f"{layout.threads} thread{'s' if layout.threads > 1 else ''} each"
-    backend = {"gloo": "Gloo", "nccl": "NCCL"}[layout.backend]
+    backend = {"shm": "shared memory", "gloo": "Gloo", "nccl": "NCCL"}[layout.backend]
     return Finding("default start", f"{layout.num_ranks} ranks on {on} with {backend}, {threads}")
 
 

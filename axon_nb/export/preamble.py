@@ -163,7 +163,7 @@ def _deepspeed(packages: Collection[str], imports: Imports) -> str:
 def _group(facts: SessionFacts) -> str:
     if facts.backend == "nccl":
         return 'dist.init_process_group("nccl", device_id=device)\n'
-    return f'dist.init_process_group("{facts.backend}")\n'
+    return 'dist.init_process_group("gloo")\n'
 
 
 def _file(imports: Imports, arguments: Arguments, file_name: str) -> str:

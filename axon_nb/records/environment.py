@@ -13,6 +13,7 @@ __all__ = [
     "ACCELERATE_PLUGINS",
     "CHECK",
     "CONTAINERS",
+    "CPU_BACKEND",
     "DEEPSPEED_ACCELERATOR",
     "IPYTHON_DIR",
     "MASTER_ADDR",
@@ -30,7 +31,6 @@ __all__ = [
     "SLURM_HOSTS",
     "TEMPORARY",
     "TORCHRUN",
-    "TRANSPORT",
     "USER_CACHE",
     "USER_RUNTIME_DIR",
     "VISIBLE_GPUS",
@@ -79,9 +79,9 @@ CHECK = Variable("AXON_NB_CHECK", default="0")
 """`1` makes every collective of `axon_nb.comm` first check that all ranks make the same call with matching tensors, as
 `checking()` does. Set it before the kernel or the script starts."""
 
-TRANSPORT = Variable("AXON_NB_TRANSPORT", default="gloo")
-"""`shm` makes ranks on one host communicate through shared memory instead of Gloo's sockets; see
-[the design](design/shared_memory.md). Set it before the kernel starts."""
+CPU_BACKEND = Variable("AXON_NB_CPU_BACKEND", default="shm")
+"""What `--backend auto` chooses for ranks on the CPUs of one host: `shm`, shared memory, or `gloo`, Gloo's sockets. See
+[the design](design/shared_memory.md)."""
 
 CONTAINERS = Variables(("KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"))
 """Set inside Kubernetes, Apptainer and Singularity: `axon-nb doctor` words its fixes accordingly."""

@@ -16,7 +16,7 @@ class SessionFacts:
     num_ranks: int = 2
     """Number of ranks."""
     backend: str = "gloo"
-    """``gloo`` or ``nccl``."""
+    """``shm``, ``gloo`` or ``nccl``."""
     threads: int = 0
     """torch's intra-op threads per rank; 0 for usable cores / ranks, at least 1."""
     on_gpus: bool = False

@@ -69,7 +69,7 @@ def is_exclusive(state: ClusterState, run: CellRun) -> bool:
     """
     outside = [rank for rank in state.ranks if rank not in run.ranks]
     others = [cell for cell in list(state.active_cells) if cell is not run]
-    if not outside or state.backend != "gloo" or any(other.unfinished for other in others):
+    if not outside or state.backend == "nccl" or any(other.unfinished for other in others):
         return False
     live = [rank for rank in outside if rank not in state.health.dead]
     replies = request_all(state.connection.client, live, WaitsRequest(), timeout_s=_TIMEOUT_S)
@@ -184,7 +184,7 @@ class CellManager:
         state = self.state
         watch = DeadlockWatch(state.client, state.live_ranks, chosen, dead=state.health.dead)
         # A cut needs Python in each operation, which NCCL's do not have.
-        can_cut = state.backend == "gloo" and chosen == state.ranks
+        can_cut = state.backend != "nccl" and chosen == state.ranks
         return AbortController(state.client, chosen, watch=watch, can_cut=can_cut)
 
     def recovery(self, aborted: CellRun | None = None) -> Recovery:

@@ -137,9 +137,10 @@ class Health:
             raise ClusterLostError(f"{reasons} {self.remedy} Use `--ranks` to run a cell on the remaining ranks.")
         stuck = [rank for rank in ranks if rank in self.stuck]
         if stuck:
+            remedy = self.remedy.replace("repair`", f"repair --ranks {format_ranks(stuck)}`")
             raise ClusterLostError(
                 f"{name_ranks(stuck).capitalize()} {'is' if len(stuck) == 1 else 'are'} still stuck in an earlier cell "
-                "(`%distributed status` shows where). " + self.remedy.replace("repair`", f"repair --ranks {format_ranks(stuck)}`")
+                f"(`%distributed status` shows where). {remedy}"
             )
 
     def warn_nccl_untested(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
+from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.settings import Settings
 from axon_nb.records.compatibility import Capability, install_command
 from axon_nb.records.hooks import missing_hooks
@@ -18,6 +20,7 @@ __all__ = [
     "can_replace",
     "collective_timeout",
     "refusal",
+    "with_possible_backend",
 ]
 
 RESTART = "Run `%distributed restart` to start all ranks again."
@@ -26,10 +29,22 @@ RESTART = "Run `%distributed restart` to start all ranks again."
 UNRELEASED_TIMEOUT_S = 60.0
 """Timeout of a collective, in seconds, if a rank that waits in one cannot be released."""
 
-_NEEDED = {"gloo": {"release", "rebuild"}, "nccl": {"backend_swap"}}
+_NEEDED = {"shm": {"shared_memory"}, "gloo": {"release", "rebuild"}, "nccl": {"backend_swap"}}
 """Without these capabilities, torch's own groups are used."""
 
-_OF_GROUPS = {"ddp_reset", "fsdp2_reset", "pipeline_reset", "rebuild", "release", "repair", "size_check"}
+_UNUSED = {"shm": {"release", "rebuild", "backend_swap"}, "gloo": {"backend_swap"}, "nccl": {"shared_memory"}}
+"""Capabilities without which nothing is lost on a backend."""
+
+_OF_GROUPS = {
+    "ddp_reset",
+    "fsdp2_reset",
+    "pipeline_reset",
+    "rebuild",
+    "release",
+    "repair",
+    "shared_memory",
+    "size_check",
+}
 """What depends on groups that can be rebuilt: not reported separately if they cannot."""
 
 AllRankInfo = Sequence[EngineInfo]
@@ -50,14 +65,21 @@ def can_recover(rank_info: Iterable[EngineInfo], backend: str) -> bool:
 
     Args:
         rank_info: What each rank reported.
-        backend: ``gloo`` or ``nccl``.
+        backend: ``shm``, ``gloo`` or ``nccl``.
     """
     return not _NEEDED[backend] & set(_lost(rank_info))
 
 
+def with_possible_backend(layout: Layout, rank_info: Iterable[EngineInfo]) -> Layout:
+    """Return the layout that works with the installed versions: Gloo replaces shared memory that does not."""
+    if layout.backend == "shm" and not can_recover(rank_info, "shm"):
+        return dataclasses.replace(layout, backend="gloo")
+    return layout
+
+
 def can_replace(rank_info: AllRankInfo, backend: str) -> bool:
     """Whether a dead rank can be replaced."""
-    return can_recover(rank_info, backend) and not (backend == "gloo" and "repair" in _lost(rank_info))
+    return can_recover(rank_info, backend) and not (backend != "nccl" and "repair" in _lost(rank_info))
 
 
 def collective_timeout(settings: Settings, *, recoverable: bool) -> float:
@@ -73,7 +95,7 @@ def at_start(rank_info: AllRankInfo, backend: str, *, timeout_s: float) -> list[
 
     Args:
         rank_info: What each rank reported.
-        backend: ``gloo`` or ``nccl``.
+        backend: ``shm``, ``gloo`` or ``nccl``.
         timeout_s: Timeout of every collective, in seconds.
     """
     notes, lost = [], _lost(rank_info)
@@ -88,7 +110,7 @@ def at_start(rank_info: AllRankInfo, backend: str, *, timeout_s: float) -> list[
         f"{capability.lost[0].upper()}{capability.lost[1:]}: this build cannot {capability.label} "
         f"({capability.reason}).\nTo get it: {capability.fix}"
         for capability in lost.values()
-        if capability.name != "backend_swap" or backend == "nccl"
+        if capability.name not in _UNUSED[backend]
     ]
     if absent := missing_hooks("rpc.client"):
         notes.append(
@@ -103,7 +125,7 @@ def after_failure(rank_info: AllRankInfo, backend: str, *, timeout_s: float) -> 
 
     Args:
         rank_info: What each rank reported.
-        backend: ``gloo`` or ``nccl``.
+        backend: ``shm``, ``gloo`` or ``nccl``.
         timeout_s: Timeout of every collective, in seconds.
     """
     if can_recover(rank_info, backend):

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from axon_nb.cluster.failures.deaths import describe_death
-from axon_nb.cluster.launch.compatibility import can_recover, collective_timeout
+from axon_nb.cluster.launch.compatibility import can_recover, collective_timeout, with_possible_backend
 from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout, Placement, place_ranks
 from axon_nb.cluster.rpc import requests
@@ -45,6 +45,7 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
             raise StartError(reason)
     placements = place_ranks(layout, [described[rank] for rank in ranks], threads_per_rank=settings.threads)
     store = store_address(connection, {info.host for info in described.values()})
+    layout = with_possible_backend(layout, described.values())
     recoverable = can_recover(described.values(), layout.backend)
     joins = {
         rank: requests.call(

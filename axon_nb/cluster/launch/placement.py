@@ -6,6 +6,7 @@ For ranks on several hosts it also finds the address on which the notebook's hos
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ import psutil
 
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.resources import Gpu, list_gpus, usable_cores
+from axon_nb.records.environment import CPU_BACKEND
 from axon_nb.records.protocol.joining import EngineInfo
 
 __all__ = ["BACKENDS", "LOOPBACK", "Layout", "Placement", "interface_ip", "place_ranks", "plan_layout"]
 
-BACKENDS = ("auto", "gloo", "nccl")
+BACKENDS = ("auto", "shm", "gloo", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Layout:
 
     num_ranks: int
     backend: str
-    """``gloo`` or ``nccl``."""
+    """``shm``, ``gloo`` or ``nccl``."""
     devices: tuple[str, ...]
     """torch device of each rank: ``cpu`` or ``cuda:<index into visible>``."""
     visible: str | None
@@ -46,7 +48,7 @@ def plan_layout(
     Args:
         n: Number of ranks; None: one per free GPU, or min(4, max(2, cores)) without GPUs.
         devices: ``auto``, ``cpu``, or GPU numbers such as ``2,5``, or the visible MIG instance.
-        backend: ``auto``, ``gloo`` or ``nccl``.
+        backend: ``auto``, ``shm``, ``gloo`` or ``nccl``.
         threads: Intra-op threads per rank; 0: usable cores / ranks, at least 1.
         several_hosts: Whether ranks may be on other hosts; they are assumed to have GPUs if this one has.
 
@@ -71,12 +73,19 @@ def plan_layout(
             else "NCCL needs GPUs, and none is free here. Use `--backend gloo`."
         )
     if backend == "auto":
-        backend = "nccl" if gpus and len(gpus) >= num_ranks else "gloo"
+        backend = ("nccl" if len(gpus) >= num_ranks else "gloo") if gpus else _cpu_backend()
     if gpus and len(gpus) < num_ranks:
         notes.append(f"{num_ranks} ranks share {len(gpus)} GPU{'s' * (len(gpus) > 1)} (Gloo).")
     rank_devices = tuple(f"cuda:{rank % len(gpus)}" if gpus else "cpu" for rank in range(num_ranks))
     visible = ",".join(gpu.selector for gpu in gpus) if gpus else ("" if devices == "cpu" else None)
     return Layout(num_ranks, backend, rank_devices, visible, threads or max(1, cores // num_ranks), tuple(notes))
+
+
+def _cpu_backend() -> str:
+    chosen = CPU_BACKEND.get()
+    if chosen not in ("shm", "gloo"):
+        raise UsageError(f"{CPU_BACKEND.name} must be shm or gloo; got {chosen}.")
+    return chosen if hasattr(os, "memfd_create") else "gloo"
 
 
 def _several_hosts(n: int | None, *, devices: str, backend: str, threads: int) -> Layout:
@@ -85,6 +94,8 @@ def _several_hosts(n: int | None, *, devices: str, backend: str, threads: int) -
         raise UsageError("--interface needs `-n`, the number of ranks on all hosts together.")
     if devices not in ("auto", "cpu"):
         raise UsageError(f"--devices must be auto or cpu with ranks on several hosts; got {devices}.")
+    if backend == "shm":
+        raise UsageError("--backend shm is for the ranks of one host; use `--backend gloo` with --interface.")
     gpus = devices != "cpu" and bool(list_gpus())
     chosen = backend if backend != "auto" else "nccl" if gpus else "gloo"
     visible = "" if devices == "cpu" else None

@@ -164,7 +164,7 @@ def _request_cells(state: ClusterState, left_ns: int) -> dict[int, CellsReply]:
 
 def _needs_recovery(state: ClusterState, replies: Replies) -> bool:
     """Whether the groups are unusable: a rank is dead, or an abort or a rebuild did not complete."""
-    if state.backend != "gloo":
+    if state.backend == "nccl":
         return False
     half_way = any(reply.aborted or reply.rebuilding for reply in replies.values())
     return bool(state.health.dead) or half_way or len({reply.epoch for reply in replies.values()}) > 1

@@ -60,7 +60,7 @@ def start(
     Args:
         n: Number of ranks; None: one per free GPU, or min(4, max(2, cores)) without GPUs.
         devices: ``auto``, ``cpu``, or GPU numbers such as ``2,5``.
-        backend: ``auto``, ``gloo`` or ``nccl``.
+        backend: ``auto``, ``shm``, ``gloo`` or ``nccl``.
         engines: ipyparallel launcher; None: ``axon`` (forked ranks) on Linux, ``local`` elsewhere.
         name: Name of the cluster, unique among the user's clusters; None: the notebook's name, or ``default``.
         interface: Network interface of this host, or its IPv4 address, on which ranks on other hosts reach it; None:
@@ -106,6 +106,7 @@ def start(
     try:
         launched = launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())
         rank_info = join_world(connection, layout, chosen_settings, timeout_s=max(1.0, end - time.monotonic()))
+        layout = compatibility.with_possible_backend(layout, rank_info)
         timeout_s = compatibility.collective_timeout(chosen_settings, recoverable=False)
         for note in compatibility.at_start(rank_info, layout.backend, timeout_s=timeout_s):
             print(note, file=sys.stderr)

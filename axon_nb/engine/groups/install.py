@@ -51,8 +51,15 @@ class GroupsState:
 groups_state = GroupsState()
 
 
-def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0) -> None:
-    """Make every Gloo group that is created from now on a recoverable one."""
+def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares_memory: bool = False) -> None:
+    """Make every Gloo group that is created from now on a recoverable one.
+
+    Args:
+        root: Rendezvous store of the cluster.
+        rank: This rank.
+        epoch: How often the groups have been rebuilt.
+        shares_memory: Whether groups communicate through shared memory instead of Gloo; all ranks are on one host then.
+    """
     groups_state.epoch = epoch
     if groups_state.installed:
         return
@@ -68,6 +75,7 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0) -> Non
             name=options.group_id,
             global_rank=rank,
             members=list(options.global_ranks_in_group),
+            shares_memory=shares_memory,
         )
 
     dist.Backend.register_backend(_NAME, create, extended_api=True, devices=["cpu", "cuda"])
@@ -126,7 +134,7 @@ def init_default_group(
     """Join the default group; collective over all ranks.
 
     Args:
-        backend: ``gloo`` or ``nccl``.
+        backend: ``shm``, ``gloo`` or ``nccl``. The first is for recoverable groups.
         store: Rendezvous store that all ranks can reach.
         rank: This rank.
         world_size: Number of ranks.
@@ -139,14 +147,14 @@ def init_default_group(
     _set_default_timeout(timeout)
     connect_later = False
     if recoverable:
-        install_recoverable_groups(store, rank=rank, epoch=epoch)
+        install_recoverable_groups(store, rank=rank, epoch=epoch, shares_memory=backend == "shm")
         if backend == "nccl":
             install_native_groups(store, device=device, timeout=timeout)
             install_fence()
             # A replacement connects as the other ranks do: in `NativeGroups.rebuild`, all groups in order.
             connect_later = epoch > 0
     dist.init_process_group(
-        backend,
+        "nccl" if backend == "nccl" else "gloo",
         store=PrefixStore(f"join{epoch}/", store),  # a rank that joins later finds no keys of an earlier epoch
         rank=rank,
         world_size=world_size,

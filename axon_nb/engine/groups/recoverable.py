@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.comm.torch_group import PythonProcessGroup
+from axon_nb.engine.collective_names import describe_call
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError, raise_at_cut, raise_if_aborted, stop_requested
 from axon_nb.engine.groups.gloo import (
@@ -30,7 +31,6 @@ from axon_nb.engine.groups.gloo import (
 from axon_nb.engine.groups.size_check import SizeTable, open_size_table
 from axon_nb.engine.groups.store import rendezvous
 from axon_nb.engine.groups.work import RecoverableWork
-from axon_nb.records.environment import TRANSPORT
 from axon_nb.records.spans import emit, span_of
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class RecoverableGroup(PythonProcessGroup):
         name: torch's name of the group, the same on all its ranks.
         global_rank: This process's rank in the default group.
         members: Global ranks of the group, for messages; by default those from 0 on.
+        shares_memory: Whether it communicates through shared memory instead of Gloo.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class RecoverableGroup(PythonProcessGroup):
         name: str,
         global_rank: int,
         members: Sequence[int] = (),
+        shares_memory: bool = False,
     ) -> None:
         super().__init__(rank, size, name, backend=_BACKEND)
         self.emits_spans = True
@@ -104,6 +106,7 @@ class RecoverableGroup(PythonProcessGroup):
         self.timeout = timeout
         self._global_rank = global_rank
         self._global_ranks = members
+        self._shares_memory = shares_memory
         self._inner: Any = None
         self._memory: SharedMemoryGroup | None = None
         """The inner group, if it shares memory."""
@@ -124,7 +127,7 @@ class RecoverableGroup(PythonProcessGroup):
         if self._table is not None:
             self._table.close()
         store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
-        memory = self._share_memory(store) if TRANSPORT.get() == "shm" else None
+        memory = self._share_memory(store) if self._shares_memory else None
         inner = memory or self._connect(store, epoch)
         if self._inner is not None:
             # A rank that had finished its cell got no abort: its connections to others like it are still open.
@@ -152,6 +155,7 @@ class RecoverableGroup(PythonProcessGroup):
             members=self._global_ranks,
             give_up=raise_if_aborted,
             line=caller_line,
+            place=describe_call,
             runs_in_wait=True,
         )
 

@@ -152,7 +152,12 @@ class RecoverableWork(Work):
             def unwrap(_: Any) -> Any:
                 if self._failed:
                     raise AbortedError(f"aborted while waiting in {self._call.name}")
-                return inner.value()
+                try:
+                    return inner.value()
+                except RuntimeError as error:
+                    if GroupLeftError.__name__ in str(error) or isinstance(error, GroupLeftError):
+                        raise AbortedError(f"lost a peer while waiting in {self._call.name}: {error}") from None
+                    raise
 
             self._future = self._base.then(unwrap)
             _with_future.add(self)

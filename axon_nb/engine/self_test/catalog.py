@@ -36,6 +36,11 @@ CHECKS = (
         "after a failed cell the groups cannot be used, and the session needs a restart",
     ),
     Check(
+        "shared_memory",
+        "communicate through shared memory, and go on after an abort",
+        "ranks on one host communicate through Gloo's sockets",
+    ),
+    Check(
         "repair",
         "replace a dead rank in all of its groups",
         "`%distributed repair` cannot replace a dead rank",

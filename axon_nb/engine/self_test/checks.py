@@ -33,6 +33,7 @@ __all__ = [
     "rebuild",
     "release",
     "repair",
+    "shared_memory",
     "size_check",
 ]
 
@@ -54,11 +55,11 @@ def _store(process: CheckProcess) -> _Store:
     return store
 
 
-def _join(process: CheckProcess, *, epoch: int = 0) -> _Store:
+def _join(process: CheckProcess, *, epoch: int = 0, backend: str = "gloo") -> _Store:
     torch.set_num_threads(1)
     store = _store(process)
     init_default_group(
-        "gloo",
+        backend,
         store=store,
         rank=process.rank,
         world_size=process.num_ranks,
@@ -128,6 +129,16 @@ def release(process: CheckProcess) -> None:
 def rebuild(process: CheckProcess) -> None:
     """Communicate on the same group objects after an abort: on the default group and on a subgroup."""
     _join(process)
+    _continue_after_abort(process)
+
+
+def shared_memory(process: CheckProcess) -> None:
+    """Do the same on groups that communicate through shared memory."""
+    _join(process, backend="shm")
+    _continue_after_abort(process)
+
+
+def _continue_after_abort(process: CheckProcess) -> None:
     world, own = dist.group.WORLD, dist.new_group([0, 1])
     _expect_sum(own)  # both are connected: an abort closes all groups, and would fail the peer's `new_group`
     _wait_forever(process)

@@ -76,7 +76,7 @@ class JoinConfig:
     node_rank: int
     """Index of this host."""
     backend: str
-    """``gloo`` or ``nccl``."""
+    """``shm``, ``gloo`` or ``nccl``. torch calls the groups of the first two ``gloo``."""
     store: str
     """Address of the rendezvous store: the path of a Unix socket, or ``tcp:<ip>:<port>``."""
     device: str
