@@ -12,6 +12,9 @@ call. The handle of the all_reduce takes a timeout. The sums are the same, bit f
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import resource
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,10 +26,12 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from axon_nb.engine.groups.abort import run_in_helper
 from axon_nb.engine.groups.store import allow_waits, cancel_waits
+from axon_nb.errors import UsageError
 from axon_nb.torch_api import torch_api
 
 __all__ = [
     "LOOPBACK",
+    "MonitoredBarrier",
     "ReduceScatterWork",
     "abandon",
     "abandoned_count",
@@ -43,6 +48,8 @@ _CONNECT_TIMEOUT = timedelta(seconds=30)
 """Ranks of a busy machine may start to connect seconds apart; an abort ends the wait anyway."""
 _CLOSE_TAG = 0x7FFFFFF0
 _POLL_S = 0.02
+_OTHER_FILES = 16
+"""What the device of the first group opens, and a few to spare."""
 
 _gloo: Any = ProcessGroupGloo  # the stub lacks what is used here
 _device: list[Any] = []
@@ -79,6 +86,7 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_
     Raises:
         RuntimeError: a peer did not connect within 30 seconds.
     """
+    _raise_if_out_of_files(size)
     options = _gloo._Options()
     options._devices = [shared_device()]
     options._timeout = _CONNECT_TIMEOUT
@@ -115,6 +123,27 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_
     return backend
 
 
+def _raise_if_out_of_files(size: int) -> None:
+    """Check before Gloo connects: it ends the process if a descriptor is missing.
+
+    Raises:
+        UsageError: this process may not open as many files as a group of `size` ranks needs.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # no Linux
+        return
+    except OSError:
+        used = limit
+    needed = 2 * size + _OTHER_FILES
+    if limit != resource.RLIM_INFINITY and used + needed > limit:
+        raise UsageError(
+            f"A process group of {size} ranks needs up to {needed} more open files, but this rank has {used} open and "
+            f"may have {limit} (`ulimit -n`): close files, or raise the limit before you start Jupyter."
+        )
+
+
 def close_connections(backend: Any) -> None:
     """Close all connections of `backend`, from any thread; whatever waits on them fails within milliseconds."""
     probe = torch.zeros(1)
@@ -134,6 +163,27 @@ def abandon(group: dist.ProcessGroup) -> None:
 def abandoned_count() -> int:
     """Return the number of closed groups that this process keeps, each with 2 threads and about 0.14 MiB."""
     return len(_abandoned)
+
+
+class MonitoredBarrier:
+    """The handle of a barrier that blocks: a helper thread starts it and waits for it.
+
+    Args:
+        inner: The inner group.
+        *args: The barrier's arguments.
+        **kwargs: The same.
+    """
+
+    def __init__(self, inner: Any, *args: Any, **kwargs: Any) -> None:
+        self._run = functools.partial(inner.monitored_barrier, *args, **kwargs)
+
+    def is_completed(self) -> bool:
+        """Return False: it starts with the wait."""
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        """Run it; its own timeout counts."""
+        self._run()
 
 
 c10d: Any = dist.distributed_c10d
