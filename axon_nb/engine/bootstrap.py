@@ -37,7 +37,12 @@ from axon_nb.engine.kernel.completion import CompletionService
 from axon_nb.engine.kernel.control import control_handlers
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
-from axon_nb.engine.kernel.shell import install_exits, install_pager, install_shell_commands
+from axon_nb.engine.kernel.shell import (
+    install_exits,
+    install_pager,
+    install_restored_names,
+    install_shell_commands,
+)
 from axon_nb.engine.kernel.streams import OutputBudget
 from axon_nb.engine.kernel.tracebacks import install_bounded_traceback, install_short_traceback
 from axon_nb.engine.self_test import start_in_child, startup_verdict
@@ -145,6 +150,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     recovery.sync_group_count(device if config.backend == "nccl" else "cpu")
     install_dist_hooks()
     namespace.inject_names(kernel.shell.user_ns, config, device)
+    install_restored_names(kernel.shell, lambda: namespace.inject_names(kernel.shell.user_ns, config, device))
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()
     wrapper_reset.track_wrappers()

@@ -44,7 +44,7 @@ CASES = {
     ),
     "a batch of sends and receives with one receive missing": (
         (
-            "t, u = torch.ones(3), torch.zeros(3)\nops = [dist.P2POp(dist.isend, t, 1 - rank)]\n"
+            "t, u = torch.ones(8_000_000), torch.zeros(8_000_000)\nops = [dist.P2POp(dist.isend, t, 1 - rank)]\n"
             "if rank: ops.append(dist.P2POp(dist.irecv, u, 0))\nfor work in dist.batch_isend_irecv(ops): work.wait()"
         ),
         r"rank 1 waits in .*rank 0",

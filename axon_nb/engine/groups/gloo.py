@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from axon_nb.engine.groups.abort import run_in_helper
 from axon_nb.engine.groups.store import allow_waits, cancel_waits
+from axon_nb.engine.loopback_peers import PeerCheck, listening_ports
 from axon_nb.errors import UsageError
 from axon_nb.torch_api import torch_api
 
@@ -53,6 +54,7 @@ _OTHER_FILES = 16
 
 _gloo: Any = ProcessGroupGloo  # the stub lacks what is used here
 _device: list[Any] = []
+_peers: list[PeerCheck] = []
 _address = [LOOPBACK]
 _abandoned: list[Any] = []
 
@@ -66,8 +68,24 @@ def listen_on(ip: str) -> None:
 def shared_device() -> Any:
     """Return the Gloo device of this process: one for all groups, because each costs threads and file descriptors."""
     if not _device:
+        before = listening_ports()
         _device.append(_gloo.create_device(hostname=_address[0], lazy_init=False))
+        _peers[:] = [PeerCheck(listening_ports() - before if _address[0] == LOOPBACK else set())]
     return _device[0]
+
+
+def _refuse_foreign_peers(backend: Any) -> None:
+    """Give up a new group if another user has connected to this rank: it could send what the group receives.
+
+    Raises:
+        RuntimeError: somebody has. The next group gets another port.
+    """
+    if not (foreign := _peers[0].foreign()):
+        return
+    _device.clear()
+    abandon(backend)
+    who = ", ".join(sorted(set(foreign)))
+    raise RuntimeError(f"refused a process group: {len(foreign)} connections to this rank are from {who}. Try again.")
 
 
 def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_cancelled: Callable[[], None]) -> Any:
@@ -84,7 +102,8 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_
         raise_if_cancelled: Called every 20 ms; raises to end the wait.
 
     Raises:
-        RuntimeError: a peer did not connect within 30 seconds.
+        RuntimeError: a peer did not connect within 30 seconds, or another user connected to this rank.
+        UsageError: this process may not open as many files as the group needs.
     """
     _raise_if_out_of_files(size)
     options = _gloo._Options()
@@ -118,6 +137,7 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_
     if isinstance(box[0], BaseException):
         raise box[0]
     backend = box[0]
+    _refuse_foreign_peers(backend)
     backend._set_default_timeout(timeout)
     torch_api().begin_sequence(backend)
     return backend
@@ -166,13 +186,7 @@ def abandoned_count() -> int:
 
 
 class MonitoredBarrier:
-    """The handle of a barrier that blocks: a helper thread starts it and waits for it.
-
-    Args:
-        inner: The inner group.
-        *args: The barrier's arguments.
-        **kwargs: The same.
-    """
+    """The handle of a barrier of `inner` that blocks: a helper thread starts it and waits for it."""
 
     def __init__(self, inner: Any, *args: Any, **kwargs: Any) -> None:
         self._run = functools.partial(inner.monitored_barrier, *args, **kwargs)
