@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from axon_nb.cluster.failures.health import Health
+from axon_nb.cluster.failures.report import REPAIR_HINT
 from axon_nb.cluster.rpc import requests
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
@@ -223,7 +224,8 @@ class Recovery:
         # Without --ranks, `repair` leaves stuck ranks alone: they may come back.
         chosen = f" --ranks {format_ranks(missing)}" if health.stuck.intersection(missing) else ""
         pronoun = "it" if len(missing) == 1 else "them"
-        return f"{' and '.join(parts)}; run `%distributed repair{chosen}` to replace {pronoun}"
+        repair = f"run `%distributed repair{chosen}` to replace {pronoun}"
+        return f"{' and '.join(parts)}; {repair if health.remedy == REPAIR_HINT else 'run `%distributed restart`'}"
 
     def _disable_groups(self, reason: str, ranks: Sequence[int]) -> bool:
         self._health.groups_disabled = reason
