@@ -53,7 +53,8 @@ class ClusterState:
         """What each rank reported when it joined."""
         self.active_cells: list[ActiveCell] = []
         """The cells that are running."""
-        way_back = REPAIR_HINT if compatibility.can_replace(rank_info, layout.backend) else compatibility.RESTART
+        replaceable = engines == "axon" and compatibility.can_replace(rank_info, layout.backend)
+        way_back = REPAIR_HINT if replaceable else compatibility.RESTART
         self.health = Health(name, lambda: list(self.active_cells), remedy=way_back)
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)

@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import gc
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -36,7 +37,12 @@ from axon_nb.engine.kernel.completion import CompletionService
 from axon_nb.engine.kernel.control import control_handlers
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
-from axon_nb.engine.kernel.shell import install_exits, install_pager, install_shell_commands
+from axon_nb.engine.kernel.shell import (
+    install_exits,
+    install_pager,
+    install_restored_names,
+    install_shell_commands,
+)
 from axon_nb.engine.kernel.streams import OutputBudget
 from axon_nb.engine.kernel.tracebacks import install_bounded_traceback, install_short_traceback
 from axon_nb.engine.self_test import start_in_child, startup_verdict
@@ -51,6 +57,8 @@ from axon_nb.records.telemetry import set_cell_source
 
 __all__ = ["describe", "install_cleanup", "join", "remove_copied_files", "run_engine"]
 
+_MAX_FILES = 1 << 16
+"""Children inherit the limit, and some programs close all descriptors below it one by one."""
 _copied_folders: list[Path] = []
 
 
@@ -110,6 +118,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
         groups: Groups besides the default one that the replaced rank was in.
     """
     kernel = _shell().kernel
+    _raise_file_limit()
     namespace.set_environment(config)
     if config.backend == "nccl":
         nccl.set_environment(one_host=config.local_world_size == config.world_size)
@@ -141,10 +150,19 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     recovery.sync_group_count(device if config.backend == "nccl" else "cpu")
     install_dist_hooks()
     namespace.inject_names(kernel.shell.user_ns, config, device)
+    install_restored_names(kernel.shell, lambda: namespace.inject_names(kernel.shell.user_ns, config, device))
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()
     wrapper_reset.track_wrappers()
     return dataclasses.replace(describe(), device=str(device), seed=torch.initial_seed())
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system lets this process have: groups, loaders and users' files need them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _shell() -> Any:

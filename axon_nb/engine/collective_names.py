@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 import torch.distributed as dist
 
 from axon_nb.engine.user_frame import user_frame
-from axon_nb.records.waits import COLLECTIVE_FUNCTIONS
+from axon_nb.records.waits import COLLECTIVE_FUNCTIONS, PUBLIC_NAMES
 
 __all__ = ["PUBLIC_CALLS", "PUBLIC_NAMES", "describe_call", "find_implicit_collective", "is_public_call", "public_call"]
 
@@ -36,19 +36,6 @@ _HOROVOD_CALLS = frozenset(
     + ["step", "synchronize"]
 )
 """Functions of `axon_nb.compat.horovod` and methods of its optimizer."""
-
-PUBLIC_NAMES = {
-    "_allgather_base": "all_gather_single",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "allgather": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather_single",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single",
-}
-"""Public names of process-group operations."""
 
 _LIBRARIES = tuple(
     f"{os.sep}{package}{os.sep}{folder}{os.sep}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axon_nb.errors import StartError
-from axon_nb.host.children import Children, Death
+from axon_nb.host.children import Children, Death, adopt_orphans
 from axon_nb.host.connections import CommandConnection, Connection, Listener, StoreConnection
 from axon_nb.host.deaths import LastOutput, OomCounter, describe_controller_exit, last_line
 from axon_nb.host.fork import ForkRequest, Preload, become_rank, signals_blocked
@@ -82,6 +82,7 @@ class Agent:
 
     def run(self) -> None:
         """Serve until stopped; leave no child process and no file behind."""
+        adopt_orphans()
         with self._signals():
             self._listeners: list[Listener | TcpListener] = [
                 Listener(self.run_dir.store_socket, self._selector, self._accept_store),

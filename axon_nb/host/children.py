@@ -1,6 +1,7 @@
-"""Child processes of the agent: the controller and the ranks. Nothing else is ever signalled.
+"""Child processes of the agent: the controller, the ranks, and what ranks left behind. Nothing else is ever signalled.
 
-Parent death signal: Linux signals the children of a killed agent, so that none is left behind.
+Parent death signal: Linux signals the children of a killed agent, so that none is left behind. Processes that a cell
+started in a session of their own become the agent's children when their parent exits, and end with the cluster.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,9 +17,51 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Children", "Death", "set_parent_death_signal"]
+__all__ = [
+    "Children",
+    "Death",
+    "adopt_orphans",
+    "child_pids",
+    "run_controller",
+    "set_parent_death_signal",
+    "signal_group",
+]
 
 _PR_SET_PDEATHSIG = 1
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent has exited (Linux only; elsewhere a no-op)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def run_controller() -> None:
+    """Run the ipyparallel controller in this process; the one that it forks for heartbeats dies with it."""
+    parent = os.getpid()
+
+    def follow() -> None:
+        set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    os.register_at_fork(after_in_child=follow)
+    runpy.run_module("ipyparallel.controller", run_name="__main__", alter_sys=True)
+
+
+def child_pids(parent: int) -> list[int]:
+    """Return the pids of the children of a process that have not exited (Linux only; elsewhere none)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has just exited
+            # pid (command) state ppid …: the command may contain anything
+            state, ppid = path.read_bytes().rpartition(b")")[2].split()[:2]
+            if int(ppid) == parent and state not in (b"Z", b"X"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def set_parent_death_signal(number: int) -> None:
@@ -86,7 +130,7 @@ class Children:
             pid = exited.si_pid
             rank = next((r for r, p in self.ranks.items() if p == pid), None)
             if rank is not None or pid == self.controller:
-                _signal_group(pid, signal.SIGKILL)
+                signal_group(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             if rank is not None:
                 del self.ranks[rank]
@@ -100,19 +144,25 @@ class Children:
     def terminate_ranks(self) -> None:
         """Send SIGTERM to every rank's process group."""
         for pid in self.ranks.values():
-            _signal_group(pid, signal.SIGTERM)
+            signal_group(pid, signal.SIGTERM)
 
     def kill_all(self) -> None:
-        """Send SIGKILL to the process group of every live child."""
-        for pid in [*self.ranks.values(), *([self.controller] if self.controller else [])]:
-            _signal_group(pid, signal.SIGKILL)
+        """Send SIGKILL to the process group of every live child, and to orphans that were adopted from ranks."""
+        started = {*self.ranks.values(), *([self.controller] if self.controller else [])}
+        for pid in started:
+            signal_group(pid, signal.SIGKILL)
+        for pid in child_pids(os.getpid()):
+            if pid not in started:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
 
     @property
     def any_alive(self) -> bool:
-        """Whether any child is alive."""
-        return bool(self.ranks) or self.controller is not None
+        """Whether any child is alive, or an orphan that was adopted from a rank."""
+        return bool(self.ranks) or self.controller is not None or bool(child_pids(os.getpid()))
 
 
-def _signal_group(pid: int, number: int) -> None:
+def signal_group(pid: int, number: int) -> None:
+    """Send a signal to the process group of this pid; does nothing if there is none."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

@@ -6,17 +6,19 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 from axon_nb.errors import ClusterLostError, StartError
+from axon_nb.host.connections import PeerProcess
 from axon_nb.host.deaths import describe_controller_exit
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import PYTHON_PATH
@@ -27,7 +29,9 @@ from axon_nb.records.protocol.agent import (
     ControllerExit,
     Exit,
     Fork,
+    GetInfo,
     Hello,
+    Signal,
     Stop,
     command_name,
     decode_event,
@@ -43,6 +47,8 @@ R = TypeVar("R")
 _CONNECT_TIMEOUT_S = 60.0
 _REPLY_TIMEOUT_S = 120.0
 """The agent does not reply while it imports torch: for a second, or a minute on a busy machine."""
+_POLL_S = 0.005
+_KILL_TIMEOUT_S = 5.0
 
 
 def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
@@ -92,6 +98,7 @@ class AgentClient:
         self.name = run_dir.path.name
         """The cluster's name in messages."""
         self._sock = _connect(run_dir, agent_pid)
+        self._process = PeerProcess(self._sock)
         self._ids = itertools.count(1)
         self._replies: dict[int, Future[dict[str, Any]]] = {}
         self._lock = threading.Lock()
@@ -150,6 +157,32 @@ class AgentClient:
             ) from None
         return outcome(kind, reply)
 
+    def responds(self, timeout_s: float) -> bool:
+        """Whether the agent replies within `timeout_s` seconds: one that is stopped or swapped out does not.
+
+        Raises:
+            ClusterLostError: the agent is gone.
+        """
+        try:
+            self.send(GetInfo()).result(timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def kill_ranks(self, ranks: Collection[int], timeout_s: float) -> bool:
+        """Kill ranks and wait for their exits, at most `timeout_s` seconds; return whether none of them is left."""
+        end = time.monotonic() + timeout_s
+        replies = {rank: self.send(Signal(rank, int(signal.SIGKILL))) for rank in ranks}
+        try:
+            alive = {rank for rank, reply in replies.items() if outcome(Signal, reply.result(timeout_s)).sent}
+        except (ClusterLostError, TimeoutError):
+            return False
+        while not alive <= set(self.exits):
+            if self.closed.is_set() or time.monotonic() > end:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
     def _read(self) -> None:
         try:
             with self._sock.makefile("rb") as lines:
@@ -183,14 +216,23 @@ class AgentClient:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+        self._process.close()
         if threading.current_thread() is not self._reader:
             self._reader.join(2.0)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Tell the agent to stop everything; return whether it is gone within `timeout_s` seconds."""
+        """Tell the agent to stop everything; kill it and its children if that takes longer than `timeout_s` seconds.
+
+        Returns:
+            Whether it is gone.
+        """
         with contextlib.suppress(ClusterLostError):
             self.send(Stop())
+        self._process.signal(signal.SIGCONT)  # somebody may have stopped it
         gone = self.closed.wait(timeout_s)
+        if not gone and self._process.kill_with_children():
+            gone = self.closed.wait(_KILL_TIMEOUT_S)
+            self.run_dir.remove()
         self.close()
         return gone
 

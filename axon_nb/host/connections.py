@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import struct
 import sys
@@ -13,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from axon_nb.host.children import child_pids, signal_group
 from axon_nb.host.store import Decoder, encode
 
-__all__ = ["CommandConnection", "Connection", "Listener", "StoreConnection"]
+__all__ = ["CommandConnection", "Connection", "Listener", "PeerProcess", "StoreConnection"]
 
 _MAX_LINE = 16 << 20
 
@@ -170,7 +172,53 @@ class Listener:
 
 
 def _peer_uid(sock: socket.socket) -> int | None:
+    credentials = _peer_credentials(sock)
+    return None if credentials is None else credentials[1]
+
+
+def _peer_credentials(sock: socket.socket) -> tuple[int, int] | None:
+    """Return pid and user of the process at the other end; None if the system does not say."""
     if not sys.platform.startswith("linux"):
         return None
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(uid)
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid), int(uid)
+
+
+class PeerProcess:
+    """The process that listens at the other end of a Unix socket. A signal reaches it or nobody, whatever its pid.
+
+    Args:
+        sock: A connected socket; a reply after this proves that the process is the one that is held here.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        pid, uid = _peer_credentials(sock) or (0, -1)
+        self.pid = pid
+        self._handle: int | None = None
+        with contextlib.suppress(OSError, AttributeError):  # an old kernel, or none that has handles
+            if pid > 0 and uid == os.getuid():
+                self._handle = os.pidfd_open(pid)
+
+    def signal(self, number: int) -> bool:
+        """Send a signal; return whether the process was there."""
+        if self._handle is None:
+            return False
+        try:
+            signal.pidfd_send_signal(self._handle, number)
+        except OSError:
+            return False
+        return True
+
+    def kill_with_children(self) -> bool:
+        """Kill the process, and the process groups of what it started; return whether it was there."""
+        if not self.signal(signal.SIGSTOP):  # it must not reap a child now: the pid could become another process's
+            return False
+        for pid in child_pids(self.pid):
+            signal_group(pid, signal.SIGKILL)
+        return self.signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Release the handle."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)

@@ -14,6 +14,7 @@ from axon_nb.records.ranks import name_ranks
 
 __all__ = [
     "COLLECTIVE_FUNCTIONS",
+    "PUBLIC_NAMES",
     "PendingCall",
     "RankWaits",
     "advice_for",
@@ -63,6 +64,19 @@ def advice_for(functions: Iterable[str]) -> str:
             return f" {function[0].upper() + function[1:] if ' ' in function else f'`{function}()`'} {advice}"
     return ""
 
+
+PUBLIC_NAMES = {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "allgather": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather_single",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single",
+}
+"""Public names of process-group operations."""
 
 _SAME_SIZE_CALLS = frozenset({"allreduce", "broadcast", "reduce"})
 _USER_THREAD_GRACE_S = 30.0
@@ -139,6 +153,15 @@ def _missing_peers(own: RankWaits, call: PendingCall, reports: Mapping[int, Rank
     return {rank for rank in peers_in_group if reports[rank].counts.get(call.group, 0) < call.sequence}
 
 
+def _possible_senders(own: RankWaits, call: PendingCall, reports: Mapping[int, RankWaits]) -> set[int]:
+    """Ranks of which one must still send, for a recv from any rank; none if one has, or for other calls."""
+    if call.sequence or call.peer >= 0:
+        return set()
+    others = {rank for rank in call.ranks if rank != own.rank and rank in reports}
+    sends = any(c.name == "send" and c.peer == own.rank for rank in others for c in reports[rank].pending)
+    return set() if sends else others
+
+
 def missing_ranks(reports: Mapping[int, RankWaits], after_s: float) -> dict[int, tuple[int, ...]]:
     """For each rank that has waited at least `after_s` seconds: the ranks that have not reached its call."""
     blocked = {rank: call for rank, own in reports.items() if (call := own.blocked_in) and call.seconds >= after_s}
@@ -161,15 +184,16 @@ def explain_deadlock(reports: Mapping[int, RankWaits], cell_ranks: Collection[in
     if (mismatch := _mismatch(blocked, reports)) is not None:
         return mismatch + advice_for(reports[rank].via for rank in blocked)
     threaded = {rank for rank, own in reports.items() if own.threads}
-    missing = {
-        rank: _missing_peers(reports[rank], call, reports)
-        - (threaded if call.seconds < _USER_THREAD_GRACE_S else set())
-        for rank, call in blocked.items()
-    }
+    missing, senders = {}, {}
+    for rank, call in blocked.items():
+        patient = threaded if call.seconds < _USER_THREAD_GRACE_S else set()
+        missing[rank] = _missing_peers(reports[rank], call, reports) - patient
+        senders[rank] = set() if patient else _possible_senders(reports[rank], call, reports)
     finished = {rank for rank, own in reports.items() if not own.running}
     deadlocked = set(blocked)
     while True:
-        remaining = {rank for rank in deadlocked if missing[rank] & (finished | deadlocked)}
+        over = finished | deadlocked
+        remaining = {r for r in deadlocked if missing[r] & over or (senders[r] and senders[r] <= over)}
         if remaining == deadlocked:
             break
         deadlocked = remaining
@@ -183,10 +207,19 @@ def explain_deadlock(reports: Mapping[int, RankWaits], cell_ranks: Collection[in
 
 def _mismatch(blocked: Mapping[int, PendingCall], reports: Mapping[int, RankWaits]) -> str | None:
     for rank, call in blocked.items():
-        for other, theirs in blocked.items():
-            if other <= rank or call.sequence == 0 or (theirs.group, theirs.sequence) != (call.group, call.sequence):
+        for other, report in reports.items():
+            theirs = next((c for c in report.pending if (c.group, c.sequence) == (call.group, call.sequence)), None)
+            if other == rank or call.sequence == 0 or theirs is None:
                 continue
-            here, there = reports[rank].place, reports[other].place
+            if other not in blocked or blocked[other] is not theirs:
+                if theirs.name == call.name or report.blocked_in is theirs:
+                    continue
+                started = PUBLIC_NAMES.get(theirs.name, theirs.name)
+                return (
+                    f"Collective mismatch: rank {rank} is in {reports[rank].place}, rank {other} started {started} "
+                    "with `async_op=True` instead and does not wait for it, on the same group."
+                )
+            here, there = reports[rank].place, report.place
             if theirs.name != call.name:
                 return f"Collective mismatch: rank {rank} is in {here}, rank {other} in {there}, on the same group."
             if call.name in _SAME_SIZE_CALLS and theirs.bytes != call.bytes:
@@ -209,6 +242,9 @@ def _sentence(
     parts = []
     for (place, missing), ranks in grouped.items():
         verb = "waits" if len(ranks) == 1 else "wait"
+        if not missing:
+            parts.append(f"{name_ranks(ranks)} {verb} in {place} for a message from any rank, and no rank sends one")
+            continue
         parts.append(
             f"{name_ranks(ranks)} {verb} in {place} for {name_ranks(missing)}{_why(missing, finished, cell_ranks)}"
         )

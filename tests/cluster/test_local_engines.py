@@ -66,6 +66,8 @@ def test_a_killed_engine_is_told_and_stop_leaves_nothing(script: Script) -> None
     later = script.run("c.run('1')")
     assert later.kinds[0] == "ClusterLostError"
     assert "Rank 1 disconnected" in later.message
+    assert "`%distributed restart`" in later.message
+    assert "`%distributed repair`" not in later.message
     assert script.value("dict(c.run('rank', ranks='0').values)") == {0: 0}
     script.ok("c.stop()")
     assert until(lambda: not script.others()), command_lines(script.others())

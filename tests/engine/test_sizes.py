@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.distributed_c10d as c10d
 
 from axon_nb.engine.groups.size_check import SizeTable, start_cell
 from axon_nb.errors import UsageError
@@ -19,6 +20,7 @@ RANK = """
 import mmap, os, sys, time
 from pathlib import Path
 import torch
+import torch.distributed.distributed_c10d as c10d
 from axon_nb.engine.groups.size_check import SizeTable, start_cell
 folder, rank, kind, count = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 table = SizeTable(folder, name="0", epoch=1, rank=rank, size=2)
@@ -139,3 +141,28 @@ def test_who_comes_later_is_told_of_the_difference(tmp_path: Path) -> None:
     tables[1].check_point_to_point("recv", ([small], 0, 7), lambda: [4, 5])
     with pytest.raises(UsageError, match="rank 4 sends 12 bytes, but rank 5 receives into 8 bytes"):
         tables[0].check_point_to_point("send", ([large], 1, 7), lambda: [4, 5])
+
+
+def test_different_operations_and_reductions_are_refused(tmp_path: Path) -> None:
+    tables = [SizeTable(tmp_path, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
+    sum_, max_ = c10d.AllreduceOptions(), c10d.AllreduceOptions()
+    max_.reduceOp = c10d.ReduceOp.MAX
+    tensor = torch.empty(2)
+    tables[0].check_collective("allreduce", ([tensor], sum_), 1, lambda: [4, 5])
+    with pytest.raises(UsageError, match=r"rank 5 passed 2 float32 with ReduceOp.MAX, rank 4 passed .* ReduceOp.SUM"):
+        tables[1].check_collective("allreduce", ([tensor], max_), 1, lambda: [4, 5])
+    tables[0].check_collective("allgather", ([[tensor, tensor]], [tensor]), 2, lambda: [4, 5])
+    with pytest.raises(UsageError, match=r"Collective mismatch: rank 5 is in all_reduce, rank 4 in all_gather, on the"):
+        tables[1].check_collective("allreduce", ([tensor], sum_), 2, lambda: [4, 5])
+
+
+def test_splits_are_compared_for_each_pair_of_ranks(tmp_path: Path) -> None:
+    tables = [SizeTable(tmp_path, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
+    three, four = torch.empty(3), torch.empty(4)
+    tables[0].check_collective("alltoall_base", (four, four, [1, 3], [1, 3], None), 1, lambda: [4, 5])
+    tables[1].check_collective("alltoall_base", (four, four, [3, 1], [3, 1], None), 1, lambda: [4, 5])
+    tables[0].check_collective("alltoall_base", (four, four, [], [], None), 2, lambda: [4, 5])
+    tables[1].check_collective("alltoall_base", (four, four, [2, 2], [2, 2], None), 2, lambda: [4, 5])
+    tables[0].check_collective("alltoall_base", (four, four, [1, 3], [1, 3], None), 3, lambda: [4, 5])
+    with pytest.raises(UsageError, match="rank 4 sends 12 bytes to rank 5, which expects 8 bytes"):
+        tables[1].check_collective("alltoall_base", (three, four, [2, 1], [3, 1], None), 3, lambda: [4, 5])

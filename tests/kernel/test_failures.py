@@ -42,7 +42,7 @@ def test_ranks_that_sleep_are_released_when_one_fails(kernel: Kernel) -> None:
     code = "import time; dist.barrier()\nif rank == 1:\n    raise ValueError('first')\ntime.sleep(600)"
     reply = kernel.run(f"%%distributed\n{code}")
     assert reply.traceback.startswith("[rank 1]")
-    assert "[ranks 0,2-3] was interrupted at line 5" in reply.traceback
+    assert "[ranks 0,2-3] were interrupted at line 5" in reply.traceback
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
@@ -135,3 +135,44 @@ def test_a_stream_of_the_users_that_works_stays(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\nprint('kept')").lines() == []
     kernel.ok("%%distributed\nt_text, sys.stdout = sys.stdout.getvalue(), t_own")
     assert kernel.ok("%%distributed\nt_text").lines() == ["[ranks 0-3] 'kept\\n'"]
+
+
+REPLACED = {
+    "functions of json": (
+        "import json\nt_kept = dict(vars(json))\njson.dumps = json.loads = None",
+        "vars(json).update(t_kept)",
+    ),
+    "print and open": (
+        "import builtins\nt_kept = dict(vars(builtins))\nbuiltins.print = builtins.open = None",
+        "vars(builtins).update(t_kept)",
+    ),
+    "removed builtins": (
+        "import builtins\nfor t_name in ('len', 'isinstance', 'getattr', 'print', 'open'): delattr(builtins, t_name)",
+        "pass",
+    ),
+    "the default device": ("torch.set_default_device('meta')", "torch.set_default_device(None)"),
+    "the default dtype": ("torch.set_default_dtype(torch.float64)", "torch.set_default_dtype(torch.float32)"),
+    "its namespace": ("%reset -f", "pass"),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_a_rank_goes_on_whatever_a_cell_replaced(kernel: Kernel, what: str) -> None:
+    code, undo = REPLACED[what]
+    kernel.ok(f"%%distributed --ranks 1\n{code}")
+    reply = kernel.run("%%distributed\nif rank == 1: raise ValueError('told')\ndist.barrier()")
+    assert reply.traceback.startswith("[rank 1]")
+    assert "ValueError: told" in reply.traceback
+    kernel.ok(f"%%distributed --ranks 1\n{undo}")
+    after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(world_size)\nt.item()")
+    assert after.lines() == ["[ranks 0-3] 4", "[ranks 0-3] 4.0"]
+
+
+@pytest.mark.parametrize("handler", ["signal.SIG_DFL", "signal.SIG_IGN", "lambda *_: None"])
+def test_a_cell_that_replaced_the_handler_of_interrupts_is_still_interrupted(kernel: Kernel, handler: str) -> None:
+    code = f"import signal, time\nsignal.signal(signal.SIGINT, {handler})\nprint('go', flush=True)"
+    request = kernel.submit(f"%%distributed\n{code}\nwhile True: time.sleep(0.1)")
+    kernel.wait_for_output(request, "go", ranks=range(4))
+    kernel.interrupt()
+    assert kernel.collect(request).traceback.startswith("KeyboardInterrupt: Ranks 0-3 stopped.")
+    assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]

@@ -23,7 +23,7 @@ from axon_nb.cluster.failures.report import cell_error, interrupt_error
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.output.wait_notice import WaitNotice
-from axon_nb.cluster.recovery.recovery import Recovery
+from axon_nb.cluster.recovery.recovery import AgentWatch, Recovery
 from axon_nb.cluster.recovery.repair import auto_repair, replace_stuck
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import settings as process_settings
@@ -202,7 +202,14 @@ class CellManager:
         if state.backend == "nccl":
             state.health.warn_nccl_untested()
             state.health.lost_contexts.update(lost_contexts(aborted.errors) if aborted is not None else [])
-        return Recovery(state.client, state.ranks, state.health, slow_connect=state.backend == "nccl")
+        return Recovery(
+            state.client,
+            state.ranks,
+            state.health,
+            agent=AgentWatch(state.connection.agent),
+            interrupted=lambda: aborted is not None and aborted.interrupted_at is not None,
+            slow_connect=state.backend == "nccl",
+        )
 
     def finish(self, run: CellRun, options: CellOptions) -> CellResult:
         """Return the result of a cell that is done; raises as `run` does."""

@@ -44,6 +44,8 @@ def missing_package(module: str) -> str:
 
 
 _NO_SHARED_MEMORY = re.compile(r"unable to (allocate|mmap|open|write) .*shared memory|out of shared memory|Bus error")
+_NO_THREADS = re.compile(r"can't start new thread|Resource temporarily unavailable")
+_NO_FILES = re.compile(r"Too many open files")
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _NO_COMPILER = re.compile(r"No working C\+\+ compiler|Ninja is required to load C\+\+|ninja not being installed")
 
@@ -69,6 +71,13 @@ def hint_for(errors: Iterable[RankError], *, remedy: str = REPAIR_HINT) -> str:
             "through it. Use `num_workers=0`, or enlarge it with `docker run --shm-size=2g` or "
             "`mount -o remount,size=2g /dev/shm`."
         )
+    if any(_NO_THREADS.search(error.evalue) for error in all_errors):
+        hints.append(
+            "A limit of processes and threads is reached: raise `ulimit -u`, or start the container with a higher "
+            "`--pids-limit`."
+        )
+    if any(_NO_FILES.search(error.evalue) for error in all_errors):
+        hints.append("A limit of open files is reached: close files on the ranks, or raise `ulimit -n`.")
     return " ".join(hints)
 
 

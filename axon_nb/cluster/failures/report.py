@@ -68,7 +68,7 @@ def cell_error(
     cause = root_cause(errors, first)
     alike = [e.rank for e in errors.values() if (e.kind, e.ename, e.evalue) == (cause.kind, cause.ename, cause.evalue)]
     who = name_ranks(alike)
-    message = f"{who}: {cause}" if cause.kind == "raised" else f"{who} {cause.evalue}"
+    message = f"{who}: {cause}" if cause.kind == "raised" else f"{who} {_verb(cause.evalue, len(alike))}"
     if timeout_s is not None:
         message = f"timed out after {timeout_s:g} s (--timeout); {message}"
     report = [f"[{who}]", *cause.traceback] if cause.traceback else [f"CellError: {message}"]
@@ -105,10 +105,18 @@ def interrupt_error(
     return CellInterrupt(message, report)
 
 
+def _verb(text: str, count: int) -> str:
+    """Put a description of one rank into the plural if there are several."""
+    for one, many in (("was ", "were "), ("is ", "are ")):
+        if count > 1 and text.startswith(one):
+            return many + text.removeprefix(one)
+    return text
+
+
 def _others(errors: Mapping[int, RankError], shown: set[int]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for error in errors.values():
         if error.rank not in shown:
             text = str(error) if error.kind == "raised" else error.evalue
             groups.setdefault(text.splitlines()[0][:200] if text else error.kind, []).append(error.rank)
-    return [f"[{name_ranks(ranks)}] {text}" for text, ranks in groups.items()]
+    return [f"[{name_ranks(ranks)}] {_verb(text, len(ranks))}" for text, ranks in groups.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -36,6 +37,10 @@ _SHUTDOWN_S = 30.0
 An engine's ipyparallel nanny never exits if the controller goes while a reply to it is on the way (its control socket
 lingers forever; seen with 9.1), so a busy machine gets time.
 """
+
+
+_WITHOUT_SIGINT = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+"""Command that runs another: Jupyter's stop button signals the kernel's whole process group."""
 
 
 def launch_engines(connection: Connection, layout: Layout, *, engines: str, timeout_s: float) -> ipp.Cluster:
@@ -160,12 +165,18 @@ def shut_down_foreign(client: RankClient, launched: ipp.Cluster | None, *, engin
 def launcher_config() -> Config:
     """Return the user's configuration of ipyparallel's launchers, such as the hosts of `ssh`.
 
-    It is in `ipcluster_config.py` of IPython's default profile, where ipyparallel looks, too.
+    It is in `ipcluster_config.py` of IPython's default profile, where ipyparallel looks, too. Unless it says otherwise,
+    `ssh` runs this Python on the other hosts.
     """
     try:
-        return PyFileConfigLoader("ipcluster_config.py", path=str(_profile_folder())).load_config()
+        config = PyFileConfigLoader("ipcluster_config.py", path=str(_profile_folder())).load_config()
     except ConfigFileNotFound:
-        return Config()
+        config = Config()
+    ssh = config.SSHLauncher
+    ssh.setdefault("remote_python", sys.executable)
+    for name, usual in (("ssh_cmd", ["ssh"]), ("scp_cmd", ["scp"])):
+        ssh[name] = [*_WITHOUT_SIGINT, *ssh.get(name, usual)]
+    return config
 
 
 def _profile_folder() -> Path:

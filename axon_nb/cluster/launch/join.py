@@ -23,7 +23,7 @@ from axon_nb.records.protocol.joining import Describe, EngineInfo, Join, JoinCon
 from axon_nb.records.protocol.version import refuse_join
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["await_handshake", "gather", "join_config", "join_world", "store_address"]
+__all__ = ["await_handshake", "gather", "join_config", "join_world", "raise_if_exited", "store_address"]
 
 
 R = TypeVar("R")
@@ -66,7 +66,7 @@ def await_handshake(connection: Connection, ranks: Iterable[int], timeout_s: flo
     ranks = list(ranks)
     missed = handshake(connection.client, ranks, timeout_s=timeout_s, give_up=lambda: _any_exited(connection, ranks))
     if missed:
-        _raise_if_exited(connection, ranks)
+        raise_if_exited(connection, ranks)
         raise StartError(f"{name_ranks(missed).capitalize()} did not join: {_no_reply_reason(connection, timeout_s)}.")
 
 
@@ -113,7 +113,7 @@ def gather(futures: Mapping[int, Future[R]], timeout_s: float, connection: Conne
     end = time.monotonic() + timeout_s
     _wait(futures.values(), lambda: _any_exited(connection, futures) or time.monotonic() > end)
     if not all(future.done() for future in futures.values()):
-        _raise_if_exited(connection, futures)
+        raise_if_exited(connection, futures)
     results = {}
     for rank, future in futures.items():
         if not future.done():
@@ -129,7 +129,12 @@ def _any_exited(connection: Connection, ranks: Iterable[int]) -> bool:
     return connection.agent.closed.is_set() or any(rank in connection.agent.exits for rank in ranks)
 
 
-def _raise_if_exited(connection: Connection, ranks: Iterable[int]) -> None:
+def raise_if_exited(connection: Connection, ranks: Iterable[int]) -> None:
+    """Raise if one of these ranks has exited.
+
+    Raises:
+        StartError: which, and how.
+    """
     for rank in ranks:
         if event := connection.agent.exits.get(rank):
             raise StartError(f"Rank {rank} failed to start: it {describe_death(event)}.")

@@ -35,8 +35,8 @@ def controller_command(run_dir: RunDir, *, ip: str = "127.0.0.1") -> list[str]:
     return [
         sys.executable,
         "-P",
-        "-m",
-        "ipyparallel.controller",
+        "-c",
+        "from axon_nb.host.children import run_controller; run_controller()",
         f"--profile-dir={run_dir.profile}",
         f"--ip={ip}",
         f"--location={ip}",

@@ -5,20 +5,28 @@ It also reports ranks that an interrupt or a failure left one optimizer step apa
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from axon_nb.cluster.failures.health import Health
+from axon_nb.cluster.failures.report import REPAIR_HINT
 from axon_nb.cluster.rpc import requests
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.errors import ClusterLostError
+from axon_nb.host.client import AgentClient
+from axon_nb.records.protocol.agent import GetInfo
 from axon_nb.records.protocol.cells import AbortReply, AbortRequest
 from axon_nb.records.protocol.recovery import DisableGroups, OptimizerReport, Recover, RecoveryReport
 from axon_nb.records.ranks import format_ranks, name_ranks
 
-__all__ = ["Recovery", "describe_diverged_steps", "next_epoch"]
+__all__ = ["AGENT_SILENT", "AgentWatch", "Recovery", "describe_diverged_steps", "next_epoch"]
+
+AGENT_SILENT = "the host agent does not respond, as if it was stopped or swapped out"
 
 
 def describe_diverged_steps(reports: Mapping[int, Sequence[OptimizerReport]]) -> list[str]:
@@ -70,6 +78,11 @@ _RESEND_INTERVAL_S = 0.25
 _REPORT_EVERY = 500
 """Abandoned groups are reported each time this many more have accumulated on one rank."""
 
+_PATIENCE_S, _PATIENCE_AFTER_INTERRUPT_S = 10.0, 1.0
+"""A host agent that does not reply for this long is stopped or swapped out; ranks cannot rendezvous without it."""
+
+_ASK_INTERVAL_S = 0.2
+
 _last = [int(time.time())]
 
 
@@ -79,17 +92,52 @@ def next_epoch(*, above: int = 0) -> int:
     return _last[0]
 
 
+class AgentWatch:
+    """Asks the host agent again and again whether it is there.
+
+    Args:
+        agent: The notebook's connection to it.
+    """
+
+    def __init__(self, agent: AgentClient) -> None:
+        self._agent = agent
+        self._asked_at = 0.0
+        self._reply: Future[Any] | None = None
+
+    def silent_s(self, now: float) -> float:
+        """Return for how many seconds it has owed a reply."""
+        if self._reply is None or self._reply.done():
+            if now - self._asked_at > _ASK_INTERVAL_S:
+                with contextlib.suppress(ClusterLostError):  # the cluster's health reports it
+                    self._reply, self._asked_at = self._agent.send(GetInfo()), now
+            return 0.0
+        return now - self._asked_at
+
+
 class Recovery:
-    """One recovery, stepped by whoever steps the cell; it cannot be interrupted.
+    """One recovery, stepped by whoever steps the cell; an interrupt ends it only if the host agent does not respond.
 
     Args:
         client: The cluster's client.
         ranks: All ranks of the world.
         health: Updated if the groups cannot be rebuilt.
+        agent: Whether the host agent responds.
+        interrupted: Whether the user waits for the end.
         slow_connect: Whether an attempt may take a minute rather than 10 seconds: NCCL's communicators connect slowly.
     """
 
-    def __init__(self, client: RankClient, ranks: Sequence[int], health: Health, *, slow_connect: bool = False) -> None:
+    def __init__(
+        self,
+        client: RankClient,
+        ranks: Sequence[int],
+        health: Health,
+        *,
+        agent: AgentWatch,
+        interrupted: Callable[[], bool] = lambda: False,
+        slow_connect: bool = False,
+    ) -> None:
+        self._agent = agent
+        self._interrupted = interrupted
         self._attempt_timeout_s = _SLOW_ATTEMPT_TIMEOUT_S if slow_connect else _ATTEMPT_TIMEOUT_S
         self._client = client
         self._ranks = list(ranks)
@@ -110,6 +158,10 @@ class Recovery:
             remaining = [rank for rank in self._ranks if rank not in missing or rank in health.lost_contexts]
             return self._disable_groups(self._describe_missing(missing), remaining)
         now = time.monotonic()
+        if self._agent.silent_s(now) > (_PATIENCE_AFTER_INTERRUPT_S if self._interrupted() else _PATIENCE_S):
+            self._abort_attempt(now)
+            print(f"The process groups were not rebuilt: {AGENT_SILENT}.", file=sys.stderr)
+            return self._disable_groups(f"{AGENT_SILENT}; run `%distributed repair` once it does", self._ranks)
         if not self._futures:
             return self._start_attempt(now)
         failed = [rank for rank, future in self._futures.items() if future.done() and future.exception() is not None]
@@ -172,7 +224,8 @@ class Recovery:
         # Without --ranks, `repair` leaves stuck ranks alone: they may come back.
         chosen = f" --ranks {format_ranks(missing)}" if health.stuck.intersection(missing) else ""
         pronoun = "it" if len(missing) == 1 else "them"
-        return f"{' and '.join(parts)}; run `%distributed repair{chosen}` to replace {pronoun}"
+        repair = f"run `%distributed repair{chosen}` to replace {pronoun}"
+        return f"{' and '.join(parts)}; {repair if health.remedy == REPAIR_HINT else 'run `%distributed restart`'}"
 
     def _disable_groups(self, reason: str, ranks: Sequence[int]) -> bool:
         self._health.groups_disabled = reason

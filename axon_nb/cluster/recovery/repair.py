@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from axon_nb.cluster.launch.compatibility import can_replace, refusal
 from axon_nb.cluster.launch.engines import rank_environment
-from axon_nb.cluster.launch.join import await_handshake, gather, join_config, store_address
+from axon_nb.cluster.launch.join import await_handshake, gather, join_config, raise_if_exited, store_address
 from axon_nb.cluster.launch.launchers import fork_request
 from axon_nb.cluster.launch.placement import place_ranks
-from axon_nb.cluster.recovery.recovery import next_epoch
+from axon_nb.cluster.recovery.recovery import AGENT_SILENT, next_epoch
 from axon_nb.cluster.recovery.report import Copied, RepairReport
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import AxonError, StartError, UsageError
@@ -81,6 +81,9 @@ def copy_variables(
 
 _REPAIR_TIMEOUT_S = 30.0
 _ABORT_TIMEOUT_S = 2.0
+_AGENT_TIMEOUT_S, _PATIENCE_AFTER_INTERRUPT_S = 10.0, 1.0
+_KILL_TIMEOUT_S = 5.0
+_POLL_S = 0.05
 
 
 def repair(
@@ -108,11 +111,13 @@ def repair(
     chosen = sorted({*state.health.dead, *state.health.lost_contexts, *(ranks or ())})
     _check_request(state, chosen, source, names, all_allowed)
     survivors = [rank for rank in state.ranks if rank not in chosen]
-    with _interrupts_ignored():
+    if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
+        raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
+    with _interrupts_deferred() as interrupted:
         reasons = {rank: state.health.dead.get(rank, "") for rank in chosen}
         _kill(state, [rank for rank in chosen if rank not in state.health.dead])
         lost = _call_all(state.connection, survivors, FindLostShards(tuple(chosen)))
-        _replace_ranks(state, chosen, survivors)
+        _replace_ranks(state, chosen, survivors, interrupted)
         copied = None if source is None else copy_variables(state, chosen, survivors, source, names)
     return RepairReport.of(chosen, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
 
@@ -132,6 +137,8 @@ def replace_stuck(state: ClusterState, ranks: Sequence[int]) -> list[str]:
     if not ranks or state.health.disconnect_reason:
         return []
     try:
+        if not state.connection.agent.responds(_PATIENCE_AFTER_INTERRUPT_S):
+            return [f"{name_ranks(ranks).capitalize()} cannot be replaced: {AGENT_SILENT}."]
         return repair(state, ranks, all_allowed=True).lines()
     except AxonError as error:
         return [f"Failed to replace {name_ranks(ranks)}: {error}"]
@@ -171,10 +178,26 @@ def _check_request(
         )
 
 
-def _replace_ranks(state: ClusterState, chosen: Sequence[int], survivors: Sequence[int]) -> None:
+def _replace_ranks(
+    state: ClusterState, chosen: Sequence[int], survivors: Sequence[int], interrupted: threading.Event
+) -> None:
+    groups = _groups(state.connection, survivors)
+    try:
+        _fork(state.connection, state, chosen, interrupted)
+        infos = _join(state, chosen, survivors, groups)
+    except StartError as error:
+        # The next repair would take the exit of one that is left for that of its successor.
+        state.connection.agent.kill_ranks(chosen, _KILL_TIMEOUT_S)
+        raise StartError(f"{error} Run `%distributed repair` to try again.") from None
+    for rank in chosen:
+        state.mark_replaced(rank, infos[rank])
+    state.health.groups_disabled = ""
+
+
+def _join(
+    state: ClusterState, chosen: Sequence[int], survivors: Sequence[int], groups: Sequence[GroupRecord]
+) -> dict[int, Any]:
     connection = state.connection
-    groups = _groups(connection, survivors)
-    _fork(connection, state, chosen)
     epoch = next_epoch()
     calls: dict[int, Any] = {
         rank: requests.call(connection.client, rank, RecoverAfterRepair(epoch)) for rank in survivors
@@ -186,13 +209,10 @@ def _replace_ranks(state: ClusterState, chosen: Sequence[int], survivors: Sequen
         own = tuple(group for group in groups if rank in group.ranks)
         calls[rank] = requests.call(connection.client, rank, Join(config, epoch, own))
     try:
-        infos = gather(calls, _REPAIR_TIMEOUT_S, connection)
+        return gather(calls, _REPAIR_TIMEOUT_S, connection)
     except AxonError:
         _release_survivors(connection, chosen, survivors)
         raise
-    for rank in chosen:
-        state.mark_replaced(rank, infos[rank])
-    state.health.groups_disabled = ""
 
 
 def _release_survivors(connection: Connection, chosen: Sequence[int], survivors: Sequence[int]) -> None:
@@ -209,14 +229,19 @@ def _release_survivors(connection: Connection, chosen: Sequence[int], survivors:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ignore interrupts: a repair that stops half-way leaves ranks that wait for one that never joins."""
+def _interrupts_deferred() -> Iterator[threading.Event]:
+    """Record interrupts: a repair that stops anywhere leaves ranks that wait for one that never joins.
+
+    Yields:
+        Set by an interrupt. The repair looks at it while it waits for the new processes, where it can stop.
+    """
+    interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield interrupted
         return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    previous = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
-        yield
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, previous)
 
@@ -246,7 +271,7 @@ def _groups(connection: Connection, survivors: Sequence[int]) -> list[GroupRecor
     return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
 
 
-def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int]) -> None:
+def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int], interrupted: threading.Event) -> None:
     client = connection.client
     for rank in ranks:
         client.unregister(rank)  # its id is free only once the controller has forgotten it
@@ -255,9 +280,14 @@ def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int]) -> 
     env = rank_environment(state.layout)
     for rank in ranks:
         connection.agent.call(fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
-    if not client.wait_registered(ranks, _REPAIR_TIMEOUT_S):
-        raise StartError(
-            f"{name_ranks(ranks).capitalize()} did not start within {_REPAIR_TIMEOUT_S:.0f} s; the logs are in "
-            f"{connection.run_dir.path}."
-        )
+    end = time.monotonic() + _REPAIR_TIMEOUT_S
+    while not client.wait_registered(ranks, _POLL_S):
+        raise_if_exited(connection, ranks)
+        if interrupted.is_set():
+            raise StartError(f"Interrupted before {name_ranks(ranks)} started.")
+        if time.monotonic() > end:
+            raise StartError(
+                f"{name_ranks(ranks).capitalize()} did not start within {_REPAIR_TIMEOUT_S:.0f} s; the logs are in "
+                f"{connection.run_dir.path}."
+            )
     await_handshake(connection, ranks, _REPAIR_TIMEOUT_S)

@@ -161,9 +161,7 @@ class RankClient(ipp.Client):
         self._registration_callbacks.append(handler)
 
     def unregister(self, rank: int) -> None:
-        """Have the controller forget this engine, which frees its id; does nothing if it already has."""
-        if rank not in self._engines:
-            return
+        """Have the controller forget this engine, which frees its id, also if it died before it had registered."""
         self._send(self._query_stream, "unregistration_request", content={"id": rank})
 
     def _on_execute_reply(self, message: dict[str, Any]) -> None:

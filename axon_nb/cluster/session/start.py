@@ -32,6 +32,8 @@ _REGISTRATION_TIMEOUT_S = 20.0
 """The controller reports engines to a new client within milliseconds; it takes longer on a busy machine."""
 _OUTPUT_TIMEOUT_S = 5.0
 """For output to reach a new client; it takes longer only if all ranks are in C code that holds the GIL."""
+_KILL_TIMEOUT_S = 10.0
+_UNFINISHED = "was being replaced when its notebook was killed"
 _FOREIGN_REGISTRATION_TIMEOUT_S = 2.0
 """For engines of other launchers, of which it is unknown how many are alive."""
 
@@ -182,7 +184,8 @@ def attach(name: str | None = None) -> Cluster:
     hello_reply = connection.agent.hello_reply
     facts: ClusterFacts = decode(ClusterFacts, hello_reply.info)
     layout: Layout = decode(Layout, facts.layout)
-    live_ranks = _live_ranks(connection, facts.engines, layout.num_ranks)
+    unfinished = _kill_unfinished(connection, facts)
+    live_ranks = _live_ranks(connection, facts.engines, layout.num_ranks) - unfinished
     if not live_ranks:
         connection.stop()
         raise StartError(
@@ -195,13 +198,23 @@ def attach(name: str | None = None) -> Cluster:
     )
     for rank in set(cluster.ranks) - live_ranks:
         event = hello_reply.deaths.get(rank)
-        cluster.health.mark_dead(
-            rank, "died while no notebook was connected" if event is None else describe_death(event)
-        )
+        reason = "died while no notebook was connected" if event is None else describe_death(event)
+        cluster.health.mark_dead(rank, _UNFINISHED if rank in unfinished else reason)
     current.put(cluster)
     settings.apply_again()
     cluster.running_cell = reattach_cells(cluster.cells, left_ns=hello_reply.left_ns)
     return cluster
+
+
+def _kill_unfinished(connection: Connection, facts: ClusterFacts) -> set[int]:
+    """Kill the processes that a repair forked and did not finish: they are not in the group; return their ranks."""
+    if facts.engines != "axon":
+        return set()
+    joined = {rank: info.pid for rank, info in enumerate(facts.rank_info)}
+    forked = connection.agent.hello_reply.ranks
+    unfinished = {rank for rank, pid in forked.items() if joined.get(rank) != pid}
+    connection.agent.kill_ranks(unfinished, _KILL_TIMEOUT_S)
+    return unfinished
 
 
 def _live_ranks(connection: Connection, engines: str, num_ranks: int) -> set[int]:
@@ -210,7 +223,7 @@ def _live_ranks(connection: Connection, engines: str, num_ranks: int) -> set[int
         client.wait_registered(range(num_ranks), _FOREIGN_REGISTRATION_TIMEOUT_S)
         return set(client.registered)
     # The controller takes a minute to miss an engine that died while no notebook could report it.
-    live_ranks = set(connection.agent.hello_reply.ranks)
+    live_ranks = set(connection.agent.hello_reply.ranks) - set(connection.agent.exits)
     client.wait_registered(live_ranks, _REGISTRATION_TIMEOUT_S)
     return live_ranks
 

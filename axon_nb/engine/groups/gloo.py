@@ -12,6 +12,9 @@ call. The handle of the all_reduce takes a timeout. The sums are the same, bit f
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import resource
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,10 +26,13 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from axon_nb.engine.groups.abort import run_in_helper
 from axon_nb.engine.groups.store import allow_waits, cancel_waits
+from axon_nb.engine.loopback_peers import PeerCheck, listening_ports
+from axon_nb.errors import UsageError
 from axon_nb.torch_api import torch_api
 
 __all__ = [
     "LOOPBACK",
+    "MonitoredBarrier",
     "ReduceScatterWork",
     "abandon",
     "abandoned_count",
@@ -43,9 +49,12 @@ _CONNECT_TIMEOUT = timedelta(seconds=30)
 """Ranks of a busy machine may start to connect seconds apart; an abort ends the wait anyway."""
 _CLOSE_TAG = 0x7FFFFFF0
 _POLL_S = 0.02
+_OTHER_FILES = 16
+"""What the device of the first group opens, and a few to spare."""
 
 _gloo: Any = ProcessGroupGloo  # the stub lacks what is used here
 _device: list[Any] = []
+_peers: list[PeerCheck] = []
 _address = [LOOPBACK]
 _abandoned: list[Any] = []
 
@@ -59,8 +68,24 @@ def listen_on(ip: str) -> None:
 def shared_device() -> Any:
     """Return the Gloo device of this process: one for all groups, because each costs threads and file descriptors."""
     if not _device:
+        before = listening_ports()
         _device.append(_gloo.create_device(hostname=_address[0], lazy_init=False))
+        _peers[:] = [PeerCheck(listening_ports() - before if _address[0] == LOOPBACK else set())]
     return _device[0]
+
+
+def _refuse_foreign_peers(backend: Any) -> None:
+    """Give up a new group if another user has connected to this rank: it could send what the group receives.
+
+    Raises:
+        RuntimeError: somebody has. The next group gets another port.
+    """
+    if not (foreign := _peers[0].foreign()):
+        return
+    _device.clear()
+    abandon(backend)
+    who = ", ".join(sorted(set(foreign)))
+    raise RuntimeError(f"refused a process group: {len(foreign)} connections to this rank are from {who}. Try again.")
 
 
 def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_cancelled: Callable[[], None]) -> Any:
@@ -77,8 +102,10 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_
         raise_if_cancelled: Called every 20 ms; raises to end the wait.
 
     Raises:
-        RuntimeError: a peer did not connect within 30 seconds.
+        RuntimeError: a peer did not connect within 30 seconds, or another user connected to this rank.
+        UsageError: this process may not open as many files as the group needs.
     """
+    _raise_if_out_of_files(size)
     options = _gloo._Options()
     options._devices = [shared_device()]
     options._timeout = _CONNECT_TIMEOUT
@@ -110,9 +137,31 @@ def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_
     if isinstance(box[0], BaseException):
         raise box[0]
     backend = box[0]
+    _refuse_foreign_peers(backend)
     backend._set_default_timeout(timeout)
     torch_api().begin_sequence(backend)
     return backend
+
+
+def _raise_if_out_of_files(size: int) -> None:
+    """Check before Gloo connects: it ends the process if a descriptor is missing.
+
+    Raises:
+        UsageError: this process may not open as many files as a group of `size` ranks needs.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # no Linux
+        return
+    except OSError:
+        used = limit
+    needed = 2 * size + _OTHER_FILES
+    if limit != resource.RLIM_INFINITY and used + needed > limit:
+        raise UsageError(
+            f"A process group of {size} ranks needs up to {needed} more open files, but this rank has {used} open and "
+            f"may have {limit} (`ulimit -n`): close files, or raise the limit before you start Jupyter."
+        )
 
 
 def close_connections(backend: Any) -> None:
@@ -134,6 +183,21 @@ def abandon(group: dist.ProcessGroup) -> None:
 def abandoned_count() -> int:
     """Return the number of closed groups that this process keeps, each with 2 threads and about 0.14 MiB."""
     return len(_abandoned)
+
+
+class MonitoredBarrier:
+    """The handle of a barrier of `inner` that blocks: a helper thread starts it and waits for it."""
+
+    def __init__(self, inner: Any, *args: Any, **kwargs: Any) -> None:
+        self._run = functools.partial(inner.monitored_barrier, *args, **kwargs)
+
+    def is_completed(self) -> bool:
+        """Return False: it starts with the wait."""
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        """Run it; its own timeout counts."""
+        self._run()
 
 
 c10d: Any = dist.distributed_c10d

@@ -22,6 +22,7 @@ from axon_nb.engine.collective_names import describe_call
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError, raise_at_cut, raise_if_aborted, stop_requested
 from axon_nb.engine.groups.gloo import (
+    MonitoredBarrier,
     ReduceScatterWork,
     abandon,
     close_connections,
@@ -213,7 +214,7 @@ class RecoverableGroup(PythonProcessGroup):
         if refusal:
             call.refusal = refusal
         try:
-            if self._memory is not None:
+            if self._memory is not None and operation is not MonitoredBarrier:
                 work, sliced = getattr(self._memory, name)(*args, **kwargs), True
             else:
                 work = operation(self._inner, *args, **kwargs)
@@ -240,10 +241,8 @@ class RecoverableGroup(PythonProcessGroup):
         return dist.get_process_group_ranks(self)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
-        """Behave like torch's."""
-        if self._memory is not None:
-            return self._memory.monitored_barrier(*args, **kwargs)
-        return dist.ProcessGroup.monitored_barrier(self._inner, *args, **kwargs)
+        """Behave like torch's; an abort ends the wait."""
+        return self.run("monitored_barrier", MonitoredBarrier, args, kwargs).wait()
 
     def abort(self) -> None:
         """End all waits in this group on this rank."""

@@ -55,13 +55,17 @@ def abort(*, again: bool) -> None:
         closers = [group.connection_closer() for group in all_groups()]
         threads = [threading.Thread(target=close, name="axon_nb-close", daemon=True) for close in closers]
     for thread in threads:
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the limit of threads is reached
+            thread.run()
     fail_all_futures()
     if (native := nccl.groups()) is not None:
         native.abort(timeout_s=nccl.ABORT_TIMEOUT_S)
     end = time.monotonic() + _CLOSE_TIMEOUT_S
     for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+        if thread.ident is not None:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)

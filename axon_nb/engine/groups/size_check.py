@@ -20,9 +20,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import Store
 
+from axon_nb.engine.collective_arguments import (
+    CALL_NAMES,
+    NAME_AT,
+    REDUCTIONS,
+    ROOTS,
+    SPLIT_CALLS,
+    describe_entry,
+    encode,
+    split_bytes,
+)
 from axon_nb.engine.collective_names import describe_call
 from axon_nb.errors import UsageError
 
@@ -40,68 +49,8 @@ _cell = [0]
 _MAX_PEERS = 16
 """Largest group in which sends are compared: the table grows with the square of the group's size."""
 
-_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES), start=1)}
-_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in _DTYPE_CODES.items()}
-
-# What must be equal on all ranks: the number of elements and their dtype, or only the number of bytes. It is taken from
-# the argument that holds one rank's share. For rooted operations the root must be equal, too.
-_OUTPUT, _INPUT = 0, 1
-_SIZES = (1 << 37) - 1
-_ROOTS = 0xFFF << 44
-_REDUCED = {
-    "_reduce_scatter_base": _OUTPUT,
-    "allreduce": _OUTPUT,
-    "reduce": _OUTPUT,
-    "reduce_scatter": _OUTPUT,
-    "reduce_scatter_single": _OUTPUT,
-}
-_COPIED = {
-    "_allgather_base": _INPUT,
-    "all_gather_single": _INPUT,
-    "allgather": _INPUT,
-    "broadcast": _OUTPUT,
-    "gather": _INPUT,
-    "scatter": _OUTPUT,
-}
-_ROOTED = frozenset({"broadcast", "gather", "reduce", "scatter"})
-_CODES = {
-    name: code for code, name in enumerate(sorted({*_REDUCED, *_COPIED, "all_to_all_single", "alltoall_base"}), 1)
-}
-_SPLIT = ("all_to_all_single", "alltoall_base")
-_COMPARED = {
-    name: (position, _CODES[name] << 56, name in _REDUCED, name in _ROOTED)
-    for name, position in [*_REDUCED.items(), *_COPIED.items(), *((name, _INPUT) for name in _SPLIT)]
-}
-"""By operation: position of the argument, shifted code, whether the dtype counts, and whether the root does."""
-
-
-def _encode(name: str, args: tuple[Any, ...]) -> int:
-    """Encode what one rank passes to a collective; 0: it is not compared.
-
-    From the highest bit: operation (7 bits), root + 1 (12), dtype (7), number of elements or bytes (37).
-    """
-    known = _COMPARED.get(name)
-    if known is None or (name in _SPLIT and (len(args) < 4 or args[2] or args[3])):
-        return 0  # with split sizes, each pair of ranks may have its own
-    position, code, typed, rooted = known
-    value = args[position] if len(args) > position else None
-    if isinstance(value, (list, tuple)):
-        value = value[0] if len(value) == 1 else None
-    if not isinstance(value, torch.Tensor):
-        return 0
-    if rooted:
-        code |= ((1 + int(getattr(args[-1], "rootRank", -1))) & 0xFFF) << 44
-    if typed:
-        return code | (_DTYPE_CODES.get(value.dtype, 0) << 37) | (value.numel() & _SIZES)
-    return code | (value.nbytes & _SIZES)
-
-
-def _describe(entry: int, ranks: Sequence[int]) -> str:
-    """Describe an entry, such as ``4 float32`` or ``16 bytes with root rank 0``."""
-    size, dtype, root = entry & _SIZES, (entry >> 37) & 0x7F, (entry >> 44) & 0xFFF
-    text = f"{size:,} {_NAMES.get(dtype, 'bytes') if dtype else 'bytes'}"
-    return f"{text} with root rank {ranks[root - 1]}" if 0 < root <= len(ranks) else text
+_SPLIT_NUMBER = 1 << 62
+"""Added to the number of an exchange of splits: entries of messages never have this bit."""
 
 
 class SizeTable:
@@ -175,7 +124,10 @@ class SizeTable:
         Raises:
             UsageError: another rank passes something different; nothing has been sent yet.
         """
-        if not (entry := _encode(name, args)):
+        if name in SPLIT_CALLS and self._size <= _MAX_PEERS and len(args) > 3:
+            self._check_splits(name, args, sequence, ranks)
+            entry = SPLIT_CALLS[name]
+        elif not (entry := encode(name, args)):
             return
         words, start = self._words, self._index(sequence, 0)
         index = start + self._rank * _WORDS
@@ -187,19 +139,50 @@ class SizeTable:
             return
         for other in range(self._size):
             number, theirs = row[_WORDS * other : _WORDS * (other + 1)]
-            # Different operations do not exchange data: the deadlock watch reports those.
-            if number != sequence or theirs == entry or theirs >> 56 != entry >> 56:
+            if number != sequence or theirs == entry:
                 continue
             theirs = self._reread(self._index(sequence, other), sequence, otherwise=entry)
             if theirs != entry:
-                members = ranks()
-                if not (entry ^ theirs) & _ROOTS:  # the roots are equal, so they are not the difference
-                    entry, theirs = entry & ~_ROOTS, theirs & ~_ROOTS
-                raise UsageError(
-                    f"{describe_call(name)}: rank {members[self._rank]} passed {_describe(entry, members)}, "
-                    f"rank {members[other]} passed {_describe(theirs, members)}; all ranks of a group must pass the "
-                    "same."
-                )
+                self._refuse(name, entry, theirs, other, ranks())
+
+    def _refuse(self, name: str, entry: int, theirs: int, other: int, ranks: Sequence[int]) -> None:
+        own, other = ranks[self._rank], ranks[other]
+        call = describe_call(name)
+        if theirs >> NAME_AT != entry >> NAME_AT:
+            raise UsageError(
+                f"Collective mismatch: rank {own} is in {call}, rank {other} in {CALL_NAMES[theirs >> NAME_AT]}, "
+                "on the same group."
+            )
+        for part in (ROOTS, REDUCTIONS):
+            if not (entry ^ theirs) & part:  # they are equal, so they are not the difference
+                entry, theirs = entry & ~part, theirs & ~part
+        here, there = describe_entry(entry, ranks), describe_entry(theirs, ranks)
+        raise UsageError(
+            f"{call}: rank {own} passed {here}, rank {other} passed {there}; all ranks of a group must pass the same."
+        )
+
+    def _check_splits(
+        self, name: str, args: tuple[Any, ...], sequence: int, ranks: Callable[[], Sequence[int]]
+    ) -> None:
+        """Write how much this rank sends to and expects from each other, and compare it with what they do."""
+        number, peers = _SPLIT_NUMBER | sequence, range(self._size)
+        expected, sent = split_bytes(args[0], args[2], self._size), split_bytes(args[1], args[3], self._size)
+        for peer in peers:
+            self._write(self._pair_index(self._rank, peer, sequence, sends=True), number, sent[peer])
+            self._write(self._pair_index(peer, self._rank, sequence, sends=False), number, expected[peer])
+        for peer in peers:
+            for own, sends, source, target in ((sent, True, self._rank, peer), (expected, False, peer, self._rank)):
+                index = self._pair_index(source, target, sequence, sends=not sends)
+                if self._words[index] != number or self._words[index + 1] == own[peer]:
+                    continue
+                theirs = self._reread(index, number, otherwise=own[peer])
+                if theirs != own[peer]:
+                    members = ranks()
+                    first, second = (own[peer], theirs) if sends else (theirs, own[peer])
+                    raise UsageError(
+                        f"{describe_call(name)}: rank {members[source]} sends {first:,} bytes to rank "
+                        f"{members[target]}, which expects {second:,} bytes; the splits of both must agree."
+                    )
 
     def check_point_to_point(self, name: str, args: tuple[Any, ...], ranks: Callable[[], Sequence[int]]) -> None:
         """Write the size of a send or recv, and compare it with the peer's.

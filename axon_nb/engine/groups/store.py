@@ -11,6 +11,7 @@ Gloo's own limit for connecting is a few seconds, too short for a slow rank. Her
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -29,6 +30,8 @@ from axon_nb.host.store_tcp import MessageSigner, authenticate
 __all__ = ["AgentStore", "allow_waits", "cancel_waits", "rendezvous", "skip_rendezvous"]
 
 _SLICE_MS = b"50"
+_SILENCE_MS = 300
+"""The store replies in far less, and to a wait after a slice."""
 _CONNECT_TIMEOUT_S = 10.0
 _TCP = "tcp:"
 
@@ -107,11 +110,19 @@ class AgentStore(Store):
             self._broken = True
             message = list(parts)
             self._sock.sendall(encode(message if self._signer is None else self._signer.sign(message)))
+            self._await_reply()
             reply = receive(self._sock)
             if self._signer is not None:
                 reply = self._signer.verify(reply)
             self._broken = False
             return reply
+
+    def _await_reply(self) -> None:
+        """Wait for a reply; an abort ends the wait if the store does not respond, as when its process is stopped."""
+        readable = select.poll()
+        readable.register(self._sock, select.POLLIN)
+        while not readable.poll(_SILENCE_MS):
+            raise_if_aborted("the rendezvous store")
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set one key."""

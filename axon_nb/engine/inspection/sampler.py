@@ -26,6 +26,7 @@ from axon_nb.records.telemetry import Activity, RankState, seconds_to_tick
 __all__ = ["Sampler", "Telemetry", "resident_bytes"]
 
 _WAITING_THRESHOLD_NS = 250_000_000
+_open = open  # a cell may replace the builtin
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
@@ -92,7 +93,7 @@ class Sampler:
 def _is_sleeping() -> bool:
     """Whether the main thread is off the CPU right now."""
     try:
-        with open(f"/proc/self/task/{threading.main_thread().native_id}/stat", "rb") as file:
+        with _open(f"/proc/self/task/{threading.main_thread().native_id}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] != b"R"
     except OSError:
         return True
@@ -101,7 +102,7 @@ def _is_sleeping() -> bool:
 def resident_bytes() -> int:
     """Resident memory of this process in bytes; 0 if unknown."""
     try:
-        with open("/proc/self/statm", "rb") as file:
+        with _open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE_SIZE
     except OSError:
         return 0

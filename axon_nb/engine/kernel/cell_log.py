@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from json import loads  # by name: a cell may replace functions of the module
 from typing import Any
 
 from axon_nb.records.protocol.cells import KEY, CellFacts, CellReport, Omitted
@@ -137,7 +137,7 @@ class _CellRecord:
             facts=self.facts if not since else None,
             elapsed_ns=(self.finished_ns or time.monotonic_ns()) - self.started_ns,
             messages=[
-                [message.kind, message.content if isinstance(message.content, dict) else json.loads(message.content)]
+                [message.kind, message.content if isinstance(message.content, dict) else loads(message.content)]
                 for message in self.messages
                 if message.number > since
             ],
@@ -187,12 +187,12 @@ class CellLog:
             return
         start = frames.index(_DELIMITER)
         _, header, parent, _, content = map(bytes, frames[start + 1 : start + 6])
-        record = self._records.get(json.loads(parent).get("msg_id", ""))
-        kind = json.loads(header)["msg_type"] if record is not None else ""
+        record = self._records.get(loads(parent).get("msg_id", ""))
+        kind = loads(header)["msg_type"] if record is not None else ""
         if record is None or kind not in _OUTPUT_TYPES:
             return
         if kind == "stream":
-            text = json.loads(content)
+            text = loads(content)
             size, what = len(text["text"]) + _MESSAGE_OVERHEAD, text
         else:
             size, what = len(content), content

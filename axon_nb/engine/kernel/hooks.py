@@ -7,12 +7,14 @@ skipped: cells still run, with the limitation that its comment names.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import zmq
+from jupyter_client.jsonutil import json_default
 
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.messages import FAILURE, REFUSAL, REPLY, Request, encode_reply, message_type
@@ -58,6 +60,24 @@ def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextM
         kernel._cancel_on_sigint = cancel_on_sigint
     _suppress_messages(kernel)
     _reply_directly(kernel)
+    _hold_json(kernel.session)
+
+
+def _hold_json(session: Any) -> None:
+    """Hold on to the functions that write and read messages: a cell may replace those of the `json` module."""
+    write = json.JSONEncoder(default=json_default, ensure_ascii=False, allow_nan=False).encode
+    read, pack_any = json.JSONDecoder().decode, session.pack
+
+    def pack(content: Any) -> Any:
+        try:
+            return write(content).encode("utf8", errors="surrogateescape")
+        except (TypeError, ValueError):
+            return pack_any(content)
+
+    def unpack(data: bytes | str) -> Any:
+        return read(data.decode("utf8", "replace") if isinstance(data, bytes) else data)
+
+    session.pack, session.unpack = pack, unpack
 
 
 def _suppress_messages(kernel: Any) -> None:

@@ -70,6 +70,8 @@ def _guarded_ranges(code: CodeType) -> tuple[tuple[int, int], ...]:
     return tuple((entry.start, entry.end) for entry in entries)
 
 
+_OWN_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+"""Interrupts a cell that has replaced the handler of SIGINT; no library uses it."""
 _MAX_SWALLOWED = 3
 """After this many interrupts without effect, the next is raised where nothing can catch it."""
 
@@ -85,6 +87,9 @@ class InterruptHandler:
     def __init__(self, kernel: Any, defers: Callable[[FrameType | None], bool]) -> None:
         self._kernel = kernel
         self._defers = defers
+        self._handler = self._on_sigint
+        self._sent = 0
+        """Interrupts sent to the cell so far."""
         self.task: Any = None
         """Task of the running async cell; None if there is none."""
         self.raised = 0
@@ -98,7 +103,9 @@ class InterruptHandler:
 
     def begin_cell(self) -> None:
         """Reset the counters for a new cell."""
-        self.raised = 0
+        self.raised = self._sent = 0
+        if signal.getsignal(signal.SIGINT) is not self._handler:  # an earlier cell replaced it
+            self.install()
         self.running = True
 
     def end_cell(self) -> None:
@@ -109,7 +116,8 @@ class InterruptHandler:
 
     def install(self) -> None:
         """Install the handler; call it on the main thread."""
-        signal.signal(signal.SIGINT, self._on_sigint)
+        signal.signal(signal.SIGINT, self._handler)
+        signal.signal(_OWN_SIGNAL, self._handler)
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
         self.pending = 0
@@ -139,7 +147,11 @@ class InterruptHandler:
         """Interrupt the cell; if none runs, return False, and `run` is rejected when it arrives. Thread-safe."""
         if self.running:
             self.pending += 1
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            self._sent += 1
+            current = signal.getsignal(signal.SIGINT)
+            # A handler of the cell's own may stop the cell; if it does not, or there is none, ours is called.
+            by_sigint = current is self._handler or (callable(current) and self._sent == 1)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT if by_sigint else _OWN_SIGNAL)
         elif run is not None:
             self.rejected_runs.append(run)
         return self.running

@@ -7,11 +7,12 @@ rank, and a note says so.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from IPython.display import display
@@ -19,7 +20,14 @@ from IPython.display import display
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.tracebacks import find_location
 
-__all__ = ["describe_exit", "install_exits", "install_pager", "install_shell_commands", "redirect_pager"]
+__all__ = [
+    "describe_exit",
+    "install_exits",
+    "install_pager",
+    "install_restored_names",
+    "install_shell_commands",
+    "redirect_pager",
+]
 
 _CELL_FILE_LINE = re.compile(r"^\S*File:\S*\s+\S*ipykernel_\d+/\S*\n?", re.MULTILINE)
 """The line that names a cell's file: that file does not exist, and its name differs between ranks."""
@@ -66,6 +74,32 @@ def _raise_interrupts(run: Any, interrupts: InterruptHandler) -> Any:
         return result
 
     return command
+
+
+def install_restored_names(shell: Any, predefine: Callable[[], None]) -> None:
+    """Bring back what everything else needs: removed builtins after each cell, predefined names after `%reset`.
+
+    Args:
+        shell: The rank's shell.
+        predefine: Puts the predefined names into its namespace.
+    """
+    run, reset = shell.run_code, shell.reset
+    present, original = vars(builtins), list(vars(builtins).items())
+
+    async def run_code(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await run(*args, **kwargs)
+        finally:  # no builtin may be used before it is back
+            for name, value in original:
+                if name not in present:
+                    present[name] = value
+
+    def reset_namespace(*args: Any, **kwargs: Any) -> None:
+        reset(*args, **kwargs)
+        predefine()
+        install_exits(shell)
+
+    shell.run_code, shell.reset = run_code, reset_namespace
 
 
 _NOTE = "The cell stopped on this rank and counts as failed; the rank keeps running with its state."

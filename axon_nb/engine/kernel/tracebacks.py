@@ -106,7 +106,10 @@ def bound_traceback(render: Any) -> Any:
         with _short_chain(error) as left_out:
             if isinstance(trace, TracebackType):
                 trace, _ = shorten_traceback(trace)
-            lines: list[str] = render(kind, error, trace, tb_offset, context)
+            try:
+                lines: list[str] = render(kind, error, trace, tb_offset, context)
+            except Exception:  # what IPython needs for it, such as `open`, was replaced by the cell
+                lines = [f"{kind.__name__}: {error} (line {find_location(trace)[0]})"]
         if left_out:
             lines.append(f"({left_out:,} calls are not shown.)")
         return lines

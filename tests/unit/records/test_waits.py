@@ -85,3 +85,26 @@ def test_a_rank_with_a_user_thread_is_not_missing_for_a_while() -> None:
     assert judge(late, thread, finished(2, count=1)) == (
         "rank 0 waits in all_reduce at line 3 for rank 1, which has finished the cell."
     )
+
+
+def test_a_call_that_nobody_waits_for_is_compared_with_the_call_of_the_others() -> None:
+    started = waiting(0, name="allreduce").pending[0]
+    first = waiting(0, name="barrier", sequence=2, number=8)
+    first = replace(first, pending=(started, *first.pending), waited=8)
+    expected = (
+        "Collective mismatch: rank 1 is in barrier at line 3, rank 0 started all_reduce with `async_op=True` instead "
+        "and does not wait for it, on the same group."
+    )
+    assert judge(first, waiting(1, name="barrier"), waiting(2, name="barrier")) == expected
+    assert judge(first, waiting(1), computing(2)) is None, "rank 1 is in the all_reduce that rank 0 has started"
+
+
+def test_ranks_that_all_wait_for_a_message_from_anyone() -> None:
+    receivers = [waiting(rank, name="recv_anysource", sequence=0) for rank in range(3)]
+    text = "ranks 0-2 wait in recv_anysource at line 3 for a message from any rank, and no rank sends one."
+    assert judge(*receivers) == text
+    assert judge(*receivers[:2], computing(2)) is None, "rank 2 may send to one of them"
+    text = "ranks 0-1 wait in recv_anysource at line 3 for a message from any rank, and no rank sends one."
+    assert judge(*receivers[:2], finished(2)) == text
+    sender = waiting(2, name="send", sequence=0, peer=1)
+    assert judge(*receivers[:2], sender) is None, "rank 1 gets it, and may send to rank 0"

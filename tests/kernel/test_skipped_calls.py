@@ -1,0 +1,77 @@
+"""Calls that some ranks skip or make differently: one sentence says so, on both transports, and all ranks live on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+CASES = {
+    "an asynchronous call that nobody waits for": (
+        "if rank == 0:\n    dist.all_reduce(torch.ones(1), async_op=True)\ndist.barrier()",
+        r"all_reduce.*barrier|barrier.*all_reduce",
+    ),
+    "monitored_barrier on one rank": ("if rank == 0:\n    dist.monitored_barrier()", r"monitored_barrier at line 3"),
+    "monitored_barrier on all ranks but rank 0": (
+        "if rank:\n    dist.monitored_barrier()",
+        r"monitored_barrier at line",
+    ),
+    "all in recv from anyone": ("dist.recv(torch.ones(1))", r"ranks 0-1 wait in recv at line 2 for a message from any"),
+    "splits that do not agree": (
+        (
+            "out, own, splits = torch.zeros(4), torch.ones(4), [[1, 3], [2, 2]][rank]\n"
+            "dist.all_to_all_single(out, own, splits, splits)"
+        ),
+        r"rank 0 sends 12 bytes to rank 1|all_to_all.*12 bytes|12 .*8",
+    ),
+    "different reductions": (
+        "dist.all_reduce(torch.ones(1), op=[dist.ReduceOp.MAX, dist.ReduceOp.SUM][rank])",
+        r"MAX.*SUM|SUM.*MAX",
+    ),
+    "all_gather of different sizes": (
+        "dist.all_gather([torch.zeros(2 + rank) for _ in range(2)], torch.zeros(2 + rank))",
+        r"all_gather.*(8|12).*(8|12)",
+    ),
+    "different operations of different sizes": (
+        (
+            "if rank == 0:\n    dist.all_gather_into_tensor(torch.zeros(200), torch.zeros(100))\n"
+            "else:\n    dist.reduce_scatter_tensor(torch.zeros(3000), torch.zeros(6000))"
+        ),
+        r"all_gather.*reduce_scatter|reduce_scatter.*all_gather",
+    ),
+    "a batch of sends and receives with one receive missing": (
+        (
+            "t, u = torch.ones(8_000_000), torch.zeros(8_000_000)\nops = [dist.P2POp(dist.isend, t, 1 - rank)]\n"
+            "if rank: ops.append(dist.P2POp(dist.irecv, u, 0))\nfor work in dist.batch_isend_irecv(ops): work.wait()"
+        ),
+        r"rank 1 waits in .*rank 0",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["gloo", "shm"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    """A kernel with 2 ranks."""
+    with Kernel(env={"AXON_NB_TRANSPORT": request.param}) as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        kernel.ok("%%distributed\nkept = rank")
+        yield kernel
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_what_ranks_do_differently_is_said_in_one_sentence(pair: Kernel, what: str) -> None:
+    code, sentence = CASES[what]
+    reply = pair.run(f"%%distributed\n{code}")
+    assert reply.status == "error", reply.stdout
+    assert re.search(sentence, reply.traceback), reply.traceback
+    after = pair.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), kept - rank")
+    assert after.lines() == ["[ranks 0-1] (2.0, 0)"]
+
+
+def test_a_monitored_barrier_still_names_who_does_not_come(pair: Kernel) -> None:
+    code = "from datetime import timedelta\nimport time\nif rank: time.sleep(3)\n"
+    reply = pair.run(f"%%distributed\n{code}dist.monitored_barrier(timeout=timedelta(seconds=0.5))")
+    assert re.search(r"(?i)rank 1 (failed|did not)", reply.traceback), reply.traceback
