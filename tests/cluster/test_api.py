@@ -223,7 +223,7 @@ def test_status_is_a_table_of_ranks(script: Script) -> None:
     assert script.value("s['rank'].tolist(), s['device'].tolist(), s['backend'].tolist()") == (
         [0, 1],
         ["cpu", "cpu"],
-        ["gloo", "gloo"],
+        ["shm", "shm"],
     )
     assert script.value("s['pid'].tolist() == list(c.run('import os\\nos.getpid()').values.values())") is True
     assert script.value("(s['memory'] > 50e6).all().item(), (s['device_memory'] == 0).all().item()") == (True, True)
@@ -239,12 +239,12 @@ def test_status_tells_what_ranks_do(script: Script) -> None:
 
 
 def test_the_cluster_says_what_it_is(script: Script) -> None:
-    assert script.value("repr(c)") == "Cluster('script', 2 ranks, gloo, running)"
+    assert script.value("repr(c)") == "Cluster('script', 2 ranks, shm, running)"
     assert script.value("axon_nb.current_cluster() is c, c.running, c.ranks, c.backend, c.engines") == (
         True,
         True,
         [0, 1],
-        "gloo",
+        "shm",
         "axon",
     )
 

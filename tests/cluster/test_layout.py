@@ -31,9 +31,19 @@ def no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_cards")
+def test_a_variable_chooses_what_ranks_on_cpus_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AXON_NB_CPU_BACKEND", "gloo")
+    assert plan_layout(2).backend == "gloo"
+    assert plan_layout(2, backend="shm").backend == "shm"
+    monkeypatch.setenv("AXON_NB_CPU_BACKEND", "mpi")
+    with pytest.raises(UsageError, match="AXON_NB_CPU_BACKEND must be shm or gloo; got mpi"):
+        plan_layout(2)
+
+
+@pytest.mark.usefixtures("no_cards")
 def test_without_cards_ranks_are_on_the_cpu() -> None:
     layout = plan_layout(3)
-    assert (layout.num_ranks, layout.backend, layout.devices) == (3, "gloo", ("cpu",) * 3)
+    assert (layout.num_ranks, layout.backend, layout.devices) == (3, "shm", ("cpu",) * 3)
     assert layout.visible is None
     assert layout.threads == max(1, CORES // 3)
     assert layout.notes == ()
@@ -88,7 +98,7 @@ def test_gloo_can_be_asked_for(driver: Driver) -> None:
 
 def test_the_cpu_can_be_asked_for_and_hides_the_cards(driver: Driver) -> None:
     layout = plan_layout(None, devices="cpu")
-    assert (layout.backend, set(layout.devices), layout.visible) == ("gloo", {"cpu"}, "")
+    assert (layout.backend, set(layout.devices), layout.visible) == ("shm", {"cpu"}, "")
 
 
 def test_what_the_user_has_hidden_stays_hidden(driver: Driver) -> None:
@@ -120,14 +130,14 @@ def test_a_mig_instance_is_what_ranks_see(driver: Driver) -> None:
 def test_all_cards_in_use_means_the_cpu_and_that_is_said(driver: Driver) -> None:
     driver.shows("1")
     layout = plan_layout(2)
-    assert (layout.backend, layout.devices) == ("gloo", ("cpu", "cpu"))
+    assert (layout.backend, layout.devices) == ("shm", ("cpu", "cpu"))
     assert "Skipping GPU 1 (in use)" in layout.notes[0]
 
 
 REFUSED = [
     ({"n": 0}, "-n must be at least 1; got 0."),
     ({"n": -3}, "-n must be at least 1; got -3."),
-    ({"n": 1, "backend": "mpi"}, "--backend must be one of auto, gloo, nccl; got mpi."),
+    ({"n": 1, "backend": "mpi"}, "--backend must be one of auto, shm, gloo, nccl; got mpi."),
     ({"n": 1, "devices": ""}, "must be `auto`, `cpu` or GPU numbers"),
     ({"n": 1, "devices": "gpu0"}, "must be `auto`, `cpu` or GPU numbers"),
     ({"n": 1, "devices": "0,,2"}, "must be `auto`, `cpu` or GPU numbers"),
@@ -137,6 +147,10 @@ REFUSED = [
     ({"n": 2, "devices": "2,2"}, "GPU 2 is listed twice"),
     ({"n": 4, "backend": "nccl"}, "there are 4 ranks and 3 free GPUs. Use `-n 3` or `--backend gloo`"),
     ({"n": 1, "backend": "nccl", "devices": "cpu"}, "NCCL needs GPUs, and none is free here"),
+    (
+        {"n": 2, "backend": "shm", "several_hosts": True},
+        "--backend shm is for the ranks of one host; use `--backend gloo` with --interface.",
+    ),
 ]
 
 
@@ -153,7 +167,7 @@ def test_what_cannot_be_is_refused_with_what_can(driver: Driver, wish: dict[str,
 @given(
     used=st.lists(st.integers(0, 2000), max_size=5),
     n=st.none() | st.integers(1, 9),
-    backend=st.sampled_from(["auto", "gloo", "nccl"]),
+    backend=st.sampled_from(["auto", "shm", "gloo", "nccl"]),
 )
 def test_every_plan_holds_together(driver: Driver, used: list[int], n: int | None, backend: str) -> None:
     driver.prints("".join(f"{i}, GPU-{i:08d}-0, Card, 16384, {mib}\n" for i, mib in enumerate(used)))

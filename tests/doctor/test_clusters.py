@@ -87,7 +87,7 @@ def test_without_clusters_there_is_nothing_to_do(desk: Desk) -> None:
 def test_a_detached_cluster_is_listed_and_stopped_without_a_trace(desk: Desk) -> None:
     desk.leave("train")
     one = desk.entry("train")
-    assert (one["num_ranks"], one["backend"], one["engines"]) == (2, "gloo", "axon")
+    assert (one["num_ranks"], one["backend"], one["engines"]) == (2, "shm", "axon")
     assert 0 < one["keep_alive_left_s"] <= 300
     assert psutil.Process(one["agent_pid"]).create_time() <= one["since"]
     processes = [psutil.Process(pid) for pid in (one["agent_pid"], *one["rank_pids"].values())]

@@ -75,7 +75,8 @@ def plan_layout(
     if backend == "auto":
         backend = ("nccl" if len(gpus) >= num_ranks else "gloo") if gpus else _cpu_backend()
     if gpus and len(gpus) < num_ranks:
-        notes.append(f"{num_ranks} ranks share {len(gpus)} GPU{'s' * (len(gpus) > 1)} (Gloo).")
+        through = "shared memory" if backend == "shm" else "Gloo"
+        notes.append(f"{num_ranks} ranks share {len(gpus)} GPU{'s' * (len(gpus) > 1)} ({through}).")
     rank_devices = tuple(f"cuda:{rank % len(gpus)}" if gpus else "cpu" for rank in range(num_ranks))
     visible = ",".join(gpu.selector for gpu in gpus) if gpus else ("" if devices == "cpu" else None)
     return Layout(num_ranks, backend, rank_devices, visible, threads or max(1, cores // num_ranks), tuple(notes))
