@@ -116,7 +116,7 @@ def test_states_by_formula_come_at_once(ready: Kernel) -> None:
 
 def test_what_has_no_plan_says_why(ready: Kernel) -> None:
     for name, words in {
-        "t_column": "There is no plan: its layers were sharded by hand",
+        "t_column": "The model's layers were sharded by hand (ColumnParallelLinear)",
         "t_nothing": "variable 't_nothing' does not exist.",
         "t_train": "'t_train' has type function: `%memory` accepts modules and optimizers.",
         "t_gpt_steps": "A plan needs one model, but t_gpt_steps holds 0. Name one: `%memory model`.",

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from axon_nb.engine.inspection.last_call import record_next_call, recorded_inputs
-from axon_nb.engine.inspection.model_skeleton import inner_model, is_recomputed, plain_class
 from axon_nb.engine.inspection.pipeline_facts import find_pipeline, first_stage, pipeline_facts
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
+from axon_nb.plan.skeleton import inner_model, is_recomputed, plain_class
 from axon_nb.records.memory import WITH_MOMENTUM, MemorySetup
 from axon_nb.records.protocol.contents import ModelFacts
 from axon_nb.torch_api import torch_api

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.engine.inspection.last_call import recorded_inputs
-from axon_nb.engine.inspection.model_skeleton import skeleton
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
+from axon_nb.plan.skeleton import capture
 from axon_nb.records.memory import MemorySetup
 
 __all__ = ["find_pipeline", "first_stage", "pipeline_facts", "stage_skeletons"]
@@ -101,7 +101,7 @@ def stage_skeletons(module: Any) -> dict[int, bytes]:
     """The skeletons of this rank's stages by stage number, as `join_stages` takes them.
 
     Raises:
-        SkeletonError: a stage cannot be sent to another process.
+        CaptureError: a stage cannot be sent to another process.
     """
     pipeline = find_pipeline(module)
     skeletons = {}
@@ -109,5 +109,5 @@ def stage_skeletons(module: Any) -> dict[int, bytes]:
         inner: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage
         is_section = issubclass(type(inner), loaded_class(*_SECTION))
         children = inner.named_children() if is_section else [(str(index), inner)]
-        skeletons[index] = skeleton(nn.Sequential(OrderedDict(children)))
+        skeletons[index] = capture(nn.Sequential(OrderedDict(children)), f"stage {index}", bare=True).factory
     return skeletons
