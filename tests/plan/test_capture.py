@@ -17,7 +17,7 @@ from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.plan.models import CapturedModel, TensorSpec
 from axon_nb.plan.process.worker import run_in_process
 from axon_nb.plan.skeleton import capture_or_reason
-from tests.plan.wrapped import described, plain
+from tests.plan.wrapped import described, plain, seen
 
 
 def _made(captured: CapturedModel) -> Any:
@@ -32,7 +32,7 @@ def test_values_are_not_captured() -> None:
 
 
 def test_wrappers_are_undone() -> None:
-    found = run_in_process("tests.plan.wrapped:seen", cloudpickle.dumps(None))
+    found = run_in_process(seen, cloudpickle.dumps(None))
     expected = described(plain())
     for name in ("plain", "fully_shard", "unsharded", "two axes", "ddp", "FSDP"):
         assert found[name] == (expected, (2, 8, 67)), name
