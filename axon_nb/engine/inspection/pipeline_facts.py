@@ -68,14 +68,14 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
     inputs = _full_batch(recorded_inputs(pipeline._stage_modules[0]), count)
     batch = next((value["shape"][0] for value in inputs or () if isinstance(value, dict) and value["shape"]), count)
     setup = MemorySetup(
-        world=pipeline.group.size() * sizes["dp"] * sizes["tp"],
+        world_size=pipeline.group.size() * sizes["dp"] * sizes["tp"],
         strategy="full_shard" if options.get("reshard_after_forward", True) else "shard_grad_op",
         mixed_precision="" if policy is None else str(policy.param_dtype).removeprefix("torch."),
         optimizer=optimizer,
         batch=batch,
         pp=pipeline.group.size(),
         tp=sizes["tp"],
-        microbatches=count,
+        num_microbatches=count,
     )
     return setup, inputs, {"schedule": pipeline.schedule.value, "tp_plan": tp_plan}, [*notes, _REPARTITIONED]
 

@@ -84,7 +84,8 @@ def test_each_command_of_the_agent_is_found_by_its_name(kind: Any) -> None:
 
 
 def test_events_of_the_agent_come_back_as_they_were() -> None:
-    for event in (Exit(2, 7, -9, 5, None, "last words", "crash"), ControllerExit(7, 1, 5), Closed()):
+    exit_of_rank = Exit(rank=2, pid=7, code=-9, time_ns=5, out_of_memory=None, last_output="last words", crash="crash")
+    for event in (exit_of_rank, ControllerExit(pid=7, code=1, time_ns=5), Closed()):
         assert decode_event(json.loads(json.dumps(encode_event(event)))) == event
     with pytest.raises(ProtocolError, match="unknown event 'party'"):
         decode_event({"event": "party"})
