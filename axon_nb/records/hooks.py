@@ -56,7 +56,7 @@ class Hook:
     capability: str = ""
     """The self-test's check that tries it for real; what is lost without it stands there."""
     upstream: str = ""
-    """The issue or pull request that changed it, or that would make it unnecessary; empty if none is known."""
+    """URL of the issue or pull request that changed it, or that would make it unnecessary; else of its source."""
     since: str = ""
     """The first version of the package that it is used with; empty: any."""
     before: str = ""
