@@ -1,11 +1,4 @@
-"""Memory use of a rank by role, and its source.
-
-Training setup as far as it determines memory: the current one, and what-if variations of it.
-
-State of a what-if question about memory: the question, the progress and the prediction.
-
-Picklable functions given by name, imported only in the process that calls them.
-"""
+"""Records about memory: the use of a rank by role, training setups, and what-if questions with their predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a group come to share memory: the first makes it, the others find it through the store."""
+"""How the ranks of a group get shared memory: the first rank creates it, the others find it through the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE_S = 0.005
 
 
 class ForeignHostError(CommError):
-    """The ranks cannot share memory: they differ in host, container or user, or the system lacks what is needed."""
+    """The ranks cannot share memory: host, container or user differ, or the system does not support it."""
 
 
 def form(
@@ -36,18 +36,18 @@ def form(
     """Map the memory of a group; collective over its ranks.
 
     Args:
-        store: Where the ranks meet.
+        store: The rendezvous store.
         rank: This process's rank in the group.
         members: Global ranks of the group.
-        key: Where the memory's address is in the store; another one each time.
-        limit_s: Seconds to wait for the others.
-        give_up: Called again and again; raises when the wait is to end.
-        max_bytes: How large the memory may be; 0: as is best.
+        key: The store's key for the memory's address; use a new one each time.
+        limit_s: Seconds to wait for the other ranks.
+        give_up: Called repeatedly; raises to abort the wait.
+        max_bytes: Maximum size of the memory; 0: the default size.
 
     Raises:
         ForeignHostError: the ranks cannot share memory.
         GroupLeftError: a rank died meanwhile.
-        SharedMemoryTimeoutError: a rank did not come.
+        SharedMemoryTimeoutError: a rank did not arrive.
     """
     if not futex.is_supported():
         raise ForeignHostError("Shared memory between ranks needs Linux on x86-64 or aarch64.")
@@ -73,7 +73,7 @@ def _open(store: Store, key: str, first: int, limit: float, give_up: Callable[[]
         if give_up is not None:
             give_up()
         if time.monotonic() > limit:
-            raise SharedMemoryTimeoutError(f"rank {first} did not make the group's memory in time")
+            raise SharedMemoryTimeoutError(f"rank {first} did not create the group's memory in time")
         time.sleep(_PIECE_S)
     try:
         return SharedMemory.open(bytes(store.get(key)).decode())

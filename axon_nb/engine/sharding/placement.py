@@ -1,8 +1,7 @@
-"""Placement of a tensor on its mesh. Private hook: torch's computation of a DTensor's local shape and offset.
+"""Placement of tensors: of DTensors on their mesh, and of parameters of axon_nb's tensor-parallel layers.
 
-Without it the offset of a shard is that of an even split, as `torch.chunk` makes it.
-
-Also finds parameters of axon_nb's own tensor-parallel layers: plain tensors, of which each rank of a group has a part.
+The layers hold plain tensors, of which each rank of a group has a part. Private hook: torch's computation of a
+DTensor's local shape and offset; without it, shards are assumed to be split evenly, as by `torch.chunk`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from axon_nb.comm.shared_memory.futex import copy
 __all__ = ["DIRECT_BYTES", "all_reduce", "all_reduce_small", "reduce", "reduce_scatter"]
 
 DIRECT_BYTES = 64 << 10
-"""Up to here each rank adds up everything itself, which is one wait; beyond, each adds up a part, which is two."""
+"""Up to this size each rank reduces everything itself, with one wait; above, each reduces a part, with two."""
 
 
 def all_reduce_small(rounds: Rounds, address: int, *, size: int, count: int, sums: Arithmetic, scratch: Any) -> None:

@@ -19,7 +19,7 @@ from axon_nb.records.ranks import format_ranks
 __all__ = ["Rounds"]
 
 _AHEAD = 5
-"""Collectives that a rank may be ahead of the slowest, when all those failed: what it announced can still be read."""
+"""How many failed collectives a rank may be ahead of the slowest one; its announcements are still readable then."""
 
 
 class Rounds:
@@ -27,7 +27,7 @@ class Rounds:
 
     Args:
         progress: The group's control pages.
-        limit_s: Seconds that a collective may take.
+        limit_s: Timeout of a collective in seconds.
     """
 
     def __init__(self, progress: Progress, limit_s: float) -> None:
@@ -38,7 +38,7 @@ class Rounds:
         self.rank, self.size = progress.rank, progress.size
         self.limit_s = limit_s
         self.sequence = 0
-        """How many collectives this rank has begun."""
+        """Number of collectives that this rank has started."""
         self._first_slot = 0
         self._base = 0
         self._fact = 0
@@ -46,7 +46,7 @@ class Rounds:
         self._met = 0
 
     def begin(self, fact: int, line: int) -> None:
-        """Begin a collective: say what it is, before any data move.
+        """Start a collective: announce it before any data moves.
 
         Raises:
             GroupLeftError: this rank or a peer has left the group.
@@ -65,9 +65,10 @@ class Rounds:
         """Wait until all ranks have announced this collective and posted step 1.
 
         Raises:
-            CollectiveMismatchError: a rank does something else; no rank goes on, and all can begin the next one.
-            GroupLeftError: a rank has left.
-            SharedMemoryTimeoutError: the limit is over.
+            CollectiveMismatchError: a rank makes a different call; none continues, and all can start the next
+                collective.
+            GroupLeftError: a rank left the group.
+            SharedMemoryTimeoutError: the timeout expired.
         """
         progress = self.progress
         progress.wait_for_all(self._base + 1, self._limit, self._raise_if_different)
@@ -81,28 +82,28 @@ class Rounds:
             raise CollectiveMismatchError(mismatch(calls, self.progress.members))
 
     def post(self, step: int) -> None:
-        """This rank has taken the step."""
+        """Post that this rank has finished the step."""
         self.progress.post(self._base + step)
 
     def wait(self, peer: int, step: int) -> None:
-        """Wait until a rank, or with -1 every rank, has taken the step."""
+        """Wait until a rank, or with -1 every rank, has finished the step."""
         if peer < 0:
             self.progress.wait_for_all(self._base + step, self._limit)
         elif peer != self.rank:
             self.progress.wait_for(peer, self._base + step, self._limit)
 
     def missing(self) -> str:
-        """The ranks that have not come to this collective, in words."""
+        """Name the ranks that have not arrived at this collective."""
         progress = self.progress
         ranks = [progress.members[peer] for peer, place in progress.others if progress.words[place] <= self._base]
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
     def slot(self, rank: int, piece: int) -> int:
-        """Where in the memory a piece of a rank's data stands."""
+        """Return the address of a piece of a rank's data."""
         return self.layout.slot(rank, (self._first_slot + piece) % SLOTS)
 
     def end(self, pieces: int) -> None:
-        """The collective is over and has used so many slots."""
+        """End the collective, which has used this many slots."""
         self._first_slot = (self._first_slot + pieces) % SLOTS
 
     def run(
