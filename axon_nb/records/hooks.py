@@ -54,7 +54,7 @@ class Hook:
     lost: str = ""
     """What users lose without it, as a clause; empty if `capability` says so."""
     capability: str = ""
-    """The self-test's check that tries it for real; what is lost without it stands there."""
+    """The self-test's check that tries it for real, and says what is lost without it."""
     upstream: str = ""
     """URL of the issue or pull request that changed it, or that would make it unnecessary; else of its source."""
     since: str = ""

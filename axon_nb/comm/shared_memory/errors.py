@@ -14,4 +14,4 @@ class PeerLostError(GroupLeftError):
 
 
 class SharedMemoryTimeoutError(RuntimeError):
-    """A wait reached its limit."""
+    """A wait timed out."""

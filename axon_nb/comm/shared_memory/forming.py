@@ -29,7 +29,7 @@ def form(
     rank: int,
     members: list[int],
     key: str,
-    limit_s: float,
+    timeout_s: float,
     give_up: Callable[[], None] | None = None,
     max_bytes: int = 0,
 ) -> Progress:
@@ -40,7 +40,7 @@ def form(
         rank: This process's rank in the group.
         members: Global ranks of the group.
         key: The store's key for the memory's address; use a new one each time.
-        limit_s: Seconds to wait for the other ranks.
+        timeout_s: Seconds to wait for the other ranks.
         give_up: Called repeatedly; raises to abort the wait.
         max_bytes: Maximum size of the memory; 0: the default size.
 
@@ -51,7 +51,7 @@ def form(
     """
     if not futex.is_supported():
         raise ForeignHostError("Shared memory between ranks needs Linux on x86-64 or aarch64.")
-    limit = time.monotonic() + limit_s
+    deadline = time.monotonic() + timeout_s
     layout = Layout.of(len(members), max_bytes)
     descriptor = -1
     try:
@@ -59,20 +59,20 @@ def form(
             descriptor = SharedMemory.create(layout)
             store.set(key, SharedMemory.address_of(descriptor))
         else:
-            descriptor = _open(store, key, members[0], limit, give_up)
+            descriptor = _open(store, key, members[0], deadline, give_up)
         progress = Progress(SharedMemory(descriptor, layout), rank, members, give_up)
-        progress.wait_until_ready(limit)
+        progress.wait_until_ready(deadline)
         return progress
     finally:
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _open(store: Store, key: str, first: int, limit: float, give_up: Callable[[], None] | None) -> int:
+def _open(store: Store, key: str, first: int, deadline: float, give_up: Callable[[], None] | None) -> int:
     while not store.check([key]):
         if give_up is not None:
             give_up()
-        if time.monotonic() > limit:
+        if time.monotonic() > deadline:
             raise SharedMemoryTimeoutError(f"rank {first} did not create the group's memory in time")
         time.sleep(_PIECE_S)
     try:

@@ -81,7 +81,7 @@ class SharedMemoryGroup(CollectiveOperations):
             rank=rank,
             members=list(members) or list(range(size)),
             key=key,
-            limit_s=seconds,
+            timeout_s=seconds,
             give_up=give_up,
         )
         self._line = line
@@ -155,7 +155,7 @@ class SharedMemoryGroup(CollectiveOperations):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of operations that start from now on."""
-        self._rounds.limit_s = timeout.total_seconds()
+        self._rounds.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
     supports_coalescing = supports_splitting = False

@@ -81,12 +81,12 @@ class Messages:
     Args:
         progress: The group's control pages.
         name: Name of the helper thread.
-        limit_s: Seconds that a wait for a message may take.
+        timeout_s: Seconds that a wait for a message may take.
         leave: Called with an error after which the group is unusable.
     """
 
-    def __init__(self, progress: Progress, name: str, limit_s: float, leave: Callable[[BaseException], None]) -> None:
-        self._progress, self._name, self._limit_s, self.leave = progress, name, limit_s, leave
+    def __init__(self, progress: Progress, name: str, timeout_s: float, leave: Callable[[BaseException], None]) -> None:
+        self._progress, self._name, self._timeout_s, self.leave = progress, name, timeout_s, leave
         memory, rank = progress.memory, progress.rank
         self._peers = range(progress.size)
         self._out = [OutRing(memory, rank, peer) for peer in self._peers]
@@ -214,7 +214,7 @@ class Messages:
             return True
         return any(item.source in (ANY, peer) for item in self._receives)
 
-    def drive(self, work: SharedWork, limit: float) -> None:
+    def drive(self, work: SharedWork, deadline: float) -> None:
         """Move messages until `work` is done.
 
         Raises:
@@ -222,18 +222,18 @@ class Messages:
             SharedMemoryTimeoutError: the group's timeout expired.
         """
         try:
-            self._drive(work, limit, time.monotonic() + self._limit_s)
+            self._drive(work, deadline, time.monotonic() + self._timeout_s)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def _drive(self, work: SharedWork, limit: float, end: float) -> None:
+    def _drive(self, work: SharedWork, deadline: float, end: float) -> None:
         while True:
             words, awaited = self._advance()
             if work.is_completed():
                 return
-            self._progress.look_around(awaited, end)
-            if time.monotonic() > limit:
+            self._progress.check_wait(awaited, end)
+            if time.monotonic() > deadline:
                 return
             if len(words) == 1:
                 futex.wait(*words[0], SLICE_S)
@@ -285,7 +285,7 @@ class Messages:
                 self._idle = True  # messages that start from now on wake this thread
                 words, awaited = self._advance()
                 if words:
-                    self._progress.look_around(awaited, time.monotonic() + self._limit_s)
+                    self._progress.check_wait(awaited, time.monotonic() + self._timeout_s)
             except BaseException as error:
                 self.fail(error)
                 words = []

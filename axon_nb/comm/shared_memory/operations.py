@@ -205,7 +205,7 @@ class CollectiveOperations(PythonProcessGroup):
             SharedMemoryTimeoutError: ranks did not arrive within `timeout`.
         """
         line, work = self._line(), SharedWork([])
-        seconds = timeout.total_seconds() if timeout is not None else self._rounds.limit_s
+        seconds = timeout.total_seconds() if timeout is not None else self._rounds.timeout_s
         self._order.put(lambda: self._calls.monitored_barrier(seconds, line), work)
         work.wait()
 

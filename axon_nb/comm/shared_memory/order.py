@@ -64,7 +64,7 @@ class Order:
             if self._jobs or self._closed:
                 self._changed.notify()
 
-    def run_or_put(self, job: Job, work: SharedWork, limit: float) -> None:
+    def run_or_put(self, job: Job, work: SharedWork, deadline: float) -> None:
         """Run `job` as `run_now` does, or queue it as `put` does; called on the thread that waits for `work`."""
         try:
             if not self.run_now(job):
@@ -94,7 +94,7 @@ class Order:
                 self._helper.start()
             self._changed.notify()
 
-    def _take_over(self, work: SharedWork, limit: float) -> None:
+    def _take_over(self, work: SharedWork, deadline: float) -> None:
         """Run the job of `work` on this thread if it is next."""
         with self._lock:
             if self._is_busy or not self._jobs or self._jobs[0][1] is not work:

@@ -62,7 +62,7 @@ class Progress:
         futex.wake(self.own_address)
 
     def _raise_word(self, word: int, value: int) -> None:
-        """Write a word of the own page, after everything that was written before."""
+        """Write a word of this rank's page, after everything that was written before."""
         if futex.NEEDS_FENCE:
             futex.fence()
         self.words[self.own + word] = value
@@ -103,12 +103,12 @@ class Progress:
         self.words[self.own] = value
         futex.wake(self.own_address)
 
-    def wait_for_all(self, target: int, limit: float, check: Callable[[], None] | None = None) -> None:
+    def wait_for_all(self, target: int, deadline: float, check: Callable[[], None] | None = None) -> None:
         """Wait until every other rank has reached `target`.
 
         Args:
             target: The progress.
-            limit: Deadline on `time.monotonic`.
+            deadline: Deadline on `time.monotonic`.
             check: Called with every periodic check; raises to abort the wait.
 
         Raises:
@@ -118,19 +118,21 @@ class Progress:
         words = self.words
         for peer, place in self.others:
             if words[place] < target:
-                self._sleep(peer, place, target, limit, check)
+                self._sleep(peer, place, target, deadline, check)
         if futex.NEEDS_FENCE:
             futex.fence()
 
-    def wait_for(self, peer: int, target: int, limit: float) -> None:
+    def wait_for(self, peer: int, target: int, deadline: float) -> None:
         """Wait until one rank has reached `target`; like `wait_for_all`."""
         place = self.places[peer]
         if self.words[place] < target:
-            self._sleep(peer, place, target, limit)
+            self._sleep(peer, place, target, deadline)
         if futex.NEEDS_FENCE:
             futex.fence()
 
-    def _sleep(self, peer: int, place: int, target: int, limit: float, check: Callable[[], None] | None = None) -> None:
+    def _sleep(
+        self, peer: int, place: int, target: int, deadline: float, check: Callable[[], None] | None = None
+    ) -> None:
         words = self.words
         for _ in range(_LOOKS):
             if words[place] >= target:
@@ -140,19 +142,19 @@ class Progress:
         words[self.own + _AWAITED] = peer + 1
         try:
             while (seen := words[place]) < target:
-                self.look_around((peer,), limit)
+                self.check_wait((peer,), deadline)
                 if check is not None:
                     check()
                 futex.wait(address, seen, SLICE_S)
         finally:
             words[self.own + _AWAITED] = 0
 
-    def look_around(self, awaited: Sequence[int], limit: float) -> None:
+    def check_wait(self, awaited: Sequence[int], deadline: float) -> None:
         """Raise if waiting is pointless.
 
         Args:
             awaited: Group ranks that this one waits for; if one is dead, the wait ends.
-            limit: Deadline on `time.monotonic`.
+            deadline: Deadline on `time.monotonic`.
 
         Raises:
             GroupLeftError: a rank left the group or died.
@@ -165,16 +167,16 @@ class Progress:
         if self._give_up is not None:
             self._give_up()
         now = time.monotonic()
-        if now > limit:
+        if now > deadline:
             raise SharedMemoryTimeoutError(f"timed out while waiting for {self._names(awaited)}")
-        if now - self._looked_at < SLICE_S:
+        if now - self._checked_at < SLICE_S:
             return
-        self._looked_at = now
+        self._checked_at = now
         for peer in awaited:
             if not self.is_alive(peer):
                 raise PeerLostError(f"rank {self.members[peer]} died while this rank waited for it")
 
-    _looked_at = 0.0
+    _checked_at = 0.0
 
     def has_left(self) -> bool:
         """Whether this rank has left the group."""
@@ -199,7 +201,7 @@ class Progress:
         pid, started = self.words[place + _PID], self.words[place + _START]
         return not pid or not started or start_time(pid) == started
 
-    def wait_until_ready(self, limit: float) -> None:
+    def wait_until_ready(self, deadline: float) -> None:
         """Wait until every rank has mapped the memory.
 
         Raises:
@@ -208,7 +210,7 @@ class Progress:
         """
         for peer, place in self.others:
             while not self.words[place + _READY]:
-                self.look_around((peer,), limit)
+                self.check_wait((peer,), deadline)
                 futex.wait(self.memory.address + place * WORD, 0, SLICE_S)
 
     def leave(self, reason: str, *, closed: bool = False) -> None:

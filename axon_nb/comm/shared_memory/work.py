@@ -68,25 +68,25 @@ class SharedWork(Work):
             RuntimeError: it failed, or `timeout` expired; the operation then continues.
         """
         if not self._over:
-            limit = float("inf")
+            deadline = float("inf")
             if timeout is not None and timeout > timedelta(0):
-                limit = time.monotonic() + timeout.total_seconds()
-            self._sleep(limit)
+                deadline = time.monotonic() + timeout.total_seconds()
+            self._sleep(deadline)
         if self._error is not None:
             raise self._error
         return True
 
-    def _sleep(self, limit: float) -> None:
+    def _sleep(self, deadline: float) -> None:
         if (drive := self._drive) is not None:
-            drive(limit)
+            drive(deadline)
         sleeper = threading.Lock()
         sleeper.acquire()
         with self._lock:
             if self.is_completed():
                 return
             self._sleepers.append(sleeper)
-        while not sleeper.acquire(timeout=max(0.0, min(_SLICE_S, limit - time.monotonic()))):
-            if time.monotonic() >= limit:
+        while not sleeper.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
                 with self._lock:
                     if sleeper in self._sleepers:
                         self._sleepers.remove(sleeper)
@@ -183,7 +183,7 @@ class JoinedWork(SharedWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether all are over."""
+        """Whether all are done."""
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> list[torch.Tensor]:

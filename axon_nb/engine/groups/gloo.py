@@ -126,7 +126,7 @@ def close_connections(backend: Any) -> None:
 
 
 def abandon(group: dist.ProcessGroup) -> None:
-    """Keep a closed group for ever: its destructor joins stuck threads while it holds the GIL, and hangs."""
+    """Keep a closed group forever: its destructor joins stuck threads while it holds the GIL, and hangs."""
     _abandoned.append(group)
 
 

@@ -204,13 +204,13 @@ class Calls:
             SharedMemoryTimeoutError: ranks did not arrive in time.
         """
         rounds, started = self._rounds, time.monotonic()
-        normal, rounds.limit_s = rounds.limit_s, seconds
+        normal, rounds.timeout_s = rounds.timeout_s, seconds
         try:
             self.barrier(line)
         except SharedMemoryTimeoutError:
             missing = rounds.missing()
             raise SharedMemoryTimeoutError(
-                f"monitored_barrier: {missing} did not come within {time.monotonic() - started:.1f} s"
+                f"monitored_barrier: {missing} did not arrive within {time.monotonic() - started:.1f} s"
             ) from None
         finally:
-            rounds.limit_s = normal
+            rounds.timeout_s = normal

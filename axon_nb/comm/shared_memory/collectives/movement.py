@@ -135,7 +135,7 @@ def all_to_all(
     mine[:n], mine[n:] = sent, taken
     write(0)
     rounds.post(1)
-    rounds.meet()
+    rounds.wait_for_peers()
     tables = np.stack([np.frombuffer(rounds.buffer, np.int64, 2 * n, rounds.slot(rank, 0)) for rank in range(n)])
     pieces = _pieces(int(tables.max()), piece)
     wrong = np.argwhere(tables[:, :n] != tables[:, n:].T)

@@ -33,7 +33,7 @@ def all_reduce_small(rounds: Rounds, address: int, *, size: int, count: int, sum
     base = rounds.address
     copy(base + rounds.slot(rounds.rank, 0), address, size)
     rounds.post(1)
-    rounds.meet()
+    rounds.wait_for_peers()
     if count:
         buffer = rounds.buffer
         sums.reduce((scratch[0], 0), [(buffer, rounds.slot(rank, 0)) for rank in range(rounds.size)], count)
@@ -86,7 +86,7 @@ def all_reduce(rounds: Rounds, address: int, *, target: Any, count: int, item: i
                     copy(place + start, base + rounds.slot(rank, i - 2) + start, edges[rank + 1] * item - start)
         rounds.post(i + 1)
         if i == 0:
-            rounds.meet()
+            rounds.wait_for_peers()
     rounds.end(pieces)
 
 

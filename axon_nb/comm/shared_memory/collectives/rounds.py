@@ -1,8 +1,8 @@
 """One collective, step by step: announce, meet, then move pieces through the slots.
 
-A step is: write a piece into an own slot, post the step, wait until the others have posted the step before, read what
-they wrote there. So a rank that has posted step `i + 1` has written piece `i` and has read piece `i - 2`. With four
-slots nobody writes to a slot that somebody may still read, within a collective and from one to the next.
+In each step a rank writes a piece into one of its slots, posts the step, waits until the others have posted the
+previous step, and reads what they wrote. A rank that has posted step `i + 1` has therefore written piece `i` and read
+piece `i - 2`. With four slots, no rank writes to a slot that another may still read, also across collectives.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Rounds:
 
     Args:
         progress: The group's control pages.
-        limit_s: Timeout of a collective in seconds.
+        timeout_s: Timeout of a collective in seconds.
     """
 
-    def __init__(self, progress: Progress, limit_s: float) -> None:
+    def __init__(self, progress: Progress, timeout_s: float) -> None:
         self.progress = progress
         self.layout = progress.memory.layout
         self.buffer = progress.memory.bytes
         self.address = progress.memory.address
         self.rank, self.size = progress.rank, progress.size
-        self.limit_s = limit_s
+        self.timeout_s = timeout_s
         self.sequence = 0
         """Number of collectives that this rank has started."""
         self._first_slot = 0
         self._base = 0
         self._fact = 0
-        self._limit = 0.0
+        self._deadline = 0.0
         self._met = 0
 
     def begin(self, fact: int, line: int) -> None:
@@ -53,15 +53,15 @@ class Rounds:
         """
         progress = self.progress
         progress.raise_if_left()
-        self._limit = time.monotonic() + self.limit_s
+        self._deadline = time.monotonic() + self.timeout_s
         self.sequence = sequence = self.sequence + 1
         if sequence - self._met > _AHEAD:
-            progress.wait_for_all((sequence - _AHEAD) * STEPS, self._limit)
+            progress.wait_for_all((sequence - _AHEAD) * STEPS, self._deadline)
         self._base = sequence * STEPS
         self._fact = fact
         progress.announce(sequence, fact, line)
 
-    def meet(self) -> None:
+    def wait_for_peers(self) -> None:
         """Wait until all ranks have announced this collective and posted step 1.
 
         Raises:
@@ -71,7 +71,7 @@ class Rounds:
             SharedMemoryTimeoutError: the timeout expired.
         """
         progress = self.progress
-        progress.wait_for_all(self._base + 1, self._limit, self._raise_if_different)
+        progress.wait_for_all(self._base + 1, self._deadline, self._raise_if_different)
         if not progress.same_call(self.sequence, self._fact):
             self._raise_if_different()
         self._met = self.sequence
@@ -88,9 +88,9 @@ class Rounds:
     def wait(self, peer: int, step: int) -> None:
         """Wait until a rank, or with -1 every rank, has finished the step."""
         if peer < 0:
-            self.progress.wait_for_all(self._base + step, self._limit)
+            self.progress.wait_for_all(self._base + step, self._deadline)
         elif peer != self.rank:
-            self.progress.wait_for(peer, self._base + step, self._limit)
+            self.progress.wait_for(peer, self._base + step, self._deadline)
 
     def missing(self) -> str:
         """Name the ranks that have not arrived at this collective."""
@@ -120,7 +120,7 @@ class Rounds:
         if write:
             write(0)
         self.post(1)
-        self.meet()
+        self.wait_for_peers()
         for piece in range(1, pieces):
             if write:
                 write(piece)
