@@ -40,6 +40,7 @@ _TRANSFORMERS = (awaited_cells, help_requests, auto_cells)
 
 def load(shell: InteractiveShell) -> None:
     """Register the magics; report a cluster of this notebook that is still running, else start warming up."""
+    settings.configure(shell.config.get("AxonNB", {}))
     for cls in _CLASSES:
         shell.register_magics(cls)
         _add_help(shell, cls)

@@ -6,16 +6,16 @@ import argparse
 import datetime as dt
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from IPython.display import display
 
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser
-from axon_nb.records.protocol.cells import Measurement
+from axon_nb.records.protocol.cells import Measurement, Profile
 from axon_nb.records.ranks import resolve_ranks
 
 if TYPE_CHECKING:
@@ -67,16 +67,25 @@ def _slowest(wall: Mapping[int, float]) -> list[str]:
     return [f"slowest: rank {rank}, {duration(wall[rank] - others)} more than the median of the others"]
 
 
-def profile_frame(profiles: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
+_COLUMNS = {
+    "name": "operation",
+    "calls": "calls",
+    "self_cpu_ms": "self CPU ms",
+    "cpu_ms": "CPU ms",
+    "self_device_ms": "self device ms",
+}
+
+
+def profile_frame(profiles: Mapping[int, Profile]) -> pd.DataFrame:
     """Return one row per rank and operation, in milliseconds; those that took longest first.
 
     Args:
-        profiles: The fields of `axon_nb.records.protocol.cells.Profile`, by rank.
+        profiles: By rank.
     """
     import pandas as pd
 
-    rows = [{"rank": rank, **row} for rank, profile in sorted(profiles.items()) for row in profile["rows"]]
-    return pd.DataFrame(rows)
+    rows = [{"rank": rank, **asdict(one)} for rank, profile in sorted(profiles.items()) for one in profile.operations]
+    return pd.DataFrame(rows).rename(columns=_COLUMNS).dropna(axis="columns", how="all")
 
 
 _FOLDER = "axon_profiles"
@@ -122,10 +131,10 @@ class Measures:
         if result.profiles:
             self._show_profiles(result.profiles)
 
-    def _show_profiles(self, profiles: Mapping[int, Mapping[str, Any]]) -> None:
+    def _show_profiles(self, profiles: Mapping[int, Profile]) -> None:
         display(profile_frame(profiles))
         for rank, profile in profiles.items():
-            print(f"rank {rank}: {profile['trace']}")
+            print(f"rank {rank}: {profile.trace}")
         print(
             f"Open a trace in chrome://tracing or ui.perfetto.dev, or all with `tensorboard --logdir {self.folder}` "
             "(with the plugin torch-tb-profiler)."

@@ -32,7 +32,8 @@ Rooms: all that use something of another package without a promise that it stays
   with each torch. `tests/structure/test_hooks.py` finds private names in the code that have no entry.
 
 To add a hook, add a table to the register and run `make fix`. In the tables, *lost* is what users lose without it, and
-*versions* are those of the package that use it, if not all.
+*versions* are those of the package that use it, if not all. Each hook links to the issue or pull request upstream that
+changed it or would make it unnecessary, else to its source.
 """
 
 
@@ -47,7 +48,8 @@ def _versions(hook: hooks.Hook) -> str:
 
 
 def _upstream(hook: hooks.Hook) -> str:
-    return f" ([#{hook.upstream.rpartition('/')[2]}]({hook.upstream}))" if hook.upstream else ""
+    name = hook.upstream.rpartition("/")[2]
+    return f" ([{f'#{name}' if name.isdecimal() else name}]({hook.upstream}))"
 
 
 def _row(hook: hooks.Hook) -> str:

@@ -18,12 +18,13 @@ from axon_nb.cluster.inspection.variables import difference_frame, variables_fra
 from axon_nb.cluster.launch.engines import shut_down_foreign
 from axon_nb.cluster.recovery.repair import repair
 from axon_nb.cluster.recovery.report import RepairReport
-from axon_nb.cluster.settings import Settings, settings_facts
+from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.state import ClusterState
 from axon_nb.cluster.transfer import push_pull
 from axon_nb.cluster.transfer.broadcast import SyncReport, sync
 from axon_nb.cluster.transfer.scatter_gather import join_values, split_value
-from axon_nb.records.protocol.agent import SetInfo, Signal
+from axon_nb.records.protocol.agent import Signal
+from axon_nb.records.protocol.joining import EngineInfo
 from axon_nb.records.ranks import resolve_ranks
 from axon_nb.records.telemetry import RankState
 
@@ -51,8 +52,6 @@ class Cluster:
         """Name of the ipyparallel launcher that runs the ranks; ``axon``: forked from the host agent."""
         self.layout = state.layout
         self.connection = state.connection
-        self.rank_info = state.rank_info
-        """What each rank reported when it joined: host, pid, device, cores, gpus."""
         self.health = state.health
         self.running_cell: CellHandle | None = None
         """The cell that was running, or had finished meanwhile, when this notebook attached; None: there was none."""
@@ -76,6 +75,11 @@ class Cluster:
     def launched(self) -> Any:
         """The ipyparallel object that launched the engines, in the process that did; None after an attach."""
         return self.state.launched
+
+    @property
+    def rank_info(self) -> tuple[EngineInfo, ...]:
+        """What each rank reported when it joined: host, pid, device, cores, gpus."""
+        return self.state.rank_info
 
     @property
     def settings(self) -> Settings:
@@ -224,9 +228,7 @@ class Cluster:
 
     def apply_settings(self, changed: Mapping[str, Any]) -> None:
         """Change settings that take effect while the cluster runs; `axon_nb.cluster.settings` validates the values."""
-        own = dataclasses.replace(self.settings, **changed)
-        self.connection.agent.call(SetInfo(settings_facts(own)))
-        self.state.settings = own
+        self.state.apply_settings(dataclasses.replace(self.settings, **changed))
 
     def stop(self) -> None:
         """Stop all ranks, the controller and the agent, and remove their files. A second call does nothing."""

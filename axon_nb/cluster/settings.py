@@ -142,6 +142,20 @@ class LiveSettings(Settings):
         self._chosen.update(wanted)
         return [f"{self.assigned(name)}{self._when(name)}" for name in wanted]
 
+    def configure(self, section: Mapping[str, Any]) -> None:
+        """Take values from the section `c.AxonNB` of IPython's configuration, as if they were defaults.
+
+        What `set` has changed stays, and an attached cluster keeps its own.
+
+        Raises:
+            UsageError: there is no such setting, or a value is invalid; nothing is changed.
+        """
+        try:
+            wanted = {name: _of(name).kind.read(name, value) for name, value in section.items()}
+        except UsageError as error:
+            raise UsageError(f"c.AxonNB in IPython's configuration: {error}") from None
+        vars(self).update({name: value for name, value in wanted.items() if name not in self._chosen})
+
     def _apply(self, wanted: Mapping[str, Value]) -> None:
         cluster = self.running()
         now = {name: value for name, value in wanted.items() if _applies_to_cluster(name)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 from axon_nb.cluster.failures.health import ActiveCell, Health
@@ -11,10 +11,9 @@ from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.cluster.settings import Settings
+from axon_nb.cluster.settings import Settings, settings_facts
 from axon_nb.records.protocol.agent import SetInfo
-from axon_nb.records.protocol.joining import EngineInfo
-from axon_nb.records.protocol.wire import encode
+from axon_nb.records.protocol.joining import ClusterFacts, EngineInfo
 
 __all__ = ["ClusterState"]
 
@@ -26,38 +25,38 @@ class ClusterState:
         connection: Its host agent and its client.
         layout: Its ranks, devices and backend.
         settings: Its own copy of the settings.
-        name: Its name.
-        engines: Name of the ipyparallel launcher that runs the ranks.
-        rank_info: What each rank reported when it joined.
+        facts: What the host agent stores about it.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        layout: Layout,
-        settings: Settings,
-        *,
-        name: str,
-        engines: str,
-        rank_info: Sequence[EngineInfo],
-    ) -> None:
-        self.name = name
-        self.engines = engines
-        """Name of the ipyparallel launcher that runs the ranks; ``axon``: forked from the host agent."""
+    def __init__(self, connection: Connection, layout: Layout, settings: Settings, facts: ClusterFacts) -> None:
         self.layout = layout
         self.connection = connection
         self.settings = settings
+        self._facts = facts
         self.launched: Any = None
         """The ipyparallel object that launched the engines, in the process that did; None after an attach."""
-        self.rank_info = list(rank_info)
-        """What each rank reported when it joined."""
         self.active_cells: list[ActiveCell] = []
         """The cells that are running."""
-        replaceable = engines == "axon" and compatibility.can_replace(rank_info, layout.backend)
+        replaceable = engines == "axon" and compatibility.can_replace(facts.rank_info, layout.backend)
         way_back = REPAIR_HINT if replaceable else compatibility.RESTART
-        self.health = Health(name, lambda: list(self.active_cells), remedy=way_back)
+        self.health = Health(facts.name, lambda: list(self.active_cells), remedy=way_back)
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)
+
+    @property
+    def name(self) -> str:
+        """The cluster's name."""
+        return self._facts.name
+
+    @property
+    def engines(self) -> str:
+        """Name of the ipyparallel launcher that runs the ranks; ``axon``: forked from the host agent."""
+        return self._facts.engines
+
+    @property
+    def rank_info(self) -> tuple[EngineInfo, ...]:
+        """What each rank reported when it joined."""
+        return self._facts.rank_info
 
     @property
     def client(self) -> RankClient:
@@ -96,8 +95,17 @@ class ClusterState:
 
     def mark_replaced(self, rank: int, info: EngineInfo) -> None:
         """Record that a new process, which reported `info`, has replaced `rank`."""
-        self.rank_info[rank] = info
+        rank_info = (*self.rank_info[:rank], info, *self.rank_info[rank + 1 :])
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
         self.health.lost_contexts.discard(rank)
-        self.connection.agent.call(SetInfo({"rank_info": encode(self.rank_info, list[EngineInfo])}))
+        self._store(dataclasses.replace(self._facts, rank_info=rank_info))
+
+    def apply_settings(self, own: Settings) -> None:
+        """Replace the cluster's own copy of the settings, also for notebooks that attach later."""
+        self._store(dataclasses.replace(self._facts, **settings_facts(own)))
+        self.settings = own
+
+    def _store(self, facts: ClusterFacts) -> None:
+        self.connection.agent.call(SetInfo(facts))
+        self._facts = facts

@@ -1,7 +1,4 @@
-"""Gradient buckets: many gradients in one message.
-
-Average gradients over ranks, in few messages.
-"""
+"""Averages gradients over ranks in few messages: many gradients share one bucket."""
 
 from __future__ import annotations
 

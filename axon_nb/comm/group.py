@@ -1,9 +1,7 @@
-"""Process groups, as seen by members and non-members.
+"""Process groups, as seen by members and non-members, and how often they were rebuilt.
 
-Counts how often the process groups of this process were rebuilt underneath the objects that hold them.
-
-After a rebuild no communication is pending in any group: code that tracks pending calls compares the count and drops
-its records.
+Groups are rebuilt underneath the objects that hold them. After that, no communication is pending in any group: code
+that tracks pending calls compares the count and drops its records.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Backends and reduce operations.
-
-The handle that `async_op=True` returns.
-"""
+"""Backends, reduce operations, and the handle that `async_op=True` returns."""
 
 from __future__ import annotations
 

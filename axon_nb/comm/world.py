@@ -1,8 +1,7 @@
-"""The world: all ranks of the default process group.
+"""The world (all ranks of the default process group), with rank and world size as functions.
 
-This process's rank and world size as functions. Not in `__all__`: in cells, both names are numbers.
-
-Read rank and world size from a launcher's environment: torchrun, Open MPI, MPICH and Intel MPI, Slurm.
+The functions are not in `__all__`: in cells, both names are numbers. Rank and world size come from the launcher's
+environment: torchrun, Open MPI, MPICH and Intel MPI, or Slurm.
 """
 
 from __future__ import annotations

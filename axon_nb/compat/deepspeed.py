@@ -1,11 +1,8 @@
-"""Resets DeepSpeed engines to the state before a step after the step was aborted.
+"""Patches DeepSpeed when a cell imports it, and resets its engines after an aborted step to the state before the step.
 
 Uses private parts of DeepSpeed, as of version 0.19; each line says what goes wrong without it. An engine that cannot be
-reset raises when it is used, instead of training on with half a gradient.
-
-Gradients of the micro-batches since the last step are lost; weights and optimizer states are kept.
-
-What is changed in DeepSpeed when a cell imports it.
+reset raises when it is used, instead of training on with half a gradient. Gradients of the micro-batches since the last
+step are lost; weights and optimizer states are kept.
 
 The register lists the private hooks as `deepspeed.reset`, `deepspeed.zero`, `deepspeed.setup` and `deepspeed.groups`.
 """

@@ -1,9 +1,7 @@
-"""Environment variables that tell frameworks which device to use; torchrun's variables are set elsewhere.
+"""Prepares frameworks for ranks: environment variables that select the device, and torch.compile.
 
-Keeps torch.compile from compiling our own code, by a private hook: Dynamo's list of skipped code.
-
-If a compiled model communicates, Dynamo would also try to compile the methods of recoverable groups and fail, because
-their objects are opaque to it.
+torchrun's variables are set elsewhere. Private hook: Dynamo's list of skipped code. If a compiled model communicates,
+Dynamo would also try to compile the methods of recoverable groups and fail, because their objects are opaque to it.
 """
 
 from __future__ import annotations

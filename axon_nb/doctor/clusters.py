@@ -86,9 +86,9 @@ def _examine(run_dir: RunDir) -> FoundCluster | None:
         name,
         "unresponsive",
         num_ranks=int(info["world_size"]),
-        backend=str(info.get("layout", {}).get("backend", "")),
+        backend=str((info.get("layout") or {}).get("backend", "")),
         engines=str(info.get("engines", "")),
-        has_joined="layout" in info,
+        has_joined=bool(info.get("layout")),
     )
     try:
         with AgentQuery(run_dir, timeout_s=_REPLY_TIMEOUT_S) as agent:
@@ -101,9 +101,9 @@ def _examine(run_dir: RunDir) -> FoundCluster | None:
     attached = bool(reply["attached"])
     remaining_s = None
     if not attached and reply["left_ns"]:
-        keep_alive = float(reply["info"].get("keep_alive_s", 0.0))
+        keep_alive = float(info.get("keep_alive_s", 0.0))
         remaining_s = max(0.0, keep_alive - (time.monotonic_ns() - int(reply["left_ns"])) / 1e9)
-    pids = _rank_pids(reply)
+    pids = _rank_pids(reply, info)
     since = _started([*pids.values(), int(reply["pid"])])
     return replace(
         unresponsive,
@@ -115,12 +115,12 @@ def _examine(run_dir: RunDir) -> FoundCluster | None:
     )
 
 
-def _rank_pids(reply: dict[str, Any]) -> dict[int, int]:
+def _rank_pids(reply: Mapping[str, Any], info: Mapping[str, Any]) -> dict[int, int]:
     forked = {int(rank): int(pid) for rank, pid in reply["ranks"].items()}
     if not forked:  # other launchers started them; each rank has reported its host and pid
         here = socket.gethostname()
-        rank_info = reply["info"].get("rank_info", [])
-        forked = {rank: int(info["pid"]) for rank, info in enumerate(rank_info) if info.get("host") == here}
+        reported = enumerate(info.get("rank_info", []))
+        forked = {rank: int(each["pid"]) for rank, each in reported if each.get("host") == here}
     return dict(sorted(forked.items()))
 
 

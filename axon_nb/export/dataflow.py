@@ -1,6 +1,6 @@
-"""Static analysis of statements: which names they bind, use and may mutate, from the syntax tree alone.
+"""Static analysis of statements, from the syntax tree alone: which names they bind, use and may mutate.
 
-Liveness: which cells the final state depends on, and which statements produced a value.
+It decides which cells the final state depends on, and which statements produced a value.
 """
 
 from __future__ import annotations

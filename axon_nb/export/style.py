@@ -1,7 +1,4 @@
-"""Formats cells' code for a script without changing its meaning.
-
-Clean-up with ruff, if installed: sort imports, and silence the rules that the cells' own style breaks.
-"""
+"""Formats cells' code for a script without changing its meaning; ruff, if installed, also sorts imports."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Translates IPython syntax in a cell to plain Python, or to a comment with the reason.
 
-Guards cells' own calls of `init_process_group` and `destroy_process_group` in an exported script.
-
-On the notebook's ranks the former attaches to the existing group, and the latter keeps it for later cells. The script
-creates the group before the first cell and destroys it after the last, so these calls must not do so again.
+Also guards a cell's own calls of `init_process_group` and `destroy_process_group`. On the notebook's ranks the former
+attaches to the existing group, and the latter keeps it for later cells. The script creates the group before the first
+cell and destroys it after the last, so these calls must not do so again.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from axon_nb.errors import StartError
@@ -23,6 +23,7 @@ from axon_nb.host.store import StoreServer
 from axon_nb.host.store_tcp import AuthenticatedStoreConnection, TcpListener
 from axon_nb.records.protocol import agent as messages
 from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.records.protocol.joining import ClusterFacts
 from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["Agent", "AgentOptions"]
@@ -54,8 +55,8 @@ class Agent:
         self.children = Children()
         self._last_output = LastOutput()
         self._oom = OomCounter()
-        self.info: dict[str, Any] = {}
-        self.keep_alive_s = 300.0
+        self.info: ClusterFacts | None = None
+        """What a notebook has stored; None until it has."""
         self._store = StoreServer()
         self._selector = selectors.DefaultSelector()
         self._peers: set[Connection] = set()
@@ -93,7 +94,7 @@ class Agent:
                     self.children.spawn_controller(
                         self.options.controller, self.run_dir.path / "log" / "controller.log"
                     )
-                self.run_dir.write_info({"pid": os.getpid(), **self.info})
+                self._write_info(None)
                 self._loop()
             finally:
                 self.children.kill_all()
@@ -144,16 +145,15 @@ class Agent:
     def _report_death(self, death: Death) -> None:
         if death.rank is None and self._stopping is not None:
             return  # we stopped it ourselves
-        now, out_of_memory = time.monotonic_ns(), self._oom.poll()
+        facts: dict[str, Any] = {"pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
+        facts["out_of_memory"] = self._oom.poll()
         if death.rank is not None:
-            output = self._last_output.of(death.rank)
-            event = self._deaths[death.rank] = messages.Exit(
-                death.rank, death.pid, death.code, now, out_of_memory, **output
-            )
+            event = messages.Exit(rank=death.rank, **facts | self._last_output.of(death.rank))
+            self._deaths[death.rank] = event
             self._broadcast(event)
             return
         last_output = last_line(self.run_dir.path / "log" / "controller.log")
-        self._broadcast(messages.ControllerExit(death.pid, death.code, now, out_of_memory, last_output))
+        self._broadcast(messages.ControllerExit(**facts, last_output=last_output))
         self._start_failure = describe_controller_exit(death.code, last_output)
         if self._starter is None:  # otherwise stay, to report this to the notebook when it connects
             self._begin_stop()
@@ -190,8 +190,7 @@ class Agent:
         if isinstance(peer, CommandConnection) and peer.owner and not self._owned:
             # The kernel was restarted or killed. Ranks wait for it to reattach; a prewarmed agent stops.
             self._left_ns = time.monotonic_ns()
-            started = bool(self.info.get("world_size"))
-            self._deadline = time.monotonic() + (self.keep_alive_s if started else 0.0)
+            self._deadline = time.monotonic() + (0.0 if self.info is None else self.info.keep_alive_s)
 
     @property
     def _orphaned(self) -> bool:
@@ -223,15 +222,15 @@ class Agent:
 
     def _hello(self, peer: CommandConnection, command: messages.Hello) -> messages.AgentState:
         if command.exclusive and self._owned:
-            raise StartError(f"The cluster {self.info.get('name', '')!r} is in use by another notebook.")
+            name = "" if self.info is None else self.info.name
+            raise StartError(f"The cluster {name!r} is in use by another notebook.")
         peer.owner = command.owner
         if peer.owner and self._start_failure:
             self._begin_stop()
             raise StartError(self._start_failure)
         if peer.owner:
             self._deadline = self._starter = None
-            self.info["owner"] = peer.owner
-            self.run_dir.write_info({"pid": os.getpid(), **self.info})
+            self._write_info(self.info, peer.owner)
         return self._state()
 
     def _state(self) -> messages.AgentState:
@@ -282,9 +281,12 @@ class Agent:
         return messages.Signalled(self.children.signal_rank(command.rank, command.signal))
 
     def _set_info(self, peer: CommandConnection, command: messages.SetInfo) -> None:
-        self.info.update(command.info)
-        self.keep_alive_s = float(self.info.get("keep_alive_s", self.keep_alive_s))
-        self.run_dir.write_info({"pid": os.getpid(), **self.info})
+        self._write_info(command.info, peer.owner)
+
+    def _write_info(self, info: ClusterFacts | None, owner: str = "") -> None:
+        """Store the facts of the cluster, also in the file that other processes read without asking."""
+        self.info = None if info is None else replace(info, owner=owner)
+        self.run_dir.write_info({"pid": os.getpid(), **({} if self.info is None else encode(self.info))})
 
     def _get_info(self, peer: CommandConnection, command: messages.GetInfo) -> messages.AgentState:
         return self._state()

@@ -1,7 +1,4 @@
-"""Last output of a dead rank from outside Python's streams (two files beside its log), and of the controller.
-
-Detection of out-of-memory kills from Linux's counters, read before and after a death.
-"""
+"""Why a process died: its last output, from files and the controller's log, and Linux's out-of-memory counters."""
 
 from __future__ import annotations
 

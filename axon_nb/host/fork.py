@@ -1,6 +1,6 @@
-"""What a forked rank does first: detach from the agent, set up its own environment, run the engine.
+"""What a forked rank does first (detach from the agent, set its environment, run the engine), and preloading for it.
 
-Modules that the agent imports so that forked ranks already have them: one per step of the event loop.
+The agent imports modules in steps of its event loop, so that forked ranks already have them.
 """
 
 from __future__ import annotations

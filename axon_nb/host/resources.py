@@ -1,14 +1,7 @@
-"""How many CPU cores this process may use: affinity and the container's quota, not what the machine has.
+"""What this process may use: CPU cores, GPUs, memory; and the cgroups and the container that limit it.
 
-Available GPUs according to `nvidia-smi`: CUDA itself must not be initialised here.
-
-A process that has initialised CUDA cannot be forked, so neither the notebook nor the agent asks torch.
-
-How much memory this process can still take without another one being ended for it.
-
-The cgroups that limit this process: its own and every one above it, for a limit on any of them counts.
-
-Which container this runs in: the fix of a limit is another one in each.
+Limits of cgroups count at every level, from the process's own to the top. GPUs are listed by `nvidia-smi`: a process
+that has initialised CUDA cannot be forked, so neither the notebook nor the agent asks torch.
 """
 
 from __future__ import annotations
@@ -40,17 +33,17 @@ __all__ = [
 CGROUPS = Path("/sys/fs/cgroup")
 """Where cgroups are mounted."""
 OWN_CGROUP = Path("/proc/self/cgroup")
-"""Lists the cgroups of this process, a line for each hierarchy."""
+"""Lists the cgroups of this process, one line per hierarchy."""
 
 
 def folders(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROUP) -> list[tuple[Path, int]]:
-    """The folders of this process's cgroup and of all above it, lowest first, each with its version (1 or 2).
+    """Return the folders of this process's cgroup and its ancestors, lowest first, each with its version (1 or 2).
 
-    In a container the listed path often is the host's, which is not mounted: such folders do not exist, and the topmost
+    In a container the listed path is often the host's, which is not mounted: such folders do not exist, and the topmost
     one is the container's own.
 
     Args:
-        controller: Such as ``cpu`` or ``memory``.
+        controller: Name, such as ``cpu`` or ``memory``.
         root: Where cgroups are mounted.
         own: A file like /proc/self/cgroup.
     """
@@ -75,7 +68,7 @@ def folders(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROUP) ->
 
 
 def usable_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
-    """Cores by CPU affinity, lowered to the least quota of this process's cgroup and those above it; at least 1.
+    """Return the number of usable cores: the CPU affinity, limited by the lowest cgroup quota; at least 1.
 
     Args:
         root: Where cgroups are mounted: v2 with `cpu.max`, v1 with `cpu.cfs_quota_us`.
@@ -90,7 +83,7 @@ def usable_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
 
 
 def _quota(folder: Path, version: int) -> float | None:
-    """CPUs that the processes of one cgroup may use; None: any number."""
+    """Return the number of CPUs that the processes of a cgroup may use; None: no limit."""
     try:
         if version == 2:
             limit, period = (folder / "cpu.max").read_text().split()
@@ -107,7 +100,7 @@ _MIG = "MIG-"
 _LISTED = re.compile(r"(?:GPU \d+|\s+MIG (?P<profile>\S+) .*): .*\(UUID: (?P<uuid>(?:GPU|MIG)-[^)]+)\)\s*")
 """A line of `nvidia-smi -L`: a card, or one of the MIG instances of the card above it."""
 _BY_PARENT = re.compile(r"MIG-(?P<card>GPU-[^/]+)/\d+/\d+")
-"""An instance as drivers before R470 list it and newer ones still take it: card, GPU instance, compute instance."""
+"""An instance as drivers before R470 list it; newer ones still accept it: card, GPU instance, compute instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +113,14 @@ class Gpu:
     total_bytes: int
     used_bytes: int
     mig: str = ""
-    """The one MIG instance of it that may be used, as `CUDA_VISIBLE_DEVICES` names it; empty: the whole card.
+    """The MIG instance to use, as named in `CUDA_VISIBLE_DEVICES`; empty: the whole card.
 
-    Memory of an instance is not known: 0 bytes.
+    The memory of an instance is unknown: 0 bytes.
     """
 
     @property
     def selector(self) -> str:
-        """What `CUDA_VISIBLE_DEVICES` takes for it."""
+        """Its name in `CUDA_VISIBLE_DEVICES`."""
         return self.mig or str(self.index)
 
     @property
@@ -137,7 +130,7 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order; empty where there is no driver."""
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order; empty without a driver."""
     cards = dict(
         card for line in _ask(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits") if (card := _parse(line))
     )
@@ -148,16 +141,16 @@ def list_gpus() -> list[Gpu]:
 
 
 def choose(visible: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple[str, str]]) -> list[Gpu]:
-    """The GPUs that a value of `CUDA_VISIBLE_DEVICES` shows, in its order.
+    """Return the GPUs that a value of `CUDA_VISIBLE_DEVICES` makes visible, in its order, as CUDA does.
 
-    As CUDA does: an entry is a number, the UUID of a card or its beginning, or a MIG instance. The first that names
-    nothing ends the list; a card named twice, or a name that fits two, shows none at all. A process sees one instance
-    only, and no card beside it.
+    An entry is a number, the UUID of a card or its beginning, or a MIG instance. The first unknown entry ends the list.
+    If a card is named twice, or an entry is ambiguous, no GPU is visible. A process sees one instance and no card
+    besides it.
 
     Args:
         visible: The value.
         cards: All cards by UUID.
-        instances: What `instances_of` found.
+        instances: Result of `instances_of`.
     """
     chosen: list[Gpu] = []
     for item in (entry.strip() for entry in visible.split(",")):
@@ -176,7 +169,7 @@ def choose(visible: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple
 
 
 def instances_of(lines: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """The MIG instances that `nvidia-smi -L` lists: UUID of the card and profile such as ``3g.20gb``, by name."""
+    """Return the MIG instances listed by `nvidia-smi -L`: UUID of the card and profile (``3g.20gb``), by name."""
     found: dict[str, tuple[str, str]] = {}
     card = ""
     for match in filter(None, map(_LISTED.fullmatch, lines)):
@@ -190,7 +183,7 @@ def instances_of(lines: Sequence[str]) -> dict[str, tuple[str, str]]:
 def _instance(name: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple[str, str]]) -> list[Gpu]:
     parent, profile = instances.get(name, ("", ""))
     if not parent and (match := _BY_PARENT.fullmatch(name)):
-        # A newer driver lists UUIDs of instances, which hide their numbers: knowing that there are some suffices.
+        # A newer driver lists UUIDs of instances, which hide their numbers: it suffices that there are any.
         listed = [other for other, (card, _) in instances.items() if card == match["card"]]
         parent = match["card"] if listed and not any(map(_BY_PARENT.fullmatch, listed)) else ""
     if parent not in cards:
@@ -208,7 +201,7 @@ def _parse(line: str) -> tuple[str, Gpu] | None:
 
 
 def _ask(*arguments: str) -> list[str]:
-    """The lines that `nvidia-smi` prints; none where it fails."""
+    """Run `nvidia-smi`; return the lines that it prints, none if it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -226,13 +219,13 @@ _CACHE = {
     1: re.compile(r"^total_inactive_file (\d+)$", re.MULTILINE),
     2: re.compile(r"^inactive_file (\d+)$", re.MULTILINE),
 }
-"""Files and fields by version of cgroups."""
+"""Files and fields by cgroup version."""
 _UNLIMITED = 1 << 60
 """Without a limit, version 1 reports the largest number of whole pages."""
 
 
 def free_memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = _MACHINE) -> int | None:
-    """Bytes that are free or can be freed at once, on the machine, in its cgroup and those above; None: nobody tells.
+    """Return the bytes that are free or can be freed at once, on the machine and in all cgroups; None: unknown.
 
     Args:
         root: Where cgroups are mounted.
@@ -260,7 +253,7 @@ def _of_cgroup(folder: Path, version: int) -> int | None:
 
 
 def _cache(folder: Path, version: int) -> int:
-    """Bytes of files that the kernel keeps and can drop at once."""
+    """Return the bytes of cached files, which the kernel can drop at once."""
     try:
         match = _CACHE[version].search((folder / "memory.stat").read_text())
     except OSError:
@@ -269,7 +262,7 @@ def _cache(folder: Path, version: int) -> int:
 
 
 def kind() -> str:
-    """``kubernetes``, ``docker``, ``podman``, ``apptainer``, or empty: no container that is known."""
+    """Return ``kubernetes``, ``docker``, ``podman`` or ``apptainer``; empty: no known container."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
     if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):

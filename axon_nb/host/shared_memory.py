@@ -8,7 +8,7 @@ A block is a sequence of parts: their number, their sizes, then each part at a m
 two consecutive ones: see `host.parcel_filling`.
 
 Files are `FileIO` objects from the moment they are opened: an interrupt may come after any call, and a bare file
-descriptor would then stay open for ever.
+descriptor would then stay open forever.
 
 Mapping several files as one contiguous, copy-on-write memory region.
 """

@@ -1,6 +1,6 @@
-"""Server side of the rendezvous store, run by the agent's event loop without threads or torch.
+"""Server side of the rendezvous store, run by the agent's event loop without threads or torch; and its wire format.
 
-Wire format of the rendezvous store: a message is a list of byte strings, each preceded by its length.
+A message is a list of byte strings, each preceded by its length.
 """
 
 from __future__ import annotations

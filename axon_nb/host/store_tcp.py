@@ -1,9 +1,8 @@
 """The rendezvous store over TCP for ranks on other hosts: one address, and only for clients that know the key.
 
-Authentication of TCP connections to the rendezvous store: both ends prove that they know the key and sign messages.
-
-Only clusters with ranks on several hosts use it. The key itself is never sent. Signatures are HMAC-SHA256 (RFC 2104)
-with a separate key per connection and direction, and each includes a sequence number, which prevents replay.
+Only clusters with ranks on several hosts use it. Both ends prove that they know the key, which is never sent, and sign
+each message. Signatures are HMAC-SHA256 (RFC 2104) with a separate key per connection and direction, and each includes
+a sequence number, which prevents replay.
 """
 
 from __future__ import annotations

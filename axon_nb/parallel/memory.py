@@ -1,9 +1,8 @@
-"""Memory of model states per rank, by formula: parameters, gradients and optimizer state, but not activations.
+"""Memory of model states per rank, by formula and as measured: parameters, gradients and optimizer state.
 
-Follows Rajbhandari et al., ZeRO (2020), and what torch does: FSDP2 shards a parameter along its first dimension and
-pads parameters and gradients to equal sizes on all ranks; ZeroRedundancyOptimizer assigns whole parameters to ranks.
-
-Measure the model states that a rank holds: the storages of its tensors.
+The formula follows Rajbhandari et al., ZeRO (2020), and what torch does: FSDP2 shards a parameter along its first
+dimension and pads parameters and gradients to equal sizes on all ranks; ZeroRedundancyOptimizer assigns whole
+parameters to ranks. The measurement adds up the storages of a rank's tensors.
 """
 
 from __future__ import annotations

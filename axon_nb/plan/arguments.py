@@ -1,7 +1,4 @@
-"""Checks of arguments, made before anything is computed.
-
-How a model is laid out over ranks: the options that all planners share, and the mesh.
-"""
+"""Arguments that all planners share, checked before anything is computed: the layout over ranks, and the mesh."""
 
 from __future__ import annotations
 

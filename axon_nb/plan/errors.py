@@ -2,6 +2,7 @@
 
 UsageError
  └── PlanError               the request cannot be planned; the message says what can
+      └── CaptureError       this model cannot be planned in any way
 AxonError
  ├── SimulatorError          the simulator process died or failed
  └── PlanCancelledError      the plan was cancelled through its `cancel` event
@@ -13,11 +14,15 @@ from __future__ import annotations
 
 from axon_nb.errors import AxonError, UsageError
 
-__all__ = ["PlanCancelledError", "PlanError", "SimulatorError"]
+__all__ = ["CaptureError", "PlanCancelledError", "PlanError", "SimulatorError"]
 
 
 class PlanError(UsageError):
     """The request cannot be planned; the message gives the value, the rule and the fix."""
+
+
+class CaptureError(PlanError):
+    """This model cannot be captured; the message says why."""
 
 
 class SimulatorError(AxonError, RuntimeError):

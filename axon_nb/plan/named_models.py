@@ -1,7 +1,4 @@
-"""Turns a model, or its name on the ranks, into something that can be sent to another process.
-
-Joins the pipeline stages of several ranks into one model.
-"""
+"""Models for another process: given as a module, by name on the ranks, or as the pipeline stages of several ranks."""
 
 from __future__ import annotations
 

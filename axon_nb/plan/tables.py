@@ -1,7 +1,4 @@
-"""Tables as text and HTML, and the numbers in them.
-
-One unit for all sizes in a table, for tiny and for huge models.
-"""
+"""Tables as text and HTML; all sizes in a table have one unit, which suits the largest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Results of the self-test: what works with the installed versions. Sent from ranks to the notebook.
-
-Versions that axon_nb was tested with, and the command that installs one of them.
-"""
+"""Versions that axon_nb was tested with, and results of the self-test, which ranks send to the notebook."""
 
 from __future__ import annotations
 

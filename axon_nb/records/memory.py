@@ -1,11 +1,4 @@
-"""Memory use of a rank by role, and its source.
-
-Training setup as far as it determines memory: the current one, and what-if variations of it.
-
-State of a what-if question about memory: the question, the progress and the prediction.
-
-Picklable functions given by name, imported only in the process that calls them.
-"""
+"""Records about memory: the use of a rank by role, training setups, and what-if questions with their predictions."""
 
 from __future__ import annotations
 
@@ -73,12 +66,12 @@ class MemoryUse:
 
 
 _NUMBERS = {
-    "world": "ranks",
+    "world_size": "ranks",
     "shard": "ranks per replica",
     "batch": "samples per rank",
     "pp": "pipeline-parallel ranks",
     "tp": "tensor-parallel ranks",
-    "microbatches": "microbatches",
+    "num_microbatches": "microbatches",
 }
 _MAX = 1_000_000
 WITH_MOMENTUM = "sgd with momentum"
@@ -89,7 +82,7 @@ WITH_MOMENTUM = "sgd with momentum"
 class MemorySetup:
     """Arguments for `axon_nb.plan.memory`."""
 
-    world: int = 1
+    world_size: int = 1
     """Number of ranks."""
     strategy: str = "ddp"
     """Sharding strategy, as for `plan.memory`."""
@@ -101,17 +94,17 @@ class MemorySetup:
     """dtype of forward and backward; empty for that of the parameters."""
     optimizer: str = "adam"
     """Name in `torch.optim`, or `WITH_MOMENTUM` for SGD with momentum."""
-    offload: str = "none"
+    cpu_offload: str = "none"
     """What is offloaded to host memory."""
     batch: int = 1
     """Samples per rank."""
-    checkpointing: bool = False
+    activation_checkpointing: bool = False
     """Whether repeated blocks use activation checkpointing."""
     pp: int = 1
     """Pipeline-parallel size."""
     tp: int = 1
     """Tensor-parallel size."""
-    microbatches: int = 1
+    num_microbatches: int = 1
     """Microbatches per batch of a rank, in a pipeline."""
 
     @property
@@ -130,24 +123,26 @@ class MemorySetup:
         if within > 1:
             return self._axes(within)
         if self.strategy != "hybrid_shard":
-            return {"dp": self.world}
-        if self.world % self.shard:
+            return {"dp": self.world_size}
+        size = self.world_size
+        if size % self.shard:
             raise UsageError(
-                f"hybrid_shard: {self.shard} ranks per replica do not divide {self.world} ranks; use "
-                f"{next(size for size in range(self.shard, self.world + 1) if self.world % size == 0)}, for example."
-                if self.shard < self.world
-                else f"hybrid_shard: {self.shard} ranks per replica exceed the {self.world} available."
+                f"hybrid_shard: {self.shard} ranks per replica do not divide {size} ranks; use "
+                f"{next(other for other in range(self.shard, size + 1) if size % other == 0)}, for example."
+                if self.shard < size
+                else f"hybrid_shard: {self.shard} ranks per replica exceed the {size} available."
             )
-        return {"replicate": self.world // self.shard, "shard": self.shard}
+        return {"replicate": self.world_size // self.shard, "shard": self.shard}
 
     def _axes(self, within: int) -> dict[str, int]:
         if self.strategy == "hybrid_shard":
             raise UsageError("hybrid_shard cannot be combined with pp or tp: use full_shard.")
-        if self.world % within:
+        if self.world_size % within:
             raise UsageError(
-                f"{self.world} ranks with pp={self.pp} and tp={self.tp}: the number must be a multiple of {within}."
+                f"{self.world_size} ranks with pp={self.pp} and tp={self.tp}: the number must be a multiple of "
+                f"{within}."
             )
-        axes = {"pp": self.pp, "dp": self.world // within, "tp": self.tp}
+        axes = {"pp": self.pp, "dp": self.world_size // within, "tp": self.tp}
         return {axis: size for axis, size in axes.items() if size > 1 or axis == "dp"}
 
 
@@ -163,8 +158,8 @@ def changed(setup: MemorySetup, given: Mapping[str, Any]) -> MemorySetup:
         if name not in known:
             raise UsageError(f"{name!r} is unknown; fields are {', '.join(sorted(known))}.")
         values[name] = _number(name, value) if name in _NUMBERS else value
-    if not isinstance(values.get("checkpointing", False), bool):
-        raise UsageError(f"checkpointing={values['checkpointing']!r}: must be True or False.")
+    if not isinstance(checkpointing := values.get("activation_checkpointing", False), bool):
+        raise UsageError(f"activation_checkpointing={checkpointing!r}: must be True or False.")
     return replace(setup, **values)
 
 

@@ -1,7 +1,4 @@
-"""Device meshes: ranks arranged along named axes.
-
-Placement of one shard of a tensor.
-"""
+"""Where data is: device meshes (ranks along named axes), and the placement of one shard of a tensor."""
 
 from __future__ import annotations
 

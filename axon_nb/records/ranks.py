@@ -1,7 +1,4 @@
-"""Sets of ranks as text: ``0,2-3``, ``rank 2``, ``ranks 0-3``.
-
-Which ranks a caller means.
-"""
+"""Sets of ranks: parsed from what a caller gives, and formatted as ``0,2-3``, ``rank 2`` or ``ranks 0-3``."""
 
 from __future__ import annotations
 

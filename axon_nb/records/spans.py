@@ -1,10 +1,6 @@
-"""A time span that a rank spent on one action.
+"""Spans: times that a rank spent on one action, recorded in a bounded ring that is always on.
 
-The span ring: a bounded, always-on record of this process's recent actions.
-
-Spans as a trace file for Perfetto and chrome://tracing.
-
-How much of a time range a set of intervals covers.
+Also exports spans as a trace for Perfetto and chrome://tracing, and measures how much of a range intervals cover.
 """
 
 from __future__ import annotations

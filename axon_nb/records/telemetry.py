@@ -1,13 +1,7 @@
-"""Snapshot of what one rank is doing.
+"""Telemetry records: snapshots of a rank and of a cluster, and the reporting times that all ranks share.
 
-Snapshot of a cluster and its ranks.
-
-Common reporting times of all ranks: multiples of `TICK_S` on the host's clock.
-
-Ranks in collectives wait for each rank that is delayed by reporting: if all report at once, this costs one delay, not
-one per rank.
-
-Number of the notebook cell that this process runs, for code that knows nothing of notebooks.
+Ranks in collectives wait for each rank that is delayed by reporting. If all report at once (at multiples of `TICK_S` on
+the host's clock), this costs one delay instead of one per rank.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
@@ -69,6 +69,24 @@ class TorchApi:
     def fsdp_parameter_groups(self, state: Any) -> list[Any]:
         """Return the parameter groups of an FSDP2 state."""
         return list(state._fsdp_param_groups)
+
+    def fsdp_unsharded(self, modules: Iterable[Any]) -> dict[int, Any]:
+        """Return the DTensor of each parameter that FSDP2 has unsharded now, by the `id` of the unsharded one.
+
+        Without FSDP2's parameter groups such parameters look like plain tensors of each rank.
+
+        Args:
+            modules: Modules to search for those that FSDP2 manages.
+        """
+        found = {}
+        for module in modules:
+            if not hasattr(module, "_get_fsdp_state"):
+                continue
+            for group in self.fsdp_parameter_groups(module._get_fsdp_state()):
+                for parameter in getattr(group, "fsdp_params", ()):
+                    if getattr(getattr(parameter, "sharded_state", None), "name", "") == "UNSHARDED":
+                        found[id(parameter.unsharded_param)] = parameter.sharded_param
+        return found
 
     def drop_accumulated_gradient(self, parameter: Any) -> None:
         """Drop an FSDPParam's accumulated unsharded gradient; since 2.15 that is `_unsharded_param.grad`."""

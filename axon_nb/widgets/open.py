@@ -1,6 +1,6 @@
-"""Opening views: each panel is open once per notebook and moves to where it was opened last.
+"""Opens views: a panel in a notebook, text elsewhere.
 
-A panel in a notebook, text elsewhere.
+Each panel is open once per notebook and moves to where it was opened last.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _wait_answer(page: LabPage, *words: str) -> str:
 
 
 def _ask(page: LabPage) -> None:
-    ranks = page.page.locator(f"{PART} input[name=world]")
+    ranks = page.page.locator(f"{PART} input[name=world_size]")
     batch = page.page.locator(f"{PART} input[name=batch]")
     assert (ranks.input_value(), batch.input_value()) == ("2", "4")
     ranks.fill("8")

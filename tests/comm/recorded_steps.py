@@ -154,7 +154,7 @@ def record(calls: list[Call | None], rank: int, monkeypatch: pytest.MonkeyPatch)
             recorder.same_call = lambda sequence, fact: False  # type: ignore[method-assign]
             recorder.call_of = lambda peer, sequence: (99 + peer % 2, 0)  # type: ignore[attr-defined]
             with pytest.raises(CollectiveMismatchError):
-                group.meet()
+                group.wait_for_peers()
             recorder.same_call = lambda sequence, fact: True  # type: ignore[method-assign]
             continue
         group.begin(number + 1, 0)

@@ -138,7 +138,7 @@ def test_a_monitored_barrier_names_who_does_not_come(shm_world: Any) -> None:
         return sentence
 
     sentences = shm_world.run(work)
-    assert any("ranks 1,3 did not come" in sentence for sentence in sentences), sentences
+    assert any("ranks 1,3 did not arrive" in sentence for sentence in sentences), sentences
 
 
 def test_an_interrupt_ends_a_wait(shm_world: Any) -> None:

@@ -16,6 +16,7 @@ from axon_nb.plan.footprint.plan import MemoryPlan
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.process.worker import run_in_process
 from tests.gpu.card_peaks import BATCH, CONFIG, Case, told
+from tests.plan.many import plans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -60,7 +61,7 @@ def planned() -> dict[str, Any]:
         )
         for case in CASES
     }
-    found: dict[str, Any] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found: dict[str, Any] = run_in_process(plans, cloudpickle.dumps(requests))
     return found
 
 

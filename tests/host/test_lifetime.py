@@ -19,7 +19,7 @@ from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import GetInfo, SetInfo
 from tests.host.conftest import MakeAgent
-from tests.support.agents import ROOT, RawPeer, Served, dead
+from tests.support.agents import ROOT, RawPeer, Served, dead, facts
 from tests.support.processes import until
 
 STARTER = (
@@ -107,7 +107,7 @@ def test_a_warm_agent_ends_at_once_when_its_owner_leaves(make_agent: MakeAgent) 
 
 def test_a_cluster_lives_on_for_its_keep_alive_and_no_longer(make_agent: MakeAgent) -> None:
     served = make_agent()
-    served.client.call(SetInfo({"world_size": 1, "keep_alive_s": 0.8}))
+    served.client.call(SetInfo(facts(keep_alive_s=0.8)))
     left = time.monotonic()
     served.client.close()
     assert until(served.gone)
@@ -118,15 +118,14 @@ def test_reattaching_in_time_keeps_it_alive(make_agent: MakeAgent) -> None:
     later, keep_alive = None, 0.5
     while later is None:
         served = make_agent()
-        served.client.call(SetInfo({"world_size": 1, "keep_alive_s": keep_alive}))
+        served.client.call(SetInfo(facts(keep_alive_s=keep_alive)))
         served.client.close()
         try:
             later = AgentClient(served.run_dir, owner="the same notebook")
         except (StartError, ClusterLostError):  # on a busy machine that was too late
             assert keep_alive < 30
             keep_alive *= 4
-    assert later.hello_reply.info["world_size"] == 1
-    assert later.hello_reply.info["owner"] == "the same notebook"
+    assert later.hello_reply.info == facts(keep_alive_s=keep_alive, owner="the same notebook")
     assert later.closed.wait(2 * keep_alive) is False
     assert later.stop(60.0)
 
@@ -149,7 +148,7 @@ def test_a_disconnecting_observer_changes_nothing(make_agent: MakeAgent) -> None
 @pytest.mark.parametrize("keep_alive", [30 * 86400, float("inf")], ids=["a month", "for ever"])
 def test_a_long_keep_alive_is_kept(make_agent: MakeAgent, keep_alive: float) -> None:
     served = make_agent()
-    served.client.call(SetInfo({"world_size": 1, "keep_alive_s": keep_alive}))
+    served.client.call(SetInfo(facts(keep_alive_s=keep_alive)))
     served.client.close()
     assert stays(served, 0.5)
     AgentClient(served.run_dir, owner="the tests").stop(60.0)
@@ -253,7 +252,7 @@ def test_an_agent_that_fails_to_start_says_why(run_dir: RunDir) -> None:
 
 def test_of_notebooks_that_attach_at_once_one_gets_the_cluster(make_agent: MakeAgent) -> None:
     agent = make_agent()
-    agent.client.call(SetInfo({"world_size": 1, "keep_alive_s": 60.0}))
+    agent.client.call(SetInfo(facts(keep_alive_s=60.0)))
     with pytest.raises(StartError, match="is in use by another notebook"):
         AgentClient(agent.run_dir, owner="early", exclusive=True)
     agent.client.close()

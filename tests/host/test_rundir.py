@@ -18,7 +18,7 @@ from axon_nb.host.client import AgentClient
 from axon_nb.host.run_dir import RunDir, base_dir, list_run_dirs
 from axon_nb.records.protocol.agent import GetInfo, SetInfo
 from tests.host.conftest import MakeAgent
-from tests.support.agents import ROOT, dead
+from tests.support.agents import ROOT, dead, facts
 from tests.support.processes import modes, until
 
 OWN = f"axon_nb-{os.getuid()}"
@@ -233,7 +233,7 @@ def test_a_full_disk_keeps_no_notebook_from_the_ranks(make_agent: MakeAgent) -> 
     # The agent cannot write a byte to a file any more, as on a full disk.
     resource.prlimit(agent.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     client = AgentClient(agent.run_dir, owner="a later notebook", agent_pid=agent.process.pid)
-    client.call(SetInfo({"note": "x"}))
-    assert client.call(GetInfo()).info["note"] == "x"
+    client.call(SetInfo(facts(name="x")))
+    assert client.call(GetInfo()).info == facts(name="x", owner="a later notebook")
     assert json.loads((agent.run_dir.path / "agent.json").read_text()) == before
     client.close()

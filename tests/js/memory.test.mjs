@@ -41,18 +41,18 @@ test("only ranks that were not flagged before are news", () => {
 });
 
 const FIELDS = [
-  { name: "world", current: 4 },
+  { name: "world_size", current: 4 },
   { name: "strategy", current: "full_shard" },
   { name: "shard", current: 4 },
-  { name: "checkpointing", current: false },
+  { name: "activation_checkpointing", current: false },
 ];
 
 test("only what differs is asked, and only where it has a meaning", () => {
-  const same = { world: "4", strategy: "full_shard", shard: "2", checkpointing: false };
+  const same = { world_size: "4", strategy: "full_shard", shard: "2", activation_checkpointing: false };
   assert.deepEqual(whatIf.difference(FIELDS, same), {});
-  assert.deepEqual(whatIf.difference(FIELDS, { ...same, world: "8", checkpointing: true }), {
-    world: "8",
-    checkpointing: true,
+  assert.deepEqual(whatIf.difference(FIELDS, { ...same, world_size: "8", activation_checkpointing: true }), {
+    world_size: "8",
+    activation_checkpointing: true,
   });
   assert.deepEqual(whatIf.difference(FIELDS, { ...same, strategy: "hybrid_shard" }), {
     strategy: "hybrid_shard",

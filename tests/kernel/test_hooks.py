@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tests.support.kernel import Kernel
+from tests.support.processes import footprint, until
 
 
 def test_the_notebooks_kernel_has_the_hooks(kernel: Kernel) -> None:
@@ -25,3 +28,13 @@ def test_ipykernel_and_torch_have_what_ranks_need(kernel: Kernel) -> None:
 def test_a_restart_and_a_shutdown_are_told_apart(kernel: Kernel) -> None:
     code = "from axon_nb.cluster.session import current\nget_ipython().kernel.do_shutdown.__module__"
     assert kernel.ok(code).result == "'axon_nb.cluster.session.current'"
+
+
+def test_without_the_shutdown_hook_a_shutdown_still_stops_the_ranks(new_kernel: Callable[..., Kernel]) -> None:
+    kernel = new_kernel()
+    kernel.ok("own = get_ipython().kernel\nfull = own.do_shutdown\nown.do_shutdown = lambda again: full(again)")
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+    assert kernel.ok("own.do_shutdown.__name__").result == "'<lambda>'"
+    left = footprint(kernel)
+    kernel.shutdown()
+    assert until(left.gone)

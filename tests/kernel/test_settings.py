@@ -54,7 +54,7 @@ def test_a_longer_keep_alive_acts_on_the_running_cluster_and_attach_restores_it(
     listed = kernel.ok("%distributed config").lines()
     assert listed[0] == "keep_alive = 600 s (default 300 s)"
     assert listed[2] == "output_limit = 4 KiB (default 1 MiB)"
-    agent_says = kernel.value(f"(lambda i: (i['keep_alive_s'], i['settings']['output_limit']))({AGENT_INFO})")
+    agent_says = kernel.value(f"(lambda i: (i.keep_alive_s, i.settings['output_limit']))({AGENT_INFO})")
     assert agent_says == (600.0, 4096)
 
 
@@ -119,7 +119,26 @@ def test_a_wrong_value_leaves_the_cluster_and_all_settings_as_they_were(kernel: 
     reply = kernel.run("%distributed config keep_alive=5 threads=many debug=off")
     assert (reply.ename, len(reply.traceback.splitlines())) == ("UsageError", 1)
     assert kernel.ok("%distributed config").stdout == before
-    assert kernel.value(f"{AGENT_INFO}['keep_alive_s']") == 300.0
+    assert kernel.value(f"{AGENT_INFO}.keep_alive_s") == 300.0
+
+
+def test_settings_come_from_ipythons_configuration_file(new_kernel: MakeKernel, tmp_path: Path) -> None:
+    file = tmp_path / "profile_default" / "ipython_config.py"
+    file.parent.mkdir()
+    file.write_text("c.AxonNB.keep_alive = '10min'\nc.AxonNB.warm_up = False\nc.AxonNB.threads = 2\n")
+    kernel = new_kernel(IPYTHONDIR=str(tmp_path))
+    kernel.ok("%load_ext axon_nb")
+    assert [line for line in kernel.ok("%distributed config").lines() if "default" in line] == [
+        "keep_alive = 600 s (default 300 s)",
+        "warm_up = off (default on)",
+        "threads = 2 (default 0)",
+    ]
+    file.write_text("c.AxonNB.keep_alive = '10 apples'\n")
+    reply = new_kernel(IPYTHONDIR=str(tmp_path)).run("%load_ext axon_nb")
+    assert reply.traceback == (
+        "UsageError: c.AxonNB in IPython's configuration: keep_alive must be a number of seconds, such as 300 or 5min; "
+        "got '10 apples'."
+    )
 
 
 def test_warm_up_starts_and_ends_the_waiting_host_agent(new_kernel: MakeKernel) -> None:

@@ -83,7 +83,7 @@ def told(kernel: Kernel, expression: str) -> Any:
 def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
     gpt = told(ready, "t_plan('t_gpt')")
     setup = gpt["facts"]["setup"]
-    assert [setup[name] for name in ("world", "strategy", "optimizer", "offload")] == [
+    assert [setup[name] for name in ("world_size", "strategy", "optimizer", "cpu_offload")] == [
         4, "shard_grad_op", "adamw", "none"
     ]  # fmt: skip
     assert gpt["facts"]["is_trained_so"]
@@ -97,9 +97,10 @@ def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
     )  # fmt: skip
     assert told(ready, "t_plan('t_ddp')")["facts"]["setup"]["strategy"] == "ddp"
     hybrid = told(ready, "t_plan('t_hybrid')")["facts"]["setup"]
-    assert (hybrid["strategy"], hybrid["world"], hybrid["shard"]) == ("hybrid_shard", 4, 2)
+    assert (hybrid["strategy"], hybrid["world_size"], hybrid["shard"]) == ("hybrid_shard", 4, 2)
     again = told(ready, "t_plan('t_again')")["facts"]
-    assert (again["setup"]["checkpointing"], again["blocks"], again["is_trained_so"]) == (True, ["Block"], False)
+    assert again["setup"]["activation_checkpointing"] is True
+    assert (again["blocks"], again["is_trained_so"]) == (["Block"], False)
     assert again["notes"] == [
         "No optimizer for this model found among the variables; assuming Adam.",
         "The model is not wrapped; the first prediction is for full_shard on all 4 ranks.",
@@ -107,16 +108,17 @@ def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
 
 
 def test_states_by_formula_come_at_once(ready: Kernel) -> None:
-    one = told(ready, "t_plan('t_ddp', asked={'world': 1})")["states"]
+    one = told(ready, "t_plan('t_ddp', asked={'world_size': 1})")["states"]
     own = 4 * (64 * 128 + 128 + 128 * 64 + 64)
     assert one == {"parameters": own, "gradients": own, "optimizer": 2 * own}
-    eight = told(ready, "t_plan('t_ddp', asked={'world': 8, 'strategy': 'full_shard', 'optimizer': 'sgd'})")["states"]
+    on_eight = {"world_size": 8, "strategy": "full_shard", "optimizer": "sgd"}
+    eight = told(ready, f"t_plan('t_ddp', asked={on_eight})")["states"]
     assert eight == {"parameters": own // 8, "gradients": own // 8}
 
 
 def test_what_has_no_plan_says_why(ready: Kernel) -> None:
     for name, words in {
-        "t_column": "There is no plan: its layers were sharded by hand",
+        "t_column": "The model's layers were sharded by hand (ColumnParallelLinear)",
         "t_nothing": "variable 't_nothing' does not exist.",
         "t_train": "'t_train' has type function: `%memory` accepts modules and optimizers.",
         "t_gpt_steps": "A plan needs one model, but t_gpt_steps holds 0. Name one: `%memory model`.",
@@ -133,11 +135,11 @@ def test_a_pipeline_is_put_together_of_what_its_ranks_hold(ready: Kernel) -> Non
     ready.ok("%%distributed\nt_pipe.step(torch.randn(8, 4), torch.zeros(8, 4), nn.functional.mse_loss)")
     facts = told(ready, "t_plan('t_pipe')")["facts"]
     assert facts["inputs"] == [{"shape": [8, 4], "dtype": "float32"}]
-    assert [facts["setup"][name] for name in ("world", "pp", "tp", "microbatches", "batch")] == [4, 4, 1, 4, 8]
+    assert [facts["setup"][name] for name in ("world_size", "pp", "tp", "num_microbatches", "batch")] == [4, 4, 1, 4, 8]
     assert (facts["schedule"], facts["is_trained_so"]) == ("1F1B", True)
     three_d = told(ready, "t_plan('t_three_d')")
     setup = three_d["facts"]["setup"]
-    assert [setup[name] for name in ("world", "pp", "tp", "strategy")] == [4, 2, 1, "shard_grad_op"]
+    assert [setup[name] for name in ("world_size", "pp", "tp", "strategy")] == [4, 2, 1, "shard_grad_op"]
     assert three_d["sent"] > 0
 
 
@@ -168,13 +170,13 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     ready.ok(
         "%%distributed --noblock --out t_job --quiet\nimport time\nwhile not globals().get('t_go'): time.sleep(0.05)"
     )
-    ready.ok("t_say({'strategy': 'ddp'})\nt_say({'world': '8', 'batch': '2'})")
+    ready.ok("t_say({'strategy': 'ddp'})\nt_say({'world_size': '8', 'batch': '2'})")
     assert ready.value("1 + 1") == 2
-    reached = "own.setup.world == 8 and own.estimate is not None and own.estimate.is_whole"
+    reached = "own.setup.world_size == 8 and own.estimate is not None and own.estimate.is_whole"
     ready.ok(f"t_told = t_wait(lambda own: {reached})", timeout=LIMIT_S)
     ready.ok("t_job.cancel()\n_ = t_job.wait(100)")
     answer = told(ready, "t_told['estimate']")
-    assert answer["setup"]["world"] == 8
+    assert answer["setup"]["world_size"] == 8
     eighth, quarter = answer["persistent"]["0"]["parameters"], reference["persistent"]["0"]["parameters"]
     assert quarter / 2 <= eighth <= quarter / 2 * 1.05
     shown = "'proposed, at the peak' in t_panel.view.to_bundle()['text/plain']"
@@ -211,11 +213,11 @@ def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
     for rank in ("0", "1", "2", "3"):
         assert reference["persistent"][rank]["parameters"] == own
         assert reference["persistent"][rank]["optimizer"] == 2 * own
-    ready.ok("t_say({'pp': '4', 'tp': '1', 'microbatches': '4'})")
+    ready.ok("t_say({'pp': '4', 'tp': '1', 'num_microbatches': '4'})")
     ready.ok("t_told = t_wait(lambda state: state.setup.pp == 4 and not state.doing)", timeout=LIMIT_S)
     asked = told(ready, "t_told")
     assert asked["error"] == ""
     assert asked["estimate"]["persistent"]["0"]["parameters"] == 4 * (8 * 8 + 8)
-    ready.ok("t_say({'world': '5'})")
+    ready.ok("t_say({'world_size': '5'})")
     ready.ok("t_told = t_wait(lambda state: state.error)", timeout=LIMIT_S)
     assert "must be a multiple of 2" in told(ready, "t_told")["error"]

@@ -10,13 +10,14 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from axon_nb import plan
 from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.plan.models import CapturedModel, TensorSpec
 from axon_nb.plan.process.worker import run_in_process
 from axon_nb.plan.skeleton import capture_or_reason
-from tests.plan.wrapped import described, plain
+from tests.plan.wrapped import described, plain, seen
 
 
 def _made(captured: CapturedModel) -> Any:
@@ -31,9 +32,9 @@ def test_values_are_not_captured() -> None:
 
 
 def test_wrappers_are_undone() -> None:
-    found = run_in_process("tests.plan.wrapped:seen", cloudpickle.dumps(None))
+    found = run_in_process(seen, cloudpickle.dumps(None))
     expected = described(plain())
-    for name in ("plain", "fully_shard", "two axes", "ddp", "FSDP"):
+    for name in ("plain", "fully_shard", "unsharded", "two axes", "ddp", "FSDP"):
         assert found[name] == (expected, (2, 8, 67)), name
     again, shape = found["checkpointed"]
     assert shape == (2, 8, 67)
@@ -44,6 +45,43 @@ def test_modules_with_flattened_weight_references() -> None:
     model = nn.LSTM(4, 3, num_layers=2)
     output, _ = _made(plan.capture(model))(torch.zeros(5, 1, 4))
     assert output.shape == (5, 1, 3)
+
+
+def test_blocks_that_were_wrapped_one_by_one() -> None:
+    def blocks() -> list[nn.Module]:
+        return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    checkpointed = nn.Sequential(*map(checkpoint_wrapper, blocks()))
+    compiled = nn.Sequential(*(torch.compile(block, backend="eager") for block in blocks()))  # type: ignore[arg-type]
+    for model in (checkpointed, compiled):
+        again = _made(plan.capture(model))
+        assert again(torch.zeros(2, 4)).shape == (2, 4)
+        assert sum(own.numel() for own in again.parameters()) == 40
+
+
+def test_parametrized_modules() -> None:
+    again = _made(plan.capture(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))))
+    assert again(torch.zeros(2, 4)).shape == (2, 3)
+    assert [tuple(own.shape) for own in again.parametrizations.weight.parameters()] == [(3, 1), (3, 4)]
+
+
+class _WithLock(nn.Linear):
+    """Leaves out of a pickle what it makes again."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.lock: Any = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "lock": threading.Lock()})
+
+
+def test_a_modules_own_pickling_is_used() -> None:
+    with _made(plan.capture(_WithLock())).lock:
+        pass
 
 
 def test_user_hooks_are_kept() -> None:

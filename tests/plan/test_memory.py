@@ -20,13 +20,14 @@ from axon_nb.plan.footprint.plan import MemoryPlan
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.models import CapturedModel, TensorSpec
 from axon_nb.plan.process.worker import run_in_process
+from tests.plan.many import plans
 
 pytestmark = pytest.mark.timeout(900)
 SMALL = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=2)
 
 
 def _plans(**requests: MemoryRequest) -> dict[str, Any]:
-    found: dict[str, Any] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found: dict[str, Any] = run_in_process(plans, cloudpickle.dumps(requests))
     return found
 
 

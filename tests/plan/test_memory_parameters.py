@@ -13,6 +13,7 @@ from axon_nb.plan.footprint.plan import MemoryPlan, RankMemory
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.models import TensorSpec
 from axon_nb.plan.process.worker import run_in_process
+from tests.plan.many import plans
 
 CONFIG = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=2)
 CASES: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ def ranks() -> dict[str, RankMemory]:
         name: MemoryRequest(CONFIG, **{"mesh": {"dp": 4}, "strategy": "full_shard", "device": "cpu"} | given).check()
         for name, given in CASES.items()
     }
-    found = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found = run_in_process(plans, cloudpickle.dumps(requests))
     assert all(isinstance(made, MemoryPlan) for made in found.values()), found
     return {name: made.worst for name, made in found.items()}
 

@@ -15,6 +15,7 @@ from axon_nb.plan.footprint.plan import MemoryPlan
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.models import TensorSpec
 from axon_nb.plan.process.worker import run_in_process
+from tests.plan.many import plans
 from tests.plan.megatron import Layers
 
 GB = 10**9
@@ -103,7 +104,7 @@ def test_activations_of_the_megatron_paper() -> None:
         for count in (6, 7)
         for again in ("", "Layer")
     }
-    found: dict[str, MemoryPlan] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found: dict[str, MemoryPlan] = run_in_process(plans, cloudpickle.dumps(requests))
     activations = {name: made.worst.peak.activations for name, made in found.items()}
     sbh = SEQ * BATCH * HIDDEN
     whole = activations["7-"] - activations["6-"]

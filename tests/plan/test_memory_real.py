@@ -11,6 +11,7 @@ import pytest
 
 from axon_nb.plan.footprint.plan import MemoryPlan
 from axon_nb.plan.process.worker import run_in_process
+from tests.plan.many import plans
 from tests.plan.training import Case, measured
 from tests.support.ranks import RankWorld
 
@@ -60,7 +61,7 @@ def planned(request: pytest.FixtureRequest) -> dict[str, MemoryPlan]:
         for name, case in CASES.items()
         if name in wanted
     }
-    found: dict[str, MemoryPlan] = run_in_process("tests.plan.many:plans", cloudpickle.dumps(requests))
+    found: dict[str, MemoryPlan] = run_in_process(plans, cloudpickle.dumps(requests))
     return found
 
 

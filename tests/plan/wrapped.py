@@ -62,6 +62,14 @@ def _sharded(axes: dict[str, int]) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"] if len(axes) > 1 else mesh, mp_policy=policy)
 
 
+def _unsharded() -> nn.Module:
+    """Make a model whose parameters FSDP2 has gathered, in the dtype that it computes in."""
+    model: Any = _sharded({"dp": 4})
+    for block in (model.block0, model.block1, model):
+        block.unshard()
+    return model
+
+
 def _checkpointed() -> nn.Module:
     model = plain()
     checkpoint_blocks(model, Block)
@@ -71,6 +79,7 @@ def _checkpointed() -> nn.Module:
 WAYS: dict[str, Callable[[], nn.Module]] = {
     "plain": plain,
     "fully_shard": lambda: _sharded({"dp": 4}),
+    "unsharded": _unsharded,
     "two axes": lambda: _sharded({"dp": 2, "tp": 2}),
     "ddp": lambda: DistributedDataParallel(plain(), init_sync=False),
     "FSDP": lambda: FSDP(plain(), mesh=mesh_of({"dp": 4}), sync_parameters=False),

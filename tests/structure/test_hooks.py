@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -32,6 +33,11 @@ NOT_IN_TEXT = {
     "_stages_forward_initialized": "the code composes it",
 }
 """Names that the files of their hook do not show, each with the reason."""
+
+UPSTREAM = re.compile(
+    r"https://github\.com/[\w.-]+/[\w.-]+/(?:(?:issues|pull)/\d+|blob/v?(?P<tag>[\d.]+)/(?P<path>[\w./-]+\.(?:py|c|cpp|yaml)))"
+)
+"""An issue, a pull request, or a file at a tag."""
 
 HOOKS = [hooks.hook(group) for group in hooks.groups()]
 
@@ -69,11 +75,32 @@ def test_a_hook_says_everything(hook: hooks.Hook) -> None:
     assert hook.replaces
     assert bool(hook.lost) != bool(hook.capability), "either says what is lost"
     assert hook.capability in {"", *(check.name for check in CHECKS)}
-    assert hook.upstream == "" or re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", hook.upstream)
+    assert UPSTREAM.fullmatch(hook.upstream)
     assert hooks.tested_versions(hook.package)
     assert hook.fix
     assert list(hook.files) == sorted(set(hook.files))
     assert list(hook.uses) == sorted(set(hook.uses))
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if "/blob/" in hook.upstream], ids=lambda hook: hook.group)
+def test_the_source_upstream_is_a_file_of_the_package_in_a_tested_version(hook: hooks.Hook) -> None:
+    match = UPSTREAM.fullmatch(hook.upstream)
+    assert match is not None
+    package = "ipykernel" if "/ipykernel/" in hook.upstream else hook.package
+    assert any(match["tag"].startswith(f"{version}.") for version in hooks.tested_versions(package))
+    if match["path"].endswith(".py"):
+        assert any((folder / part).is_file() for folder in installed_roots() for part in endings(match["path"]))
+
+
+def installed_roots() -> list[Path]:
+    """Where packages and the standard library are installed."""
+    return [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
+
+
+def endings(path: str) -> list[str]:
+    """The path, and what is left of it without the folders of the repository that are not installed."""
+    parts = path.split("/")
+    return ["/".join(parts[start:]) for start in range(min(3, len(parts)))]
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.group)

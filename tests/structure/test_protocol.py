@@ -12,7 +12,6 @@ TARGET = re.compile(r"^axon_nb\.[\w.]+:\w+$")
 REQUEST = re.compile(r"^axon_(?!nb(_|$))[a-z_]+$")
 
 OTHERS = {
-    "axon_nb.plan.footprint.simulate:simulate": "a process of the planner's own, from the same installation",
     "axon_mock": "name of a backend",
     "axon_mock_": "names of its groups",
     "axon_nccl": "name of a backend",

@@ -19,10 +19,12 @@ from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import encode, receive
 from axon_nb.records.protocol.agent import Fork, encode_event
+from axon_nb.records.protocol.joining import ClusterFacts
+from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode
 from tests.support.processes import until
 
-__all__ = ["ENTRY", "ROOT", "RawPeer", "Served", "Shared", "dead", "fork_request", "serve"]
+__all__ = ["ENTRY", "ROOT", "RawPeer", "Served", "Shared", "dead", "facts", "fork_request", "serve"]
 
 ENTRY = "tests.host.entries:run"
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,11 @@ def dead(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def facts(name: str = "test", *, keep_alive_s: float = 300.0, owner: str = "") -> ClusterFacts:
+    """What an agent stores about a cluster of one rank."""
+    return ClusterFacts(name, 1, keep_alive_s=keep_alive_s, version=own_version(), owner=owner)
 
 
 @dataclass

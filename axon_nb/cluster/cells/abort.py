@@ -18,14 +18,14 @@ __all__ = ["AbortController"]
 _ABORT_AFTER_S = 0.3
 """If a rank has failed, the others are aborted after this long at the latest; sooner if all of them wait."""
 _ABORT_AFTER_DEATH_S = 0.05
-"""If a rank has died, the others cannot go on for long, and its last output may still arrive."""
+"""If a rank has died, the others cannot continue for long, and its last output may still arrive."""
 _POLL_INTERVAL_S = 0.015
 _DEAD_ACK_TIMEOUT_S = 2.0
 """A rank that is dead or stuck will not acknowledge an abort after this long."""
 _ACK_TIMEOUT_S = 15.0
 """Any other rank will: on a busy machine that may take a while."""
 _RESEND_INTERVAL_S = 0.25
-"""An abort is sent again at this interval, because code may swallow the exception and go on."""
+"""An abort is sent again at this interval, because code may swallow the exception and continue."""
 
 
 class AbortController:

@@ -80,7 +80,7 @@ def is_exclusive(state: ClusterState, run: CellRun) -> bool:
 
 
 LEFT_RUNNING = "was left running"
-"""Why this notebook no longer has a cluster that goes on without it."""
+"""Why this notebook no longer has a cluster that keeps running without it."""
 _ATTACH_HINT = "Run `%distributed attach` to reconnect to both."
 _START_HINT = "Run `%distributed start` to start a new one."
 

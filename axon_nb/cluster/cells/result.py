@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.errors import UsageError
-from axon_nb.records.protocol.cells import CellEnd
+from axon_nb.records.protocol.cells import CellEnd, Profile
 from axon_nb.records.ranks import format_ranks, name_ranks
 
 __all__ = ["CellResult", "CellViews", "measurements"]
@@ -37,8 +37,8 @@ class CellResult:
     """Processor time that all threads of each rank used meanwhile, in seconds."""
     repetitions: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """With `--repeat`: how long each run took on each rank, in seconds."""
-    profiles: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """With `--profile`: ``rows`` of a table and the path of the ``trace``, by profiled rank."""
+    profiles: Mapping[int, Profile] = field(default_factory=dict)
+    """With `--profile`: the operations that took longest, and the path of the trace, by profiled rank."""
 
     views: CellViews | None = field(default=None, repr=False, compare=False)
     """With `--watch`: what was shown; `show` opens it again. Not pickled."""
@@ -84,7 +84,7 @@ class CellResult:
 class _Measurements(TypedDict):
     cpu_seconds: Mapping[int, float]
     repetitions: Mapping[int, Sequence[float]]
-    profiles: Mapping[int, Mapping[str, Any]]
+    profiles: Mapping[int, Profile]
 
 
 def measurements(replies: Mapping[int, CellEnd]) -> _Measurements:
@@ -96,5 +96,5 @@ def measurements(replies: Mapping[int, CellEnd]) -> _Measurements:
     return {
         "cpu_seconds": {rank: end.cpu_seconds for rank, end in replies.items() if end.cpu_seconds is not None},
         "repetitions": {rank: end.repetitions for rank, end in replies.items() if end.repetitions is not None},
-        "profiles": {rank: asdict(end.profile) for rank, end in replies.items() if end.profile is not None},
+        "profiles": {rank: end.profile for rank, end in replies.items() if end.profile is not None},
     }

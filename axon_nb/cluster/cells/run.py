@@ -16,9 +16,9 @@ from axon_nb.cluster.failures.report import RankError
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.output.wait_notice import WaitNotice
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts, execute_content
+from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts, CellOutcome, execute_content, read_outcome
 from axon_nb.records.protocol.errors import ProtocolError
-from axon_nb.records.protocol.wire import decode, encode
+from axon_nb.records.protocol.wire import encode
 
 __all__ = ["CellRun"]
 
@@ -125,33 +125,30 @@ class CellRun:
 
     def on_reply(self, rank: int, content: dict[str, Any]) -> None:
         """Process a rank's reply, which says that it has finished the cell; called from the IO thread."""
-        progress = self._progress[rank]
         try:
-            self._read_reply(rank, progress, content)
-        finally:
-            progress.replied_at = time.monotonic()
-            self.wake()
+            outcome = read_outcome(content)
+        except ProtocolError as error:
+            outcome = CellOutcome("error", type(error).__name__, str(error))
+        self.on_outcome(rank, outcome)
+
+    def on_outcome(self, rank: int, outcome: CellOutcome) -> None:
+        """Process how the cell ended on a rank; called from the IO thread, or while reattaching."""
+        progress, end = self._progress[rank], outcome.end
+        self.replies[rank] = end
+        progress.seconds, progress.has_value = end.seconds, end.has_value
+        self._communicated = self._communicated or bool(end.calls)
+        if outcome.status == "ok":
+            pass
+        elif was_aborted(outcome.ename, outcome.evalue, aborting=self._abort.aborting):
+            self._fail(rank, RankError(rank, "aborted", outcome.ename, describe_abort(end.aborted_at)))
+        else:
+            self._fail(rank, RankError(rank, "raised", outcome.ename, outcome.evalue, outcome.traceback))
+        progress.replied_at = time.monotonic()
+        self.wake()
         if self._gave_up:
             self.on_late_reply(rank)
         if self._view is not None:
             self._view.rank_finished(rank, failed=progress.error is not None and progress.error.kind != "aborted")
-
-    def _read_reply(self, rank: int, progress: RankProgress, content: dict[str, Any]) -> None:
-        try:
-            reply = self.replies[rank] = decode(CellEnd, content.get(KEY, {}))
-        except ProtocolError as error:
-            reply = self.replies[rank] = CellEnd()
-            content = {"status": "error", "ename": type(error).__name__, "evalue": str(error)}
-        progress.seconds = reply.seconds
-        progress.has_value = reply.has_value
-        self._communicated = self._communicated or bool(reply.calls)
-        if content["status"] != "ok":
-            ename = content.get("ename", "")
-            evalue = content.get("evalue", content["status"])
-            aborted = was_aborted(ename, evalue, aborting=self._abort.aborting)
-            evalue = describe_abort(reply.aborted_at) if aborted else evalue
-            traceback = () if aborted else tuple(content.get("traceback", ()))
-            self._fail(rank, RankError(rank, "aborted" if aborted else "raised", ename, evalue, traceback))
 
     def on_death(self, rank: int, reason: str) -> None:
         """Record that a rank's process is gone; `reason` reads after its name. Called from any thread."""

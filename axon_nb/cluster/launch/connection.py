@@ -108,7 +108,8 @@ def open_existing(run_dir: RunDir) -> Connection:
         StartError: another notebook is connected to it.
     """
     agent = AgentClient(run_dir, owner=kernel_id(), exclusive=True)
-    return _with_client(run_dir, agent, agent.hello_reply.info.get("ip", LOOPBACK))
+    facts = agent.hello_reply.info
+    return _with_client(run_dir, agent, LOOPBACK if facts is None else facts.ip)
 
 
 def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:

@@ -22,7 +22,8 @@ from axon_nb.cluster.rpc.client import forget_engine
 from axon_nb.host.client import AgentClient, outcome, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import AgentEvent, Closed, Exit, Fork, SetInfo, Signal
-from axon_nb.records.protocol.joining import ENGINE_ENTRY
+from axon_nb.records.protocol.joining import ENGINE_ENTRY, ClusterFacts
+from axon_nb.records.protocol.version import own_version
 
 __all__ = ["AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command", "fork_request"]
 
@@ -152,7 +153,8 @@ class ForkedEngineSetLauncher(EngineLauncher):
             run_dir = self._own_run_dir = RunDir.create()
             pid = spawn_agent(run_dir, controller=[], entry=ENGINE_ENTRY)
         client = AgentClient(run_dir, owner=f"pid-{os.getpid()}", agent_pid=pid)
-        client.call(SetInfo({"world_size": self.n, "name": self.identifier, "keep_alive_s": 0.0}))
+        if client.hello_reply.info is None:
+            client.call(SetInfo(ClusterFacts(self.identifier, self.n, keep_alive_s=0.0, version=own_version())))
         return client
 
     def _on_event(self, event: AgentEvent) -> None:

@@ -139,7 +139,7 @@ class RankClient(ipp.Client):
 
         Args:
             rank: The rank.
-            handler: Notified, until `forget` is called, once the rank's output so far has arrived; None: nobody is.
+            handler: Notified once the rank's output so far has arrived, unless `forget` is called; may be None.
 
         Returns:
             A future of Jupyter's reply.

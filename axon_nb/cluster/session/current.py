@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster.launch import prewarm
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import NoClusterError
+from axon_nb.records.hooks import missing_hooks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
@@ -84,6 +85,9 @@ def watch_shutdown(cluster: Cluster | None = None) -> None:
     if _state["installed"] or app is None or not app.IPKernelApp.initialized():
         return
     kernel = app.IPKernelApp.instance().kernel
+    _state["installed"] = True
+    if missing_hooks("session.shutdown", kernel=kernel):
+        return
     original = kernel.do_shutdown
 
     def do_shutdown(restart: bool) -> Any:
@@ -93,7 +97,6 @@ def watch_shutdown(cluster: Cluster | None = None) -> None:
         return original(restart)
 
     kernel.do_shutdown = do_shutdown
-    _state["installed"] = True
 
 
 def at_exit(cluster: Cluster) -> None:

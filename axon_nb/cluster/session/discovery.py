@@ -49,7 +49,7 @@ def running() -> list[ClusterEntry]:
                     int(info["world_size"]),
                     info.get("owner", ""),
                     attached,
-                    has_world="layout" in info,
+                    has_world=bool(info.get("layout")),
                     version=read_version(info.get("version")),
                 )
             )

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.cells.result import CellResult
@@ -19,7 +19,15 @@ from axon_nb.cluster.recovery.recovery import next_epoch
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError
-from axon_nb.records.protocol.cells import AbortRequest, CellFacts, CellReport, CellsReply, CellsRequest, Omitted
+from axon_nb.records.protocol.cells import (
+    AbortRequest,
+    CellFacts,
+    CellOutcome,
+    CellReport,
+    CellsReply,
+    CellsRequest,
+    Omitted,
+)
 from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -76,7 +84,7 @@ class OutputReplay:
             self._idle_since.pop(rank, None)
         elif now - self._idle_since.setdefault(rank, now) > _NEVER_SENT_AFTER_S:
             why = "the notebook disconnected before sending the cell to this rank"
-            self._finish(rank, {"status": "error", "ename": "CellLostError", "evalue": why})
+            self._finish(rank, CellOutcome("error", "CellLostError", why))
 
     def feed(self, rank: int, report: CellReport) -> None:
         """Pass on one rank's report."""
@@ -87,11 +95,11 @@ class OutputReplay:
         for kind, content in report.messages:
             run.on_output(rank, kind, content, {})
         if report.outcome is not None:
-            self._finish(rank, dict(report.outcome))
+            self._finish(rank, report.outcome)
 
-    def _finish(self, rank: int, outcome: dict[str, Any]) -> None:
+    def _finish(self, rank: int, outcome: CellOutcome) -> None:
         self._run.on_idle(rank)
-        self._run.on_reply(rank, outcome)
+        self._run.on_outcome(rank, outcome)
 
     def wait_for_late(self, timeout_s: float) -> None:
         """Go on until the stuck ranks of a failed cell have replied, at most `timeout_s` seconds."""

@@ -9,7 +9,7 @@ import time
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch import compatibility, prewarm
-from axon_nb.cluster.launch.connection import Connection, default_name, kernel_id, open_existing, open_new
+from axon_nb.cluster.launch.connection import Connection, default_name, open_existing, open_new
 from axon_nb.cluster.launch.engines import launch_engines, stop_engines
 from axon_nb.cluster.launch.join import join_world
 from axon_nb.cluster.launch.open_files import raise_if_too_few
@@ -141,10 +141,9 @@ def _publish(
         **settings_facts(own),
         layout=encode(layout),
         rank_info=tuple(rank_info),
-        owner=kernel_id(),
     )
-    connection.agent.call(SetInfo(encode(facts)))
-    return Cluster(ClusterState(connection, layout, own, name=name, engines=engines, rank_info=rank_info))
+    connection.agent.call(SetInfo(facts))
+    return Cluster(ClusterState(connection, layout, own, facts))
 
 
 def _free_name(name: str | None) -> str:
@@ -182,7 +181,8 @@ def attach(name: str | None = None) -> Cluster:
     prewarm.discard()
     connection = open_existing(entry.run_dir)
     hello_reply = connection.agent.hello_reply
-    facts: ClusterFacts = decode(ClusterFacts, hello_reply.info)
+    facts = hello_reply.info
+    assert facts is not None  # `find` has read them
     layout: Layout = decode(Layout, facts.layout)
     unfinished = _kill_unfinished(connection, facts)
     live_ranks = _live_ranks(connection, facts.engines, layout.num_ranks) - unfinished
@@ -193,9 +193,7 @@ def attach(name: str | None = None) -> Cluster:
         )
     wait_for_output(connection.client, live_ranks, timeout_s=_OUTPUT_TIMEOUT_S)
     own = settings.inherit(dict(facts.settings))
-    cluster = Cluster(
-        ClusterState(connection, layout, own, name=facts.name, engines=facts.engines, rank_info=facts.rank_info)
-    )
+    cluster = Cluster(ClusterState(connection, layout, own, facts))
     for rank in set(cluster.ranks) - live_ranks:
         event = hello_reply.deaths.get(rank)
         reason = "died while no notebook was connected" if event is None else describe_death(event)

@@ -1,6 +1,6 @@
-"""View tensors, NumPy and CuPy arrays as torch tensors that share their memory.
+"""Views tensors, NumPy and CuPy arrays as torch tensors that share their memory, and prepares them for the wire.
 
-Prepare tensors for the wire: dense, and of a dtype that every backend supports.
+On the wire, tensors are dense and have a dtype that every backend supports.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 These checks have already been made here. Where the public functions do more than that (in a coalescing block, under
 `torch.compile`, with tensor subclasses and modes, on a torch whose groups lack the methods), they are called instead.
-
-Functions that torch.distributed has renamed, under their current names.
+Functions that torch.distributed has renamed have their current names here.
 """
 
 from __future__ import annotations

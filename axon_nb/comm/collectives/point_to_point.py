@@ -1,7 +1,4 @@
-"""Point-to-point communication: send and receive.
-
-The small header tensor sent before a tensor whose shape the receiver does not know.
-"""
+"""Point-to-point communication: send and receive, with a small header if the receiver does not know the shape."""
 
 from __future__ import annotations
 

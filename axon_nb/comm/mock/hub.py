@@ -1,6 +1,6 @@
-"""Connects the ranks of a mock group: collectives match by call number, messages by sender, receiver and tag.
+"""Connects the ranks of a mock group, and combines their tensors, always in rank order.
 
-Combine the tensors of all ranks, always in rank order.
+Collectives match by call number, messages by sender, receiver and tag.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A process group of ranks on one host, over memory that they share: no sockets, and every wait can be ended."""
+"""A process group for ranks on one host, over shared memory: it opens no sockets, and every wait can be aborted."""

@@ -1,7 +1,7 @@
-"""What a rank is about to do, in one word of shared memory, and the sentence for ranks that do not do the same.
+"""Announcements of calls: a word of shared memory that says what a rank is about to do, and the error for mismatches.
 
 From the highest bit: operation (5 bits), reduce operation + 1 (4), dtype (6), root + 1 (10), number of elements or
-bytes (38). Two ranks fit together when their words are equal.
+bytes (38). Two calls match if their words are equal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPERATIONS = (
     "all_to_all",
     "barrier",
 )
-"""By number - 1: what users call the operations."""
+"""Names that users know, by number - 1."""
 REDUCE_OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 """By number, as in torch's `ReduceOp.RedOpType`."""
 MAX_RANKS = 1000
@@ -55,17 +55,17 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
 
 
 def dtype_code(dtype: torch.dtype | None) -> int:
-    """A number for a dtype, the same in all processes with one build of torch; 0: bytes."""
+    """Return the number of a dtype, the same in all processes with one build of torch; 0: bytes."""
     return 0 if dtype is None else _DTYPE_CODES.get(dtype, (1 << _DTYPE_BITS) - 1)
 
 
 def fact_of(operation: str, count: int, *, dtype: torch.dtype | None = None, root: int = -1, reduce: int = -1) -> int:
-    """The word for one call.
+    """Encode a call as a word.
 
     Args:
         operation: One of `OPERATIONS`.
-        count: Elements of `dtype`, or bytes when there is none.
-        dtype: What is added up.
+        count: Number of elements of `dtype`, or of bytes without a dtype.
+        dtype: The dtype that is reduced.
         root: Group rank of the root.
         reduce: Number of the reduce operation.
     """
@@ -83,7 +83,7 @@ def _field(fact: int, place: int, bits: int) -> int:
 
 
 def in_words(fact: int, members: Sequence[int]) -> str:
-    """What a word says, such as ``all_reduce(SUM) of 4 float32``.
+    """Describe the call that a word encodes, such as ``all_reduce(SUM) of 4 float32``.
 
     Args:
         fact: The word.
@@ -108,10 +108,11 @@ def operation_of(fact: int) -> str:
 
 
 def mismatch(calls: Sequence[tuple[int, str]], members: Sequence[int]) -> str:
-    """The sentence for ranks whose calls do not fit together.
+    """Return the error message for ranks whose calls do not match.
 
     Args:
-        calls: By group rank, the call's word and its place, such as ``full_tensor at line 4``; 0: not there yet.
+        calls: By group rank, the word and the place of the call, such as ``full_tensor at line 4``; word 0: the rank has
+            not called yet.
         members: Global ranks of the group.
     """
     same: dict[tuple[int, str], list[int]] = {}
@@ -154,7 +155,7 @@ def _unit(fact: int) -> str:
 
 
 def reduce_number(operation: Any) -> tuple[int, Any]:
-    """Number and factor of torch's `ReduceOp`; the factor is that of PREMUL_SUM, else None."""
+    """Return the number and the factor of torch's `ReduceOp`; only PREMUL_SUM has a factor."""
     kind = getattr(operation, "op", operation)
     number = int(getattr(kind, "value", kind))
     if REDUCE_OPERATIONS[number] != "PREMUL_SUM":

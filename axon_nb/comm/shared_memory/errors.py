@@ -1,4 +1,4 @@
-"""Why a wait in a group over shared memory ended without what it waited for."""
+"""Reasons why a wait in a group over shared memory was aborted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ __all__ = ["GroupLeftError", "PeerLostError", "SharedMemoryTimeoutError"]
 
 
 class GroupLeftError(RuntimeError):
-    """This rank or a peer has left the group: it was aborted, interrupted, or gave up waiting."""
+    """This rank or a peer left the group: it was aborted, was interrupted, or timed out."""
 
 
 class PeerLostError(GroupLeftError):
-    """A rank that is waited for is dead."""
+    """A rank that this one waits for is dead."""
 
 
 class SharedMemoryTimeoutError(RuntimeError):
-    """A wait reached its limit."""
+    """A wait timed out."""

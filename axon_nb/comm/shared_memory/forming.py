@@ -1,4 +1,4 @@
-"""How the ranks of a group come to share memory: the first makes it, the others find it through the store."""
+"""How the ranks of a group get shared memory: the first rank creates it, the others find it through the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE_S = 0.005
 
 
 class ForeignHostError(CommError):
-    """The ranks cannot share memory: they differ in host, container or user, or the system lacks what is needed."""
+    """The ranks cannot share memory: host, container or user differ, or the system does not support it."""
 
 
 def form(
@@ -29,29 +29,29 @@ def form(
     rank: int,
     members: list[int],
     key: str,
-    limit_s: float,
+    timeout_s: float,
     give_up: Callable[[], None] | None = None,
     max_bytes: int = 0,
 ) -> Progress:
     """Map the memory of a group; collective over its ranks.
 
     Args:
-        store: Where the ranks meet.
+        store: The rendezvous store.
         rank: This process's rank in the group.
         members: Global ranks of the group.
-        key: Where the memory's address is in the store; another one each time.
-        limit_s: Seconds to wait for the others.
-        give_up: Called again and again; raises when the wait is to end.
-        max_bytes: How large the memory may be; 0: as is best.
+        key: The store's key for the memory's address; use a new one each time.
+        timeout_s: Seconds to wait for the other ranks.
+        give_up: Called repeatedly; raises to abort the wait.
+        max_bytes: Maximum size of the memory; 0: the default size.
 
     Raises:
         ForeignHostError: the ranks cannot share memory.
         GroupLeftError: a rank died meanwhile.
-        SharedMemoryTimeoutError: a rank did not come.
+        SharedMemoryTimeoutError: a rank did not arrive.
     """
     if not futex.is_supported():
         raise ForeignHostError("Shared memory between ranks needs Linux on x86-64 or aarch64.")
-    limit = time.monotonic() + limit_s
+    deadline = time.monotonic() + timeout_s
     layout = Layout.of(len(members), max_bytes)
     descriptor = -1
     try:
@@ -59,21 +59,21 @@ def form(
             descriptor = SharedMemory.create(layout)
             store.set(key, SharedMemory.address_of(descriptor))
         else:
-            descriptor = _open(store, key, members[0], limit, give_up)
+            descriptor = _open(store, key, members[0], deadline, give_up)
         progress = Progress(SharedMemory(descriptor, layout), rank, members, give_up)
-        progress.wait_until_ready(limit)
+        progress.wait_until_ready(deadline)
         return progress
     finally:
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _open(store: Store, key: str, first: int, limit: float, give_up: Callable[[], None] | None) -> int:
+def _open(store: Store, key: str, first: int, deadline: float, give_up: Callable[[], None] | None) -> int:
     while not store.check([key]):
         if give_up is not None:
             give_up()
-        if time.monotonic() > limit:
-            raise SharedMemoryTimeoutError(f"rank {first} did not make the group's memory in time")
+        if time.monotonic() > deadline:
+            raise SharedMemoryTimeoutError(f"rank {first} did not create the group's memory in time")
         time.sleep(_PIECE_S)
     try:
         return SharedMemory.open(bytes(store.get(key)).decode())

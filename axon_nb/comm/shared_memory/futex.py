@@ -1,12 +1,12 @@
-"""Sleeping on words of shared memory: Linux's futex, and copies between addresses, through ctypes.
+"""Waiting on words of shared memory with Linux's futex, and copying between addresses, through ctypes.
 
-A word is 64 bits wide; the kernel compares its low half. Wherever a wait can end early, the caller looks again, so the
-return values do not matter.
+A word has 64 bits; the kernel compares the lower half. Every wait may return early, so callers check again and ignore
+the return value.
 
-Order of memory accesses: each rank writes data first and its progress word afterwards, and reads them the other way
-round. x86-64 keeps stores in order and loads in order (total store order), also those of `memmove`: glibc ends
-non-temporal copies with a fence. Other processors need barriers. `fence` is one: it releases and acquires a lock, and a
-store-release followed by a load-acquire is ordered on aarch64 with everything before and after.
+Memory order: a rank writes data first and its progress word afterwards, and reads them in the opposite order. x86-64
+keeps the order of stores and of loads (total store order), also in `memmove`: glibc ends non-temporal copies with a
+fence. Other processors need barriers. `fence` is one: it releases and acquires a lock, and on aarch64 a store-release
+followed by a load-acquire is ordered with everything before and after.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SIZE_U32 = 2
 _MAX_WORDS = 128
 _POLL_S = 0.0005
 _SMALL_BYTES = 1 << 14
-"""Up to here a copy keeps the interpreter lock: it is over sooner than the lock would be back."""
+"""Copies up to this size keep the interpreter lock, because getting it back would take longer than the copy."""
 _CLOCK_MONOTONIC = 1
 
 
@@ -74,7 +74,7 @@ _barrier = threading.local()
 
 
 def is_supported() -> bool:
-    """Whether this system has futexes and anonymous memory files that we can use."""
+    """Whether this system has futexes and anonymous memory files that this process may use."""
     return sys.platform == "linux" and _FUTEX != 0 and sys.byteorder == "little"
 
 
@@ -87,12 +87,12 @@ _slices: dict[float, _Timespec] = {}
 
 
 def wait(address: int, value: int, seconds: float) -> None:
-    """Sleep until the word at `address` differs from `value`, somebody wakes it, a signal comes, or time is over.
+    """Sleep until the word at `address` differs from `value`, a wake-up or a signal arrives, or the time is over.
 
     Args:
         address: Address of a 64-bit word in shared memory.
-        value: What the word held when the caller looked.
-        seconds: Longest sleep.
+        value: The value that the caller read.
+        seconds: Maximum time to sleep.
     """
     limit = _slices.get(seconds)
     if limit is None:
@@ -103,19 +103,19 @@ def wait(address: int, value: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps on the word at `address`, in any process."""
+    """Wake all waiters on the word at `address`, in any process."""
     _wake_call(_FUTEX, address, _WAKE, _EVERYBODY)
 
 
 def wait_any(words: Sequence[tuple[int, int]], seconds: float) -> None:
-    """As `wait`, on several words: (address, value) of each. Kernels before 5.16 are polled instead."""
+    """Like `wait`, for several words: (address, value) of each. Polls on kernels before 5.16."""
     if not _has_waitv[0] or len(words) > _MAX_WORDS:
         time.sleep(min(seconds, _POLL_S))
         return
     waiters = (_Waiter * len(words))(*(_Waiter(value & _LOW, address, _SIZE_U32, 0) for address, value in words))
     end = _relative(time.monotonic() + seconds)
     if _waitv_call(_FUTEX_WAITV, waiters, len(words), 0, ctypes.byref(end), _CLOCK_MONOTONIC) < 0:
-        # Interrupted, over, or one has changed already: the caller looks again. Anything else: it is not allowed here.
+        # Interrupted, timed out, or a word changed already: the caller checks again. Other errors: not permitted.
         _has_waitv[0] = ctypes.get_errno() in _EXPECTED
 
 
@@ -124,7 +124,7 @@ _EXPECTED = frozenset({4, 11, 110})
 
 
 def fence() -> None:
-    """A full memory barrier of the calling thread; see the module."""
+    """Run a full memory barrier on the calling thread; see the module."""
     lock = getattr(_barrier, "lock", None)
     if lock is None:
         lock = _barrier.lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The process group that torch sees: every operation of c10d on CPU tensors, over memory that the ranks share."""
+"""The process group that torch sees: every operation of c10d on CPU tensors, over shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from axon_nb.torch_api import torch_api
 __all__ = ["BACKEND", "SharedMemoryGroup", "caller_line", "register"]
 
 BACKEND = "shm"
-"""What `dist.init_process_group` and `dist.new_group` call it."""
+"""Name of the backend for `dist.init_process_group` and `dist.new_group`."""
 
 Tensor = torch.Tensor
 Job = Callable[[], None]
@@ -44,21 +44,21 @@ _registered: list[str] = []
 
 
 class SharedMemoryGroup(CollectiveOperations):
-    """See the module.
+    """A process group over shared memory.
 
     Args:
-        store: Where the ranks of the group meet.
+        store: The rendezvous store.
         rank: This process's rank in the group.
         size: Number of ranks in the group.
-        timeout: Limit of each operation.
+        timeout: Timeout of each operation.
         name: torch's name of the group.
-        members: Global ranks of the group, for messages; by default those of the group.
-        key: Where in the store they meet.
-        give_up: Called every 50 ms of a wait; raises when the wait is to end.
-        line: Gives the line of the user's code that calls; 0: not known.
+        members: Global ranks of the group, for messages; default: the group ranks.
+        key: Prefix in the store.
+        give_up: Called every 50 ms during a wait; raises to abort it.
+        line: Returns the line of user code that makes the call; 0: unknown.
         place: Names the call that the current thread makes, for an operation; None: by the operation and its line.
-        runs_in_wait: Whether a call that its caller waits for is made in `wait` of its handle, where a wrapper of the
-            group looks on, rather than before there is one.
+        runs_in_wait: Whether a call that the caller waits for runs inside `wait` of its handle, so that a wrapper of
+            the group can watch it, instead of before the handle exists.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SharedMemoryGroup(CollectiveOperations):
             rank=rank,
             members=list(members) or list(range(size)),
             key=key,
-            limit_s=seconds,
+            timeout_s=seconds,
             give_up=give_up,
         )
         self._line = line
@@ -116,7 +116,7 @@ class SharedMemoryGroup(CollectiveOperations):
         return self._left_to_helper(work)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SharedWork:
-        """Receive a tensor from any rank; the handle's `source_rank` says which."""
+        """Receive a tensor from any rank; the handle's `source_rank` identifies the sender."""
         return self.recv(tensors, ANY, tag)
 
     def _message(self, keep: list[Any]) -> SharedWork:
@@ -139,25 +139,25 @@ class SharedMemoryGroup(CollectiveOperations):
         return JoinedWork(works)
 
     def abort(self) -> None:
-        """From any thread: end all waits in this group, on all its ranks."""
+        """Abort all waits in this group, on all its ranks; callable from any thread."""
         self._progress.leave("it was aborted")
         self._messages.fail(GroupLeftError("the group was aborted"))
 
     def shutdown(self) -> None:
-        """This rank is done with the group: end its threads. Peers that wait for it learn that it is gone."""
+        """Leave the group and stop its threads. Peers that wait for this rank are notified."""
         self._progress.leave("", closed=True)
         self._order.close()
         self._messages.close()
-        # They know this group: without the circle its memory is free at once.
+        # These refer to this group: without the reference cycle, its memory is freed at once.
         self._order.leave = self._messages.leave = _ignore
 
     def describe(self) -> list[str]:
-        """What each rank of the group is in, a line for each."""
+        """Describe the call that each rank is in, one line per rank."""
         return self._progress.describe()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of operations begun from now on."""
-        self._rounds.limit_s = timeout.total_seconds()
+        """Set the timeout of operations that start from now on."""
+        self._rounds.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
     supports_coalescing = supports_splitting = False
@@ -169,7 +169,7 @@ class SharedMemoryGroup(CollectiveOperations):
         return self._rounds.sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: the memory has it."""
+        """Do nothing: sequence numbers are in the shared memory."""
 
 
 def _ignore(error: BaseException) -> None:
@@ -177,7 +177,7 @@ def _ignore(error: BaseException) -> None:
 
 
 def caller_line() -> int:
-    """The line of the code that called torch or axon_nb; 0: there is none."""
+    """Return the line of user code that called torch or axon_nb; 0: none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -191,10 +191,10 @@ def caller_line() -> int:
 
 
 def register(name: str = BACKEND) -> None:
-    """Let `dist.init_process_group` and `dist.new_group` make groups over shared memory.
+    """Register the backend for `dist.init_process_group` and `dist.new_group`.
 
     Args:
-        name: Of the backend.
+        name: Name of the backend.
     """
     if name in _registered:
         return

@@ -1,10 +1,10 @@
-"""The memory of one group: an anonymous file that all its ranks map, and where in it everything stands.
+"""The memory of one group: an anonymous file that all its ranks map, and its layout.
 
-The first rank makes the file and puts its address under /proc into the store; the kernel lets processes of the same
-user open it. The file has no name, is sealed against changes of its size, and no rank keeps a descriptor: it is freed
-with the last mapping. Pages come into being when they are first written, so that what a group never uses costs nothing.
+The first rank creates the file and puts its address under /proc into the store; the kernel lets processes of the same
+user open it. The file has no name, its size is sealed, and no rank keeps a descriptor, so it is freed with the last
+mapping. Pages are allocated on the first write, so unused parts cost nothing.
 
-Each rank writes only what is its own: its control page, its counters, its slots, and its rings of messages to others.
+Each rank writes only to its own parts: control page, counters, slots, and the rings of messages to other ranks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["RING", "SLOTS", "WORD", "Layout", "SharedMemory", "start_time"]
 WORD = 8
 _PAGE = 4096
 _LINE = 64
-"""Bytes of a cache line: words that different ranks write do not share one."""
+"""Size of a cache line in bytes; words written by different ranks do not share one."""
 SLOTS = 4
-"""Pieces of a rank's data that can be in the memory at a time; see docs/design/shared_memory.md."""
+"""Maximum number of pieces of a rank's data in memory at a time; see docs/design/shared_memory.md."""
 RING = 4
-"""Pieces of messages from one rank to another that can be in the memory at a time."""
+"""Maximum number of pieces of messages from one rank to another in memory at a time."""
 _MAX_SLOT_BYTES, _MIN_SLOT_BYTES = 4 << 20, 256 << 10
 _SLOTS_BYTES = 64 << 20
-"""For all slots together, where that leaves slots of a sensible size."""
+"""Bytes for all slots together, unless slots would become too small."""
 _MAX_PIECE_BYTES, _MIN_PIECE_BYTES = 256 << 10, 16 << 10
 _MESSAGES_BYTES = 16 << 20
-"""For all pairs together, where that leaves pieces of a sensible size."""
+"""Bytes for all pairs together, unless pieces would become too small."""
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -42,7 +42,7 @@ def _rounded(size: int, unit: int = _PAGE) -> int:
 
 
 def start_time(pid: int) -> int:
-    """When a process was started, in the kernel's ticks; 0: there is none, or it has ended and waits for its parent."""
+    """Start time of a process in the kernel's ticks; 0: there is no such process, or it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -61,11 +61,11 @@ class Layout:
 
     @classmethod
     def of(cls, size: int, limit: int = 0) -> Layout:
-        """The layout for `size` ranks.
+        """Return the layout for `size` ranks.
 
         Args:
             size: Number of ranks.
-            limit: How many bytes the memory may have at most; 0: as is best.
+            limit: Maximum size of the memory in bytes; 0: the default size.
         """
         slot = min(_MAX_SLOT_BYTES, max(_MIN_SLOT_BYTES, _SLOTS_BYTES // (size * SLOTS) // _PAGE * _PAGE))
         piece = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, _rounded(_MESSAGES_BYTES // (size * size * RING))))
@@ -80,11 +80,11 @@ class Layout:
         return rank * _PAGE
 
     def sent(self, source: int, target: int) -> int:
-        """How many pieces `source` has put into its ring to `target`; written by `source`."""
+        """Number of pieces that `source` has put into its ring to `target`; written by `source`."""
         return self._counters(source) + target * _LINE
 
     def taken(self, source: int, target: int) -> int:
-        """How many of them `target` has taken; written by `target`. Behind it: the message that it refused."""
+        """Number of pieces that `target` has taken; written by `target`, followed by the message that it refused."""
         return self._counters(target) + (self.size + source) * _LINE
 
     def _counters(self, rank: int) -> int:
@@ -99,7 +99,7 @@ class Layout:
         return self._counters(self.size)
 
     def heads(self, source: int, target: int) -> int:
-        """What the pieces in the ring from `source` to `target` are: a cache line for each."""
+        """Headers of the pieces in the ring from `source` to `target`, one cache line each."""
         return self._rings + (source * self.size + target) * (_PAGE + RING * self.piece_bytes)
 
     def piece(self, source: int, target: int, number: int) -> int:
@@ -120,8 +120,8 @@ class SharedMemory:
     """The mapped memory of one group in one epoch.
 
     Args:
-        descriptor: Of the file; not kept.
-        layout: Where things are.
+        descriptor: Descriptor of the file; not kept.
+        layout: The layout of the memory.
     """
 
     def __init__(self, descriptor: int, layout: Layout) -> None:
@@ -145,7 +145,7 @@ class SharedMemory:
 
     @staticmethod
     def create(layout: Layout) -> int:
-        """A new file for `layout`: its descriptor, which the caller closes."""
+        """Create a file for `layout`; return its descriptor, which the caller closes."""
         descriptor = os.memfd_create("axon_nb", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)
@@ -158,10 +158,10 @@ class SharedMemory:
 
     @staticmethod
     def open(address: str) -> int:
-        """A descriptor of the file at `address`, as `address_of` gave it in another process; the caller closes it.
+        """Open the file at `address`, which `address_of` returned in another process; the caller closes the descriptor.
 
         Raises:
-            OSError: it is not there, or belongs to another user.
+            OSError: it does not exist, or belongs to another user.
         """
         path, inode = address.rsplit(":", 1)
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -172,5 +172,5 @@ class SharedMemory:
 
     @staticmethod
     def address_of(descriptor: int) -> str:
-        """Where other processes of this user find the file while the descriptor is open."""
+        """Address at which other processes of this user find the file while the descriptor is open."""
         return f"/proc/{os.getpid()}/fd/{descriptor}:{os.fstat(descriptor).st_ino}"

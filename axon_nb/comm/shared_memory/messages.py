@@ -1,8 +1,8 @@
-"""Sends and receives: which message is for whom, and who takes it forward.
+"""Sends and receives: matches messages with receives, and moves them piece by piece.
 
-Messages from one rank to another arrive in the order in which they were sent. One that nobody has asked for yet is kept
-in this process, so that it does not stand before one with another tag. Whoever waits takes all open messages of this
-rank forward; a helper thread does so for those that nobody waits for.
+Messages from one rank to another arrive in the order in which they were sent. A message that arrives before its receive
+is kept in this process, so that it does not block messages with other tags. A thread that waits moves all open messages
+of this rank; a helper thread moves those that no thread waits for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ANY", "Messages"]
 
 ANY = -1
 _HEAD_START_S = 0.002
-"""How long the helper leaves new messages to the thread that began them: it may come to wait for them."""
+"""How long the helper leaves new messages to the thread that started them, which may be about to wait for them."""
 _IDLE_S = 3600.0
 
 
@@ -49,7 +49,7 @@ class _Receive:
     source: int
     tag: int
     finish: Callable[[], None] | None
-    """Copies what has come to where it belongs; None: it is there."""
+    """Copies a received message to its destination; None: it is already there."""
 
     def fits(self, tag: int, source: int) -> bool:
         return self.tag == tag and self.source in (ANY, source)
@@ -57,18 +57,18 @@ class _Receive:
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """A message that comes in, or has come and was not asked for."""
+    """A message that is arriving, or has arrived before its receive."""
 
     source: int
     head: Head
     """Of its first piece."""
     receive: _Receive | None
     kept: Any = None
-    """Memory of this process, for a message that came before it was asked for."""
+    """Memory of this process, for a message that arrived before its receive."""
     done: int = 0
 
     def target(self) -> int:
-        """Where the next piece goes; 0: nowhere, it is longer than expected."""
+        """Address for the next piece; 0: discard it, because the message is longer than expected."""
         if self.kept is not None:
             return ctypes.addressof(self.kept) + self.done
         assert self.receive is not None
@@ -80,13 +80,13 @@ class Messages:
 
     Args:
         progress: The group's control pages.
-        name: Of the helper thread.
-        limit_s: Seconds that a wait for a message may take.
-        leave: Called with an error after which the group cannot go on.
+        name: Name of the helper thread.
+        timeout_s: Seconds that a wait for a message may take.
+        leave: Called with an error after which the group is unusable.
     """
 
-    def __init__(self, progress: Progress, name: str, limit_s: float, leave: Callable[[BaseException], None]) -> None:
-        self._progress, self._name, self._limit_s, self.leave = progress, name, limit_s, leave
+    def __init__(self, progress: Progress, name: str, timeout_s: float, leave: Callable[[BaseException], None]) -> None:
+        self._progress, self._name, self._timeout_s, self.leave = progress, name, timeout_s, leave
         memory, rank = progress.memory, progress.rank
         self._peers = range(progress.size)
         self._out = [OutRing(memory, rank, peer) for peer in self._peers]
@@ -103,7 +103,7 @@ class Messages:
         self._closed = False
 
     def send(self, work: SharedWork, address: int, size: int, *, peer: int, tag: int, line: int) -> None:
-        """Begin a send; it is over when the message is in the ring."""
+        """Start a send; it completes when the message is in the ring."""
         with self._lock:
             self._sent[peer] += 1
             self._sends[peer].append(_Send(work, address, size, tag, line, self._sent[peer]))
@@ -112,7 +112,7 @@ class Messages:
     def receive(
         self, work: SharedWork, address: int, size: int, *, source: int, tag: int, finish: Callable[[], None] | None
     ) -> None:
-        """Begin a receive from a rank, or from `ANY`."""
+        """Start a receive from a rank, or from `ANY`."""
         item = _Receive(work, address, size, source, tag, finish)
         with self._lock:
             for arrival in self._kept:
@@ -126,7 +126,7 @@ class Messages:
                 self._pull(peer)
 
     def _deliver(self, arrival: _Arrival) -> None:
-        """A message is here, and somebody has asked for it."""
+        """Complete a receive whose message has arrived."""
         item, head, source = arrival.receive, arrival.head, arrival.source
         assert item is not None
         if arrival.kept is not None:
@@ -151,7 +151,7 @@ class Messages:
         )
 
     def _push(self, peer: int) -> None:
-        """Put what fits into the ring to `peer`; under the lock."""
+        """Write as much as fits into the ring to `peer`; the caller holds the lock."""
         queue, ring = self._sends[peer], self._out[peer]
         while queue and ring.room():
             item = queue[0]
@@ -159,14 +159,14 @@ class Messages:
                 Head(item.tag, item.size, item.done, item.number, item.line), item.address + item.done
             )
             number, expected = ring.refused()
-            if number == item.number:  # the rest follows: the receiver counts on it
+            if number == item.number:  # send the rest too: the receiver expects it
                 item.error = self._too_long(self._progress.rank, peer, item.size, expected, item.line)
             if item.done >= item.size:
                 queue.popleft()
                 item.work.finish(item.error)
 
     def _pull(self, peer: int) -> None:
-        """Take out what is in the ring from `peer`; under the lock."""
+        """Read everything from the ring from `peer`; the caller holds the lock."""
         ring = self._in[peer]
         while (head := ring.head()) is not None:
             arrival = self._arriving[peer]
@@ -190,7 +190,7 @@ class Messages:
         return arrival
 
     def _advance(self) -> tuple[list[tuple[int, int]], list[int]]:
-        """Take everything forward; what to sleep on, and who is waited for: empty when nothing is open."""
+        """Move all messages; return what to sleep on and which ranks to wait for, empty if nothing is open."""
         words, awaited = [], []
         with self._lock:
             for peer in self._peers:
@@ -214,26 +214,26 @@ class Messages:
             return True
         return any(item.source in (ANY, peer) for item in self._receives)
 
-    def drive(self, work: SharedWork, limit: float) -> None:
-        """Take messages forward until `work` is over.
+    def drive(self, work: SharedWork, deadline: float) -> None:
+        """Move messages until `work` is done.
 
         Raises:
-            GroupLeftError: a rank has left, or is dead.
-            SharedMemoryTimeoutError: the group's limit is over.
+            GroupLeftError: a rank left the group or died.
+            SharedMemoryTimeoutError: the group's timeout expired.
         """
         try:
-            self._drive(work, limit, time.monotonic() + self._limit_s)
+            self._drive(work, deadline, time.monotonic() + self._timeout_s)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def _drive(self, work: SharedWork, limit: float, end: float) -> None:
+    def _drive(self, work: SharedWork, deadline: float, end: float) -> None:
         while True:
             words, awaited = self._advance()
             if work.is_completed():
                 return
-            self._progress.look_around(awaited, end)
-            if time.monotonic() > limit:
+            self._progress.check_wait(awaited, end)
+            if time.monotonic() > deadline:
                 return
             if len(words) == 1:
                 futex.wait(*words[0], SLICE_S)
@@ -241,7 +241,7 @@ class Messages:
                 futex.wait_any(words, SLICE_S)
 
     def fail(self, error: BaseException) -> None:
-        """The group cannot go on: all open messages end with `error`."""
+        """Fail all open messages with `error`: the group is unusable."""
         self.leave(error)
         with self._lock:
             open_works = [item.work for queue in self._sends for item in queue]
@@ -257,7 +257,7 @@ class Messages:
             work.finish(error)
 
     def attend(self) -> None:
-        """Have the helper thread take forward what is open, after a head start for whoever waits."""
+        """Have the helper thread move open messages, after a head start for a thread that waits."""
         if self._helper is None:
             self._helper = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._helper.start()
@@ -282,10 +282,10 @@ class Messages:
             self._idle = False
             time.sleep(_HEAD_START_S)
             try:
-                self._idle = True  # what is begun from here on rings
+                self._idle = True  # messages that start from now on wake this thread
                 words, awaited = self._advance()
                 if words:
-                    self._progress.look_around(awaited, time.monotonic() + self._limit_s)
+                    self._progress.check_wait(awaited, time.monotonic() + self._timeout_s)
             except BaseException as error:
                 self.fail(error)
                 words = []

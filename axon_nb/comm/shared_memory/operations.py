@@ -1,4 +1,4 @@
-"""The collectives of c10d on tensors: in the calling thread where that waits anyway, else in the helper thread."""
+"""The collectives of c10d on tensors: on the calling thread if it waits anyway, otherwise on the helper thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Job = Callable[[], None]
 
 
 class CollectiveOperations(PythonProcessGroup):
-    """The part of a group that is collectives; the subclass sets the attributes."""
+    """The collectives of a group; the subclass sets the attributes."""
 
     _rounds: Rounds
     _calls: Calls
@@ -39,9 +39,9 @@ class CollectiveOperations(PythonProcessGroup):
     _batch: list[SharedWork] | None
 
     def _begin(self, job: Job, outputs: list[Tensor], opts: Any) -> SharedWork:
-        """Run an operation: here when its caller waits for it and nothing is before it, else in the helper thread."""
+        """Run an operation: on this thread if the caller waits and nothing is queued, else on the helper thread."""
         waits = opts is not None and not getattr(opts, "asyncOp", True)
-        # A mode that looks on, such as one that counts calls, is not to see how an operation is made.
+        # Hide the operation's own steps from torch's modes, such as one that counts calls.
         unseen = not _num_modes() and not _num_function_modes()
         if waits and self._batch is None and unseen:
             if self._runs_in_wait:
@@ -82,7 +82,7 @@ class CollectiveOperations(PythonProcessGroup):
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> SharedWork:
-        """Copy the root's tensors to all."""
+        """Broadcast the root's tensors."""
         tensors, line, root = listed(tensors), self._line(), _root(opts)
 
         def job() -> None:
@@ -98,13 +98,13 @@ class CollectiveOperations(PythonProcessGroup):
         return self._begin(lambda: self._calls.reduce(tensor, number, sums, root, line), [tensor], opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
-        """Copy each rank's tensor to all; `outputs[0][rank]` takes that of a rank."""
+        """Gather each rank's tensor on all ranks; `outputs[0][rank]` receives that of `rank`."""
         (tensor,), parts, line = inputs, outputs[0], self._line()
         check_sizes("all_gather", parts, tensor.nbytes, self._size)
         return self._begin(lambda: self._calls.all_gather(parts, tensor, line), parts, opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
-        """The same for several tensors; `outputs[rank][number]`."""
+        """Like `allgather`, for several tensors: `outputs[rank][number]`."""
         line = self._line()
 
         def job() -> None:
@@ -114,7 +114,7 @@ class CollectiveOperations(PythonProcessGroup):
         return self._begin(job, [tensor for row in outputs for tensor in row], opts)
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedWork:
-        """Copy each rank's tensor to all, into one tensor."""
+        """Gather each rank's tensor on all ranks, into one tensor."""
         line = self._line()
         check_whole("all_gather", output, tensor, self._size)
         return self._begin(lambda: self._calls.all_gather_single(output, tensor, line), [output], opts)
@@ -122,7 +122,7 @@ class CollectiveOperations(PythonProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> SharedWork:
-        """The same for several tensors."""
+        """Like `_allgather_base`, for several tensors."""
         line = self._line()
         for output, tensor in zip(outputs, inputs, strict=True):
             check_whole("all_gather", output, tensor, self._size)
@@ -134,7 +134,7 @@ class CollectiveOperations(PythonProcessGroup):
         return self._begin(job, outputs, opts)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
-        """Copy each rank's tensor to the root."""
+        """Gather each rank's tensor on the root."""
         (tensor,), line, root = inputs, self._line(), _root(opts)
         parts = outputs[0] if outputs and root == self._own_rank else []
         if root == self._own_rank:
@@ -142,7 +142,7 @@ class CollectiveOperations(PythonProcessGroup):
         return self._begin(lambda: self._calls.gather(parts, tensor, root, line), parts, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SharedWork:
-        """Copy the root's tensors to a rank each."""
+        """Scatter the root's tensors, one per rank."""
         (output,), line, root = outputs, self._line(), _root(opts)
         parts = inputs[0] if inputs and root == self._own_rank else []
         if root == self._own_rank:
@@ -150,20 +150,20 @@ class CollectiveOperations(PythonProcessGroup):
         return self._begin(lambda: self._calls.scatter(output, parts, root, line), outputs, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SharedWork:
-        """Reduce tensors, one for each rank."""
+        """Reduce tensors, one per rank."""
         (output,), parts, line = outputs, inputs[0], self._line()
         check_sizes("reduce_scatter", parts, output.nbytes, self._size)
         number, sums = self._sums(output, opts)
         return self._begin(lambda: self._calls.reduce_scatter(output, parts, number, sums, line), outputs, opts)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedWork:
-        """Reduce a tensor, and scatter it in equal parts."""
+        """Reduce a tensor and scatter it in equal parts."""
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> SharedWork:
-        """The same for several tensors."""
+        """Like `_reduce_scatter_base`, for several tensors."""
         line = self._line()
         items = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -194,22 +194,22 @@ class CollectiveOperations(PythonProcessGroup):
         return self._begin(lambda: self._calls.all_to_all_single(output, tensor, taken, sent, line), [output], opts)
 
     def barrier(self, opts: Any = None) -> SharedWork:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have arrived."""
         line = self._line()
         return self._begin(lambda: self._calls.barrier(line), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come, and name those that do not.
+        """Wait until all ranks have arrived, or name those that have not.
 
         Raises:
-            SharedMemoryTimeoutError: ranks did not come within `timeout`.
+            SharedMemoryTimeoutError: ranks did not arrive within `timeout`.
         """
         line, work = self._line(), SharedWork([])
-        seconds = timeout.total_seconds() if timeout is not None else self._rounds.limit_s
+        seconds = timeout.total_seconds() if timeout is not None else self._rounds.timeout_s
         self._order.put(lambda: self._calls.monitored_barrier(seconds, line), work)
         work.wait()
 
-    # Since 2.13 torch has these names for them.
+    # torch's names for them since 2.13.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     all_to_all_single = alltoall_base
@@ -218,7 +218,7 @@ class CollectiveOperations(PythonProcessGroup):
 
 
 def listed(tensors: Any) -> list[Tensor]:
-    """One tensor, or several, as a list."""
+    """Return one or several tensors as a list."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 

@@ -1,7 +1,7 @@
-"""Collectives of a rank in the order in which its threads began them.
+"""Runs a rank's collectives in the order in which its threads started them.
 
-A call that is waited for at once runs in the calling thread when nothing is before it. All others go to the group's
-helper thread, which runs them one after the other, so that they proceed while the rank computes.
+If the caller waits for a call at once and nothing is queued, the call runs on the caller's thread. All others run on
+the group's helper thread, one after the other, while the rank computes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _SLICE_S = 0.05
 
 Job = Callable[[], None]
 HARMLESS = (CollectiveMismatchError, TensorError)
-"""These are raised before data move, so that the group can go on."""
+"""These are raised before any data moves, so the group stays usable."""
 
 
 class Order:
-    """The order of one group.
+    """The queue of one group.
 
     Args:
-        name: Of the helper thread.
-        leave: Called with an error after which the group cannot go on.
-        has_left: Whether that is so.
+        name: Name of the helper thread.
+        leave: Called with an error after which the group is unusable.
+        has_left: Whether this rank has left the group.
     """
 
     def __init__(self, name: str, leave: Callable[[BaseException], None], has_left: Callable[[], bool]) -> None:
@@ -41,12 +41,13 @@ class Order:
         self._changed = threading.Condition(self._lock)
         self._jobs: deque[tuple[Job, SharedWork]] = deque()
         self._is_busy = False
-        """Whether a thread runs a job. Taking a job and this are one step, so that no later job can overtake it."""
+        """Whether a thread is running a job. Set in the same step that takes a job, so that no later job can overtake
+        it."""
         self._helper: threading.Thread | None = None
         self._closed = False
 
     def run_now(self, job: Job) -> bool:
-        """Run `job` in this thread, if nothing is before it; whether that was so."""
+        """Run `job` on this thread if nothing is queued; return whether it ran."""
         with self._lock:
             if self._is_busy or self._jobs:
                 return False
@@ -63,8 +64,8 @@ class Order:
             if self._jobs or self._closed:
                 self._changed.notify()
 
-    def run_or_put(self, job: Job, work: SharedWork, limit: float) -> None:
-        """As `run_now`, or else as `put`; in the thread that waits for `work`."""
+    def run_or_put(self, job: Job, work: SharedWork, deadline: float) -> None:
+        """Run `job` as `run_now` does, or queue it as `put` does; called on the thread that waits for `work`."""
         try:
             if not self.run_now(job):
                 work.run_in_wait(lambda _: None)
@@ -76,12 +77,13 @@ class Order:
         work.finish()
 
     def put(self, job: Job, work: SharedWork, *, in_wait: bool = False) -> None:
-        """Have the helper thread run `job` after all that were begun before, and finish `work`.
+        """Queue `job` for the helper thread; it runs after all earlier jobs and completes `work`.
 
         Args:
             job: The operation.
             work: Its handle.
-            in_wait: Whether a thread that waits for `work` may run it, when its turn has come and the helper has not.
+            in_wait: Whether a thread that waits for `work` may run the job when its turn comes before the helper takes
+                it.
         """
         if in_wait:
             work.run_in_wait(functools.partial(self._take_over, work))
@@ -92,8 +94,8 @@ class Order:
                 self._helper.start()
             self._changed.notify()
 
-    def _take_over(self, work: SharedWork, limit: float) -> None:
-        """Run the job of `work` in this thread, if it is the next."""
+    def _take_over(self, work: SharedWork, deadline: float) -> None:
+        """Run the job of `work` on this thread if it is next."""
         with self._lock:
             if self._is_busy or not self._jobs or self._jobs[0][1] is not work:
                 return
@@ -110,7 +112,7 @@ class Order:
             work.finish(failure)
 
     def close(self) -> None:
-        """End the helper thread when it has run what is there."""
+        """Stop the helper thread after the jobs that are queued."""
         with self._lock:
             self._closed = True
             helper = self._helper
@@ -128,7 +130,7 @@ class Order:
             raise
 
     def _next(self) -> tuple[Job, SharedWork] | None:
-        """Wait for the next job and for the thread that runs the one before it; None: there is none any more."""
+        """Wait for the next job, and for the job before it to finish; None: the queue is closed."""
         with self._lock:
             while True:
                 if not self._jobs:
@@ -136,7 +138,7 @@ class Order:
                         return None
                     self._changed.wait()
                 elif self._is_busy and not self._has_left():
-                    # An interrupt between two steps of `run_now` may leave it busy; the group is left then.
+                    # An interrupt inside `run_now` may leave the queue busy; this rank then leaves the group.
                     self._changed.wait(_SLICE_S)
                 else:
                     self._is_busy = True

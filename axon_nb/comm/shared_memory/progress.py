@@ -1,9 +1,8 @@
-"""How far each rank has come, and all waits for it.
+"""The progress of each rank, and all waits for it.
 
-A rank's control page says how far it has come: 2^20 times the number of its collective, plus the step in it. The word
-only grows, and only its rank writes it; the others sleep on it. A wait looks every 50 ms at whether it is still worth
-while: it ends when this rank or a peer has left the group, when a peer is dead, when the limit is over, or when the
-callback of the group raises.
+A rank's control page holds its progress: 2^20 times the number of its collective, plus the step in it. The word only
+grows, and only its rank writes it; other ranks sleep on it. Every 50 ms a wait checks whether to go on. It ends if this
+rank or a peer has left the group, a peer is dead, the timeout has expired, or the group's callback raises.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from axon_nb.comm.shared_memory.memory import WORD, SharedMemory, start_time
 __all__ = ["STEPS", "Progress"]
 
 STEPS = 1 << 20
-"""Progress of one collective."""
+"""Progress units per collective."""
 _LOOKS = 40
-"""Looks at a word before this rank sleeps on it: some 2 us."""
+"""Number of polls before this rank sleeps on a word: about 2 us."""
 SLICE_S = 0.05
-"""Longest sleep before a wait looks around."""
+"""Longest sleep between two checks."""
 
 _POSTED, _LEFT, _PID, _START, _READY, _AWAITED, _SINCE, _REASON = 0, 8, 9, 10, 11, 12, 13, 14
 _FAILED, _CLOSED = 1, 2
@@ -40,7 +39,7 @@ class Progress:
         memory: The group's memory.
         rank: This process's rank in the group.
         members: Global ranks of the group.
-        give_up: Called every 50 ms of a wait; raises when the wait is to end.
+        give_up: Called every 50 ms during a wait; raises to abort it.
     """
 
     def __init__(
@@ -51,26 +50,26 @@ class Progress:
         self.members = members
         self.words = memory.words
         self.places = [memory.layout.control(peer) // WORD for peer in range(self.size)]
-        """Where each rank's progress stands; also the begin of its control page."""
+        """Address of each rank's progress word, which begins its control page."""
         self.own = self.places[rank]
         self.own_address = memory.address + self.own * WORD
         self.others = [(peer, place) for peer, place in enumerate(self.places) if peer != rank]
         self._give_up = give_up
         self.left = ""
-        """Why this rank has left the group."""
+        """Why this rank left the group."""
         self.words[self.own + _PID] = os.getpid()
         self.words[self.own + _START] = start_time(os.getpid())
         self._raise_word(_READY, 1)
         futex.wake(self.own_address)
 
     def _raise_word(self, word: int, value: int) -> None:
-        """Write a word of the own page after all that was written before."""
+        """Write a word of this rank's page, after everything that was written before."""
         if futex.NEEDS_FENCE:
             futex.fence()
         self.words[self.own + word] = value
 
     def announce(self, sequence: int, fact: int, line: int) -> None:
-        """Say what this rank does in collective number `sequence`."""
+        """Announce what this rank does in collective number `sequence`."""
         words, place = self.words, self.own + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
         words[place] = 0
         if futex.NEEDS_FENCE:
@@ -82,9 +81,9 @@ class Progress:
         words[place] = sequence
 
     def call_of(self, rank: int, sequence: int) -> tuple[int, int]:
-        """What `rank` does in collective number `sequence`: word and line; zeros when it has not said so."""
+        """Return the word and line of `rank` in collective number `sequence`; zeros if it has not announced them."""
         words, place = self.words, self.places[rank] + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
-        if words[place] != sequence:  # what stands there is of an earlier collective, or being written
+        if words[place] != sequence:  # from an earlier collective, or being written
             return 0, 0
         if futex.NEEDS_FENCE:
             futex.fence()
@@ -121,45 +120,47 @@ class Progress:
         return text if words[index] == sequence else ""
 
     def same_call(self, sequence: int, fact: int) -> bool:
-        """Whether all ranks, which have announced it, do the same in collective number `sequence`."""
+        """Whether all ranks, which have announced their calls, make the same call in collective number `sequence`."""
         words, offset = self.words, _CALLS + 1 + sequence % _NUM_CALLS * _CALL_WORDS
         return all(words[place + offset] == fact for place in self.places)
 
     def post(self, value: int) -> None:
-        """This rank has come so far: what it wrote before is there for the others."""
+        """Publish this rank's progress; the other ranks then see what it wrote before."""
         if futex.NEEDS_FENCE:
             futex.fence()
         self.words[self.own] = value
         futex.wake(self.own_address)
 
-    def wait_for_all(self, target: int, limit: float, check: Callable[[], None] | None = None) -> None:
-        """Wait until every other rank has come to `target`.
+    def wait_for_all(self, target: int, deadline: float, check: Callable[[], None] | None = None) -> None:
+        """Wait until every other rank has reached `target`.
 
         Args:
             target: The progress.
-            limit: Until when, on `time.monotonic`.
-            check: Called whenever the wait looks around; raises when it is to end.
+            deadline: Deadline on `time.monotonic`.
+            check: Called with every periodic check; raises to abort the wait.
 
         Raises:
-            GroupLeftError: a rank has left.
-            SharedMemoryTimeoutError: the limit is over.
+            GroupLeftError: a rank left the group.
+            SharedMemoryTimeoutError: the deadline passed.
         """
         words = self.words
         for peer, place in self.others:
             if words[place] < target:
-                self._sleep(peer, place, target, limit, check)
+                self._sleep(peer, place, target, deadline, check)
         if futex.NEEDS_FENCE:
             futex.fence()
 
-    def wait_for(self, peer: int, target: int, limit: float) -> None:
-        """Wait until one rank has come to `target`; as `wait_for_all`."""
+    def wait_for(self, peer: int, target: int, deadline: float) -> None:
+        """Wait until one rank has reached `target`; like `wait_for_all`."""
         place = self.places[peer]
         if self.words[place] < target:
-            self._sleep(peer, place, target, limit)
+            self._sleep(peer, place, target, deadline)
         if futex.NEEDS_FENCE:
             futex.fence()
 
-    def _sleep(self, peer: int, place: int, target: int, limit: float, check: Callable[[], None] | None = None) -> None:
+    def _sleep(
+        self, peer: int, place: int, target: int, deadline: float, check: Callable[[], None] | None = None
+    ) -> None:
         words = self.words
         for _ in range(_LOOKS):
             if words[place] >= target:
@@ -169,23 +170,23 @@ class Progress:
         words[self.own + _AWAITED] = peer + 1
         try:
             while (seen := words[place]) < target:
-                self.look_around((peer,), limit)
+                self.check_wait((peer,), deadline)
                 if check is not None:
                     check()
                 futex.wait(address, seen, SLICE_S)
         finally:
             words[self.own + _AWAITED] = 0
 
-    def look_around(self, awaited: Sequence[int], limit: float) -> None:
-        """Raise when waiting is in vain.
+    def check_wait(self, awaited: Sequence[int], deadline: float) -> None:
+        """Raise if waiting is pointless.
 
         Args:
-            awaited: Group ranks that are waited for; dead ones end the wait.
-            limit: Until when, on `time.monotonic`.
+            awaited: Group ranks that this one waits for; if one is dead, the wait ends.
+            deadline: Deadline on `time.monotonic`.
 
         Raises:
-            GroupLeftError: a rank has left, or is dead.
-            SharedMemoryTimeoutError: the limit is over.
+            GroupLeftError: a rank left the group or died.
+            SharedMemoryTimeoutError: the deadline passed.
         """
         self.raise_if_left()
         for peer in awaited:
@@ -194,26 +195,26 @@ class Progress:
         if self._give_up is not None:
             self._give_up()
         now = time.monotonic()
-        if now > limit:
+        if now > deadline:
             raise SharedMemoryTimeoutError(f"timed out while waiting for {self._names(awaited)}")
-        if now - self._looked_at < SLICE_S:
+        if now - self._checked_at < SLICE_S:
             return
-        self._looked_at = now
+        self._checked_at = now
         for peer in awaited:
             if not self.is_alive(peer):
                 raise PeerLostError(f"rank {self.members[peer]} died while this rank waited for it")
 
-    _looked_at = 0.0
+    _checked_at = 0.0
 
     def has_left(self) -> bool:
         """Whether this rank has left the group."""
         return bool(self.left)
 
     def raise_if_left(self) -> None:
-        """Raise when a rank has left the group for a failure.
+        """Raise if a rank left the group after a failure.
 
         Raises:
-            GroupLeftError: it has.
+            GroupLeftError: a rank did.
         """
         if self.left:
             raise GroupLeftError(self.left)
@@ -223,29 +224,29 @@ class Progress:
                 raise GroupLeftError(f"rank {self.members[peer]} left the group: {self._reason(peer)}")
 
     def is_alive(self, peer: int) -> bool:
-        """Whether the process of a rank runs, as far as can be known; True before it has come."""
+        """Whether the process of a rank is alive, as far as known; True before it has arrived."""
         place = self.places[peer]
         pid, started = self.words[place + _PID], self.words[place + _START]
         return not pid or not started or start_time(pid) == started
 
-    def wait_until_ready(self, limit: float) -> None:
+    def wait_until_ready(self, deadline: float) -> None:
         """Wait until every rank has mapped the memory.
 
         Raises:
-            GroupLeftError: a rank has left, or is dead.
-            SharedMemoryTimeoutError: the limit is over.
+            GroupLeftError: a rank left the group or died.
+            SharedMemoryTimeoutError: the deadline passed.
         """
         for peer, place in self.others:
             while not self.words[place + _READY]:
-                self.look_around((peer,), limit)
+                self.check_wait((peer,), deadline)
                 futex.wait(self.memory.address + place * WORD, 0, SLICE_S)
 
     def leave(self, reason: str, *, closed: bool = False) -> None:
-        """From any thread: end all waits in this group, here and, within 50 ms, on all peers.
+        """Abort all waits in this group, here at once and on all peers within 50 ms; callable from any thread.
 
         Args:
-            reason: Why; the peers read it.
-            closed: Nothing has failed, this rank needs the group no more: only waits for this rank end.
+            reason: Why; peers report it.
+            closed: Nothing failed, this rank just no longer needs the group: only waits for this rank are aborted.
         """
         if self.left:
             return
@@ -267,7 +268,7 @@ class Progress:
         return ", ".join(f"rank {self.members[rank]}" for rank in ranks)
 
     def describe(self) -> list[str]:
-        """What each rank is in, as the memory says: readable from any process that maps it, however stuck the rank."""
+        """Describe each rank's call; works in any process that maps the memory, even if the rank is stuck."""
         lines = []
         for rank, place in enumerate(self.places):
             sequence, step = divmod(self.words[place], STEPS)

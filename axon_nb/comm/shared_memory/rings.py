@@ -1,6 +1,6 @@
-"""The ring of messages from one rank to another: one side puts in pieces with a head each, the other takes them out.
+"""Ring buffers for messages from one rank to another: the sender adds pieces with headers, the receiver takes them.
 
-Two counters, each written by one side: pieces put in, and pieces taken out. Nothing here waits.
+Each side writes one counter: pieces added, or pieces taken. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Head:
 
     tag: int
     total: int
-    """Bytes of the whole message."""
+    """Size of the whole message in bytes."""
     offset: int
     number: int
-    """Of the message, counted from 1 in its ring."""
+    """Number of the message in its ring, from 1."""
     line: int
-    """Line of the cell that sends it; 0: not known."""
+    """Line of the cell that sends it; 0: unknown."""
 
 
 class OutRing:
-    """The side that sends.
+    """The sender's side.
 
     Args:
         memory: The group's memory.
@@ -46,25 +46,25 @@ class OutRing:
         self._taken = layout.taken(source, target) // WORD
         self._sent_address = memory.address + layout.sent(source, target)
         self.bell = memory.address + layout.taken(source, target)
-        """Address of the word that changes when there is room again."""
+        """Address of the word that changes when space becomes available."""
         self._heads = layout.heads(source, target) // WORD
         self._pieces = [memory.address + layout.piece(source, target, number) for number in range(RING)]
         self.piece_bytes = layout.piece_bytes
 
     def room(self) -> bool:
-        """Whether a piece can be put in."""
+        """Whether there is space for a piece."""
         return self._words[self._sent] - self._words[self._taken] < RING
 
     def taken(self) -> int:
-        """How many pieces have been taken out."""
+        """Number of pieces taken."""
         return self._words[self._taken]
 
     def refused(self) -> tuple[int, int]:
-        """Number of the last message that the other side refused as too long, and the size that it expected."""
+        """Number of the last message that the receiver refused as too long, and the size that it expected."""
         return self._words[self._taken + 1], self._words[self._taken + 2]
 
     def put(self, head: Head, address: int) -> int:
-        """Put in the piece of a message at `head.offset`: how many bytes of it, from `address` on."""
+        """Add the piece of a message at `head.offset`, read from `address`; return its size in bytes."""
         words, sent = self._words, self._words[self._sent]
         if futex.NEEDS_FENCE:
             futex.fence()
@@ -84,7 +84,7 @@ class OutRing:
 
 
 class InRing:
-    """The side that receives; as `OutRing`."""
+    """The receiver's side; like `OutRing`."""
 
     def __init__(self, memory: SharedMemory, source: int, target: int) -> None:
         layout = memory.layout
@@ -92,18 +92,18 @@ class InRing:
         self._sent = layout.sent(source, target) // WORD
         self._taken = layout.taken(source, target) // WORD
         self.bell = memory.address + layout.sent(source, target)
-        """Address of the word that changes when there is another piece."""
+        """Address of the word that changes when another piece arrives."""
         self._taken_address = memory.address + layout.taken(source, target)
         self._heads = layout.heads(source, target) // WORD
         self._pieces = [memory.address + layout.piece(source, target, number) for number in range(RING)]
         self.piece_bytes = layout.piece_bytes
 
     def sent(self) -> int:
-        """How many pieces have been put in."""
+        """Number of pieces added."""
         return self._words[self._sent]
 
     def head(self) -> Head | None:
-        """The oldest piece that is there."""
+        """The oldest piece in the ring."""
         words, taken = self._words, self._words[self._taken]
         if words[self._sent] == taken:
             return None
@@ -113,7 +113,7 @@ class InRing:
         return Head(words[place], words[place + 1], words[place + 2], words[place + 3], words[place + 4])
 
     def take(self, head: Head, address: int) -> int:
-        """Take that piece out, to `address`; 0: nowhere. How many bytes it had."""
+        """Copy that piece to `address` (0: discard it), and remove it; return its size in bytes."""
         words, taken = self._words, self._words[self._taken]
         count = min(self.piece_bytes, head.total - head.offset)
         if address:
@@ -125,7 +125,7 @@ class InRing:
         return count
 
     def refuse(self, number: int, size: int) -> None:
-        """Tell the sender that a message is longer than the `size` bytes that were expected."""
+        """Report to the sender that a message is longer than the expected `size` bytes."""
         self._words[self._taken + 2] = size
         if futex.NEEDS_FENCE:
             futex.fence()

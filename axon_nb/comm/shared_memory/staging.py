@@ -1,4 +1,4 @@
-"""Tensors as addresses of contiguous CPU memory, copied where they are not that."""
+"""Tensors as addresses of contiguous CPU memory; other tensors are copied."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
 
 
 class Staged:
-    """A tensor's elements in one piece of memory.
+    """The elements of a tensor as one contiguous block of memory.
 
     Args:
         tensor: The tensor.
-        reads: Whether its elements are needed.
+        reads: Whether its current elements are needed.
     """
 
     __slots__ = ("_copy", "_tensor", "address", "count", "size")
@@ -49,14 +49,14 @@ class Staged:
         self.address = tensor.data_ptr()
 
     def store(self) -> None:
-        """Put what was written to the memory into the tensor."""
+        """Copy the block back into the tensor if it is a copy."""
         if self._copy is not None:
-            with torch.inference_mode():  # also where the tensor is one of those that cannot be changed elsewhere
+            with torch.inference_mode():  # inference tensors can be changed only here
                 self._tensor.copy_(self._copy)
 
 
 def stage(tensor: torch.Tensor, *, reads: bool = True) -> Staged:
-    """The tensor's memory.
+    """Return the block of memory of a tensor.
 
     Raises:
         TensorError: it is sparse or has no memory.
@@ -67,33 +67,33 @@ def stage(tensor: torch.Tensor, *, reads: bool = True) -> Staged:
 
 
 def stage_all(tensors: list[torch.Tensor], *, reads: bool = True) -> list[Staged]:
-    """The memory of each tensor."""
+    """Return the blocks of several tensors."""
     return [stage(tensor, reads=reads) for tensor in tensors]
 
 
 class _Memory:
-    """What NumPy makes an array of without torch noticing."""
+    """An object that NumPy turns into an array without involving torch."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 def flat_buffer(staged: Staged) -> Any:
-    """The same memory as a buffer of bytes; the tensor must be kept alive."""
+    """Return the block as a buffer of bytes; the caller keeps the tensor alive."""
     return np.asarray(_Memory(staged.address, staged.size)) if staged.size else bytearray()
 
 
 def scratch_buffer(size: int) -> tuple[Any, int]:
-    """Memory of this process: a buffer and its address."""
+    """Allocate memory in this process: a buffer and its address."""
     memory = (ctypes.c_char * size)()
     return memory, ctypes.addressof(memory)
 
 
 def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:
-    """Bytes for each rank in a tensor whose rows are split; no splits: equal parts.
+    """Return the number of bytes per rank in a tensor that is split by rows; without splits, equal parts.
 
     Raises:
-        TensorMismatchError: the splits are not those of the tensor's rows.
+        TensorMismatchError: the splits do not add up to the tensor's rows.
     """
     rows = tensor.shape[0] if tensor.ndim else 1
     if not splits:
@@ -109,7 +109,7 @@ def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list
 
 
 def check_sizes(name: str, parts: Sequence[torch.Tensor], size: int, ranks: int) -> None:
-    """Raise when a list of tensors does not have one of `size` bytes for each rank."""
+    """Raise if a list does not have one tensor of `size` bytes per rank."""
     if len(parts) != ranks:
         raise TensorMismatchError(f"{name} needs {ranks} tensors, one per rank; got {len(parts)}.")
     for rank, part in enumerate(parts):
@@ -120,7 +120,7 @@ def check_sizes(name: str, parts: Sequence[torch.Tensor], size: int, ranks: int)
 
 
 def check_whole(name: str, whole: torch.Tensor, part: torch.Tensor, ranks: int) -> None:
-    """Raise when a tensor does not have `ranks` times the elements of another."""
+    """Raise if a tensor does not have `ranks` times the elements of another."""
     if whole.dtype is not part.dtype:
         raise TensorError(f"{name}: the tensors must have one dtype; got {whole.dtype} and {part.dtype}.")
     if whole.numel() != part.numel() * ranks:

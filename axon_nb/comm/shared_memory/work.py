@@ -1,4 +1,4 @@
-"""The handle of one operation: what torch calls a Work, and its future."""
+"""The handle of one operation (torch's Work), and its future."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLICE_S = 0.05
 
 
 class SharedWork(Work):
-    """An operation that has begun.
+    """An operation in progress.
 
     Args:
         outputs: The tensors that it writes.
@@ -34,20 +34,20 @@ class SharedWork(Work):
         self._base: Any = None
         self._future: Any = None
         self.source = -1
-        """Whom a receive from any rank was from."""
+        """The sender of a message that was received from any rank."""
         self.keep: Any = None
-        """What must live as long as the operation."""
+        """Objects that must live as long as the operation."""
 
     def run_in_wait(self, drive: Callable[[float], None]) -> None:
-        """Have the thread that waits take the operation forward.
+        """Let the thread that waits drive the operation.
 
         Args:
-            drive: Does so until the operation is over or a limit on `time.monotonic` has come.
+            drive: Drives the operation until it is done, or until a deadline on `time.monotonic`.
         """
         self._drive = drive
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The operation is over; from any thread, once."""
+        """Mark the operation as done; called once, from any thread."""
         with self._lock:
             if self._over:
                 return
@@ -62,41 +62,41 @@ class SharedWork(Work):
             base.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation is over.
+        """Wait until the operation is done.
 
         Raises:
-            RuntimeError: it failed, or `timeout` is over; then it goes on.
+            RuntimeError: it failed, or `timeout` expired; the operation then continues.
         """
         if not self._over:
-            limit = float("inf")
+            deadline = float("inf")
             if timeout is not None and timeout > timedelta(0):
-                limit = time.monotonic() + timeout.total_seconds()
-            self._sleep(limit)
+                deadline = time.monotonic() + timeout.total_seconds()
+            self._sleep(deadline)
         if self._error is not None:
             raise self._error
         return True
 
-    def _sleep(self, limit: float) -> None:
+    def _sleep(self, deadline: float) -> None:
         if (drive := self._drive) is not None:
-            drive(limit)
+            drive(deadline)
         sleeper = threading.Lock()
         sleeper.acquire()
         with self._lock:
             if self.is_completed():
                 return
             self._sleepers.append(sleeper)
-        while not sleeper.acquire(timeout=max(0.0, min(_SLICE_S, limit - time.monotonic()))):
-            if time.monotonic() >= limit:
+        while not sleeper.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
                 with self._lock:
                     if sleeper in self._sleepers:
                         self._sleepers.remove(sleeper)
-                raise RuntimeError("Operation timed out: it has not ended within the limit of its wait")
+                raise RuntimeError("Operation timed out: it did not finish within the timeout of its wait")
 
     def get_future(self) -> Any:
-        """A future of the outputs.
+        """Return a future of the outputs.
 
-        An exception that `Future.set_exception` sets makes C++ code that waits, such as DDP's, crash; one that is
-        raised in a `then` callback becomes an error there.
+        An exception set with `Future.set_exception` crashes C++ code that waits, such as DDP's; an exception raised in
+        a `then` callback becomes an ordinary error there.
         """
         with self._lock:
             if self._future is None:
@@ -111,7 +111,7 @@ class SharedWork(Work):
         return self._future
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors.
+        """Return the output tensors.
 
         Raises:
             RuntimeError: the operation failed.
@@ -121,11 +121,11 @@ class SharedWork(Work):
         return self._outputs
 
     def is_completed(self) -> bool:
-        """Whether the operation is over."""
+        """Whether the operation is done."""
         return self._over
 
     def is_success(self) -> bool:
-        """Whether it is over and has not failed."""
+        """Whether it is done and has not failed."""
         return self._over and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -133,7 +133,7 @@ class SharedWork(Work):
         return self._error
 
     def synchronize(self) -> None:
-        """Nothing: what it wrote is there when the wait is over."""
+        """Do nothing: after the wait, the results are in memory."""
 
     def source_rank(self) -> int:
         """Whom a receive was from."""
@@ -143,7 +143,7 @@ class SharedWork(Work):
 
 
 class _Done(SharedWork):
-    """An operation that was over before its handle was needed: one for all of them."""
+    """The handle of all operations that were done before a handle was needed."""
 
     def finish(self, error: BaseException | None = None) -> None:
         """Do nothing."""
@@ -153,7 +153,7 @@ _done: list[SharedWork] = []
 
 
 def done_work() -> SharedWork:
-    """The handle of operations that are over and have no result."""
+    """Return the handle of operations that are done and have no result."""
     if not _done:
         work = _Done([])
         work._over = True
@@ -162,7 +162,7 @@ def done_work() -> SharedWork:
 
 
 class JoinedWork(SharedWork):
-    """Several operations that were begun together.
+    """Several operations that were started together.
 
     Args:
         works: Their handles.
@@ -173,21 +173,21 @@ class JoinedWork(SharedWork):
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until all are over.
+        """Wait until all are done.
 
         Raises:
-            RuntimeError: one failed, or `timeout` is over.
+            RuntimeError: one failed, or `timeout` expired.
         """
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Whether all are over."""
+        """Whether all are done."""
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors of all."""
+        """Return the output tensors of all."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> Any:

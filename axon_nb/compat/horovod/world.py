@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 from axon_nb.comm import World
 from axon_nb.comm.world import torchrun_environment
-from axon_nb.compat.horovod.runtime.errors import NotSupportedError, carried
+from axon_nb.compat.horovod.runtime.errors import NotSupportedError, converted_errors
 from axon_nb.compat.horovod.runtime.process_sets import ProcessSet, check_ranks, register
 from axon_nb.compat.horovod.runtime.state import State, current, end_member, find, forget, make_member, remember
 from axon_nb.errors import UsageError
@@ -66,7 +66,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     asked = [process_set.ranks for process_set in wanted]
     own = (state is not None, _known_sets(state), socket.gethostname(), asked, comm is None or list(_as_ranks(comm)))
     everyone: list[Any] = [None] * dist.get_world_size()
-    with carried("init"):
+    with converted_errors("init"):
         dist.all_gather_object(everyone, own)
     _check_comm(everyone)
     if all(there for there, *_ in everyone):

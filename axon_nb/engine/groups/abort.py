@@ -1,10 +1,9 @@
-"""The abort flag of this rank: while it is set, waits end and no communication starts.
+"""The abort flag of this rank (while it is set, waits end and no communication starts), and threads for waits in C++.
 
-Helper threads for waits that block in C++; they are reused, and abandoned when stuck.
+The helper threads are reused, and abandoned if they get stuck.
 
-Whether a stack contains an optimizer step. Private hook into torch: the wrapper that every `step` runs in.
-
-Without the hook no step is ever found, so an interrupt may leave one half done.
+Private hook into torch: the wrapper that every optimizer's `step` runs in, to find out whether a stack contains a step.
+Without it none is found, so an interrupt may leave a step half done.
 """
 
 from __future__ import annotations

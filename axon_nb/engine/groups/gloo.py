@@ -1,12 +1,11 @@
-"""Gloo for recoverable groups: connects without getting stuck, and ends all waits from outside.
+"""Gloo for recoverable groups: connects without getting stuck, and can abort all waits.
 
-Gloo has no abort that works. What works: the timeout path of a `recv` closes all connections of its context. That wakes
-whatever waits on them in this process, and the peers across the closed sockets.
+Gloo has no working abort, but the timeout of a `recv` closes all connections of its context. That wakes all waits on
+them in this process, and the peers across the closed sockets.
 
-Runs reduce_scatter as what it is inside Gloo: an all_reduce of a copy, of which each rank keeps a part.
-
-Gloo's own handle for it ignores the timeout of a wait, so only a helper thread can wait for it: two thread switches per
-call. The handle of the all_reduce takes a timeout. The sums are the same, bit for bit.
+reduce_scatter runs as what it is inside Gloo: an all_reduce of a copy, of which each rank keeps a part; the sums have
+the same bits. Gloo's own handle for it ignores the timeout of a wait, so only a helper thread could wait for it, at two
+thread switches per call.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ def close_connections(backend: Any) -> None:
 
 
 def abandon(group: dist.ProcessGroup) -> None:
-    """Keep a closed group for ever: its destructor joins stuck threads while it holds the GIL, and hangs."""
+    """Keep a closed group forever: its destructor joins stuck threads while it holds the GIL, and hangs."""
     _abandoned.append(group)
 
 

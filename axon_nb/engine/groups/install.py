@@ -1,9 +1,7 @@
-"""Makes torch create recoverable groups; holds all private hooks into torch.distributed that this needs.
+"""Makes torch create recoverable groups, and creates the default group when the rank joins its world.
 
-Users go on writing "gloo". The self-test tries the hooks. If they do not work, torch's own groups are used, with their
-timeouts, and the start says so.
-
-Creates the default process group, once, when the rank joins its world.
+Holds all private hooks into torch.distributed that this needs. Scripts still say "gloo". The self-test tries the hooks;
+if they do not work, torch's own groups are used, with their timeouts, and the start says so.
 """
 
 from __future__ import annotations

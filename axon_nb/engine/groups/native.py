@@ -1,12 +1,10 @@
 """Recovery of torch's own groups: aborts all backends at once, then swaps fresh ones into the same groups.
 
-For backends with an abort that works, which means NCCL: no Python runs in an operation. On Gloo this would hang if an
-abort met an operation that was just starting; Gloo has `RecoverableGroup`.
+For backends with a working abort, which means NCCL: no Python runs in an operation. On Gloo this would hang if an abort
+met an operation that was just starting; Gloo has `RecoverableGroup`.
 
-Gives one of torch's own groups a fresh backend; whatever holds the group keeps using it.
-
-A private hook: torch keeps one backend per backend type of a group, and ignores a second one that is registered under
-the same type. The types after the named ones are free, so each swap takes the next.
+Private hook: torch keeps one backend per backend type of a group, and ignores a second one that is registered under the
+same type. The types after the named ones are free, so each swap takes the next. Objects that hold the group keep it.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class RecoverableWork(Work):
                 raise AbortedError(f"aborted while waiting in {self._call.name}") from None
             if isinstance(error, GroupLeftError):
                 raise AbortedError(f"lost a peer while waiting in {self._call.name}: {error}") from None
-            if isinstance(error, CommError):  # all ranks raise it, and the group goes on
+            if isinstance(error, CommError):  # all ranks raise it, and the group stays usable
                 self._done = True
                 self._on_finish(self._call)
             if "gloo" in str(error) and "timed out" not in str(error).lower():

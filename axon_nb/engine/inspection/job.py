@@ -1,11 +1,9 @@
 """Training progress of this rank: logged metrics, progress bars, step rates and time spent communicating.
 
-Answers while the main thread is busy or stuck.
+Replies even while the main thread is busy or stuck. A training step steps each optimizer once, however many there are.
 
-Progress bars of plain tqdm are read when a view asks. Private hooks: tqdm's set of open bars and its `close`. If they
-are missing, `%watch` does not show these bars; the cell's output still does.
-
-A training step steps each optimizer once, however many there are.
+Private hooks: tqdm's set of open bars and its `close`, to read bars of plain tqdm when a view asks. If they are
+missing, `%watch` does not show these bars; the cell's output still does.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ import torch
 import axon_nb.plan.footprint.question  # noqa: F401 -- takes a second: not in the answering thread
 from axon_nb import plan
 from axon_nb.engine.inspection.model_facts import describe_model, model_key
-from axon_nb.engine.inspection.model_skeleton import SkeletonError, inner_model, skeleton
 from axon_nb.engine.inspection.pipeline_facts import find_pipeline, stage_skeletons
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
+from axon_nb.plan.errors import CaptureError
+from axon_nb.plan.skeleton import capture
 from axon_nb.records.memory import MemorySetup, changed
 from axon_nb.records.protocol.contents import ModelFacts, PlanReply
 
@@ -48,8 +49,8 @@ def planner_inputs(
             if stages_only:
                 return PlanReply(stages=stage_skeletons(module))
             return PlanReply(first_rank=pipeline.stage_ranks()[0])
-        except SkeletonError as error:
-            return PlanReply(refused=f"There is no plan: {error}")
+        except CaptureError as error:
+            return PlanReply(refused=str(error))
     facts = dataclasses.replace(describe_model(module, optimizers, session), device=session.device.type)
     reply = PlanReply(facts=facts)
     try:
@@ -61,17 +62,17 @@ def planner_inputs(
         states, host = _estimate_states(factory, setup, facts, session)
         model = None if known_key == reply.key else factory
         return dataclasses.replace(reply, model=model, states=states, host=host)
-    except SkeletonError as error:
-        return PlanReply(refused=f"There is no plan: {error}")
+    except CaptureError as error:
+        return PlanReply(refused=str(error))
     except UsageError as error:
         return dataclasses.replace(reply, refused=str(error))
 
 
 def _skeleton_of(module: torch.nn.Module, key: str) -> bytes:
     if key not in _cached_skeleton:
-        pickled = skeleton(inner_model(module))
+        captured = capture(module, bare=True)
         _cached_skeleton.clear()
-        _cached_skeleton[key] = pickled
+        _cached_skeleton[key] = captured.factory
     return _cached_skeleton[key]
 
 
@@ -91,7 +92,7 @@ def _estimate_states(
         optimizer_options=options,
         dtype=setup.dtype or None,
         mixed_precision=setup.mixed_precision or None,
-        cpu_offload=setup.offload,
+        cpu_offload=setup.cpu_offload,
         batch=setup.batch,
         device=session.device.type,
         fragmentation=0.0,

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from axon_nb.engine.inspection.last_call import record_next_call, recorded_inputs
-from axon_nb.engine.inspection.model_skeleton import inner_model, is_recomputed, plain_class
 from axon_nb.engine.inspection.pipeline_facts import find_pipeline, first_stage, pipeline_facts
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
+from axon_nb.plan.skeleton import inner_model, is_recomputed, plain_class
 from axon_nb.records.memory import WITH_MOMENTUM, MemorySetup
 from axon_nb.records.protocol.contents import ModelFacts
 from axon_nb.torch_api import torch_api
@@ -61,7 +61,7 @@ def describe_model(module: nn.Module, optimizers: list[Optimizer], session: Rank
     recomputed = sorted({plain_class(child).__name__ for child in inner.modules() if is_recomputed(child)})
     units = _units(inner)
     return ModelFacts(
-        MemorySetup(**fields, checkpointing=bool(recomputed)),
+        MemorySetup(**fields, activation_checkpointing=bool(recomputed)),
         known,
         options,
         tuple(sorted(units)) if units is not None else None,
@@ -115,26 +115,27 @@ def _strategy(
     if isinstance(module, loaded_class(*_SHARDED)):
         sharded: Any = module
         mesh = sharded.mesh
-        found = {"strategy": sharded.strategy.value, "world": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
-        return {**found, "offload": sharded.cpu_offload.value, "mixed_precision": _compute_dtype(inner), "known": True}
+        found = {"strategy": sharded.strategy.value, "world_size": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
+        found |= {"cpu_offload": sharded.cpu_offload.value, "mixed_precision": _compute_dtype(inner)}
+        return {**found, "known": True}
     if isinstance(module, DistributedDataParallel):
         size = torch.distributed.get_world_size(module.process_group)
-        return {"strategy": "optimizer_state" if zero1 else "ddp", "world": size, "shard": size, "known": True}
+        return {"strategy": "optimizer_state" if zero1 else "ddp", "world_size": size, "shard": size, "known": True}
     parameters: list[Any] = list(inner.parameters())
     meshes = {p.device_mesh for p in parameters if is_dtensor(p)}
     if not meshes:
         notes.append(f"The model is not wrapped; the first prediction is for full_shard on all {world} ranks.")
-        return {"strategy": "full_shard", "world": world, "shard": world, "known": False}
+        return {"strategy": "full_shard", "world_size": world, "shard": world, "known": False}
     mesh = max(meshes, key=lambda candidate: candidate.size())
     sizes = dict(zip(mesh.mesh_dim_names or map(str, range(mesh.ndim)), mesh.shape, strict=True))
     by_fsdp = _units(inner) is not None
     if "tp" in sizes or len(meshes) > 1 or not by_fsdp:
         notes.append("Layers are sharded, too; the prediction is for data parallelism with unsharded layers.")
         rest = math.prod(size for name, size in sizes.items() if name != "tp") if by_fsdp else world
-        return {"strategy": "full_shard", "world": rest, "shard": rest, "known": False}
+        return {"strategy": "full_shard", "world_size": rest, "shard": rest, "known": False}
     keeps_unsharded = _keeps_unsharded(inner)
     strategy = "hybrid_shard" if mesh.ndim == 2 else "shard_grad_op" if keeps_unsharded else "full_shard"
-    found = {"strategy": strategy, "world": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
+    found = {"strategy": strategy, "world_size": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
     return {**found, "mixed_precision": _compute_dtype(inner), "known": True}
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.engine.inspection.last_call import recorded_inputs
-from axon_nb.engine.inspection.model_skeleton import skeleton
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
+from axon_nb.plan.skeleton import capture
 from axon_nb.records.memory import MemorySetup
 
 __all__ = ["find_pipeline", "first_stage", "pipeline_facts", "stage_skeletons"]
@@ -68,14 +68,14 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
     inputs = _full_batch(recorded_inputs(pipeline._stage_modules[0]), count)
     batch = next((value["shape"][0] for value in inputs or () if isinstance(value, dict) and value["shape"]), count)
     setup = MemorySetup(
-        world=pipeline.group.size() * sizes["dp"] * sizes["tp"],
+        world_size=pipeline.group.size() * sizes["dp"] * sizes["tp"],
         strategy="full_shard" if options.get("reshard_after_forward", True) else "shard_grad_op",
         mixed_precision="" if policy is None else str(policy.param_dtype).removeprefix("torch."),
         optimizer=optimizer,
         batch=batch,
         pp=pipeline.group.size(),
         tp=sizes["tp"],
-        microbatches=count,
+        num_microbatches=count,
     )
     return setup, inputs, {"schedule": pipeline.schedule.value, "tp_plan": tp_plan}, [*notes, _REPARTITIONED]
 
@@ -101,7 +101,7 @@ def stage_skeletons(module: Any) -> dict[int, bytes]:
     """The skeletons of this rank's stages by stage number, as `join_stages` takes them.
 
     Raises:
-        SkeletonError: a stage cannot be sent to another process.
+        CaptureError: a stage cannot be sent to another process.
     """
     pipeline = find_pipeline(module)
     skeletons = {}
@@ -109,5 +109,5 @@ def stage_skeletons(module: Any) -> dict[int, bytes]:
         inner: Any = stage.module if isinstance(stage, DistributedDataParallel) else stage
         is_section = issubclass(type(inner), loaded_class(*_SECTION))
         children = inner.named_children() if is_section else [(str(index), inner)]
-        skeletons[index] = skeleton(nn.Sequential(OrderedDict(children)))
+        skeletons[index] = capture(nn.Sequential(OrderedDict(children)), f"stage {index}", bare=True).factory
     return skeletons

@@ -19,12 +19,12 @@ from axon_nb.engine.sharding.placement import (
     layer_shardings,
     local_tensor,
     placement_of,
-    unsharded_parameters,
 )
 from axon_nb.engine.sharding.sharded import loaded_class
 from axon_nb.errors import UsageError
 from axon_nb.records.placement import Shard
 from axon_nb.records.protocol.contents import LayoutsReply
+from axon_nb.torch_api import torch_api
 
 __all__ = ["layout_report"]
 
@@ -88,7 +88,7 @@ class _TensorInfo:
     def by(module: torch.nn.Module) -> _TensorInfo:
         """Collect it from a module and its submodules."""
         modules = list(module.modules())
-        return _TensorInfo(unsharded_parameters(modules), _ddp_groups(modules), layer_shardings(modules))
+        return _TensorInfo(torch_api().fsdp_unsharded(modules), _ddp_groups(modules), layer_shardings(modules))
 
     def of(self, tensor: Any, *, shape_of: Any = None) -> dict[str, Any]:
         """What is known about one parameter or buffer.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from json import loads  # by name: a cell may replace functions of the module
 from typing import Any
 
-from axon_nb.records.protocol.cells import KEY, CellFacts, CellReport, Omitted
+from axon_nb.records.protocol.cells import CellFacts, CellOutcome, CellReport, Omitted, read_outcome
 
 __all__ = ["CellLog"]
 
@@ -63,7 +63,7 @@ class _CellRecord:
     """Over the whole cell."""
     newly_omitted: _Omitted = field(default_factory=_Omitted)
     """Since the last request of a replay."""
-    outcome: dict[str, Any] | None = None
+    outcome: CellOutcome | None = None
     finished_ns: int = 0
 
     def add(self, kind: str, content: dict[str, Any] | bytes, size: int) -> None:
@@ -175,11 +175,10 @@ class CellLog:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the user's own may be closed
                 stream.flush()  # pending output belongs before the outcome
-        names = ("status", "ename", "evalue", "traceback", KEY)
         with self._lock:
             if (record := self._records.get(message_id)) is not None:
                 record.finished_ns = time.monotonic_ns()
-                record.outcome = {name: reply[name] for name in names if name in reply}
+                record.outcome = read_outcome(reply)
 
     def tap(self, frames: list[Any]) -> None:
         """Record one outgoing message of the output channel; thread-safe."""
@@ -211,5 +210,9 @@ class CellLog:
             return [
                 record.report(since)
                 for record in self._records.values()
-                if (record.facts.run == run if run is not None else not record.outcome or record.finished_ns > after_ns)
+                if (
+                    record.facts.run == run
+                    if run is not None
+                    else record.outcome is None or record.finished_ns > after_ns
+                )
             ]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from axon_nb.engine.groups import subgroup
 from axon_nb.engine.session import RankSession
-from axon_nb.records.protocol.cells import CellFacts, Profile
+from axon_nb.records.protocol.cells import CellFacts, Profile, ProfiledOperation
 
 __all__ = ["Measured", "run_measured"]
 
@@ -159,7 +159,7 @@ def _profiled(session: RankSession, folder: Path, measured: Measured) -> Iterato
     trace = folder / f"rank{session.config.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
     profiler.export_chrome_trace(str(trace))
     averages = sorted(profiler.key_averages(), key=lambda entry: -_self_us(entry, on_device))
-    measured.profile = Profile(tuple(_row(entry, on_device) for entry in averages[:_MAX_OPERATIONS]), str(trace))
+    measured.profile = Profile(tuple(_operation(entry, on_device) for entry in averages[:_MAX_OPERATIONS]), str(trace))
 
 
 def _self_us(entry: Any, on_device: bool) -> float:
@@ -167,13 +167,11 @@ def _self_us(entry: Any, on_device: bool) -> float:
     return cpu_us + float(entry.self_device_time_total) if on_device else cpu_us
 
 
-def _row(entry: Any, on_device: bool) -> dict[str, Any]:
-    row = {
-        "operation": str(entry.key),
-        "calls": int(entry.count),
-        "self CPU ms": round(entry.self_cpu_time_total / 1e3, 3),
-        "CPU ms": round(entry.cpu_time_total / 1e3, 3),
-    }
-    if on_device:
-        row["self device ms"] = round(entry.self_device_time_total / 1e3, 3)
-    return row
+def _operation(entry: Any, on_device: bool) -> ProfiledOperation:
+    return ProfiledOperation(
+        str(entry.key),
+        int(entry.count),
+        self_cpu_ms=round(entry.self_cpu_time_total / 1e3, 3),
+        cpu_ms=round(entry.cpu_time_total / 1e3, 3),
+        self_device_ms=round(entry.self_device_time_total / 1e3, 3) if on_device else None,
+    )

@@ -1,19 +1,13 @@
-"""Placement of a tensor on its mesh. Private hook: torch's computation of a DTensor's local shape and offset.
+"""Placement of tensors: of DTensors on their mesh, and of parameters of axon_nb's tensor-parallel layers.
 
-Without it the offset of a shard is that of an even split, as `torch.chunk` makes it.
-
-Also finds parameters of axon_nb's own tensor-parallel layers: plain tensors, of which each rank of a group has a part.
-
-Also finds parameters that FSDP2 has unsharded for the moment. Private hook: FSDP2's parameter groups.
-
-Without them such parameters look like plain tensors of each rank.
+The layers hold plain tensors, of which each rank of a group has a part. Private hook: torch's computation of a
+DTensor's local shape and offset; without it, shards are assumed to be split evenly, as by `torch.chunk`.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from axon_nb.engine.sharding.sharded import format_placement, loaded_class
-from axon_nb.torch_api import torch_api
 
 __all__ = [
     "LayerSharding",
@@ -31,7 +24,6 @@ __all__ = [
     "layer_shardings",
     "local_tensor",
     "placement_of",
-    "unsharded_parameters",
 ]
 
 _LINEAR = "axon_nb.parallel.tensor.linear"
@@ -180,27 +172,3 @@ def _padding(tensor: Any, placements: Any) -> int:
         shape[dim] = math.ceil(shape[dim] / tensor.device_mesh.size(axis))
         padding = math.prod(shape) * local.element_size() - used
     return padding if padding > 0 and local.untyped_storage().nbytes() == used + padding else 0
-
-
-def _state_type() -> Any:
-    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
-    return getattr(module, "ShardedState", None)
-
-
-def unsharded_parameters(modules: Iterable[Any]) -> dict[int, Any]:
-    """Return the sharded form (a DTensor) of each parameter that is unsharded now, by the `id` of the unsharded one.
-
-    Args:
-        modules: Modules to search for those that FSDP2 manages.
-    """
-    state_type, found = _state_type(), {}
-    if state_type is None:
-        return {}
-    for module in modules:
-        if not hasattr(module, "_get_fsdp_state"):
-            continue
-        for group in torch_api().fsdp_parameter_groups(module._get_fsdp_state()):
-            for parameter in getattr(group, "fsdp_params", ()):
-                if getattr(parameter, "sharded_state", None) is state_type.UNSHARDED:
-                    found[id(parameter.unsharded_param)] = parameter.sharded_param
-    return found

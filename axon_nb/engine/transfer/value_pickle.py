@@ -3,8 +3,7 @@
 The notebook uses it as well, and imports torch only when a tensor arrives. If torch cannot be imported, a tensor
 arrives as a NumPy array (bfloat16 as float32).
 
-Functions of cells live in the namespace of the process that they arrive in, as if they were defined in a cell there.
-
+Functions of cells arrive in the namespace of the receiving process, as if they were defined in a cell there. By itself,
 cloudpickle would give each function a private copy of the names it uses, which later cells could not reassign.
 """
 

@@ -1,8 +1,7 @@
 """Variables of the rank's namespace: received from the notebook, and sent to it.
 
-On one host they travel in a shared-memory block of the notebook (`host.shared_memory`), otherwise in messages.
-
-Values are prepared for the transfer: sharded tensors gathered, everything on the CPU, without autograd history.
+On one host they travel in a shared-memory block of the notebook (`host.shared_memory`), otherwise in messages. Before a
+transfer, sharded tensors are gathered, and everything is moved to the CPU without autograd history.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Read the index of a checkpoint without running what somebody may have put into it.
+"""Read the index of a checkpoint without running code that it may contain.
 
-torch.distributed.checkpoint pickles its index, `.metadata`, and reads it with `pickle.load`, so the checkpoint of
-somebody else could run any code. Here only the records that make up an index are created.
+torch.distributed.checkpoint pickles its index, `.metadata`, and reads it with `pickle.load`, so an untrusted checkpoint
+could run any code. Here only the records that make up an index are created.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Per-rank state of a checkpoint: random states, samplers and schedulers, and the user's own values.
-
-The states of the random number generators that a training loop uses.
-"""
+"""Per-rank state of a checkpoint: random number generators, samplers, schedulers, and the user's own values."""
 
 from __future__ import annotations
 

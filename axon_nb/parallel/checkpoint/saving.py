@@ -1,7 +1,4 @@
-"""Background saves: writing, progress and outcome.
-
-Prepare a save: write each rank's own state, and plan who writes which tensors.
-"""
+"""Saves a checkpoint: plans who writes which tensors, writes in the background, reports progress and outcome."""
 
 from __future__ import annotations
 

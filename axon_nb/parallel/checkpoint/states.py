@@ -1,7 +1,4 @@
-"""Get and set the tensors of a model by name.
-
-Optimizer states by parameter name, which is valid for any number of ranks.
-"""
+"""Get and set the tensors of a model and its optimizer by parameter name, which is valid for any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Write tensors to files and read them back, with the planners of torch.distributed.checkpoint.
 
-torch's own `save` and `load` plan, write and finish in one call. Here these are separate steps, so that writing can
-run in the background without a collective, from a copy of only this rank's part.
-
-Names of a model's parameters, and which of them are shards without being DTensors.
+torch's own `save` and `load` plan, write and finish in one call. Here these are separate steps, so that writing can run
+in the background without a collective, from a copy of only this rank's part. Parameters are identified by name, also
+shards that are not DTensors.
 """
 
 from __future__ import annotations

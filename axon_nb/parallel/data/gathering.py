@@ -1,7 +1,4 @@
-"""Gather the full parameters of an FSDP model for reading and writing; in-place changes are kept.
-
-Run a function when backward starts.
-"""
+"""Gathers the full parameters of an FSDP model, keeps in-place changes, and runs functions when backward starts."""
 
 from __future__ import annotations
 

@@ -1,14 +1,7 @@
-"""Send gradients in half precision: half the bytes of float32.
+"""Communication hooks that send fewer bytes: half precision, two levels, PowerSGD, and the largest gradients only.
 
-Average in two levels, first within a node, then across nodes, so that slow links carry only a fraction.
-
-Compress gradient matrices to products of two thin ones: torch's PowerSGD.
-
-Vogels, Karimireddy, Jaggi: PowerSGD (2019).
-
-Send only the largest gradients; the rest is added to the next step's gradients.
-
-Error feedback as in Stich, Cordonnier, Jaggi: Sparsified SGD with Memory (2018).
+References: Vogels, Karimireddy, Jaggi: PowerSGD (2019). Stich, Cordonnier, Jaggi: Sparsified SGD with Memory (2018),
+for the error feedback of `TopK`.
 """
 
 from __future__ import annotations

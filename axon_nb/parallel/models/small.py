@@ -1,7 +1,4 @@
-"""Two classifiers for small images, such as scikit-learn's 8 x 8 digits.
-
-Training text that every Python installation has: the source of the standard library, as bytes.
-"""
+"""Small models for 8 x 8 images, and text to train on: the source of Python's standard library, as bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Peak number of microbatches whose activations a pipeline keeps, by schedule.
-
-Ideal timeline of a schedule, with instant messages, and its bubble fraction.
-"""
+"""Properties of a pipeline schedule: peak number of live microbatches, ideal timeline, bubble fraction."""
 
 from __future__ import annotations
 

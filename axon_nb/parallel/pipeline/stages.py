@@ -1,7 +1,4 @@
-"""Split a Sequential into stages: at given names, or so that stages cost about the same.
-
-Pipeline stages as defined by the user.
-"""
+"""Pipeline stages: given by the user, or split from a Sequential, at given names or into parts of about equal cost."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Self-attention with heads distributed over a group.
-
-A transformer block with weights sharded over a group.
-
-Layer norm for sequence parallelism.
-"""
+"""Transformer blocks with weights sharded over a group: attention by heads, and layer norm for sequence parallelism."""
 
 from __future__ import annotations
 

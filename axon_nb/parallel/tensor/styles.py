@@ -1,7 +1,4 @@
-"""Parallel styles for the modules of an ordinary model, by name.
-
-The automatic plan: styles for modules that are known to compute the same when sharded.
-"""
+"""Parallel styles for the modules of an ordinary model, by name; `auto` chooses those known to compute the same."""
 
 from __future__ import annotations
 

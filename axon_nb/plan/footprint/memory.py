@@ -25,7 +25,7 @@ from axon_nb.plan.footprint.plan import MemoryPlan
 from axon_nb.plan.footprint.request import MemoryRequest, parse_ranks
 from axon_nb.plan.models import dtype_name
 from axon_nb.plan.named_models import sendable_model
-from axon_nb.plan.process.worker import run_in_process
+from axon_nb.plan.process.worker import Report, run_in_process
 
 __all__ = ["memory"]
 
@@ -139,14 +139,19 @@ def _simulated(
     if not refresh and key in _cache:
         _cache.move_to_end(key)
         return _cache[key]
-    made: MemoryPlan = run_in_process(
-        "axon_nb.plan.footprint.simulate:simulate", task, progress=progress, cancel=cancel
-    )
+    made = run_in_process(_simulate, task, progress=progress, cancel=cancel)
     made = replace(made, seconds=time.monotonic() - start)
     _cache[key] = made
     while len(_cache) > _CACHE_SIZE:
         _cache.popitem(last=False)
     return made
+
+
+def _simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
+    """Simulate a request, in the process that may import torch."""
+    from axon_nb.plan.footprint.simulate import simulate
+
+    return simulate(request, report)
 
 
 def _pickled(request: MemoryRequest) -> bytes:

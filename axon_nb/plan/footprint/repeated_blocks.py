@@ -1,6 +1,6 @@
 """Models of many equal blocks: finds the blocks, shortens the model, and extrapolates from two depths.
 
-Memory by module of the full model, from a version that may lack most blocks.
+Memory by module is that of the full model, even if the model that ran lacks most blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The record of a search over layouts.
-
-Enumerates meshes of a number of GPUs.
-"""
+"""The record of a search over layouts, and the meshes that a number of GPUs allows."""
 
 from __future__ import annotations
 

@@ -74,10 +74,7 @@ class Simulations:
                 f"The model, its inputs or its loss cannot be sent to another process ({error}): give functions that "
                 "make what they need, or use simulate=0."
             ) from error
-        found: list[MemoryPlan | str] = run_in_process(
-            f"{__name__}:simulate_all", task, progress=self.progress, cancel=self.cancel
-        )
-        return found
+        return run_in_process(simulate_all, task, progress=self.progress, cancel=self.cancel)
 
     def _request(self, one: Candidate, batch: int) -> MemoryRequest:
         options = dict(self.options)

@@ -1,7 +1,4 @@
-"""The record of a planned pipeline schedule.
-
-Published formulas for pipeline bubbles, with their sources.
-"""
+"""The record of a planned pipeline schedule, with published formulas for its bubble and their sources."""
 
 from __future__ import annotations
 

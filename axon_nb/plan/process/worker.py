@@ -12,12 +12,15 @@ import threading
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
 
-__all__ = ["run_in_process"]
+__all__ = ["Report", "run_in_process"]
 
+R = TypeVar("R")
+Report = Callable[[float, str], None]
+"""Called with the fraction done and the next step."""
 _POLL_S = 0.1
 """Seconds between checks of `cancel`."""
 _EXIT_TIMEOUT_S = 60.0
@@ -27,18 +30,19 @@ _OUTPUT_CHARS = 2000
 
 
 def run_in_process(
-    entry: str,
+    function: Callable[[Any, Report], R],
     task: bytes,
     *,
-    progress: Callable[[float, str], None] | None = None,
+    progress: Report | None = None,
     cancel: threading.Event | None = None,
-) -> Any:
+) -> R:
     """Call a function in a new process.
 
     Args:
-        entry: ``module:function``; called with the unpickled task and a function that reports progress.
+        function: A function of a module that the new process can import; called with the unpickled task and a function
+            that reports progress.
         task: Its argument, pickled by cloudpickle.
-        progress: Called here with the fraction done and the next step.
+        progress: Called here with the progress.
         cancel: Set it to kill the process.
 
     Returns:
@@ -54,7 +58,7 @@ def run_in_process(
         with theirs:
             process = _started(theirs, output)
         try:
-            _send(ours, pickle.dumps((entry, list(sys.path), task)))
+            _send(ours, pickle.dumps((list(sys.path), pickle.dumps(function), task)))
             kind, value = _answer(ours, progress, cancel)
             if kind == "died":
                 _wait(process)
@@ -67,7 +71,8 @@ def run_in_process(
         raise PlanError(value)
     if kind == "failed":
         raise SimulatorError(value)
-    return value
+    result: R = value
+    return result
 
 
 def _started(theirs: Connection, output: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -92,9 +97,7 @@ def _send(pipe: Connection, task: bytes) -> None:
         return  # it has died: reading will report that
 
 
-def _answer(
-    pipe: Connection, progress: Callable[[float, str], None] | None, cancel: threading.Event | None
-) -> tuple[str, Any]:
+def _answer(pipe: Connection, progress: Report | None, cancel: threading.Event | None) -> tuple[str, Any]:
     while True:
         if cancel is not None and cancel.is_set():
             raise PlanCancelledError("Planning was cancelled.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import sys
 import traceback
@@ -21,21 +20,20 @@ def main(number: int) -> None:
         number: File descriptor of the pipe.
     """
     with Connection(number) as pipe:
-        entry, path, task = pickle.loads(pipe.recv_bytes())
+        path, function, task = pickle.loads(pipe.recv_bytes())
         sys.path[:] = path
 
         def report(share: float, text: str) -> None:
             pipe.send_bytes(pickle.dumps(("progress", (share, text))))
 
-        pipe.send_bytes(pickle.dumps(_call(entry, task, report)))
+        pipe.send_bytes(pickle.dumps(_call(function, task, report)))
 
 
-def _call(entry: str, task: bytes, report: Any) -> tuple[str, Any]:
+def _call(function: bytes, task: bytes, report: Any) -> tuple[str, Any]:
     from axon_nb.errors import UsageError
 
-    module, _, name = entry.partition(":")
     try:
-        return "value", getattr(importlib.import_module(module), name)(_unpickled(task), report)
+        return "value", pickle.loads(function)(_unpickled(task), report)
     except UsageError as error:
         return "refused", str(error)
     except BrokenPipeError:

@@ -1,13 +1,8 @@
-"""Lazy chunks of a parameter, because FSDP reads only two of them.
+"""Patches for models on fake tensors: lazy chunks (FSDP reads only two), `model.to(dtype)`, no weight initialization.
 
-`model.to(dtype)` for models on fake tensors.
-
-Skips weight initialization for models on fake tensors.
-
-Builds models that request CUDA where there is none.
-
-Without CUDA a fake tensor on ``cuda`` aborts the process (torch 2.11 to 2.13: "Cannot initialize CUDA without ATen_cuda
-library", from C++). A plan depends only on shapes and dtypes, so such requests get the device at hand.
+Also builds models that request CUDA where there is none. There, a fake tensor on ``cuda`` aborts the process (torch
+2.11 to 2.13: "Cannot initialize CUDA without ATen_cuda library", from C++). A plan depends only on shapes and dtypes,
+so such requests get the available device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The model, inputs and loss of a traced step, and the resolvers for optimizers and dtypes.
-
-Selects modules of a model by class, by class name, or by a function.
-"""
+"""The model, inputs and loss of a traced step, and what users select by name or class: optimizers, dtypes, modules."""
 
 from __future__ import annotations
 

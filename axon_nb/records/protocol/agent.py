@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.records.protocol.joining import ClusterFacts
 from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Forked",
     "GetInfo",
     "Hello",
+    "ProcessExit",
     "ServeStore",
     "SetInfo",
     "Signal",
@@ -48,11 +50,10 @@ class Command(Generic[R_co]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """A rank exited."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExit:
+    """A process exited."""
 
-    rank: int
     pid: int
     code: int
     """Exit code, or minus the signal number."""
@@ -63,23 +64,19 @@ class Exit:
     last_output: str = ""
     """What it wrote just before; may be empty."""
     crash: str = ""
-    """Python's report of a crash; may be empty."""
+    """Python's report of a crash; only of ranks, may be empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class ControllerExit:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit(ProcessExit):
+    """A rank exited."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerExit(ProcessExit):
     """The ipyparallel controller exited."""
-
-    pid: int
-    code: int
-    """Exit code, or minus the signal number."""
-    time_ns: int
-    """When the agent noticed, on the host's monotonic clock."""
-    out_of_memory: bool | None = None
-    last_output: str = ""
-    """The last line of its log; may be empty."""
-    crash: str = ""
-    """Always empty: only ranks report crashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +109,8 @@ class AgentState:
     """When the last notebook disconnected, on the host's monotonic clock; 0 if none has."""
     attached: bool
     """Whether a notebook is connected."""
-    info: Mapping[str, Any] = field(default_factory=dict)
-    """What notebooks have stored; the fields of `ClusterFacts` once ranks have joined."""
+    info: ClusterFacts | None = None
+    """What a notebook has stored; None until it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +130,9 @@ class GetInfo(Command[AgentState]):
 
 @dataclass(frozen=True, slots=True)
 class SetInfo(Command[None]):
-    """Change what the agent stores about the cluster."""
+    """Replace what the agent stores about the cluster."""
 
-    info: Mapping[str, Any]
-    """Fields of `ClusterFacts`; the others are unchanged."""
+    info: ClusterFacts
 
 
 @dataclass(frozen=True, slots=True)

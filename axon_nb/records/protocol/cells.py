@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axon_nb.records.protocol.messages import RankCall, Request
-from axon_nb.records.protocol.wire import Packed
+from axon_nb.records.protocol.wire import Packed, decode
 
 __all__ = [
     "KEY",
@@ -16,6 +16,7 @@ __all__ = [
     "AbortRequest",
     "CellEnd",
     "CellFacts",
+    "CellOutcome",
     "CellReport",
     "CellsReply",
     "CellsRequest",
@@ -27,8 +28,10 @@ __all__ = [
     "Measurement",
     "Omitted",
     "Profile",
+    "ProfiledOperation",
     "StopRequest",
     "execute_content",
+    "read_outcome",
 ]
 
 KEY = "axon_nb"
@@ -112,11 +115,24 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfiledOperation:
+    """One operation in a profile; times are sums over its calls, in milliseconds."""
+
+    name: str
+    calls: int
+    self_cpu_ms: float
+    """Without the operations that it calls."""
+    cpu_ms: float
+    self_device_ms: float | None = None
+    """None on a CPU rank."""
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """A profile of one rank."""
 
-    rows: tuple[Mapping[str, Any], ...]
-    """The operations that took longest, one row of a table each."""
+    operations: tuple[ProfiledOperation, ...]
+    """Those that took longest, longest first."""
     trace: str
     """Path of the trace."""
 
@@ -138,6 +154,31 @@ class CellEnd:
     repetitions: tuple[float, ...] | None = None
     """Seconds of each run, with `--repeat`."""
     profile: Profile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CellOutcome:
+    """How a cell ended on a rank: what is used of Jupyter's reply."""
+
+    status: str
+    """``ok``, or anything else for a cell that failed."""
+    ename: str = ""
+    """Class of the error."""
+    evalue: str = ""
+    """Its message."""
+    traceback: tuple[str, ...] = ()
+    end: CellEnd = field(default_factory=CellEnd)
+
+
+def read_outcome(reply: Mapping[str, Any]) -> CellOutcome:
+    """Read the content of Jupyter's reply to a cell, with a `CellEnd` under `KEY`.
+
+    Raises:
+        ProtocolError: what is under `KEY` does not fit.
+    """
+    status = reply.get("status", "error")
+    ename, evalue = reply.get("ename", ""), reply.get("evalue", "" if status == "ok" else status)
+    return CellOutcome(status, ename, evalue, tuple(reply.get("traceback", ())), decode(CellEnd, reply.get(KEY, {})))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +238,8 @@ class CellReport:
     """Number of the last message; the first is 1."""
     omitted: Omitted
     """Output omitted before them."""
-    outcome: Mapping[str, Any] | None
-    """Jupyter's reply, with `CellEnd`; None while it runs."""
+    outcome: CellOutcome | None
+    """None while it runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from axon_nb.records.compatibility import Verdict
 from axon_nb.records.protocol.messages import RankCall
@@ -44,23 +43,24 @@ class ClusterFacts:
     """What the host agent stores about a cluster, for a notebook that attaches."""
 
     name: str
-    engines: str
-    """Name of the ipyparallel launcher that runs the ranks."""
-    ip: str
-    """The address on which the cluster listens."""
     world_size: int
-    version: Version
-    """The version of the notebook and the ranks when they started."""
+    """Number of ranks, or of engines that have not joined a world."""
     keep_alive_s: float
     """How long ranks stay without a notebook, in seconds."""
-    settings: Mapping[str, Any]
+    version: Version
+    """The version of the notebook and the ranks when they started."""
+    engines: str = ""
+    """Name of the ipyparallel launcher that runs the ranks."""
+    ip: str = "127.0.0.1"
+    """The address on which the cluster listens."""
+    settings: Mapping[str, bool | int | float] = field(default_factory=dict)
     """The cluster's settings, by name."""
-    layout: Packed
-    """Fields of `cluster.launch.placement.Layout`."""
-    rank_info: tuple[EngineInfo, ...]
+    layout: Packed = None
+    """Fields of `cluster.launch.placement.Layout`; None: the engines of a program, which no notebook can attach to."""
+    rank_info: tuple[EngineInfo, ...] = ()
     """What each rank reported when it joined."""
     owner: str = ""
-    """The notebook that used it last."""
+    """The notebook that connected last; the agent fills it in."""
 
 
 @dataclass(frozen=True, slots=True)

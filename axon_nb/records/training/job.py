@@ -1,7 +1,4 @@
-"""One rank's report on its running job: logged metrics, throughput, progress and state.
-
-Throughput: steps and items per second, from the most recent steps.
-"""
+"""One rank's report on its running job: logged metrics, progress, state, and throughput over the most recent steps."""
 
 from __future__ import annotations
 

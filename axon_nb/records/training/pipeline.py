@@ -1,7 +1,4 @@
-"""Pipeline steps as spans: the ideal step without waiting, and the bubble fraction.
-
-Start and end of each action of a pipeline, simulated from given stage times and message delays.
-"""
+"""Pipeline steps as spans, and their ideal: a simulation from given stage times and message delays."""
 
 from __future__ import annotations
 

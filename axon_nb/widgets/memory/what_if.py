@@ -20,23 +20,23 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("", *_DTYPES),
     "mixed_precision": ("", *_DTYPES[1:]),
     "optimizer": ("adam", "adamw", "sgd", WITH_MOMENTUM, "adagrad", "rmsprop"),
-    "offload": ("none", "params", "optimizer_states", "full"),
+    "cpu_offload": ("none", "params", "optimizer_states", "full"),
 }
 _LABELS = {
-    "world": "ranks",
+    "world_size": "ranks",
     "strategy": "strategy",
     "shard": "ranks per replica",
     "dtype": "dtype",
     "mixed_precision": "mixed precision",
     "optimizer": "optimizer",
-    "offload": "offload",
+    "cpu_offload": "offload",
     "batch": "batch per rank",
-    "checkpointing": "checkpointing",
+    "activation_checkpointing": "checkpointing",
     "pp": "pipeline ranks",
     "tp": "tensor-parallel ranks",
-    "microbatches": "microbatches",
+    "num_microbatches": "microbatches",
 }
-_PIPELINE_FIELDS = ("pp", "tp", "microbatches")
+_PIPELINE_FIELDS = ("pp", "tp", "num_microbatches")
 _EMPTY = {"dtype": "unchanged", "mixed_precision": "none"}
 _FAR = 5.0
 """A capacity of more than this multiple of the predicted memory is written, but not drawn."""
@@ -109,17 +109,17 @@ def _moments(prediction: MemoryPrediction) -> list[tuple[str, Mapping[str, int]]
 
 def describe_setup(setup: MemorySetup) -> str:
     """Return such as ``full_shard on 8 ranks, adam, batch 4, computing in bfloat16, checkpointing``."""
-    ranks = f"{setup.world} rank{'' if setup.world == 1 else 's'}"
+    ranks = f"{setup.world_size} rank{'' if setup.world_size == 1 else 's'}"
     parts = [f"{setup.strategy} on {ranks}", setup.optimizer, f"batch {setup.batch}"]
     if setup.strategy == "hybrid_shard":
         parts[0] += f", {setup.shard} per replica"
     parts[0] += f", {setup.pp} per pipeline" if setup.pp > 1 else ""
     parts[0] += f", {setup.tp} per layer" if setup.tp > 1 else ""
-    parts += [f"{setup.microbatches} microbatches"] if setup.pp > 1 else []
+    parts += [f"{setup.num_microbatches} microbatches"] if setup.pp > 1 else []
     parts += [setup.dtype] if setup.dtype else []
     parts += [f"computing in {setup.mixed_precision}"] if setup.mixed_precision else []
-    parts += [f"{setup.offload} offloaded"] if setup.offload != "none" else []
-    return ", ".join([*parts, "checkpointing"] if setup.checkpointing else parts)
+    parts += [f"{setup.cpu_offload} offloaded"] if setup.cpu_offload != "none" else []
+    return ", ".join([*parts, "checkpointing"] if setup.activation_checkpointing else parts)
 
 
 def _heading(state: WhatIfState) -> str:
@@ -129,7 +129,7 @@ def _heading(state: WhatIfState) -> str:
     setup = describe_setup(estimate.setup)
     if not estimate.is_whole:
         return f"{setup}: {format_bytes(_total(estimate.persistent, estimate))}, {estimate.method}"
-    ranks = "the highest of all ranks" if estimate.setup.world > 1 else "rank 0"
+    ranks = "the highest of all ranks" if estimate.setup.world_size > 1 else "rank 0"
     return f"{setup}: peak {format_bytes(_total(estimate.peak, estimate))} {estimate.when}, {ranks}; {estimate.method}"
 
 

@@ -1,7 +1,4 @@
-"""Statistics of spans per rank: time by kind, communication hidden behind computation, waiting for late ranks.
-
-And the last step of each pipeline, out of a table of very many spans.
-"""
+"""Statistics of spans per rank (time by kind, overlap, waiting for late ranks), and the last step of each pipeline."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A curve over all ranks: lowest, mean and highest value at each step, bounded however long the job runs.
 
-As a picture it looks right on light and dark pages: it has shapes only, and its text is around it.
+Its picture contains shapes only, with the text around it, so it suits light and dark pages.
 """
 
 from __future__ import annotations

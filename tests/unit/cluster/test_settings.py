@@ -174,6 +174,23 @@ def test_values_and_attributes_are_checked_and_act_as_text_does() -> None:
     assert own.keep_alive == 7.0
 
 
+def test_a_configuration_file_gives_defaults() -> None:
+    own = LiveSettings()
+    own.set("threads=2")
+    own.configure({"keep_alive": "10min", "threads": 8, "debug": False})
+    assert own.snapshot() == Settings(keep_alive=600.0, threads=2, debug=False)
+    for section, sentence in {
+        ("keepalive", 5): "%distributed config has no setting 'keepalive': did you mean keep_alive?",
+        ("debug", "maybe"): "debug must be on or off; got 'maybe'.",
+    }.items():
+        with pytest.raises(UsageError) as raised:
+            own.configure({"keep_alive": 1, **dict([section])})
+        assert str(raised.value) == f"c.AxonNB in IPython's configuration: {sentence}"
+    assert own.keep_alive == 600.0
+    assert own.inherit({"keep_alive": 60.0}).keep_alive == 60.0
+    assert own.keep_alive == 60.0
+
+
 def test_a_cluster_that_cannot_be_told_changes_nothing() -> None:
     own, cluster = started()
 

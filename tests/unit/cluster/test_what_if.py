@@ -76,7 +76,7 @@ def test_states_come_by_formula_and_errors_are_sentences(session: RankSession, m
     what_if.request(None)
     state = shown.wait(lambda state: state.estimate is not None and not state.doing)
     assert state.as_is is not None
-    assert (state.as_is.strategy, state.as_is.world, state.as_is.optimizer) == ("full_shard", 2, "adamw")
+    assert (state.as_is.strategy, state.as_is.world_size, state.as_is.optimizer) == ("full_shard", 2, "adamw")
     assert not state.is_trained_so
     assert state.estimate is not None
     assert not state.estimate.is_whole
@@ -84,9 +84,9 @@ def test_states_come_by_formula_and_errors_are_sentences(session: RankSession, m
     states = state.estimate.persistent[0]
     assert states["optimizer"] == 2 * states["parameters"]
     # What cannot be is one sentence, and the next question is answered.
-    what_if.request({"world": "0"})
+    what_if.request({"world_size": "0"})
     assert shown.wait(lambda state: bool(state.error)).error.startswith("ranks: '0': must be an integer")
-    what_if.request({"offload": "full", "strategy": "ddp"})
+    what_if.request({"cpu_offload": "full", "strategy": "ddp"})
     state = shown.wait(lambda state: "ddp" in state.error)
     assert "\n" not in state.error
     assert (state.doing, state.estimate) == ("", None)
@@ -116,10 +116,11 @@ def test_the_newest_question_wins(session: RankSession, model: GPT) -> None:
     model_key(model)
     model(torch.zeros(3, 8, dtype=torch.int64))
     what_if.request({"strategy": "ddp"})
-    what_if.request({"world": "4", "strategy": "shard_grad_op", "batch": "2", "checkpointing": True})
+    what_if.request({"world_size": "4", "strategy": "shard_grad_op", "batch": "2", "activation_checkpointing": True})
     state = shown.wait(lambda state: state.estimate is not None and state.estimate.is_whole)
     assert state.setup is not None
-    assert (state.setup.world, state.setup.strategy, state.setup.checkpointing) == (4, "shard_grad_op", True)
+    assert (state.setup.world_size, state.setup.strategy) == (4, "shard_grad_op")
+    assert state.setup.activation_checkpointing
     whole = [own.estimate.setup.strategy for own in shown.states if own.estimate is not None and own.estimate.is_whole]
     assert set(whole) == {"shard_grad_op"}
     estimate = state.estimate

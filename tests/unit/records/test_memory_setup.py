@@ -13,8 +13,8 @@ from axon_nb.records.memory import WITH_MOMENTUM, HasClassName, LazyFunction, Me
 
 def test_a_page_changes_some_fields() -> None:
     before = MemorySetup(4, "full_shard", 4, batch=2)
-    after = changed(before, {"world": "16", "strategy": "hybrid_shard", "checkpointing": True})
-    assert after == MemorySetup(16, "hybrid_shard", 4, batch=2, checkpointing=True)
+    after = changed(before, {"world_size": "16", "strategy": "hybrid_shard", "activation_checkpointing": True})
+    assert after == MemorySetup(16, "hybrid_shard", 4, batch=2, activation_checkpointing=True)
     assert before.mesh == {"dp": 4}
     assert after.mesh == {"replicate": 4, "shard": 4}
     assert changed(before, {}) == before
@@ -23,12 +23,12 @@ def test_a_page_changes_some_fields() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"world": "0"}, "ranks: '0': must be an integer from 1 to 1,000,000"),
+        ({"world_size": "0"}, "ranks: '0': must be an integer from 1 to 1,000,000"),
         ({"batch": "2.5"}, "samples per rank: '2.5': must be an integer"),
         ({"batch": ""}, "samples per rank: '': must be an integer"),
-        ({"world": True}, "ranks: True: must be an integer"),
-        ({"checkpointing": "yes"}, "checkpointing='yes': must be True or False"),
-        ({"colour": 1}, "'colour' is unknown; fields are batch, checkpointing, dtype"),
+        ({"world_size": True}, "ranks: True: must be an integer"),
+        ({"activation_checkpointing": "yes"}, "activation_checkpointing='yes': must be True or False"),
+        ({"colour": 1}, "'colour' is unknown; fields are activation_checkpointing, batch, cpu_offload, dtype"),
     ],
 )
 def test_invalid_input_is_one_sentence(given: dict[str, Any], words: str) -> None:

@@ -25,7 +25,16 @@ from axon_nb.records.protocol.agent import (
     decode_event,
     encode_event,
 )
-from axon_nb.records.protocol.cells import AbortReply, AbortRequest, DebuggerCommand, StopRequest
+from axon_nb.records.protocol.cells import (
+    KEY,
+    AbortReply,
+    AbortRequest,
+    CellEnd,
+    CellOutcome,
+    DebuggerCommand,
+    StopRequest,
+    read_outcome,
+)
 from axon_nb.records.protocol.contents import CaptureModel
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import StatusRequest, TelemetryEvent
@@ -84,10 +93,21 @@ def test_each_command_of_the_agent_is_found_by_its_name(kind: Any) -> None:
 
 
 def test_events_of_the_agent_come_back_as_they_were() -> None:
-    for event in (Exit(2, 7, -9, 5, None, "last words", "crash"), ControllerExit(7, 1, 5), Closed()):
+    exit_of_rank = Exit(rank=2, pid=7, code=-9, time_ns=5, out_of_memory=None, last_output="last words", crash="crash")
+    for event in (exit_of_rank, ControllerExit(pid=7, code=1, time_ns=5), Closed()):
         assert decode_event(json.loads(json.dumps(encode_event(event)))) == event
     with pytest.raises(ProtocolError, match="unknown event 'party'"):
         decode_event({"event": "party"})
+
+
+def test_the_outcome_of_a_cell_is_read_from_jupyters_reply() -> None:
+    end = CellEnd(seconds=1.5, calls=2)
+    failed = {"status": "error", "ename": "ValueError", "evalue": "x", "traceback": ["a", "b"], "payload": []}
+    assert read_outcome({**failed, KEY: encode(end)}) == CellOutcome("error", "ValueError", "x", ("a", "b"), end)
+    assert read_outcome({"status": "aborted"}) == CellOutcome("aborted", evalue="aborted")
+    assert read_outcome({"status": "ok"}) == CellOutcome("ok")
+    with pytest.raises(ProtocolError, match=r"CellEnd\.seconds: must be a number"):
+        read_outcome({"status": "ok", KEY: {"seconds": "soon"}})
 
 
 @pytest.mark.parametrize("kind", CALLS)

@@ -34,11 +34,11 @@ def test_controls_have_what_is_and_what_was_asked() -> None:
     asked = MemorySetup(8, "hybrid_shard", 2, optimizer="sgd", batch=4)
     content = what_if_content(WhatIfState(AS_IS, True, asked), None)
     fields = {field["name"]: field for field in content["fields"]}
-    assert [fields[name]["current"] for name in ("world", "strategy", "batch")] == [2, "full_shard", 4]
-    assert [fields[name]["value"] for name in ("world", "strategy", "batch")] == [8, "hybrid_shard", 4]
+    assert [fields[name]["current"] for name in ("world_size", "strategy", "batch")] == [2, "full_shard", 4]
+    assert [fields[name]["value"] for name in ("world_size", "strategy", "batch")] == [8, "hybrid_shard", 4]
     assert ["lion", "lion"] in fields["optimizer"]["choices"], "also what is not among the usual ones"
     assert ["", "unchanged"] in fields["dtype"]["choices"]
-    assert "choices" not in fields["world"]
+    assert "choices" not in fields["world_size"]
     assert not content["proposed"]
     assert what_if_content(WhatIfState(), None)["fields"] == []
 
@@ -92,9 +92,9 @@ def test_a_simulation_replaces_the_formula_beside_what_is_measured() -> None:
     view.show(MemorySnapshot({0: MemoryUse(0, 0, "storages", HELD)}, {0: MemoryUse(0, 0, "estimate", HELD)}, ()))
     view.refresh(unseen=True)
     assert view.content["rows"][0]["estimated"]["text"].startswith("estimate: 160 MiB (parameters")
-    view._handle_custom_msg({"op": "what_if", "setup": {"world": "8"}}, [])
+    view._handle_custom_msg({"op": "what_if", "setup": {"world_size": "8"}}, [])
     view._handle_custom_msg({"op": "what_if", "setup": None}, [])
-    assert asked == [{"world": "8"}, None]
+    assert asked == [{"world_size": "8"}, None]
     reference = MemoryPrediction(AS_IS, "simulated", 0, {0: HELD}, {0: PEAK})
     view.show_what_if(WhatIfState(AS_IS, True, AS_IS, reference, reference))
     view.refresh(unseen=True)

@@ -1,7 +1,7 @@
-"""Reductions in rank order: the same bits on all ranks and in every run, whoever comes first.
+"""Reductions in rank order: the result has the same bits on all ranks and in every run, whoever arrives first.
 
-NumPy does what it can: its calls are short, and no mode of torch that looks on sees them. torch does what NumPy lacks:
-the 16-bit types are added in float32 and rounded once.
+NumPy does what it can: its calls are short and invisible to torch's modes. torch does the rest: 16-bit types are summed
+in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Arithmetic:
         self.reduce: Callable[[Any, Sequence[tuple[Any, int]], int], None] = (
             self._with_torch if self._numpy is None else self._with_numpy
         )
-        """Reduce `count` elements at (buffer, offset in bytes) of each source, in their order, into a target."""
+        """Reduce `count` elements at (buffer, offset in bytes) of each source, in this order, into a target."""
 
     def _with_numpy(self, target: tuple[Any, int], sources: Sequence[tuple[Any, int]], count: int) -> None:
         dtype, kernel = self._numpy, self._kernel
@@ -133,5 +133,5 @@ def _cached(dtype: torch.dtype, operation: int, size: int) -> Arithmetic:
 
 
 def arithmetic(dtype: torch.dtype, operation: int, factor: Any, size: int) -> Arithmetic:
-    """The `Arithmetic` for these arguments."""
+    """Return the `Arithmetic` for these arguments."""
     return _cached(dtype, operation, size) if factor is None else Arithmetic(dtype, operation, factor, size)

@@ -1,4 +1,4 @@
-"""The operations of c10d on tensors, as calls of the collectives: in the order of the group, in whichever thread."""
+"""The operations of c10d on tensors as calls of the collectives, in the order of the group, on any thread."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class Calls:
         staged.store()
 
     def _sum_sparse(self, tensor: Tensor, number: int, line: int) -> None:
-        """Add up sparse tensors: each rank gathers the indices and values of all, and adds them in rank order."""
+        """Sum sparse tensors: each rank gathers all indices and values, and adds them in rank order."""
         if REDUCE_OPERATIONS[number] != "SUM":
-            raise TensorError(f"Sparse tensors can only be added up; got {REDUCE_OPERATIONS[number]}.")
+            raise TensorError(f"Sparse tensors support only SUM; got {REDUCE_OPERATIONS[number]}.")
         ranks = range(self._rounds.size)
         own = tensor.detach().coalesce()
         indices, values = own.indices(), own.values()
@@ -122,7 +122,7 @@ class Calls:
             target.store()
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, line: int) -> None:
-        """Copy all to all, into one tensor."""
+        """Gather the tensors of all ranks on all ranks, into one tensor."""
         staged, target = stage(tensor), stage(output, reads=False)
         size = staged.size
         self._rounds.begin(fact_of("all_gather", size), line)
@@ -142,7 +142,7 @@ class Calls:
             target.store()
 
     def scatter(self, output: Tensor, parts: Sequence[Tensor], root: int, line: int) -> None:
-        """Copy one of the root's to each."""
+        """Scatter the root's tensors, one per rank."""
         target, sources = stage(output, reads=False), stage_all(list(parts))
         self._rounds.begin(fact_of("scatter", target.size, root=root), line)
         places = [source.address for source in sources] if sources else None
@@ -150,7 +150,7 @@ class Calls:
         target.store()
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], number: int, sums: Arithmetic, line: int) -> None:
-        """Reduce what is for this rank."""
+        """Reduce the tensors for this rank."""
         target, sources, rounds = stage(output, reads=False), stage_all(list(parts)), self._rounds
         rounds.begin(fact_of("reduce_scatter", target.count, dtype=output.dtype, reduce=number), line)
         places = [source.address for source in sources]
@@ -159,7 +159,7 @@ class Calls:
         target.store()
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, number: int, sums: Arithmetic, line: int) -> None:
-        """Reduce what is for this rank in one tensor."""
+        """Reduce this rank's part of one tensor."""
         target, source, rounds = stage(output, reads=False), stage(tensor), self._rounds
         rounds.begin(fact_of("reduce_scatter", target.count, dtype=output.dtype, reduce=number), line)
         places = [source.address + rank * target.size for rank in range(rounds.size)]
@@ -198,19 +198,19 @@ class Calls:
         movement.barrier(self._rounds)
 
     def monitored_barrier(self, seconds: float, line: int) -> None:
-        """Wait for all, and name those that do not come.
+        """Wait for all ranks, or name those that do not arrive.
 
         Raises:
-            SharedMemoryTimeoutError: ranks did not come in time.
+            SharedMemoryTimeoutError: ranks did not arrive in time.
         """
         rounds, started = self._rounds, time.monotonic()
-        normal, rounds.limit_s = rounds.limit_s, seconds
+        normal, rounds.timeout_s = rounds.timeout_s, seconds
         try:
             self.barrier(line)
         except SharedMemoryTimeoutError:
             missing = rounds.missing()
             raise SharedMemoryTimeoutError(
-                f"monitored_barrier: {missing} did not come within {time.monotonic() - started:.1f} s"
+                f"monitored_barrier: {missing} did not arrive within {time.monotonic() - started:.1f} s"
             ) from None
         finally:
-            rounds.limit_s = normal
+            rounds.timeout_s = normal

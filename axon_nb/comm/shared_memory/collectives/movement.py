@@ -23,12 +23,12 @@ def _pieces(size: int, piece: int) -> int:
 
 
 def barrier(rounds: Rounds) -> None:
-    """Wait until all ranks have come."""
+    """Wait until all ranks have arrived."""
     rounds.run(1, None, None)
 
 
 def all_gather(rounds: Rounds, source: int, size: int, targets: Sequence[int]) -> None:
-    """Copy `size` bytes at `source` of each rank to the address in `targets` that is its rank's."""
+    """Copy `size` bytes at `source` of each rank to that rank's address in `targets`."""
     piece, own = rounds.layout.slot_bytes, rounds.rank
     others = [(rank, target) for rank, target in enumerate(targets) if rank != own]
     base = rounds.address
@@ -85,7 +85,7 @@ def gather(rounds: Rounds, source: int, size: int, targets: Sequence[int] | None
 
 
 def scatter(rounds: Rounds, sources: Sequence[int] | None, size: int, target: int, root: int) -> None:
-    """Copy `size` bytes at each of the root's `sources` to `target` of the rank that it is for."""
+    """Copy `size` bytes at each of the root's `sources` to `target` of the rank with that index."""
     piece = rounds.layout.slot_bytes // rounds.size // _ALIGN * _ALIGN
     base = rounds.address
 
@@ -135,12 +135,12 @@ def all_to_all(
     mine[:n], mine[n:] = sent, taken
     write(0)
     rounds.post(1)
-    rounds.meet()
+    rounds.wait_for_peers()
     tables = np.stack([np.frombuffer(rounds.buffer, np.int64, 2 * n, rounds.slot(rank, 0)) for rank in range(n)])
     pieces = _pieces(int(tables.max()), piece)
     wrong = np.argwhere(tables[:, :n] != tables[:, n:].T)
     if len(wrong):
-        # All have read the tables when all have come to step 2: the next collective may then use the slots.
+        # Once all ranks are at step 2, all have read the tables, and the next collective may use the slots.
         rounds.post(2)
         rounds.wait(-1, 2)
         source, target = (int(rank) for rank in wrong[0])
@@ -148,7 +148,7 @@ def all_to_all(
         place = rounds.place("all_to_all")
         raise TensorMismatchError(
             f"{place}: rank {members[source]} sends {tables[source, target]:,} bytes to rank {members[target]}, "
-            f"which expects {tables[target, n + source]:,}; split sizes must fit together."
+            f"which expects {tables[target, n + source]:,}; split sizes must match."
         )
     for i in range(1, pieces):
         write(i)

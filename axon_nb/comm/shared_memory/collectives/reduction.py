@@ -16,7 +16,7 @@ from axon_nb.comm.shared_memory.futex import copy
 __all__ = ["DIRECT_BYTES", "all_reduce", "all_reduce_small", "reduce", "reduce_scatter"]
 
 DIRECT_BYTES = 64 << 10
-"""Up to here each rank adds up everything itself, which is one wait; beyond, each adds up a part, which is two."""
+"""Up to this size each rank reduces everything itself, with one wait; above, each reduces a part, with two."""
 
 
 def all_reduce_small(rounds: Rounds, address: int, *, size: int, count: int, sums: Arithmetic, scratch: Any) -> None:
@@ -33,7 +33,7 @@ def all_reduce_small(rounds: Rounds, address: int, *, size: int, count: int, sum
     base = rounds.address
     copy(base + rounds.slot(rounds.rank, 0), address, size)
     rounds.post(1)
-    rounds.meet()
+    rounds.wait_for_peers()
     if count:
         buffer = rounds.buffer
         sums.reduce((scratch[0], 0), [(buffer, rounds.slot(rank, 0)) for rank in range(rounds.size)], count)
@@ -86,7 +86,7 @@ def all_reduce(rounds: Rounds, address: int, *, target: Any, count: int, item: i
                     copy(place + start, base + rounds.slot(rank, i - 2) + start, edges[rank + 1] * item - start)
         rounds.post(i + 1)
         if i == 0:
-            rounds.meet()
+            rounds.wait_for_peers()
     rounds.end(pieces)
 
 

@@ -1,8 +1,8 @@
 """One collective, step by step: announce, meet, then move pieces through the slots.
 
-A step is: write a piece into an own slot, post the step, wait until the others have posted the step before, read what
-they wrote there. So a rank that has posted step `i + 1` has written piece `i` and has read piece `i - 2`. With four
-slots nobody writes to a slot that somebody may still read, within a collective and from one to the next.
+In each step a rank writes a piece into one of its slots, posts the step, waits until the others have posted the
+previous step, and reads what they wrote. A rank that has posted step `i + 1` has therefore written piece `i` and read
+piece `i - 2`. With four slots, no rank writes to a slot that another may still read, also across collectives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from axon_nb.records.ranks import format_ranks
 __all__ = ["Rounds"]
 
 _AHEAD = 5
-"""Collectives that a rank may be ahead of the slowest, when all those failed: what it announced can still be read."""
+"""How many failed collectives a rank may be ahead of the slowest one; its announcements are still readable then."""
 _ANNOUNCE_S, _EXPLAIN_S = 0.25, 2.0
 """If calls differ, how long a rank waits for others to announce their calls, and then to say where they make them, so
 that the error names all of them."""
@@ -31,53 +31,54 @@ class Rounds:
 
     Args:
         progress: The group's control pages.
-        limit_s: Seconds that a collective may take.
+        timeout_s: Timeout of a collective in seconds.
         place: Names the call that the current thread makes, such as ``full_tensor at line 4``, for an operation; None:
             the operation and its line are named.
     """
 
-    def __init__(self, progress: Progress, limit_s: float, place: Callable[[str], str] | None = None) -> None:
+    def __init__(self, progress: Progress, timeout_s: float, place: Callable[[str], str] | None = None) -> None:
         self.progress = progress
         self.layout = progress.memory.layout
         self.buffer = progress.memory.bytes
         self.address = progress.memory.address
         self.rank, self.size = progress.rank, progress.size
-        self.limit_s = limit_s
+        self.timeout_s = timeout_s
         self._place = place
         self.sequence = 0
-        """How many collectives this rank has begun."""
+        """Number of collectives that this rank has started."""
         self._first_slot = 0
         self._base = 0
         self._fact = 0
-        self._limit = 0.0
+        self._deadline = 0.0
         self._met = 0
 
     def begin(self, fact: int, line: int) -> None:
-        """Begin a collective: say what it is, before any data move.
+        """Start a collective: announce it before any data moves.
 
         Raises:
             GroupLeftError: this rank or a peer has left the group.
         """
         progress = self.progress
         progress.raise_if_left()
-        self._limit = time.monotonic() + self.limit_s
+        self._deadline = time.monotonic() + self.timeout_s
         self.sequence = sequence = self.sequence + 1
         if sequence - self._met > _AHEAD:
-            progress.wait_for_all((sequence - _AHEAD) * STEPS, self._limit)
+            progress.wait_for_all((sequence - _AHEAD) * STEPS, self._deadline)
         self._base = sequence * STEPS
         self._fact = fact
         progress.announce(sequence, fact, line)
 
-    def meet(self) -> None:
+    def wait_for_peers(self) -> None:
         """Wait until all ranks have announced this collective and posted step 1.
 
         Raises:
-            CollectiveMismatchError: a rank does something else; no rank goes on, and all can begin the next one.
-            GroupLeftError: a rank has left.
-            SharedMemoryTimeoutError: the limit is over.
+            CollectiveMismatchError: a rank makes a different call; none continues, and all can start the next
+                collective.
+            GroupLeftError: a rank left the group.
+            SharedMemoryTimeoutError: the timeout expired.
         """
         progress = self.progress
-        progress.wait_for_all(self._base + 1, self._limit, self._raise_if_different)
+        progress.wait_for_all(self._base + 1, self._deadline, self._raise_if_different)
         if not progress.same_call(self.sequence, self._fact):
             self._raise_if_different()
         self._met = self.sequence
@@ -111,28 +112,28 @@ class Rounds:
         return _place(operation, self.progress.call_of(self.rank, self.sequence)[1])
 
     def post(self, step: int) -> None:
-        """This rank has taken the step."""
+        """Post that this rank has finished the step."""
         self.progress.post(self._base + step)
 
     def wait(self, peer: int, step: int) -> None:
-        """Wait until a rank, or with -1 every rank, has taken the step."""
+        """Wait until a rank, or with -1 every rank, has finished the step."""
         if peer < 0:
-            self.progress.wait_for_all(self._base + step, self._limit)
+            self.progress.wait_for_all(self._base + step, self._deadline)
         elif peer != self.rank:
-            self.progress.wait_for(peer, self._base + step, self._limit)
+            self.progress.wait_for(peer, self._base + step, self._deadline)
 
     def missing(self) -> str:
-        """The ranks that have not come to this collective, in words."""
+        """Name the ranks that have not arrived at this collective."""
         progress = self.progress
         ranks = [progress.members[peer] for peer, place in progress.others if progress.words[place] <= self._base]
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
     def slot(self, rank: int, piece: int) -> int:
-        """Where in the memory a piece of a rank's data stands."""
+        """Return the address of a piece of a rank's data."""
         return self.layout.slot(rank, (self._first_slot + piece) % SLOTS)
 
     def end(self, pieces: int) -> None:
-        """The collective is over and has used so many slots."""
+        """End the collective, which has used this many slots."""
         self._first_slot = (self._first_slot + pieces) % SLOTS
 
     def run(
@@ -149,7 +150,7 @@ class Rounds:
         if write:
             write(0)
         self.post(1)
-        self.meet()
+        self.wait_for_peers()
         for piece in range(1, pieces):
             if write:
                 write(piece)

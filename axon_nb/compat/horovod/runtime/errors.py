@@ -19,7 +19,14 @@ import torch.distributed as dist
 from axon_nb.comm import ProcessGroup
 from axon_nb.errors import AxonError, UsageError
 
-__all__ = ["HorovodInternalError", "NotInitializedError", "NotSupportedError", "StepOrderError", "carried", "told"]
+__all__ = [
+    "HorovodInternalError",
+    "NotInitializedError",
+    "NotSupportedError",
+    "StepOrderError",
+    "converted_errors",
+    "gather_objects",
+]
 
 
 class HorovodInternalError(AxonError, RuntimeError):
@@ -42,7 +49,7 @@ class StepOrderError(AxonError, AssertionError):
 
 
 @contextlib.contextmanager
-def carried(kind: str, name: str = "") -> Iterator[None]:
+def converted_errors(kind: str, name: str = "") -> Iterator[None]:
     """Convert torch's errors from broken connections to Horovod's error.
 
     Other exception types, such as those that abort a cell, pass through.
@@ -62,8 +69,8 @@ def carried(kind: str, name: str = "") -> Iterator[None]:
         ) from error
 
 
-def told(group: ProcessGroup, value: Any) -> list[Any]:
+def gather_objects(group: ProcessGroup, value: Any) -> list[Any]:
     """Gather an object from every rank of the group, in rank order; collective."""
-    said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, value, group=group.torch_group)
-    return said
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group.torch_group)
+    return gathered

@@ -60,7 +60,7 @@ def poll(handle: int) -> bool:
     if entry is None:
         return True
     channel, operations, _ = entry
-    over = [channel.poll(operation) for operation in operations]  # all are asked, so that all go on
+    over = [channel.poll(operation) for operation in operations]  # poll all, so that all make progress
     return all(over)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from axon_nb.comm import Backend, CommError, Handle, ProcessGroup
 from axon_nb.comm.collectives import direct
-from axon_nb.compat.horovod.runtime.errors import HorovodInternalError, carried, told
+from axon_nb.compat.horovod.runtime.errors import HorovodInternalError, converted_errors, gather_objects
 from axon_nb.compat.horovod.runtime.operation import Blueprint, Operation, deadlock_message, differing, join_mismatch
 from axon_nb.errors import UsageError
 
@@ -37,7 +37,7 @@ class Channel:
 
     Args:
         control: Carries the rounds.
-        data: Carries the data; like `control`, used by nobody else.
+        data: Carries the data; like `control`, used for nothing else.
         absent: Creates the operation with which a joined rank takes part in an allreduce.
     """
 
@@ -120,7 +120,7 @@ class Channel:
         """
         self._decide(operation)
         try:
-            with carried(operation.kind, operation.name):
+            with converted_errors(operation.kind, operation.name):
                 return operation.result()
         finally:
             if operation.over:
@@ -160,7 +160,7 @@ class Channel:
     def _send(self, says: int, key: int = 0, signature: int = 0, rows: int = 0) -> None:
         own = torch.tensor([says, key, signature, rows], dtype=torch.int64, device=self._device)
         everyone = own.new_empty(self._size * _WIDTH)
-        with carried("negotiation"):
+        with converted_errors("negotiation"):
             work = direct.all_gather(everyone, own, group=self._control.torch_group, async_op=True)
         self._rounds.append((work, own, everyone))
 
@@ -170,7 +170,7 @@ class Channel:
         if work is not None:
             if not wait and not work.is_completed():
                 return False
-            with carried("negotiation"):
+            with converted_errors("negotiation"):
                 work.wait()
         self._rounds.popleft()
         self._take(everyone.view(self._size, _WIDTH).tolist())
@@ -196,8 +196,8 @@ class Channel:
         if self._joined or len({signature for signature, _ in calls.values()}) > 1:
             blueprint, problem = self._compare_calls(operation)
             if operation is None and blueprint is not None and problem is None:
-                stand_in = self._absent(blueprint)
-                self._for_others.append(stand_in.begin(self.data, [0] * self._size))
+                placeholder = self._absent(blueprint)
+                self._for_others.append(placeholder.begin(self.data, [0] * self._size))
             if operation is not None and problem is not None:
                 operation.error = HorovodInternalError(problem)
             if operation is None or problem is not None:
@@ -205,7 +205,7 @@ class Channel:
         assert operation is not None
         rows = [calls[member][1] if member in calls else 0 for member in range(self._size)]
         try:
-            with carried(operation.kind, operation.name):
+            with converted_errors(operation.kind, operation.name):
                 operation.transfer = operation.begin(self.data, rows)
         except CommError as error:  # matching calls that the groups do not support: so on all ranks
             operation.error = error
@@ -213,9 +213,9 @@ class Channel:
     def _compare_calls(self, operation: Operation | None) -> tuple[Blueprint | None, str | None]:
         """Exchange details: the blueprint for joined ranks, and the problem if the calls do not match."""
         own = None if operation is None else (operation.kind, operation.name, operation.brings)
-        all_told = told(self.data, (own, operation and operation.blueprint))
-        calls = [call for call, _ in all_told]
-        blueprint = next((blueprint for call, blueprint in all_told if call is not None), None)
+        gathered = gather_objects(self.data, (own, operation and operation.blueprint))
+        calls = [call for call, _ in gathered]
+        blueprint = next((blueprint for call, blueprint in gathered if call is not None), None)
         problem = differing(self.ranks, calls)
         if problem is None and None in calls and blueprint is None:
             problem = join_mismatch(self.ranks, calls)
@@ -224,8 +224,8 @@ class Channel:
     def _report_deadlock(self) -> None:
         """Report a deadlock on all ranks, which can then continue."""
         waiting = list(self._own.values())
-        said = told(self.data, [(operation.kind, operation.name) for operation in waiting])
-        problem = deadlock_message(self.ranks, said)
+        gathered = gather_objects(self.data, [(operation.kind, operation.name) for operation in waiting])
+        problem = deadlock_message(self.ranks, gathered)
         for operation in waiting:
             operation.error = HorovodInternalError(problem)
             self._taken.pop(operation.key, None)

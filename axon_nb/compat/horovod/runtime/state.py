@@ -15,7 +15,7 @@ from axon_nb.comm.group import rebuild_count
 from axon_nb.compat.horovod.runtime.errors import NotInitializedError
 from axon_nb.compat.horovod.runtime.negotiation import Channel
 from axon_nb.compat.horovod.runtime.operation import Operation
-from axon_nb.compat.horovod.runtime.transfers import stand_in
+from axon_nb.compat.horovod.runtime.transfers import placeholder
 
 __all__ = ["Member", "State", "current", "end_member", "find", "forget", "make_member", "remember"]
 
@@ -113,7 +113,7 @@ def forget() -> None:
 def make_member(state: State, ranks: Sequence[int]) -> Member:
     """Create and register the groups of a process set; collective over all ranks, members or not."""
     groups = (ProcessGroup(ranks), ProcessGroup(ranks))
-    channel = Channel(*groups, absent=stand_in) if groups[0].is_member else None
+    channel = Channel(*groups, absent=placeholder) if groups[0].is_member else None
     member = Member(state.next_set, tuple(sorted(ranks)), groups, channel)
     state.sets[member.number] = member
     state.next_set += 1

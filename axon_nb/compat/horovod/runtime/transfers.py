@@ -16,7 +16,7 @@ from axon_nb.comm.spans import now, record
 from axon_nb.compat.horovod.runtime.operation import Begin, Blueprint, Operation
 from axon_nb.compat.horovod.runtime.reduce_ops import Op, comm_op, finish_average, scale
 
-__all__ = ["blueprint_of", "broadcasted", "exchanged", "gathered", "nothing", "reduced", "scattered", "stand_in"]
+__all__ = ["blueprint_of", "broadcasted", "exchanged", "gathered", "nothing", "placeholder", "reduced", "scattered"]
 
 
 class _All:
@@ -74,7 +74,7 @@ def blueprint_of(tensors: Sequence[torch.Tensor], op: Op) -> Blueprint:
     )
 
 
-def stand_in(blueprint: Blueprint) -> Operation:
+def placeholder(blueprint: Blueprint) -> Operation:
     """The operation of a joined rank, with neutral values, such as zeros in a sum."""
     op = Op(blueprint.op)
     tensors = [

@@ -44,7 +44,7 @@ import { makeLegend, makePredictionRow } from "./bars.js";
  */
 export function applies(name, values) {
   if (name === "shard") return values.strategy === "hybrid_shard";
-  return name !== "microbatches" || Number(values.pp) > 1;
+  return name !== "num_microbatches" || Number(values.pp) > 1;
 }
 
 /**

@@ -1,4 +1,4 @@
-"""Models without their data: what is kept of them, what is left out because a wrapper added it, what cannot be sent."""
+"""Bare captures, as `%memory` plans them: activation checkpointing and the user's hooks are left out, too."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from axon_nb.engine.inspection.model_skeleton import SkeletonError, inner_model, is_recomputed, plain_class, skeleton
 from axon_nb.parallel import checkpoint_blocks
 from axon_nb.parallel.models import GPT, Block, GPTConfig
+from axon_nb.plan.errors import CaptureError
+from axon_nb.plan.skeleton import capture, inner_model, is_recomputed, plain_class
 
 
 def made(model: nn.Module, device: str = "meta") -> Any:
-    """A model from the skeleton of another."""
+    """A model from the bare capture of another."""
     with torch.device(device):
-        return pickle.loads(skeleton(model))()
+        return pickle.loads(capture(model, bare=True).factory)()
 
 
 def shapes(model: nn.Module) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def test_a_model_is_made_again_without_its_data() -> None:
 
 
 def test_it_is_small_however_large_the_model() -> None:
-    small, large = (skeleton(nn.Linear(size, size)) for size in (4, 4000))
+    small, large = (capture(nn.Linear(size, size), bare=True).factory for size in (4, 4000))
     assert len(large) < len(small) + 20 < 4000
 
 
@@ -84,10 +85,10 @@ def test_compiled_models_are_those_within() -> None:
 
 def test_what_cannot_be_sent_is_told_in_a_sentence() -> None:
     lazy = nn.Sequential(nn.LazyLinear(4))
-    with pytest.raises(SkeletonError, match="a lazy layer has no shape before its first forward"):
-        skeleton(lazy)
+    with pytest.raises(CaptureError, match="The model has uninitialized lazy parameters: run it once"):
+        capture(lazy, bare=True)
     model: Any = nn.Linear(2, 2)
     model.lines = (line for line in ())
-    with pytest.raises(SkeletonError, match="the model cannot be sent to another process") as caught:
-        skeleton(model)
+    with pytest.raises(CaptureError, match="model, a Linear, cannot be captured") as caught:
+        capture(model, bare=True)
     assert "\n" not in str(caught.value)
