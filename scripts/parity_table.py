@@ -27,6 +27,7 @@ __all__ = [
     "read_runs",
     "render",
     "run_places",
+    "summary",
 ]
 
 DOCS = ROOT / "docs"
@@ -47,7 +48,7 @@ Names are Pythonic: `snake_case`, enums in capitals, keyword arguments instead o
 The last column says where each test ran last: on CPUs, in the [slow tier](../CONTRIBUTING.md) (`make soak`), or not at
 all. A test that was skipped was not run.
 """
-NO_RECORD = "not run"
+_NO_RECORD = "not run"
 """A test that `runs.toml` does not have."""
 
 
@@ -106,7 +107,7 @@ def _proof(row: dict[str, str]) -> str:
 
 def run_places(row: dict[str, str], runs: Mapping[str, str]) -> list[str]:
     """Return where each test of a row ran."""
-    return [runs.get(node, NO_RECORD) for node in row["proof"].split()]
+    return [runs.get(node, _NO_RECORD) for node in row["proof"].split()]
 
 
 def _run(row: dict[str, str], runs: Mapping[str, str]) -> str:
@@ -114,7 +115,8 @@ def _run(row: dict[str, str], runs: Mapping[str, str]) -> str:
     return "<br>".join(places if len(set(places)) > 1 else places[:1])
 
 
-def _summary(rows: Sequence[dict[str, str]], machine: str, runs: Mapping[str, str]) -> str:
+def summary(rows: Sequence[dict[str, str]], machine: str, runs: Mapping[str, str]) -> str:
+    """Say how many rows have a test that was run."""
     proven = sum(any(map(is_run, run_places(row, runs))) for row in rows)
     return f"Of {len(rows)} lines {proven} have a test that ran ({machine}); of {len(rows) - proven} none did.\n"
 
@@ -122,7 +124,7 @@ def _summary(rows: Sequence[dict[str, str]], machine: str, runs: Mapping[str, st
 def render() -> str:
     """Render `docs/parity.md`."""
     known, by_name, (machine, runs) = read_list(), {row["theirs"]: row for row in read_names()}, read_runs()
-    lines = [HEAD, _summary([*by_name.values(), *read_examples()], machine, runs)]
+    lines = [HEAD, summary([*by_name.values(), *read_examples()], machine, runs)]
     for part, topics in groupby(known["topic"], key=lambda topic: topic["part"]):
         lines.append(f"## {part}\n")
         for topic in topics:

@@ -73,20 +73,15 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def _durations(log: str) -> list[str]:
+def _durations(log: str, note: str) -> list[str]:
     seconds = read_durations(log)
     slowest = sorted(seconds.items(), key=lambda item: -item[1])[:NUM_SLOWEST]
-    folders = by_folder(seconds)
-    minutes = sum(taken for _, taken in folders.values()) / 60
-    return [
-        f"{_when()} Together the tests take {minutes:.0f} minutes; three run at a time.",
-        "",
-        *_table(("folder", "tests", "seconds"), ((f"`{f}`", n, f"{s:.0f}") for f, (n, s) in folders.items())),
-        "",
-        f"The {len(slowest)} slowest:",
-        "",
-        *_table(("test", "seconds"), ((f"`{test.removeprefix('tests/')}`", f"{s:.0f}") for test, s in slowest)),
-    ]
+    lines = [f"{_when()} {note}".rstrip(), ""]
+    if "= slowest durations =" in log:  # all, not the slowest alone
+        folders = by_folder(seconds).items()
+        lines += [*_table(("folder", "tests", "seconds"), ((f"`{f}`", n, f"{s:.0f}") for f, (n, s) in folders)), ""]
+    rows = ((f"`{test.removeprefix('tests/')}`", f"{taken:.0f}") for test, taken in slowest)
+    return [*lines, f"The {len(slowest)} slowest:", "", *_table(("test", "seconds"), rows)]
 
 
 def _coverage(tier: str) -> list[str]:
@@ -131,11 +126,13 @@ def main() -> None:
     """Write one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="table", required=True)
-    commands.add_parser("durations").add_argument("log", type=Path)
+    durations = commands.add_parser("durations")
+    durations.add_argument("log", type=Path)
+    durations.add_argument("--note", default="", help="a sentence on the run, such as what else the machine did")
     commands.add_parser("coverage").add_argument("tier", choices=list(MARKS))
     options = parser.parse_args()
     if options.table == "durations":
-        name, lines = "durations", _durations(options.log.read_text(encoding="utf-8", errors="replace"))
+        name, lines = "durations", _durations(options.log.read_text(encoding="utf-8"), options.note)
     else:
         name, lines = f"coverage of {options.tier}", _coverage(options.tier)
     PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8"), name, lines), encoding="utf-8")

@@ -65,7 +65,8 @@ def default_group(rng: random.Random, message: str) -> Fault:
     ranks = sorted(rng.sample(range(4), rng.randint(1, 3)))
     what = rng.choice(list(_MISUSED))
     options = f"--ranks {','.join(map(str, ranks))}"
-    says = r"(?s)do(es)? not run this cell.*Use `group=subgroup`"
+    fix = "Use `group=subgroup`" if len(ranks) > 1 else "Run the cell on all ranks"
+    says = rf"(?s)do(es)? not run this cell.*{fix}"
     return Fault("default group", f"{what} with {options}", _MISUSED[what], ("CellError",), says, options=options)
 
 

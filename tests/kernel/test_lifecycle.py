@@ -155,12 +155,13 @@ def test_two_clusters_live_side_by_side(new_kernel: MakeKernel) -> None:
         kernel.ok("%load_ext axon_nb")
         kernel.ok(f"%distributed start -n 2 --name {name}")
     refused = two.run("%distributed attach alpha")
-    assert refused.ename == "UsageError"
-    assert "is in use by another notebook" in refused.evalue
+    assert refused.evalue == "This notebook already has the cluster 'beta'. Run `%distributed stop` first."
     meets = "%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()"
     for kernel in (one, two):
         assert kernel.ok(meets).lines() == ["[ranks 0-1] 2.0"]
     assert two.ok("%distributed stop").lines() == ["Stopped the cluster 'beta' (2 ranks)."]
+    refused = two.run("%distributed attach alpha")
+    assert refused.evalue == "The cluster 'alpha' is in use by another notebook."
     assert one.ok(meets).lines() == ["[ranks 0-1] 2.0"]
 
 

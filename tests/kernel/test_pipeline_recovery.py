@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.kernel import Kernel, Reply
+from tests.support.kernel import FreshCluster, Kernel, Reply
 
 SETUP = """%%distributed
 import torch.nn as nn
@@ -109,15 +109,14 @@ spans = [span for span in trace.ring.since(before)[0] if span.stage == rank]
     assert values(kernel.ok(code)) == {"(['B', 'F'], {0, 1, 2, 3})"}
 
 
-def test_a_pipeline_of_which_a_stage_is_lost_is_named() -> None:
-    with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
-        code = "from axon_nb.parallel import Pipeline\n"
-        code += "pipe = Pipeline.from_modules([torch.nn.Linear(4, 4) for _ in range(3)])"
-        kernel.ok(f"%%distributed\n{code}")
-        told = "`pipe` is a pipeline stage"
-        assert told in kernel.run("%distributed sync pipe").traceback
-        kernel.run("%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()")
-        lines = kernel.ok("%distributed repair --from 0").lines()
-        assert "Not copied: `pipe` is a pipeline stage: each rank holds its own." in lines
-        assert lines[-1].startswith("Only rank 2 held stage 2 of 3 (`pipe`): load a checkpoint")
+def test_a_pipeline_of_which_a_stage_is_lost_is_named(fresh_cluster: FreshCluster) -> None:
+    kernel = fresh_cluster(3)
+    code = "from axon_nb.parallel import Pipeline\n"
+    code += "pipe = Pipeline.from_modules([torch.nn.Linear(4, 4) for _ in range(3)])"
+    kernel.ok(f"%%distributed\n{code}")
+    told = "`pipe` is a pipeline stage"
+    assert told in kernel.run("%distributed sync pipe").traceback
+    kernel.run("%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()")
+    lines = kernel.ok("%distributed repair --from 0").lines()
+    assert "Not copied: `pipe` is a pipeline stage: each rank holds its own." in lines
+    assert lines[-1].startswith("Only rank 2 held stage 2 of 3 (`pipe`): load a checkpoint")

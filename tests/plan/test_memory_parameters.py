@@ -14,6 +14,8 @@ from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.models import TensorSpec
 from axon_nb.plan.process.worker import run_in_process
 
+pytestmark = pytest.mark.timeout(600)
+
 CONFIG = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=2)
 CASES: dict[str, dict[str, Any]] = {
     "base": {},
