@@ -35,7 +35,7 @@ _FLOODS = {
     "lines": "for i in range(60_000): print('line', i, 'x' * 60)",
     "one line": "print('x' * 30_000_000)",
     "stderr": "for i in range(60_000): sys.stderr.write(f'line {i} of what went wrong, and more words of it\\n')",
-    "a child process": "os.system('yes | head -c 30000000')",
+    "a child process": "os.system('yes some words of a child process that never ends | head -c 4000000')",
     "a progress bar": "for i in range(60_000): sys.stderr.write(f'\\rstep {i} ' + '#' * 60)",
     "displays": "from IPython.display import HTML, display\nfor i in range(50): display(HTML('x' * 100_000))",
 }
@@ -66,7 +66,8 @@ def default_group(rng: random.Random, message: str) -> Fault:
     what = rng.choice(list(_MISUSED))
     options = f"--ranks {','.join(map(str, ranks))}"
     fix = "Use `group=subgroup`" if len(ranks) > 1 else "Run the cell on all ranks"
-    says = rf"(?s)do(es)? not run this cell.*{fix}"
+    # DDP's C++ code calls it: nothing can refuse that before it waits.
+    says = "which do(es)? not run this cell" if what == "training" else rf"(?s)do(es)? not run this cell.*{fix}"
     return Fault("default group", f"{what} with {options}", _MISUSED[what], ("CellError",), says, options=options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -114,15 +115,17 @@ def test_a_rank_alone_in_the_norm_of_gradients_is_told_the_fix(kernel: Kernel, u
     assert "call it on every rank" in reply.traceback
 
 
-HYBRID = SETUP.replace(
-    '    "full": FSDP(net()),\n',
-    '    "full": FSDP(net()),\n'
-    '    "hybrid": FSDP(net(), strategy=ShardingStrategy.HYBRID_SHARD, mesh=make_mesh(replicate=2, shard=2)),\n',
-).replace("import FSDP,", "import FSDP, make_mesh,")
+# Alone: of four ranks the sums of the others depend on how their gradients are put into buckets.
+HYBRID = re.sub(
+    r"models = {.*?\n}",
+    'models = {"hybrid": FSDP(net(), strategy=ShardingStrategy.HYBRID_SHARD, mesh=make_mesh(replicate=2, shard=2))}',
+    SETUP.replace("import FSDP,", "import FSDP, make_mesh,"),
+    flags=re.DOTALL,
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", BREAKS)
+@pytest.mark.parametrize("where", [where for where in BREAKS if where != "before the step"])
 def test_a_step_of_a_hybrid_model_run_again_gives_the_same_bits(shared_kernel: Kernel, where: str) -> None:
     shared_kernel.ok(HYBRID, timeout=120)
     undisturbed = shared_kernel.ok("%%distributed\nstep()\nstep()\nprint(*weights())").lines()
