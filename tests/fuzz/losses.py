@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 
 from tests.fuzz.fault import COLLECTIVES, NAMES, STOPPED, Fault
 from tests.support.kernel import Kernel, Reply
@@ -49,8 +50,8 @@ def controller(rng: random.Random, message: str) -> Fault:
     return _loss(rng, "controller", ("ClusterLostError",), r"controller.*`%distributed start`")
 
 
-def lose(notebook: Kernel, cluster: Footprint, fault: Fault, request: str) -> Reply:
-    """Kill the process of a fault while its cell runs; returns how the cell ended.
+def lose(notebook: Kernel, cluster: Footprint, fault: Fault, request: str) -> tuple[Reply, float]:
+    """Kill the process of a fault while its cell runs; returns how the cell ended, and when (`time.time`).
 
     A lost kernel is replaced by a fresh one, which attaches, and then cancels the cell. A lost cluster must leave no
     process; a new one is started.
@@ -62,13 +63,13 @@ def lose(notebook: Kernel, cluster: Footprint, fault: Fault, request: str) -> Re
         request: Of the cell.
     """
     if fault.loses == "kernel":
-        return _attach(notebook)
+        return _attach(notebook), time.time()
     os.kill(getattr(cluster, fault.loses), signal.SIGKILL)
-    reply = notebook.collect(request, timeout=_LIMIT_S)
+    reply, ended = notebook.collect(request, timeout=_LIMIT_S), time.time()
     assert until(cluster.all_ended), f"left by a lost cluster: {cluster.processes}"
     notebook.ok("%distributed start -n 4 --devices cpu", timeout=_LIMIT_S)
     assert until(cluster.gone), f"left by a lost cluster: {cluster.folder}"
-    return reply
+    return reply, ended
 
 
 def _attach(notebook: Kernel) -> Reply:

@@ -177,8 +177,8 @@ class Fuzz:
             kernel.wait_until_busy(request)
             time.sleep(fault.loses_after_s)
             began = time.time()
-            reply = lose(kernel, cluster, fault, request)
-            outcome.control_s = time.time() - began
+            reply, ended = lose(kernel, cluster, fault, request)
+            outcome.control_s = ended - began
             outcome.report = reply.traceback or reply.stdout
             return reply
         if fault.interrupts:
@@ -214,6 +214,8 @@ class Fuzz:
 
     def _repair(self, fault: Fault, outcome: Outcome) -> None:
         if fault.loses in ("agent", "controller"):  # the cluster is a new one
+            self.restarts += 1
+            self._since_start = 0
             self._build()
         if fault.dies is None:
             return
