@@ -33,8 +33,10 @@ def base_dir() -> Path:
     Raises:
         StartError: no folder is private, writable and short enough.
     """
-    roots = [RUNTIME_DIR.get(), USER_RUNTIME_DIR.get(), tempfile.gettempdir(), "/tmp"]
-    reasons = []
+    roots, reasons = [RUNTIME_DIR.get(), USER_RUNTIME_DIR.get()], []
+    with contextlib.suppress(FileNotFoundError):  # it writes a file to find out, and the disk may be full
+        roots.append(tempfile.gettempdir())
+    roots.append("/tmp")
     for root in roots:
         if not root:
             continue
