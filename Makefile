@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab quick test test-all soak versions floors check fix fuzz bench notebooks dist clean
+.PHONY: help install demo lab quick test test-all soak versions floors check coverage fix fuzz bench notebooks dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -46,6 +46,9 @@ check: $(INSTALLED)  ## lint, format, types, import layers, paired notebooks; of
 
 fix: $(INSTALLED)  ## mend what `check` can mend by itself
 	scripts/check --fix
+
+coverage: $(INSTALLED)  ## what `make quick` runs of each package, by coverage; writes docs/tests.md
+	$(VENV)/bin/python -m scripts.test_tables coverage quick
 
 FAULTS ?= 1000
 SEED ?= 1

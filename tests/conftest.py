@@ -21,6 +21,9 @@ RUN_VARIABLE = "AXON_NB_TEST_RUN"
 LEFTOVER_LIMIT = 60.0
 """Seconds that processes have to end after the last test."""
 
+SLOW_LIMIT = 900.0
+"""Seconds that a slow test may take that says nothing else."""
+
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # The same examples in each run, however slow; `--hypothesis-profile=random` tries others.
@@ -93,6 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.quick)
         if promised & {item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}:
             item.add_marker(pytest.mark.promise)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT))
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
         if item.get_closest_marker("browser") and not has_browser:

@@ -37,7 +37,7 @@ class ClusterState:
         """The ipyparallel object that launched the engines, in the process that did; None after an attach."""
         self.active_cells: list[ActiveCell] = []
         """The cells that are running."""
-        replaceable = engines == "axon" and compatibility.can_replace(facts.rank_info, layout.backend)
+        replaceable = facts.engines == "axon" and compatibility.can_replace(facts.rank_info, layout.backend)
         way_back = REPAIR_HINT if replaceable else compatibility.RESTART
         self.health = Health(facts.name, lambda: list(self.active_cells), remedy=way_back)
         connection.agent.on_event(self.health.on_event)

@@ -33,8 +33,10 @@ def base_dir() -> Path:
     Raises:
         StartError: no folder is private, writable and short enough.
     """
-    roots = [RUNTIME_DIR.get(), USER_RUNTIME_DIR.get(), tempfile.gettempdir(), "/tmp"]
-    reasons = []
+    roots, reasons = [RUNTIME_DIR.get(), USER_RUNTIME_DIR.get()], []
+    with contextlib.suppress(FileNotFoundError):  # it writes a file to find out, and the disk may be full
+        roots.append(tempfile.gettempdir())
+    roots.append("/tmp")
     for root in roots:
         if not root:
             continue
@@ -68,18 +70,32 @@ class RunDir:
 
     @classmethod
     def create(cls) -> RunDir:
-        """Create the folder of a new cluster, with a random name."""
+        """Create the folder of a new cluster, with a random name.
+
+        Raises:
+            StartError: there is no folder for clusters, or its disk is full.
+        """
         run_dir = cls(base_dir() / secrets.token_hex(5))
-        run_dir.path.mkdir(mode=0o700)
+        try:
+            run_dir._fill()
+        except OSError as error:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+            raise StartError(
+                f"Cannot create the cluster's files in {run_dir.path.parent}: {error.strerror}. Free space there, or "
+                f"set {RUNTIME_DIR.name} to a short path on another local disk."
+            ) from error
+        return run_dir
+
+    def _fill(self) -> None:
+        self.path.mkdir(mode=0o700)
         # Until the agent listens, this marker keeps others from removing the folder as stale.
-        marker = run_dir.path / "starter"
+        marker = self.path / "starter"
         marker.write_text(str(os.getpid()))
         marker.chmod(0o600)
         for sub in ("log", "profile", "profile/startup"):
-            (run_dir.path / sub).mkdir(mode=0o700)
+            (self.path / sub).mkdir(mode=0o700)
         # Otherwise IPython would copy its own README there, with mode 0644.
-        (run_dir.path / "profile" / "startup" / "README").touch(mode=0o600)
-        return run_dir
+        (self.path / "profile" / "startup" / "README").touch(mode=0o600)
 
     @property
     def name(self) -> str:

@@ -12,6 +12,8 @@ import pytest
 from tests.support.output_lines import by_rank
 from tests.support.processes import until
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def run_script(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     """Run a program with `axon_nb` imported; its runtime folder is `folder`/r."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from axon_nb import comm
 from axon_nb.comm import ReduceOp, World
+
+pytestmark = pytest.mark.timeout(600)
 
 N = 4
 DTYPES = [np.float32, np.float64, np.float16, np.int8, np.int16, np.int32, np.int64, np.uint8, np.bool_, np.complex64]

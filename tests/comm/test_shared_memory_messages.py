@@ -9,6 +9,8 @@ import torch
 
 from axon_nb.comm import World
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def test_messages_with_tags_from_anybody_and_large(shm_world: Any) -> None:
     def work(world: World) -> None:

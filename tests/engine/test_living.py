@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
 SCRIPT = """
 import copy, gc, sys
 import torch

@@ -20,6 +20,8 @@ from axon_nb.engine.self_test.catalog import CHECKS, is_timeout
 from axon_nb.engine.self_test.locking import hold_lock
 from axon_nb.records.compatibility import TESTED, install_command
 
+pytestmark = pytest.mark.timeout(600)
+
 COMMAND = [sys.executable, "-m", "axon_nb.engine.self_test", "--json"]
 
 

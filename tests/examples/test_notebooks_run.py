@@ -88,8 +88,10 @@ def quickstart(execute: Callable[[str], NotebookNode]) -> NotebookNode:
     "name", [pytest.param(name, marks=[] if name in (QUICKSTART, TO_SCRIPT) else pytest.mark.slow) for name in EXAMPLES]
 )
 def test_example_runs(name: str, execute: Callable[[str], NotebookNode]) -> None:
-    ended = [cell for cell in execute(name).cells if cell.cell_type == "code" and cell.execution_count is not None]
-    assert ended
+    cells = [cell for cell in execute(name).cells if cell.cell_type == "code" and cell.source.strip()]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    failed = [any(output.output_type == "error" for output in cell.outputs) for cell in cells]
+    assert failed == ["raises-exception" in cell.metadata.get("tags", []) for cell in cells]
 
 
 @pytest.mark.parametrize("name", ON_DIGITS)

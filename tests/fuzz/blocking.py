@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 
 import torch
@@ -73,6 +74,26 @@ def stay(kind: str) -> None:
                     continue
                 swallowed.clear()
                 raise
+
+
+def fill(kind: str) -> None:
+    """Take memory until there is no more: of the 256 MiB that are left below a limit, which is gone afterwards."""
+    limits, held = resource.getrlimit(resource.RLIMIT_AS), []
+    with open("/proc/self/statm") as statm:
+        now = int(statm.read().split()[0]) * resource.getpagesize()
+    x = torch.ones(1 << 20, requires_grad=True)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (256 << 20), limits[1]))
+    try:
+        while True:
+            if kind == "tensors":
+                held.append(torch.ones(8 << 20))
+            elif kind == "bytes":
+                held.append(bytearray(32 << 20))
+            elif kind == "gradients":  # saved for a backward that never comes
+                held.append(x := x.exp().repeat(2)[: 8 << 20])
+    finally:
+        held.clear()
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 swallowed: list[int] = []

@@ -6,28 +6,12 @@ import dataclasses
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-__all__ = ["COLLECTIVES", "KINDS", "POINTS", "Fault", "make_fault"]
+from tests.fuzz import losses, mistakes
+from tests.fuzz.fault import COLLECTIVES, NAMES, STOPPED, Fault
 
-NAMES = ("ddp", "fsdp", "tensor", "pipeline", "interleaved")
-COLLECTIVES = (
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce of 16 MiB",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "functional",
-    "many at once",
-    "new_group",
-    "reduce_scatter",
-    "ring",
-    "send and recv",
-    "subgroups",
-)
+__all__ = ["KINDS", "LOSSES", "POINTS", "make_fault"]
+
 STAYS = ("sleep", "multiply", "recv", "barrier", "loader", "spin", "await", "swallow")
 POINTS = ("before", "forward", "after forward", "backward", "before optimizer")
 DEATHS = {
@@ -36,26 +20,6 @@ DEATHS = {
     "segfault": r"was killed by SIGSEGV",
 }
 _INTERRUPTED = r"KeyboardInterrupt"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault."""
-
-    kind: str
-    detail: str
-    code: str
-    """The cell, without its first line."""
-    ends: tuple[str, ...]
-    """The exceptions that may end the cell."""
-    says: str
-    """What the report must match."""
-    interrupts: tuple[float, ...] = ()
-    """When the user presses stop, in seconds after the cell has begun, each after the one before."""
-    dies: int | None = None
-    """The rank that dies."""
-    names: tuple[str, ...] = field(default=())
-    """The objects that were in a step."""
 
 
 def _failing(rng: random.Random, *, action: str, point: str, name: str | None, after: int, message: str) -> list[str]:
@@ -136,7 +100,7 @@ def _interrupt(rng: random.Random, message: str) -> Fault:
             detail, f"stay({detail!r})"
         )
     return Fault(
-        "interrupt", detail, code, ("CellInterrupt", "KeyboardInterrupt"),
+        "interrupt", detail, code, STOPPED,
         _INTERRUPTED, moments, names=names,
     )  # fmt: skip
 
@@ -144,7 +108,7 @@ def _interrupt(rng: random.Random, message: str) -> Fault:
 def _raise_and_interrupt(rng: random.Random, message: str) -> Fault:
     raised = _raise(rng, message)
     says = f"{message}|{_INTERRUPTED}"
-    ends = ("CellError", "CellInterrupt", "KeyboardInterrupt")
+    ends = ("CellError", *STOPPED)
     moments = (rng.uniform(0, 0.3),)
     return Fault("raise and interrupt", raised.detail, raised.code, ends, says, moments, names=raised.names)
 
@@ -180,8 +144,17 @@ KINDS: dict[str, tuple[Callable[[random.Random, str], Fault], float]] = {
     "swallow": (_swallow, 0.08),
     "deadlock": (_deadlock, 0.12),
     "death": (_die, 0.06),
+    "wrong shape": (mistakes.wrong_shape, 0.06),
+    "default group": (mistakes.default_group, 0.05),
+    "flood": (mistakes.flood, 0.05),
+    "memory limit": (mistakes.memory_limit, 0.05),
+    "kernel killed": (losses.kernel, 0.03),
+    "agent killed": (losses.agent, 0.02),
+    "controller killed": (losses.controller, 0.02),
 }
-"""The kinds, and how often each is chosen."""
+"""The kinds, and how often each is chosen, beside the others."""
+LOSSES = tuple(kind for kind in KINDS if kind.endswith(" killed"))
+"""The kinds after which a process has to be started again."""
 
 
 def make_fault(seed: int, number: int, kinds: tuple[str, ...] = ()) -> Fault:

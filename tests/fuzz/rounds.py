@@ -11,8 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.fuzz.faults import Fault, make_fault
+from tests.fuzz.fault import Fault
+from tests.fuzz.faults import make_fault
+from tests.fuzz.losses import lose
+from tests.fuzz.mistakes import MOST_SHOWN
 from tests.support.kernel import Kernel, Reply
+from tests.support.processes import footprint
 
 __all__ = ["CEILING_S", "SENT", "Fuzz", "Outcome"]
 
@@ -59,13 +63,16 @@ class Outcome:
     """From the fault to the end of the cell, the recovery included."""
     apart: bool = False
     """Whether ranks were left at different steps of one object."""
+    kinds: tuple[str, ...] = ()
+    """What the fault was chosen from; empty: all kinds."""
     problems: list[str] = field(default_factory=list)
     report: str = ""
 
     def __str__(self) -> str:
         fault = self.fault
         head = f"seed {self.seed} round {self.number}: {fault.kind} ({fault.detail}), {self.control_s:.2f} s"
-        again = f"again, alone: make fuzz SEED={self.seed} ONLY={self.number}"
+        kinds = f" --kinds {' '.join(map(repr, self.kinds))}" if self.kinds else ""
+        again = f"again, alone: python -m tests.fuzz --seed {self.seed} --only {self.number}{kinds}"
         return "\n".join([head, *self.problems, fault.code, self.report, again])
 
 
@@ -134,13 +141,19 @@ class Fuzz:
         self._kernel.ok(f"%%distributed --out looked\nafter({self._start})", timeout=_PATIENCE_S)
         return dict(ast.literal_eval(self._kernel.ok("looked.values", timeout=_PATIENCE_S).result))
 
-    def round(self, number: int) -> Outcome:
-        """Run one round; what is wrong is in the outcome's `problems`, and the next round begins from a good state."""
+    def round(self, number: int, kinds: tuple[str, ...] = ()) -> Outcome:
+        """Run one round; what is wrong is in the outcome's `problems`, and the next round begins from a good state.
+
+        Args:
+            number: Of the round.
+            kinds: The kinds of faults to choose from, if not those of all rounds.
+        """
         if self._since_start >= _RENEW_EVERY:
             self._restart()
         self._since_start += 1
-        fault = make_fault(self.seed, number, self._kinds)
-        outcome = Outcome(self.seed, number, fault)
+        kinds = kinds or self._kinds
+        fault = make_fault(self.seed, number, kinds)
+        outcome = Outcome(self.seed, number, fault, kinds=kinds)
         self.outcomes.append(outcome)
         try:
             reply = self._strike(fault, outcome)
@@ -157,8 +170,17 @@ class Fuzz:
     def _strike(self, fault: Fault, outcome: Outcome) -> Reply:
         kernel = self._kernel
         self._clock.unlink(missing_ok=True)
+        cluster = footprint(kernel) if fault.loses else None
         began = time.time()
-        request = kernel.submit(f"%%distributed\n{fault.code}")
+        request = kernel.submit(f"%%distributed {fault.options}\n{fault.code}")
+        if cluster is not None:
+            kernel.wait_until_busy(request)
+            time.sleep(fault.loses_after_s)
+            began = time.time()
+            reply, ended = lose(kernel, cluster, fault, request)
+            outcome.control_s = ended - began
+            outcome.report = reply.traceback or reply.stdout
+            return reply
         if fault.interrupts:
             kernel.wait_until_busy(request)
             for delay in fault.interrupts:
@@ -186,8 +208,15 @@ class Fuzz:
             outcome.problems.append(f"ended with {reply.ename or reply.status}, not with {' or '.join(fault.ends)}")
         elif not re.search(fault.says, reply.traceback):
             outcome.problems.append(f"the report does not say {fault.says!r}")
+        shown = sum(map(len, (reply.stdout, reply.stderr, *map(str, reply.displays))))
+        if shown > MOST_SHOWN:
+            outcome.problems.append(f"the cell shows {shown:,} characters")
 
     def _repair(self, fault: Fault, outcome: Outcome) -> None:
+        if fault.loses in ("agent", "controller"):  # the cluster is a new one
+            self.restarts += 1
+            self._since_start = 0
+            self._build()
         if fault.dies is None:
             return
         began = time.monotonic()

@@ -237,3 +237,16 @@ def test_a_full_disk_keeps_no_notebook_from_the_ranks(make_agent: MakeAgent) -> 
     assert client.call(GetInfo()).info == facts(name="x", owner="a later notebook")
     assert json.loads((agent.run_dir.path / "agent.json").read_text()) == before
     client.close()
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(root: Path) -> None:
+    code = (
+        "import resource\nfrom axon_nb.errors import StartError\nfrom axon_nb.host.run_dir import RunDir\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"  # no byte can be written, as on a full disk
+        "try:\n    RunDir.create()\nexcept StartError as error:\n    print(error)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (base,) = root.iterdir()
+    assert ran.stdout.startswith(f"Cannot create the cluster's files in {base}: ")
+    assert "or set AXON_NB_RUNTIME_DIR to a short path on another local disk." in ran.stdout
+    assert list(base.iterdir()) == []

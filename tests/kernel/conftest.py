@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernel import Kernel
+from tests.support.kernel import FreshCluster, Kernel
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,31 @@ def kernel(shared_kernel: Kernel) -> Kernel:
     if not reply.ok:
         shared_kernel.ok("%distributed restart")
     return shared_kernel
+
+
+@pytest.fixture(scope="session")
+def kernel_for_clusters() -> Iterator[Kernel]:
+    """A kernel in which tests start clusters of their own, which is faster than a kernel for each."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb")
+        yield kernel
+
+
+@pytest.fixture
+def fresh_cluster(kernel_for_clusters: Kernel) -> Iterator[FreshCluster]:
+    """Start a cluster for one test; it ends with the test, whatever state its ranks are in."""
+    kernel = kernel_for_clusters
+
+    def start(n: int) -> Kernel:
+        kernel.ok(f"%distributed config auto_repair=off\n%distributed start -n {n}")
+        return kernel
+
+    yield start
+    try:
+        kernel.run("%distributed stop", timeout=60)
+    except TimeoutError:  # the test left a cell running
+        kernel.come_back()
+        kernel.ok("%load_ext axon_nb\n%distributed attach\n%distributed stop")
 
 
 @pytest.fixture

@@ -142,15 +142,28 @@ def test_names_of_ranks_behind_magics_that_take_them(typed: Kernel) -> None:
     expect_completed(typed, "%distributed diff t_wei", "%distributed diff t_weights")
 
 
-def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(typed: Kernel) -> None:
+def answered_while(kernel: Kernel, flag: Path, *, wait: bool) -> list[str]:
+    """What the kernel answers, in its order: a completion asked for in a cell, which ends after it if `wait`."""
+    flag.unlink(missing_ok=True)
+    request = kernel.submit(f"%%distributed\nprint('on')\n{WAIT.format(path=str(flag), work='time.sleep(0.01)')}")
+    kernel.wait_for_output(request, "on")
+    kernel.client.complete("%%distributed\nt_sca")
+    answers = [kernel.client.get_shell_msg(timeout=60)["msg_type"]] if wait else []
+    flag.touch()
+    answers += [kernel.client.get_shell_msg(timeout=60)["msg_type"] for _ in range(2 - len(answers))]
+    kernel.settle()
+    return answers
+
+
+def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(typed: Kernel, tmp_path: Path) -> None:
     change = "from axon_nb.magics import kernel_requests as front_end\nfront_end.uninstall()\n{}\nfront_end.install()"
     lacking = "front_end.missing_hooks = lambda group, **_: ['gone'] if group == 'front_end.requests' else []"
     typed.ok(change.format(lacking))
-    assert typed.value("front_end._installed[0].answers_during_cells") is False
+    assert answered_while(typed, tmp_path / "flag", wait=False) == ["execute_reply", "complete_reply"]
     expect_help(typed, "%%distributed\nt_net", "Sequential")
     expect_completed(typed, "%%distributed\nt_sca", "t_scale")
     typed.ok(change.format("from axon_nb.records.hooks import missing_hooks\nfront_end.missing_hooks = missing_hooks"))
-    assert typed.value("front_end._installed[0].answers_during_cells") is True
+    assert answered_while(typed, tmp_path / "flag", wait=True) == ["complete_reply", "execute_reply"]
 
 
 def test_unloading_leaves_jupyters_own_ways(typed: Kernel) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.kernel import Kernel
+from tests.support.kernel import FreshCluster, Kernel
 from tests.support.processes import ended, until
 
 CGROUP = os.environ.get("AXON_NB_TEST_CGROUP", "")
@@ -84,13 +84,13 @@ def test_a_death_outside_of_a_cell_does_not_hide_its_deadlock(mortal: Kernel) ->
     assert "rank 0 waits in barrier at line 4 for rank 1, which has finished the cell" in reply.traceback
 
 
-def test_a_death_while_idle_is_told_at_once_and_by_the_next_cell() -> None:
-    with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 2\nimport axon_nb")
-        request = kernel.submit("axon_nb.cluster.session.current.get().signal(1, 9)")
-        reply = kernel.collect(request)
-        kernel.follow(request, reply, until=lambda: "Idle rank 1 was killed by SIGKILL." in reply.stderr)
-        assert "Rank 1 was killed by SIGKILL." in kernel.run("%%distributed\n1").traceback
+def test_a_death_while_idle_is_told_at_once_and_by_the_next_cell(fresh_cluster: FreshCluster) -> None:
+    kernel = fresh_cluster(2)
+    kernel.ok("import axon_nb")
+    request = kernel.submit("axon_nb.cluster.session.current.get().signal(1, 9)")
+    reply = kernel.collect(request)
+    kernel.follow(request, reply, until=lambda: "Idle rank 1 was killed by SIGKILL." in reply.stderr)
+    assert "Rank 1 was killed by SIGKILL." in kernel.run("%%distributed\n1").traceback
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(3)", "raise SystemExit('enough')", "exit()", "quit()"])
@@ -132,22 +132,21 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["interrupt", "kill", "another rank's failure"])
-def test_dataloader_workers_of_a_dead_or_ended_rank_are_gone(how: str) -> None:
-    with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
-        kernel.ok(WORKERS)
-        last = {"kill": "os.kill(os.getpid(), 9)", "another rank's failure": "1 / 0"}.get(how, "pass")
-        body = f"for number, batch in enumerate(loop()):\n    if rank == 1 and number == 20:\n        {last}"
-        request = kernel.submit(f"%%distributed\n{body}")
-        kernel.wait_for_output(request, "[rank 1] workers")
-        if how == "interrupt":
-            kernel.interrupt()
-        reply = kernel.collect(request)
-        pids = [int(pid) for pid in re.findall(r"\d{3,}", " ".join(re.findall(r"workers \[(.*?)\]", reply.stdout)))]
-        # A rank that raised itself keeps its traceback, as IPython does; the others and the dead keep nothing.
-        kernel.run("%%distributed\n1")
-        assert pids
-        assert until(lambda: not any(map(runs, pids))), [pid for pid in pids if runs(pid)]
+def test_dataloader_workers_of_a_dead_or_ended_rank_are_gone(fresh_cluster: FreshCluster, how: str) -> None:
+    kernel = fresh_cluster(2)
+    kernel.ok(WORKERS)
+    last = {"kill": "os.kill(os.getpid(), 9)", "another rank's failure": "1 / 0"}.get(how, "pass")
+    body = f"for number, batch in enumerate(loop()):\n    if rank == 1 and number == 20:\n        {last}"
+    request = kernel.submit(f"%%distributed\n{body}")
+    kernel.wait_for_output(request, "[rank 1] workers")
+    if how == "interrupt":
+        kernel.interrupt()
+    reply = kernel.collect(request)
+    pids = [int(pid) for pid in re.findall(r"\d{3,}", " ".join(re.findall(r"workers \[(.*?)\]", reply.stdout)))]
+    # A rank that raised itself keeps its traceback, as IPython does; the others and the dead keep nothing.
+    kernel.run("%%distributed\n1")
+    assert pids
+    assert until(lambda: not any(map(runs, pids))), [pid for pid in pids if runs(pid)]
 
 
 def test_what_c_code_and_child_processes_write_is_shown_in_its_place(kernel: Kernel) -> None:

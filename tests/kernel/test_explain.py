@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernel import Kernel, Reply
+from tests.support.kernel import FreshCluster, Kernel, Reply
 
 MODEL = """%%distributed
 import time
@@ -229,17 +229,16 @@ def test_a_variable_of_that_name_stays_the_users(ranks: Kernel) -> None:
     ranks.ok("%%distributed\ndel subgroup")
 
 
-def test_a_replaced_rank_is_in_the_subgroups_of_the_one_before() -> None:
+def test_a_replaced_rank_is_in_the_subgroups_of_the_one_before(fresh_cluster: FreshCluster) -> None:
     total = "t = torch.ones(1)\ndist.all_reduce(t, group=subgroup)\nt.item()"
-    with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
-        # Ranks are then in different numbers of groups.
-        kernel.ok("%%distributed\npair = dist.new_group([0, 1])")
-        assert kernel.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] 2.0"]
-        kernel.run("%%rank 2\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-        kernel.ok("%distributed repair")
-        assert kernel.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] 2.0"]
-        assert kernel.ok(f"%%distributed --ranks 1,2\n{total}").lines() == ["[ranks 1-2] 2.0"]
+    kernel = fresh_cluster(3)
+    # Ranks are then in different numbers of groups.
+    kernel.ok("%%distributed\npair = dist.new_group([0, 1])")
+    assert kernel.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] 2.0"]
+    kernel.run("%%rank 2\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    kernel.ok("%distributed repair")
+    assert kernel.ok(f"%%distributed --ranks 0,2\n{total}").lines() == ["[ranks 0,2] 2.0"]
+    assert kernel.ok(f"%%distributed --ranks 1,2\n{total}").lines() == ["[ranks 1-2] 2.0"]
 
 
 def test_subgroup_waits_for_ranks_that_still_run_another_cell(ranks: Kernel) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.kernel import Kernel, Reply
+from tests.support.page_messages import CLOSE_PANELS, model_of, send_from_page
 from tests.support.processes import until
 
 ASK = """import dataclasses, json
@@ -51,9 +52,7 @@ for t_model, t_optimizer in ((t_plain, t_plain_steps), (t_sharded, t_steps)):
 def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.ok(ASK)
     yield shared_kernel
-    # Those that stay open would go on updating their pictures in the cells of other tests.
-    shared_kernel.ok("for t_one in list(open_job._panels.values()): t_one.close()")
-    shared_kernel.ok("open_job._panels.clear()")
+    shared_kernel.ok(CLOSE_PANELS)
 
 
 def views(reply: Reply) -> int:
@@ -114,9 +113,10 @@ def test_rounds_of_optimizers_are_counted(ready: Kernel) -> None:
         "t_two = [torch.optim.SGD([t_w], lr=0.1), torch.optim.Adam([t_w])]\n"
         # The first round may be taken for a part of the last one of another test.
         "for t_one in t_two: t_one.step()\nt_before = training_steps.steps\n"
-        "for _ in range(5):\n    for t_one in t_two:\n        t_one.step()\nprint(training_steps.steps - t_before)"
+        "for _ in range(5):\n    for t_one in t_two:\n        t_one.step()\nprint(training_steps.steps - t_before)\n"
+        "t_two[1].step()\nprint(training_steps.steps - t_before)"  # the same one again: another round
     )
-    assert reply.lines() == ["[rank 1] 5"]
+    assert reply.lines() == ["[rank 1] 5", "[rank 1] 6"]
 
 
 def test_bars_of_plain_tqdm_are_told(ready: Kernel) -> None:
@@ -156,15 +156,12 @@ def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel)
     assert told(ready, "len([key for key in open_job._panels if key == ('watch',)])") == 1
 
 
-def test_the_button_ends_the_cell_from_another_thread(ready: Kernel) -> None:
-    ready.ok("%watch")
-    ready.ok(
-        "import threading\nt_view = open_job._panels['watch',].view\n"
-        "def t_press():\n    t_until(lambda found: found.cell is not None)\n"
-        "    t_view._handle_custom_msg({'op': 'stop'}, [])\n"
-        "threading.Thread(target=t_press).start()"
-    )
-    reply = ready.run("%%distributed\nwhile True:\n    dist.all_reduce(torch.ones(1))")
+def test_the_button_on_the_page_ends_the_cell(ready: Kernel) -> None:
+    panel = model_of(ready.ok("%watch"))
+    request = ready.submit("%%distributed\nprint('on', flush=True)\nwhile True:\n    dist.all_reduce(torch.ones(1))")
+    ready.wait_for_output(request, "on")
+    send_from_page(ready, panel, {"op": "stop"})
+    reply = ready.collect(request)
     assert reply.ename in ("CellInterrupt", "KeyboardInterrupt")
     assert " stopped." in reply.traceback
     assert ready.ok("%%distributed\nrank").ok
@@ -209,16 +206,3 @@ def test_the_memory_panel_and_what_it_cannot_show(ready: Kernel) -> None:
         refused = ready.run(f"%memory {name}")
         assert refused.ename == "UsageError"
         assert words in refused.traceback
-
-
-def test_a_terminal_gets_text(ready: Kernel) -> None:
-    ready.ok("t_real, open_job._notebook_shell = open_job._notebook_shell, lambda: None")
-    try:
-        # A busy rank may answer too late.
-        assert until(lambda: "\n  rank 3: idle; " in ready.ok("%watch").stdout)
-        watched, memory = ready.ok("%watch"), ready.ok("%memory t_plain")
-    finally:
-        ready.ok("open_job._notebook_shell = t_real")
-    assert views(watched) == views(memory) == 0
-    assert watched.lines()[0].startswith("4 ranks, no cell is running")
-    assert any(line.startswith("  rank 3: ") and "estimate: " in line for line in memory.lines())

@@ -16,6 +16,8 @@ import pytest
 from tests.support.kernel import Kernel
 from tests.support.processes import Footprint, below, ended, footprint, until
 
+pytestmark = pytest.mark.timeout(600)
+
 MakeKernel = Callable[..., Kernel]
 
 LIMIT_S = 60.0

@@ -154,11 +154,15 @@ def test_two_clusters_live_side_by_side(new_kernel: MakeKernel) -> None:
     for kernel, name in ((one, "alpha"), (two, "beta")):
         kernel.ok("%load_ext axon_nb")
         kernel.ok(f"%distributed start -n 2 --name {name}")
-    assert (
-        "is in use by another notebook"
-        in two.run("%distributed stop").traceback + two.run("%distributed attach alpha").traceback
-    )
-    assert one.ok("%%distributed\nworld_size").lines() == ["[ranks 0-1] 2"]
+    refused = two.run("%distributed attach alpha")
+    assert refused.evalue == "This notebook already has the cluster 'beta'. Run `%distributed stop` first."
+    meets = "%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()"
+    for kernel in (one, two):
+        assert kernel.ok(meets).lines() == ["[ranks 0-1] 2.0"]
+    assert two.ok("%distributed stop").lines() == ["Stopped the cluster 'beta' (2 ranks)."]
+    refused = two.run("%distributed attach alpha")
+    assert refused.evalue == "The cluster 'alpha' is in use by another notebook."
+    assert one.ok(meets).lines() == ["[ranks 0-1] 2.0"]
 
 
 def test_the_stop_button_leaves_the_cluster_alone(new_kernel: MakeKernel) -> None:

@@ -64,25 +64,91 @@ cluster.stop()
 """
 
 
-@pytest.mark.timeout(600)
-def test_little_shared_memory_is_named_with_what_to_set() -> None:
-    small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh"]
+def run_with_mount(options: str, folder: str, script: str, **env: str) -> str:
+    """What a script prints for which a small file system is mounted at a folder."""
+    mount = f'mount -t tmpfs -o {options} none {folder} && exec "$@"'
+    mounted = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     if (
         not sys.platform.startswith("linux")
-        or subprocess.run([*small, "true"], capture_output=True, check=False).returncode
+        or subprocess.run([*mounted, "true"], capture_output=True, check=False).returncode
     ):
-        pytest.skip("needs the right to mount a small /dev/shm")
+        pytest.skip(f"needs the right to mount a file system at {folder}")
     done = subprocess.run(
-        [*small, sys.executable, "-c", LOADER],
+        [*mounted, sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
     )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_little_shared_memory_is_named_with_what_to_set() -> None:
+    said = run_with_mount("size=1m", "/dev/shm", LOADER)
+    lines = said.splitlines()
     assert lines[0] == "{0: 2.0, 1: 2.0}"
-    assert "/dev/shm holds 1.00 MiB" in done.stdout
-    assert "`num_workers=0`" in done.stdout
+    assert "/dev/shm holds 1.00 MiB" in said
+    assert "`num_workers=0`" in said
     assert lines[-1] == "{0: 'alive', 1: 'alive'}"
+
+
+FULL_DISK = """
+import os
+from pathlib import Path
+import axon_nb
+
+base = Path(os.environ["AXON_NB_RUNTIME_DIR"])
+
+def fill():
+    with open(base / "rest", "ab", buffering=0) as rest:
+        try:
+            while True: rest.write(bytes(4096))
+        except OSError as error:
+            print("full:", error.strerror)
+
+cluster = axon_nb.start(2)
+cluster.run("kept = rank + 10")
+fill()
+print("printed", cluster.run("print('said', rank)").text)
+try:
+    cluster.run("if rank == 1: raise ValueError('bug')\\ndist.barrier()")
+except axon_nb.CellError as error:
+    print(error)
+cluster.push({"big": bytes(10 << 20)})
+print("pulled", {rank: len(value) for rank, value in cluster.pull("big").items()})
+print("kept", cluster.run("t = torch.ones(1 << 18); dist.all_reduce(t); (kept, t[0].item())").values)
+cluster.stop()
+fill()
+try:
+    axon_nb.start(2)
+except axon_nb.AxonError as error:
+    print("refused", type(error).__name__, error)
+os.remove(base / 'rest')
+again = axon_nb.start(2)
+print("again", again.run("dist.barrier(); rank").values)
+again.stop()
+print("left", [str(path.relative_to(base)) for path in base.rglob("*")])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_disk_costs_no_state_and_is_named_by_the_next_start(scratch: Path) -> None:
+    said = run_with_mount("size=8m,mode=700", str(scratch), FULL_DISK, AXON_NB_RUNTIME_DIR=str(scratch))
+    lines = [line for line in said.splitlines() if not line.startswith("[rank")]
+    full, printed, failed, pulled, kept, full_again, refused, again, left = lines
+    assert full == full_again == "full: No space left on device"
+    assert printed == r"printed {0: 'said 0\n', 1: 'said 1\n'}"
+    assert failed == "rank 1: ValueError: bug"
+    assert pulled == "pulled {0: 10485760, 1: 10485760}"
+    assert kept == "kept {0: (10, 2.0), 1: (11, 2.0)}"
+    folder = scratch / f"axon_nb-{os.getuid()}"
+    assert refused == (
+        f"refused StartError Cannot create the cluster's files in {folder}: No space left on device. Free space there, "
+        "or set AXON_NB_RUNTIME_DIR to a short path on another local disk."
+    )
+    assert again == "again {0: 0, 1: 1}"
+    assert left == f"left [{folder.name!r}]"

@@ -6,9 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from axon_nb.records.protocol.version import PROTOCOL
 from tests.support.kernel import Kernel
 from tests.support.processes import footprint
+
+pytestmark = pytest.mark.timeout(600)
 
 MakeKernel = Callable[..., Kernel]
 

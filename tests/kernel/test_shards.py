@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.kernel.patience import patient
 from tests.support.kernel import Kernel
 
 SETUP = """%%distributed
@@ -41,10 +39,9 @@ print(json.dumps([[dataclasses.asdict(shard) for shard in shards], notes]))"""
 
 
 @pytest.fixture(scope="module")
-def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
+def ready(shared_kernel: Kernel) -> Kernel:
     shared_kernel.ok(SETUP)
-    with patient(shared_kernel):
-        yield shared_kernel
+    return shared_kernel
 
 
 def ask(kernel: Kernel, *names: str, gradients: bool = False) -> dict[tuple[str, str, int], dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.kernel import Kernel, Reply
+from tests.support.kernel import FreshCluster, Kernel, Reply
 
 TRAINING = """%%distributed
 import collections, random, threading
@@ -117,33 +117,30 @@ def test_groups_are_its_own_even_those_that_the_source_is_not_in(repaired: tuple
     ]
 
 
-def test_random_numbers_are_the_sources() -> None:
-    with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
-        kernel.ok("%%distributed\nimport random, numpy as np\nfor f in (random.seed, np.random.seed): f(rank)")
-        kernel.run("%%distributed\ntorch.manual_seed(rank)\nimport os\nif rank == 1: os.kill(os.getpid(), 9)")
-        kernel.ok("%distributed repair --from 0")
-        drawn = kernel.ok("%%distributed\nprint(random.random(), np.random.rand(), torch.rand(3).tolist())")
-        assert len(drawn.lines()) == 1, drawn.stdout
+def test_random_numbers_are_the_sources(fresh_cluster: FreshCluster) -> None:
+    kernel = fresh_cluster(2)
+    kernel.ok("%%distributed\nimport random, numpy as np\nfor f in (random.seed, np.random.seed): f(rank)")
+    kernel.run("%%distributed\ntorch.manual_seed(rank)\nimport os\nif rank == 1: os.kill(os.getpid(), 9)")
+    kernel.ok("%distributed repair --from 0")
+    drawn = kernel.ok("%%distributed\nprint(random.random(), np.random.rand(), torch.rand(3).tolist())")
+    assert len(drawn.lines()) == 1, drawn.stdout
 
 
 @pytest.mark.slow
-def test_only_the_named_variables_and_large_ones() -> None:
-    with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
-        kernel.ok("%%distributed\nbig = torch.arange(40_000_000) + rank\nleft, small = 1, [1, 2]")
-        told = kernel.ok("%distributed repair --ranks 1 --from 0 big small absent", timeout=120)
-        assert "with `big`, `small` (305 MiB)" in told.stdout
-        assert "Not copied: `absent` does not exist on rank 0." in told.lines()
-        after = kernel.ok("%%distributed --ranks 1\nbig[0].item(), big[-1].item(), small, 'left' in globals()")
-        assert after.lines() == ["[rank 1] (0, 39999999, [1, 2], False)"]
+def test_only_the_named_variables_and_large_ones(fresh_cluster: FreshCluster) -> None:
+    kernel = fresh_cluster(2)
+    kernel.ok("%%distributed\nbig = torch.arange(40_000_000) + rank\nleft, small = 1, [1, 2]")
+    told = kernel.ok("%distributed repair --ranks 1 --from 0 big small absent", timeout=120)
+    assert "with `big`, `small` (305 MiB)" in told.stdout
+    assert "Not copied: `absent` does not exist on rank 0." in told.lines()
+    after = kernel.ok("%%distributed --ranks 1\nbig[0].item(), big[-1].item(), small, 'left' in globals()")
+    assert after.lines() == ["[rank 1] (0, 39999999, [1, 2], False)"]
 
 
 @pytest.mark.slow
-def test_rank_0_and_unusual_ddp_objects_are_replaced_too() -> None:
-    with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
-        code = """import torch.nn as nn
+def test_rank_0_and_unusual_ddp_objects_are_replaced_too(fresh_cluster: FreshCluster) -> None:
+    kernel = fresh_cluster(3)
+    code = """import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 others = dist.new_group([0, 2])
@@ -159,9 +156,9 @@ def step(seed):
         model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed + rank))).sum().backward()
         optimizer.step()
 for seed in range(3): step(seed)"""
-        kernel.ok(f"%%distributed\n{code}")
-        assert "Replaced rank 0" in kernel.ok("%distributed repair --ranks 0 --from 2").stdout
-        kernel.ok("%%distributed\nfor seed in range(3): step(10 + seed)")
-        for ranks, model in (("0-2", "fixed"), ("0-2", "hooked"), ("0,2", "two")):
-            told = kernel.ok(f"%%distributed --ranks {ranks}\nprint({model}.module.weight.double().sum().item().hex())")
-            assert len(told.lines()) == 1, model
+    kernel.ok(f"%%distributed\n{code}")
+    assert "Replaced rank 0" in kernel.ok("%distributed repair --ranks 0 --from 2").stdout
+    kernel.ok("%%distributed\nfor seed in range(3): step(10 + seed)")
+    for ranks, model in (("0-2", "fixed"), ("0-2", "hooked"), ("0,2", "two")):
+        told = kernel.ok(f"%%distributed --ranks {ranks}\nprint({model}.module.weight.double().sum().item().hex())")
+        assert len(told.lines()) == 1, model

@@ -12,6 +12,8 @@ import torch
 from axon_nb.torch_api import TorchApi, adapter_for
 from tests.support.kernel import Kernel
 
+pytestmark = pytest.mark.timeout(600)
+
 # Not of the newest generation: a version of the same one that nobody knows, as the adapter must fit the real torch.
 _GENERATION = "2.99" if adapter_for(torch.__version__) is TorchApi else ".".join(torch.__version__.split(".")[:2])
 NEWER, CHANGED = f"{_GENERATION}.99", f"{_GENERATION}.98"

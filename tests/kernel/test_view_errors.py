@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.kernel import Kernel
+from tests.support.page_messages import CLOSE_PANELS
 
 REFUSED = {
     "%shards": "the following arguments are required: NAME",
@@ -65,8 +66,4 @@ def test_a_panel_that_fails_leaves_the_cells_alone(kernel: Kernel, command: str,
         assert "Traceback" not in reply.stdout
     finally:
         kernel.ok(f"t_view.{method} = t_method")
-        kernel.ok(
-            "from axon_nb.widgets import open as open_panels\n"
-            "for t_one in list(open_panels._panels.values()): t_one.close()\n"
-            "open_panels._panels.clear()"
-        )
+        kernel.ok(CLOSE_PANELS)

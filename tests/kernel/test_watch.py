@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.kernel.moments import MEET
-from tests.kernel.patience import patient
 from tests.support.kernel import Kernel
 from tests.support.processes import until
 
@@ -22,12 +18,6 @@ def t_sees(self, states):
     if any(state.call == "barrier" and state.activity.name == "WAITING" for state in states):
         pathlib.Path({path!r}).touch()
 RankStrip.add = t_sees"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def views_wait_for_all_ranks(shared_kernel: Kernel) -> Iterator[None]:
-    with patient(shared_kernel):
-        yield
 
 
 def test_watch_ends_as_a_picture_and_a_table(kernel: Kernel, tmp_path: Path) -> None:

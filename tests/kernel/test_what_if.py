@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernel.patience import patient
 from tests.support.kernel import Kernel
+from tests.support.page_messages import CLOSE_PANELS, model_of, send_from_page
 
 pytestmark = pytest.mark.timeout(1200)
 LIMIT_S = 400.0
@@ -48,7 +48,7 @@ t_three_d_steps = torch.optim.AdamW(t_three_d.parameters())
 t_train = lambda: t_gpt(torch.zeros(4, 16, dtype=torch.int64)).mean().backward() or t_gpt_steps.step()"""
 ASK = """import dataclasses, json, time
 from axon_nb.cluster.session import current
-from axon_nb.cluster.inspection.memory import request_plan
+from axon_nb.cluster.inspection.memory import request_memory, request_plan
 from axon_nb.widgets import open as open_job
 def t_plan(*names, asked=None):
     end = time.monotonic() + 180
@@ -70,9 +70,13 @@ def t_wait(reached):
 def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.ok(MODELS, timeout=LIMIT_S)
     shared_kernel.ok(ASK)
-    with patient(shared_kernel):
-        yield shared_kernel
-    shared_kernel.ok("for t_one in list(open_job._panels.values()): t_one.close()\nopen_job._panels.clear()")
+    yield shared_kernel
+    shared_kernel.ok(CLOSE_PANELS)
+
+
+def ask(kernel: Kernel, panel: str, setup: dict[str, str] | None) -> None:
+    """What a page sends when somebody asks what if."""
+    send_from_page(kernel, panel, {"op": "what_if", "setup": setup})
 
 
 def told(kernel: Kernel, expression: str) -> Any:
@@ -145,12 +149,9 @@ def test_a_pipeline_is_put_together_of_what_its_ranks_hold(ready: Kernel) -> Non
 
 @pytest.mark.slow
 def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> None:
-    ready.ok("%memory t_gpt")
-    ready.ok(
-        "t_panel = open_job._panels['memory', 't_gpt']\n"
-        "t_say = lambda setup: t_panel.view._handle_custom_msg({'op': 'what_if', 'setup': setup}, [])\n"
-        "t_say(None)"
-    )
+    panel = model_of(ready.ok("%memory t_gpt"))
+    ready.ok("t_panel = open_job._panels['memory', 't_gpt']")
+    ask(ready, panel, None)
     ready.ok("_ = t_wait(lambda state: state.estimate is not None and not state.doing)", timeout=LIMIT_S)
     # Seen once, what the model is called with makes the panel simulate of itself.
     ready.ok("%%distributed\nt_train()")
@@ -159,9 +160,11 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     assert reference["method"].startswith("simulated")
     assert sorted(reference["persistent"]) == ["0", "1", "2", "3"]
     # The view is given each state a moment after it was reached.
-    words = "[row.estimated and row.estimated.text for row in t_panel.view._rows.rows()]"
-    ready.ok(f"t_until(lambda: all(words and words.endswith('simulated') for words in {words}))", timeout=LIMIT_S)
-    measured = told(ready, "{use.rank: dict(use.by_role) for use in t_panel.view._rows._replies.measured.values()}")
+    shown = "t_panel.view.to_bundle()['text/plain'].splitlines()"
+    ready.ok(f"t_until(lambda: sum('simulated; ' in line for line in {shown}) == 4)", timeout=LIMIT_S)
+    uses = "request_memory(current.require('test').state, ['t_gpt']).measured"
+    measured = told(ready, f"{{rank: dict(use.by_role) for rank, use in {uses}.items()}}")
+    assert set(measured) == set("0123")
     for rank, sizes in measured.items():
         for role in ("parameters", "gradients"):
             assert reference["persistent"][rank][role] == sizes[role], (rank, role)
@@ -170,7 +173,8 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     ready.ok(
         "%%distributed --noblock --out t_job --quiet\nimport time\nwhile not globals().get('t_go'): time.sleep(0.05)"
     )
-    ready.ok("t_say({'strategy': 'ddp'})\nt_say({'world_size': '8', 'batch': '2'})")
+    ask(ready, panel, {"strategy": "ddp"})
+    ask(ready, panel, {"world_size": "8", "batch": "2"})
     assert ready.value("1 + 1") == 2
     reached = "own.setup.world_size == 8 and own.estimate is not None and own.estimate.is_whole"
     ready.ok(f"t_told = t_wait(lambda own: {reached})", timeout=LIMIT_S)
@@ -182,7 +186,7 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     shown = "'proposed, at the peak' in t_panel.view.to_bundle()['text/plain']"
     ready.ok(f"t_until(lambda: {shown})", timeout=LIMIT_S)
     # An error is a sentence of the panel; the panel goes on.
-    ready.ok("t_say({'batch': '-1'})")
+    ask(ready, panel, {"batch": "-1"})
     assert told(ready, "t_wait(lambda state: state.error)['error']").startswith("samples per rank: '-1': must be")
     assert ready.ok("%%distributed\nrank").ok
 
@@ -199,12 +203,9 @@ def test_a_hook_that_waits_for_a_call_is_not_copied(ready: Kernel) -> None:
 
 @pytest.mark.slow
 def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
-    ready.ok("%memory t_three_d")
-    ready.ok(
-        "t_panel = open_job._panels['memory', 't_three_d']\n"
-        "t_say = lambda setup: t_panel.view._handle_custom_msg({'op': 'what_if', 'setup': setup}, [])\n"
-        "t_say(None)"
-    )
+    panel = model_of(ready.ok("%memory t_three_d"))
+    ready.ok("t_panel = open_job._panels['memory', 't_three_d']")
+    ask(ready, panel, None)
     ready.ok("_ = t_wait(lambda state: state.as_is is not None and not state.doing)", timeout=LIMIT_S)
     ready.ok("%%distributed\nt_three_d.step(torch.randn(8, 8), torch.zeros(8, 8))\nt_three_d_steps.step()")
     ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
@@ -213,11 +214,11 @@ def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
     for rank in ("0", "1", "2", "3"):
         assert reference["persistent"][rank]["parameters"] == own
         assert reference["persistent"][rank]["optimizer"] == 2 * own
-    ready.ok("t_say({'pp': '4', 'tp': '1', 'num_microbatches': '4'})")
+    ask(ready, panel, {"pp": "4", "tp": "1", "num_microbatches": "4"})
     ready.ok("t_told = t_wait(lambda state: state.setup.pp == 4 and not state.doing)", timeout=LIMIT_S)
     asked = told(ready, "t_told")
     assert asked["error"] == ""
     assert asked["estimate"]["persistent"]["0"]["parameters"] == 4 * (8 * 8 + 8)
-    ready.ok("t_say({'world_size': '5'})")
+    ask(ready, panel, {"world_size": "5"})
     ready.ok("t_told = t_wait(lambda state: state.error)", timeout=LIMIT_S)
     assert "must be a multiple of 2" in told(ready, "t_told")["error"]

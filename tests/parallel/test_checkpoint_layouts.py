@@ -17,6 +17,8 @@ from axon_nb.parallel.checkpoint import Checkpoints, CheckpointWarning
 from tests.parallel.conftest import make
 from tests.support.models import batch, blocks, loss_of
 
+pytestmark = pytest.mark.timeout(600)
+
 PLAN = {"*.up": "column", "*.down": "row"}
 
 

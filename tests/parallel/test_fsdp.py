@@ -113,9 +113,16 @@ def test_every_way_to_wrap_gives_the_same_gradients(two: Any, wrap: Any) -> None
 
 
 def test_mixed_precision_and_offload_train(two: Any) -> None:
-    def work(world: World) -> Any:
-        losses = []
-        model = FSDP(blocks().float(), world, mixed_precision=torch.bfloat16, cpu_offload=CPUOffload.FULL)
+    """Offloading changes no bit, and bfloat16 changes few: parameters stay float32. `tests/gpu` says what is where."""
+
+    def trained(world: World, **options: Any) -> Any:
+        losses, seen = [], set()
+        model = FSDP(blocks().float(), world, wrap=Block, **options)
+        for block in model.modules():
+            if isinstance(block, Block):
+                block.up.register_forward_hook(
+                    lambda module, args, output: seen.add((module.weight.dtype, output.dtype))
+                )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x, y = (part.float() for part in _batch(world))
         for _ in range(5):
@@ -124,10 +131,24 @@ def test_mixed_precision_and_offload_train(two: Any) -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        parameter = next(iter(model.parameters()))
-        return losses[-1] < losses[0], parameter.dtype, parameter.device.type
+        held = {parameter.dtype for parameter in model.parameters()}
+        return losses, model.full_state_dict(), seen, held
 
-    assert two.run(work) == [(True, torch.float32, "cpu")] * 2
+    def work(world: World) -> Any:
+        low = torch.bfloat16
+        return (
+            trained(world),
+            trained(world, mixed_precision=low),
+            trained(world, mixed_precision=low, cpu_offload=CPUOffload.FULL),
+        )
+
+    for plain, mixed, offloaded in two.run(work):
+        assert plain[2:] == ({(torch.float32, torch.float32)}, {torch.float32})
+        assert mixed[2:] == offloaded[2:] == ({(torch.bfloat16, torch.bfloat16)}, {torch.float32})
+        assert offloaded[0] == mixed[0] != plain[0]
+        assert mixed[0] == pytest.approx(plain[0], rel=0.02)
+        assert mixed[0][-1] < mixed[0][0]
+        assert all(torch.equal(value, mixed[1][name]) for name, value in offloaded[1].items())
 
 
 def _tied() -> nn.Sequential:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from importlib import import_module
@@ -89,6 +92,68 @@ def test_every_test_that_is_named_is_there() -> None:
             if not (ROOT / file).exists() or test not in named_tests(file):
                 wrong.append(node)
     assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_every_test_was_run_or_says_why_not() -> None:
+    _, runs = parity_table.read_runs()
+    wrong = sorted(set(parity_table.named_tests()) - runs.keys())
+    assert not wrong, "nobody has run these; run `python -m scripts.parity_run`:\n" + "\n".join(wrong)
+
+
+def test_a_line_counts_only_if_one_of_its_tests_was_run() -> None:
+    row = {"theirs": "a", "ours": "b", "note": "", "proof": "tests/x.py::test_one tests/x.py::test_two"}
+    for places, proven in (
+        ({}, 0),
+        ({"tests/x.py::test_one": "GPU: not run", "tests/x.py::test_two": "not run: needs mpiexec"}, 0),
+        ({"tests/x.py::test_one": "GPU: not run", "tests/x.py::test_two": "CPU, slow tier"}, 1),
+    ):
+        assert parity_table.summary([row], "here", places).startswith(f"Of 1 lines {proven} have a test that ran")
+
+
+SKIPS = """
+import pytest
+
+@pytest.mark.gpu
+def test_card():
+    pytest.skip("needs a CUDA device")
+
+@pytest.mark.slow
+def test_long():
+    pass
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_both(number):
+    pass
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_partly(number):
+    if number == 1:
+        pytest.skip("not here")
+
+@pytest.mark.skipif(True, reason="needs mpiexec")
+def test_never():
+    pass
+"""
+
+
+def test_what_was_skipped_counts_as_not_run(tmp_path: Path) -> None:
+    (tmp_path / "test_skips.py").write_text(SKIPS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: 1\n    slow: 2\n")
+    code = (
+        "import json, sys, pytest\nfrom scripts.parity_run import Recorder\nrecorder = Recorder()\n"
+        "pytest.main(['-p', 'no:cacheprovider', '--rootdir', sys.argv[1], sys.argv[1]], plugins=[recorder])\n"
+        "print(json.dumps(recorder.runs()))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    runs = json.loads(done.stdout.splitlines()[-1])
+    assert {test.partition("::test_")[2]: place for test, place in runs.items()} == {
+        "card": "GPU: not run",
+        "long": "CPU, slow tier",
+        "both": "CPU",
+        "partly": "CPU",
+        "never": "not run: needs mpiexec",
+    }
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -15,6 +15,8 @@ from axon_nb.plan.models import TensorSpec
 from axon_nb.plan.process.worker import run_in_process
 from tests.plan.many import plans
 
+pytestmark = pytest.mark.timeout(600)
+
 CONFIG = GPTConfig(vocab=64, context=16, hidden=32, heads=2, blocks=2)
 CASES: dict[str, dict[str, Any]] = {
     "base": {},

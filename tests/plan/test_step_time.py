@@ -237,7 +237,7 @@ def test_calibration_on_ranks() -> None:
     assert adjusted.rates.factors.keys() == {"forward", "backward", "optimizer"}
     assert adjusted.rates.wrappers.keys() == {"ddp", "full_shard"}
     assert 0 <= plain.overlap <= 1
-    assert "2 ranks, gloo, cpu, 1 threads" in str(plain)
+    assert "2 ranks, gloo, cpu, 1 thread" in str(plain)
     frame = plain.to_frame()
     assert set(frame["axis"]) == {"dp"}
     assert len(plain.figure().data) == 2 * 5

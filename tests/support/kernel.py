@@ -23,7 +23,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 from axon_nb.host.run_dir import base_dir
 from tests.kernel.labelled import merged, ranks_of
 
-__all__ = ["Kernel", "Reply"]
+__all__ = ["FreshCluster", "Kernel", "Reply"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _TIMEOUT_S = 180.0
@@ -250,6 +250,10 @@ class Kernel:
         if self.manager.is_alive():
             self.manager.shutdown_kernel(now=False)
         self.manager.cleanup_resources()
+
+
+FreshCluster = Callable[[int], Kernel]
+"""Starts a cluster of so many ranks; returns its kernel."""
 
 
 def _belongs(message: dict[str, Any], request: str) -> bool:

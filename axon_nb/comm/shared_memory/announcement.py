@@ -111,8 +111,8 @@ def mismatch(calls: Sequence[tuple[int, str]], members: Sequence[int]) -> str:
     """Return the error message for ranks whose calls do not match.
 
     Args:
-        calls: By group rank, the word and the place of the call, such as ``full_tensor at line 4``; word 0: the rank has
-            not called yet.
+        calls: By group rank, the word and the place of the call, such as ``full_tensor at line 4``; word 0: the
+            rank has not called yet.
         members: Global ranks of the group.
     """
     same: dict[tuple[int, str], list[int]] = {}

@@ -154,7 +154,8 @@ def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Ca
     everyone = AxisBenchmark("all", dist.group.WORLD, device)
     repeats = options["repeats"]
     rates = measure_rates(everyone, repeats=repeats, dtype=options["dtype"])
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' * (count != 1)}" if device.type == "cpu" else ""
     where = f"{world.size()} ranks, {world.backend.value}, {device.type}{threads}"
     samples: list[Sample] = []
     links: dict[str, Link] = {}

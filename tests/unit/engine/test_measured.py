@@ -7,11 +7,9 @@ import sys
 import pytest
 import torch
 
-from axon_nb.engine.inspection import job as rounds_module
 from axon_nb.engine.inspection import job as tqdm_module
 from axon_nb.engine.inspection.memory import capacity
 from axon_nb.engine.live_objects import LiveTensors, storages_of
-from axon_nb.records.training.job import RateMeter
 
 
 def test_a_storage_counts_once_whoever_views_it() -> None:
@@ -34,19 +32,6 @@ def test_a_cpu_rank_could_have_what_it_has_and_what_is_free() -> None:
     assert taken == 1000
     assert limit is not None
     assert limit > 1000
-
-
-def test_a_round_has_each_optimizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = RateMeter()
-    monkeypatch.setattr(rounds_module, "training_steps", pace)
-    monkeypatch.setattr(rounds_module, "_seen", set())
-    first, second = object(), object()
-    for _ in range(3):
-        rounds_module._after_step(first)
-        rounds_module._after_step(second)
-    assert pace.steps == 3
-    rounds_module._after_step(second)
-    assert pace.steps == 4
 
 
 def test_bars_of_tqdm_are_seen_open_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:

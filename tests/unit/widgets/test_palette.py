@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.records.telemetry import Activity
-from axon_nb.widgets.palette import ACTIVITY_CODES, OKABE_ITO, PAINTS, contrast, needs_outline
+from axon_nb.widgets.palette import ACTIVITY_CODES, PAINTS, contrast, needs_outline
 
 
 def test_every_activity_has_a_paint() -> None:
@@ -21,8 +21,3 @@ def test_paints_differ_by_more_than_colour() -> None:
 @pytest.mark.parametrize(("first", "second", "ratio"), [("#FFFFFF", "#000000", 21), ("#767676", "#FFFFFF", 4.54)])
 def test_contrast(first: str, second: str, ratio: float) -> None:
     assert contrast(first, second) == contrast(second, first) == pytest.approx(ratio, abs=0.01)
-
-
-def test_colours_that_are_too_pale_are_outlined() -> None:
-    pale = {name for name, color in OKABE_ITO.items() if needs_outline(color)}
-    assert pale == {"orange", "sky", "yellow"}

@@ -1,0 +1,142 @@
+"""Write the tables of `docs/tests.md`: how long tests take, and what the fast tiers cover.
+
+    scripts/test all --durations 0 | tee out/tests.log
+    python -m scripts.test_tables durations out/tests.log
+    python -m scripts.test_tables coverage quick    # runs that tier under coverage; or test
+
+Each replaces its own table and leaves the rest of the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import machine
+from scripts.generated_page import ROOT
+
+__all__ = ["by_folder", "by_package", "main", "read_durations", "replace_table"]
+
+PAGE = ROOT / "docs" / "tests.md"
+MARKS = {"quick": "quick and not slow", "test": "(quick or promise) and not slow"}
+NUM_SLOWEST = 40
+_DURATION = re.compile(r"^([\d.]+)s (setup|call|teardown) +(tests/\S+::.+)$")
+
+
+def read_durations(log: str) -> dict[str, float]:
+    """Return the seconds of each test, its setup and teardown included, from a log of ``pytest --durations 0``.
+
+    Raises:
+        ValueError: The log lists no durations.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    for line in log.splitlines():
+        if found := _DURATION.match(line):
+            seconds[found[3]] += float(found[1])
+    if not seconds:
+        raise ValueError("The log lists no durations: run pytest with `--durations 0`.")
+    return dict(seconds)
+
+
+def by_folder(seconds: Mapping[str, float]) -> dict[str, tuple[int, float]]:
+    """Return for each folder below `tests` the tests that took at least 5 ms, and their seconds; longest first."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for test, taken in seconds.items():
+        found[test.split("/")[1]].append(taken)
+    sums = {folder: (len(each), sum(each)) for folder, each in found.items()}
+    return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
+
+
+def by_package(files: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return for each package the statements that ran, and all of them, from the files of coverage's JSON."""
+    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for name, facts in files.items():
+        parts = Path(name).with_suffix("").parts
+        own = parts[1] if parts[0] == "axon_nb" and len(parts) > 1 else parts[0]
+        package = own if len(parts) > 2 or parts[0] == "magics" else "(top level)"
+        found[package][0] += facts["summary"]["covered_lines"]
+        found[package][1] += facts["summary"]["num_statements"]
+    return {package: (ran, whole) for package, (ran, whole) in sorted(found.items())}
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    titles = list(head)
+    lines = [titles, ["---"] * len(titles), *([str(cell) for cell in row] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _durations(log: str, note: str) -> list[str]:
+    seconds = read_durations(log)
+    slowest = sorted(seconds.items(), key=lambda item: -item[1])[:NUM_SLOWEST]
+    lines = [f"{_when()} {note}".rstrip(), ""]
+    if "= slowest durations =" in log:  # all, not the slowest alone
+        folders = by_folder(seconds).items()
+        lines += [*_table(("folder", "tests", "seconds"), ((f"`{f}`", n, f"{s:.0f}") for f, (n, s) in folders)), ""]
+    rows = ((f"`{test.removeprefix('tests/')}`", f"{taken:.0f}") for test, taken in slowest)
+    return [*lines, f"The {len(slowest)} slowest:", "", *_table(("test", "seconds"), rows)]
+
+
+def _coverage(tier: str) -> list[str]:
+    data = ROOT / "out" / "coverage"
+    data.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "COVERAGE_FILE": str(data / "data")}
+
+    def coverage(*arguments: str) -> None:
+        subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=ROOT, env=environment, check=True)
+
+    coverage("erase")
+    coverage("run", "-m", "pytest", "-q", "-m", MARKS[tier])
+    coverage("combine", "--quiet")
+    coverage("json", "--quiet", "-o", str(data / "coverage.json"))
+    packages = by_package(json.loads((data / "coverage.json").read_text(encoding="utf-8"))["files"])
+    packages["all"] = tuple(map(sum, zip(*packages.values(), strict=True)))  # type: ignore[assignment]
+    rows = ((f"`{name}`", whole, f"{100 * ran / whole:.0f} %") for name, (ran, whole) in packages.items() if whole)
+    return [_when(), "", *_table(("package", "statements", "ran"), rows)]
+
+
+def _when() -> str:
+    facts = machine()
+    return f"Measured on {facts['date']}: {facts['cpu']}, Python {facts['python']}, torch {facts['torch']}."
+
+
+def replace_table(page: str, name: str, lines: Iterable[str]) -> str:
+    """Return a page with other lines between ``<!-- name -->`` and ``<!-- end of name -->``.
+
+    Raises:
+        ValueError: The page has no such place.
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, found, rest = page.partition(begin)
+    _, also_found, after = rest.partition(end)
+    if not found or not also_found:
+        raise ValueError(f"{PAGE.name} has no place for {name}: add `{begin.strip()}` and `{end}`.")
+    table = "\n".join(lines)
+    return f"{before}{begin}\n{table}\n\n{end}{after}"
+
+
+def main() -> None:
+    """Write one of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="table", required=True)
+    durations = commands.add_parser("durations")
+    durations.add_argument("log", type=Path)
+    durations.add_argument("--note", default="", help="a sentence on the run, such as what else the machine did")
+    commands.add_parser("coverage").add_argument("tier", choices=list(MARKS))
+    options = parser.parse_args()
+    if options.table == "durations":
+        name, lines = "durations", _durations(options.log.read_text(encoding="utf-8"), options.note)
+    else:
+        name, lines = f"coverage of {options.tier}", _coverage(options.tier)
+    PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8"), name, lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A fault, and what all kinds of faults choose from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["COLLECTIVES", "NAMES", "STOPPED", "Fault"]
+
+NAMES = ("ddp", "fsdp", "tensor", "pipeline", "interleaved")
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce of 16 MiB",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "functional",
+    "many at once",
+    "new_group",
+    "reduce_scatter",
+    "ring",
+    "send and recv",
+    "subgroups",
+)
+STOPPED = ("CellInterrupt", "KeyboardInterrupt")
+"""How an interrupted cell ends."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault."""
+
+    kind: str
+    detail: str
+    code: str
+    """The cell, without its first line."""
+    ends: tuple[str, ...]
+    """The exceptions that may end the cell."""
+    says: str
+    """What the report must match."""
+    interrupts: tuple[float, ...] = ()
+    """When the user presses stop, in seconds after the cell has begun, each after the one before."""
+    dies: int | None = None
+    """The rank that dies."""
+    names: tuple[str, ...] = field(default=())
+    """The objects that were in a step."""
+    options: str = ""
+    """Of the cell's first line."""
+    loses: str = ""
+    """The process that is killed while the cell runs: the kernel, the agent or the controller."""
+    loses_after_s: float = 0.0
+    """Seconds from the beginning of the cell to that."""

@@ -1,0 +1,52 @@
+"""The tables of docs/tests.md are made of what pytest and coverage say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.test_tables import PAGE, by_folder, by_package, read_durations, replace_table
+
+LOG = """
+============ slowest durations ============
+12.50s call     tests/kernel/test_a.py::test_one[x-1 of 2]
+2.25s setup    tests/kernel/test_a.py::test_one[x-1 of 2]
+0.25s teardown tests/kernel/test_a.py::test_one[x-1 of 2]
+3.00s call     tests/unit/cluster/test_b.py::test_two
+0.50s call     tests/kernel/test_a.py::test_three
+
+(9 durations < 0.005s hidden.)
+============ 3 passed in 20.00s ============
+"""
+
+
+def test_durations_are_summed_by_test_and_folder() -> None:
+    seconds = read_durations(LOG)
+    assert seconds["tests/kernel/test_a.py::test_one[x-1 of 2]"] == 15
+    assert by_folder(seconds) == {"kernel": (2, 15.5), "unit": (1, 3.0)}
+    with pytest.raises(ValueError, match="run pytest with `--durations 0`"):
+        read_durations("3 passed")
+
+
+def test_coverage_is_summed_by_package() -> None:
+    def facts(ran: int, whole: int) -> dict[str, dict[str, int]]:
+        return {"summary": {"covered_lines": ran, "num_statements": whole}}
+
+    files = {
+        "axon_nb/errors.py": facts(3, 4),
+        "axon_nb/cluster/cluster.py": facts(1, 10),
+        "axon_nb/cluster/rpc/client.py": facts(4, 10),
+        "axon_nb/magics/pull.py": facts(1, 2),
+        "magics/push.py": facts(2, 2),
+    }
+    assert by_package(files) == {"(top level)": (3, 4), "cluster": (5, 20), "magics": (3, 4)}
+
+
+def test_a_table_is_replaced_and_the_page_has_a_place_for_each() -> None:
+    page = "before\n<!-- a -->\n\nold\n\n<!-- end of a -->\nafter\n"
+    assert replace_table(page, "a", ["| new |"]) == "before\n<!-- a -->\n\n| new |\n\n<!-- end of a -->\nafter\n"
+    for name in ("durations", "coverage of quick"):
+        assert name in replace_table(Path(PAGE).read_text(encoding="utf-8"), name, [])
+    with pytest.raises(ValueError, match="has no place for nothing"):
+        replace_table(page, "nothing", [])
