@@ -13,10 +13,12 @@ from graphlib import TopologicalSorter
 from itertools import takewhile
 from pathlib import Path
 
+from axon_nb.widgets.palette import palette_css
+
 __all__ = ["script", "style"]
 
 _STATIC = Path(__file__).parent / "static"
-_SHARED_STYLE = "shared/page.css"
+_SHARED_STYLES = ("shared/tokens.css", "shared/components.css")
 _IMPORT, _FROM, _EXPORT, _DEFAULT = "import {", "} from ", "export ", "default "
 _DECLARATIONS = ("async function ", "function* ", "function ", "class ", "const ", "let ")
 
@@ -50,8 +52,8 @@ def script(name: str) -> str:
 
 
 def style(name: str) -> str:
-    """Return the style of a view, after the shared one."""
-    return f"{_read(_SHARED_STYLE)}{_read(f'{name}/view.css')}"
+    """Return the style of a view, after the palette and what all views share."""
+    return palette_css() + "".join(map(_read, (*_SHARED_STYLES, f"{name}/view.css")))
 
 
 def _in_order(entry: str) -> list[_Module]:
