@@ -32,7 +32,7 @@ class _Module:
     names: dict[str, bool]
     """Names declared at the top level, each with whether it is exported."""
     lines: list[str]
-    """Without imports, and without comments, which pages do not need."""
+    """Without what pages do not need: imports, comments, empty lines and indentation."""
 
 
 def script(name: str) -> str:
@@ -81,7 +81,9 @@ def _parse(path: str) -> _Module:
             source, names = _imported(path, line, lines)
             module.imports.setdefault(source, []).extend(names)
             continue
-        module.lines.append(line)
+        if line.count("`") % 2:
+            raise ValueError(f"{path}: end a template on the line where it begins, unlike {line.strip()!r}.")
+        module.lines.append(line.lstrip(" "))
         code = line.removeprefix(_EXPORT)
         keyword = next(filter(code.startswith, _DECLARATIONS), None)
         if keyword is not None:
@@ -102,7 +104,7 @@ def _code(text: str) -> Iterator[str]:
         if start.startswith("/**") and "*/" not in start:
             while "*/" not in next(lines, "*/"):
                 pass
-        elif not start.startswith("//") and not (start.startswith("/**") and start.endswith("*/\n")):
+        elif start.strip() and not start.startswith("//") and not (start.startswith("/**") and start.endswith("*/\n")):
             yield line
 
 

@@ -219,6 +219,25 @@ def test_the_overview_moves_what_is_shown(chromium: Browser, tmp_path: Path) -> 
     page.close()
 
 
+def test_a_collective_below_the_pointer_is_shown_on_all_ranks(chromium: Browser, tmp_path: Path) -> None:
+    page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
+    canvas = page.locator(".axon-timeline-canvas")
+    box = canvas.bounding_box()
+    assert box is not None
+    highlight = page.locator(".axon-timeline-highlight")
+    # The last all_reduce of the first step ends at 115 of 725 ms; row 0, lower lane.
+    canvas.hover(position={"x": box["width"] * 108 / 725, "y": 33})
+    page.wait_for_function("() => document.querySelector('.axon-timeline-highlight').dataset.family === '4'")
+    assert highlight.is_visible()
+    tip = page.locator(".axon-timeline-tip").inner_text()
+    assert tip.startswith("all_reduce")
+    assert "waited for rank 2" in tip
+    canvas.hover(position={"x": box["width"] * 20 / 725, "y": 15})  # a forward stands alone
+    highlight.wait_for(state="hidden")
+    assert errors == []
+    page.close()
+
+
 COUNT_PATTERNS = """() => {
     window.patterns = 0;
     const make = CanvasRenderingContext2D.prototype.createPattern;

@@ -31,6 +31,7 @@ function message(spans, { first = 0, ...header } = {}) {
     duration: [],
     bytes: [],
     late: [],
+    sequence: [],
     label: [],
     rank: [],
     stage: [],
@@ -46,6 +47,7 @@ function message(spans, { first = 0, ...header } = {}) {
     length = 1,
     bytes = 0,
     late = 0,
+    sequence = 0,
     by = -1,
     stage = -1,
     microbatch = -1,
@@ -57,6 +59,7 @@ function message(spans, { first = 0, ...header } = {}) {
       duration: length,
       bytes,
       late,
+      sequence,
       label: labels.findIndex((known) => known.join(" ") === label),
       rank,
       stage,
@@ -67,6 +70,7 @@ function message(spans, { first = 0, ...header } = {}) {
   }
   const types = {
     start: Float64Array,
+    sequence: Uint32Array,
     label: Uint16Array,
     rank: Uint16Array,
     stage: Int16Array,
@@ -399,6 +403,35 @@ test("steps end with the optimizer; several optimizers in a row end one", () => 
   ];
   const store = stored([...step(0), ...step(4)]);
   assert.deepEqual(selected(store).derived.steps, [3, 7]);
+});
+
+test("a collective's calls on all ranks belong together, and a microbatch's way through the stages of a step", () => {
+  const call = (rank, sequence, start, group = "0") => ({
+    kind: COLLECTIVE,
+    name: "all_reduce",
+    rank,
+    sequence,
+    start,
+    group,
+  });
+  const store = stored([call(0, 7, 0), call(1, 7, 2), call(0, 8, 3), call(1, 8, 3), call(1, 7, 0, "1"), call(0, 0, 9)]);
+  const family = (index) => [...timeline.familyOf(store, index, [])];
+  assert.deepEqual(family(0), [0, 1]);
+  assert.deepEqual(family(3), [2, 3]);
+  assert.deepEqual(family(4), [], "of another group");
+  assert.deepEqual(family(5), [], "its number is unknown");
+  const action = (rank, microbatch, start) => ({
+    kind: FORWARD,
+    name: "F",
+    rank,
+    microbatch,
+    start,
+    stage: rank,
+    group: "2",
+  });
+  const pipeline = stored([action(0, 0, 0), action(1, 0, 1), action(0, 1, 1), action(0, 0, 10), action(1, 0, 11)]);
+  assert.deepEqual([...timeline.familyOf(pipeline, 1, [5, 15])], [0, 1]);
+  assert.deepEqual([...timeline.familyOf(pipeline, 3, [5, 15])], [3, 4]);
 });
 
 test("the trace is one that Perfetto opens", () => {

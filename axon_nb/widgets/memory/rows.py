@@ -243,8 +243,10 @@ def _remark(use: MemoryUse, estimate: MemoryUse | None) -> str:
         return f"{100 * (use.occupied or 0) / (use.capacity or 1):.0f} % full"
     if estimate is None or not estimate.total:
         return ""
-    more = use.total - estimate.total
-    if abs(more) <= _AS_ESTIMATED * estimate.total:
+    has_peaks = use.peak is not None and estimate.peak is not None
+    planned = (estimate.peak if has_peaks else estimate.total) or 1
+    more = ((use.peak if has_peaks else use.total) or 0) - planned
+    if abs(more) <= _AS_ESTIMATED * planned:
         return "as estimated"
     return f"{'+' if more > 0 else '−'}{format_bytes(abs(more))}"
 

@@ -12,6 +12,7 @@ import { geometry, MIN_SHARE, pixelShares } from "./layout.js";
 /** @import { Derived } from "./derived.js" */
 /** @import { SpanSelection } from "./filter.js" */
 /** @import { LabelBox } from "./labels.js" */
+/** @import { Geometry } from "./layout.js" */
 /** @import { Config, Store } from "./store.js" */
 
 /**
@@ -190,5 +191,63 @@ export class RowCanvas {
     const left = index < 0 ? ratio : places.left(start[index]) - ratio;
     const right = index < 0 ? places.pixels - ratio : places.left(start[index] + length[index]) + ratio;
     context.strokeRect(left, top, right - left, height);
+  }
+}
+
+/** A canvas above the rows that dims all but a family. */
+export class Highlight {
+  /**
+   * @param {HTMLCanvasElement} canvas
+   * @param {Config} config
+   * @param {Store} store
+   */
+  constructor(canvas, config, store) {
+    this.canvas = canvas;
+    this.config = config;
+    this.store = store;
+    this.rowOf = new Map(config.ranks.map((rank, row) => [rank, row]));
+  }
+
+  /**
+   * Show a family; an empty one hides the canvas.
+   *
+   * @param {number[]} family
+   * @param {{range: TimeRange, geometry: Geometry, theme: Theme}} frame
+   */
+  show(family, { range: { from, to }, geometry, theme }) {
+    const { canvas, store } = this;
+    canvas.hidden = !family.length;
+    canvas.dataset.family = String(family.length);
+    if (!family.length) return;
+    const height = this.config.ranks.length * geometry.height;
+    const ratio = resizeCanvas(canvas, canvas.clientWidth, height);
+    const context = getContext(canvas);
+    context.clearRect(0, 0, canvas.width, canvas.height);
+    context.globalAlpha = 0.62;
+    context.fillStyle = theme.of("page");
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.globalAlpha = 1;
+    const { start, duration: length, rank, label } = store.columns;
+    const scale = canvas.width / (to - from);
+    for (const index of family) {
+      const row = this.rowOf.get(rank[index]);
+      const { lane } = this.config.paints[store.labels[label[index]][0]];
+      if (row === undefined || lane < 0) continue;
+      const [top, laneHeight] = geometry.lanes[lane];
+      const left = (start[index] - from) * scale;
+      context.clearRect(
+        left,
+        (row * geometry.height + top) * ratio,
+        Math.max(2, length[index] * scale),
+        laneHeight * ratio,
+      );
+    }
+    if (store.columns.microbatch[family[0]] >= 0) return;
+    const last = (Math.max(...family.map((index) => start[index])) - from) * scale;
+    context.strokeStyle = theme.of("accent");
+    context.lineWidth = ratio;
+    context.setLineDash([3 * ratio, 3 * ratio]);
+    context.strokeRect(last, -ratio, 0, canvas.height + 2 * ratio);
+    context.setLineDash([]);
   }
 }

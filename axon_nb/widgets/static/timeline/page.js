@@ -87,10 +87,12 @@ function buildRows({ ranks }) {
   const grid = part("grid");
   const top = part("top");
   top.append(overview, axis);
-  grid.append(top, names, canvas);
+  const highlight = part("highlight", "canvas", { hidden: true });
+  highlight.setAttribute("aria-hidden", "true");
+  grid.append(top, names, canvas, highlight);
   const scroll = part("scroll");
   scroll.append(grid);
-  return { scroll, canvas, overview, axis };
+  return { scroll, canvas, highlight, overview, axis };
 }
 
 /**

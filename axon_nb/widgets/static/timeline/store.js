@@ -18,13 +18,14 @@ import { updateBlocks } from "./blocks.js";
  * @property {Paint[]} paints by the code of a kind
  */
 
-/** @typedef {"start" | "duration" | "bytes" | "late" | "label" | "rank" | "stage" | "microbatch" | "by"} ColumnName */
+/** @typedef {"start" | "duration" | "bytes" | "late" | "sequence" | "label" | "rank" | "stage" | "microbatch" | "by"}
+ *   ColumnName */
 
-/** @typedef {Float64Array | Float32Array | Uint16Array | Int16Array} Column */
+/** @typedef {Float64Array | Float32Array | Uint32Array | Uint16Array | Int16Array} Column */
 
 /**
- * Spans, with a column per field: start, duration and late in seconds; for `late` it waited for rank `by`; label by
- * number; stage, microbatch and by are -1 if there is none.
+ * Spans, with a column per field: start, duration and late in seconds; for `late` it waited for rank `by`; sequence is
+ * that of a collective in its group, 0 if unknown; label by number; stage, microbatch and by are -1 if there is none.
  *
  * @typedef {Record<ColumnName, Column>} Columns
  */
@@ -98,10 +99,11 @@ export function decode(view) {
   const { count, patched } = header;
   const start = nextColumn(Float64Array, count);
   const [length, bytes, late] = [1, 2, 3].map(() => nextColumn(Float32Array, count));
+  const sequence = nextColumn(Uint32Array, count);
   const patches = { number: nextColumn(Uint32Array, patched), late: nextColumn(Float32Array, patched) };
   const [label, rank] = [1, 2].map(() => nextColumn(Uint16Array, count));
   const [stage, microbatch, by] = [1, 2, 3].map(() => nextColumn(Int16Array, count));
-  const columns = { start, duration: length, bytes, late, label, rank, stage, microbatch, by };
+  const columns = { start, duration: length, bytes, late, sequence, label, rank, stage, microbatch, by };
   return { header, columns, patches: { ...patches, by: nextColumn(Int16Array, patched) } };
 }
 
@@ -111,6 +113,7 @@ const TYPES = {
   duration: Float32Array,
   bytes: Float32Array,
   late: Float32Array,
+  sequence: Uint32Array,
   label: Uint16Array,
   rank: Uint16Array,
   stage: Int16Array,

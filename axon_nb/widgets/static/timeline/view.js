@@ -9,9 +9,9 @@ import { rescaleRange, timeAt } from "../shared/time_axis.js";
 import { TimeView } from "../shared/time_view.js";
 import { sendHeartbeats, subscribe, widget } from "../shared/wire.js";
 import { extent, isRunning } from "./blocks.js";
-import { RowCanvas } from "./canvas.js";
+import { Highlight, RowCanvas } from "./canvas.js";
 import { Cursor } from "./cursor.js";
-import { Derived } from "./derived.js";
+import { Derived, familyOf } from "./derived.js";
 import { FactsPanel } from "./facts.js";
 import { SpanFilter } from "./filter.js";
 import { MIN_SPAN, navigate, ownCodeAt, spanAt, visibleRange } from "./layout.js";
@@ -54,6 +54,7 @@ class TimelineView extends TimeView {
     this.derived = new Derived(config);
     this.rows = new RowCanvas(canvas, config, this.store, this.derived);
     this.overview = new Overview(overview, this.store, this.derived);
+    this.highlight = new Highlight(this.parts.highlight, config, this.store);
     this.facts = new FactsPanel({ figures, notice, table, note }, (words) => this.#showOnly(words));
     this.steps = new PipelineSteps(this.parts.steps, config.paints, this);
     this.cursor = new Cursor(this.store, config.ranks);
@@ -169,27 +170,29 @@ class TimelineView extends TimeView {
    * @param {number} time
    */
   describeAt(position, time) {
-    const { height, lanes } = this.rows.geometry;
+    const { geometry } = this.rows;
+    const { height, lanes } = geometry;
     const row = position ? Math.floor(position.y / height) : -1;
     const rank = this.config.ranks[row];
-    if (!position || rank === undefined) return "";
-    const lane = position.y - row * height < lanes[1][0] ? 0 : 1;
-    const { from, to } = this.range;
-    const near = (2 * (to - from)) / this.parts.canvas.clientWidth;
-    const { selection } = this.filter;
-    const index = spanAt(this.store, { ...selection, rank, row, lane, time, near });
+    const lane = position && position.y - row * height < lanes[1][0] ? 0 : 1;
+    const { range, theme } = this;
+    const near = (2 * (range.to - range.from)) / this.parts.canvas.clientWidth;
+    const at = { ...this.filter.selection, rank, row, lane, time, near };
+    const index = rank === undefined ? -1 : spanAt(this.store, at);
+    const family = index < 0 ? [] : familyOf(this.store, index, this.derived.steps);
+    this.highlight.show(family, { range, geometry, theme });
     if (index >= 0) {
       const tail = this.derived.tailOf(this.store.first + index);
       const { title, pairs } = spanFacts(this.store, index, this.config, this.#zero(), tail);
       return makePairs(title, pairs);
     }
-    const own = lane ? null : ownCodeAt(this.store, { ...selection, rank, row, lane, time, near });
-    return own
-      ? makePairs("own code", [
-          ["rank", String(rank)],
-          ["took", formatDuration(own.to - own.from)],
-        ])
-      : "";
+    const own = lane || rank === undefined ? null : ownCodeAt(this.store, at);
+    if (!own) return "";
+    const took = formatDuration(own.to - own.from);
+    return makePairs("own code", [
+      ["rank", String(rank)],
+      ["took", took],
+    ]);
   }
 
   // ---- the visible range -------------------------------------------------------------------------------------------
