@@ -33,7 +33,8 @@ def pack(
     Returns:
         Header length (uint32) and 4 zero bytes; the header, padded to 8 bytes; then columns, little-endian: start
         (float64, seconds), length, bytes, late (float32; seconds, bytes, seconds), sequence (uint32, its low bits),
-        number and late of the patches (uint32, float32), label, rank (uint16), stage, microbatch, by (int16), by of the patches (int16).
+        number and late of the patches (uint32, float32), label, rank (uint16), stage, microbatch, by (int16), by of
+        the patches (int16).
     """
     full_header = {**header, "first": table.first, "count": len(table), "patched": len(patches)}
     text = json.dumps(full_header, separators=(",", ":")).encode()

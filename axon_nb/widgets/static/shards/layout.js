@@ -139,11 +139,10 @@ export function nestedTreemap(tensors, width, height) {
     const hasTitle = depth > 0 && box.width >= TITLE.minWidth && box.height >= TITLE.minHeight;
     const label = hasTitle ? shortName(group.name, Math.floor((box.width - 8) / TILE_LETTER)) : "";
     if (depth) tiles.push({ ...box, index: -1, label, depth });
-    const [inset, top] = [depth ? GAP : 0, hasTitle ? TITLE.height : depth ? GAP : 0];
-    const inner = { width: box.width - 2 * inset, height: box.height - top - inset };
-    if (inner.width <= 1 || inner.height <= 1) return;
+    const hasMargin = depth > 0 && Math.min(box.width, box.height) > 4 * GAP;
+    const [inset, top] = [hasMargin ? GAP : 0, hasTitle ? TITLE.height : hasMargin ? GAP : 0];
     const bytes = group.children.map((child) => child.bytes);
-    treemap(bytes, inner.width, inner.height).forEach((child, i) => {
+    treemap(bytes, box.width - 2 * inset, box.height - top - inset).forEach((child, i) => {
       place(group.children[i], { ...child, x: box.x + inset + child.x, y: box.y + top + child.y }, depth + 1);
     });
   };
