@@ -11,6 +11,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.display import display
 
 from axon_nb.cluster.cells.driver import CellHandle
+from axon_nb.cluster.inspection.status import ClusterStatus
 from axon_nb.cluster.session import current, start
 from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpRequest, LineParser, parse, unknown_command
@@ -120,7 +121,7 @@ class DistributedMagics(Magics):
 
     def _status(self, words: list[str]) -> Any:
         parse(LineParser("%distributed status", "Show the ranks."), words)
-        return current.require("%distributed status").status()
+        return ClusterStatus(current.require("%distributed status").info())
 
     def _vars(self, words: list[str]) -> Any:
         parse(LineParser("%distributed vars", "Show the variables of the ranks."), words)

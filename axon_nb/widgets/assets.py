@@ -13,10 +13,12 @@ from graphlib import TopologicalSorter
 from itertools import takewhile
 from pathlib import Path
 
+from axon_nb.widgets.palette import palette_css
+
 __all__ = ["script", "style"]
 
 _STATIC = Path(__file__).parent / "static"
-_SHARED_STYLE = "shared/page.css"
+_SHARED_STYLES = ("shared/tokens.css", "shared/components.css")
 _IMPORT, _FROM, _EXPORT, _DEFAULT = "import {", "} from ", "export ", "default "
 _DECLARATIONS = ("async function ", "function* ", "function ", "class ", "const ", "let ")
 
@@ -30,7 +32,7 @@ class _Module:
     names: dict[str, bool]
     """Names declared at the top level, each with whether it is exported."""
     lines: list[str]
-    """Without imports, and without comments, which pages do not need."""
+    """Without what pages do not need: imports, comments, empty lines and indentation."""
 
 
 def script(name: str) -> str:
@@ -50,8 +52,8 @@ def script(name: str) -> str:
 
 
 def style(name: str) -> str:
-    """Return the style of a view, after the shared one."""
-    return f"{_read(_SHARED_STYLE)}{_read(f'{name}/view.css')}"
+    """Return the style of a view, after the palette and what all views share."""
+    return palette_css() + "".join(map(_read, (*_SHARED_STYLES, f"{name}/view.css")))
 
 
 def _in_order(entry: str) -> list[_Module]:
@@ -79,7 +81,9 @@ def _parse(path: str) -> _Module:
             source, names = _imported(path, line, lines)
             module.imports.setdefault(source, []).extend(names)
             continue
-        module.lines.append(line)
+        if line.count("`") % 2:
+            raise ValueError(f"{path}: end a template on the line where it begins, unlike {line.strip()!r}.")
+        module.lines.append(line.lstrip(" "))
         code = line.removeprefix(_EXPORT)
         keyword = next(filter(code.startswith, _DECLARATIONS), None)
         if keyword is not None:
@@ -100,7 +104,7 @@ def _code(text: str) -> Iterator[str]:
         if start.startswith("/**") and "*/" not in start:
             while "*/" not in next(lines, "*/"):
                 pass
-        elif not start.startswith("//") and not (start.startswith("/**") and start.endswith("*/\n")):
+        elif start.strip() and not start.startswith("//") and not (start.startswith("/**") and start.endswith("*/\n")):
             yield line
 
 

@@ -9,12 +9,15 @@ from html import escape
 __all__ = [
     "CELL",
     "MUTED",
+    "NUMBER",
     "WRAPPED_CELL",
     "data_cells",
     "figure",
+    "figures",
     "folded",
     "legend",
     "note_lines",
+    "notice",
     "row_title",
     "svg_uri",
     "table",
@@ -28,6 +31,11 @@ WRAPPED_CELL = "padding:2px 14px 2px 0;text-align:left;vertical-align:middle;bor
 """Style of a table's cell with long text."""
 CELL = f"{WRAPPED_CELL};white-space:nowrap"
 """Style of a table's cell with text that is not wrapped."""
+
+NUMBER = "padding:2px 14px 2px 0;text-align:right;vertical-align:middle;border:none;white-space:nowrap"
+"""Style of a table's cell with a number."""
+_SMALL = f"font-size:85%;{MUTED}"
+_WARN = "#C78100"
 
 
 def svg_uri(svg: str) -> str:
@@ -60,7 +68,7 @@ def table(titles: Iterable[str], rows: Iterable[str], *, cell: str = CELL, style
         style: From `table_style`; empty: its default.
     """
     heads = "".join(
-        f'<th scope="col" style="{cell};font-weight:normal;{MUTED}">{escape(title)}</th>' for title in titles
+        f'<th scope="col" style="{cell};font-weight:normal;{_SMALL}">{escape(title)}</th>' for title in titles
     )
     head = f"<thead>{table_row(heads)}</thead>" if heads else ""
     return f'<table style="{style or table_style()}">{head}<tbody>{"".join(rows)}</tbody></table>'
@@ -73,7 +81,7 @@ def table_row(*cells: str) -> str:
 
 def row_title(html: str, cell: str = CELL) -> str:
     """Return the first cell of a row, in a style."""
-    return f'<th scope="row" style="{cell};font-weight:normal">{html}</th>'
+    return f'<th scope="row" style="{cell};font-weight:600">{html}</th>'
 
 
 def data_cells(texts: Iterable[str], cell: str = CELL) -> str:
@@ -81,21 +89,45 @@ def data_cells(texts: Iterable[str], cell: str = CELL) -> str:
     return "".join(f'<td style="{cell}">{escape(text)}</td>' for text in texts)
 
 
+def figures(entries: Iterable[tuple[str, str, str]]) -> str:
+    """Return numbers in a row.
+
+    Args:
+        entries: (name, value, remark) of each.
+    """
+    parts = "".join(
+        f'<span style="white-space:nowrap"><span style="{_SMALL}">{escape(name)}</span><br>'
+        f'<b style="font-size:115%;font-weight:600">{escape(value)}</b> <span style="{_SMALL}">{escape(remark)}</span>'
+        "</span>"
+        for name, value, remark in entries
+    )
+    return f'<div style="display:flex;flex-wrap:wrap;gap:4px 24px;margin:4px 0">{parts}</div>' if parts else ""
+
+
+def notice(claim: str, text: str) -> str:
+    """Return a sentence that stands out, on what is wrong."""
+    return (
+        f'<div style="margin:4px 0;padding:2px 10px;border-left:3px solid {_WARN}"><b style="font-weight:600">'
+        f"{escape(claim)}</b> {escape(text)}</div>"
+    )
+
+
 def note_lines(notes: Iterable[str]) -> str:
     """Return sentences for below a figure."""
     return "".join(f'<div style="{MUTED}">{escape(note)}</div>' for note in notes)
 
 
-def legend(entries: Iterable[tuple[str, str]], *, height: int = 14, margin: str = "left") -> str:
+def legend(entries: Iterable[tuple[str, str]], *, width: int = 24, height: int = 14, margin: str = "left") -> str:
     """Return samples with their names.
 
     Args:
-        entries: (SVG 24 units wide, label) of each.
+        entries: (SVG, label) of each.
+        width: Of a sample in px.
         height: Of a sample in px.
         margin: The side of an entry that has one.
     """
     return "".join(
-        f'<span style="white-space:nowrap;margin-{margin}:14px"><img alt="" src="{svg_uri(svg)}" width="24" '
+        f'<span style="white-space:nowrap;margin-{margin}:14px"><img alt="" src="{svg_uri(svg)}" width="{width}" '
         f'height="{height}" style="display:inline-block;vertical-align:middle;margin:0 5px 0 0">{label}</span> '
         for svg, label in entries
     )

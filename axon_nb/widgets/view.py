@@ -22,8 +22,8 @@ class View(anywidget.AnyWidget):
     """A widget; subclasses name their script and style: `_esm = script(...)`, `_css = style(...)`."""
 
     def __repr__(self) -> str:
-        """Shown where widgets are not, besides the saved picture."""
-        return "Live view (needs ipywidgets in this front end); a static picture is shown instead."
+        """Nothing: where widgets are not shown, the picture below it is."""
+        return ""
 
 
 _HEARTBEAT_TIMEOUT_S = 12.0

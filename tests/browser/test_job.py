@@ -67,9 +67,10 @@ def _is_live(page: LabPage) -> None:
     _wait_updates(page, _updates(page) + 2)
     assert page.is_running(4)
     # What is shown is of the last moment: a rank that was late for it is not in it.
-    for words in ("In [5] is running", "items/s"):
+    page.page.locator(f"{PANEL} .axon-view-state", has_text="live").wait_for()
+    for words in ("In [5]", "items/s"):
         page.page.locator(".axon-watch-heading", has_text=words).wait_for()
-    bars = "[...document.querySelectorAll('.axon-watch-bar')].map((bar) => bar.innerText.split(':')[0])"
+    bars = "[...document.querySelectorAll('.axon-watch-bar')].map((bar) => bar.firstChild.innerText)"
     page.wait_until(f"(all) => {bars}.join() === all", "epochs,batches")
     page.page.locator(".axon-memory-bar [data-role=optimizer]").first.wait_for(state="attached")
     loss.focus()
@@ -130,7 +131,7 @@ def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPa
     _picture(page, "card", "[data-windowed-list-index='6']")
     _look_at_what_is_saved(page)
     page.run_and_wait(7)
-    page.page.locator(f"{PANEL} tr[data-rank='0']", has_text="gone").wait_for()
+    page.page.locator(f"{PANEL} tr[data-rank='0']", has_text="stopped").wait_for()
     # What is saved needs no kernel.
     saved = page.save()
     for i, words in ((2, "loss"), (3, "optimizer")):

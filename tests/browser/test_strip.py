@@ -153,7 +153,7 @@ def test_reload_while_the_cell_runs_brings_the_strip_back(page: LabPage, running
     reload_until_shown(page)
     page.wait_until(f"(count) => Number(document.querySelector('{CANVAS}').dataset.segments) > count", before)
     running.touch()
-    page.page.locator(".axon-strip-elapsed", has_text="ended after").wait_for()
+    page.page.locator(f"{STRIP} .axon-view-state", has_text="ended").wait_for()
     wait_until_failed(page)
 
 
@@ -194,14 +194,14 @@ def test_strip_obeys_keys_and_pointer(page: LabPage, running: Path) -> None:
     assert view() == held, "a view that was moved away from the end stays"
     page.page.keyboard.press("Home")
     wait_view("from === 0 && to >= 5")
-    canvas.hover(position={"x": 2, "y": 8})
+    canvas.hover(position={"x": 2, "y": 34})
     tip = page.page.locator(".axon-strip-tip")
     tip.wait_for()
     assert tip.inner_text().startswith("rank 0 · running, line")
     box = canvas.bounding_box()
     assert box is not None
     page.page.mouse.down()
-    page.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 8)
+    page.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 34)
     page.page.mouse.up()
     wait_view("from < 0.05 * all && to - from < 0.4 * all")
     page.page.get_by_role("button", name="Show everything").click()
@@ -227,4 +227,4 @@ def test_strip_follows_the_theme_and_the_width(page: LabPage, running: Path) -> 
 def test_strip_of_a_lost_kernel_stops_and_says_so(page: LabPage, running: Path) -> None:
     wait_until_later(page, 1)
     page.restart_kernel()
-    page.page.locator(".axon-strip-elapsed", has_text="no news from the kernel since").wait_for()
+    page.page.locator(f"{STRIP} .axon-view-state", has_text="no news from the kernel").wait_for()

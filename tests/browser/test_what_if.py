@@ -58,7 +58,7 @@ def _ask(page: LabPage) -> None:
     _wait_answer(
         page, "ddp on 8 ranks, adamw, batch 4", *(("simulated",) if "AXON_NB_SCREENSHOTS" in os.environ else ())
     )
-    labels = page.page.locator(f"{PART} tbody th, {PART} table th").all_inner_texts()
+    labels = page.page.locator(f"{PART} .axon-memory-row[data-label] > span:first-child").all_inner_texts()
     assert labels[:3] == ["current, after a step", "current, at the peak", "proposed, after a step"]
     assert page.page.locator(f"{PART} i[data-role=activations]").count() > 0
     _picture(page, "what-if", ".axon-memory")

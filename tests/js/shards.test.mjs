@@ -33,6 +33,42 @@ test("a treemap of nothing has no area", () => {
   assert.deepEqual(shards.treemap([0, 0], 100, 100).map(area), [0, 0]);
 });
 
+test("names lose their start, never their end", () => {
+  assert.equal(shards.shortName("module.blocks.3.attention.qkv.weight", 40), "module.blocks.3.attention.qkv.weight");
+  assert.equal(shards.shortName("module.blocks.3.attention.qkv.weight", 20), "attention.qkv.weight");
+  assert.equal(shards.shortName("module.blocks.3.attention.qkv.weight", 9), "weight");
+  assert.equal(shards.shortName("weight", 3), "");
+});
+
+test("tensors are grouped by module, and modules with one child are one with it", () => {
+  const tensors = ["a.b.x", "a.b.y", "a.c", "a.b"].map((name) => ({ name, bytes: 1 }));
+  const root = shards.groupByModule(tensors);
+  assert.deepEqual([root.name, root.bytes, root.children.map(({ name }) => name)], ["a", 4, ["b", "c", "b"]]);
+  assert.deepEqual(
+    root.children[0].children.map(({ index }) => index),
+    [0, 1],
+  );
+});
+
+test("a nested treemap has each tensor once, within its module, at any width", () => {
+  const tensors = [];
+  for (let block = 0; block < 12; block++) {
+    for (const part of ["norm.weight", "attention.qkv.weight", "mlp.up.weight", "mlp.down.weight"]) {
+      tensors.push({ name: `blocks.${block}.${part}`, bytes: part === "norm.weight" ? 10 : 4000 });
+    }
+  }
+  for (const width of [240, 700, 1560]) {
+    const tiles = shards.nestedTreemap(tensors, width, 380);
+    const own = tiles.filter(({ index }) => index >= 0);
+    assert.deepEqual(own.map(({ index }) => index).sort((a, b) => a - b), [...tensors.keys()], "small ones, too");
+    for (const { x, y, width: w, height: h, label, index } of tiles) {
+      assert.ok(x >= -1e-6 && y >= -1e-6 && x + w <= width + 1e-6 && y + h <= 380 + 1e-6, `outside of ${width}`);
+      assert.ok(6.3 * label.length <= w, "a name is wider than its box");
+      if (index >= 0 && label) assert.ok(tensors[index].name.endsWith(label));
+    }
+  }
+});
+
 test("the filter wants each of its words, anywhere", () => {
   const tensors = [
     { name: "block0.up.weight", role: "parameter", kind: "sharded", placement: "rows over tp (2)" },

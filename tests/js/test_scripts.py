@@ -41,6 +41,13 @@ def test_a_view_is_one_module_with_one_export(view: str, tmp_path: Path) -> None
     node("--check", saved(view, tmp_path))
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_loads_fast(view: str) -> None:
+    limit_kb = 76 if view == "timeline" else 40
+    assert len(assets.script(view)) <= limit_kb * 1000
+    assert len(assets.style(view)) <= 25_000
+
+
 def test_all_modules_belong_to_a_view() -> None:
     static = Path(assets.__file__).parent / "static"
     used = {module.path for view in VIEWS for module in assets._in_order(f"{view}/view.js")}
@@ -103,6 +110,7 @@ export function both(...texts) {
         ('import { a } from "./other.js";', "const a = 1;\nexport { a };", "export declarations only"),
         ('import { a } from "./other.js";', "export const { a } = {};", "one name at a time"),
         ('import { a } from "./other.js";', "export class a {}\nexport default a;", "is a view"),
+        ('import { a } from "./other.js";', "export const a = `one\n  two`;", "end a template on the line"),
     ],
 )
 def test_what_cannot_be_joined_is_refused(static: Path, imports: str, other: str, message: str) -> None:

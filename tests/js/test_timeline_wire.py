@@ -53,6 +53,7 @@ def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
         "duration": [3, 2, 0],
         "bytes": [1 << 31, 7, 0],
         "late": [1, 0, 0],
+        "sequence": [1, 1, 0],
         "label": [0, 0, 1],
         "rank": [0, 1, 1],
         "stage": [-1, -1, 2],

@@ -29,7 +29,7 @@ test("ticks of a timeline are round, few, and counted from the cell's start", ()
   assert.deepEqual(labels(61, 62, 0, 300), ["61.0 s", "61.5 s", "62.0 s"]);
   assert.deepEqual(labels(0, 1200, 0, 400), ["0 s", "5:00", "10:00", "15:00", "20:00"]);
   assert.ok(labels(0, 7000, 0, 1000).length <= 12);
-  assert.equal(labels(0, 0.35, 0, 300).at(-1), "0.2 s");
+  assert.equal(labels(0, 0.35, 0, 300).at(-1), "200 ms");
 });
 
 test("a range is rescaled about a time, which stays at its place", () => {

@@ -5,7 +5,7 @@ import test from "node:test";
 
 import { load } from "./load.mjs";
 
-const names = ["store", "layout", "filter", "text"];
+const names = ["store", "layout", "filter", "text", "derived", "labels", "overview"];
 const timeline = Object.assign({}, ...(await Promise.all(names.map((name) => load(`timeline/${name}`)))));
 
 const kinds = [
@@ -21,7 +21,7 @@ const kinds = [
 ];
 const paints = kinds.map(([kind, lane]) => ({ kind, lane, label: kind === "p2p" ? "send, recv" : kind }));
 const config = { ranks: [0, 1], paints };
-const [, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE, , WAIT] = kinds.keys();
+const [CELL, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE, , WAIT, OTHER] = kinds.keys();
 
 /** A message with spans {kind, rank, start, length, …}. */
 function message(spans, { first = 0, ...header } = {}) {
@@ -31,6 +31,7 @@ function message(spans, { first = 0, ...header } = {}) {
     duration: [],
     bytes: [],
     late: [],
+    sequence: [],
     label: [],
     rank: [],
     stage: [],
@@ -46,6 +47,7 @@ function message(spans, { first = 0, ...header } = {}) {
     length = 1,
     bytes = 0,
     late = 0,
+    sequence = 0,
     by = -1,
     stage = -1,
     microbatch = -1,
@@ -57,6 +59,7 @@ function message(spans, { first = 0, ...header } = {}) {
       duration: length,
       bytes,
       late,
+      sequence,
       label: labels.findIndex((known) => known.join(" ") === label),
       rank,
       stage,
@@ -67,6 +70,7 @@ function message(spans, { first = 0, ...header } = {}) {
   }
   const types = {
     start: Float64Array,
+    sequence: Uint32Array,
     label: Uint16Array,
     rank: Uint16Array,
     stage: Int16Array,
@@ -100,7 +104,15 @@ function stored(spans, header) {
 }
 
 const runs = (pixels, line) => pixels.runs(line, timeline.MIN_SHARE);
-const everything = (store) => timeline.shownLabels(store, config.ranks, config, "", new Set());
+const everything = (store, ranks = config.ranks) => timeline.shownLabels(store, ranks, config, "", new Set());
+
+/** What the functions of the layout need besides a range. */
+function selected(store, ranks = config.ranks) {
+  const derived = new timeline.Derived({ ...config, ranks });
+  derived.update(store);
+  const ownCode = timeline.shownOwnCode(ranks, config, "", new Set());
+  return { ranks, shown: everything(store, ranks), ownCode, hidesWaits: false, config, derived };
+}
 
 test("messages append, patches change what is there, what is old goes", () => {
   const store = stored([{ kind: FORWARD }, { kind: COLLECTIVE, start: 1 }], { restart: true });
@@ -109,10 +121,7 @@ test("messages append, patches change what is there, what is old goes", () => {
   assert.deepEqual([store.first, store.count, store.columns.late[1], store.columns.by[1]], [0, 3, 0.5, 1]);
   assert.ok(timeline.merge(store, message([], { first: 3, oldest: 2, dropped: 2, labels: [] })));
   assert.deepEqual([store.skip, store.dropped], [2, 2]);
-  assert.equal(
-    timeline.pixelShares(store, { ranks: [0], from: 0, to: 3, width: 30, shown: everything(store), config }).found,
-    1,
-  );
+  assert.equal(timeline.pixelShares(store, { ...selected(store, [0]), from: 0, to: 3, width: 30 }).found, 1);
 });
 
 test("a gap is noticed, and all sent again mends it; what comes twice is taken once", () => {
@@ -162,14 +171,7 @@ test("pixels show what takes most of them; what waits does not compute; late col
     { kind: COLLECTIVE, start: 0, length: 6, late: 4, by: 1 },
     { kind: FORWARD, start: 0, length: 5, rank: 7 },
   ]);
-  const { pixels, found } = timeline.pixelShares(store, {
-    ranks: [0, 1],
-    from: 0,
-    to: 10,
-    width: 100,
-    shown: everything(store),
-    config,
-  });
+  const { pixels, found } = timeline.pixelShares(store, { ...selected(store), from: 0, to: 10, width: 100 });
   assert.equal(found, 3, "rank 7 has no row");
   const line = (number) => runs(pixels, number).map(({ left, right, kind }) => [left, right, kind]);
   assert.deepEqual(line(0), [
@@ -191,25 +193,11 @@ test("many short spans fill their pixels in proportion, and a single short one i
     length: 0.01,
   }));
   const store = stored([...short, { kind: OPTIMIZER, rank: 1, start: 5, length: 1e-4 }]);
-  const { pixels } = timeline.pixelShares(store, {
-    ranks: [0, 1],
-    from: 0,
-    to: 10,
-    width: 50,
-    shown: everything(store),
-    config,
-  });
+  const { pixels } = timeline.pixelShares(store, { ...selected(store), from: 0, to: 10, width: 50 });
   assert.deepEqual(runs(pixels, 0), [{ left: 0, right: 50, kind: FORWARD }]);
   const at = 25 * paints.length + FORWARD;
   assert.ok(Math.abs(pixels.share[at] - 0.75) < 0.01);
-  const alone = timeline.pixelShares(store, {
-    ranks: [1],
-    from: 4.9,
-    to: 5.1,
-    width: 500,
-    shown: timeline.shownLabels(store, [1], config, "", new Set()),
-    config,
-  });
+  const alone = timeline.pixelShares(store, { ...selected(store, [1]), from: 4.9, to: 5.1, width: 500 });
   assert.equal(runs(alone.pixels, 0).length, 1);
 });
 
@@ -234,7 +222,7 @@ test("the pointer finds the shortest span under it, in its lane and row", () => 
     { kind: COLLECTIVE, start: 4, length: 2 },
     { kind: FORWARD, start: 5, length: 1, rank: 1 },
   ]);
-  const known = { ranks: config.ranks, shown: everything(store), config };
+  const known = selected(store);
   const hit = (rank, lane, time, near = 0) => timeline.spanAt(store, { ...known, rank, row: rank, lane, time, near });
   assert.deepEqual([hit(0, 0, 2), hit(0, 0, 5), hit(0, 1, 5), hit(1, 0, 5.5), hit(1, 0, 4)], [0, 1, 2, 3, -1]);
   assert.equal(hit(1, 0, 4.9, 0.2), 3);
@@ -255,11 +243,13 @@ test("spans are told in words", () => {
   const told = [0, 1, 2, 3].map((i) => timeline.describe(store, i, config, 1));
   assert.equal(
     told[0],
-    "rank 0 · all_reduce · 1.2 ms · 4.00 KiB · group 0 (ranks 0-3) · waited 500 µs for rank 2 · at 2.0000 s",
+    "all_reduce · rank 0 · took 1.2 ms · waited for rank 2 500 µs · moved 4.00 KiB · rate 5.58 MiB/s · " +
+      "group ranks 0-3 · at 2.0000 s",
   );
-  assert.equal(told[1], "rank 0 · waits for message RECV_F · 0.50 s · stage 1, microbatch 3 · 10 B · at -1.00 s");
-  assert.equal(told[2], "rank 1 · backward · 2.00 s · at -1.00 s");
-  assert.match(told[3], /barrier · 1\.00 s · came last/);
+  const wait = "waits for message RECV_F · rank 0 · took 500 ms · stage 1 · microbatch 3 · moved 10 B · rate 20 B/s";
+  assert.equal(told[1], `${wait} · at -1.00 s`);
+  assert.equal(told[2], "backward · rank 1 · took 2.00 s · at -1.00 s");
+  assert.match(told[3], /barrier · rank 1 · took 1\.00 s · came last/);
 });
 
 test("the view keeps to the last cell, zooms, moves, and shows everything", () => {
@@ -288,6 +278,160 @@ test("while a cell runs the view follows the present", () => {
   assert.deepEqual(timeline.visibleRange(null, store, 21), { from: 10, to: 21 });
   const near = timeline.navigate(null, "+", store, 21).zoom;
   assert.deepEqual(timeline.visibleRange(near, store, 22), { from: 22 - 5.5, to: 22 });
+});
+
+const lineOf = (pixels, number) => runs(pixels, number).map(({ left, right, kind }) => [left, right, kind]);
+
+test("a backward waits from its last collective on, and what is in no span is the rank's own code", () => {
+  // Rank 0 waits for rank 1, which sleeps from 2 to 6 in its own code.
+  const spans = [
+    { kind: BACKWARD, rank: 0, start: 2, length: 7 },
+    { kind: COLLECTIVE, rank: 0, start: 3, length: 5, late: 4, by: 1 },
+    { kind: COLLECTIVE, rank: 0, start: 4, length: 5, late: 4, by: 1 },
+    { kind: BACKWARD, rank: 1, start: 6, length: 3 },
+    { kind: COLLECTIVE, rank: 1, start: 7, length: 1, by: 1 },
+    { kind: COLLECTIVE, rank: 1, start: 8, length: 1, by: 1 },
+    { kind: CELL, rank: 0, start: 0, length: 10 },
+    { kind: CELL, rank: 1, start: 0, length: 10 },
+  ];
+  for (const order of [spans, [...spans].reverse()]) {
+    const store = stored(order);
+    const { pixels } = timeline.pixelShares(store, { ...selected(store), from: 0, to: 10, width: 100 });
+    assert.deepEqual(lineOf(pixels, 0), [
+      [0, 20, OTHER],
+      [20, 40, BACKWARD],
+      [40, 90, WAIT],
+      [90, 100, OTHER],
+    ]);
+    assert.deepEqual(lineOf(pixels, 2), [
+      [0, 60, OTHER],
+      [60, 80, BACKWARD],
+      [80, 90, WAIT],
+      [90, 100, OTHER],
+    ]);
+  }
+});
+
+test("a running cell is own code as far as the rank is known", () => {
+  const store = stored([{ kind: FORWARD, start: 4, length: 2 }], { focus: [0, null], now: 9 });
+  const { pixels } = timeline.pixelShares(store, { ...selected(store), from: 0, to: 10, width: 100 });
+  assert.deepEqual(lineOf(pixels, 0), [
+    [0, 40, OTHER],
+    [40, 60, FORWARD],
+  ]);
+});
+
+test("hidden kinds are not drawn: own code, and waiting at the end of a backward", () => {
+  const store = stored([
+    { kind: BACKWARD, start: 2, length: 6 },
+    { kind: COLLECTIVE, start: 4, length: 4 },
+    { kind: CELL, start: 0, length: 10 },
+  ]);
+  const ownCode = timeline.shownOwnCode(config.ranks, config, "", new Set(["other"]));
+  assert.deepEqual([...ownCode], [0, 0]);
+  const options = { ...selected(store), ownCode, hidesWaits: true, from: 0, to: 10, width: 100 };
+  assert.deepEqual(lineOf(timeline.pixelShares(store, options).pixels, 0), [[20, 80, BACKWARD]]);
+  assert.deepEqual([...timeline.shownOwnCode(config.ranks, config, "other rank:1", new Set())], [0, 1]);
+});
+
+test("the own code below the pointer is found, with its length", () => {
+  const store = stored([
+    { kind: FORWARD, start: 2, length: 1 },
+    { kind: FORWARD, start: 7, length: 1 },
+    { kind: CELL, start: 0, length: 10 },
+  ]);
+  const at = (time) => timeline.ownCodeAt(store, { ...selected(store), rank: 0, row: 0, lane: 0, time, near: 0 });
+  assert.deepEqual(at(5), { from: 3, to: 7 });
+  assert.deepEqual(at(1), { from: 0, to: 2 });
+  assert.equal(at(11), null);
+});
+
+test("no word is written over another one", () => {
+  const kindOf = [FORWARD, BACKWARD, COLLECTIVE];
+  let seed = 1;
+  const random = () => {
+    seed = (seed * 16807) % 2147483647;
+    return seed / 2147483647;
+  };
+  for (let round = 0; round < 200; round++) {
+    const boxes = Array.from({ length: 12 }, (_, index) => {
+      const left = 500 * random();
+      return { index, kind: kindOf[index % 3], left, right: left + 200 * random() };
+    });
+    const runs = boxes.map(({ kind, left, right }) => ({ kind, left, right })).sort((a, b) => a.left - b.left);
+    const rooms = timeline.labelRooms(boxes, runs, 16).sort((a, b) => a.left - b.left);
+    rooms.forEach(({ index, left, right }, i) => {
+      assert.ok(right - left >= 16);
+      assert.ok(left >= boxes[index].left && right <= boxes[index].right);
+      if (i) assert.ok(left >= rooms[i - 1].right, "rooms overlap");
+    });
+  }
+});
+
+test("four collectives at once have one name, in its own room; words are shortened by meaning", () => {
+  const boxes = [0, 1, 2, 3].map((index) => ({ index, kind: COLLECTIVE, left: 20 * index, right: 200 }));
+  const rooms = timeline.labelRooms(boxes, [{ kind: COLLECTIVE, left: 0, right: 200 }], 16);
+  for (let i = 1; i < rooms.length; i++) assert.ok(rooms[i].left >= rooms[i - 1].right);
+  assert.deepEqual(timeline.wordsFor("backward", "backward", -1), ["backward", "bwd"]);
+  assert.deepEqual(timeline.wordsFor("forward", "GPT", -1), ["GPT", "forward", "fwd"]);
+  assert.deepEqual(timeline.wordsFor("forward", "F", 3), ["F 3", "3"]);
+});
+
+test("the overview has the share of ranks that work and that wait", () => {
+  const store = stored([
+    { kind: FORWARD, rank: 0, start: 0, length: 10 },
+    { kind: FORWARD, rank: 1, start: 0, length: 5 },
+    { kind: WAIT, rank: 1, start: 5, length: 5 },
+  ]);
+  const { works, waits } = timeline.columnShares(store, { ...selected(store), from: 0, to: 10, width: 10 });
+  assert.deepEqual(
+    [...works].map((share) => Math.round(10 * share) / 10),
+    [1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.5],
+  );
+  assert.deepEqual(
+    [...waits].map((share) => Math.round(10 * share) / 10),
+    [0, 0, 0, 0, 0, 0.5, 0.5, 0.5, 0.5, 0.5],
+  );
+});
+
+test("steps end with the optimizer; several optimizers in a row end one", () => {
+  const step = (start) => [
+    { kind: FORWARD, start, length: 1 },
+    { kind: BACKWARD, start: start + 1, length: 1 },
+    { kind: OPTIMIZER, start: start + 2, length: 0.5 },
+    { kind: OPTIMIZER, start: start + 2.5, length: 0.5 },
+  ];
+  const store = stored([...step(0), ...step(4)]);
+  assert.deepEqual(selected(store).derived.steps, [3, 7]);
+});
+
+test("a collective's calls on all ranks belong together, and a microbatch's way through the stages of a step", () => {
+  const call = (rank, sequence, start, group = "0") => ({
+    kind: COLLECTIVE,
+    name: "all_reduce",
+    rank,
+    sequence,
+    start,
+    group,
+  });
+  const store = stored([call(0, 7, 0), call(1, 7, 2), call(0, 8, 3), call(1, 8, 3), call(1, 7, 0, "1"), call(0, 0, 9)]);
+  const family = (index) => [...timeline.familyOf(store, index, [])];
+  assert.deepEqual(family(0), [0, 1]);
+  assert.deepEqual(family(3), [2, 3]);
+  assert.deepEqual(family(4), [], "of another group");
+  assert.deepEqual(family(5), [], "its number is unknown");
+  const action = (rank, microbatch, start) => ({
+    kind: FORWARD,
+    name: "F",
+    rank,
+    microbatch,
+    start,
+    stage: rank,
+    group: "2",
+  });
+  const pipeline = stored([action(0, 0, 0), action(1, 0, 1), action(0, 1, 1), action(0, 0, 10), action(1, 0, 11)]);
+  assert.deepEqual([...timeline.familyOf(pipeline, 1, [5, 15])], [0, 1]);
+  assert.deepEqual([...timeline.familyOf(pipeline, 3, [5, 15])], [3, 4]);
 });
 
 test("the trace is one that Perfetto opens", () => {

@@ -88,7 +88,7 @@ def test_wheel_holds_the_package_and_no_more(archives: Archives) -> None:
     expected |= {"axon_nb/py.typed", f"{version}/licenses/LICENSE"}
     assert {
         "axon_nb/magics/__init__.py",
-        "axon_nb/widgets/static/shared/page.css",
+        "axon_nb/widgets/static/shared/tokens.css",
         "axon_nb/widgets/static/watch/view.js",
     } < expected
     assert expected <= inside.keys()

@@ -59,7 +59,7 @@ def test_wheel_holds_the_assets(archives: tuple[Path, Path], root: Path) -> None
         for path in (root / "axon_nb").rglob("static/**/*")
         if path.suffix in {".css", ".js"}
     }
-    assert "axon_nb/widgets/static/shared/page.css" in assets
+    assert "axon_nb/widgets/static/shared/tokens.css" in assets
     with zipfile.ZipFile(archives[1]) as wheel:
         assert assets <= set(wheel.namelist())
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.cluster.inspection.card import cluster_card
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.rpc.requests import request_all, request_waits
 from axon_nb.records.placement import MeshInfo
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
 
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["cluster_info", "describe_state", "rank_stacks", "request_mesh", "request_states", "status_frame"]
+__all__ = [
+    "ClusterStatus",
+    "cluster_info",
+    "describe_state",
+    "rank_stacks",
+    "request_mesh",
+    "request_states",
+    "status_frame",
+]
 
 _TIMEOUT_S = 1.0
 _STACKS_TIMEOUT_S = 2.0
@@ -96,6 +105,23 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
         ranks=tuple(rows),
         mesh=request_mesh(state.client, states) if states else None,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """What `%distributed status` returns: shown as a card, with units that people read."""
+
+    info: ClusterInfo
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per rank, with memory in bytes, as `Cluster.status` does."""
+        return status_frame(self.info)
+
+    def __repr__(self) -> str:
+        return cluster_card(self.info)["text/plain"]
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return cluster_card(self.info)
 
 
 def status_frame(info: ClusterInfo) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from axon_nb.widgets.html import (
     table_row,
     table_style,
 )
-from axon_nb.widgets.palette import PAINTS
+from axon_nb.widgets.palette import ACTIVITIES
 
 __all__ = ["end_text", "strip_bundle"]
 
@@ -115,7 +115,7 @@ def _html(histories: Sequence[RankHistory], heading: str, notes: Sequence[str], 
 
 def _legend(histories: Sequence[RankHistory]) -> str:
     seen = {segment.activity for history in histories for segment in history.segments}
-    return legend((swatch_svg(paint), paint.label) for paint in PAINTS if paint.activity in seen)
+    return legend((swatch_svg(paint), paint.label) for paint in ACTIVITIES if paint.activity in seen)
 
 
 def _row(history: RankHistory, end: float) -> str:

@@ -16,7 +16,7 @@ from axon_nb.records.telemetry import RankState
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.cell.page import strip_bundle
 from axon_nb.widgets.cell.segments import SILENCE_S, TERMINAL, Clock, RankHistory, encode
-from axon_nb.widgets.palette import PAINTS, needs_outline
+from axon_nb.widgets.palette import ACTIVITIES
 from axon_nb.widgets.view import View
 
 __all__ = ["RankStrip"]
@@ -177,11 +177,10 @@ def _config(ranks: Sequence[int], title: str) -> dict[str, Any]:
             {
                 "name": paint.activity.value,
                 "label": paint.label,
-                "color": paint.color,
-                "pattern": paint.pattern,
-                "outline": needs_outline(paint.color),
+                "token": paint.token,
+                "form": paint.form,
                 "terminal": paint.activity in TERMINAL,
             }
-            for paint in PAINTS
+            for paint in ACTIVITIES
         ],
     }

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import ROLES, MemoryPrediction, MemoryUse
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
+from axon_nb.widgets.memory.bars import Bar, describe_roles, stacked_bar
+from axon_nb.widgets.memory.scale import Scale
 
-__all__ = ["NEAR", "Bar", "MemoryRow", "MemoryRows", "describe_roles", "segments"]
+__all__ = ["NEAR", "ODD", "SOURCES", "Cell", "MemoryRow", "MemoryRows", "describe_fullness"]
 
 NEAR = 0.9
 """Share of its capacity from which on a rank is flagged."""
-_FAR = 5.0
-"""A capacity of more than this multiple of the memory in use is written, but not drawn."""
+ODD = 0.02
+"""Share of the axis by which a role of a rank has to be above that of the leanest rank to stand out."""
+_SMALL = 0.02
+"""Roles below this share of the axis on all ranks are one column of the table."""
 SOURCES = {
     "storages": "storages of live tensors",
     "allocator": "CUDA's allocator, with the storages of live tensors",
@@ -25,15 +29,16 @@ SOURCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar; lengths are shares of the scale, 0 to 1."""
+class Cell:
+    """One number of the table."""
 
-    segments: tuple[tuple[str, float], ...]
-    """(role, length), from left to right; without those of length 0."""
-    peak: float | None
-    capacity: float | None
-    """None: unknown, or too large to be drawn."""
     text: str
+    share: float | None = None
+    """Of its bar, 0 to 1; None: it has none."""
+    token: str = ""
+    """Colour of the bar, as its name in CSS."""
+    flagged: bool = False
+    """Whether it stands out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +49,15 @@ class MemoryRow:
     measured: Bar
     estimated: Bar | None
     process: Bar
-    """Resident memory, with a scale of its own."""
+    """Resident memory; drawn against what is available to the process, if that is known."""
     flag: str
     """Why the rank needs attention; empty if it does not."""
+    total: str
+    """Measured, such as ``54.1 GiB``."""
+    remark: str
+    """How it compares with the estimate, or how full the device is."""
+    cells: tuple[Cell, ...]
+    """In the order of `MemoryRows.columns`."""
 
 
 class MemoryRows:
@@ -95,9 +106,8 @@ class MemoryRows:
         low, high = format_bytes(min(totals, default=0)), format_bytes(max(totals, default=0))
         each = f"{low} on each" if low == high else f"{low} to {high} on a rank"
         count = f"{len(uses)} rank{'' if len(uses) == 1 else 's'}"
-        sources = " and ".join(dict.fromkeys(SOURCES.get(use.source, use.source) for use in uses.values()))
         title = f"{self.title}: " if self.title else ""
-        return f"{title}memory of {count}, {each}; measured: {sources}"
+        return f"{title}memory of {count}, {each}; measured: {self._sources}"
 
     @property
     def roles(self) -> list[str]:
@@ -105,54 +115,99 @@ class MemoryRows:
         uses = [*self._replies.measured.values(), *self.estimates.values()]
         return [role for role in ROLES if any(use.by_role.get(role) for use in uses)]
 
+    @property
+    def scale(self) -> Scale:
+        """The axis of all bars of measured and estimated memory."""
+        uses, estimates = self._replies.measured.values(), self.estimates.values()
+        sizes = [max(use.total, self.peak_of(use)) for use in uses]
+        sizes += [max(use.total, use.peak or 0) for use in estimates]
+        return Scale.of(sizes, max((use.capacity or 0 for use in uses if use.source == "allocator"), default=0) or None)
+
+    @property
+    def columns(self) -> list[str]:
+        """Titles of the table: the larger roles, the rest, the total, the estimate and the process."""
+        estimates = ["estimate"] if self.estimates else []
+        rest = ["rest"] if len(self._large_roles) < len(self.roles) else []
+        return [*self._large_roles, *rest, "total", *estimates, "process"]
+
+    @property
+    def _large_roles(self) -> list[str]:
+        least = _SMALL * self.scale.end
+        uses = self._replies.measured.values()
+        return [role for role in self.roles if any(use.by_role.get(role, 0) >= least for use in uses)]
+
     def rows(self) -> list[MemoryRow]:
         """Return one row per rank."""
-        uses, estimates = self._replies.measured, self.estimates
-        scale = _scale(
-            [
-                *(max(use.total, self._peak(use)) for use in uses.values()),
-                *(max(use.total, use.peak or 0) for use in estimates.values()),
-            ],
-            [use.capacity for use in uses.values() if use.source == "allocator"],
-        )
-        resident_scale = _scale(
-            [max(use.resident, use.resident_peak) for use in uses.values()],
-            [use.capacity for use in uses.values() if use.source != "allocator"],
-        )
-        return [self._row(use, estimates, scale, resident_scale) for _, use in sorted(uses.items())]
+        scale = self.scale
+        return [self._row(use, scale) for _, use in sorted(self._replies.measured.items())]
 
-    def _peak(self, use: MemoryUse) -> int:
+    @property
+    def measured(self) -> Mapping[int, MemoryUse]:
+        """What each rank replied last."""
+        return self._replies.measured
+
+    def peak_of(self, use: MemoryUse) -> int:
+        """Return the peak of a rank in bytes, or the highest use that was seen."""
         return self._highest.get(use.rank, 0) if use.peak is None else use.peak
 
-    def _row(self, use: MemoryUse, estimates: Mapping[int, MemoryUse], scale: int, resident_scale: int) -> MemoryRow:
-        estimate = estimates.get(use.rank)
+    def _row(self, use: MemoryUse, scale: Scale) -> MemoryRow:
+        estimate = self.estimates.get(use.rank)
         on_device = use.source == "allocator"
         kind = "highest seen" if use.peak is None else "peak"
-        peak = self._peak(use)
+        peak = self.peak_of(use)
         texts = [describe_roles(use.by_role), f"{kind} {format_bytes(peak)}" if peak else ""]
         if on_device and use.capacity:
             texts.append(f"of {format_bytes(use.capacity)}")
+        capacity = None if not on_device or use.capacity is None else scale.share(use.capacity)
         return MemoryRow(
             use.rank,
-            Bar(
-                segments(use.by_role, scale),
-                peak / scale if peak else None,
-                _share_if_drawn(use.capacity if on_device else None, scale),
-                ", ".join(filter(None, texts)),
-            ),
+            stacked_bar(use.by_role, scale, peak or None, capacity, ", ".join(filter(None, texts))),
             None if estimate is None else _estimate_bar(estimate, scale),
-            Bar(
-                (("resident", use.resident / resident_scale),),
-                use.resident_peak / resident_scale if use.resident_peak else None,
-                _share_if_drawn(None if on_device else use.capacity, resident_scale),
-                _process_text(use, on_device=on_device),
-            ),
-            _flag(use),
+            self._process_bar(use, on_device=on_device),
+            describe_fullness(use),
+            format_bytes(use.total),
+            _remark(use, estimate),
+            tuple(self._cells(use, estimate, scale)),
         )
 
-    def notes(self) -> list[str]:
-        """Return sentences on ranks that need attention, and on what is unknown."""
-        found = [f"Rank {row.rank}: {row.flag}" for row in self.rows() if row.flag]
+    def _process_bar(self, use: MemoryUse, *, on_device: bool) -> Bar:
+        available = None if on_device else use.capacity
+        highest = max(max(other.resident, other.resident_peak) for other in self._replies.measured.values())
+        end = max(highest, available or 0) or 1
+        peak = use.resident_peak / end if use.resident_peak else None
+        capacity = None if available is None else available / end
+        return Bar((("resident", use.resident / end),), peak, capacity, _process_text(use, on_device=on_device))
+
+    def _cells(self, use: MemoryUse, estimate: MemoryUse | None, scale: Scale) -> Iterator[Cell]:
+        for role in self._large_roles:
+            sizes = [other.by_role.get(role, 0) for other in self._replies.measured.values()]
+            size = use.by_role.get(role, 0)
+            odd = size == max(sizes) and size - min(sizes) > ODD * scale.end
+            yield Cell(scale.number(size), flagged=odd)
+        if "rest" in self.columns:
+            yield Cell(scale.number(sum(size for role, size in use.by_role.items() if role not in self._large_roles)))
+        yield Cell(scale.number(use.total))
+        if self.estimates:
+            yield Cell("–" if estimate is None else scale.number(estimate.peak or estimate.total))
+        available = use.capacity if use.source != "allocator" else None
+        share = use.resident / available if available else None
+        of = f" of {format_bytes(available)}" if available else ""
+        yield Cell(f"{format_bytes(use.resident)}{of}", share, "role-resident")
+
+    @property
+    def context(self) -> str:
+        """Such as ``model · 4 ranks · storages of live tensors``."""
+        count = len(self._replies.measured)
+        return " · ".join(filter(None, (self.title, f"{count} rank{'' if count == 1 else 's'}", self._sources)))
+
+    @property
+    def _sources(self) -> str:
+        uses = self._replies.measured.values()
+        return " and ".join(dict.fromkeys(SOURCES.get(use.source, use.source) for use in uses))
+
+    def notes(self, *, flags: bool = True) -> list[str]:
+        """Return sentences on ranks that need attention, if `flags`, and on what is unknown."""
+        found = [f"Rank {row.rank}: {row.flag}" for row in self.rows() if row.flag and flags]
         uses = self._replies.measured
         without = [rank for rank, use in uses.items() if "activations" not in use.by_role]
         if without:
@@ -175,37 +230,32 @@ def _simulated_uses(prediction: MemoryPrediction) -> Iterator[tuple[int, MemoryU
         yield rank, MemoryUse(rank, 0, "plan", by_role, peak)
 
 
-def _estimate_bar(estimate: MemoryUse, scale: int) -> Bar:
+def _estimate_bar(estimate: MemoryUse, scale: Scale) -> Bar:
     text = f"estimate: {describe_roles(estimate.by_role)}"
-    if estimate.peak is None:
-        return Bar(segments(estimate.by_role, scale), None, None, text)
-    text += f" after a step, peak {format_bytes(estimate.peak)}, simulated"
-    return Bar(segments(estimate.by_role, scale), estimate.peak / scale, None, text)
+    if estimate.peak is not None:
+        text += f" after a step, peak {format_bytes(estimate.peak)}, simulated"
+    bar = stacked_bar(estimate.by_role, scale, estimate.peak, None, text)
+    return replace(bar, labels=())
 
 
-def _scale(sizes: Sequence[int], capacities: Sequence[int | None]) -> int:
-    highest = max(sizes, default=0) or 1
-    drawn = [size for size in capacities if size is not None and size <= _FAR * highest]
-    return max([highest, *drawn])
+def _remark(use: MemoryUse, estimate: MemoryUse | None) -> str:
+    if describe_fullness(use):
+        return f"{100 * (use.occupied or 0) / (use.capacity or 1):.0f} % full"
+    if estimate is None or not estimate.total:
+        return ""
+    has_peaks = use.peak is not None and estimate.peak is not None
+    planned = (estimate.peak if has_peaks else estimate.total) or 1
+    more = ((use.peak if has_peaks else use.total) or 0) - planned
+    if abs(more) <= _AS_ESTIMATED * planned:
+        return "as estimated"
+    return f"{'+' if more > 0 else '−'}{format_bytes(abs(more))}"
 
 
-def _share_if_drawn(size: int | None, scale: int) -> float | None:
-    return None if size is None or size > scale else size / scale
+_AS_ESTIMATED = 0.05
 
 
-def segments(by_role: Mapping[str, int], scale: int) -> tuple[tuple[str, float], ...]:
-    """Return the bytes of each role as shares of a scale in bytes."""
-    return tuple((role, by_role[role] / scale) for role in ROLES if by_role.get(role))
-
-
-def describe_roles(by_role: Mapping[str, int]) -> str:
-    """Return such as ``3.00 MiB (parameters 1.00 MiB, optimizer 2.00 MiB)``."""
-    parts = [f"{role} {format_bytes(by_role[role])}" for role in ROLES if by_role.get(role)]
-    details = f" ({', '.join(parts)})" if len(parts) > 1 else ""
-    return f"{format_bytes(sum(by_role.values()))}{details}"
-
-
-def _flag(use: MemoryUse) -> str:
+def describe_fullness(use: MemoryUse) -> str:
+    """Say how full a rank's memory is; empty: there is room."""
     if not use.capacity or use.occupied is None or use.occupied < NEAR * use.capacity:
         return ""
     what = "device" if use.source == "allocator" else "available"

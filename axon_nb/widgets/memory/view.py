@@ -14,8 +14,10 @@ from axon_nb.cluster.inspection.memory import MemorySnapshot, request_memory, re
 from axon_nb.cluster.inspection.memory_what_if import WhatIf
 from axon_nb.records.memory import WhatIfState
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.memory.page import MEMORY_TITLES, memory_bundle
-from axon_nb.widgets.memory.rows import MemoryRows
+from axon_nb.widgets.memory.bars import Bar
+from axon_nb.widgets.memory.page import memory_bundle
+from axon_nb.widgets.memory.rows import Cell, MemoryRow, MemoryRows
+from axon_nb.widgets.memory.summary import figures, notice
 from axon_nb.widgets.memory.what_if import what_if_content
 from axon_nb.widgets.panel import LivePanel
 from axon_nb.widgets.view import LiveView
@@ -75,13 +77,44 @@ class MemoryView(LiveView):
         """Return the bars; their lengths are shares of the scale."""
         rows = self._rows.rows()
         num_omitted = len(rows) - _MAX_RANKS
+        omitted = [f"{num_omitted} more ranks are left out."] if num_omitted > 0 else []
         return {
             "heading": self._rows.heading,
+            "context": self._rows.context,
+            "figures": figures(self._rows),
+            "notice": notice(self._rows),
             "roles": self._rows.roles,
-            "titles": list(MEMORY_TITLES),
-            "rows": [asdict(row) for row in rows[:_MAX_RANKS]],
-            "notes": [*self._rows.notes(), *([f"{num_omitted} more ranks are left out."] if num_omitted > 0 else [])],
+            "ticks": [asdict(tick) for tick in self._rows.scale.ticks],
+            "columns": self._rows.columns,
+            "unit": self._rows.scale.unit,
+            "rows": [_row(row) for row in rows[:_MAX_RANKS]],
+            "notes": [*self._rows.notes(flags=False), *omitted],
         }
+
+
+def _row(row: MemoryRow) -> dict[str, Any]:
+    """Return a row without what is empty, which is most of many ranks."""
+    return {
+        **asdict(row),
+        "measured": _bar(row.measured),
+        "estimated": row.estimated and _bar(row.estimated),
+        "process": {"text": row.process.text},
+        "cells": [
+            cell.text if cell == Cell(cell.text) else {name: value for name, value in asdict(cell).items() if value}
+            for cell in row.cells
+        ],
+    }
+
+
+def _bar(bar: Bar) -> dict[str, Any]:
+    found = {
+        "segments": [(role, round(share, 4)) for role, share in bar.segments],
+        "peak": bar.peak and round(bar.peak, 4),
+        "capacity": bar.capacity,
+        "text": bar.text,
+        "labels": bar.labels,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def _on_what_if(view_ref: weakref.ref[MemoryView], message: dict[str, Any]) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 from axon_nb.records.memory import ROLES, WITH_MOMENTUM, MemoryPrediction, MemorySetup, WhatIfState
 from axon_nb.records.units import format_bytes
 from axon_nb.widgets.html import CELL, WRAPPED_CELL, row_title, table, table_row
-from axon_nb.widgets.memory.rows import NEAR, Bar, describe_roles, segments
+from axon_nb.widgets.memory.bars import Bar, describe_roles, stacked_bar
+from axon_nb.widgets.memory.rows import NEAR
+from axon_nb.widgets.memory.scale import Scale
 
 __all__ = ["LabelledBar", "describe_setup", "prediction_bars", "what_if_content", "what_if_html", "what_if_lines"]
 
@@ -38,8 +40,6 @@ _LABELS = {
 }
 _PIPELINE_FIELDS = ("pp", "tp", "num_microbatches")
 _EMPTY = {"dtype": "unchanged", "mixed_precision": "none"}
-_FAR = 5.0
-"""A capacity of more than this multiple of the predicted memory is written, but not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ def what_if_content(state: WhatIfState, capacity: int | None) -> dict[str, Any]:
     """
     setup = state.setup or state.as_is
     bars = prediction_bars(state, capacity)
+    scale = _scale(state, capacity)
     return {
         "fields": [] if state.as_is is None or setup is None else _fields(state.as_is, setup),
         "proposed": state.as_is is not None and not state.is_trained_so,
@@ -66,9 +67,13 @@ def what_if_content(state: WhatIfState, capacity: int | None) -> dict[str, Any]:
         "share": state.share,
         "error": state.error,
         "heading": _heading(state),
+        "verdict": _verdict(state, capacity),
         "bars": [{"label": labelled.label, **asdict(labelled.bar)} for labelled in bars],
+        "ticks": [asdict(tick) for tick in scale.ticks] if bars else [],
+        "unit": scale.unit,
+        "changes": _changes(state, scale),
         "roles": [role for role in ROLES if any(role == name for each in bars for name, _ in each.bar.segments)],
-        "notes": _notes(state, capacity),
+        "notes": _notes(state),
     }
 
 
@@ -95,11 +100,50 @@ def prediction_bars(state: WhatIfState, capacity: int | None) -> list[LabelledBa
     if state.estimate is not None:
         shown.append(("proposed" if state.setup != state.as_is else "current", state.estimate))
     uses = [(f"{label}, {moment}", use) for label, prediction in shown for moment, use in _moments(prediction)]
-    highest = max((sum(use.values()) for _, use in uses), default=0) or 1
-    drawn_capacity = capacity if capacity is not None and capacity <= _FAR * highest else None
-    scale = max(highest, drawn_capacity or 0)
-    mark = None if drawn_capacity is None else drawn_capacity / scale
-    return [LabelledBar(label, Bar(segments(use, scale), None, mark, describe_roles(use))) for label, use in uses]
+    scale = Scale.of((sum(use.values()) for _, use in uses), capacity)
+    mark = None if capacity is None else scale.share(capacity)
+    return [LabelledBar(label, stacked_bar(use, scale, None, mark, describe_roles(use))) for label, use in uses]
+
+
+def _scale(state: WhatIfState, capacity: int | None) -> Scale:
+    """Return the axis of the bars."""
+    found = [prediction for prediction in (state.reference, state.estimate) if prediction is not None]
+    return Scale.of((sum(use.values()) for own in found for _, use in _moments(own)), capacity)
+
+
+def _changes(state: WhatIfState, scale: Scale) -> list[dict[str, Any]]:
+    """Return the memory of each role now and as proposed, at the peak if that is known; empty: nothing to compare."""
+    if state.reference is None or state.estimate is None or state.setup == state.as_is:
+        return []
+    now, then = (_moments(prediction)[-1][1] for prediction in (state.reference, state.estimate))
+    changes = {role: then.get(role, 0) - now.get(role, 0) for role in ROLES if now.get(role) or then.get(role)}
+    most = max(map(abs, changes.values()), default=0) or 1
+    return [
+        {
+            "role": role,
+            "now": scale.number(now.get(role, 0)),
+            "then": scale.number(then.get(role, 0)),
+            "change": f"{'+' if change > 0 else '−'}{scale.number(abs(change))}" if change else "–",
+            "share": abs(change) / most,
+            "isLess": change < 0,
+        }
+        for role, change in changes.items()
+    ]
+
+
+def _verdict(state: WhatIfState, capacity: int | None) -> dict[str, str] | None:
+    """Return whether the scenario fits; None: it is not known."""
+    estimate = state.estimate
+    if estimate is None or capacity is None:
+        return None
+    highest = _total(estimate.peak if estimate.is_whole else estimate.persistent, estimate)
+    left = capacity - highest
+    text = f"{format_bytes(highest)} of {format_bytes(capacity)}"
+    if left < 0:
+        return {"claim": "It does not fit.", "text": f"{text}: {format_bytes(-left)} too much.", "state": "error"}
+    near = highest >= NEAR * capacity
+    claim = "It fits, but barely." if near else "It fits."
+    return {"claim": claim, "text": f"{text}, {format_bytes(left)} left.", "state": "warn" if near else "ok"}
 
 
 def _moments(prediction: MemoryPrediction) -> list[tuple[str, Mapping[str, int]]]:
@@ -137,16 +181,11 @@ def _total(by_rank: Mapping[int, Mapping[str, int]], estimate: MemoryPrediction)
     return sum(by_rank[estimate.worst].values())
 
 
-def _notes(state: WhatIfState, capacity: int | None) -> list[str]:
+def _notes(state: WhatIfState) -> list[str]:
     found = list(state.notes)
     estimate = state.estimate
     if estimate is None:
         return found
-    highest = _total(estimate.peak if estimate.is_whole else estimate.persistent, estimate)
-    if capacity is not None and highest > capacity:
-        found.insert(0, f"⚠ Does not fit: needs {format_bytes(highest)} of {format_bytes(capacity)}.")
-    elif capacity is not None and highest >= NEAR * capacity:
-        found.insert(0, f"⚠ Near the limit: {100 * highest / capacity:.0f} % of {format_bytes(capacity)}.")
     if estimate.host:
         found.append(f"Another {format_bytes(estimate.host)} of host memory is used.")
     return [*found, *estimate.notes]

@@ -8,23 +8,17 @@ from html import escape
 
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
-from axon_nb.widgets.palette import OKABE_ITO, contrast
+from axon_nb.widgets.palette import INK, KINDS, RANKS, rank_color, text_color
 from axon_nb.widgets.shards.tensors import Part, PlacedTensor
 
-__all__ = ["Box", "Drawing", "describe_boxes", "draw", "drawing_svg", "rank_color", "text_color"]
+__all__ = ["Box", "Drawing", "describe_boxes", "draw", "drawing_svg"]
 
-_COLORS = ("green", "blue", "vermillion", "purple")
-_PATTERNS = ("", "hatch", "dots", "grid")
 _MAX_SIDE, _MIN_SIDE = 150.0, 18.0
 _AREA = 3000.0
 """Approximate area of a drawing in square units; its sides stay between `_MIN_SIDE` and `_MAX_SIDE`."""
 _CHAR_WIDTH = 6.2
-_DEFS = {
-    "hatch": '<path d="M-2 2l4-4M0 8l8-8M6 10l4-4" stroke="#fff" stroke-opacity=".55" stroke-width="1.5"/>',
-    "dots": '<circle cx="2" cy="2" r="1.2" fill="#fff" fill-opacity=".7"/>'
-    '<circle cx="6" cy="6" r="1.2" fill="#fff" fill-opacity=".7"/>',
-    "grid": '<path d="M0 0h8M0 0v8" stroke="#fff" stroke-opacity=".6" stroke-width="1.5"/>',
-}
+_PALE = 0.55
+"""Opacity of the colours of every other eight ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +29,8 @@ class Box:
     y: float
     width: float
     height: float
-    color: str
-    pattern: str
+    rank: int
+    """The first one that holds it; -1: all ranks hold a copy."""
     label: str
     """Ranks, if there is room for them."""
     text: str
@@ -52,16 +46,6 @@ class Drawing:
     boxes: tuple[Box, ...]
     empty: str
     """Which ranks hold nothing of the tensor, such as ``rank 3: nothing``; empty: all have a part."""
-
-
-def rank_color(rank: int) -> tuple[str, str]:
-    """Return the colour and pattern of a rank; the first sixteen ranks all differ."""
-    return OKABE_ITO[_COLORS[rank % len(_COLORS)]], _PATTERNS[rank // len(_COLORS) % len(_PATTERNS)]
-
-
-def text_color(color: str) -> str:
-    """Return black or white, whichever is easier to read on a colour."""
-    return max("#000000", "#FFFFFF", key=lambda text: contrast(text, color))
 
 
 def draw(tensor: PlacedTensor) -> Drawing:
@@ -117,9 +101,9 @@ def _box(tensor: PlacedTensor, part: Part, area: tuple[float, float, float, floa
     x, y, width, height = (round(number, 2) for number in area)
     label = format_ranks(part.ranks)
     is_replica = len(part.ranks) > 1 and part.shape == tensor.shape
-    color, pattern = (OKABE_ITO["grey"], "") if is_replica else rank_color(part.ranks[0])
     fits = len(label) * _CHAR_WIDTH + 2 <= width and height >= 10
-    return Box(x, y, width, height, color, pattern, label if fits else "", _describe(tensor, part))
+    rank = -1 if is_replica else part.ranks[0]
+    return Box(x, y, width, height, rank, label if fits else "", _describe(tensor, part))
 
 
 def _describe(tensor: PlacedTensor, part: Part) -> str:
@@ -137,33 +121,27 @@ def _describe(tensor: PlacedTensor, part: Part) -> str:
 
 def drawing_svg(drawing: Drawing) -> str:
     """Return the drawing as an SVG that looks right on light and dark pages."""
-    used = {box.pattern for box in drawing.boxes if box.pattern}
-    patterns = "".join(
-        f'<pattern id="{name}" width="8" height="8" patternUnits="userSpaceOnUse">{lines}</pattern>'
-        for name, lines in _DEFS.items()
-        if name in used
-    )
     size = f'width="{drawing.width + 2:g}" height="{drawing.height + 2:g}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="-1 -1 {drawing.width + 2:g} {drawing.height + 2:g}">'
-        f"{f'<defs>{patterns}</defs>' if patterns else ''}{''.join(map(_box_svg, drawing.boxes))}"
-        f'<rect width="{drawing.width:g}" height="{drawing.height:g}" fill="none" stroke="#767676"/></svg>'
+        f"{''.join(map(_box_svg, drawing.boxes))}"
+        f'<rect width="{drawing.width:g}" height="{drawing.height:g}" rx="2" fill="none" stroke="{INK}"/></svg>'
     )
 
 
 def _box_svg(box: Box) -> str:
-    area = f'x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{box.height:g}"'
-    shapes = [f'<rect {area} fill="{box.color}" stroke="#767676" stroke-width=".75"/>']
-    if box.pattern:
-        shapes.append(f'<rect {area} fill="url(#{box.pattern})"/>')
-    if box.label:
-        center = f'x="{box.x + box.width / 2:g}" y="{box.y + box.height / 2 + 3.5:g}"'
-        halo = f' paint-order="stroke" stroke="{box.color}" stroke-width="3"' if box.pattern else ""
-        shapes.append(
-            f'<text {center} text-anchor="middle" font-family="sans-serif" font-size="10" '
-            f'fill="{text_color(box.color)}"{halo}>{escape(box.label)}</text>'
-        )
-    return "".join(shapes)
+    gap = 1 if min(box.width, box.height) > 6 else 0
+    color = KINDS["other"] if box.rank < 0 else rank_color(box.rank)
+    opacity = f' fill-opacity="{_PALE}"' if box.rank >= 0 and box.rank // len(RANKS) % 2 else ""
+    area = f'x="{box.x:g}" y="{box.y:g}" width="{box.width - gap:g}" height="{box.height - gap:g}"'
+    shapes = f'<rect {area} fill="{color.both}"{opacity}/>'
+    if not box.label:
+        return shapes
+    center = f'x="{box.x + box.width / 2:g}" y="{box.y + box.height / 2 + 3.5:g}"'
+    return (
+        f'{shapes}<text {center} text-anchor="middle" font-family="sans-serif" font-size="10" '
+        f'fill="{text_color(color.both)}">{escape(box.label)}</text>'
+    )
 
 
 def describe_boxes(drawing: Drawing) -> Sequence[str]:

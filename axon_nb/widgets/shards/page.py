@@ -19,12 +19,13 @@ from axon_nb.widgets.html import (
     table_row,
 )
 from axon_nb.widgets.shards.boxes import describe_boxes, draw, drawing_svg
+from axon_nb.widgets.shards.folding import Alike, fold
 from axon_nb.widgets.shards.tensors import PlacedTensor, bytes_by_rank, describe_placement, ranks_by_bytes
 
 __all__ = ["heading", "local_sizes", "shards_bundle", "shown_shape"]
 
 _TITLES = ("tensor", "", "shape", "where", "per rank", "parts by rank")
-_MAX_ROWS = 200
+_MAX_ROWS = 60
 
 
 def shown_shape(tensor: PlacedTensor) -> str:
@@ -57,18 +58,26 @@ def shards_bundle(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[s
         tensors: In the order in which they are shown.
         notes: Sentences below.
     """
-    num_omitted = len(tensors) - _MAX_ROWS
-    omitted = [f"{num_omitted} more tensors are left out here."] if num_omitted > 0 else []
-    return {"text/html": _html(title, tensors, [*notes, *omitted]), "text/plain": _text(title, tensors, notes)}
+    rows = fold(tensors)
+    num_omitted = sum(len(row.tensors) for row in rows[_MAX_ROWS:])
+    omitted = [f"{num_omitted} more tensors are left out here."] if num_omitted else []
+    return {
+        "text/html": _html(title, tensors, rows, [*notes, *omitted]),
+        "text/plain": _text(title, tensors, rows, notes),
+    }
 
 
-def _text(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str]) -> str:
-    rows = [(tensor.name, *_cells(tensor)) for tensor in tensors]
+def _text(title: str, tensors: Sequence[PlacedTensor], folded: Sequence[Alike], notes: Sequence[str]) -> str:
+    rows = [(_name(row), *_cells(row.first)) for row in folded]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
     lines = (
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
     return "\n".join([heading(title, tensors), *lines, *notes])
+
+
+def _name(row: Alike) -> str:
+    return f"{row.name} ({len(row.tensors)} alike)" if len(row.tensors) > 1 else row.name
 
 
 def _cells(tensor: PlacedTensor) -> tuple[str, str, str, str]:
@@ -77,22 +86,22 @@ def _cells(tensor: PlacedTensor) -> tuple[str, str, str, str]:
     return tensor.role, shown_shape(tensor), describe_placement(tensor), f"{sizes} each" if is_equal else sizes
 
 
-def _html(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[str]) -> str:
+def _html(title: str, tensors: Sequence[PlacedTensor], folded: Sequence[Alike], notes: Sequence[str]) -> str:
     totals = ranks_by_bytes(bytes_by_rank(tensors))
     total = ", ".join(f"{name_ranks(ranks)}: {format_bytes(size)}" for size, ranks in totals)
-    rows = table(_TITLES, map(_row, tensors[:_MAX_ROWS]))
+    rows = table(_TITLES, map(_row, folded[:_MAX_ROWS]))
     return figure(f"{rows}{note_lines([total, *notes])}", heading=heading(title, tensors))
 
 
-def _row(tensor: PlacedTensor) -> str:
-    drawing = draw(tensor)
+def _row(row: Alike) -> str:
+    tensor, drawing = row.first, draw(row.first)
     text = escape("; ".join(describe_boxes(drawing)))
     picture = (
         f'<img alt="{text}" title="{text}" src="{svg_uri(drawing_svg(drawing))}" width="{drawing.width + 2:g}" '
         f'height="{drawing.height + 2:g}" style="display:block;margin:0;max-width:none">'
     )
     return table_row(
-        row_title(escape(tensor.name)),
+        row_title(escape(_name(row))),
         data_cells(_cells(tensor), WRAPPED_CELL),
         f'<td style="{CELL}">{picture}</td>',
     )

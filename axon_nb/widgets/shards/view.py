@@ -14,7 +14,7 @@ from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.panel import LivePanel
-from axon_nb.widgets.shards.boxes import draw, text_color
+from axon_nb.widgets.shards.boxes import draw
 from axon_nb.widgets.shards.page import heading, local_sizes, shards_bundle, shown_shape
 from axon_nb.widgets.shards.tensors import (
     PlacedTensor,
@@ -92,8 +92,6 @@ def _first_tensors(shards: Sequence[Shard], notes: Sequence[str]) -> tuple[list[
 
 def _row(tensor: PlacedTensor, drawings: dict[str, int]) -> dict[str, Any]:
     drawing = asdict(draw(tensor))
-    for box in drawing["boxes"]:
-        box["ink"] = text_color(box["color"])
     return {
         "name": tensor.name,
         "role": tensor.role,

@@ -1,4 +1,4 @@
-"""Statistics of spans per rank (time by kind, overlap, waiting for late ranks), and the last step of each pipeline."""
+"""Statistics of spans per rank: time by kind, communication hidden behind computation, waiting for late ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from axon_nb.cluster.inspection.span_table import SpanTable
-from axon_nb.records.training.pipeline import PipelineStep
-from axon_nb.records.training.pipeline_steps import last_steps
 from axon_nb.records.units import format_seconds
+from axon_nb.widgets.timeline.intervals import Intervals, coverage, join, tails, union_ns
 
-__all__ = ["RankFacts", "TimelineFacts", "pipeline_steps", "timeline_facts"]
-
-_Times = npt.NDArray[np.int64]
+__all__ = ["RankFacts", "Straggler", "TimelineFacts", "running_cell", "timeline_facts"]
 
 _COMPUTING = ("forward", "backward", "optimizer")
 _COMMUNICATING = ("collective", "p2p")
@@ -26,25 +23,66 @@ _STRAGGLER_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank that others waited for most."""
+
+    rank: int
+    times_last: int
+    """Number of collectives that it started last."""
+    num_collectives: int
+    """Of all ranks."""
+    seconds: float
+    """That the other ranks waited for it, in total."""
+    share: float
+    """Of all waiting for late ranks, 0 to 1."""
+
+    @property
+    def evidence(self) -> str:
+        """What shows it, as a sentence."""
+        return (
+            f"It came last to {self.times_last} of {self.num_collectives} collectives; the other ranks waited "
+            f"{format_seconds(self.seconds)} for it, {self.share:.0%} of all waiting for late ranks."
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RankFacts:
-    """One rank; times in seconds."""
+    """One rank; times in seconds.
+
+    `forward`, `backward`, `optimizer`, `own_code` and `waiting` exclude each other: within cells they add up to `cell`.
+    """
 
     rank: int
     forward: float
     backward: float
     optimizer: float
+    own_code: float
+    """In a cell, in none of the other four."""
+    waiting: float
+    """While communication blocked the rank's own code."""
+    cell: float
+    """In cells."""
     communicating: float
     """While at least one collective, send or recv was in progress."""
     hidden: float
     """The part of `communicating` during which the rank also computed."""
-    waiting: float
-    """While communication blocked the rank's own code."""
     waited_for: float
-    """Time that the other ranks waited in total because this one started a collective last."""
+    """Time that the other ranks waited in total because this one started a collective last, each moment of a waiting
+    rank counted once."""
     times_last: int
     """Number of collectives that it started last."""
     bytes: int
     """Carried by the rank's collectives, sends and recvs."""
+
+    @property
+    def computing(self) -> float:
+        """In a forward, a backward or an optimizer step that did not wait."""
+        return self.forward + self.backward + self.optimizer
+
+    @property
+    def known(self) -> float:
+        """For how long it is known what the rank did, waiting included."""
+        return self.computing + self.own_code + self.waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +95,10 @@ class TimelineFacts:
     num_spans: int
     num_collectives: int
     """Collectives whose calls are known on all ranks."""
-    straggler: str
-    """A sentence on the rank that others waited for most; empty if there is none."""
+    straggler: Straggler | None
+    """The rank that others waited for most; None if there is none."""
+    step: tuple[float, float] | None
+    """Mean length of a training step, and its standard deviation; None: fewer than three optimizer steps in a row."""
 
     @property
     def overlap(self) -> float | None:
@@ -67,129 +107,116 @@ class TimelineFacts:
         return sum(rank.hidden for rank in self.ranks) / communicating if communicating else None
 
 
-def timeline_facts(table: SpanTable) -> TimelineFacts:
+def timeline_facts(table: SpanTable, running_since: int | None = None) -> TimelineFacts:
     """Compute the statistics of all spans.
 
     A rank computes during a forward, backward or step unless communication blocks it. After a backward's last
-    collective has started, nothing is left to compute in it, so the rest of it counts as blocked, too: DDP waits there
-    in C++, where no span is recorded.
+    collective has started, the rest of it counts as blocked, too (see `tails`).
+
+    Args:
+        table: The spans.
+        running_since: When the running cell began, in nanoseconds; None: no cell runs.
     """
     columns = table.columns
-    kinds = {kind: table.of_kind(kind) for kind in (*_COMPUTING, *_COMMUNICATING, "wait")}
+    kinds = {kind: table.of_kind(kind) for kind in ("cell", *_COMPUTING, *_COMMUNICATING, "wait")}
     known = kinds["collective"] & (columns["by"] >= 0)
-    ranks = tuple(_rank_facts(table, int(rank), kinds, known) for rank in np.unique(columns["rank"]))
+    ranks = tuple(_rank_facts(table, int(rank), kinds, known, running_since) for rank in np.unique(columns["rank"]))
     seconds = (int(columns["end"].max()) - int(columns["start"].min())) / 1e9 if len(table) else 0.0
     num_collectives = int((known & (columns["by"] == columns["rank"])).sum())
-    return TimelineFacts(ranks, seconds, len(table), num_collectives, _straggler(ranks, seconds, num_collectives))
+    straggler = _straggler(ranks, seconds, num_collectives)
+    return TimelineFacts(ranks, seconds, len(table), num_collectives, straggler, _step(table))
 
 
 def _rank_facts(
-    table: SpanTable, rank: int, kinds: dict[str, npt.NDArray[np.bool_]], known: npt.NDArray[np.bool_]
+    table: SpanTable,
+    rank: int,
+    kinds: dict[str, npt.NDArray[np.bool_]],
+    known: npt.NDArray[np.bool_],
+    running_since: int | None,
 ) -> RankFacts:
     columns = table.columns
     is_own = columns["rank"] == rank
 
-    def times(*names: str) -> tuple[_Times, _Times]:
+    def times(*names: str) -> Intervals:
         selected = is_own & np.logical_or.reduce([kinds[name] for name in names])
         return columns["start"][selected], columns["end"][selected]
 
-    def seconds(name: str) -> float:
-        starts, ends = times(name)
-        return float((ends - starts).sum()) / 1e9
-
-    communicating, waiting = times(*_COMMUNICATING), times("wait")
-    tails = _tails(times("backward"), communicating)
-    blocked = (np.concatenate((waiting[0], tails[0])), np.concatenate((waiting[1], tails[1])))
-    covered, lengths = _coverage(communicating, times(*_COMPUTING), blocked, waiting)
-    is_communicating, is_computing, is_blocked, is_waiting = covered
-    waited_for_it = known & (columns["by"] == rank) & ~is_own
+    communicating, backward = times(*_COMMUNICATING), times("backward")
+    sets = [
+        join(times("wait"), tails(backward, communicating)), times("optimizer"), backward, times("forward"),
+        join(times("cell"), running_cell(columns, is_own, running_since)), communicating,
+    ]  # fmt: skip
+    (*exclusive, is_cell, is_communicating), lengths = coverage(*sets)
+    seconds, is_free = [], np.ones(len(lengths), dtype=bool)
+    for is_covered in (*exclusive, is_cell):
+        seconds.append(float(lengths[is_covered & is_free].sum()) / 1e9)
+        is_free &= ~is_covered
+    waiting, optimizer, backward_s, forward, own_code = seconds
+    is_computing = np.logical_or.reduce(exclusive[1:]) & ~exclusive[0]
     return RankFacts(
         rank=rank,
-        forward=seconds("forward"),
-        backward=seconds("backward"),
-        optimizer=seconds("optimizer"),
+        forward=forward,
+        backward=backward_s,
+        optimizer=optimizer,
+        own_code=own_code,
+        waiting=waiting,
+        cell=float(lengths[is_cell].sum()) / 1e9,
         communicating=float(lengths[is_communicating].sum()) / 1e9,
-        hidden=float(lengths[is_communicating & is_computing & ~is_blocked].sum()) / 1e9,
-        waiting=float(lengths[is_waiting].sum()) / 1e9,
-        waited_for=float(columns["late"][waited_for_it].sum()) / 1e9,
+        hidden=float(lengths[is_communicating & is_computing].sum()) / 1e9,
+        waited_for=_waited_for(table, rank, known & (columns["by"] == rank) & ~is_own),
         times_last=int((known & (columns["by"] == rank) & is_own).sum()),
         bytes=int(columns["bytes"][is_own & (kinds["collective"] | kinds["p2p"])].sum()),
     )
 
 
-def _tails(backwards: tuple[_Times, _Times], communication: tuple[_Times, _Times]) -> tuple[_Times, _Times]:
-    """Return the time of each backward from the start of its last communication to the end of either."""
-    order = np.argsort(communication[0], kind="stable")
-    starts, ends = communication[0][order], communication[1][order]
-    if not len(starts):
-        return starts, ends
-    last = np.searchsorted(starts, backwards[1]) - 1
-    inside = (last >= 0) & (starts[last] >= backwards[0])
-    return starts[last[inside]], np.minimum(ends[last[inside]], backwards[1][inside])
+def running_cell(
+    columns: dict[str, npt.NDArray[np.int64]], is_own: npt.NDArray[np.bool_], since: int | None
+) -> Intervals:
+    """Return what is known of the running cell of one rank: up to the end of its last span."""
+    ends = columns["end"][is_own]
+    known = [(since, int(ends.max()))] if since is not None and len(ends) and ends.max() > since else []
+    return np.array([start for start, _ in known], dtype=np.int64), np.array([end for _, end in known], dtype=np.int64)
 
 
-def _coverage(*sets: tuple[_Times, _Times]) -> tuple[list[npt.NDArray[np.bool_]], _Times]:
-    """Return the intervals between all starts and ends: whether each set covers them, and their lengths."""
-    points = np.concatenate([times for pair in sets for times in pair])
-    order = np.argsort(points, kind="stable")
-    covered = []
-    offset = 0
-    for starts, ends in sets:
-        steps = np.zeros(len(points), dtype=np.int64)
-        steps[offset : offset + len(starts)] = 1
-        steps[offset + len(starts) : offset + len(starts) + len(ends)] = -1
-        offset += len(starts) + len(ends)
-        covered.append(np.cumsum(steps[order])[:-1] > 0)
-    return covered, np.diff(points[order])
+def _waited_for(table: SpanTable, rank: int, waits: npt.NDArray[np.bool_]) -> float:
+    """Return the seconds for which others waited for a rank: several collectives may be in progress at once."""
+    columns = table.columns
+    total = 0
+    for other in np.unique(columns["rank"][waits]):
+        selected = waits & (columns["rank"] == other)
+        starts = columns["start"][selected]
+        total += union_ns((starts, starts + columns["late"][selected]))
+    return total / 1e9
 
 
-def _straggler(ranks: tuple[RankFacts, ...], seconds: float, num_collectives: int) -> str:
+_MIN_STEPS = 2
+
+
+def _step(table: SpanTable) -> tuple[float, float] | None:
+    """Return mean and standard deviation of the time from one optimizer step to the next, over all ranks.
+
+    Of several optimizers that step one after the other only the first counts.
+    """
+    columns = table.columns
+    is_step, is_pass = table.of_kind("optimizer"), table.of_kind("forward", "backward")
+    lengths: list[npt.NDArray[np.int64]] = []
+    for rank in np.unique(columns["rank"]):
+        selected = (is_step | is_pass) & (columns["rank"] == rank)
+        order = np.argsort(columns["start"][selected], kind="stable")
+        starts, steps = columns["start"][selected][order], is_step[selected][order]
+        begins = steps.copy()
+        begins[1:] &= ~steps[:-1]
+        lengths.append(np.diff(starts[begins]))
+    found = np.concatenate(lengths) / 1e9 if lengths else np.zeros(0)
+    return (float(found.mean()), float(found.std())) if len(found) >= _MIN_STEPS else None
+
+
+def _straggler(ranks: tuple[RankFacts, ...], seconds: float, num_collectives: int) -> Straggler | None:
     total = sum(rank.waited_for for rank in ranks)
     if len(ranks) < 2 or num_collectives < _MIN_COLLECTIVES or total < _MIN_WAITING * seconds * len(ranks):
-        return ""
+        return None
     worst = max(ranks, key=lambda rank: rank.waited_for)
     share = worst.waited_for / total
     if share < max(_STRAGGLER_SHARE, min(2 / len(ranks), 0.75)):
-        return ""
-    return (
-        f"Straggler: rank {worst.rank} came last to {worst.times_last} of {num_collectives} collectives; other ranks "
-        f"waited {format_seconds(worst.waited_for)} for it, {share:.0%} of all waiting for late ranks."
-    )
-
-
-_LIMITS = (512, 8192)
-"""Number of last spans per rank and pipeline that are read: few at first, more if they hold no complete step."""
-
-
-def pipeline_steps(table: SpanTable) -> list[PipelineStep]:
-    """Return the last step of each pipeline, the newest first; omit pipelines without a step finished on all ranks."""
-    names = sorted({group for _, _, group in table.labels})
-    index = {name: number for number, name in enumerate(names)}
-    group_of = np.array([index[group] for _, _, group in table.labels], dtype=np.int64)
-    rows = np.flatnonzero(table.of_kind("forward", "backward") & (table.columns["stage"] >= 0))
-    found: dict[str, PipelineStep] = {}
-    for limit in _LIMITS:
-        groups = group_of[table.columns["label"][rows]] if len(rows) else rows
-        chosen = rows[_last_of_each(groups * (1 << 32) + table.columns["rank"][rows], limit)]
-        selected = np.zeros(len(table), dtype=bool)
-        selected[chosen] = True
-        for step in last_steps(table.pick(selected).spans(), members=table.groups):
-            found[step.group] = step
-        # Read more only of pipelines whose step was not found among the first spans.
-        rest = np.isin(groups, [index[name] for name in names if name not in found])
-        if len(chosen) == len(rows) or not rest.any():
-            break
-        rows = rows[rest]
-    return sorted(found.values(), key=lambda step: max(span.end_ns for span in step.measured), reverse=True)
-
-
-def _last_of_each(keys: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.bool_]:
-    """Return which positions are among the last `limit` with their key."""
-    order = np.argsort(keys, kind="stable")
-    edges = np.flatnonzero(np.diff(keys[order])) + 1
-    ends = np.append(edges, len(keys))
-    sizes = np.diff(np.concatenate(([0], ends)))
-    after = np.repeat(ends, sizes) - 1 - np.arange(len(keys))
-    chosen = np.zeros(len(keys), dtype=bool)
-    chosen[order] = after < limit
-    return chosen
+        return None
+    return Straggler(worst.rank, worst.times_last, num_collectives, worst.waited_for, share)

@@ -1,60 +1,35 @@
-"""A timeline as text and as a saved page that needs neither a kernel nor scripts; and its facts for the live page."""
+"""A timeline as text, and as a saved page that needs neither a kernel nor scripts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 import numpy as np
 
 from axon_nb.cluster.inspection.span_table import SpanTable
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.spans import Span
 from axon_nb.records.training.pipeline import PipelineStep
-from axon_nb.records.units import format_bytes, format_seconds
+from axon_nb.records.units import format_seconds
 from axon_nb.widgets import html
-from axon_nb.widgets.palette import OTHER, SPAN_CODES, SPAN_PAINTS
-from axon_nb.widgets.timeline.facts import RankFacts, TimelineFacts, pipeline_steps, timeline_facts
+from axon_nb.widgets.palette import SPAN_PAINTS
+from axon_nb.widgets.timeline.content import (
+    COLUMNS,
+    MAX_PIPELINES,
+    MAX_ROWS,
+    TimelineSummary,
+    describe_step,
+    figures,
+    format_duration,
+    omitted_pipelines,
+    rank_cells,
+    step_seconds,
+    summarize,
+)
+from axon_nb.widgets.timeline.facts import RankFacts
 from axon_nb.widgets.timeline.svg import rank_svg, step_svg, swatch_svg
 
-__all__ = ["COLUMN_TITLES", "TimelineSummary", "page_facts", "summarize", "timeline_bundle"]
-
-COLUMN_TITLES = ("forward", "backward", "optimizer", "communicating", "hidden", "waiting", "waited for", "moved")
-"""Of the table. `hidden`: share of communication behind computation; `waited for`: time other ranks waited for it."""
-
-_MAX_ROWS = 64
-_MAX_BOXES = 1000
-"""Of all pipelines together, measured and ideal; they take 35 kB of a message."""
-_MAX_PIPELINES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineSummary:
-    """Facts and pipeline steps computed from spans."""
-
-    facts: TimelineFacts
-    steps: tuple[PipelineStep, ...]
-    """Last steps, the newest first."""
-
-
-def summarize(table: SpanTable) -> TimelineSummary:
-    """Return the facts of all ranks and the last step of each pipeline."""
-    return TimelineSummary(timeline_facts(table), tuple(pipeline_steps(table)))
-
-
-def page_facts(summary: TimelineSummary, ranks: Sequence[int]) -> dict[str, Any]:
-    """Return the summary as `static/timeline/page.js` reads it: text, and boxes of pipeline steps in seconds."""
-    facts, steps = summary.facts, summary.steps[:_MAX_PIPELINES]
-    return {
-        "facts": {
-            "titles": list(COLUMN_TITLES),
-            "rows": [[rank.rank, *_cells(rank)] for rank in facts.ranks if rank.rank in ranks][:_MAX_ROWS],
-            "sentences": _sentences(summary),
-        },
-        "pipelines": [_page_step(step, _MAX_BOXES // (2 * len(steps))) for step in steps],
-    }
+__all__ = ["timeline_bundle"]
 
 
 def timeline_bundle(
@@ -69,20 +44,33 @@ def timeline_bundle(
         focus: Start and end of what is drawn and counted, in nanoseconds; None: the first span, or the last.
     """
     shown = table if focus[0] is None else table.between(focus[0], focus[1])
-    summary = summarize(shown)
+    running_since = focus[0] if focus[1] is None else None
+    summary = summarize(shown, running_since)
     start, end = _extent(shown, focus)
     count = f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
     spans = f"{len(shown)} span{'' if len(shown) == 1 else 's'}"
     heading = f"{title or 'Timeline'}: {count}, {format_seconds((end - start) / 1e9)}, {spans}"
-    notes = [*_sentences(summary), *_losses(table)]
     by_rank = {rank.rank: rank for rank in summary.facts.ranks}
     lines = [heading]
     lines += [f"  rank {rank}: {_describe(by_rank.get(rank))}" for rank in ranks]
-    lines += [f"  {_describe_step(step)}" for step in summary.steps[:_MAX_PIPELINES]]
-    rows = _table(shown, [rank for rank in ranks if rank in by_rank][:_MAX_ROWS], by_rank, (start, end))
-    steps = "".join(map(_step_html, summary.steps[:_MAX_PIPELINES]))
-    figure = html.figure(f"{rows}{steps}{html.note_lines(notes)}", heading=heading, beside=_legend(shown))
-    return {"text/html": figure, "text/plain": "\n".join([*lines, *notes])}
+    lines += [f"  {describe_step(step)}" for step in summary.steps[:MAX_PIPELINES]]
+    known = [rank for rank in ranks if rank in by_rank][:MAX_ROWS]
+    rows = "".join(
+        _picture(shown, by_rank[rank], (start, end), num_rows=len(known), running_since=running_since) for rank in known
+    )
+    steps = "".join(map(_step_html, summary.steps[:MAX_PIPELINES]))
+    notes = html.note_lines([*omitted_pipelines(summary), *_losses(table)])
+    notice = html.notice(summary.notice.claim, summary.notice.text) if summary.notice is not None else ""
+    numbers = html.figures((own["name"], own["value"], own["remark"]) for own in figures(summary))
+    table_html = _table([by_rank[rank] for rank in known])
+    body = f"{numbers}{notice}{_legend(shown)}{html.table((), [rows], style=_WIDE)}{steps}{table_html}{notes}"
+    return {
+        "text/html": html.figure(body, heading=heading),
+        "text/plain": "\n".join([*lines, *_sentences(summary), *omitted_pipelines(summary), *_losses(table)]),
+    }
+
+
+_WIDE = html.table_style(widths=(480, 1400))
 
 
 def _extent(table: SpanTable, focus: tuple[int | None, int | None]) -> tuple[int, int]:
@@ -92,35 +80,17 @@ def _extent(table: SpanTable, focus: tuple[int | None, int | None]) -> tuple[int
     return start, max(start, end)
 
 
-def _cells(rank: RankFacts) -> tuple[str, ...]:
-    def seconds(value: float) -> str:
-        return _format_duration(value) if value else "–"
-
-    hidden = f"{rank.hidden / rank.communicating:.0%}" if rank.communicating else "–"
-    times = (rank.forward, rank.backward, rank.optimizer, rank.communicating)
-    return (
-        *map(seconds, times), hidden, seconds(rank.waiting), seconds(rank.waited_for),
-        format_bytes(rank.bytes) if rank.bytes else "–",
-    )  # fmt: skip
-
-
-def _format_duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else format_seconds(seconds)
-
-
 def _describe(rank: RankFacts | None) -> str:
     if rank is None:
         return "no span"
-    parts = [f"{name} {cell}" for name, cell in zip(COLUMN_TITLES, _cells(rank), strict=True) if cell != "–"]
+    parts = [f"{name} {cell}" for (name, _), cell in zip(COLUMNS, rank_cells(rank), strict=True) if cell != "–"]
     return ", ".join(parts) or "nothing but its cell"
 
 
 def _sentences(summary: TimelineSummary) -> list[str]:
-    overlap, num_omitted = summary.facts.overlap, len(summary.steps) - _MAX_PIPELINES
+    overlap = summary.facts.overlap
     hidden = f"Overlap: {overlap:.0%} of communication was hidden behind computation." if overlap is not None else ""
-    pipelines = "1 older pipeline is" if num_omitted == 1 else f"{num_omitted} older pipelines are"
-    omitted = f"{pipelines} left out." if num_omitted > 0 else ""
-    return [sentence for sentence in (hidden, summary.facts.straggler, omitted) if sentence]
+    return [sentence for sentence in (hidden, str(summary.notice or "")) if sentence]
 
 
 def _spans(count: int, noun: str) -> str:
@@ -133,60 +103,23 @@ def _losses(table: SpanTable) -> list[str]:
     return [note for note in (dropped, lost) if note]
 
 
-def _describe_step(step: PipelineStep) -> str:
-    spans = step.measured
-    ranks, stages = {span.rank for span in spans}, {span.stage for span in spans}
-    microbatches = {span.microbatch for span in spans}
-    return (
-        f"pipeline of {name_ranks(ranks)}, {len(stages)} stages, {len(microbatches)} microbatches: the last step took "
-        f"{_format_duration(_seconds(spans))} with a bubble of {step.bubble:.0%}; ideal: "
-        f"{_format_duration(_seconds(step.ideal))}, {step.ideal_bubble:.0%}"
+def _table(ranks: Sequence[RankFacts]) -> str:
+    rows = (
+        html.table_row(html.row_title(f"rank {rank.rank}"), html.data_cells(rank_cells(rank), html.NUMBER))
+        for rank in ranks
     )
+    return html.table(("", *(title for title, _ in COLUMNS)), rows, cell=html.NUMBER, style=_WIDE)
 
 
-def _seconds(spans: Sequence[Span]) -> float:
-    return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
-
-
-def _page_step(step: PipelineStep, max_boxes: int) -> dict[str, Any]:
-    ranks = sorted({span.rank for span in step.measured})
-
-    def boxes(spans: Sequence[Span]) -> list[list[float | str]]:
-        origin = min(span.start_ns for span in spans)
-        return [
-            [
-                ranks.index(span.rank), round((span.start_ns - origin) / 1e9, 6),
-                round((span.end_ns - span.start_ns) / 1e9, 6), SPAN_CODES.get(span.kind, OTHER), span.stage,
-                span.microbatch, span.name,
-            ]
-            for span in sorted(spans, key=lambda span: span.start_ns)[:max_boxes]
-        ]  # fmt: skip
-
-    return {
-        "text": _describe_step(step),
-        "ranks": ranks,
-        "seconds": max(_seconds(step.measured), _seconds(step.ideal)),
-        "omitted": max(0, len(step.measured) - max_boxes),
-        "rows": [
-            {"title": "measured", "bubble": f"{step.bubble:.0%}", "boxes": boxes(step.measured)},
-            {"title": "ideal", "bubble": f"{step.ideal_bubble:.0%}", "boxes": boxes(step.ideal)},
-        ],
-    }
-
-
-def _table(table: SpanTable, ranks: Sequence[int], by_rank: dict[int, RankFacts], extent: tuple[int, int]) -> str:
-    rows = (_row(table, by_rank[rank], extent, num_rows=len(ranks)) for rank in ranks)
-    return html.table(("", "", *COLUMN_TITLES), rows, style=html.table_style(widths=(760, 1400)))
-
-
-def _row(table: SpanTable, rank: RankFacts, extent: tuple[int, int], *, num_rows: int) -> str:
-    picture = html.svg_uri(rank_svg(table, rank.rank, *extent, num_rows=num_rows))
+def _picture(
+    table: SpanTable, rank: RankFacts, extent: tuple[int, int], *, num_rows: int, running_since: int | None
+) -> str:
+    svg = rank_svg(table, rank.rank, *extent, num_rows=num_rows, running_since=running_since)
     text = escape(f"rank {rank.rank}: {_describe(rank)}")
     return html.table_row(
         html.row_title(f"rank {rank.rank}"),
-        f'<td style="{html.CELL};width:45%"><img alt="{text}" title="{text}" src="{picture}" height="26" '
-        'style="display:block;width:100%;min-width:320px;max-width:none;height:26px;margin:0"></td>',
-        html.data_cells(_cells(rank)),
+        f'<td style="{html.CELL};width:94%"><img alt="{text}" title="{text}" src="{html.svg_uri(svg)}" height="30" '
+        'style="display:block;width:100%;min-width:320px;max-width:none;height:30px;margin:0"></td>',
     )
 
 
@@ -196,19 +129,22 @@ def _legend(table: SpanTable) -> str:
         seen.add("wait")
     if (table.columns["stage"] >= 0).any():
         seen.add("bubble")
+    if "cell" in seen:
+        seen.add("other")
     paints = [paint for paint in SPAN_PAINTS if paint.kind in seen and paint.lane >= 0]
-    return html.legend((swatch_svg(paint), paint.label) for paint in paints)
+    samples = html.legend(((swatch_svg(paint), paint.label) for paint in paints), margin="right")
+    return f'<div style="margin:2px 0 4px">{samples}</div>'
 
 
 def _step_html(step: PipelineStep) -> str:
     ranks = sorted({span.rank for span in step.measured})
-    seconds = max(_seconds(step.measured), _seconds(step.ideal), 1e-9)
+    seconds = max(step_seconds(step.measured), step_seconds(step.ideal), 1e-9)
     rows = []
     for title, spans, bubble in (
         ("measured", step.measured, step.bubble),
         ("ideal", step.ideal, step.ideal_bubble),
     ):
-        text = f"{title}: {_format_duration(_seconds(spans))}, a bubble of {bubble:.0%}"
+        text = f"{title}: {format_duration(step_seconds(spans))}, a bubble of {bubble:.0%}"
         rows.append(
             html.table_row(
                 html.row_title(f"{title}<br>{name_ranks(ranks)}"),
@@ -218,4 +154,4 @@ def _step_html(step: PipelineStep) -> str:
                 html.data_cells([f"bubble {bubble:.0%}"]),
             )
         )
-    return f'<div style="margin:6px 0 2px">{escape(_describe_step(step).capitalize())}</div>{html.table((), rows)}'
+    return f'<div style="margin:6px 0 2px">{escape(describe_step(step).capitalize())}</div>{html.table((), rows)}'

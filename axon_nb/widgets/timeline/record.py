@@ -21,7 +21,8 @@ from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.palette import OTHER, SPAN_CODES, paints_for_page
-from axon_nb.widgets.timeline.page import page_facts, summarize, timeline_bundle
+from axon_nb.widgets.timeline.content import page_facts, summarize
+from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.wire import pack
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ view.initialize({ model });
 view.render({ model, el });
 """
 _PAGE_CSS = """body { margin: 16px; font-family: system-ui, sans-serif }
-@media (prefers-color-scheme: dark) {
-  body { background: #111; color: #ddd; --jp-layout-color2: #333; --jp-ui-font-color1: #ddd }
-}
+@media (prefers-color-scheme: dark) { body { background: #111; color: #ddd } }
 """
 
 

@@ -7,7 +7,9 @@ from html import escape
 
 from axon_nb.records.units import format_bytes
 from axon_nb.widgets.html import (
+    CELL,
     MUTED,
+    NUMBER,
     data_cells,
     figure,
     note_lines,
@@ -17,16 +19,20 @@ from axon_nb.widgets.html import (
     table_row,
     table_style,
 )
-from axon_nb.widgets.watch.series import HEIGHT, WIDTH, Point, Series, chart_svg
+from axon_nb.widgets.palette import KINDS, RANKS
+from axon_nb.widgets.watch.chart import chart_html, value_axis
+from axon_nb.widgets.watch.series import Point, Series
 from axon_nb.widgets.watch.store import MAX_CURVES, JobStore, MergedBar, RankRow
 
 __all__ = [
     "FORMATS",
     "RANK_TITLES",
+    "context",
     "format_number",
     "heading",
     "rank_cells",
     "series_text",
+    "series_value",
     "shown_series",
     "watch_bundle",
 ]
@@ -46,7 +52,7 @@ def _format_share(value: float) -> str:
 FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "communication": ("share", _format_share),
     "memory": ("bytes", lambda value: format_bytes(int(value))),
-    "steps/s": ("number", lambda value: f"{value:.3g}"),
+    "steps/s": ("rate", lambda value: f"{value:.3g}"),
 }
 """How measured numbers are formatted: the kind, as JavaScript knows it, and a function. Others are plain numbers."""
 
@@ -66,6 +72,26 @@ def heading(store: JobStore) -> str:
     if store.communication is not None:
         facts.append(f"{_format_share(store.communication)} of the time in communication")
     return f"{ranks}, {state}{': ' if facts else ''}{', '.join(facts)}"
+
+
+def context(store: JobStore) -> str:
+    """Return such as ``In [5] · 4 ranks · 394 items/s``."""
+    count = len(store.rows())
+    parts = [f"In [{store.cell}]" if store.cell else "a cell" if store.cell == 0 else "no cell is running"]
+    parts.append(f"{count} rank{'' if count == 1 else 's'}")
+    if store.items_per_s is not None:
+        parts.append(f"{store.items_per_s:.3g} items/s")
+    return " · ".join(parts)
+
+
+def series_value(series: Series, *, measured: bool) -> tuple[str, str]:
+    """Return the mean over ranks now, and its range; that is empty if they agree."""
+    now = series.now
+    if now is None:
+        return "–", ""
+    formatted = FORMATS[series.name][1] if measured else format_number
+    low, high = formatted(now.low), formatted(now.high)
+    return formatted(now.mean), "" if low == high else f"{low} – {high}"
 
 
 def series_text(series: Series, *, measured: bool) -> str:
@@ -125,41 +151,64 @@ def _text(store: JobStore) -> str:
 
 
 def _html(store: JobStore) -> str:
-    curves = "".join(_curve(series, measured=measured) for series, measured in shown_series(store))
+    curves = "".join(
+        _curve(series, number, measured=measured) for number, (series, measured) in enumerate(shown_series(store))
+    )
     bars = "".join(map(_bar, store.bars()))
     shown = store.rows()[:_MAX_RANKS]
-    rows = (table_row(row_title(str(row.rank)), data_cells(rank_cells(row))) for row in shown)
+    rows = (
+        table_row(row_title(f"rank {row.rank}"), data_cells(cells[:1]), data_cells(cells[1:], NUMBER))
+        for row in shown
+        for cells in [rank_cells(row)]
+    )
     notes = [*store.notes(), *([f"{len(store.rows()) - _MAX_RANKS} more ranks."] if len(shown) == _MAX_RANKS else [])]
     body = (
-        f'<div style="display:flex;flex-wrap:wrap;gap:10px 24px;margin:6px 0">{curves}</div>{bars}'
-        f"{table(RANK_TITLES, rows, style=table_style(margin='4px 0'))}{note_lines(notes)}"
+        f'{table((), [bars]) if bars else ""}<div style="display:flex;flex-wrap:wrap;gap:14px 28px;margin:6px 0">'
+        f"{curves}</div>{table(RANK_TITLES, rows, style=table_style(margin='4px 0'))}{note_lines(notes)}"
     )
     return figure(body, heading=heading(store))
 
 
-def _curve(series: Series, *, measured: bool) -> str:
+_MEASURED_COLORS = {"steps/s": "forward", "communication": "collective", "memory": "p2p"}
+
+
+def _curve(series: Series, number: int, *, measured: bool) -> str:
     points = series.points()
     text = series_text(series, measured=measured)
-    axis = "seconds" if measured else "steps"
-    extent = f"{axis} {points[0].step:g} to {points[-1].step:g}" if points else ""
-    label = escape(f"{series.name}: {text}; {extent}")
-    return (
-        f'<div style="width:380px"><div><b style="font-weight:600">{escape(series.name)}</b> {escape(text)}</div>'
-        f'<img alt="{label}" title="{label}" src="{svg_uri(chart_svg(points))}" width="{WIDTH}" height="{HEIGHT}" '
-        f'style="display:block;margin:0;max-width:none"><div style="{MUTED}">{escape(extent)}</div></div>'
+    kind, formatted = FORMATS[series.name] if measured else ("number", format_number)
+    color = KINDS[_MEASURED_COLORS[series.name]] if measured else RANKS[number % len(RANKS)]
+    value, spread = series_value(series, measured=measured)
+    unit = "s" if measured else "step"
+    ends = [f"{point.step:g} {unit}" if measured else f"{unit} {point.step:g}" for point in points[:1] + points[-1:]]
+    alt = f"{series.name}: {text}; {' to '.join(ends)}"
+    chart = chart_html(
+        points, value_axis(points, kind), color.both, alt=alt, y_text=lambda tick: _tick(tick, formatted), x_texts=ends
     )
+    return (
+        f'<div style="width:360px"><div style="{MUTED}">{escape(series.name)}</div><div style="margin-bottom:8px">'
+        f'<b style="font-size:140%;font-weight:600">{escape(value)}</b> <span style="{MUTED}">{escape(spread)}</span>'
+        f"</div>{chart}</div>"
+    )
+
+
+def _tick(value: float, formatted: Callable[[float], str]) -> str:
+    return formatted(value) if value else "0"
 
 
 def _bar(bar: MergedBar) -> str:
-    width = 160
+    width = 300
     low, high = round(width * bar.low), round(width * bar.high)
+    color = KINDS["collective"].both
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 10" width="{width}" height="10">'
-        f'<rect width="{high}" height="10" fill="#0072B2" fill-opacity=".35"/><rect width="{low}" height="10" '
-        f'fill="#0072B2"/><rect x=".5" y=".5" width="{width - 1}" height="9" fill="none" stroke="#767676"/></svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 6" width="{width}" height="6">'
+        f'<rect width="{width}" height="6" rx="3" fill="#767676" fill-opacity=".25"/><rect width="{high}" height="6" '
+        f'rx="3" fill="{color}" fill-opacity=".45"/><rect width="{low}" height="6" rx="3" fill="{color}"/></svg>'
     )
-    return (
-        f'<div style="white-space:nowrap"><img alt="" src="{svg_uri(svg)}" width="{width}" height="10" '
-        f'style="display:inline-block;vertical-align:middle;margin:0 8px 0 0">{escape(bar.desc or "progress")}: '
-        f"{escape(bar.text)}</div>"
+    facts = ", ".join(filter(None, (bar.rate, bar.left, bar.behind)))
+    return table_row(
+        row_title(escape(bar.desc or "progress")),
+        data_cells([bar.count], NUMBER),
+        f'<td style="{CELL}"><img alt="{escape(bar.text)}" src="{svg_uri(svg)}" width="{width}" height="6" '
+        'style="display:block;margin:0;max-width:none"></td>',
+        data_cells([facts]),
     )

@@ -1,7 +1,4 @@
-"""A curve over all ranks: lowest, mean and highest value at each step, bounded however long the job runs.
-
-Its picture contains shapes only, with the text around it, so it suits light and dark pages.
-"""
+"""A curve over all ranks: lowest, mean and highest value at each step, bounded however long the job runs."""
 
 from __future__ import annotations
 
@@ -10,9 +7,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from axon_nb.widgets.palette import OKABE_ITO
-
-__all__ = ["HEIGHT", "MAX_POINTS", "WIDTH", "Point", "Series", "chart_svg", "pack_points"]
+__all__ = ["MAX_POINTS", "Point", "Series", "pack_points"]
 
 MAX_POINTS = 160
 """Of one curve; with more, neighbouring steps are merged into one point."""
@@ -90,34 +85,3 @@ def pack_points(points: Sequence[Point]) -> bytes:
 
 def _clamp(value: float) -> float:
     return max(-3.4e38, min(3.4e38, value))
-
-
-WIDTH, HEIGHT = 300, 70
-"""Of the picture, in units."""
-_PAD = 3.0
-_COLOR = OKABE_ITO["blue"]
-
-
-def chart_svg(points: Sequence[Point]) -> str:
-    """Draw the mean as a line, with a band around it from the lowest to the highest rank."""
-    low, high = (min(p.low for p in points), max(p.high for p in points)) if points else (0.0, 1.0)
-    first, last = (points[0].step, points[-1].step) if points else (0.0, 1.0)
-    value_range, step_range = (high - low) or 1.0, (last - first) or 1.0
-
-    def place(step: float, value: float) -> str:
-        # Divide first: the difference of two large numbers may overflow.
-        share = value / value_range - low / value_range
-        y = HEIGHT / 2 if high == low else _PAD + (HEIGHT - 2 * _PAD) * (1 - share)
-        return f"{WIDTH * (step - first) / step_range:.1f} {y:.1f}"
-
-    upper = [place(p.step, p.high) for p in points]
-    lower = [place(p.step, p.low) for p in reversed(points)]
-    line = "L".join(place(p.step, p.mean) for p in points)
-    band = f'<path d="M{"L".join([*upper, *lower])}z" fill="{_COLOR}" fill-opacity=".3"/>' if points else ""
-    dot = f'<circle cx="0" cy="{HEIGHT / 2}" r="2.5" fill="{_COLOR}"/>' if len(points) == 1 else ""
-    mean = f'<path d="M{line}" fill="none" stroke="{_COLOR}" stroke-width="1.5"/>' if len(points) > 1 else dot
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'preserveAspectRatio="none"><path d="M0 .5h{WIDTH}M0 {HEIGHT - 0.5}h{WIDTH}" stroke="#767676" '
-        f'stroke-width=".5"/>{band}{mean}</svg>'
-    )

@@ -33,6 +33,14 @@ class MergedBar:
     """Such as ``30/100, rank 2 (fastest: 41/100), 12.1it/s, 5.8 s left``."""
     is_over: bool
     """Whether it has ended on all ranks."""
+    count: str = ""
+    """Of the slowest rank, such as ``30/100``."""
+    rate: str = ""
+    """Such as ``12.1 it/s``; empty: unknown, or it has ended."""
+    left: str = ""
+    """Such as ``5.8 s left`` or ``done after 12.0 s``."""
+    behind: str = ""
+    """Such as ``rank 2 is 11 behind``; empty: all ranks are about as far."""
 
 
 def merge_bars(bars: Mapping[int, Sequence[Bar]]) -> list[MergedBar]:
@@ -55,13 +63,21 @@ def _merge(bars: Mapping[int, Bar]) -> MergedBar:
     fastest = max(bars, key=lambda rank: (shares[rank], bars[rank].done))
     slow, fast = bars[slowest], bars[fastest]
     is_over = all(bar.is_over for bar in bars.values())
-    text = _count(slow)
+    text = count = _count(slow)
     if _count(fast) != text:
         same = [rank for rank, bar in bars.items() if _count(bar) == text]
         text = f"{text} on {name_ranks(same)}, the slowest; {_count(fast)} on rank {fastest}, the fastest"
     elif len(bars) > 1:
         text = f"{text} on {name_ranks(bars)}"
-    return MergedBar(slow.desc, shares[slowest], shares[fastest], f"{text}{_rate(slow, is_over=is_over)}", is_over)
+    rate, left = _rate(slow, is_over=is_over)
+    text = ", ".join(filter(None, (text, rate, left)))
+    behind = f"rank {slowest} is {fast.done - slow.done} behind" if _is_behind(slow, fast) else ""
+    return MergedBar(slow.desc, shares[slowest], shares[fastest], text, is_over, count, rate, left, behind)
+
+
+def _is_behind(slow: Bar, fast: Bar) -> bool:
+    """Whether the slowest rank is clearly behind: by two items, and by 1 % of what the fastest one has done."""
+    return fast.done - slow.done > max(1, fast.done / 100)
 
 
 def _share_done(bar: Bar) -> float:
@@ -72,15 +88,16 @@ def _count(bar: Bar) -> str:
     return f"{bar.done}/{bar.total}" if bar.total else f"{bar.done} {bar.unit}"
 
 
-def _rate(bar: Bar, *, is_over: bool) -> str:
+def _rate(bar: Bar, *, is_over: bool) -> tuple[str, str]:
+    """Return the rate, and the time left or how the loop ended."""
     if is_over:
         stopped = bool(bar.total) and bar.done < (bar.total or 0)
-        return f", {'stopped' if stopped else 'done'} after {format_seconds(bar.seconds)}"
+        return "", f"{'stopped' if stopped else 'done'} after {format_seconds(bar.seconds)}"
     rate = bar.done / bar.seconds if bar.seconds > 0 else 0.0
     if not rate:
-        return ""
-    left = f", {format_seconds((bar.total - bar.done) / rate)} left" if bar.total and bar.total >= bar.done else ""
-    return f", {rate:.3g} {bar.unit}/s{left}"
+        return "", ""
+    left = f"{format_seconds((bar.total - bar.done) / rate)} left" if bar.total and bar.total >= bar.done else ""
+    return f"{rate:.3g} {bar.unit}/s", left
 
 
 MAX_CURVES = 8
@@ -125,6 +142,14 @@ class JobStore:
         self._shares: dict[int, float] = {}
         self._omitted_names: set[str] = set()
         self._start: float | None = None
+
+    def stop(self) -> None:
+        """Note that the cluster has stopped; what ranks did last stays, in the past."""
+        self.cell = None
+        self._states = {
+            rank: state if state.startswith("stopped") else f"stopped; was {state}"
+            for rank, state in self._states.items()
+        }
 
     def add(self, replies: JobSnapshot, now: float) -> None:
         """Add the reports of all ranks at `now`, in seconds of any clock."""

@@ -10,19 +10,22 @@ from typing import Any
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.job import JobSnapshot, request_job
 from axon_nb.widgets.assets import script, style
+from axon_nb.widgets.palette import RANKS, SERIES_TOKENS
 from axon_nb.widgets.panel import LivePanel
 from axon_nb.widgets.view import LiveView
 from axon_nb.widgets.watch.page import (
     FORMATS,
     RANK_TITLES,
+    context,
     heading,
     rank_cells,
     series_text,
+    series_value,
     shown_series,
     watch_bundle,
 )
 from axon_nb.widgets.watch.series import Series, pack_points
-from axon_nb.widgets.watch.store import JobStore
+from axon_nb.widgets.watch.store import JobStore, RankRow
 
 __all__ = ["WatchPanel", "WatchView", "read_job"]
 
@@ -56,6 +59,12 @@ class WatchView(LiveView):
                 self._store.add(reply, now)
         self.refresh()
 
+    def stop(self) -> None:
+        """Show that the cluster has stopped; from any thread."""
+        with self._lock:
+            self._store.stop()
+        self.refresh()
+
     def to_bundle(self) -> dict[str, str]:
         """Return what is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
         with self._lock:
@@ -72,21 +81,40 @@ class WatchView(LiveView):
         rows = store.rows()
         num_omitted = len(rows) - _MAX_RANKS
         omitted = [f"{num_omitted} more ranks are left out of the table."] if num_omitted > 0 else []
+        most_memory = max((row.memory for row in rows), default=0) or 1
+        charts = [
+            _chart(series, number, measured=measured) for number, (series, measured) in enumerate(shown_series(store))
+        ]
         return {
             "heading": heading(store),
+            "context": context(store),
             "running": store.cell is not None,
             "bars": [asdict(bar) for bar in store.bars()],
-            "charts": [_chart(series, measured=measured) for series, measured in shown_series(store)],
+            "charts": charts,
             "titles": list(RANK_TITLES),
-            "ranks": [[str(row.rank), *rank_cells(row)] for row in rows[:_MAX_RANKS]],
+            "ranks": [_row(row, most_memory) for row in rows[:_MAX_RANKS]],
             "notes": [*store.notes(), *omitted],
         }
 
 
-def _chart(series: Series, *, measured: bool) -> dict[str, Any]:
+def _row(row: RankRow, most_memory: int) -> dict[str, Any]:
+    cells: list[dict[str, Any]] = [{"text": text} for text in rank_cells(row)]
+    if row.communication is not None:
+        cells[-2] |= {"share": round(row.communication, 3), "token": "kind-collective"}
+    if row.memory:
+        cells[-1] |= {"share": round(row.memory / most_memory, 3), "token": "kind-p2p"}
+    return {"rank": row.rank, "cells": cells}
+
+
+def _chart(series: Series, number: int, *, measured: bool) -> dict[str, Any]:
+    value, spread = series_value(series, measured=measured)
+    color = SERIES_TOKENS[series.name] if measured else f"rank-{number % len(RANKS)}"
     return {
         "name": series.name,
+        "value": value,
+        "spread": spread,
         "text": series_text(series, measured=measured),
+        "token": color,
         "kind": FORMATS[series.name][0] if measured else "number",
         "axis": "seconds" if measured else "steps",
         "points": pack_points(series.points()),
@@ -117,8 +145,8 @@ class WatchPanel(LivePanel):
         return sum(reply.cost_s for reply in replies)
 
     def on_cluster_stopped(self) -> None:
-        """Show that no cell runs anymore, whatever was reported last."""
-        self.view.add([JobSnapshot({}, dict.fromkeys(self._cluster.ranks, "gone"), None)], time.monotonic())
+        """Show that no cell runs anymore; what ranks did last stays."""
+        self.view.stop()
 
 
 def read_job(cluster: Cluster, view: WatchView) -> list[JobSnapshot]:

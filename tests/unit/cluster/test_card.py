@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from axon_nb.cluster.inspection.card import cluster_card
+from axon_nb.cluster.inspection.status import ClusterStatus
 from axon_nb.records.telemetry import ClusterInfo, RankInfo
 
 RANKS = (
@@ -47,3 +48,16 @@ def test_cluster_that_is_gone() -> None:
     card = cluster_card(dataclasses.replace(INFO, running=False, ranks=()))
     assert card["text/plain"].startswith("default: not running, 2 ranks")
     assert "not running" in card["text/html"]
+
+
+def test_status_has_units_for_people_and_bytes_for_code() -> None:
+    status = ClusterStatus(INFO)
+    shown = status._repr_mimebundle_()
+    for text in (shown["text/html"], shown["text/plain"], repr(status)):
+        assert "300 MiB" in text
+        assert str(300 * 2**20) not in text
+        assert "<NA>" not in text
+        assert "NaN" not in text
+    frame = status.to_frame()
+    assert frame["memory"].tolist() == [300 * 2**20, 0]
+    assert frame["cell"].tolist()[1] == 7

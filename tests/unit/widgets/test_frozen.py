@@ -12,6 +12,7 @@ from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.widgets.cell.page import strip_bundle
 from axon_nb.widgets.cell.segments import RankHistory
 from axon_nb.widgets.cell.svg import WIDTH, row_svg
+from axon_nb.widgets.palette import KINDS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -69,7 +70,8 @@ def test_html_holds_pictures_that_need_nothing_else() -> None:
 def test_picture_is_to_scale() -> None:
     svg = ET.fromstring(row_svg(history((Activity.RUNNING, 3.0), (Activity.WAITING, 6.0)), 6.0))
     boxes = {path.get("fill"): path.get("d") for path in svg.iter(f"{SVG}path") if path.get("fill", "").startswith("#")}
-    assert boxes == {"#009E73": "M0 2h300v12h-300z", "#E69F00": "M300 2h300v12h-300z"}
+    forward, wait = KINDS["forward"].both, KINDS["wait"].both
+    assert boxes == {forward: "M0 2h300v12h-300z", wait: "M300 2h300v12h-300z"}
 
 
 def test_picture_of_a_busy_hour_is_small() -> None:

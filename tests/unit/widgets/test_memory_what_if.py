@@ -51,8 +51,8 @@ def test_an_answer_stands_beside_what_is() -> None:
     assert list(bars) == [
         "current, after a step", "current, at the peak", "proposed, after a step", "proposed, at the peak"
     ]  # fmt: skip
-    assert sum(part for _, part in bars["current, at the peak"].segments) == pytest.approx(1)
-    assert sum(part for _, part in bars["proposed, after a step"].segments) == pytest.approx(80 / 290)
+    assert sum(part for _, part in bars["current, at the peak"].segments) == pytest.approx(290 / 300)
+    assert sum(part for _, part in bars["proposed, after a step"].segments) == pytest.approx(80 / 300)
     assert bars["proposed, at the peak"].text.startswith("80.0 MiB (parameters 20.0 MiB")
 
 
@@ -64,15 +64,20 @@ def test_a_formula_says_that_it_is_one() -> None:
     assert (content["doing"], content["share"]) == ("simulating: a step", 0.5)
 
 
-def test_what_does_not_fit_is_said_first_and_drawn() -> None:
+def test_whether_it_fits_is_said_and_drawn() -> None:
     state = WhatIfState(AS_IS, True, AS_IS, estimate())
-    notes = {size: what_if_content(state, size * MIB)["notes"][0] for size in (200, 300, 3000)}
-    assert notes[200] == "⚠ Does not fit: needs 290 MiB of 200 MiB."
-    assert notes[300] == "⚠ Near the limit: 97 % of 300 MiB."
-    assert notes[3000] == "<so>"
+    verdicts = {size: what_if_content(state, size * MIB)["verdict"] for size in (200, 300, 3000)}
+    assert verdicts[200] == {
+        "claim": "It does not fit.", "text": "290 MiB of 200 MiB: 90.0 MiB too much.", "state": "error"
+    }  # fmt: skip
+    assert verdicts[300] == {
+        "claim": "It fits, but barely.", "text": "290 MiB of 300 MiB, 10.0 MiB left.", "state": "warn"
+    }  # fmt: skip
+    assert verdicts[3000]["state"] == "ok"
+    assert what_if_content(state, None)["verdict"] is None
     assert prediction_bars(state, 300 * MIB)[1].bar.capacity == 1
     assert prediction_bars(state, 200 * MIB)[1].bar.capacity == pytest.approx(200 / 290)
-    assert prediction_bars(state, 3000 * MIB)[1].bar.capacity is None, "so far away is told, not drawn"
+    assert sum(part for _, part in prediction_bars(state, 3000 * MIB)[1].bar.segments) == pytest.approx(290 / 3000)
     assert what_if_content(WhatIfState(AS_IS, True, AS_IS, estimate(host=5 * MIB)), None)["notes"][0].startswith(
         "Another 5.00 MiB of host memory is used"
     )
@@ -100,13 +105,13 @@ def test_a_simulation_replaces_the_formula_beside_what_is_measured() -> None:
     view.refresh(unseen=True)
     row = view.content["rows"][0]
     assert "peak 290 MiB, simulated" in row["estimated"]["text"]
-    assert row["estimated"]["peak"] == pytest.approx(1)
-    assert row["measured"]["segments"][0][1] == pytest.approx(40 / 290)
+    assert row["estimated"]["peak"] == pytest.approx(290 / 300, abs=1e-4)
+    assert row["measured"]["segments"][0][1] == pytest.approx(40 / 300, abs=1e-4)
     assert len(json.dumps(view.what_if)) < 20_000
     # A proposal is no estimate of what is there.
     view.show_what_if(WhatIfState(AS_IS, False, AS_IS, reference, reference))
     view.refresh(unseen=True)
-    assert view.content["rows"][0]["estimated"]["peak"] is None
+    assert "peak" not in view.content["rows"][0]["estimated"]
     bundle = view.to_bundle()
     assert "plan: full_shard on 2 ranks" in bundle["text/plain"]
     assert "<script" not in bundle["text/html"]

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_nb.records.placement import Shard
-from axon_nb.widgets.palette import contrast
-from axon_nb.widgets.shards.boxes import draw, drawing_svg, rank_color, text_color
+from axon_nb.widgets.palette import RANKS
+from axon_nb.widgets.shards.boxes import draw, drawing_svg
+from axon_nb.widgets.shards.folding import fold
 from axon_nb.widgets.shards.page import shards_bundle
 from axon_nb.widgets.shards.tensors import bytes_by_rank, describe_placement, merge_shards
 from axon_nb.widgets.shards.view import ShardsView
@@ -83,12 +84,42 @@ def test_tensors_that_only_some_ranks_have_stand_beside_the_others() -> None:
     assert describe_placement(tensors[1]) == "rank 1 alone"
 
 
-def test_colours_tell_sixteen_ranks_apart_and_can_be_read() -> None:
-    assert len({rank_color(rank) for rank in range(16)}) == 16
-    for rank in range(4):
-        color, _ = rank_color(rank)
-        assert min(contrast(color, page) for page in ("#FFFFFF", "#111111")) >= 3
-        assert contrast(color, text_color(color)) >= 4.5
+def test_a_part_has_the_colour_of_its_first_rank_and_a_copy_none() -> None:
+    (cut,) = merge_shards(split((16, 6), (8,), (0,)))
+    assert [box.rank for box in draw(cut).boxes] == list(range(8))
+    assert [RANKS[rank].both in drawing_svg(draw(cut)) for rank in range(8)] == [True] * 8
+    (copied,) = merge_shards(split((16, 6), (8,), (None,)))
+    assert [box.rank for box in draw(copied).boxes] == [-1]
+
+
+def blocks(count: int, odd: int = -1) -> list[Shard]:
+    """Two tensors of each block; one block is split along another dim."""
+    return [
+        shard
+        for block in range(count)
+        for name, dim in (("norm.weight", 0), ("up.weight", 1 if block == odd else 0))
+        for shard in split((8, 6), (2,), (dim,), f"blocks.{block}.{name}")
+    ]
+
+
+def test_tensors_of_blocks_that_are_alike_are_one_row() -> None:
+    folded = fold(merge_shards([*split((8, 6), (2,), (0,), "head.weight"), *blocks(12, odd=5)]))
+    assert [(row.name, len(row.tensors)) for row in folded] == [
+        ("head.weight", 1),
+        ("blocks.0-11.norm.weight", 12),
+        ("blocks.0-4,6-11.up.weight", 11),
+        ("blocks.5.up.weight", 1),
+    ]
+
+
+def test_a_saved_page_has_a_row_for_what_differs() -> None:
+    tensors = merge_shards(blocks(138))
+    assert len(tensors) == 276
+    bundle = shards_bundle("model", tensors)
+    assert bundle["text/html"].count("<tr") == 3, "a head and two rows"
+    assert "blocks.0-137.up.weight (138 alike)" in bundle["text/html"]
+    assert "blocks.0-137.up.weight (138 alike)" in bundle["text/plain"]
+    assert bundle["text/plain"].startswith("model: 276 tensors on 2 ranks")
 
 
 def test_the_bundle_needs_no_script_and_escapes_names() -> None:

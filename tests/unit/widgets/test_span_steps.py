@@ -7,8 +7,9 @@ import json
 from axon_nb.cluster.inspection.span_store import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.records.training.pipeline import play
-from axon_nb.widgets.timeline.facts import pipeline_steps
-from axon_nb.widgets.timeline.page import page_facts, summarize, timeline_bundle
+from axon_nb.widgets.timeline.content import page_facts, summarize
+from axon_nb.widgets.timeline.page import timeline_bundle
+from axon_nb.widgets.timeline.pipelines import pipeline_steps
 
 STEP_NS = 1_000_000_000
 

@@ -1,21 +1,27 @@
 // @ts-check
 // The memory panel on a page.
 
-import { element } from "../shared/dom.js";
+import { makeFigures, makeHead, makeNotice, makeTable } from "../shared/card.js";
+import { element, setText } from "../shared/dom.js";
 import { sendHeartbeats } from "../shared/wire.js";
-import { makeLegend, makeRow, newFlags } from "./bars.js";
+import { makeAxis, makeLegend, makeRow, newFlags } from "./bars.js";
 import { WhatIf } from "./what_if.js";
 
+/** @import { Figure } from "../shared/card.js" */
 /** @import { Context } from "../shared/wire.js" */
-/** @import { Row } from "./bars.js" */
+/** @import { Row, Tick } from "./bars.js" */
 
 /**
  * The content that the kernel sends.
  *
  * @typedef {object} Content
- * @property {string} heading
+ * @property {string} context
+ * @property {Figure[]} figures
+ * @property {[claim: string, text: string] | null} notice
  * @property {string[]} roles
- * @property {string[]} titles of the columns
+ * @property {Tick[]} ticks
+ * @property {string[]} columns of the table
+ * @property {string} unit of the table
  * @property {Row[]} rows
  * @property {string[]} notes
  * @property {number} updates
@@ -23,13 +29,48 @@ import { WhatIf } from "./what_if.js";
 
 /** @param {WhatIf} whatIf */
 function buildPage(whatIf) {
-  const heading = element("b", { class: "axon-memory-heading" });
-  const legend = element("div", { class: "axon-memory-legend" });
-  const scroll = element("div", { class: "axon-memory-scroll", tabindex: "0", role: "region", "aria-label": "memory" });
-  const notes = element("div", { class: "axon-view-muted" });
-  const live = element("div", { class: "axon-view-muted", "aria-live": "polite" });
-  const root = element("div", { class: "axon-view axon-memory" }, heading, legend, scroll, live, notes, whatIf.root);
-  return { root, heading, legend, scroll, notes, live };
+  const { head, context } = makeHead("Memory");
+  const [figures, notice] = [element("div"), element("div")];
+  const legend = element("div", { class: "axon-view-legend" });
+  const region = { tabindex: "0", role: "region" };
+  const bars = element("div", { class: "axon-memory-scroll", ...region, "aria-label": "memory of each rank" });
+  const table = element("div", {
+    class: "axon-memory-scroll axon-view-scroll",
+    ...region,
+    "aria-label": "the same in numbers",
+  });
+  const notes = element("div", { class: "axon-view-note" });
+  const live = element("div", { class: "axon-view-unseen", "aria-live": "polite" });
+  const root = element("div", { class: "axon-view axon-memory" }, head, figures, notice, legend, bars, table, notes);
+  root.append(live, whatIf.root);
+  return { root, context, figures, notice, legend, bars, table, notes, live };
+}
+
+/** @param {ReturnType<typeof buildPage>} page @param {Content} data */
+function drawPage(page, data) {
+  setText(page.context, data.context);
+  page.figures.replaceChildren(...(data.figures.length ? [makeFigures(data.figures)] : []));
+  const [claim, text] = data.notice ?? ["", ""];
+  page.notice.replaceChildren(...(claim ? [makeNotice({ claim, text })] : []));
+  page.legend.replaceChildren(...makeLegend(data.roles));
+  keepScroll(page.bars, ...data.rows.map(makeRow), makeAxis(data.ticks));
+  const columns = [{ title: data.unit }, ...data.columns.map((title) => ({ title, isNumber: true }))];
+  const rows = data.rows.map(({ rank, cells }) => ({ name: `rank ${rank}`, cells, attributes: { "data-rank": rank } }));
+  keepScroll(page.table, makeTable(columns, rows));
+  page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
+  page.root.dataset.updates = String(data.updates);
+}
+
+/**
+ * Replace what an element holds, and stay where it was scrolled to.
+ *
+ * @param {HTMLElement} node
+ * @param {Node[]} children
+ */
+function keepScroll(node, ...children) {
+  const top = node.scrollTop;
+  node.replaceChildren(...children);
+  node.scrollTop = top;
 }
 
 /** @param {Context} context */
@@ -43,20 +84,11 @@ function render({ model, el }) {
   function draw() {
     /** @type {Content} */
     const data = model.get("content");
-    page.heading.textContent = data.heading;
-    const marks = element("span", { class: "axon-view-muted" }, "| highest", " ┊ capacity");
-    page.legend.replaceChildren(...makeLegend(data.roles), marks);
-    const head = element("tr", {}, ...data.titles.map((title) => element("th", { scope: "col" }, title)));
-    const top = page.scroll.scrollTop;
-    const table = element("table", {}, element("thead", {}, head), element("tbody", {}, ...data.rows.map(makeRow)));
-    page.scroll.replaceChildren(table);
-    page.scroll.scrollTop = top;
+    drawPage(page, data);
     const flags = newFlags(before, data.rows);
     if (flags.length) page.live.textContent = flags.join(" ");
     else if (!data.rows.some((row) => row.flag)) page.live.textContent = "";
     before = data.rows;
-    page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
-    page.root.dataset.updates = String(data.updates);
   }
 
   model.on("change:content", draw);

@@ -1,11 +1,13 @@
 // @ts-check
 // What-if scenarios: memory with other ranks, strategies, optimizers.
 
+import { makeNotice, makeSwatch } from "../shared/card.js";
 import { element } from "../shared/dom.js";
-import { makeLegend, makePredictionRow } from "./bars.js";
+import { makeAxis, makePredictionRow } from "./bars.js";
 
+/** @import { Notice } from "../shared/card.js" */
 /** @import { Model } from "../shared/wire.js" */
-/** @import { LabelledBar } from "./bars.js" */
+/** @import { LabelledBar, Tick } from "./bars.js" */
 
 /** @typedef {string | number | boolean} Value */
 
@@ -29,9 +31,24 @@ import { makeLegend, makePredictionRow } from "./bars.js";
  * @property {number | null} share of it that is done, from 0 to 1
  * @property {string} error
  * @property {string} heading
- * @property {string[]} roles
+ * @property {Notice | null} verdict
  * @property {LabelledBar[]} bars
+ * @property {Tick[]} ticks
+ * @property {string} unit
+ * @property {Change[]} changes by role
  * @property {string[]} notes
+ */
+
+/**
+ * A role's memory now and as proposed, in the unit of the table.
+ *
+ * @typedef {object} Change
+ * @property {string} role
+ * @property {string} now
+ * @property {string} then
+ * @property {string} change
+ * @property {number} share of the largest change, 0 to 1
+ * @property {boolean} isLess
  */
 
 /** @typedef {Record<string, string | boolean>} Values of the controls, by name */
@@ -97,7 +114,30 @@ function makeInput(field, value) {
 function makeControl(field, value) {
   const input = makeInput(field, value);
   input.name = field.name;
-  return element("label", { class: "axon-memory-control", "data-name": field.name }, field.label, input);
+  const chosen = field.choices?.find(([choice]) => choice === field.current)?.[1] ?? field.current;
+  const was = typeof chosen === "boolean" ? (chosen ? "on" : "off") : chosen;
+  const name = element("span", {}, field.label, element("small", {}, `was ${was}`));
+  return element("label", { class: "axon-memory-control", "data-name": field.name }, name, input);
+}
+
+/**
+ * @param {Change[]} changes
+ * @param {string} unit
+ */
+function makeChanges(changes, unit) {
+  const titles = [unit, "now", "proposed", "", "change"];
+  const head = titles.map((title, i) =>
+    element("th", { scope: "col", class: i && title ? "axon-view-number" : "" }, title),
+  );
+  const rows = changes.map(({ role, now, then, change, share, isLess }) => {
+    const bar = element("i", { class: isLess ? "axon-memory-less" : "axon-memory-more" });
+    bar.style.width = `${(50 * share).toFixed(1)}%`;
+    const numbers = [now, then].map((text) => element("td", { class: "axon-view-number" }, text));
+    const name = element("th", { scope: "row" }, makeSwatch(`role-${role}`), ` ${role}`);
+    const track = element("td", { class: "axon-memory-change" }, element("span", {}, bar));
+    return element("tr", {}, name, ...numbers, track, element("td", { class: "axon-view-number" }, change));
+  });
+  return element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
 }
 
 /** @param {HTMLInputElement | HTMLSelectElement} input */
@@ -111,15 +151,18 @@ function buildElements() {
   const doing = element("span", { class: "axon-view-muted", role: "status" });
   const bar = element("progress", { max: "1", "aria-label": "simulation" });
   const error = element("div", { class: "axon-memory-error", role: "alert" });
-  const heading = element("div", { class: "axon-memory-answer", "aria-live": "polite" });
-  const legend = element("div", { class: "axon-memory-legend" });
-  const table = element("table");
+  const heading = element("div", { class: "axon-memory-answer axon-view-muted", "aria-live": "polite" });
+  const [verdict, bars, changes] = [element("div"), element("div"), element("div", { class: "axon-view-scroll" })];
   const notes = element("div", { class: "axon-view-muted" });
   const line = element("div", { class: "axon-memory-doing" }, reset, bar, doing);
-  const title = element("b", {}, "What if");
-  const root = element("section", { class: "axon-memory-what-if" }, title, controls, line, error, heading, legend);
-  root.append(element("div", { class: "axon-memory-scroll" }, table), notes);
-  return { root, controls, reset, doing, bar, error, heading, legend, table, notes, line };
+  const explained = "a step is simulated beside the notebook; nothing of the run changes";
+  const title = element("div", { class: "axon-memory-title" }, element("b", {}, "What if"), " ");
+  title.append(element("small", { class: "axon-view-muted" }, explained));
+  const form = element("div", {}, controls, line);
+  const answer = element("div", { class: "axon-memory-result" }, error, verdict, heading, bars, changes, notes);
+  const body = element("div", { class: "axon-memory-columns" }, form, answer);
+  const root = element("section", { class: "axon-memory-what-if" }, title, body);
+  return { root, controls, reset, doing, bar, error, heading, verdict, bars, changes, notes, line };
 }
 
 /** The part of the panel with the scenario's controls and prediction. */
@@ -132,6 +175,7 @@ export class WhatIf {
     this.page = buildElements();
     this.root = this.page.root;
     this.page.controls.addEventListener("change", () => this.#request());
+    this.page.controls.addEventListener("keydown", (event) => event.stopPropagation()); // Lab has keys of its own
     this.page.reset.addEventListener("click", () => {
       this.#drawn = "";
       this.#build(this.#fields, true);
@@ -158,8 +202,9 @@ export class WhatIf {
     page.error.textContent = data.error;
     page.heading.textContent = data.heading;
     this.root.setAttribute("aria-busy", String(Boolean(data.doing)));
-    page.legend.replaceChildren(...makeLegend(data.roles));
-    page.table.replaceChildren(...data.bars.map(makePredictionRow));
+    page.verdict.replaceChildren(...(data.verdict ? [makeNotice(data.verdict)] : []));
+    page.bars.replaceChildren(...data.bars.map(makePredictionRow), ...(data.bars.length ? [makeAxis(data.ticks)] : []));
+    page.changes.replaceChildren(...(data.changes.length ? [makeChanges(data.changes, data.unit)] : []));
     page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
   };
 
@@ -178,8 +223,13 @@ export class WhatIf {
     const values = this.#values();
     /** @type {NodeListOf<HTMLElement>} */
     const labels = this.page.controls.querySelectorAll("label");
-    for (const label of labels) label.hidden = !applies(label.dataset.name ?? "", values);
-    this.page.reset.disabled = Object.keys(difference(this.#fields, values)).length === 0;
+    const changes = difference(this.#fields, values);
+    for (const label of labels) {
+      const name = label.dataset.name ?? "";
+      label.hidden = !applies(name, values);
+      label.classList.toggle("axon-memory-differs", name in changes);
+    }
+    this.page.reset.disabled = Object.keys(changes).length === 0;
   }
 
   #request() {

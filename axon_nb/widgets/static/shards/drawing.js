@@ -1,103 +1,160 @@
 // @ts-check
 // Drawings of tensors' parts, and of all tensors by bytes.
 
+import { makeSwatch } from "../shared/card.js";
 import { element, svgElement } from "../shared/dom.js";
-import { treemap } from "./layout.js";
+import { inkOn } from "../shared/theme.js";
+import { nestedTreemap } from "./layout.js";
 
-/** @import { Attributes } from "../shared/dom.js" */
-/** @import { Drawing, Tensor } from "./layout.js" */
+/** @import { Theme } from "../shared/theme.js" */
+/** @import { Box, Drawing, PartBox, Tensor, Tile } from "./layout.js" */
 
 /** @typedef {(text: string, event?: PointerEvent) => void} ShowTooltip an empty text hides it */
 
-const KINDS = ["sharded", "replicated", "partial", "own"];
-const MAP_HEIGHT = 300; // pixels
+const MAP_HEIGHT = 380; // pixels
+const NUM_COLORS = 8; // of ranks
+const PALE = 0.55;
+const MAP_LETTER = 6.3; // pixels
 
-/** @param {string} prefix of their identifiers */
-export function makePatterns(prefix) {
-  const defs = svgElement("defs");
-  /** @type {(name: string, children: SVGElement[]) => void} */
-  const add = (name, children) => {
-    const size = { width: 8, height: 8, patternUnits: "userSpaceOnUse" };
-    defs.append(svgElement("pattern", { id: `${prefix}-${name}`, ...size }, ...children));
-  };
-  /** @type {(d: string) => SVGElement} */
-  const line = (d) => svgElement("path", { d, stroke: "#fff", "stroke-opacity": 0.55, "stroke-width": 1.5 });
-  /** @type {(at: number) => SVGElement} */
-  const dot = (at) => svgElement("circle", { cx: at, cy: at, r: 1.2, fill: "#fff", "fill-opacity": 0.7 });
-  add("hatch", [line("M-2 2l4-4M0 8l8-8M6 10l4-4")]);
-  add("dots", [dot(2), dot(6)]);
-  add("grid", [line("M0 0h8M0 0v8")]);
-  return defs;
+/**
+ * The name of a part's colour.
+ *
+ * @param {number} rank the first one that holds it; -1: all hold a copy
+ */
+function tokenOf(rank) {
+  return rank < 0 ? "kind-other" : `rank-${rank % NUM_COLORS}`;
+}
+
+/**
+ * @param {number} rank
+ * @returns {Record<string, string | number>}
+ */
+function paintOf(rank) {
+  const isPale = rank >= 0 && Math.floor(rank / NUM_COLORS) % 2 === 1;
+  return { fill: `var(--axon-${tokenOf(rank)})`, ...(isPale ? { "fill-opacity": PALE } : {}) };
 }
 
 /**
  * @param {Drawing} drawing
- * @param {string} prefix of the patterns' identifiers
+ * @param {Theme} theme
  * @param {ShowTooltip} show
  */
-export function drawParts(drawing, prefix, show) {
+export function drawParts(drawing, theme, show) {
   const { width, height } = drawing;
   const text = [...drawing.boxes.map((box) => box.text), drawing.empty].filter(Boolean).join("; ");
   const size = { width: width + 2, height: height + 2 };
   const viewBox = `-1 -1 ${size.width} ${size.height}`;
   const svg = svgElement("svg", { ...size, viewBox, role: "img", "aria-label": text });
   for (const part of drawing.boxes) {
-    const area = { x: part.x, y: part.y, width: part.width, height: part.height };
-    const rect = svgElement("rect", { ...area, fill: part.color, class: "axon-shards-part" });
+    const rect = drawPart(part, part, 1);
     svg.append(rect);
-    if (part.pattern) {
-      svg.append(svgElement("rect", { ...area, fill: `url(#${prefix}-${part.pattern})`, "pointer-events": "none" }));
-    }
     if (part.label) {
       const center = { x: part.x + part.width / 2, y: part.y + part.height / 2 + 3.5 };
-      /** @type {Attributes} */
-      const halo = part.pattern ? { "paint-order": "stroke", stroke: part.color, "stroke-width": 3 } : {};
-      svg.append(svgElement("text", { ...center, ...halo, fill: part.ink, class: "axon-shards-label" }, part.label));
+      const fill = inkOn(theme.of(tokenOf(part.rank)));
+      svg.append(svgElement("text", { ...center, fill, class: "axon-shards-label" }, part.label));
     }
     rect.addEventListener("pointerenter", (event) => show(part.text, event));
     rect.addEventListener("pointerleave", () => show(""));
   }
-  svg.append(svgElement("rect", { width, height, fill: "none", class: "axon-shards-frame" }));
   return svg;
 }
 
 /**
- * Draw tensors as boxes by bytes.
+ * @param {PartBox} part
+ * @param {Box} area
+ * @param {number} gap
+ */
+function drawPart({ rank }, { x, y, width, height }, gap) {
+  const inset = Math.min(width, height) > 4 * gap ? gap : 0;
+  const sides = { width: Math.max(0.5, width - inset), height: Math.max(0.5, height - inset) };
+  return svgElement("rect", {
+    x,
+    y,
+    ...sides,
+    rx: inset,
+    ...paintOf(rank),
+    class: "axon-shards-part",
+    "data-rank": rank,
+  });
+}
+
+/**
+ * Draw tensors as boxes by bytes, modules within modules, each with its ranks' parts.
  *
  * @param {Tensor[]} tensors
- * @param {number} width pixels
+ * @param {Drawing[]} drawings
+ * @param {{width: number, theme: Theme}} options width in pixels
  * @param {ShowTooltip} show
  */
-export function drawMap(tensors, width, show) {
+export function drawMap(tensors, drawings, { width, theme }, show) {
   const height = MAP_HEIGHT;
   const viewBox = `0 0 ${width} ${height}`;
   const svg = svgElement("svg", { width, height, viewBox, role: "img", class: "axon-shards-map" });
   svg.setAttribute("aria-label", `bytes of ${tensors.length} tensors, by area`);
-  const bytes = tensors.map((tensor) => tensor.bytes);
-  treemap(bytes, width, height).forEach((box, i) => {
-    if (box.width < 1 || box.height < 1) return;
-    const { name, role, shape, placement, kind, total } = tensors[i];
-    const description = `${name}, ${role}, ${shape}: ${placement}; ${total} in all`;
-    const inner = { x: box.x + 0.5, y: box.y + 0.5, width: box.width - 1, height: box.height - 1 };
-    const rect = svgElement("rect", { ...inner, class: `axon-shards-tile axon-shards-${kind}`, "data-name": name });
-    rect.addEventListener("pointerenter", (event) => show(description, event));
-    rect.addEventListener("pointerleave", () => show(""));
-    svg.append(rect);
-    const letters = Math.floor((box.width - 6) / 6.5);
-    if (letters < 4 || box.height < 14) return;
-    const text = name.length <= letters ? name : `${name.slice(0, letters - 1)}…`;
-    svg.append(svgElement("text", { x: box.x + 4, y: box.y + 12, class: "axon-shards-tile-label" }, text));
-  });
+  for (const tile of nestedTreemap(tensors, width, height)) {
+    if (tile.index < 0) svg.append(...drawModule(tile));
+    else svg.append(drawTile(tile, tensors[tile.index], drawings[tensors[tile.index].drawing], theme, show));
+  }
   return svg;
 }
 
-/** @param {Tensor[]} tensors */
-export function makeLegend(tensors) {
-  const legend = element("div", { class: "axon-shards-legend" });
-  for (const kind of KINDS.filter((each) => tensors.some((tensor) => tensor.kind === each))) {
-    const tile = { x: 0.5, y: 0.5, width: 13, height: 11, class: `axon-shards-tile axon-shards-${kind}` };
-    const swatch = svgElement("svg", { width: 14, height: 12 }, svgElement("rect", tile));
-    legend.append(element("span", {}, swatch, kind === "own" ? "each rank's own" : kind));
+/** @param {Tile} tile */
+function drawModule({ x, y, width, height, label }) {
+  const frame = svgElement("rect", {
+    x: x + 0.5,
+    y: y + 0.5,
+    width: Math.max(0, width - 1),
+    height: Math.max(0, height - 1),
+  });
+  frame.setAttribute("class", "axon-shards-module");
+  if (!label) return [frame];
+  return [frame, svgElement("text", { x: x + 5, y: y + 12, class: "axon-shards-module-label" }, label)];
+}
+
+/**
+ * @param {Tile} tile
+ * @param {Tensor} tensor
+ * @param {Drawing} drawing
+ * @param {Theme} theme
+ * @param {ShowTooltip} show
+ */
+function drawTile(tile, tensor, drawing, theme, show) {
+  const { name, role, shape, placement, total } = tensor;
+  const group = svgElement("g", { class: "axon-shards-tile", "data-name": name });
+  const { x, y, width, height } = tile;
+  const [across, down] = [Math.max(0, width - 1) / drawing.width, Math.max(0, height - 1) / drawing.height];
+  for (const part of drawing.boxes) {
+    const area = {
+      x: x + part.x * across,
+      y: y + part.y * down,
+      width: part.width * across,
+      height: part.height * down,
+    };
+    group.append(drawPart(part, area, 0.5));
   }
-  return legend;
+  const first = drawing.boxes[0];
+  if (tile.label && first) {
+    const size = ` ${total}`;
+    const hasSize = (tile.label.length + size.length) * MAP_LETTER + 8 <= width;
+    const fill = inkOn(theme.of(tokenOf(first.rank)));
+    const label = svgElement("text", { x: x + 5, y: y + 12, fill, class: "axon-shards-tile-label" }, tile.label);
+    if (hasSize) label.append(svgElement("tspan", { "fill-opacity": 0.8 }, size));
+    group.append(label);
+  }
+  const description = `${name}, ${role}, ${shape}: ${placement}; ${total} in all`;
+  group.addEventListener("pointerenter", (event) => show(description, event));
+  group.addEventListener("pointerleave", () => show(""));
+  return group;
+}
+
+/** @param {Tensor[]} tensors @param {Drawing[]} drawings */
+export function makeLegend(tensors, drawings) {
+  const ranks = new Set(tensors.flatMap((tensor) => drawings[tensor.drawing].boxes.map((box) => box.rank)));
+  const shown = [...ranks].sort((a, b) => a - b).slice(0, 2 * NUM_COLORS);
+  const keys = shown.map((rank) => {
+    const swatch = makeSwatch(tokenOf(rank));
+    if (Number(paintOf(rank)["fill-opacity"])) swatch.style.opacity = String(PALE);
+    return element("span", { class: "axon-view-key" }, swatch, rank < 0 ? "a copy on each rank" : `rank ${rank}`);
+  });
+  return element("div", { class: "axon-view-legend axon-shards-legend" }, ...keys);
 }

@@ -3,7 +3,7 @@
 
 /** @typedef {{x: number, y: number, width: number, height: number}} Box */
 
-/** @typedef {Box & {text: string, color: string, ink: string, pattern: string, label: string}} PartBox */
+/** @typedef {Box & {text: string, rank: number, label: string}} PartBox rank: the first; -1: all have a copy */
 
 /** @typedef {{width: number, height: number, boxes: PartBox[], empty: string}} Drawing of a tensor's parts */
 
@@ -69,6 +69,100 @@ export function treemap(values, width, height) {
   }
   if (row.length) placeRow(row, areas, free, boxes);
   return boxes;
+}
+
+/** @typedef {{name: string, bytes: number, index: number, children: Group[]}} Group index of a tensor; -1: of none */
+
+/**
+ * Tensors as a tree of modules, by the parts of their names; modules with one child are one with it.
+ *
+ * @param {{name: string, bytes: number}[]} tensors
+ * @returns {Group}
+ */
+export function groupByModule(tensors) {
+  /** @type {(name: string) => Group} */
+  const make = (name) => ({ name, bytes: 0, index: -1, children: [] });
+  const root = make("");
+  tensors.forEach(({ name, bytes }, index) => {
+    let group = root;
+    group.bytes += bytes;
+    const parts = name.split(".");
+    parts.forEach((part, depth) => {
+      const isLeaf = depth === parts.length - 1;
+      let child = isLeaf ? undefined : group.children.find((each) => each.name === part && each.index < 0);
+      if (!child) {
+        child = make(part);
+        group.children.push(child);
+      }
+      child.bytes += bytes;
+      if (isLeaf) child.index = index;
+      group = child;
+    });
+  });
+  return join(root);
+}
+
+/**
+ * @param {Group} group
+ * @returns {Group}
+ */
+function join(group) {
+  const children = group.children.map(join);
+  if (children.length !== 1 || group.index >= 0) return { ...group, children };
+  const [only] = children;
+  return { ...only, name: group.name ? `${group.name}.${only.name}` : only.name };
+}
+
+/** @typedef {Box & {index: number, label: string, depth: number}} Tile of a tensor, or of a module (index -1) */
+
+const TITLE = { height: 16, minWidth: 46, minHeight: 40 };
+const GAP = 2;
+const TILE_LETTER = 6.3; // pixels
+
+/**
+ * A treemap of modules within modules, with a title for each that has room; names lose their start, not their end.
+ *
+ * @param {{name: string, bytes: number}[]} tensors
+ * @param {number} width
+ * @param {number} height
+ */
+export function nestedTreemap(tensors, width, height) {
+  /** @type {Tile[]} */
+  const tiles = [];
+  /** @type {(group: Group, box: Box, depth: number) => void} */
+  const place = (group, box, depth) => {
+    if (group.index >= 0) {
+      const label = box.height >= 15 ? shortName(group.name, Math.floor((box.width - 8) / TILE_LETTER)) : "";
+      tiles.push({ ...box, index: group.index, label, depth });
+      return;
+    }
+    const hasTitle = depth > 0 && box.width >= TITLE.minWidth && box.height >= TITLE.minHeight;
+    const label = hasTitle ? shortName(group.name, Math.floor((box.width - 8) / TILE_LETTER)) : "";
+    if (depth) tiles.push({ ...box, index: -1, label, depth });
+    const hasMargin = depth > 0 && Math.min(box.width, box.height) > 4 * GAP;
+    const [inset, top] = [hasMargin ? GAP : 0, hasTitle ? TITLE.height : hasMargin ? GAP : 0];
+    const bytes = group.children.map((child) => child.bytes);
+    treemap(bytes, box.width - 2 * inset, box.height - top - inset).forEach((child, i) => {
+      place(group.children[i], { ...child, x: box.x + inset + child.x, y: box.y + top + child.y }, depth + 1);
+    });
+  };
+  place(groupByModule(tensors), { x: 0, y: 0, width, height }, 0);
+  return tiles;
+}
+
+/**
+ * The last parts of a name that fit into so many letters; empty: not even the last one does.
+ *
+ * @param {string} name
+ * @param {number} letters
+ */
+export function shortName(name, letters) {
+  const parts = name.split(".");
+  for (let i = 0; i < parts.length; i++) {
+    const rest = parts.slice(i).join(".");
+    if (rest.length <= letters) return rest;
+  }
+  return "";
 }
 
 /**

@@ -1,10 +1,12 @@
 // @ts-check
 // The shards panel on a page: a list of drawings, or a treemap by bytes.
 
-import { element, svgElement } from "../shared/dom.js";
+import { makeHead, makeSegments } from "../shared/card.js";
+import { element, setText } from "../shared/dom.js";
 import { showTooltip } from "../shared/pointer.js";
+import { onAppearanceChange, readTheme } from "../shared/theme.js";
 import { sendHeartbeats } from "../shared/wire.js";
-import { drawMap, drawParts, makeLegend, makePatterns } from "./drawing.js";
+import { drawMap, drawParts, makeLegend } from "./drawing.js";
 import { changedTensors, filterTensors, keyOf } from "./layout.js";
 
 /** @import { Context } from "../shared/wire.js" */
@@ -14,34 +16,33 @@ import { changedTensors, filterTensors, keyOf } from "./layout.js";
 /** @typedef {{content: Content | null}} Shared the last content, which all pages' views share */
 
 const MAX_ROWS = 100; // until the button below them is clicked
+const MAP_MARGIN = 16; // pixels
 const COLUMNS = ["tensor", "", "shape", "where", "per rank", "parts by rank"];
-let uniqueId = 0;
 
-/** @param {string} prefix of the patterns' identifiers */
-function buildPage(prefix) {
-  const filter = element("input", {
-    type: "search",
-    placeholder: "filter by name, kind or axis",
-    "aria-label": "filter",
-  });
-  const list = element("button", { type: "button", class: "axon-view-switch", "aria-pressed": "true" }, "list");
-  const map = element("button", { type: "button", class: "axon-view-switch", "aria-pressed": "false" }, "by bytes");
-  const heading = element("b", { class: "axon-shards-heading" });
-  const state = element("span", { class: "axon-view-muted", "aria-live": "polite" });
+/** @param {(kind: "list" | "map") => void} onKind called if another kind of drawing is chosen */
+function buildPage(onKind) {
+  const { head, context: heading, tools } = makeHead("Shards");
+  heading.classList.add("axon-shards-heading");
+  const placeholder = "filter by name, kind or axis";
+  const filter = element("input", { type: "search", class: "axon-view-search", placeholder, "aria-label": "filter" });
+  const kinds = /** @type {["list" | "map", string][]} */ ([
+    ["list", "list"],
+    ["map", "by bytes"],
+  ]);
+  const segments = makeSegments("drawing", kinds, "list", onKind);
+  tools.append(filter, segments);
+  const state = element("div", { class: "axon-view-muted axon-shards-state", "aria-live": "polite" });
   const totals = element("div", { class: "axon-shards-totals" });
-  const body = element("div", { class: "axon-shards-body" });
-  const notes = element("div", { class: "axon-view-muted" });
+  const region = { tabindex: "0", role: "region", "aria-label": "tensors" };
+  const body = element("div", { class: "axon-shards-body", ...region });
+  const notes = element("div", { class: "axon-view-note" });
   const tip = element("div", { class: "axon-view-tip axon-shards-tip", role: "status", hidden: "" });
-  const defs = svgElement("svg", { width: 0, height: 0, "aria-hidden": "true", class: "axon-shards-defs" });
-  defs.append(makePatterns(prefix));
-  const tools = element("div", { class: "axon-shards-tools" }, filter, list, map, state);
-  const root = element("div", { class: "axon-view axon-shards" }, heading, totals, tools, body, notes, tip, defs);
-  return { root, filter, list, map, heading, state, totals, body, notes, tip };
+  const root = element("div", { class: "axon-view axon-shards" }, head, totals, state, body, notes, tip);
+  return { root, filter, heading, state, totals, body, notes, tip };
 }
 
 /** One panel on a page. */
 class ShardsView {
-  #prefix = `axon-shards-${uniqueId++}`;
   /** @type {"list" | "map"} */
   #kind = "list";
   #filter = "";
@@ -57,24 +58,30 @@ class ShardsView {
   constructor({ model, el }, shared) {
     this.model = model;
     this.shared = shared;
-    this.page = buildPage(this.#prefix);
+    this.page = buildPage((kind) => {
+      this.#kind = kind;
+      this.#draw();
+    });
     el.append(this.page.root);
+    this.theme = readTheme(this.page.root);
     this.page.filter.addEventListener("input", () => {
       this.#filter = this.page.filter.value;
       this.#draw();
     });
-    for (const kind of /** @type {const} */ (["list", "map"])) {
-      this.page[kind].addEventListener("click", () => {
-        this.#kind = kind;
-        this.#draw();
-      });
-    }
     model.on("change:content", this.#update);
     const stopHeartbeats = sendHeartbeats(model, this.page.root);
+    let width = 0;
+    const stopObserving = onAppearanceChange(this.page.root, () => {
+      const isResized = width !== this.page.root.clientWidth;
+      width = this.page.root.clientWidth;
+      this.theme = readTheme(this.page.root);
+      if (!isResized || this.#kind === "map") this.#draw();
+    });
     shared.content ??= this.#content;
     this.#draw();
     this.close = () => {
       stopHeartbeats();
+      stopObserving();
       model.off("change:content", this.#update);
     };
   }
@@ -102,7 +109,7 @@ class ShardsView {
   #draw() {
     const { page } = this;
     const data = this.#content;
-    page.heading.textContent = data.heading;
+    setText(page.heading, data.heading);
     page.totals.replaceChildren(
       ...data.totals.map(({ ranks, size, share }) => {
         const bar = element("span", { class: "axon-shards-bar" });
@@ -111,19 +118,23 @@ class ShardsView {
       }),
     );
     const tensors = filterTensors(data.tensors, this.#filter);
-    page.list.setAttribute("aria-pressed", String(this.#kind === "list"));
-    page.map.setAttribute("aria-pressed", String(this.#kind === "map"));
     const changes = this.#changed.size ? ` · ${this.#changed.size} changed in the last update` : "";
     page.state.textContent = `${tensors.length} of ${data.tensors.length} shown${changes}`;
-    page.body.replaceChildren(...(this.#kind === "list" ? this.#drawList(data, tensors) : this.#drawMap(tensors)));
+    page.body.replaceChildren(
+      ...(this.#kind === "list" ? this.#drawList(data, tensors) : this.#drawMap(data, tensors)),
+    );
     page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
     page.root.dataset.updates = String(data.updates);
   }
 
-  /** @param {Tensor[]} tensors */
-  #drawMap(tensors) {
-    const width = Math.max(240, this.page.body.clientWidth || 700);
-    return [drawMap(tensors, width, this.#showTooltip), makeLegend(tensors)];
+  /**
+   * @param {Content} data
+   * @param {Tensor[]} tensors
+   */
+  #drawMap({ drawings }, tensors) {
+    const width = Math.max(240, (this.page.body.clientWidth || 700) - 2 * MAP_MARGIN);
+    const map = drawMap(tensors, drawings, { width, theme: this.theme }, this.#showTooltip);
+    return [makeLegend(tensors, drawings), map];
   }
 
   /**
@@ -152,7 +163,7 @@ class ShardsView {
     const key = keyOf(tensor);
     const name = element("th", { scope: "row" }, tensor.name);
     const texts = [tensor.role, tensor.shape, tensor.placement, tensor.local];
-    const parts = element("td", {}, drawParts(drawing, this.#prefix, this.#showTooltip));
+    const parts = element("td", {}, drawParts(drawing, this.theme, this.#showTooltip));
     if (drawing.empty) parts.append(element("div", { class: "axon-view-muted" }, drawing.empty));
     const attributes = { tabindex: "0", "data-name": tensor.name, "data-kind": tensor.kind };
     const line = element("tr", attributes, name, ...texts.map((text) => element("td", {}, text)), parts);

@@ -1,57 +1,45 @@
 // @ts-check
-// Drawing on canvases with paints: a colour and a pattern.
+// Drawing on canvases with paints: a colour and a form.
+
+import { inkOn } from "./theme.js";
+
+/** @import { Theme } from "./theme.js" */
 
 /**
  * @typedef {object} Paint
- * @property {string} color hex RGB
- * @property {string} pattern a key of `PATTERNS`, or `solid`, `line`, `hollow`, `dashed`
- * @property {boolean} outline whether boxes get a grey edge, as the colour is near that of the page
+ * @property {string} token name of its colour, see `Theme`
+ * @property {string} form `solid`, `wait` (pale, with a line at its foot), `line`, `hollow`, `bubble` or `cross`
  */
 
-/** @type {Record<string, {color: string, width: number, paths: number[][]}>} */
+/** @type {Record<string, number[][]>} */
 const PATTERNS = {
-  rows: {
-    color: "rgba(255,255,255,.75)",
-    width: 1,
-    paths: [
-      [0, 2, 8, 2],
-      [0, 6, 8, 6],
-    ],
-  },
-  bars: {
-    color: "rgba(255,255,255,.45)",
-    width: 1,
-    paths: [
-      [1.5, 0, 1.5, 8],
-      [5.5, 0, 5.5, 8],
-    ],
-  },
-  dots: {
-    color: "rgba(17,17,17,.7)",
-    width: 2,
-    paths: [
-      [1, 2, 3, 2],
-      [5, 6, 7, 6],
-    ],
-  },
-  hatch: {
-    color: "rgba(17,17,17,.65)",
-    width: 1.5,
-    paths: [
-      [-2, 2, 2, -2],
-      [0, 8, 8, 0],
-      [6, 10, 10, 6],
-    ],
-  },
-  cross: {
-    color: "rgba(255,255,255,.6)",
-    width: 1.3,
-    paths: [
-      [0, 0, 8, 8],
-      [8, 0, 0, 8],
-    ],
-  },
+  "kind-backward": [
+    [0, 2, 8, 2],
+    [0, 6, 8, 6],
+  ],
+  "kind-optimizer": [
+    [0, 0, 8, 8],
+    [8, 0, 0, 8],
+  ],
+  "kind-collective": [
+    [1.5, 0, 1.5, 8],
+    [5.5, 0, 5.5, 8],
+  ],
+  "kind-p2p": [
+    [1, 2, 3, 2],
+    [5, 6, 7, 6],
+  ],
+  "kind-wait": [
+    [-2, 2, 2, -2],
+    [0, 8, 8, 0],
+    [6, 10, 10, 6],
+  ],
+  "kind-other": [[0, 4, 8, 4]],
 };
+/** Lines over colours, drawn only for who wants patterns; forward has none. */
+const MIN_ROUNDED = 6; // pixels of the page
+const RADIUS = 2;
+const FOOT = 2;
 
 /**
  * The 2D context of a canvas.
@@ -85,10 +73,12 @@ export class Painter {
   /**
    * @param {CanvasRenderingContext2D} context
    * @param {number} ratio
+   * @param {Theme} theme
    */
-  constructor(context, ratio) {
+  constructor(context, ratio, theme) {
     this.context = context;
     this.ratio = ratio;
+    this.theme = theme;
   }
 
   /**
@@ -97,70 +87,115 @@ export class Painter {
    * @param {number} top
    * @param {number} width
    * @param {number} height
+   * @param {boolean} isQuiet whether waiting is its foot alone
    */
-  fill(paint, left, top, width, height) {
-    const { context, ratio } = this;
-    context.fillStyle = context.strokeStyle = paint.color;
+  fill({ token, form }, left, top, width, height, isQuiet = false) {
+    const { context, ratio, theme } = this;
+    context.fillStyle = context.strokeStyle = theme.of(token);
     context.lineWidth = ratio;
-    if (paint.pattern === "line") {
+    if (form === "wait") {
+      this.#fillWaiting(token, left, top, width, height, isQuiet);
+    } else if (form === "line") {
       context.fillRect(left, top + height / 2 - ratio, width, 2 * ratio);
-      return;
-    }
-    if (paint.pattern === "hollow" || paint.pattern === "dashed") {
-      const inset = paint.pattern === "hollow" ? Math.round(height / 5) : ratio / 2;
-      if (paint.pattern === "dashed") context.setLineDash([2 * ratio, 2 * ratio]);
+    } else if (form === "bubble") {
+      context.globalAlpha = 0.3;
+      context.fillRect(left, top + height / 2 - ratio / 2, width, ratio);
+      context.globalAlpha = 1;
+    } else if (form === "hollow" || form === "cross") {
+      const inset = Math.round(height / 5);
       context.strokeRect(left + ratio / 2, top + inset, Math.max(0, width - ratio), height - 2 * inset);
-      context.setLineDash([]);
-      return;
-    }
-    context.fillRect(left, top, width, height);
-    const pattern = this.#patternOf(paint.pattern);
-    if (pattern) {
-      context.fillStyle = pattern;
-      context.fillRect(left, top, width, height);
-    }
-    if (paint.outline && width > 3 * ratio) {
-      context.strokeStyle = "#767676";
-      context.strokeRect(left + ratio / 2, top + ratio / 2, width - ratio, height - ratio);
+      if (form === "cross") context.fillRect(left, top + height / 2 - ratio, width, 2 * ratio);
+    } else {
+      this.#fillBox(left, top, width, height);
+      if (theme.patterns) this.#cover(token, left, top, width, height);
     }
   }
 
   /**
-   * Write text centered in a box, if it fits.
+   * @param {string} token
+   * @param {number} left
+   * @param {number} top
+   * @param {number} width
+   * @param {number} height
+   * @param {boolean} isQuiet
+   */
+  #fillWaiting(token, left, top, width, height, isQuiet) {
+    const { context, ratio, theme } = this;
+    if (!isQuiet) {
+      context.fillStyle = theme.of(`${token}-soft`);
+      context.fillRect(left, top, width, height);
+      if (theme.patterns) this.#cover(token, left, top, width, height);
+      context.fillStyle = theme.of(token);
+    }
+    context.fillRect(left, top + height - FOOT * ratio, width, FOOT * ratio);
+  }
+
+  /**
+   * @param {number} left
+   * @param {number} top
+   * @param {number} width
+   * @param {number} height
+   */
+  #fillBox(left, top, width, height) {
+    const { context, ratio } = this;
+    if (width < MIN_ROUNDED * ratio) {
+      context.fillRect(left, top, width, height);
+      return;
+    }
+    context.beginPath();
+    context.roundRect(left, top, width, height, RADIUS * ratio);
+    context.fill();
+  }
+
+  /**
+   * Write text centered in a box, if it fits; returns whether it does.
    *
    * @param {string} text
    * @param {number} left
    * @param {number} top
    * @param {number} width
    * @param {number} height
+   * @param {string} [token] of the colour behind it; by default the text is secondary text on the page
    */
-  write(text, left, top, width, height) {
-    const { context, ratio } = this;
-    context.font = `${Math.min(11, height / ratio - 2) * ratio}px sans-serif`;
-    if (context.measureText(text).width > width - 4 * ratio) return;
-    Object.assign(context, { textAlign: "center", textBaseline: "middle", lineWidth: 2.5 * ratio, lineJoin: "round" });
-    context.strokeStyle = "#222";
-    context.strokeText(text, left + width / 2, top + height / 2 + ratio / 2);
-    context.fillStyle = "#fff";
+  write(text, left, top, width, height, token) {
+    const { context, ratio, theme } = this;
+    context.font = `${Math.min(11, height / ratio - 2) * ratio}px ${theme.font}`;
+    if (context.measureText(text).width > width - 6 * ratio) return false;
+    Object.assign(context, { textAlign: "center", textBaseline: "middle" });
+    context.fillStyle = token ? inkOn(theme.of(token)) : theme.of("muted");
     context.fillText(text, left + width / 2, top + height / 2 + ratio / 2);
+    return true;
   }
 
-  /** @param {string} name */
-  #patternOf(name) {
-    if (!PATTERNS[name]) return null;
-    this.#patterns[name] ??= this.#makePattern(PATTERNS[name]);
-    return this.#patterns[name];
+  /**
+   * Draw a colour's pattern over a box.
+   *
+   * @param {string} token
+   * @param {number} left
+   * @param {number} top
+   * @param {number} width
+   * @param {number} height
+   */
+  #cover(token, left, top, width, height) {
+    if (!PATTERNS[token]) return;
+    this.#patterns[token] ??= this.#makePattern(PATTERNS[token], token);
+    this.context.fillStyle = /** @type {CanvasPattern} */ (this.#patterns[token]);
+    this.context.fillRect(left, top, width, height);
   }
 
-  /** @param {{color: string, width: number, paths: number[][]}} lines */
-  #makePattern({ color, width, paths }) {
+  /**
+   * @param {number[][]} lines
+   * @param {string} token
+   */
+  #makePattern(lines, token) {
     const tile = document.createElement("canvas");
     tile.width = tile.height = Math.round(8 * this.ratio);
     const pen = getContext(tile);
     pen.scale(tile.width / 8, tile.height / 8);
-    pen.strokeStyle = color;
-    pen.lineWidth = width;
-    for (const [x0, y0, x1, y1] of paths) {
+    pen.strokeStyle = token === "kind-wait" ? this.theme.of(token) : inkOn(this.theme.of(token));
+    pen.globalAlpha = 0.6;
+    pen.lineWidth = 1.2;
+    for (const [x0, y0, x1, y1] of lines) {
       pen.beginPath();
       pen.moveTo(x0, y0);
       pen.lineTo(x1, y1);
@@ -168,16 +203,4 @@ export class Painter {
     }
     return this.context.createPattern(tile, "repeat");
   }
-}
-
-/**
- * Draw a paint's sample for a legend. Returns the device pixels per pixel of the page.
- *
- * @param {HTMLCanvasElement} canvas
- * @param {Paint} paint
- */
-export function drawSwatch(canvas, paint) {
-  const ratio = resizeCanvas(canvas, 22, 12);
-  new Painter(getContext(canvas), ratio).fill(paint, 0, 0, canvas.width, canvas.height);
-  return ratio;
 }

@@ -78,20 +78,3 @@ export function setText(node, text) {
 export function listenUntil(signal) {
   return (target, name, handler, options) => target.addEventListener(name, handler, { ...options, signal });
 }
-
-/**
- * Call a handler if the size or the theme changes. Returns a function that stops it.
- *
- * @param {Element} root
- * @param {() => void} handler
- */
-export function onAppearanceChange(root, handler) {
-  const size = new ResizeObserver(handler);
-  size.observe(root);
-  const theme = new MutationObserver(handler);
-  theme.observe(document.body, { attributes: true });
-  return () => {
-    size.disconnect();
-    theme.disconnect();
-  };
-}

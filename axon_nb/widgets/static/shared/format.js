@@ -44,7 +44,7 @@ export function formatSeconds(value) {
  */
 export function formatDuration(value) {
   if (value < 1e-3) return `${(value * 1e6).toFixed(value < 1e-5 ? 1 : 0)} µs`;
-  if (value < 0.1) return `${Number((value * 1e3).toPrecision(3))} ms`;
+  if (value < 0.9995) return `${Number((value * 1e3).toPrecision(3))} ms`;
   if (value < 99.95) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
   const whole = Math.round(value);
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${pad(whole % 60)} s`;

@@ -63,18 +63,21 @@ export function trackPointer(on, canvas, brush, { onMove, onMark, height }) {
 }
 
 /**
- * Show a text near a place of the view, within its width; an empty text hides the tooltip.
+ * Show a text or nodes near a place of the view, within its width; nothing hides the tooltip.
  *
  * @param {HTMLElement} tip
  * @param {HTMLElement} root the view
- * @param {string} text
+ * @param {string | Node[]} content
  * @param {number} left
  * @param {number} top
  */
-export function showTooltip(tip, root, text, left = 0, top = 0) {
-  tip.hidden = !text;
-  if (!text) return;
-  tip.textContent = text;
-  tip.style.left = `${Math.max(0, Math.min(left, root.clientWidth - tip.offsetWidth))}px`;
-  tip.style.top = `${top}px`;
+export function showTooltip(tip, root, content, left = 0, top = 0) {
+  tip.hidden = !content.length;
+  if (!content.length) return;
+  if (typeof content === "string") tip.textContent = content;
+  else tip.replaceChildren(...content);
+  const [width, height] = [tip.offsetWidth, tip.offsetHeight];
+  const isWide = left + width > root.clientWidth;
+  tip.style.left = `${Math.max(0, isWide ? Math.min(left - width - 24, root.clientWidth - width) : left)}px`;
+  tip.style.top = `${top + height > root.clientHeight ? Math.max(0, top - height - 24) : top}px`;
 }

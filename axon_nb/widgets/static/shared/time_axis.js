@@ -4,13 +4,15 @@
 import { getContext } from "./canvas.js";
 import { pad } from "./format.js";
 
+/** @import { Theme } from "./theme.js" */
+
 /** @typedef {{from: number, to: number}} TimeRange in seconds */
 
 /** @typedef {{x: number, label: string}} Tick x: pixels of the page from the left */
 
 /** @typedef {{left: number, right: number, kind: number}} Run of pixels that one kind dominates; excludes `right` */
 
-export const AXIS_HEIGHT = 22; // pixels of the page, below the rows
+export const AXIS_HEIGHT = 22; // pixels of the page, above the rows
 
 const STEPS = [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5];
 STEPS.push(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400);
@@ -35,7 +37,8 @@ export function ticks(from, to, width, { zero = 0, minStep = 0, minutes = false 
   const marks = [];
   for (let i = Math.ceil((from - zero) / step - 1e-9); zero + i * step <= to + 1e-6 * step; i++) {
     const at = i * step;
-    marks.push({ x: ((zero + at - from) / (to - from)) * width, label: tickLabel(at, step, minutes) });
+    const inMs = !minutes && Math.max(Math.abs(from - zero), Math.abs(to - zero)) < 1;
+    marks.push({ x: ((zero + at - from) / (to - from)) * width, label: tickLabel(at, step, minutes, inMs) });
   }
   return marks;
 }
@@ -44,11 +47,12 @@ export function ticks(from, to, width, { zero = 0, minStep = 0, minutes = false 
  * @param {number} at seconds
  * @param {number} step seconds
  * @param {boolean} minutes
+ * @param {boolean} inMs whether all labels are in milliseconds
  */
-function tickLabel(at, step, minutes) {
+function tickLabel(at, step, minutes, inMs) {
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
   if (Math.abs(at) >= 60 && (step >= 1 || minutes)) return formatClock(at, digits);
-  if (step < 1e-3 && Math.abs(at) < 0.01) return `${(at * 1e3).toFixed(Math.max(0, digits - 3))} ms`;
+  if (inMs) return `${(at * 1e3).toFixed(Math.max(0, digits - 3))} ms`;
   return `${at.toFixed(digits)} s`;
 }
 
@@ -66,25 +70,24 @@ function formatClock(at, digits) {
 }
 
 /**
- * Draw ticks on a canvas, below rows that end at `bottom`.
+ * Draw ticks on a canvas: lines from `top` to `bottom`, and their labels above them.
  *
  * @param {HTMLCanvasElement} canvas
- * @param {Element} root the view, whose font and colours it takes
+ * @param {Theme} theme
  * @param {Tick[]} marks
- * @param {{bottom: number, ratio: number}} options in pixels of the page; device pixels of each
+ * @param {{top: number, bottom: number, ratio: number}} options in pixels of the page; device pixels of each
  */
-export function drawAxis(canvas, root, marks, { bottom, ratio }) {
+export function drawAxis(canvas, theme, marks, { top, bottom, ratio }) {
   const context = getContext(canvas);
-  const style = getComputedStyle(root);
-  Object.assign(context, { font: `${11 * ratio}px ${style.fontFamily}`, textBaseline: "middle", textAlign: "left" });
-  const [grid, ink] = [style.getPropertyValue("--axon-grid"), style.color];
+  Object.assign(context, { font: `${11 * ratio}px ${theme.font}`, textBaseline: "middle", textAlign: "left" });
   for (const { x, label } of marks) {
     const at = Math.min(Math.round(x * ratio), canvas.width - 1);
-    context.fillStyle = grid;
-    context.fillRect(at, 0, Math.max(1, Math.round(ratio)), (bottom + 5) * ratio);
-    context.fillStyle = ink;
+    context.fillStyle = theme.of("line");
+    context.fillRect(at, top * ratio, Math.max(1, Math.round(ratio)), (bottom - top) * ratio);
+    if (top < 12) continue;
+    context.fillStyle = theme.of("muted");
     const width = context.measureText(label).width;
-    context.fillText(label, Math.min(Math.max(0, at - width / 2), canvas.width - width), (bottom + 13) * ratio);
+    context.fillText(label, Math.min(Math.max(0, at - width / 2), canvas.width - width), (top - 9) * ratio);
   }
 }
 

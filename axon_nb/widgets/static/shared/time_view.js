@@ -1,11 +1,13 @@
 // @ts-check
 // What the views of activity over time share: when they are drawn, their keys and buttons, and the pointer.
 
-import { listenUntil, onAppearanceChange } from "./dom.js";
+import { listenUntil } from "./dom.js";
 import { showTooltip, trackPointer } from "./pointer.js";
+import { onAppearanceChange, readTheme } from "./theme.js";
 import { timeAt } from "./time_axis.js";
 
 /** @import { Position } from "./pointer.js" */
+/** @import { Theme } from "./theme.js" */
 /** @import { TimeRange } from "./time_axis.js" */
 
 /**
@@ -40,6 +42,8 @@ import { timeAt } from "./time_axis.js";
 export class TimeView {
   /** @type {Position | null} */
   #pointer = null;
+  /** @type {Theme | null} */
+  #theme = null;
   #pendingFrame = 0;
   #listeners = new AbortController();
 
@@ -56,7 +60,10 @@ export class TimeView {
     this.on = listenUntil(this.#listeners.signal);
     this.#listen();
     const { root } = parts;
-    const stopObserving = onAppearanceChange(root, () => this.onAppearanceChange());
+    const stopObserving = onAppearanceChange(root, () => {
+      this.#theme = null;
+      this.onAppearanceChange();
+    });
     // The present moves on between messages, too, and a rank that falls silent sends none.
     const timer = setInterval(() => !this.store.finished && this.request(), redrawMs);
     shared.views.set(root, this.request);
@@ -68,6 +75,12 @@ export class TimeView {
       stopObserving();
       shared.views.delete(root);
     };
+  }
+
+  /** The colours now. */
+  get theme() {
+    this.#theme ??= readTheme(this.parts.root);
+    return this.#theme;
   }
 
   /** Draw in the next frame. */
@@ -120,22 +133,23 @@ export class TimeView {
   /**
    * Describe what is below the pointer; empty: nothing.
    *
-   * @param {Position} _position on the canvas
+   * @param {Position | null} _position on the canvas; null: the pointer has left
    * @param {number} _time in seconds
+   * @returns {string | Node[]}
    */
   describeAt(_position, _time) {
     return "";
   }
 
   /**
-   * Show a text next to a place of the page; an empty one hides it.
+   * Show a text or nodes next to a place of the page; nothing hides them.
    *
-   * @param {string} text
+   * @param {string | Node[]} content
    * @param {number} x
    * @param {number} y
    */
-  showText = (text, x = 0, y = 0) => {
-    showTooltip(this.parts.tip, this.parts.root, text, x + 12, y + 16);
+  showText = (content, x = 0, y = 0) => {
+    showTooltip(this.parts.tip, this.parts.root, content, x + 12, y + 16);
   };
 
   #listen() {
@@ -175,6 +189,7 @@ export class TimeView {
   #showTooltip() {
     const position = this.#pointer;
     if (!position) {
+      this.describeAt(null, 0);
       this.showText("");
       return;
     }

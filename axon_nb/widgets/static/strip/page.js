@@ -1,6 +1,7 @@
 // @ts-check
 // The elements of a strip.
 
+import { makeHead, makeSwatch } from "../shared/card.js";
 import { create } from "../shared/dom.js";
 import { rowHeight } from "./layout.js";
 
@@ -22,24 +23,23 @@ function part(name, tag = /** @type {Tag} */ ("div")) {
 }
 
 /** @param {Config} config */
-function buildHead({ title, paints }) {
-  const head = part("head");
-  const elapsed = create("span", "axon-view-muted axon-strip-elapsed");
-  const legend = part("legend", "span");
-  const tools = part("tools", "span");
-  head.append(create("b", "", { textContent: title }), elapsed, legend, tools);
+function buildHead({ title, ranks, paints }) {
+  const { head, state, context, tools } = makeHead("Activity");
+  const count = `${ranks.length} rank${ranks.length === 1 ? "" : "s"}`;
+  const elapsed = create("span", "axon-strip-elapsed");
+  context.append(title ? `${title} · ${count} · ` : `${count} · `, elapsed);
   for (const [textContent, value, hint] of BUTTONS) {
     tools.append(create("button", "", { type: "button", textContent, value, title: hint, ariaLabel: hint }));
   }
-  const swatches = paints.map((paint) => {
+  const legend = part("legend");
+  const keys = paints.map((paint) => {
     const item = part("key", "span");
-    const canvas = create("canvas", "");
-    item.append(canvas, paint.label);
+    item.append(makeSwatch(paint.token, paint.form), paint.label);
     item.hidden = true;
     legend.append(item);
-    return { item, canvas };
+    return item;
   });
-  return { head, elapsed, tools, swatches };
+  return { head, legend, state, elapsed, tools, keys };
 }
 
 /** @param {Config} config */
@@ -71,12 +71,12 @@ function buildGrid({ ranks }) {
 export function build(config, el) {
   const root = create("div", "axon-view axon-strip");
   root.style.setProperty("--axon-row", `${rowHeight(config.ranks.length)}px`);
-  const { head, ...inHead } = buildHead(config);
+  const { head, legend, ...inHead } = buildHead(config);
   const { grid, ...inGrid } = buildGrid(config);
-  const [note, tip, brush, live] = [create("div", "axon-view-muted"), part("tip"), part("brush"), part("unseen")];
+  const [note, tip, brush, live] = ["note", "tip", "brush", "unseen"].map((name) => part(name));
   live.setAttribute("aria-live", "polite");
   tip.hidden = brush.hidden = true;
-  root.append(head, grid, note, tip, brush, live);
+  root.append(head, legend, grid, note, tip, brush, live);
   el.append(root);
   return { root, note, tip, brush, live, ...inHead, ...inGrid };
 }

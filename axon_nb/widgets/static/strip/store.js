@@ -4,9 +4,9 @@
 import { formatSeconds } from "../shared/format.js";
 import { unpack } from "../shared/wire.js";
 
-/** @import { Paint as Colors } from "../shared/canvas.js" */
+/** @import { Paint as Look } from "../shared/canvas.js" */
 
-/** @typedef {Colors & {name: string, label: string, terminal: boolean}} Paint terminal: nothing follows it */
+/** @typedef {Look & {name: string, label: string, terminal: boolean}} Paint terminal: nothing follows it */
 
 /**
  * What does not change while a strip is shown.

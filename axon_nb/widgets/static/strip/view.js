@@ -1,7 +1,8 @@
 // @ts-check
 // The strip of `--watch` on a page.
 
-import { drawSwatch, getContext, Painter, resizeCanvas } from "../shared/canvas.js";
+import { getContext, Painter, resizeCanvas } from "../shared/canvas.js";
+import { showState } from "../shared/card.js";
 import { setText } from "../shared/dom.js";
 import { formatSeconds } from "../shared/format.js";
 import { AXIS_HEIGHT, drawAxis, ticks } from "../shared/time_axis.js";
@@ -56,7 +57,7 @@ class StripView extends TimeView {
   }
 
   get brushHeight() {
-    return this.config.ranks.length * this.height;
+    return this.config.ranks.length * this.height + AXIS_HEIGHT;
   }
 
   /** @param {string} key */
@@ -71,26 +72,27 @@ class StripView extends TimeView {
   }
 
   /**
-   * @param {Position} position
+   * @param {Position | null} position
    * @param {number} time
    */
-  describeAt({ y }, time) {
+  describeAt(position, time) {
     const { config, store } = this;
-    const row = Math.floor(y / this.height);
-    if (row >= config.ranks.length) return "";
+    const row = position ? Math.floor((position.y - AXIS_HEIGHT) / this.height) : -1;
+    if (row < 0 || row >= config.ranks.length) return "";
     const found = segmentAt(store.rows[row].segments, time, this.shared.now(), config);
     return found ? describeSegment(config.ranks[row], found.segment, found.end, config) : "";
   }
 
   /** @param {number} width */
   draw(width) {
-    const { canvas, root } = this.parts;
+    const { canvas } = this.parts;
     const now = this.shared.now();
     const range = visibleRange(this.#zoom, now);
-    const bottom = this.config.ranks.length * this.height;
-    const ratio = resizeCanvas(canvas, width, bottom + AXIS_HEIGHT);
+    const bottom = this.config.ranks.length * this.height + AXIS_HEIGHT;
+    const ratio = resizeCanvas(canvas, width, bottom);
     getContext(canvas).clearRect(0, 0, canvas.width, canvas.height);
-    drawAxis(canvas, root, ticks(range.from, range.to, width, { minStep: 0.01, minutes: true }), { bottom, ratio });
+    const marks = ticks(range.from, range.to, width, { minStep: 0.01, minutes: true });
+    drawAxis(canvas, this.theme, marks, { top: AXIS_HEIGHT, bottom, ratio });
     this.#drawLegend(this.#drawRows(range, now, ratio));
     this.#drawText(now);
     canvas.ariaLabel ||= `Activity of ${this.config.ranks.length} ranks over time. Plus and minus zoom, arrows move, Home shows everything.`;
@@ -112,12 +114,13 @@ class StripView extends TimeView {
   #drawRows(range, now, ratio) {
     const { config, height } = this;
     const { canvas } = this.parts;
-    const painter = new Painter(getContext(canvas), ratio);
+    const painter = new Painter(getContext(canvas), ratio, this.theme);
     const drawn = new Set();
     this.store.rows.forEach(({ segments }, row) => {
       for (const { kind, left, right } of rowRuns(segments, { ...range, width: canvas.width, now, config })) {
         drawn.add(kind);
-        const [top, boxHeight] = [Math.round((row * height + 3) * ratio), Math.round((height - 6) * ratio)];
+        const top = Math.round((AXIS_HEIGHT + row * height + 3) * ratio);
+        const boxHeight = Math.round((height - 6) * ratio);
         painter.fill(config.paints[kind], left, top, right - left, boxHeight);
       }
     });
@@ -126,11 +129,7 @@ class StripView extends TimeView {
 
   /** @param {Set<number>} drawn */
   #drawLegend(drawn) {
-    this.parts.swatches.forEach(({ item, canvas }, kind) => {
-      if (item.hidden && !drawn.has(kind)) return;
-      item.hidden = false;
-      drawSwatch(canvas, this.config.paints[kind]);
-    });
+    for (const kind of drawn) this.parts.keys[kind].hidden = false;
   }
 
   /** @param {number} now */
@@ -141,12 +140,8 @@ class StripView extends TimeView {
       item.title = describe(segments, now, this.config);
       setText(state, item.title);
     });
-    const prefix = store.finished
-      ? "ended after "
-      : this.shared.isDisconnected()
-        ? "no news from the kernel since "
-        : "";
-    setText(parts.elapsed, prefix + formatSeconds(now));
+    showState(parts.state, store.finished ? "ended" : this.shared.isDisconnected() ? "lost" : "live");
+    setText(parts.elapsed, formatSeconds(now));
     const notes = [];
     if (store.coarse) notes.push(`before ${formatSeconds(store.coarse)}, short segments are merged`);
     if (store.lost) notes.push(`${store.lost} sample${store.lost === 1 ? "" : "s"} lost`);

@@ -2,15 +2,18 @@
 // The rows of a timeline on their canvas.
 
 import { getContext, Painter, resizeCanvas } from "../shared/canvas.js";
-import { AXIS_HEIGHT, drawAxis, ticks } from "../shared/time_axis.js";
+import { drawAxis, ticks } from "../shared/time_axis.js";
+import { labelRooms, wordsFor } from "./labels.js";
 import { geometry, MIN_SHARE, pixelShares } from "./layout.js";
 
-/** @import { TimeRange } from "../shared/time_axis.js" */
+/** @import { Theme } from "../shared/theme.js" */
+/** @import { Run, TimeRange } from "../shared/time_axis.js" */
 /** @import { Mark } from "./cursor.js" */
+/** @import { Derived } from "./derived.js" */
 /** @import { SpanSelection } from "./filter.js" */
+/** @import { LabelBox } from "./labels.js" */
+/** @import { Geometry } from "./layout.js" */
 /** @import { Config, Store } from "./store.js" */
-
-/** @typedef {{index: number, left: number, top: number, width: number, height: number}} Box of a span, device pixels */
 
 /**
  * What is drawn at once.
@@ -20,27 +23,30 @@ import { geometry, MIN_SHARE, pixelShares } from "./layout.js";
  * @property {number} zero the time labelled 0
  * @property {SpanSelection} selection which spans are drawn
  * @property {Mark | null} mark
+ * @property {Theme} theme
  */
 
-const MIN_LABELLED = { width: 26, height: 10 }; // of a box that is written on, in pixels of the page
+/** @typedef {{left: (time: number) => number, top: (row: number, lane: number) => number,
+ *   height: (lane: number) => number, pixels: number}} Places of spans, in device pixels */
+
+const MIN_LABELLED = { width: 16, height: 10 }; // of a box that is written on, in pixels of the page
+const MIN_WAIT_LABELLED = 40;
 
 export class RowCanvas {
-  /** @type {Painter | null} */
-  #painter = null;
   /** @type {Map<number, number>} */
   #rowOf;
 
   /**
    * @param {HTMLCanvasElement} canvas
-   * @param {Element} root the view, whose font and colours it takes
    * @param {Config} config
    * @param {Store} store
+   * @param {Derived} derived
    */
-  constructor(canvas, root, config, store) {
+  constructor(canvas, config, store, derived) {
     this.canvas = canvas;
-    this.root = root;
     this.config = config;
     this.store = store;
+    this.derived = derived;
     this.geometry = geometry(config.ranks.length);
     this.#rowOf = new Map(config.ranks.map((rank, row) => [rank, row]));
   }
@@ -51,122 +57,197 @@ export class RowCanvas {
    * @param {number} width pixels of the page
    * @param {Frame} frame
    */
-  draw(width, { range, zero, selection, mark }) {
-    const { canvas, config, store } = this;
+  draw(width, { range, zero, selection, mark, theme }) {
+    const { canvas, config, store, derived } = this;
     const { from, to } = range;
     const bottom = config.ranks.length * this.geometry.height;
-    const ratio = resizeCanvas(canvas, width, bottom + AXIS_HEIGHT);
-    const painter = this.#painterFor(ratio);
+    const ratio = resizeCanvas(canvas, width, bottom);
+    const painter = new Painter(getContext(canvas), ratio, theme);
     painter.context.clearRect(0, 0, canvas.width, canvas.height);
-    drawAxis(canvas, this.root, ticks(from, to, width, { zero }), { bottom, ratio });
+    drawAxis(canvas, theme, ticks(from, to, width, { zero }), { top: 0, bottom, ratio });
+    this.#drawRules(painter);
     const pixels = Math.round(width * ratio);
-    const shares = pixelShares(store, { ...selection, from, to, width: pixels });
-    const drawn = this.#drawLanes(painter, shares.pixels);
-    this.#drawCells(painter, shares.cells, range, pixels);
-    if (shares.labelled) this.#drawLabels(painter, shares.labelled, range, pixels);
-    if (mark) this.#drawMark(painter, mark, range, pixels);
-    return { found: shares.found, drawn, ratio };
-  }
-
-  /** @param {number} ratio */
-  #painterFor(ratio) {
-    if (this.#painter?.ratio !== ratio) this.#painter = new Painter(getContext(this.canvas), ratio);
-    return this.#painter;
-  }
-
-  /**
-   * @param {Painter} painter
-   * @param {ReturnType<typeof pixelShares>["pixels"]} pixels
-   */
-  #drawLanes(painter, pixels) {
-    const { ratio } = painter;
-    const { height, lanes } = this.geometry;
+    const places = this.#places(range, pixels, ratio);
+    const shares = pixelShares(store, { ...selection, from, to, width: pixels, derived });
+    const boxes = this.#labelBoxes(shares.labelled ?? [], places);
     /** @type {Set<number>} */
     const drawn = new Set();
-    for (let line = 0; line < 2 * this.config.ranks.length; line++) {
-      const [offset, laneHeight] = lanes[line % 2];
-      const top = Math.round(((line >> 1) * height + offset) * ratio);
-      for (const { kind, left, right } of pixels.runs(line, MIN_SHARE)) {
-        drawn.add(kind);
-        painter.fill(this.config.paints[kind], left, top, right - left, Math.round(laneHeight * ratio));
-      }
+    for (let line = 0; line < 2 * config.ranks.length; line++) {
+      const runs = shares.pixels.runs(line, MIN_SHARE);
+      for (const { kind } of runs) drawn.add(kind);
+      this.#drawLane(painter, places, line, runs, boxes[line]);
     }
-    return drawn;
+    this.#drawCells(painter, places, shares.cells);
+    if (mark) this.#drawMark(painter, places, mark);
+    return { found: shares.found, drawn };
   }
 
   /**
-   * @param {Painter} painter
-   * @param {number[]} cells
-   * @param {TimeRange} range
-   * @param {number} pixels
-   */
-  #drawCells({ context, ratio }, cells, range, pixels) {
-    context.fillStyle = this.config.paints[0].color;
-    for (const box of this.#boxes(cells, range, pixels, ratio)) {
-      context.fillRect(box.left, box.top, Math.max(1, box.width), box.height);
-    }
-  }
-
-  /**
-   * @param {Painter} painter
-   * @param {number[]} spans
-   * @param {TimeRange} range
-   * @param {number} pixels
-   */
-  #drawLabels(painter, spans, range, pixels) {
-    const { ratio } = painter;
-    const { columns, labels } = this.store;
-    for (const { index, left, top, width, height } of this.#boxes(spans, range, pixels, ratio)) {
-      if (width < MIN_LABELLED.width * ratio || height < MIN_LABELLED.height * ratio) continue;
-      const [, name] = labels[columns.label[index]];
-      const text = columns.stage[index] >= 0 ? `${name} ${columns.microbatch[index]}` : name;
-      painter.write(text, left, top, width, height);
-    }
-  }
-
-  /**
-   * @param {Painter} painter
-   * @param {Mark} mark
-   * @param {TimeRange} range
-   * @param {number} pixels
-   */
-  #drawMark({ context, ratio }, { row, lane, index }, { from, to }, pixels) {
-    const { height, lanes } = this.geometry;
-    const [offset, laneHeight] = lanes[lane];
-    const top = (row * height + offset) * ratio;
-    context.strokeStyle = getComputedStyle(this.root).color;
-    context.lineWidth = 2 * ratio;
-    if (index < 0) {
-      context.strokeRect(ratio, top - ratio, pixels - 2 * ratio, (laneHeight + 2) * ratio);
-      return;
-    }
-    const { start, duration: length } = this.store.columns;
-    const scale = pixels / (to - from);
-    const left = (start[index] - from) * scale - ratio;
-    context.strokeRect(left, top - ratio, length[index] * scale + 2 * ratio, (laneHeight + 2) * ratio);
-  }
-
-  /**
-   * The boxes of the spans that are visible.
-   *
-   * @param {number[]} spans
    * @param {TimeRange} range
    * @param {number} pixels
    * @param {number} ratio
-   * @returns {Generator<Box>}
+   * @returns {Places}
    */
-  *#boxes(spans, { from, to }, pixels, ratio) {
-    const { start, duration: length, label, rank } = this.store.columns;
+  #places({ from, to }, pixels, ratio) {
     const { height, cell, lanes } = this.geometry;
     const scale = pixels / (to - from);
-    for (const index of spans) {
-      const { lane } = this.config.paints[this.store.labels[label[index]][0]];
-      const left = Math.max(0, (start[index] - from) * scale);
-      const right = Math.min(pixels, (start[index] + length[index] - from) * scale);
-      if (right <= 0 || left >= pixels) continue;
-      const [offset, laneHeight] = lane < 0 ? cell : lanes[lane];
-      const top = ((this.#rowOf.get(rank[index]) ?? 0) * height + offset) * ratio;
-      yield { index, left, width: right - left, top, height: laneHeight * ratio };
+    const band = (/** @type {number} */ lane) => (lane < 0 ? cell : lanes[lane]);
+    return {
+      left: (time) => (time - from) * scale,
+      top: (row, lane) => Math.round((row * height + band(lane)[0]) * ratio),
+      height: (lane) => Math.round(band(lane)[1] * ratio),
+      pixels,
+    };
+  }
+
+  /** @param {Painter} painter */
+  #drawRules({ context, ratio, theme }) {
+    context.fillStyle = theme.of("line");
+    for (let row = 1; row < this.config.ranks.length; row++) {
+      context.fillRect(0, Math.round(row * this.geometry.height * ratio), this.canvas.width, Math.max(1, ratio));
     }
+  }
+
+  /**
+   * @param {Painter} painter
+   * @param {Places} places
+   * @param {number} line
+   * @param {Run[]} runs
+   * @param {LabelBox[]} boxes
+   */
+  #drawLane(painter, places, line, runs, boxes) {
+    const { context, ratio } = painter;
+    const lane = line % 2;
+    const [top, height] = [places.top(line >> 1, lane), places.height(lane)];
+    const { paints } = this.config;
+    for (const { kind, left, right } of runs) painter.fill(paints[kind], left, top, right - left, height, lane === 1);
+    // A hairline between spans of one kind that follow one another.
+    for (const { left, right } of boxes) {
+      if (left > 0 && right - left > 4 * ratio)
+        context.clearRect(Math.round(left), top, Math.max(1, ratio / 2), height);
+    }
+    if (height < MIN_LABELLED.height * ratio) return;
+    for (const { index, left, right } of labelRooms(boxes, runs, MIN_LABELLED.width * ratio)) {
+      const [code, name] = this.store.labels[this.store.columns.label[index]];
+      const { kind, token } = paints[code];
+      const words = kind === "wait" ? [] : wordsFor(kind, name, this.store.columns.microbatch[index]);
+      words.some((text) => painter.write(text, left, top, right - left, height, token));
+    }
+    if (lane) return;
+    for (const { kind, left, right } of runs) {
+      const [{ form, token }, width] = [paints[kind], right - left];
+      if (width < MIN_WAIT_LABELLED * ratio) continue;
+      if (form === "wait") painter.write("waits", left, top, width, height - 2 * ratio);
+      else if (paints[kind].kind === "other") painter.write("own code", left, top, width, height, token);
+    }
+  }
+
+  /**
+   * The boxes of spans in each line, which may be written on.
+   *
+   * @param {number[]} spans
+   * @param {Places} places
+   */
+  #labelBoxes(spans, { left, pixels }) {
+    const { start, duration: length, label, rank } = this.store.columns;
+    /** @type {LabelBox[][]} */
+    const lines = this.config.ranks.flatMap(() => [[], []]);
+    for (const index of spans) {
+      const kind = this.store.labels[label[index]][0];
+      const { lane } = this.config.paints[kind];
+      const row = this.#rowOf.get(rank[index]);
+      if (row === undefined || lane < 0) continue;
+      const [x0, x1] = [Math.max(0, left(start[index])), Math.min(pixels, left(start[index] + length[index]))];
+      if (x1 > x0) lines[2 * row + lane].push({ index, kind, left: x0, right: x1 });
+    }
+    return lines;
+  }
+
+  /**
+   * @param {Painter} painter
+   * @param {Places} places
+   * @param {number[]} cells
+   */
+  #drawCells({ context, theme }, { left, top, height, pixels }, cells) {
+    const { start, duration: length, rank } = this.store.columns;
+    context.fillStyle = theme.of("kind-other");
+    for (const index of cells) {
+      const [x0, x1] = [Math.max(0, left(start[index])), Math.min(pixels, left(start[index] + length[index]))];
+      const row = this.#rowOf.get(rank[index]) ?? 0;
+      if (x1 > x0) context.fillRect(x0, top(row, -1), Math.max(1, x1 - x0), Math.max(1, height(-1) / 2));
+    }
+  }
+
+  /**
+   * @param {Painter} painter
+   * @param {Places} places
+   * @param {Mark} mark
+   */
+  #drawMark({ context, ratio, theme }, places, { row, lane, index }) {
+    const [top, height] = [places.top(row, lane) - ratio, places.height(lane) + 2 * ratio];
+    context.strokeStyle = theme.ink;
+    context.lineWidth = 2 * ratio;
+    const { start, duration: length } = this.store.columns;
+    const left = index < 0 ? ratio : places.left(start[index]) - ratio;
+    const right = index < 0 ? places.pixels - ratio : places.left(start[index] + length[index]) + ratio;
+    context.strokeRect(left, top, right - left, height);
+  }
+}
+
+/** A canvas above the rows that dims all but a family. */
+export class Highlight {
+  /**
+   * @param {HTMLCanvasElement} canvas
+   * @param {Config} config
+   * @param {Store} store
+   */
+  constructor(canvas, config, store) {
+    this.canvas = canvas;
+    this.config = config;
+    this.store = store;
+    this.rowOf = new Map(config.ranks.map((rank, row) => [rank, row]));
+  }
+
+  /**
+   * Show a family; an empty one hides the canvas.
+   *
+   * @param {number[]} family
+   * @param {{range: TimeRange, geometry: Geometry, theme: Theme}} frame
+   */
+  show(family, { range: { from, to }, geometry, theme }) {
+    const { canvas, store } = this;
+    canvas.hidden = !family.length;
+    canvas.dataset.family = String(family.length);
+    if (!family.length) return;
+    const height = this.config.ranks.length * geometry.height;
+    const ratio = resizeCanvas(canvas, canvas.clientWidth, height);
+    const context = getContext(canvas);
+    context.clearRect(0, 0, canvas.width, canvas.height);
+    context.globalAlpha = 0.62;
+    context.fillStyle = theme.of("page");
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.globalAlpha = 1;
+    const { start, duration: length, rank, label } = store.columns;
+    const scale = canvas.width / (to - from);
+    for (const index of family) {
+      const row = this.rowOf.get(rank[index]);
+      const { lane } = this.config.paints[store.labels[label[index]][0]];
+      if (row === undefined || lane < 0) continue;
+      const [top, laneHeight] = geometry.lanes[lane];
+      const left = (start[index] - from) * scale;
+      context.clearRect(
+        left,
+        (row * geometry.height + top) * ratio,
+        Math.max(2, length[index] * scale),
+        laneHeight * ratio,
+      );
+    }
+    if (store.columns.microbatch[family[0]] >= 0) return;
+    const last = (Math.max(...family.map((index) => start[index])) - from) * scale;
+    context.strokeStyle = theme.of("accent");
+    context.lineWidth = ratio;
+    context.setLineDash([3 * ratio, 3 * ratio]);
+    context.strokeRect(last, -ratio, 0, canvas.height + 2 * ratio);
+    context.setLineDash([]);
   }
 }

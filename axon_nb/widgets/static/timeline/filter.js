@@ -4,9 +4,9 @@
 /** @import { Config, Store } from "./store.js" */
 
 /**
- * Which spans are drawn: `shown` is 1 or 0 by (label, row).
+ * Which spans are drawn: `shown` is 1 or 0 by (label, row), `ownCode` by row; `hidesWaits`: no waiting is drawn.
  *
- * @typedef {{ranks: number[], shown: Uint8Array, config: Config}} SpanSelection
+ * @typedef {{ranks: number[], shown: Uint8Array, ownCode: Uint8Array, hidesWaits: boolean, config: Config}} SpanSelection
  */
 
 /**
@@ -19,7 +19,7 @@
  * @param {Set<string>} hidden kinds
  */
 export function shownLabels(store, ranks, config, filter, hidden) {
-  const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
+  const words = wordsOf(filter);
   const shown = new Uint8Array(store.labels.length * ranks.length);
   store.labels.forEach(([code, name, group], label) => {
     const { kind, label: kindName } = config.paints[code];
@@ -34,11 +34,32 @@ export function shownLabels(store, ranks, config, filter, hidden) {
   return shown;
 }
 
+/**
+ * Whether the own code of each rank is shown.
+ *
+ * @param {number[]} ranks
+ * @param {Config} config
+ * @param {string} filter
+ * @param {Set<string>} hidden kinds
+ */
+export function shownOwnCode(ranks, config, filter, hidden) {
+  const words = wordsOf(filter);
+  const label = config.paints.find((paint) => paint.kind === "other")?.label ?? "";
+  const texts = ranks.map((rank) => `other ${label} rank:${rank}`);
+  return Uint8Array.from(texts, (text) => Number(!hidden.has("other") && words.every((word) => text.includes(word))));
+}
+
+/** @param {string} filter */
+function wordsOf(filter) {
+  return filter.toLowerCase().split(/\s+/).filter(Boolean);
+}
+
 /** The filter of one page. */
 export class SpanFilter {
   /** @type {Set<string>} */
   #hidden = new Set();
   #shown = new Uint8Array(0);
+  #ownCode = new Uint8Array(0);
   #shownFor = "";
 
   /**
@@ -71,11 +92,15 @@ export class SpanFilter {
     const key = `${labels.length} ${Object.keys(groups).length} ${[...this.#hidden]} ${filter}`;
     if (key === this.#shownFor) return;
     this.#shownFor = key;
-    this.#shown = shownLabels(this.store, this.config.ranks, this.config, filter, this.#hidden);
+    const { ranks } = this.config;
+    this.#shown = shownLabels(this.store, ranks, this.config, filter, this.#hidden);
+    this.#ownCode = shownOwnCode(ranks, this.config, filter, this.#hidden);
   }
 
   /** @returns {SpanSelection} */
   get selection() {
-    return { shown: this.#shown, ranks: this.config.ranks, config: this.config };
+    const { ranks } = this.config;
+    const hidesWaits = this.#hidden.has("wait");
+    return { shown: this.#shown, ownCode: this.#ownCode, hidesWaits, ranks, config: this.config };
   }
 }

@@ -2,11 +2,12 @@
 // Which range of time a timeline shows, and which spans are where.
 
 import { PixelShares, rescaleRange } from "../shared/time_axis.js";
-import { extent, forEachBetween, isRunning, MIN_AXIS } from "./store.js";
+import { extent, forEachBetween, isRunning, MIN_AXIS } from "./blocks.js";
 
 /** @import { TimeRange } from "../shared/time_axis.js" */
+/** @import { Derived } from "./derived.js" */
 /** @import { SpanSelection } from "./filter.js" */
-/** @import { Config, Store } from "./store.js" */
+/** @import { Store } from "./store.js" */
 
 /**
  * Null: the running cell, or the last one; `all`: everything; with `follow`: the newest `span` seconds.
@@ -104,9 +105,9 @@ function zoomOut(zoom, store, now) {
 export function geometry(numRanks) {
   /** @type {(height: number, cell: Band, code: Band, communication: Band) => Geometry} */
   const row = (height, cell, code, communication) => ({ height, cell, lanes: [code, communication] });
-  if (numRanks <= 8) return row(36, [2, 2], [6, 16], [23, 10]);
-  if (numRanks <= 24) return row(25, [1, 2], [4, 11], [16, 7]);
-  return row(15, [0, 1], [2, 7], [9, 5]);
+  if (numRanks <= 8) return row(44, [3, 2], [7, 19], [28, 11]);
+  if (numRanks <= 24) return row(29, [2, 1], [4, 13], [18, 8]);
+  return row(16, [0, 1], [1, 8], [10, 5]);
 }
 
 /**
@@ -128,18 +129,19 @@ export const MIN_SHARE = 0.004; // of a pixel that is drawn
 
 /**
  * Each kind's share of each pixel; line 2 * row + lane is a lane of a rank. In the lane of communication, the time
- * before the last rank has started is waiting. Also returns how many spans were `found`, the indices of `cells`, and
- * those of `labelled` spans, or null if there are too many.
+ * before the last rank has started is waiting, and in the lane of code the tails of backwards are; what is left of a
+ * cell is the rank's own code. Also returns how many spans were `found`, the indices of `cells`, and those of
+ * `labelled` spans, or null if there are too many.
  *
  * @param {Store} store
- * @param {SpanSelection & TimeRange & {width: number}} options width: device pixels
+ * @param {SpanSelection & TimeRange & {width: number, derived: Derived}} options width: device pixels
  */
-export function pixelShares(store, { ranks, from, to, width, shown, config }) {
+export function pixelShares(store, { ranks, from, to, width, shown, ownCode, hidesWaits, config, derived }) {
   const { start, duration: length, late, label, rank } = store.columns;
   const rowOf = rowsOf(ranks);
   const kindOf = Uint8Array.from(store.labels, ([kind]) => kind);
   const lanes = config.paints.map((paint) => paint.lane);
-  const waiting = config.paints.findIndex((paint) => paint.kind === "wait");
+  const code = Object.fromEntries(config.paints.map((paint, i) => [paint.kind, i]));
   const pixels = new PixelShares(ranks.length * 2, width, lanes.length);
   const scale = width / (to - from);
   /** @type {number[]} */
@@ -152,39 +154,66 @@ export function pixelShares(store, { ranks, from, to, width, shown, config }) {
     const x1 = x0 + Math.max(length[i] * scale, 1e-3);
     if (x0 > width || x1 < 0) return;
     const row = rowOf[rank[i]] ?? -1;
-    if (row < 0 || !shown[label[i] * ranks.length + row]) return;
+    if (row < 0) return;
     const kind = kindOf[label[i]];
+    const isShown = shown[label[i] * ranks.length + row];
     if (lanes[kind] < 0) {
-      cells.push(i);
+      if (ownCode[row]) pixels.cover(2 * row, code.other, x0, x1);
+      if (isShown) cells.push(i);
       return;
     }
+    if (!isShown) return;
     found++;
     if (found > MAX_LABELLED) labelled = null;
     else labelled?.push(i);
     const line = row * 2 + lanes[kind];
-    const ready = lanes[kind] === 1 ? Math.min(x1, x0 + late[i] * scale) : x0;
-    if (ready > x0) pixels.cover(line, waiting, x0, ready);
+    const ready = lanes[kind] === 1 && !hidesWaits ? Math.min(x1, x0 + late[i] * scale) : x0;
+    if (ready > x0) pixels.cover(line, code.wait, x0, ready);
     pixels.cover(line, kind, ready, x1);
+    const tail = kind === code.backward && !hidesWaits ? derived.tailOf(store.first + i) : undefined;
+    if (tail) pixels.cover(line, code.wait, (tail.from - from) * scale, (tail.to - from) * scale);
   });
-  subtractWaits(pixels, ranks.length, config);
+  if (isRunning(store)) coverRunningCell(pixels, store, { ranks, from, scale, ownCode, derived, kind: code.other });
+  settle(pixels, ranks.length, code);
   return { pixels, found, cells, labelled };
 }
 
 /**
- * Subtract waiting from computing in the lanes of code.
+ * Cover what is known of the running cell, whose span comes when it has ended.
+ *
+ * @param {PixelShares} pixels
+ * @param {Store} store
+ * @param {{ranks: number[], from: number, scale: number, ownCode: Uint8Array, derived: Derived, kind: number}} options
+ */
+function coverRunningCell(pixels, store, { ranks, from, scale, ownCode, derived, kind }) {
+  const start = Number(store.focus[0]);
+  ranks.forEach((rank, row) => {
+    const end = derived.endOf(rank);
+    if (ownCode[row] && end > start) pixels.cover(2 * row, kind, (start - from) * scale, (end - from) * scale);
+  });
+}
+
+/**
+ * In the lanes of code, subtract waiting from computing, and both from the cell: the rest is the rank's own code.
  *
  * @param {PixelShares} pixels
  * @param {number} rows
- * @param {Config} config
+ * @param {Record<string, number>} code of each kind
  */
-function subtractWaits({ share, width, kinds }, rows, config) {
-  const code = Object.fromEntries(config.paints.map((paint, i) => [paint.kind, i]));
+function settle({ share, width, kinds }, rows, code) {
   const computing = [code.forward, code.backward, code.optimizer];
   for (let row = 0; row < rows; row++) {
     for (let x = 0; x < width; x++) {
       const at = (2 * row * width + x) * kinds;
-      const waits = share[at + code.wait];
-      if (waits) for (const kind of computing) share[at + kind] -= Math.min(waits, share[at + kind]);
+      const waits = Math.min(1, share[at + code.wait]);
+      share[at + code.wait] = waits;
+      let rest = Math.min(1, share[at + code.other]) - waits;
+      for (const kind of computing) {
+        if (!share[at + kind]) continue;
+        if (waits) share[at + kind] -= Math.min(waits, share[at + kind]);
+        rest -= share[at + kind];
+      }
+      share[at + code.other] = Math.max(0, rest);
     }
   }
 }
@@ -207,6 +236,33 @@ export function spanAt(store, { rank: wanted, row, lane, time, near, shown, rank
     if (rankedLength <= bestLength) [bestLength, best] = [rankedLength, i];
   });
   return best;
+}
+
+/**
+ * The stretch of a rank's own code at a time: in a cell and in no span of the lane; null: none.
+ *
+ * @param {Store} store
+ * @param {SpanSelection & Lane & {time: number, near: number}} options
+ */
+export function ownCodeAt(store, { rank: wanted, row, time, ownCode, config }) {
+  const { start, duration: length, label, rank } = store.columns;
+  if (!ownCode[row]) return null;
+  let [from, to] = [-Infinity, Infinity];
+  let isInCell = isRunning(store) && time >= Number(store.focus[0]);
+  if (isInCell) from = Number(store.focus[0]);
+  for (let i = store.skip; i < store.count; i++) {
+    if (rank[i] !== wanted) continue;
+    const { lane } = config.paints[store.labels[label[i]][0]];
+    const end = start[i] + length[i];
+    if (lane < 0 && start[i] <= time && time <= end) {
+      isInCell = true;
+      [from, to] = [Math.max(from, start[i]), Math.min(to, end)];
+    } else if (lane === 0) {
+      if (end <= time) from = Math.max(from, end);
+      else if (start[i] >= time) to = Math.min(to, start[i]);
+    }
+  }
+  return isInCell && from < to && Number.isFinite(to) ? { from, to } : null;
 }
 
 /**

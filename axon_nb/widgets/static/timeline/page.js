@@ -1,11 +1,11 @@
 // @ts-check
 // The elements of a timeline.
 
-import { drawSwatch } from "../shared/canvas.js";
+import { makeHead, makeSwatch } from "../shared/card.js";
 import { create } from "../shared/dom.js";
 import { geometry } from "./layout.js";
 
-/** @import { Config, Facts, Paint } from "./store.js" */
+/** @import { Config } from "./store.js" */
 
 const BUTTONS = [
   ["+", "+", "Zoom in (+)"],
@@ -27,46 +27,50 @@ export function part(name, tag = /** @type {Tag} */ ("div"), properties = {}) {
 
 /** @param {string} title */
 function buildHead(title) {
-  const head = part("head");
-  const elapsed = part("muted", "span");
-  const tools = part("tools", "span");
-  const placeholder = "filter: all_reduce rank:2";
-  const filter = create("input", "", { type: "search", placeholder, ariaLabel: "filter spans" });
+  const { head, state, context, tools } = makeHead("Timeline");
+  const elapsed = create("span", "axon-timeline-elapsed");
+  context.append(title && title !== "Timeline" ? `${title} · ` : "", elapsed);
+  const placeholder = "all_reduce rank:2";
+  const filter = create("input", "axon-view-search", { type: "search", placeholder, ariaLabel: "filter spans" });
   tools.append(filter);
   for (const [textContent, value, hint] of BUTTONS) {
-    tools.append(create("button", "", { type: "button", textContent, value, title: hint, ariaLabel: hint }));
+    const className = value.length === 1 && value !== "a" ? "axon-view-plain" : "";
+    tools.append(create("button", className, { type: "button", textContent, value, title: hint, ariaLabel: hint }));
   }
-  head.append(create("b", "", { textContent: title || "Timeline" }), elapsed, tools);
-  return { head, elapsed, tools, filter };
+  return { head, state, elapsed, tools, filter };
 }
 
 /** @param {Config} config */
 function buildLegend({ paints }) {
-  const legend = part("legend", "span");
+  const legend = part("legend");
   const keys = paints.map((paint) => {
-    const canvas = create("canvas", "");
     const item = part("key", "button", { type: "button", title: `hide or show: ${paint.label}`, hidden: true });
+    const share = create("small", "");
     item.setAttribute("aria-pressed", "true");
-    item.append(canvas, paint.label);
+    item.append(makeSwatch(paint.token, paint.form), paint.label, share);
     legend.append(item);
-    return { item, canvas };
+    return { item, share };
   });
-  return { legend, keys };
+  const title = "Draw patterns over the colours, in all views";
+  const patterns = part("patterns", "button", { type: "button", textContent: "patterns", title });
+  legend.append(patterns);
+  return { legend, keys, patterns };
 }
 
 /**
- * Show the kinds that have been drawn in the legend.
+ * Show the kinds that have been drawn in the legend, with their share of the ranks' time.
  *
  * @param {ReturnType<typeof buildLegend>["keys"]} keys
- * @param {Paint[]} paints
+ * @param {Config} config
  * @param {Set<number>} drawn codes of kinds
- * @param {number} ratio device pixels per pixel of the page
+ * @param {Record<string, number>} shares by kind, 0 to 1
  */
-export function drawLegend(keys, paints, drawn, ratio) {
-  keys.forEach(({ item, canvas }, kind) => {
-    if (Number(canvas.dataset.ratio) === ratio || (item.hidden && !drawn.has(kind))) return;
-    item.hidden = false;
-    canvas.dataset.ratio = String(drawSwatch(canvas, paints[kind]));
+export function showLegend(keys, { paints }, drawn, shares) {
+  keys.forEach(({ item, share }, kind) => {
+    if (drawn.has(kind)) item.hidden = false;
+    const known = shares[paints[kind].kind];
+    const text = known === undefined ? "" : known > 0 && known < 0.01 ? "<1%" : `${Math.round(100 * known)}%`;
+    if (share.textContent !== text) share.textContent = text;
   });
 }
 
@@ -77,11 +81,18 @@ function buildRows({ ranks }) {
   for (const rank of ranks) names.append(create("div", "", { textContent: `rank ${rank}` }));
   const canvas = part("canvas", "canvas", { tabIndex: 0 });
   canvas.setAttribute("role", "img");
+  const [overview, axis] = [part("overview", "canvas"), part("axis", "canvas")];
+  overview.setAttribute("aria-hidden", "true");
+  axis.setAttribute("aria-hidden", "true");
   const grid = part("grid");
-  grid.append(names, canvas);
+  const top = part("top");
+  top.append(overview, axis);
+  const highlight = part("highlight", "canvas", { hidden: true });
+  highlight.setAttribute("aria-hidden", "true");
+  grid.append(top, names, canvas, highlight);
   const scroll = part("scroll");
   scroll.append(grid);
-  return { scroll, canvas };
+  return { scroll, canvas, highlight, overview, axis };
 }
 
 /**
@@ -92,35 +103,31 @@ export function build(config, el) {
   const root = create("div", "axon-view axon-timeline");
   root.style.setProperty("--axon-row", `${geometry(config.ranks.length).height}px`);
   const { head, ...inHead } = buildHead(config.title);
-  const { legend, keys } = buildLegend(config);
-  const { scroll, canvas } = buildRows(config);
-  const [steps, facts, note, tip, brush] = ["steps", "facts", "muted", "tip", "brush"].map((name) => part(name));
-  const live = part("unseen");
+  const { legend, ...inLegend } = buildLegend(config);
+  const { scroll, ...inRows } = buildRows(config);
+  const [figures, notice, steps, facts] = ["facts-figures", "facts-notice", "steps", "facts"].map((name) =>
+    create("div", `axon-timeline-${name}`),
+  );
+  const [note, losses, tip, brush, live] = ["note", "note", "tip", "brush", "unseen"].map((name) => part(name));
   live.setAttribute("aria-live", "polite");
   tip.hidden = brush.hidden = true;
-  root.append(head, legend, scroll, steps, facts, note, tip, brush, live);
+  facts.classList.add("axon-view-scroll");
+  root.append(head, figures, notice, legend, scroll, steps, facts, note, losses, tip, brush, live);
   el.append(root);
-  return { root, scroll, canvas, keys, steps, facts, note, tip, brush, live, ...inHead };
-}
-
-/**
- * Sentences, and a table with a row per rank.
- *
- * @param {Facts} facts
- * @returns {HTMLElement[]}
- */
-export function buildFacts({ titles, rows, sentences }) {
-  const table = create("table", "");
-  /** @type {(texts: (string | number)[], tag: "th" | "td") => HTMLTableRowElement} */
-  const line = (texts, tag) => {
-    const row = create("tr", "");
-    texts.forEach((text, i) => {
-      const cell = create(i ? tag : "th", "", { textContent: String(text) });
-      if (tag === "th" || !i) cell.scope = tag === "th" ? "col" : "row";
-      row.append(cell);
-    });
-    return row;
+  return {
+    root,
+    scroll,
+    figures,
+    notice,
+    steps,
+    facts,
+    note,
+    losses,
+    tip,
+    brush,
+    live,
+    ...inHead,
+    ...inLegend,
+    ...inRows,
   };
-  table.append(line(["", ...titles], "th"), ...rows.map(([rank, ...cells]) => line([`rank ${rank}`, ...cells], "td")));
-  return [...sentences.map((text) => create("div", "", { textContent: text })), table];
 }

@@ -2,11 +2,12 @@
 // The spans of a timeline as columns, as the kernel sends them.
 
 import { unpack } from "../shared/wire.js";
+import { updateBlocks } from "./blocks.js";
 
-/** @import { Paint as Colors } from "../shared/canvas.js" */
-/** @import { TimeRange } from "../shared/time_axis.js" */
+/** @import { Paint as Look } from "../shared/canvas.js" */
+/** @import { Cell, Figure, Notice } from "../shared/card.js" */
 
-/** @typedef {Colors & {kind: string, label: string, lane: number}} Paint lane: 0 code, 1 communication, -1 the cell */
+/** @typedef {Look & {kind: string, label: string, lane: number}} Paint lane: 0 code, 1 communication, -1 the cell */
 
 /**
  * What does not change while a timeline is shown.
@@ -17,30 +18,41 @@ import { unpack } from "../shared/wire.js";
  * @property {Paint[]} paints by the code of a kind
  */
 
-/** @typedef {"start" | "duration" | "bytes" | "late" | "label" | "rank" | "stage" | "microbatch" | "by"} ColumnName */
+/** @typedef {"start" | "duration" | "bytes" | "late" | "sequence" | "label" | "rank" | "stage" | "microbatch" | "by"}
+ *   ColumnName */
 
-/** @typedef {Float64Array | Float32Array | Uint16Array | Int16Array} Column */
+/** @typedef {Float64Array | Float32Array | Uint32Array | Uint16Array | Int16Array} Column */
 
 /**
- * Spans, with a column per field: start, duration and late in seconds; for `late` it waited for rank `by`; label by
- * number; stage, microbatch and by are -1 if there is none.
+ * Spans, with a column per field: start, duration and late in seconds; for `late` it waited for rank `by`; sequence is
+ * that of a collective in its group, 0 if unknown; label by number; stage, microbatch and by are -1 if there is none.
  *
  * @typedef {Record<ColumnName, Column>} Columns
  */
 
 /** @typedef {[code: number, name: string, group: string]} Label shared by many spans */
 
-/** @typedef {{titles: string[], rows: [rank: number, ...cells: string[]][], sentences: string[]}} Facts */
+/**
+ * @typedef {object} Facts
+ * @property {Figure[]} figures
+ * @property {(Notice & {filter: string}) | null} notice on what costs most, and the words that show it
+ * @property {Record<string, number>} shares of the ranks' time by kind, 0 to 1
+ * @property {{title: string, token: string}[]} columns of the table
+ * @property {{rank: number, cells: Cell[]}[]} rows
+ * @property {string[]} notes
+ */
 
 /** @typedef {[row: number, start: number, length: number, code: number, stage: number, microbatch: number,
  *   action: string]} StepBox */
 
-/** @typedef {{title: string, bubble: string, boxes: StepBox[]}} StepRows */
+/** @typedef {{title: string, bubble: string, seconds: number, boxes: StepBox[]}} StepRows */
 
 /**
- * The last step of a pipeline, measured and ideal; `omitted` is the number of boxes that were left out.
+ * The last step of a pipeline, measured and ideal; `above` says how much longer the measured one took, `omitted` is
+ * the number of boxes that were left out.
  *
- * @typedef {{text: string, ranks: number[], seconds: number, rows: StepRows[], omitted: number}} PipelineStep
+ * @typedef {{text: string, above: string, ranks: number[], seconds: number, rows: StepRows[], omitted: number}}
+ *   PipelineStep
  */
 
 /** @typedef {[from: number | null, to: number | null]} Focus the last cell, in seconds; no end: it is running */
@@ -87,10 +99,11 @@ export function decode(view) {
   const { count, patched } = header;
   const start = nextColumn(Float64Array, count);
   const [length, bytes, late] = [1, 2, 3].map(() => nextColumn(Float32Array, count));
+  const sequence = nextColumn(Uint32Array, count);
   const patches = { number: nextColumn(Uint32Array, patched), late: nextColumn(Float32Array, patched) };
   const [label, rank] = [1, 2].map(() => nextColumn(Uint16Array, count));
   const [stage, microbatch, by] = [1, 2, 3].map(() => nextColumn(Int16Array, count));
-  const columns = { start, duration: length, bytes, late, label, rank, stage, microbatch, by };
+  const columns = { start, duration: length, bytes, late, sequence, label, rank, stage, microbatch, by };
   return { header, columns, patches: { ...patches, by: nextColumn(Int16Array, patched) } };
 }
 
@@ -100,6 +113,7 @@ const TYPES = {
   duration: Float32Array,
   bytes: Float32Array,
   late: Float32Array,
+  sequence: Uint32Array,
   label: Uint16Array,
   rank: Uint16Array,
   stage: Int16Array,
@@ -108,8 +122,6 @@ const TYPES = {
 };
 const NAMES = /** @type {ColumnName[]} */ (Object.keys(TYPES));
 const MAX_SKIP = 20000; // dropped spans that stay in the columns
-export const MIN_AXIS = 0.2; // seconds that the axis spans while a cell runs
-const BLOCK = 512; // spans
 
 /**
  * @param {number} capacity spans
@@ -155,78 +167,6 @@ function reserve(store, count) {
     wider.set(store.columns[name].subarray(0, store.count));
     store.columns[name] = wider;
   }
-}
-
-/**
- * Update when each block starts and ends, from a span on.
- *
- * @param {Store} store
- * @param {number} from
- */
-function updateBlocks(store, from) {
-  const { start, duration: length } = store.columns;
-  store.blockStarts.length = store.blockEnds.length = Math.ceil(from / BLOCK);
-  for (let i = from; i < store.count; i++) {
-    const block = (i / BLOCK) | 0;
-    const end = start[i] + length[i];
-    if (block === store.blockStarts.length) {
-      store.blockStarts.push(start[i]);
-      store.blockEnds.push(end);
-      continue;
-    }
-    if (start[i] < store.blockStarts[block]) store.blockStarts[block] = start[i];
-    if (end > store.blockEnds[block]) store.blockEnds[block] = end;
-  }
-}
-
-/**
- * Call a function with the index of each span that may be between two times; blocks without any are skipped.
- *
- * @param {Store} store
- * @param {number} from
- * @param {number} to
- * @param {(i: number) => void} callback
- */
-export function forEachBetween(store, from, to, callback) {
-  for (let low = store.skip; low < store.count; ) {
-    const block = (low / BLOCK) | 0;
-    const high = Math.min(store.count, (block + 1) * BLOCK);
-    if (store.blockStarts[block] <= to && store.blockEnds[block] >= from) for (let i = low; i < high; i++) callback(i);
-    low = high;
-  }
-}
-
-/**
- * The range from the first start to the last end, or to the present while a cell runs.
- *
- * @param {Store} store
- * @param {number} now
- * @returns {TimeRange}
- */
-export function extent(store, now) {
-  const { start, duration: length } = store.columns;
-  let from = Infinity;
-  let to = -Infinity;
-  const first = Math.ceil(store.skip / BLOCK); // the block before it is partly left
-  for (let i = store.skip; i < Math.min(store.count, first * BLOCK); i++) {
-    from = Math.min(from, start[i]);
-    to = Math.max(to, start[i] + length[i]);
-  }
-  for (let block = first; block < store.blockStarts.length; block++) {
-    from = Math.min(from, store.blockStarts[block]);
-    to = Math.max(to, store.blockEnds[block]);
-  }
-  if (isRunning(store)) to = Math.max(to, now);
-  return from < to ? { from, to } : { from: 0, to: MIN_AXIS };
-}
-
-/**
- * Whether a cell is running.
- *
- * @param {Store} store
- */
-export function isRunning({ focus }) {
-  return focus[0] !== null && focus[1] === null;
 }
 
 /**

@@ -1,26 +1,32 @@
 // @ts-check
 // The timeline of `%timeline` on a page: spans by rank, live; pipeline steps next to their ideal.
 
+import { makePairs, showState } from "../shared/card.js";
 import { create, setText } from "../shared/dom.js";
 import { formatDuration } from "../shared/format.js";
+import { patternSwitch } from "../shared/theme.js";
 import { rescaleRange, timeAt } from "../shared/time_axis.js";
 import { TimeView } from "../shared/time_view.js";
 import { sendHeartbeats, subscribe, widget } from "../shared/wire.js";
-import { RowCanvas } from "./canvas.js";
+import { extent, isRunning } from "./blocks.js";
+import { Highlight, RowCanvas } from "./canvas.js";
 import { Cursor } from "./cursor.js";
+import { Derived, familyOf } from "./derived.js";
+import { FactsPanel } from "./facts.js";
 import { SpanFilter } from "./filter.js";
-import { MIN_SPAN, navigate, spanAt, visibleRange } from "./layout.js";
-import { build, buildFacts, drawLegend } from "./page.js";
+import { MIN_SPAN, navigate, ownCodeAt, spanAt, visibleRange } from "./layout.js";
+import { drawTimeAxis, Overview } from "./overview.js";
+import { build, showLegend } from "./page.js";
 import { PipelineSteps } from "./steps.js";
-import { decode, extent, isRunning, merge, newStore } from "./store.js";
-import { chromeTrace, describe, losses } from "./text.js";
+import { decode, merge, newStore } from "./store.js";
+import { chromeTrace, describe, losses, spanFacts } from "./text.js";
 
 /** @import { Position } from "../shared/pointer.js" */
 /** @import { TimeRange } from "../shared/time_axis.js" */
 /** @import { Shared } from "../shared/time_view.js" */
 /** @import { Context, Model } from "../shared/wire.js" */
 /** @import { Zoom } from "./layout.js" */
-/** @import { Config, Facts, PipelineStep, Store } from "./store.js" */
+/** @import { Config, PipelineStep, Store } from "./store.js" */
 
 const REDRAW_MS = 500;
 
@@ -32,8 +38,6 @@ const REDRAW_MS = 500;
 class TimelineView extends TimeView {
   /** @type {Zoom} */
   #zoom = null;
-  /** @type {Facts | null} */
-  #facts = null;
   /** @type {PipelineStep[] | null} */
   #pipelines = null;
 
@@ -46,9 +50,13 @@ class TimelineView extends TimeView {
     const config = model.get("config");
     super(build(config, el), shared, { redrawMs: REDRAW_MS, minRange: MIN_SPAN });
     this.config = config;
-    const { canvas, root } = this.parts;
-    this.rows = new RowCanvas(canvas, root, config, this.store);
-    this.steps = new PipelineSteps(this.parts.steps, config.paints, this.showText);
+    const { canvas, root, overview, figures, notice, facts: table, note } = this.parts;
+    this.derived = new Derived(config);
+    this.rows = new RowCanvas(canvas, config, this.store, this.derived);
+    this.overview = new Overview(overview, this.store, this.derived);
+    this.highlight = new Highlight(this.parts.highlight, config, this.store);
+    this.facts = new FactsPanel({ figures, notice, table, note }, (words) => this.#showOnly(words));
+    this.steps = new PipelineSteps(this.parts.steps, config.paints, this);
     this.cursor = new Cursor(this.store, config.ranks);
     this.filter = new SpanFilter(this.store, config);
     this.#listen();
@@ -83,6 +91,29 @@ class TimelineView extends TimeView {
       this.request();
     };
     on(canvas, "wheel", onWheel, { passive: false });
+    this.overview.listen(
+      on,
+      () => this.range,
+      (range) => {
+        this.showRange(range);
+        this.request();
+      },
+    );
+    on(this.parts.overview, "dblclick", () => this.onKey("a"));
+    const { isOn, toggle } = patternSwitch(this.parts.root);
+    this.parts.patterns.setAttribute("aria-pressed", String(isOn));
+    on(this.parts.patterns, "click", () => this.parts.patterns.setAttribute("aria-pressed", String(toggle())));
+  }
+
+  /**
+   * Filter by words; or show all spans, if they are the filter already.
+   *
+   * @param {string} words
+   */
+  #showOnly(words) {
+    const { filter } = this.parts;
+    filter.value = filter.value === words ? "" : words;
+    this.request();
   }
 
   /** @param {string} key */
@@ -119,11 +150,12 @@ class TimelineView extends TimeView {
     const isVisible = start >= from && start + this.store.columns.duration[mark.index] <= to;
     if (!isVisible) this.#zoom = { from: start - span / 4, to: start + (3 * span) / 4 };
     else if (this.#zoom !== "all" && this.#zoom?.follow) this.#zoom = { from, to }; // so that it stays visible
-    const text = describe(this.store, mark.index, this.config, this.#zero());
-    this.parts.live.textContent = text;
-    const { canvas } = this.parts;
+    this.parts.live.textContent = describe(this.store, mark.index, this.config, this.#zero());
+    const { canvas, scroll } = this.parts;
     const x = Math.max(0, ((start - this.range.from) / span) * canvas.clientWidth);
-    this.showText(text, canvas.offsetLeft + x, canvas.offsetTop + mark.row * this.rows.geometry.height);
+    const y = canvas.offsetTop - scroll.scrollTop + mark.row * this.rows.geometry.height;
+    const { title, pairs } = spanFacts(this.store, mark.index, this.config, this.#zero());
+    this.showText(makePairs(title, pairs), canvas.offsetLeft + x, y);
   }
 
   #save() {
@@ -134,19 +166,33 @@ class TimelineView extends TimeView {
   }
 
   /**
-   * @param {Position} position
+   * @param {Position | null} position
    * @param {number} time
    */
-  describeAt({ y }, time) {
-    const { height, lanes } = this.rows.geometry;
-    const row = Math.floor(y / height);
+  describeAt(position, time) {
+    const { geometry } = this.rows;
+    const { height, lanes } = geometry;
+    const row = position ? Math.floor(position.y / height) : -1;
     const rank = this.config.ranks[row];
-    if (rank === undefined) return "";
-    const lane = y - row * height < lanes[1][0] ? 0 : 1;
-    const { from, to } = this.range;
-    const near = (2 * (to - from)) / this.parts.canvas.clientWidth;
-    const index = spanAt(this.store, { ...this.filter.selection, rank, row, lane, time, near });
-    return index < 0 ? "" : describe(this.store, index, this.config, this.#zero());
+    const lane = position && position.y - row * height < lanes[1][0] ? 0 : 1;
+    const { range, theme } = this;
+    const near = (2 * (range.to - range.from)) / this.parts.canvas.clientWidth;
+    const at = { ...this.filter.selection, rank, row, lane, time, near };
+    const index = rank === undefined ? -1 : spanAt(this.store, at);
+    const family = index < 0 ? [] : familyOf(this.store, index, this.derived.steps);
+    this.highlight.show(family, { range, geometry, theme });
+    if (index >= 0) {
+      const tail = this.derived.tailOf(this.store.first + index);
+      const { title, pairs } = spanFacts(this.store, index, this.config, this.#zero(), tail);
+      return makePairs(title, pairs);
+    }
+    const own = lane || rank === undefined ? null : ownCodeAt(this.store, at);
+    if (!own) return "";
+    const took = formatDuration(own.to - own.from);
+    return makePairs("own code", [
+      ["rank", String(rank)],
+      ["took", took],
+    ]);
   }
 
   // ---- the visible range -------------------------------------------------------------------------------------------
@@ -178,36 +224,33 @@ class TimelineView extends TimeView {
 
   /** @param {number} width */
   draw(width) {
+    const { store, theme, range, derived } = this;
     this.filter.update(this.parts.filter.value);
-    const { range } = this;
+    derived.update(store);
     const { selection } = this.filter;
-    const { found, drawn, ratio } = this.rows.draw(width, {
-      range,
-      zero: this.#zero(),
-      selection,
-      mark: this.cursor.mark,
-    });
-    this.#drawLegend(drawn, ratio);
+    const zero = this.#zero();
+    const { found, drawn } = this.rows.draw(width, { range, zero, selection, mark: this.cursor.mark, theme });
+    drawTimeAxis(this.parts.axis, width, { range, zero, steps: derived.steps, theme });
+    this.overview.draw(width, { whole: this.#whole(range), range, selection, theme });
+    if (store.labels.some(([code]) => code === 0)) drawn.add(0);
+    showLegend(this.parts.keys, this.config, drawn, store.facts?.shares ?? {});
     this.#drawText(range, found);
-    if (this.store.facts && this.store.facts !== this.#facts) {
-      this.#facts = this.store.facts;
-      this.parts.facts.replaceChildren(...buildFacts(this.#facts));
-    }
-    if (this.store.pipelines !== this.#pipelines) {
-      this.#pipelines = this.store.pipelines;
+    this.facts.show(store.facts);
+    if (store.pipelines !== this.#pipelines) {
+      this.#pipelines = store.pipelines;
       this.steps.show(this.#pipelines);
     }
   }
 
   /**
-   * @param {Set<number>} drawn codes of kinds
-   * @param {number} ratio
+   * What the overview shows: the cell, or everything if the range is not within the cell.
+   *
+   * @param {TimeRange} range
    */
-  #drawLegend(drawn, ratio) {
-    const { paints } = this.config;
-    if (this.store.labels.some(([code]) => code === 0)) drawn.add(0);
-    if (this.store.pipelines.length) drawn.add(paints.findIndex((paint) => paint.kind === "bubble"));
-    drawLegend(this.parts.keys, paints, drawn, ratio);
+  #whole(range) {
+    const cell = visibleRange(null, this.store, this.shared.now());
+    const isInside = range.from >= cell.from - 1e-9 && range.to <= cell.to + 1e-9;
+    return this.#zoom !== "all" && isInside ? cell : extent(this.store, this.shared.now());
   }
 
   /**
@@ -217,11 +260,12 @@ class TimelineView extends TimeView {
   #drawText({ from, to }, found) {
     const { store, parts } = this;
     const spans = store.count - store.skip;
-    const live = this.shared.isDisconnected() ? " · no news from the kernel" : isRunning(store) ? " · live" : "";
-    const state = store.finished ? "" : live;
+    const live = this.shared.isDisconnected() ? "lost" : isRunning(store) ? "live" : "idle";
+    showState(parts.state, store.finished ? "ended" : live);
+    const ranks = `${this.config.ranks.length} rank${this.config.ranks.length === 1 ? "" : "s"}`;
     const count = `${found.toLocaleString("en")} of ${spans.toLocaleString("en")} spans`;
-    setText(parts.elapsed, `${count} in ${formatDuration(to - from)}${state}`);
-    setText(parts.note, losses(store));
+    setText(parts.elapsed, `${ranks} · ${formatDuration(to - from)} · ${count}`);
+    setText(parts.losses, losses(store));
     const { canvas } = parts;
     const label = `Timeline of ${this.config.ranks.length} ranks. Plus and minus zoom, left and right move, up and down choose a rank, n and p go from span to span, Home shows the last cell, a everything.`;
     if (canvas.ariaLabel !== label) canvas.ariaLabel = label;

@@ -1,15 +1,13 @@
 // @ts-check
-// The points of a curve: their scales, paths and text.
+// The points of a curve: their scales, ticks and text.
 
 import { formatBytes } from "../shared/format.js";
+import { roundBytes, roundSpan, roundStep, valueTicks } from "../shared/scale.js";
 
-/** @typedef {{steps: number[], lows: number[], means: number[], highs: number[]}} Points over all ranks, by step */
+/** @import { Points } from "../shared/chart.js" */
+/** @import { Span } from "../shared/scale.js" */
 
-/** @typedef {{low: number, high: number, logarithmic: boolean}} Span of the vertical axis */
-
-/** @typedef {{left: number, top: number, width: number, height: number}} Frame */
-
-/** @typedef {"number" | "bytes" | "share"} Kind of a value */
+/** @typedef {"number" | "rate" | "bytes" | "share"} Kind of a value; all but numbers begin at zero */
 
 /** @typedef {"steps" | "seconds"} Axis what the horizontal axis counts */
 
@@ -27,64 +25,148 @@ export function decode(bytes) {
   return { steps: column(0), lows: column(1), means: column(2), highs: column(3) };
 }
 
+const TICKS = 4;
+const ZERO_SHARE = 0.4; // of the highest value that the lowest one is below if the axis begins at zero
+const MIN_RELATIVE = 0.02; // of the highest value, so that noise does not fill the axis
+const USUAL = 0.955; // of the points are within the axis if the others are far off
+const FAR = 2.5; // times the span of the usual ones
+
 /**
- * What the vertical axis spans; logarithmic only if all values are above zero.
+ * What the vertical axis spans, from tick to tick; logarithmic only if all values are above zero.
  *
  * @param {Points} points
- * @param {boolean} logarithmic
+ * @param {Kind} kind
+ * @param {{logarithmic?: boolean, all?: boolean}} options all: outliers stay within the axis
  * @returns {Span}
  */
-export function valueSpan(points, logarithmic) {
-  const low = Math.min(...points.lows);
-  const high = Math.max(...points.highs);
+export function valueSpan(points, kind, { logarithmic = false, all = false } = {}) {
   if (!points.steps.length) return { low: 0, high: 1, logarithmic: false };
+  let low = Math.min(...points.lows);
+  let high = Math.max(...points.highs);
+  if (kind === "share")
+    return { low: 0, high: high > 0.5 ? 1 : roundSpan(0, high || 1, TICKS).high, logarithmic: false };
+  if (kind === "bytes") return roundSpan(0, high, TICKS, roundBytes);
   if (logarithmic && low > 0) {
     return low === high ? { low: low / 2, high: high * 2, logarithmic: true } : { low, high, logarithmic: true };
   }
-  const margin = low === high ? Math.abs(low) * 0.1 || 1 : 0;
-  return { low: low - margin, high: high + margin, logarithmic: false };
+  if (kind === "rate") return roundSpan(0, high, TICKS);
+  if (!all) [low, high] = usualSpan(points, low, high);
+  if (low >= 0 && low < ZERO_SHARE * high) low = 0;
+  const lacking = MIN_RELATIVE * Math.max(Math.abs(low), Math.abs(high)) - (high - low);
+  if (lacking > 0 && high > low) [low, high] = [low - lacking / 2, high + lacking / 2];
+  return roundSpan(low, high, TICKS);
 }
 
 /**
- * The position of a value in a span: 0 at the bottom, 1 at the top.
- *
- * @param {number} value
- * @param {Span} span
- */
-export function positionOf(value, { low, high, logarithmic }) {
-  if (logarithmic) return (Math.log(value) - Math.log(low)) / (Math.log(high) - Math.log(low));
-  return (value - low) / (high - low);
-}
-
-/**
- * SVG paths in a frame: the line of means, and the band from lows to highs.
+ * The span without outliers, if these are far off.
  *
  * @param {Points} points
- * @param {Span} span
- * @param {Frame} frame
+ * @param {number} low
+ * @param {number} high
  */
-export function paths(points, span, { left, top, width, height }) {
-  const { steps } = points;
-  if (!steps.length) return { line: "", band: "" };
-  const first = steps[0];
-  const numSteps = steps[steps.length - 1] - first || 1;
-  const x = (/** @type {number} */ i) => (left + (width * (steps[i] - first)) / numSteps).toFixed(1);
-  const y = (/** @type {number} */ value) => (top + height * (1 - positionOf(value, span))).toFixed(1);
-  const at = (/** @type {number[]} */ values) => values.map((value, i) => `${x(i)} ${y(value)}`);
-  const band = [...at(points.highs), ...at(points.lows).reverse()];
-  return { line: `M${at(points.means).join("L")}`, band: `M${band.join("L")}z` };
+function usualSpan({ lows, highs }, low, high) {
+  if (highs.length < 20) return [low, high];
+  const rank = (/** @type {number[]} */ values, /** @type {number} */ share) =>
+    [...values].sort((a, b) => a - b)[Math.round(share * (values.length - 1))];
+  const [usualLow, usualHigh] = [rank(lows, 1 - USUAL), rank(highs, USUAL)];
+  const length = usualHigh - usualLow;
+  if (length <= 0) return [low, high];
+  return [usualLow - low > FAR * length ? usualLow : low, high - usualHigh > FAR * length ? usualHigh : high];
 }
 
 /**
- * The point nearest to a share of the width, from 0 to 1; -1: none.
+ * Ticks of the vertical axis with their labels.
+ *
+ * @param {Span} span
+ * @param {Kind} kind
+ */
+export function yTicks(span, kind) {
+  const step = kind === "bytes" ? roundBytes : roundStep;
+  return valueTicks(span, TICKS, step).map((at) => ({ at, label: formatTick(at, kind) }));
+}
+
+/**
+ * @param {number} value
+ * @param {Kind} kind
+ */
+function formatTick(value, kind) {
+  if (kind === "share") return `${Number((100 * value).toPrecision(3))}%`;
+  if (kind === "bytes")
+    return value
+      ? formatBytes(value)
+          .replace(/\.0+ /, " ")
+          .replace(/(\.\d*[1-9])0+ /, "$1 ")
+      : "0";
+  return formatValue(value, kind);
+}
+
+/**
+ * Ticks of the horizontal axis with their labels.
+ *
+ * @param {number[]} steps
+ * @param {Axis} axis
+ * @param {number} count
+ */
+export function xTicks(steps, axis, count) {
+  const [first, last] = [steps[0] ?? 0, steps[steps.length - 1] ?? 1];
+  const span = { low: first, high: last, logarithmic: false };
+  if (first === last)
+    return [{ at: first, label: axis === "seconds" ? formatTime(first) : formatValue(first, "number") }];
+  const round = (/** @type {number} */ length, /** @type {number} */ most) =>
+    axis === "seconds" ? roundSeconds(length / most) : Math.max(1, roundStep(length, most));
+  const label = (/** @type {number} */ at) => (axis === "seconds" ? formatTime(at) : formatValue(at, "number"));
+  return valueTicks(span, count, round).map((at) => ({ at, label: label(at) }));
+}
+
+/** @param {number} rough seconds */
+function roundSeconds(rough) {
+  const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400];
+  return steps.find((step) => step >= rough) ?? 86400 * Math.ceil(rough / 86400);
+}
+
+/** @param {number} seconds */
+function formatTime(seconds) {
+  const whole = Math.round(seconds);
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  const rest = String(whole % 60).padStart(2, "0");
+  return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`;
+}
+
+/**
+ * Whether a value holds for several steps and then changes: a learning rate that a schedule sets once per epoch.
+ *
+ * @param {Points} points
+ */
+export function isStepped({ means }) {
+  let changes = 0;
+  for (let i = 1; i < means.length; i++) if (means[i] !== means[i - 1]) changes++;
+  return means.length > 3 && changes > 0 && changes <= means.length / 3;
+}
+
+/**
+ * The exponential moving average of values; early ones are not drawn to zero.
+ *
+ * @param {number[]} values
+ * @param {number} weight of what was before, 0 to 1
+ */
+export function smoothed(values, weight) {
+  let average = 0;
+  let total = 0;
+  return values.map((value) => {
+    average = weight * average + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return average / total;
+  });
+}
+
+/**
+ * The point nearest to a step; -1: none.
  *
  * @param {Pick<Points, "steps">} points
- * @param {number} share
+ * @param {number} target
  */
-export function nearest({ steps }, share) {
-  if (!steps.length) return -1;
-  const target = steps[0] + share * (steps[steps.length - 1] - steps[0]);
-  let best = 0;
+export function nearest({ steps }, target) {
+  let best = steps.length ? 0 : -1;
   steps.forEach((step, i) => {
     if (Math.abs(step - target) < Math.abs(steps[best] - target)) best = i;
   });
@@ -102,20 +184,30 @@ export function formatValue(value, kind) {
   if (kind === "bytes") return formatBytes(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
   const magnitude = Math.abs(value);
-  return magnitude >= 1e-4 && magnitude < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(3);
+  const exponential = value.toExponential(3).replace(/\.?0+e/, "e");
+  return magnitude >= 1e-4 && magnitude < 1e6 ? String(Number(value.toPrecision(4))) : exponential;
 }
 
 /**
- * Describe one point.
+ * What a point says: its mean, and its range over ranks if they differ.
  *
  * @param {Points} points
  * @param {number} i
- * @param {{kind: Kind, axis: Axis}} curve
+ * @param {Kind} kind
  */
-export function describe(points, i, { kind, axis }) {
-  const where = axis === "seconds" ? `after ${formatValue(points.steps[i], "number")} s` : `step ${points.steps[i]}`;
+export function describeValue(points, i, kind) {
   const [low, mean, high] = [points.lows, points.means, points.highs].map((column) => formatValue(column[i], kind));
-  return `${where}: ${mean}${low === high ? "" : ` (${low} to ${high} over ranks)`}`;
+  return `${mean}${low === high ? "" : ` (${low} to ${high} over ranks)`}`;
+}
+
+/**
+ * Where a point is.
+ *
+ * @param {number} step
+ * @param {Axis} axis
+ */
+export function describeStep(step, axis) {
+  return axis === "seconds" ? `after ${formatValue(step, "number")} s` : `step ${formatValue(step, "number")}`;
 }
 
 /**

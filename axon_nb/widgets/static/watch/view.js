@@ -1,101 +1,71 @@
 // @ts-check
 // A running job on a page: curves over all ranks, loops, states, a stop button.
 
+import { makePairs, makeTable, showState } from "../shared/card.js";
 import { element, setText } from "../shared/dom.js";
+import { showTooltip } from "../shared/pointer.js";
+import { onAppearanceChange } from "../shared/theme.js";
 import { sendHeartbeats } from "../shared/wire.js";
-import { Chart } from "./chart.js";
+import { CurveChart } from "./curve.js";
+import { buildPage, makeBar } from "./page.js";
+import { describeStep } from "./points.js";
 
+/** @import { Cell } from "../shared/card.js" */
 /** @import { Context } from "../shared/wire.js" */
-/** @import { Curve } from "./chart.js" */
-
-/**
- * A loop, with the progress of the slowest and the fastest rank, from 0 to 1.
- *
- * @typedef {{desc: string, low: number, high: number, text: string, is_over: boolean}} Bar
- */
+/** @import { Curve, Look } from "./curve.js" */
+/** @import { Bar } from "./page.js" */
+/** @import { Axis } from "./points.js" */
 
 /**
  * The content that the kernel sends.
  *
  * @typedef {object} Content
  * @property {string} heading
+ * @property {string} context
  * @property {boolean} running
  * @property {Bar[]} bars
  * @property {Curve[]} charts
  * @property {string[]} titles of the table's columns
- * @property {string[][]} ranks rows of the table
+ * @property {{rank: number, cells: Cell[]}[]} ranks rows of the table
  * @property {string[]} notes
  * @property {number} updates
  */
 
 const STOP_RETRY_MS = 5000; // until the stop button can be clicked again
-
-/** @param {Bar} bar */
-function makeBar({ desc, low, high, text, is_over: isOver }) {
-  /** @param {number} share */
-  const part = (share) => {
-    const filled = element("i");
-    filled.style.width = `${(100 * share).toFixed(1)}%`;
-    return filled;
-  };
-  const label = `${desc || "progress"}: ${text}`;
-  const range = { "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * low) };
-  const track = element("div", { class: "axon-watch-track", role: "progressbar", ...range, "aria-label": label });
-  track.append(part(high), part(low));
-  const row = element("div", { class: "axon-watch-bar" }, track, element("span", {}, label));
-  if (isOver) row.classList.add("axon-view-muted");
-  return row;
-}
-
-/** @param {Content} content */
-function makeTable({ titles, ranks }) {
-  const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
-  const rows = ranks.map(([rank, ...cells]) => {
-    const name = element("th", { scope: "row" }, rank);
-    return element("tr", { "data-rank": rank }, name, ...cells.map((cell) => element("td", {}, cell)));
-  });
-  return element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows));
-}
-
-function buildPage() {
-  const heading = element("b", { class: "axon-watch-heading" });
-  const attributes = { type: "button", class: "axon-view-switch", "aria-pressed": "false" };
-  const logarithm = element("button", attributes, "log scale");
-  const stop = element("button", { type: "button", class: "axon-watch-stop" }, "■ stop");
-  const bars = element("div", { class: "axon-watch-bars" });
-  const charts = element("div", { class: "axon-watch-charts" });
-  const ranks = element("div", { class: "axon-watch-ranks" });
-  const notes = element("div", { class: "axon-view-muted" });
-  const live = element("div", { class: "axon-view-unseen", "aria-live": "polite" });
-  const head = element("div", { class: "axon-watch-head" }, heading, logarithm, stop);
-  const root = element("div", { class: "axon-view axon-watch" }, head, bars, charts, ranks, notes, live);
-  return { root, heading, logarithm, stop, bars, charts, ranks, notes, live };
-}
+const NUM_TEXT_COLUMNS = 2; // of the table; numbers follow
 
 /** One job on a page. */
 class WatchView {
-  /** @type {Map<string, Chart>} */
+  /** @type {Map<string, CurveChart>} */
   #charts = new Map();
-  #logarithmic = false;
+  /** @type {Look} */
+  #look = { logarithmic: false, weight: 0 };
   #stoppedAt = 0; // when the stop button was clicked, in milliseconds; 0: it was not
 
   /** @param {Context} context */
   constructor({ model, el }) {
     this.model = model;
-    this.page = buildPage();
+    this.page = buildPage((weight) => {
+      this.#look.weight = weight;
+      this.#draw();
+    });
     el.append(this.page.root);
     const { stop, logarithm, root } = this.page;
     stop.addEventListener("click", () => this.#stop());
     logarithm.addEventListener("click", () => {
-      this.#logarithmic = !this.#logarithmic;
-      logarithm.setAttribute("aria-pressed", String(this.#logarithmic));
+      this.#look.logarithmic = !this.#look.logarithmic;
+      logarithm.setAttribute("aria-pressed", String(this.#look.logarithmic));
       this.#draw();
     });
     model.on("change:content", this.#draw);
     this.#draw();
+    const stopObserving = onAppearanceChange(root, () => {
+      for (const chart of this.#charts.values()) chart.draw();
+    });
     const stopHeartbeats = sendHeartbeats(model, root);
     this.close = () => {
       stopHeartbeats();
+      stopObserving();
       model.off("change:content", this.#draw);
     };
   }
@@ -116,16 +86,23 @@ class WatchView {
     const { page } = this;
     /** @type {Content} */
     const data = this.model.get("content");
-    setText(page.heading, data.heading);
+    setText(page.heading, data.context);
+    showState(page.state, data.running ? "live" : "idle");
     const isStopping = this.#stoppedAt > 0 && performance.now() - this.#stoppedAt < STOP_RETRY_MS;
     if (!data.running) this.#stoppedAt = 0;
     page.stop.disabled = !data.running || isStopping;
-    page.stop.textContent = data.running && this.#stoppedAt ? "■ stopping …" : "■ stop";
-    page.stop.title = "Interrupt the cell on all ranks, as Jupyter's stop button does";
+    setText(page.stop, data.running && this.#stoppedAt ? "stopping …" : "stop cell");
     page.bars.replaceChildren(...data.bars.map(makeBar));
     this.#drawCharts(data.charts);
+    page.empty.hidden = data.charts.length > 0 || data.bars.length > 0;
+    const columns = data.titles.map((title, i) => ({ title, isNumber: i >= NUM_TEXT_COLUMNS }));
+    const rows = data.ranks.map(({ rank, cells }) => ({
+      name: `rank ${rank}`,
+      cells,
+      attributes: { "data-rank": rank },
+    }));
     const top = page.ranks.scrollTop;
-    page.ranks.replaceChildren(makeTable(data));
+    page.ranks.replaceChildren(makeTable(columns, rows));
     page.ranks.scrollTop = top;
     page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
     page.root.dataset.updates = String(data.updates);
@@ -139,15 +116,45 @@ class WatchView {
       chart.root.remove();
       this.#charts.delete(name);
     }
-    const { charts } = this.page;
-    curves.forEach((curve, i) => {
-      const chart = this.#charts.get(curve.name) ?? new Chart(curve, this.#announce);
-      this.#charts.set(curve.name, chart);
-      // Move it only if necessary: a node that is moved loses the focus.
-      if (charts.children[i] !== chart.root) charts.insertBefore(chart.root, charts.children[i] ?? null);
-      chart.update(curve, this.#logarithmic);
-    });
+    for (const axis of /** @type {Axis[]} */ (["steps", "seconds"])) {
+      const group = this.page.groups[axis];
+      const own = curves.filter((curve) => curve.axis === axis);
+      group.hidden = !own.length;
+      own.forEach((curve, i) => {
+        const chart = this.#charts.get(curve.name) ?? new CurveChart(curve, this.#moveCursor, this.#announce);
+        this.#charts.set(curve.name, chart);
+        // Move it only if necessary: a node that is moved loses the focus.
+        if (group.children[i] !== chart.root) group.insertBefore(chart.root, group.children[i] ?? null);
+        chart.update(curve, this.#look);
+      });
+    }
   }
+
+  /**
+   * Show one step in all charts with the same axis; null: none.
+   *
+   * @param {CurveChart} origin
+   * @param {number | null} step
+   * @param {PointerEvent} [event]
+   */
+  #moveCursor = (origin, step, event) => {
+    /** @type {[string, string][]} */
+    const pairs = [];
+    for (const chart of this.#charts.values()) {
+      if (chart.curve.axis !== origin.curve.axis) continue;
+      const text = chart.showAt(step);
+      if (text) pairs.push([chart.curve.name, text]);
+    }
+    const { root, tip } = this.page;
+    if (step === null || !event) {
+      showTooltip(tip, root, "");
+      return;
+    }
+    const frame = root.getBoundingClientRect();
+    const at = origin.curve.axis === "steps" ? Math.round(step) : Number(step.toFixed(1));
+    const words = makePairs(describeStep(at, origin.curve.axis), pairs);
+    showTooltip(tip, root, words, event.clientX - frame.left + 14, event.clientY - frame.top + 16);
+  };
 }
 
 export default () => ({ render: (/** @type {Context} */ context) => new WatchView(context).close });

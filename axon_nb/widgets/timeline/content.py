@@ -1,0 +1,282 @@
+"""What a timeline says in numbers and words: figures, the notice on what costs most, the table of ranks, pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from axon_nb.cluster.inspection.span_table import SpanTable
+from axon_nb.records.ranks import name_ranks
+from axon_nb.records.spans import Span
+from axon_nb.records.training.pipeline import PipelineStep
+from axon_nb.records.units import format_bytes, format_seconds
+from axon_nb.widgets.palette import OTHER, SPAN_CODES
+from axon_nb.widgets.timeline.facts import RankFacts, TimelineFacts, timeline_facts
+from axon_nb.widgets.timeline.intervals import subtract, union_ns
+from axon_nb.widgets.timeline.pipelines import pipeline_steps
+
+__all__ = [
+    "COLUMNS",
+    "MAX_PIPELINES",
+    "MAX_ROWS",
+    "Notice",
+    "TimelineSummary",
+    "describe_step",
+    "figures",
+    "format_duration",
+    "omitted_pipelines",
+    "page_facts",
+    "rank_cells",
+    "step_seconds",
+    "summarize",
+]
+
+COLUMNS = (
+    ("forward", "kind-forward"),
+    ("backward", "kind-backward"),
+    ("optimizer", "kind-optimizer"),
+    ("own code", "kind-other"),
+    ("waiting", "kind-wait"),
+    ("communicating", "kind-collective"),
+    ("hidden", "kind-p2p"),
+    ("waited for", "kind-wait"),
+    ("moved", "quiet"),
+)
+"""Of the table: title, and the colour of its bars. The first five exclude each other and add up to the cell.
+
+`hidden`: share of communication behind computation; `waited for`: time other ranks waited for it.
+"""
+MAX_ROWS = 64
+MAX_PIPELINES = 4
+_MAX_BOXES = 1000
+"""Of all pipelines together, measured and ideal; they take 35 kB of a message."""
+_MAX_NAMES = 3
+_MIN_EXPOSED, _MIN_OWN_CODE = 0.1, 0.25
+"""Shares of the ranks' time from which on exposed communication and own code are reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What costs most."""
+
+    claim: str
+    text: str
+    filter: str
+    """What shows it, as words of the page's filter."""
+
+    def __str__(self) -> str:
+        return f"{self.claim} {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSummary:
+    """Facts and pipeline steps computed from spans."""
+
+    facts: TimelineFacts
+    steps: tuple[PipelineStep, ...]
+    """Last steps, the newest first."""
+    notice: Notice | None
+    """What costs most; None: nothing stands out."""
+
+
+def summarize(table: SpanTable, running_since: int | None = None) -> TimelineSummary:
+    """Return the facts of all ranks and the last step of each pipeline.
+
+    Args:
+        table: The spans.
+        running_since: When the running cell began, in nanoseconds; None: no cell runs.
+    """
+    facts = timeline_facts(table, running_since)
+    return TimelineSummary(facts, tuple(pipeline_steps(table)), _notice(table, facts))
+
+
+def _notice(table: SpanTable, facts: TimelineFacts) -> Notice | None:
+    if facts.straggler is not None:
+        rank = facts.straggler.rank
+        return Notice(f"Rank {rank} is late.", facts.straggler.evidence, f"rank:{rank}")
+    total = sum(rank.known for rank in facts.ranks)
+    exposed = sum(rank.communicating - rank.hidden for rank in facts.ranks)
+    own_code = sum(rank.own_code for rank in facts.ranks)
+    if total and exposed >= _MIN_EXPOSED * total and (name := _most_exposed(table)):
+        return Notice(
+            f"{name} is exposed.",
+            f"Ranks spend {exposed / total:.0%} of their time in communication while they compute nothing.",
+            name,
+        )
+    if total and own_code >= _MIN_OWN_CODE * total:
+        text = f"{own_code / total:.0%} of the ranks' time is in no forward, backward or optimizer step."
+        return Notice("Own code takes long.", text, "own code")
+    return None
+
+
+def _most_exposed(table: SpanTable) -> str:
+    """Return the name of the communication that is longest beside no computation; empty: there is none."""
+    columns = table.columns
+    names = np.array([name for _, name, _ in table.labels], dtype=object)[columns["label"]]
+    communicates = table.of_kind("collective", "p2p")
+    computes = table.of_kind("forward", "backward", "optimizer")
+    lengths = columns["end"] - columns["start"]
+    totals = {name: int(lengths[communicates & (names == name)].sum()) for name in set(names[communicates])}
+    exposed: dict[str, int] = {}
+    for name in sorted(totals, key=lambda name: totals[name], reverse=True)[:_MAX_NAMES]:
+        for rank in np.unique(columns["rank"]):
+            own = columns["rank"] == rank
+            chosen, busy = own & communicates & (names == name), own & computes
+            alone = subtract(
+                (columns["start"][chosen], columns["end"][chosen]), (columns["start"][busy], columns["end"][busy])
+            )
+            exposed[name] = exposed.get(name, 0) + union_ns(alone)
+    return max(exposed, key=lambda name: exposed[name], default="")
+
+
+def figures(summary: TimelineSummary) -> list[dict[str, str]]:
+    """Return the numbers above a timeline: each with its name, value and a remark."""
+    ranks, found = summary.facts.ranks, []
+    if summary.facts.step is not None:
+        mean, spread = summary.facts.step
+        found.append(("step", format_duration(mean), f"± {format_duration(spread)}"))
+    total = sum(rank.known for rank in ranks)
+    if total:
+        computing, waiting = sum(rank.computing for rank in ranks), sum(rank.waiting for rank in ranks)
+        found.append(("computing", f"{computing / total:.0%}", "of the time"))
+        found.append(("waiting", f"{waiting / total:.0%}", f"{format_duration(waiting / len(ranks))} per rank"))
+    if summary.facts.overlap is not None:
+        communicating = sum(rank.communicating for rank in ranks) / len(ranks)
+        remark = f"of {format_duration(communicating)} per rank"
+        found.append(("communication hidden", f"{summary.facts.overlap:.0%}", remark))
+    if summary.steps:
+        step = summary.steps[0]
+        found.append(("bubble", f"{step.bubble:.0%}", f"ideal {step.ideal_bubble:.0%}"))
+    return [{"name": name, "value": value, "remark": remark} for name, value, remark in found]
+
+
+def page_facts(summary: TimelineSummary, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the summary as `static/timeline/facts.js` reads it: text, and boxes of pipeline steps in seconds."""
+    facts, steps = summary.facts, summary.steps[:MAX_PIPELINES]
+    notice = summary.notice
+    return {
+        "facts": {
+            "figures": figures(summary),
+            "notice": None if notice is None else {"claim": notice.claim, "text": notice.text, "filter": notice.filter},
+            "shares": _shares(facts.ranks),
+            "columns": [{"title": title, "token": token} for title, token in COLUMNS],
+            "rows": [
+                {"rank": rank.rank, "cells": _bars(rank, facts.ranks)} for rank in facts.ranks if rank.rank in ranks
+            ][:MAX_ROWS],
+            "notes": omitted_pipelines(summary),
+        },
+        "pipelines": [_page_step(step, _MAX_BOXES // (2 * len(steps))) for step in steps],
+    }
+
+
+def _shares(ranks: Sequence[RankFacts]) -> dict[str, float]:
+    """Return the share of the ranks' time by kind, 0 to 1."""
+    total = sum(rank.known for rank in ranks)
+    if not total:
+        return {}
+    sums = {
+        "forward": sum(rank.forward for rank in ranks),
+        "backward": sum(rank.backward for rank in ranks),
+        "optimizer": sum(rank.optimizer for rank in ranks),
+        "other": sum(rank.own_code for rank in ranks),
+        "wait": sum(rank.waiting for rank in ranks),
+    }
+    return {kind: round(seconds / total, 4) for kind, seconds in sums.items()}
+
+
+def _bars(rank: RankFacts, ranks: Sequence[RankFacts]) -> list[dict[str, Any]]:
+    """Return a rank's cells with the lengths of their bars: times on one scale, the longest of all ranks."""
+    scale = max((other.known for other in ranks), default=0.0) or 1.0
+    most_bytes = max((other.bytes for other in ranks), default=0) or 1
+    times = (rank.forward, rank.backward, rank.optimizer, rank.own_code, rank.waiting, rank.communicating)
+    shares: list[float | None] = [seconds / scale for seconds in times]
+    shares.append(rank.hidden / rank.communicating if rank.communicating else None)
+    shares += [rank.waited_for / (scale * max(1, len(ranks) - 1)), rank.bytes / most_bytes]
+    return [
+        {"text": text, "share": None if share is None else round(share, 4)}
+        for text, share in zip(rank_cells(rank), shares, strict=True)
+    ]
+
+
+def rank_cells(rank: RankFacts) -> tuple[str, ...]:
+    """Return a rank's texts in the order of `COLUMNS`."""
+
+    def seconds(value: float) -> str:
+        return format_duration(value) if value else "–"
+
+    hidden = f"{rank.hidden / rank.communicating:.0%}" if rank.communicating else "–"
+    times = (rank.forward, rank.backward, rank.optimizer, rank.own_code, rank.waiting, rank.communicating)
+    return (
+        *map(seconds, times), hidden, seconds(rank.waited_for), format_bytes(rank.bytes) if rank.bytes else "–",
+    )  # fmt: skip
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration: ``464 µs``, ``12.3 ms``, ``2.1 s``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else format_seconds(seconds)
+
+
+def omitted_pipelines(summary: TimelineSummary) -> list[str]:
+    """Return a sentence if there are more pipelines than are shown."""
+    count = len(summary.steps) - MAX_PIPELINES
+    pipelines = "1 older pipeline is" if count == 1 else f"{count} older pipelines are"
+    return [f"{pipelines} left out."] if count > 0 else []
+
+
+# ---- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def describe_step(step: PipelineStep) -> str:
+    """Describe the last step of a pipeline."""
+    spans = step.measured
+    return (
+        f"{_shape(step)}: the last step took {format_duration(step_seconds(spans))} with a bubble of "
+        f"{step.bubble:.0%}; ideal: {format_duration(step_seconds(step.ideal))}, {step.ideal_bubble:.0%}"
+    )
+
+
+def _shape(step: PipelineStep) -> str:
+    ranks, stages = {span.rank for span in step.measured}, {span.stage for span in step.measured}
+    microbatches = {span.microbatch for span in step.measured}
+    return f"pipeline of {name_ranks(ranks)}, {len(stages)} stages, {len(microbatches)} microbatches"
+
+
+def step_seconds(spans: Sequence[Span]) -> float:
+    """Return the length of a step in seconds."""
+    return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
+
+
+def _page_step(step: PipelineStep, max_boxes: int) -> dict[str, Any]:
+    ranks = sorted({span.rank for span in step.measured})
+    measured, ideal = step_seconds(step.measured), step_seconds(step.ideal)
+
+    def boxes(spans: Sequence[Span]) -> list[list[float | str]]:
+        origin = min(span.start_ns for span in spans)
+        return [
+            [
+                ranks.index(span.rank), round((span.start_ns - origin) / 1e9, 6),
+                round((span.end_ns - span.start_ns) / 1e9, 6), SPAN_CODES.get(span.kind, OTHER), span.stage,
+                span.microbatch, span.name,
+            ]
+            for span in sorted(spans, key=lambda span: span.start_ns)[:max_boxes]
+        ]  # fmt: skip
+
+    return {
+        "text": _shape(step).removeprefix("pipeline of "),
+        "above": f"{format_duration(measured - ideal)} per step above ideal" if measured > 1.01 * ideal else "",
+        "ranks": ranks,
+        "seconds": max(measured, ideal),
+        "omitted": max(0, len(step.measured) - max_boxes),
+        "rows": [
+            {
+                "title": "measured", "bubble": f"{step.bubble:.0%}", "seconds": measured,
+                "boxes": boxes(step.measured),
+            },
+            {"title": "ideal", "bubble": f"{step.ideal_bubble:.0%}", "seconds": ideal, "boxes": boxes(step.ideal)},
+        ],
+    }  # fmt: skip
