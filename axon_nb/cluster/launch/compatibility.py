@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from axon_nb.cluster.settings import Settings
 from axon_nb.records.compatibility import Capability, install_command
 from axon_nb.records.hooks import missing_hooks
-from axon_nb.records.protocol.joining import EngineInfo
+from axon_nb.records.protocol.cluster import EngineInfo
 
 __all__ = [
     "RESTART",
