@@ -24,7 +24,7 @@ from axon_nb.cluster.transfer import push_pull
 from axon_nb.cluster.transfer.broadcast import SyncReport, sync
 from axon_nb.cluster.transfer.scatter_gather import join_values, split_value
 from axon_nb.records.protocol.agent import Signal
-from axon_nb.records.protocol.joining import EngineInfo
+from axon_nb.records.protocol.cluster import EngineInfo
 from axon_nb.records.ranks import resolve_ranks
 from axon_nb.records.telemetry import RankState
 

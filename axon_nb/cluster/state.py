@@ -13,7 +13,7 @@ from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.settings import Settings, settings_facts
 from axon_nb.records.protocol.agent import SetInfo
-from axon_nb.records.protocol.joining import ClusterFacts, EngineInfo
+from axon_nb.records.protocol.cluster import ClusterFacts, EngineInfo
 
 __all__ = ["ClusterState"]
 

@@ -50,7 +50,8 @@ from axon_nb.engine.session import RankSession, set_current
 from axon_nb.host.resources import usable_cores
 from axon_nb.host.store_tcp import store_key
 from axon_nb.records.protocol.cells import FailureRequest
-from axon_nb.records.protocol.joining import EngineInfo, JoinConfig
+from axon_nb.records.protocol.cluster import EngineInfo
+from axon_nb.records.protocol.joining import JoinConfig
 from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.telemetry import set_cell_source

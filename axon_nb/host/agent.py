@@ -22,8 +22,8 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
 from axon_nb.host.store_tcp import AuthenticatedStoreConnection, TcpListener
 from axon_nb.records.protocol import agent as messages
+from axon_nb.records.protocol.cluster import ClusterFacts
 from axon_nb.records.protocol.errors import ProtocolError
-from axon_nb.records.protocol.joining import ClusterFacts
 from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["Agent", "AgentOptions"]

@@ -12,7 +12,7 @@ import pytest
 from axon_nb.cluster.launch.placement import Layout, interface_ip, place_ranks, plan_layout
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.compatibility import Verdict
-from axon_nb.records.protocol.joining import EngineInfo
+from axon_nb.records.protocol.cluster import EngineInfo
 from axon_nb.records.protocol.version import own_version
 from tests.cluster.far import FAR_HOST, Network, network, why_not
 from tests.support.processes import until

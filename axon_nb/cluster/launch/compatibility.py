@@ -9,7 +9,7 @@ from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.settings import Settings
 from axon_nb.records.compatibility import Capability, install_command
 from axon_nb.records.hooks import missing_hooks
-from axon_nb.records.protocol.joining import EngineInfo
+from axon_nb.records.protocol.cluster import EngineInfo
 
 __all__ = [
     "RESTART",

@@ -19,7 +19,8 @@ from axon_nb.cluster.settings import Settings
 from axon_nb.errors import StartError
 from axon_nb.host.store_tcp import store_key
 from axon_nb.records.protocol.agent import ServeStore
-from axon_nb.records.protocol.joining import Describe, EngineInfo, Join, JoinConfig
+from axon_nb.records.protocol.cluster import EngineInfo
+from axon_nb.records.protocol.joining import Describe, Join, JoinConfig
 from axon_nb.records.protocol.version import refuse_join
 from axon_nb.records.ranks import name_ranks
 

@@ -22,7 +22,8 @@ from axon_nb.cluster.rpc.client import forget_engine
 from axon_nb.host.client import AgentClient, outcome, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import AgentEvent, Closed, Exit, Fork, SetInfo, Signal
-from axon_nb.records.protocol.joining import ENGINE_ENTRY, ClusterFacts
+from axon_nb.records.protocol.cluster import ClusterFacts
+from axon_nb.records.protocol.joining import ENGINE_ENTRY
 from axon_nb.records.protocol.version import own_version
 
 __all__ = ["AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command", "fork_request"]

@@ -16,7 +16,7 @@ import psutil
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.resources import Gpu, list_gpus, usable_cores
 from axon_nb.records.environment import CPU_BACKEND
-from axon_nb.records.protocol.joining import EngineInfo
+from axon_nb.records.protocol.cluster import EngineInfo
 
 __all__ = ["BACKENDS", "LOOPBACK", "Layout", "Placement", "interface_ip", "place_ranks", "plan_layout"]
 

@@ -22,7 +22,7 @@ from axon_nb.cluster.settings import Settings, settings, settings_facts
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.protocol.agent import SetInfo
-from axon_nb.records.protocol.joining import ClusterFacts, EngineInfo
+from axon_nb.records.protocol.cluster import ClusterFacts, EngineInfo
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode, encode
 

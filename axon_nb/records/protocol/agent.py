@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from axon_nb.records.protocol.cluster import ClusterFacts
 from axon_nb.records.protocol.errors import ProtocolError
-from axon_nb.records.protocol.joining import ClusterFacts
 from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = [
