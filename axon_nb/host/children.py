@@ -31,12 +31,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 _PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+"""Opened here: a process just forked from one with threads must not take the loader's lock."""
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc is not None:
+        _libc.prctl(option, value, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent has exited (Linux only; elsewhere a no-op)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def run_controller() -> None:
@@ -66,8 +72,7 @@ def child_pids(parent: int) -> list[int]:
 
 def set_parent_death_signal(number: int) -> None:
     """Request the signal `number` for this process when its parent dies (Linux only; elsewhere a no-op)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,13 +165,14 @@ def test_an_attach_waits_for_the_output_channel() -> None:
 
 def test_a_new_rank_that_is_killed_before_its_channels_are_up_is_told() -> None:
     done = run_script(KILLED)
-    assert (done.code, done.out) == (0, "Rank 1 failed to start: it was killed by SIGKILL.\n"), done.err
+    told = "Rank 1 failed to start: it was killed by SIGKILL. Run `%distributed repair` to try again.\n"
+    assert (done.code, done.out) == (0, told), done.err
 
 
 def test_a_new_rank_that_is_killed_while_it_joins_holds_nobody_up() -> None:
     done = run_script(KILLED_JOINING)
     assert done.code == 0, done.err
     told, refused, shared = done.out.splitlines()
-    assert told == "Rank 1 failed to start: it was killed by SIGKILL."
+    assert told == "Rank 1 failed to start: it was killed by SIGKILL. Run `%distributed repair` to try again."
     assert refused == "refused"
     assert shared == "[3.0, 3.0, 3.0]"

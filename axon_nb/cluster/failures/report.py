@@ -119,4 +119,4 @@ def _others(errors: Mapping[int, RankError], shown: set[int]) -> list[str]:
         if error.rank not in shown:
             text = str(error) if error.kind == "raised" else error.evalue
             groups.setdefault(text.splitlines()[0][:200] if text else error.kind, []).append(error.rank)
-    return [f"[{name_ranks(ranks)}] {_verb(text, len(ranks))}" for text, ranks in groups.items()]
+    return [f"[{name_ranks(ranks)}] {text}" for text, ranks in groups.items()]
