@@ -60,7 +60,11 @@ test("a nested treemap has each tensor once, within its module, at any width", (
   for (const width of [240, 700, 1560]) {
     const tiles = shards.nestedTreemap(tensors, width, 380);
     const own = tiles.filter(({ index }) => index >= 0);
-    assert.deepEqual(own.map(({ index }) => index).sort((a, b) => a - b), [...tensors.keys()], "small ones, too");
+    assert.deepEqual(
+      own.map(({ index }) => index).sort((a, b) => a - b),
+      [...tensors.keys()],
+      "small ones, too",
+    );
     for (const { x, y, width: w, height: h, label, index } of tiles) {
       assert.ok(x >= -1e-6 && y >= -1e-6 && x + w <= width + 1e-6 && y + h <= 380 + 1e-6, `outside of ${width}`);
       assert.ok(6.3 * label.length <= w, "a name is wider than its box");
