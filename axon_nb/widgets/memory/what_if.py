@@ -40,7 +40,7 @@ _LABELS = {
 }
 _PIPELINE_FIELDS = ("pp", "tp", "microbatches")
 _FAR = 20
-"""A capacity of more than this multiple of the predicted memory is told, but not drawn: bars could not be seen."""
+"""A capacity of more than this multiple of the predicted memory is written, but not drawn: bars would be too short."""
 _EMPTY = {"dtype": "unchanged", "mixed_precision": "none"}
 
 
