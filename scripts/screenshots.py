@@ -138,6 +138,9 @@ def _take_all(page: LabPage, folder: Path) -> None:
     for i in (7, 8):
         page.run_and_wait(i, limit=120)
     page.page.locator(".axon-timeline-step canvas").first.wait_for()
+    # Until the last cell's own spans have come, the one before it is shown.
+    shown = "() => Number(document.querySelector('.axon-timeline-canvas').dataset.found) > 500"
+    page.page.wait_for_function(shown, timeout=ANSWER_MS)
     page.output(7).scroll_into_view_if_needed()
     _shoot(page, "timeline", folder)
 

@@ -375,6 +375,7 @@ test("four collectives at once have one name, in its own room; words are shorten
   assert.deepEqual(timeline.wordsFor("backward", "backward", -1), ["backward", "bwd"]);
   assert.deepEqual(timeline.wordsFor("forward", "GPT", -1), ["GPT", "forward", "fwd"]);
   assert.deepEqual(timeline.wordsFor("forward", "F", 3), ["F 3", "3"]);
+  assert.deepEqual(timeline.wordsFor("p2p", "recv", -1), ["recv"]);
 });
 
 test("the overview has the share of ranks that work and that wait", () => {

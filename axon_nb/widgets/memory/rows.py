@@ -127,7 +127,9 @@ class MemoryRows:
     def columns(self) -> list[str]:
         """Titles of the table: the larger roles, the rest, the total, the estimate and the process."""
         estimates = ["estimate"] if self.estimates else []
-        rest = ["rest"] if len(self._large_roles) < len(self.roles) else []
+        small = [role for role in self.roles if role not in self._large_roles]
+        uses = self._replies.measured.values()
+        rest = ["rest"] if any(use.by_role.get(role) for use in uses for role in small) else []
         return [*self._large_roles, *rest, "total", *estimates, "process"]
 
     @property

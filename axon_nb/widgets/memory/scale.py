@@ -10,8 +10,6 @@ __all__ = ["Scale", "Tick"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _NUM_TICKS = 5
-_MIN_GAP = 0.75
-"""Distance of the end from the last tick, in steps, from which on the end has a label, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +58,6 @@ class Scale:
         """Round numbers on the axis; the last one has the unit."""
         step = _round_step(self.end)
         sizes = [i * step for i in range(int(self.end / step + 1e-9) + 1)]
-        if self.end - sizes[-1] > _MIN_GAP * step:
-            sizes.append(self.end)
         labels = [self.number(size) for size in sizes]
         labels[-1] += f" {self.unit}"
         return [Tick(self.share(size), label) for size, label in zip(sizes, labels, strict=True)]

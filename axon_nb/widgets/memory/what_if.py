@@ -39,6 +39,8 @@ _LABELS = {
     "num_microbatches": "microbatches",
 }
 _PIPELINE_FIELDS = ("pp", "tp", "num_microbatches")
+_FAR = 20
+"""A capacity of more than this multiple of the predicted memory is written, but not drawn: bars would be too short."""
 _EMPTY = {"dtype": "unchanged", "mixed_precision": "none"}
 
 
@@ -100,15 +102,17 @@ def prediction_bars(state: WhatIfState, capacity: int | None) -> list[LabelledBa
     if state.estimate is not None:
         shown.append(("proposed" if state.setup != state.as_is else "current", state.estimate))
     uses = [(f"{label}, {moment}", use) for label, prediction in shown for moment, use in _moments(prediction)]
-    scale = Scale.of((sum(use.values()) for _, use in uses), capacity)
-    mark = None if capacity is None else scale.share(capacity)
+    scale = _scale(state, capacity)
+    mark = None if scale.capacity is None else scale.share(scale.capacity)
     return [LabelledBar(label, stacked_bar(use, scale, None, mark, describe_roles(use))) for label, use in uses]
 
 
 def _scale(state: WhatIfState, capacity: int | None) -> Scale:
-    """Return the axis of the bars."""
+    """Return the axis of the bars; if all are far below the capacity, it ends before it."""
     found = [prediction for prediction in (state.reference, state.estimate) if prediction is not None]
-    return Scale.of((sum(use.values()) for own in found for _, use in _moments(own)), capacity)
+    sizes = [sum(use.values()) for own in found for _, use in _moments(own)]
+    is_far = capacity is not None and capacity > _FAR * max(sizes, default=0)
+    return Scale.of(sizes, None if is_far else capacity)
 
 
 def _changes(state: WhatIfState, scale: Scale) -> list[dict[str, Any]]:

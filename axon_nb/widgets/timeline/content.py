@@ -54,6 +54,8 @@ MAX_PIPELINES = 4
 _MAX_BOXES = 1000
 """Of all pipelines together, measured and ideal; they take 35 kB of a message."""
 _MAX_NAMES = 3
+_MIN_ABOVE_IDEAL = 1.05
+"""Length of a pipeline's step in ideal ones from which on the difference is reported."""
 _MIN_EXPOSED, _MIN_OWN_CODE = 0.1, 0.25
 """Shares of the ranks' time from which on exposed communication and own code are reported."""
 
@@ -89,14 +91,18 @@ def summarize(table: SpanTable, running_since: int | None = None) -> TimelineSum
         table: The spans.
         running_since: When the running cell began, in nanoseconds; None: no cell runs.
     """
-    facts = timeline_facts(table, running_since)
-    return TimelineSummary(facts, tuple(pipeline_steps(table)), _notice(table, facts))
+    facts, steps = timeline_facts(table, running_since), tuple(pipeline_steps(table))
+    return TimelineSummary(facts, steps, _notice(table, facts, steps))
 
 
-def _notice(table: SpanTable, facts: TimelineFacts) -> Notice | None:
+def _notice(table: SpanTable, facts: TimelineFacts, steps: Sequence[PipelineStep]) -> Notice | None:
     if facts.straggler is not None:
         rank = facts.straggler.rank
         return Notice(f"Rank {rank} is late.", facts.straggler.evidence, f"rank:{rank}")
+    if steps and (above := _above_ideal(steps[0])):
+        bubble = f"{steps[0].bubble:.0%}, ideally {steps[0].ideal_bubble:.0%}"
+        text = f"Its last step took {above} longer; its bubble is {bubble}."
+        return Notice("The pipeline is slower than ideal.", text, "waiting")
     total = sum(rank.known for rank in facts.ranks)
     exposed = sum(rank.communicating - rank.hidden for rank in facts.ranks)
     own_code = sum(rank.own_code for rank in facts.ranks)
@@ -251,6 +257,12 @@ def step_seconds(spans: Sequence[Span]) -> float:
     return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
 
 
+def _above_ideal(step: PipelineStep) -> str:
+    """Return how much longer a step took than the ideal one; empty: hardly any longer."""
+    measured, ideal = step_seconds(step.measured), step_seconds(step.ideal)
+    return format_duration(measured - ideal) if measured > _MIN_ABOVE_IDEAL * ideal else ""
+
+
 def _page_step(step: PipelineStep, max_boxes: int) -> dict[str, Any]:
     ranks = sorted({span.rank for span in step.measured})
     measured, ideal = step_seconds(step.measured), step_seconds(step.ideal)
@@ -268,7 +280,7 @@ def _page_step(step: PipelineStep, max_boxes: int) -> dict[str, Any]:
 
     return {
         "text": _shape(step).removeprefix("pipeline of "),
-        "above": f"{format_duration(measured - ideal)} per step above ideal" if measured > 1.01 * ideal else "",
+        "above": f"{above} per step above ideal" if (above := _above_ideal(step)) else "",
         "ranks": ranks,
         "seconds": max(measured, ideal),
         "omitted": max(0, len(step.measured) - max_boxes),

@@ -186,6 +186,12 @@ def test_one_sentence_says_what_costs_most() -> None:
     assert notice_of(*cells, *(span(rank, 0, 95, "forward") for rank in range(4))) == "None"
 
 
+def test_a_pipeline_is_compared_with_its_ideal() -> None:
+    stretched = [own._replace(start_ns=2 * own.start_ns, end_ns=own.start_ns + own.end_ns) for own in pipeline_spans()]
+    assert notice_of(*stretched).startswith("The pipeline is slower than ideal. Its last step took ")
+    assert summarize(filled(*stretched).table()).notice.filter == "waiting"  # type: ignore[union-attr]
+
+
 def test_figures_above_have_the_step_and_its_spread() -> None:
     summary = summarize(filled(*straggling_spans(4), ranks=4).table())
     found = {own["name"]: own["value"] for own in figures(summary)}

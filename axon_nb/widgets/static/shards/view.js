@@ -72,10 +72,12 @@ class ShardsView {
     const stopHeartbeats = sendHeartbeats(model, this.page.root);
     let width = 0;
     const stopObserving = onAppearanceChange(this.page.root, () => {
+      const before = this.theme.of("tone");
+      this.theme = readTheme(this.page.root);
+      const isThemed = this.theme.of("tone") !== before;
       const isResized = width !== this.page.root.clientWidth;
       width = this.page.root.clientWidth;
-      this.theme = readTheme(this.page.root);
-      if (!isResized || this.#kind === "map") this.#draw();
+      if (isThemed || (isResized && this.#kind === "map")) this.#draw();
     });
     shared.content ??= this.#content;
     this.#draw();

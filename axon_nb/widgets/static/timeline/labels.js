@@ -38,7 +38,7 @@ export function labelRooms(boxes, runs, minWidth) {
 }
 
 /** @type {Record<string, string>} */
-const SHORT = { forward: "fwd", backward: "bwd", optimizer: "opt", collective: "", p2p: "" };
+const SHORT = { forward: "fwd", backward: "bwd", optimizer: "opt" };
 
 /**
  * What may be written on a span, the longest first.
@@ -49,5 +49,5 @@ const SHORT = { forward: "fwd", backward: "bwd", optimizer: "opt", collective: "
  */
 export function wordsFor(kind, name, microbatch) {
   if (microbatch >= 0) return [`${name} ${microbatch}`, String(microbatch)];
-  return [...new Set([name, kind, SHORT[kind] ?? ""])].filter(Boolean);
+  return SHORT[kind] ? [...new Set([name, kind, SHORT[kind]])] : [name];
 }

@@ -150,9 +150,9 @@ export class Overview {
  *
  * @param {HTMLCanvasElement} canvas
  * @param {number} width pixels of the page
- * @param {{range: TimeRange, zero: number, steps: number[], theme: Theme}} frame
+ * @param {{range: TimeRange, zero: number, until: number, steps: number[], theme: Theme}} frame until: end of the cell
  */
-export function drawTimeAxis(canvas, width, { range: { from, to }, zero, steps, theme }) {
+export function drawTimeAxis(canvas, width, { range: { from, to }, zero, until, steps, theme }) {
   const ratio = resizeCanvas(canvas, width, AXIS.height);
   const context = getContext(canvas);
   context.clearRect(0, 0, canvas.width, canvas.height);
@@ -167,7 +167,7 @@ export function drawTimeAxis(canvas, width, { range: { from, to }, zero, steps, 
     context.fillText(label, Math.min(Math.max(0, x * ratio - size / 2), canvas.width - size), AXIS.label * ratio);
   }
   const place = (/** @type {number} */ time) => ((time - from) / (to - from)) * width;
-  const known = [zero, ...steps.filter((end) => end > zero)];
+  const known = [zero, ...steps.filter((end) => end > zero && end <= until)];
   for (let i = 1; i < known.length; i++) {
     const [left, right] = [place(known[i - 1]), place(known[i])];
     if (right < 0 || left > width || right - left < MIN_STEP.named) continue;

@@ -230,7 +230,8 @@ class TimelineView extends TimeView {
     const { selection } = this.filter;
     const zero = this.#zero();
     const { found, drawn } = this.rows.draw(width, { range, zero, selection, mark: this.cursor.mark, theme });
-    drawTimeAxis(this.parts.axis, width, { range, zero, steps: derived.steps, theme });
+    const until = store.focus[1] ?? Infinity;
+    drawTimeAxis(this.parts.axis, width, { range, zero, until, steps: derived.steps, theme });
     this.overview.draw(width, { whole: this.#whole(range), range, selection, theme });
     if (store.labels.some(([code]) => code === 0)) drawn.add(0);
     showLegend(this.parts.keys, this.config, drawn, store.facts?.shares ?? {});
