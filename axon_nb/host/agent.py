@@ -70,8 +70,7 @@ class Agent:
         """Why the cluster cannot start, reported to the notebook when it connects; empty otherwise."""
         self._left_ns = 0
         """Monotonic time at which the last notebook disconnected; 0 if none has."""
-        self._deaths: dict[int, messages.Exit] = {}
-        """The exit event of each rank that died and was not replaced."""
+        self._deaths: dict[int, messages.Exit] = {}  # of ranks that were not replaced
         self._commands: dict[type[messages.Command[Any]], Callable[[CommandConnection, Any], Any]] = {
             messages.Hello: self._hello,
             messages.Signal: self._signal,

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from axon_nb.comm.shared_memory.errors import GroupLeftError
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.engine.collective_names import describe_call
 from axon_nb.engine.groups import activity
@@ -47,20 +48,8 @@ _SCATTERING = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
 # For these, Gloo returns a work whose wait accepts a timeout and can be repeated. The others lose their connection when
 # a wait times out (send, recv) or ignore the timeout (reduce_scatter).
 _SLICED = frozenset(
-    {
-        "_allgather_base",
-        "all_gather_single",
-        "all_to_all_single",
-        "allgather",
-        "allreduce",
-        "allreduce_coalesced",
-        "alltoall_base",
-        "barrier",
-        "broadcast",
-        "gather",
-        "reduce",
-        "scatter",
-    }
+    ["_allgather_base", "all_gather_single", "all_to_all_single", "allgather", "allreduce", "allreduce_coalesced"]
+    + ["alltoall_base", "barrier", "broadcast", "gather", "reduce", "scatter"]
 )
 # Names differ between versions of torch (`_allgather_base` became `all_gather_single`), and newer ones have more. An
 # operation that is not listed is waited for in a helper thread, which works for any.
@@ -221,6 +210,8 @@ class RecoverableGroup(PythonProcessGroup):
                 sliced = name in _SLICED or type(work) is ReduceScatterWork
         except RuntimeError as error:
             activity.finish_call(call)
+            if isinstance(error, GroupLeftError):
+                raise AbortedError(f"{name} lost a peer: {error}") from None
             if "gloo" in str(error).lower() and "closed" in str(error).lower():
                 raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
             raise

@@ -1,6 +1,6 @@
 """Every capability that the self-test checks: what it does, and what is lost without it.
 
-The check itself is the function of the same name in `checks` or, for a single rank, in `single_checks`.
+The check itself is the function of the same name in `checks`, `wrapper_checks` or, for a single rank, `single_checks`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ class Check:
     label: str
     lost: str
     num_ranks: int = 2
+    module: str = "checks"
+    """The module of its function, if there are two ranks."""
     package: str = "torch"
     """The package of which another version may restore it."""
 
@@ -49,16 +51,19 @@ CHECKS = (
         "ddp_reset",
         "continue training a DDP model after an aborted step",
         "DDP models must be recreated after a failed cell",
+        module="wrapper_checks",
     ),
     Check(
         "fsdp2_reset",
         "continue training an FSDP2 model after an aborted step",
         "FSDP2 models must be recreated after a failed cell",
+        module="wrapper_checks",
     ),
     Check(
         "pipeline_reset",
         "continue training a pipeline after an aborted step",
         "pipelines must be recreated after a failed cell",
+        module="wrapper_checks",
     ),
     Check(
         "size_check",

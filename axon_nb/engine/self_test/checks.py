@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from axon_nb.engine.groups import activity, recovery
@@ -26,11 +25,11 @@ from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = [
+    "aborted_when_waiting",
     "backend_swap",
-    "ddp_reset",
-    "fsdp2_reset",
-    "pipeline_reset",
+    "join",
     "rebuild",
+    "recover_groups",
     "release",
     "repair",
     "shared_memory",
@@ -39,7 +38,6 @@ __all__ = [
 
 _CPU = torch.device("cpu")
 _TIMEOUT_S = 20.0
-_Step = Callable[[int], None]
 
 
 class _Store(FileStore):
@@ -55,7 +53,8 @@ def _store(process: CheckProcess) -> _Store:
     return store
 
 
-def _join(process: CheckProcess, *, epoch: int = 0, backend: str = "gloo") -> _Store:
+def join(process: CheckProcess, *, epoch: int = 0, backend: str = "gloo") -> _Store:
+    """Join the default group."""
     torch.set_num_threads(1)
     store = _store(process)
     init_default_group(
@@ -72,7 +71,7 @@ def _join(process: CheckProcess, *, epoch: int = 0, backend: str = "gloo") -> _S
 
 
 @contextlib.contextmanager
-def _aborted_when_waiting() -> Iterator[None]:
+def aborted_when_waiting() -> Iterator[None]:
     """Abort this rank as soon as it waits in a group; if the body completes, raise AssertionError."""
     finished = threading.Event()
 
@@ -107,34 +106,35 @@ def _expect_sum(group: Any = None) -> None:
 
 def _wait_forever(process: CheckProcess) -> None:
     """Make one rank wait in a collective and the other in a receive; neither can complete."""
-    with _aborted_when_waiting():
+    with aborted_when_waiting():
         if process.rank == 0:
             dist.all_reduce(torch.ones(8))
         else:
             dist.recv(torch.ones(8), 0)
 
 
-def _recover(*, replaced: bool = False) -> None:
+def recover_groups(*, replaced: bool = False) -> None:
+    """Rebuild the groups; raise AssertionError if a wrapper was not reset."""
     if not_reset := recovery.recover(1, replaced=replaced).not_reset:
         raise AssertionError(not_reset[0])
 
 
 def release(process: CheckProcess) -> None:
     """Abort a collective and a receive that have no counterpart, from another thread."""
-    _join(process)
+    join(process)
     _expect_sum()
     _wait_forever(process)
 
 
 def rebuild(process: CheckProcess) -> None:
     """Communicate on the same group objects after an abort: on the default group and on a subgroup."""
-    _join(process)
+    join(process)
     _continue_after_abort(process)
 
 
 def shared_memory(process: CheckProcess) -> None:
     """Do the same on groups that communicate through shared memory."""
-    _join(process, backend="shm")
+    join(process, backend="shm")
     _continue_after_abort(process)
 
 
@@ -142,7 +142,7 @@ def _continue_after_abort(process: CheckProcess) -> None:
     world, own = dist.group.WORLD, dist.new_group([0, 1])
     _expect_sum(own)  # both are connected: an abort closes all groups, and would fail the peer's `new_group`
     _wait_forever(process)
-    _recover()
+    recover_groups()
     if dist.group.WORLD is not world:
         raise AssertionError("the default group is a different object")
     _expect_sum()
@@ -154,138 +154,31 @@ def repair(process: CheckProcess) -> None:
     """Let rank 1 die, and a replacement take its rank in the default group and in a subgroup."""
     if process.is_replacement:
         groups = decode(tuple[GroupRecord, ...], json.loads(process.wait_for("groups", 0)))
-        _join(process, epoch=1)
+        join(process, epoch=1)
         recovery.join_groups(groups, epoch=1)
         recovery.sync_group_count()
     else:
-        _join(process)
+        join(process)
         own = dist.new_group([0, 1])
         _expect_sum(own)
         if process.rank == 1:
             process.die()
-        with _aborted_when_waiting():
+        with aborted_when_waiting():
             dist.all_reduce(torch.ones(8))
         process.note("groups", json.dumps(encode(recovery.list_groups(), list[GroupRecord])))
-        _recover(replaced=True)
+        recover_groups(replaced=True)
     _expect_sum()
     for group in all_groups():
         _expect_sum(group)
 
 
-def _train_through_abort(process: CheckProcess, make: Callable[[], _Step], weights: Callable[[], Any]) -> None:
-    """Check that steps 0, 1, 2, with step 1 aborted on rank 0 and repeated, equal undisturbed ones bit for bit.
-
-    Args:
-        process: This process.
-        make: Creates a fresh model and returns its step, which takes the step's number.
-        weights: Returns the parameters of the model created last.
-    """
-    step = make()
-    for number in range(3):
-        step(number)
-    expected = weights()
-    step = make()
-    step(0)
-    if process.rank == 0:
-        with _aborted_when_waiting():
-            step(1)
-    else:
-        with contextlib.suppress(AbortedError, RuntimeError):
-            recovery.abort(again=False)
-    _recover()
-    step(1)
-    step(2)
-    for actual, undisturbed in zip(weights(), expected, strict=True):
-        if not torch.equal(actual, undisturbed):
-            raise AssertionError("the repeated step gave different weights")
-
-
-def _layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def _data(number: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
-
-
-def _check_wrapper_reset(process: CheckProcess, wrap: Callable[[nn.Sequential], nn.Module]) -> None:
-    _join(process)
-    models: list[nn.Module] = []
-
-    def make() -> _Step:
-        model = wrap(_layers())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        models[:] = [model]
-
-        def step(number: int) -> None:
-            optimizer.zero_grad()
-            model(_data(number)).square().mean().backward()
-            optimizer.step()
-
-        return step
-
-    def weights() -> list[torch.Tensor]:
-        local: list[Any] = [getattr(p, "to_local", lambda p=p: p)() for p in models[0].parameters()]
-        return [tensor.detach().clone() for tensor in local]
-
-    _train_through_abort(process, make, weights)
-
-
-def ddp_reset(process: CheckProcess) -> None:
-    """Continue training a DDP model after a step in which one rank waited for the other."""
-    _check_wrapper_reset(process, nn.parallel.DistributedDataParallel)
-
-
-def fsdp2_reset(process: CheckProcess) -> None:
-    """Continue training an FSDP2 model after such a step."""
-    from torch.distributed.fsdp import fully_shard
-
-    def wrap(model: nn.Sequential) -> nn.Module:
-        for module in (model[0], model[2], model):
-            fully_shard(module)
-        return model
-
-    _check_wrapper_reset(process, wrap)
-
-
-def pipeline_reset(process: CheckProcess) -> None:
-    """Continue training a pipeline of two stages after such a step."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    _join(process)
-    modules: list[nn.Module] = []
-
-    def make() -> _Step:
-        torch.manual_seed(process.rank)
-        module = nn.Linear(8, 8)
-        modules[:] = [module]
-        stage = PipelineStage(module, process.rank, 2, _CPU)
-        schedule: Any = Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-
-        def step(number: int) -> None:
-            generator = torch.Generator().manual_seed(number)
-            inputs, target = (torch.randn(8, 8, generator=generator) for _ in range(2))
-            optimizer.zero_grad()
-            if process.rank == 0:
-                schedule.step(inputs)
-            else:
-                schedule.step(target=target)
-            optimizer.step()
-
-        return step
-
-    _train_through_abort(process, make, lambda: [p.detach().clone() for p in modules[0].parameters()])
-
-
 def size_check(process: CheckProcess) -> None:
     """Pass tensors of different sizes on two ranks: one rank must raise before it sends anything."""
-    _join(process)
+    join(process)
     _expect_sum()
     refused = ""
     try:
-        with _aborted_when_waiting():
+        with aborted_when_waiting():
             dist.all_reduce(torch.ones(4 + process.rank))
     except UsageError as error:
         refused = str(error)

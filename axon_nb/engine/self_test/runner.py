@@ -28,7 +28,12 @@ _TIMEOUT_S = 30.0
 _POLL_S = 0.002
 _PREFIX = "axon_nb-self-test-"
 _STALE_S = 600.0
-_HEAVY = ("axon_nb.engine.self_test.checks", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._dynamo")
+_HEAVY = (
+    "axon_nb.engine.self_test.wrapper_checks",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+)
 """Modules that the checks import: once here instead of in each of their processes."""
 
 
@@ -119,7 +124,7 @@ def _fork(check: Check, process: CheckProcess) -> int:
         if os.getppid() != parent:
             os._exit(1)
         _redirect_output(process)
-        module = "checks" if check.num_ranks > 1 else "single_checks"
+        module = "single_checks" if check.num_ranks == 1 else check.module
         getattr(importlib.import_module(f"axon_nb.engine.self_test.{module}"), check.name)(process)
         code = 0
     except BaseException as error:
