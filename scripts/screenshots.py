@@ -141,6 +141,7 @@ def _take_all(page: LabPage, folder: Path) -> None:
     # Until the last cell's own spans have come, the one before it is shown.
     shown = "() => Number(document.querySelector('.axon-timeline-canvas').dataset.found) > 500"
     page.page.wait_for_function(shown, timeout=ANSWER_MS)
+    page.page.locator(".axon-timeline .axon-view-figures dt", has_text="step").wait_for()
     page.output(7).scroll_into_view_if_needed()
     _shoot(page, "timeline", folder)
 
