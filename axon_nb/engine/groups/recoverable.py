@@ -47,10 +47,10 @@ _POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
 _SCATTERING = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
 # For these, Gloo returns a work whose wait accepts a timeout and can be repeated. The others lose their connection when
 # a wait times out (send, recv) or ignore the timeout (reduce_scatter).
-_SLICED = frozenset(
-    ["_allgather_base", "all_gather_single", "all_to_all_single", "allgather", "allreduce", "allreduce_coalesced"]
-    + ["alltoall_base", "barrier", "broadcast", "gather", "reduce", "scatter"]
-)
+_SLICED = frozenset({
+    "_allgather_base", "all_gather_single", "all_to_all_single", "allgather", "allreduce", "allreduce_coalesced",
+    "alltoall_base", "barrier", "broadcast", "gather", "reduce", "scatter",
+})  # fmt: skip
 # Names differ between versions of torch (`_allgather_base` became `all_gather_single`), and newer ones have more. An
 # operation that is not listed is waited for in a helper thread, which works for any.
 _OPERATION = re.compile("_?(all|barrier|broadcast|gather|recv|reduce|scatter|send)")
