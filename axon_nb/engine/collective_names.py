@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from types import CodeType, FrameType
 
 import torch.distributed as dist
@@ -14,7 +15,15 @@ import torch.distributed as dist
 from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.waits import COLLECTIVE_FUNCTIONS, PUBLIC_NAMES
 
-__all__ = ["PUBLIC_CALLS", "PUBLIC_NAMES", "describe_call", "find_implicit_collective", "is_public_call", "public_call"]
+__all__ = [
+    "PUBLIC_CALLS",
+    "PUBLIC_NAMES",
+    "describe_awaited_call",
+    "describe_call",
+    "find_implicit_collective",
+    "is_public_call",
+    "public_call",
+]
 
 _CALL_FILES = tuple(
     os.path.join(*place)
@@ -83,6 +92,20 @@ def public_call(frame: FrameType | None) -> tuple[str, bool]:
             blocks = not is_async and not frame.f_locals.get("async_op", False)
         frame = frame.f_back
     return call, blocks
+
+
+def describe_awaited_call(name: str) -> str:
+    """Describe the call behind the group operation `name`, which a helper thread may make for the main thread.
+
+    Returns:
+        The call with its line; empty if it is not known.
+    """
+    if user_frame(sys._getframe(1)) is not None:
+        return describe_call(name)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    user = user_frame(frame)
+    call = find_implicit_collective(frame, user) or public_call(frame)[0]
+    return f"{call} at line {user.f_lineno}" if call and user is not None else ""
 
 
 def describe_call(name: str) -> str:

@@ -171,7 +171,7 @@ def memory(ranks: int, *, device: bool = True) -> dict[str, Any]:
             else use(rank, resident=333 * MIB, resident_peak=340 * MIB, capacity=round(20.3 * GIB))
         )  # fmt: skip
     setup = MemorySetup(ranks, "full_shard", ranks, optimizer="adamw", batch=4)
-    asked = MemorySetup(2 * ranks, "full_shard", 2 * ranks, optimizer="adamw", batch=4, checkpointing=True)
+    asked = MemorySetup(2 * ranks, "full_shard", 2 * ranks, optimizer="adamw", batch=4, activation_checkpointing=True)
     held = {role: round(size * GIB) for role, size in gib.items() if role != "activations"}
     peak = {**held, "activations": 29 * GIB}
     half = {role: size // 2 for role, size in peak.items()}

@@ -191,7 +191,10 @@ def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> 
     script.ok("import dataclasses, numpy as np, torch\nb = np.arange(1 << 18)\nplaces = list(c.rank_info)")
     script.ok("from axon_nb.host import shared_memory as parcels\naddress = parcels.SharedBlock.address")
     # As a launcher's rank on another host says.
-    elsewhere = "c.rank_info[1] = dataclasses.replace(c.rank_info[1], host='elsewhere')"
+    elsewhere = (
+        "info = (c.rank_info[0], dataclasses.replace(c.rank_info[1], host='elsewhere'))\n"
+        "c.state._facts = dataclasses.replace(c.state._facts, rank_info=info)"
+    )
     unreachable = (
         "parcels.SharedBlock.address = property(lambda self: (('/proc/1/fd/99999', 1),) * 2)"  # as in a container
     )

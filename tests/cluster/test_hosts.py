@@ -91,7 +91,7 @@ def test_the_store_on_the_network_tells_nothing_to_who_does_not_know_the_key(scr
     ports = {
         entry.laddr.port
         for process in family(script.mark)
-        if any("axon_nb.host" in word for word in process.cmdline())
+        if "axon_nb.host" in process.cmdline()
         for entry in process.net_connections(kind="tcp")
         if entry.status == psutil.CONN_LISTEN
     }

@@ -36,7 +36,7 @@ def test_its_own_cluster_is_in_use(kernel: Kernel) -> None:
     content = json.loads(kernel.ok("%distributed doctor --json").stdout)
     mine = {one["label"]: one for one in content["sections"]["clusters"]["findings"]}[NAME]
     assert mine["severity"] == "ok"
-    assert "2 ranks, gloo" in mine["value"]
+    assert "2 ranks, shm" in mine["value"]
     assert "in use by a notebook" in mine["value"]
 
 

@@ -23,7 +23,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     with Terminal(tmp_path_factory.mktemp("terminal")) as session:
         session.run("%load_ext axon_nb")
         started = session.run("%distributed start -n 2 --name here")
-        assert "here: running, 2 ranks, gloo" in started
+        assert "here: running, 2 ranks, shm" in started
         yield session
 
 

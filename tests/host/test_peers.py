@@ -30,8 +30,8 @@ REFUSED = [
     ({"cmd": "fork"}, "does not fork ranks"),
     ({"cmd": "signal", "rank": "x", "signal": 9}, "Signal.rank: must be a whole number"),
     ({"cmd": "signal", "rank": None, "signal": 9}, "Signal.rank: must be a whole number"),
-    ({"cmd": "set_info", "info": 5}, "SetInfo.info: must be a mapping"),
-    ({"cmd": "set_info", "info": {"keep_alive_s": "long"}}, "ValueError"),
+    ({"cmd": "set_info", "info": 5}, "SetInfo.info: must be the fields of a ClusterFacts; got 5"),
+    ({"cmd": "set_info", "info": {"keep_alive_s": "long"}}, "SetInfo.info.keep_alive_s: must be a number"),
 ]
 
 

@@ -49,7 +49,7 @@ START_CASES = [
     ("%distributed start -n 0", "-n must be at least 1; got 0."),
     ("%distributed start -n many", "must be an integer"),
     ("%distributed start -n 2 --backend nccl", "NCCL"),
-    ("%distributed start --backend mpi", "--backend must be one of auto, gloo, nccl; got mpi."),
+    ("%distributed start --backend mpi", "--backend must be one of auto, shm, gloo, nccl; got mpi."),
     ("%distributed start --devices left", "--devices must be `auto`, `cpu` or GPU numbers"),
     ("%distributed start --devices 99", "is not visible here"),
     ("%distributed start --engines nowhere", "--engines must be an ipyparallel launcher"),

@@ -28,7 +28,7 @@ def parcels_of(pid: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # closed since
             found.append(os.readlink(path))
     found += Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return [text for text in found if "memfd:axon_nb" in text]
+    return [text for text in found if "memfd:axon_nb" in text and "memfd:axon_nb_group" not in text]
 
 
 def family(kernel: Kernel) -> list[int]:

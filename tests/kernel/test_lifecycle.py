@@ -33,7 +33,7 @@ def test_a_cell_without_a_cluster_starts_the_default_one(new_kernel: MakeKernel)
     kernel.ok("%load_ext axon_nb")
     reply = kernel.ok("%%distributed\nworld_size")
     size = kernel.value("__import__('axon_nb').cluster.current.get().world_size")
-    assert reply.lines()[0] == f"Started {size} ranks (gloo). Use `%distributed start -n N` to choose how many."
+    assert reply.lines()[0] == f"Started {size} ranks (shm). Use `%distributed start -n N` to choose how many."
     assert reply.lines()[1] == f"[ranks 0-{size - 1}] {size}"
 
 

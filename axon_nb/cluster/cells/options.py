@@ -13,8 +13,8 @@ __all__ = ["CellOptions", "LiveView", "RankProgress", "Steppable", "describe_abo
 
 _ABORTED = ("AbortedError",)
 _ABORTED_ON_REQUEST = ("KeyboardInterrupt", "CancelledError")
-_NCCL_ABORTED = "NCCL communicator was aborted"
-"""What torch raises for an operation on an aborted communicator."""
+_ABORT_MESSAGES = ("NCCL communicator was aborted", "AbortedError: ")
+"""What torch raises for an operation on an aborted communicator, and for a failed future in a backward."""
 _OUTPUT_TIMEOUT_S = 5.0
 """How long to wait for a rank's last output after its reply: the two take different routes, and on a busy machine one
 of them may be late."""
@@ -74,7 +74,9 @@ def was_aborted(name: str, message: str, *, aborting: bool) -> bool:
         message: Its message.
         aborting: Whether the notebook has asked the ranks to abort.
     """
-    return name in _ABORTED or (aborting and (name in _ABORTED_ON_REQUEST or _NCCL_ABORTED in message))
+    if name in _ABORTED:
+        return True
+    return aborting and (name in _ABORTED_ON_REQUEST or any(text in message for text in _ABORT_MESSAGES))
 
 
 def describe_abort(at: AbortLocation | None) -> str:

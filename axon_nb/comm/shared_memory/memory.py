@@ -146,7 +146,7 @@ class SharedMemory:
     @staticmethod
     def create(layout: Layout) -> int:
         """Create a file for `layout`; return its descriptor, which the caller closes."""
-        descriptor = os.memfd_create("axon_nb", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create("axon_nb_group", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, layout.total)

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.comm.shared_memory.errors import GroupLeftError
 from axon_nb.comm.torch_group import PythonProcessGroup
-from axon_nb.engine.collective_names import describe_call
+from axon_nb.engine.collective_names import describe_awaited_call
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError, raise_at_cut, raise_if_aborted, stop_requested
 from axon_nb.engine.groups.gloo import (
@@ -145,7 +145,7 @@ class RecoverableGroup(PythonProcessGroup):
             members=self._global_ranks,
             give_up=raise_if_aborted,
             line=caller_line,
-            place=describe_call,
+            place=describe_awaited_call,
             runs_in_wait=True,
         )
 

@@ -107,8 +107,8 @@ class Rounds:
 
     def place(self, operation: str) -> str:
         """Name the call that this rank makes."""
-        if self._place is not None:
-            return self._place(operation)
+        if self._place is not None and (text := self._place(operation)):
+            return text
         return _place(operation, self.progress.call_of(self.rank, self.sequence)[1])
 
     def post(self, step: int) -> None:
