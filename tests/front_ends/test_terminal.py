@@ -55,7 +55,7 @@ def test_views_are_text(terminal: Terminal) -> None:
         "%memory model": r"\n  rank 1: .*estimate: ",
         "%watch": r"2 ranks, no cell is running(?s:.*)\n  rank 1: idle; ",
         "%timeline": r"\n  rank 1: ",
-        "%distributed status": r"\n1 .* gloo +idle ",
+        "%distributed status": r"\n +1 .* shm +idle ",
         "%distributed vars": "model",
     }
     for magic, words in said_of.items():
