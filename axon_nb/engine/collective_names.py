@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from types import CodeType, FrameType
 
 import torch.distributed as dist
 
+from axon_nb.engine.frames import main_frame
 from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.waits import COLLECTIVE_FUNCTIONS, PUBLIC_NAMES
 
@@ -102,7 +102,7 @@ def describe_awaited_call(name: str) -> str:
     """
     if user_frame(sys._getframe(1)) is not None:
         return describe_call(name)
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = main_frame()
     user = user_frame(frame)
     call = find_implicit_collective(frame, user) or public_call(frame)[0]
     return f"{call} at line {user.f_lineno}" if call and user is not None else ""
