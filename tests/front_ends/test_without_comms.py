@@ -33,10 +33,11 @@ def plain() -> Iterator[Kernel]:
 
 
 def shown(reply: Reply) -> list[dict[str, Any]]:
-    """What such a front end can show, of each output that is there."""
+    """What such a front end can show, of each output that is there; a widget above its picture has no text."""
     assert reply.ok, reply.traceback
     assert reply.stderr == ""
-    return [{kind: text for kind, text in bundle.items() if kind != WIDGET} for bundle in reply.displays]
+    found = [{kind: text for kind, text in bundle.items() if kind != WIDGET} for bundle in reply.displays]
+    return [bundle for bundle in found if bundle != {"text/plain": ""}]
 
 
 def is_readable(bundle: dict[str, Any]) -> bool:
