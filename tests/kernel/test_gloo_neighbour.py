@@ -32,7 +32,7 @@ def kernel() -> Iterator[Kernel]:
     """A kernel with 2 ranks on Gloo."""
     if os.getuid() != 0:
         pytest.skip("needs root, to become another user")
-    with Kernel(env={"AXON_NB_TRANSPORT": "gloo"}) as kernel:
+    with Kernel(env={"AXON_NB_CPU_BACKEND": "gloo"}) as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
         yield kernel
 

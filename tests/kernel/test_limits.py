@@ -14,7 +14,7 @@ SUM = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item(), kept - rank"
 @pytest.fixture(scope="module")
 def gloo() -> Iterator[Kernel]:
     """A kernel that may open 1024 files, with 2 ranks on Gloo."""
-    with Kernel(env={"AXON_NB_TRANSPORT": "gloo"}) as kernel:
+    with Kernel(env={"AXON_NB_CPU_BACKEND": "gloo"}) as kernel:
         kernel.ok("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))")
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
         kernel.ok("%%distributed\nimport os, resource, threading\nkept = rank")

@@ -55,7 +55,7 @@ CASES = {
 @pytest.fixture(scope="module", params=["gloo", "shm"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """A kernel with 2 ranks."""
-    with Kernel(env={"AXON_NB_TRANSPORT": request.param}) as kernel:
+    with Kernel(env={"AXON_NB_CPU_BACKEND": request.param}) as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
         kernel.ok("%%distributed\nkept = rank")
         yield kernel
