@@ -78,6 +78,8 @@ def find_implicit_collective(frame: FrameType | None, stop: FrameType | None = N
     return found
 
 
+_SINGLE_OPERATIONS = frozenset({"all_reduce", "barrier", "broadcast", "gather", "reduce", "scatter"})
+"""Calls that make the operation of their name and no other."""
 _NON_BLOCKING = frozenset({"batch_isend_irecv", "irecv", "isend", "poll"})
 
 
@@ -94,8 +96,12 @@ def public_call(frame: FrameType | None) -> tuple[str, bool]:
     return call, blocks
 
 
-def describe_awaited_call(name: str) -> str:
+def describe_awaited_call(name: str, line: int = 0) -> str:
     """Describe the call behind the group operation `name`, which a helper thread may make for the main thread.
+
+    Args:
+        name: The operation, such as ``all_reduce``.
+        line: Line of user code that started it; 0: unknown. The main thread may be in a later call by now.
 
     Returns:
         The call with its line; empty if it is not known.
@@ -104,8 +110,12 @@ def describe_awaited_call(name: str) -> str:
         return describe_call(name)
     frame = main_frame()
     user = user_frame(frame)
+    if user is None or line not in (0, user.f_lineno):
+        return ""
     call = find_implicit_collective(frame, user) or public_call(frame)[0]
-    return f"{call} at line {user.f_lineno}" if call and user is not None else ""
+    if call in _SINGLE_OPERATIONS and call != name:
+        return ""
+    return f"{call} at line {user.f_lineno}" if call else ""
 
 
 def describe_call(name: str) -> str:

@@ -101,4 +101,6 @@ with profile(
         names = [event.get("name") for event in json.loads(logs[-1].read_text())["traceEvents"]]
         assert names.count("training step") >= 2
         events = json.loads((tmp_path / f"trace{rank}.json").read_text())["traceEvents"]
-        assert {"aten::addmm", "c10d::allreduce_"} <= {event.get("name") for event in events}
+        names = {event.get("name") for event in events}
+        assert "aten::addmm" in names
+        assert names & {"shm:all_reduce", "gloo:all_reduce"}

@@ -12,7 +12,11 @@ from tests.support.kernel import Kernel
 CASES = {
     "an asynchronous call that nobody waits for": (
         "if rank == 0:\n    dist.all_reduce(torch.ones(1), async_op=True)\ndist.barrier()",
-        r"all_reduce.*barrier|barrier.*all_reduce",
+        r"all_reduce at line 3.*barrier at line 4|barrier at line 4.*all_reduce (at line 3|with `async_op=True`)",
+    ),
+    "an asynchronous call and a later one on the same line": (
+        "if rank == 0: dist.all_reduce(torch.ones(1), async_op=True); dist.barrier()\nelse: dist.barrier()",
+        r"all_reduce at line 2.*barrier at line 3|barrier at line 3.*all_reduce (at line 2|with `async_op=True`)",
     ),
     "monitored_barrier on one rank": ("if rank == 0:\n    dist.monitored_barrier()", r"monitored_barrier at line 3"),
     "monitored_barrier on all ranks but rank 0": (

@@ -22,6 +22,7 @@ from axon_nb.comm.shared_memory.forming import form
 from axon_nb.comm.shared_memory.messages import ANY, Messages
 from axon_nb.comm.shared_memory.operations import CollectiveOperations, listed
 from axon_nb.comm.shared_memory.order import Order
+from axon_nb.comm.shared_memory.profiling import is_profiling, record
 from axon_nb.comm.shared_memory.staging import stage
 from axon_nb.comm.shared_memory.work import JoinedWork, SharedWork
 from axon_nb.torch_api import torch_api
@@ -56,7 +57,7 @@ class SharedMemoryGroup(CollectiveOperations):
         key: Prefix in the store.
         give_up: Called every 50 ms during a wait; raises to abort it.
         line: Returns the line of user code that makes the call; 0: unknown.
-        place: Names the call that the current thread makes, for an operation; None: by the operation and its line.
+        place: Names the call that this rank makes, for an operation and its line; None: by the operation and its line.
         runs_in_wait: Whether a call that the caller waits for runs inside `wait` of its handle, so that a wrapper of
             the group can watch it, instead of before the handle exists.
     """
@@ -73,7 +74,7 @@ class SharedMemoryGroup(CollectiveOperations):
         key: str = "memory",
         give_up: Callable[[], None] | None = None,
         line: Callable[[], int] = lambda: 0,
-        place: Callable[[str], str] | None = None,
+        place: Callable[[str, int], str] | None = None,
         runs_in_wait: bool = False,
     ) -> None:
         super().__init__(rank, size, name, backend=BACKEND)
@@ -100,6 +101,11 @@ class SharedMemoryGroup(CollectiveOperations):
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> SharedWork:
         """Send a tensor."""
+        if is_profiling():
+            return record("send", lambda: self._send(tensors, peer, tag))
+        return self._send(tensors, peer, tag)
+
+    def _send(self, tensors: Any, peer: int, tag: int) -> SharedWork:
         (tensor,) = listed(tensors)
         staged = stage(tensor)
         work = self._message([tensor, staged])
@@ -108,6 +114,11 @@ class SharedMemoryGroup(CollectiveOperations):
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SharedWork:
         """Receive a tensor from a rank."""
+        if is_profiling():
+            return record("recv", lambda: self._recv(tensors, source, tag))
+        return self._recv(tensors, source, tag)
+
+    def _recv(self, tensors: Any, source: int, tag: int) -> SharedWork:
         (tensor,) = listed(tensors)
         staged = stage(tensor, reads=False)
         work = self._message([tensor, staged])

@@ -16,6 +16,7 @@ from axon_nb.comm.shared_memory.collectives.arithmetic import arithmetic
 from axon_nb.comm.shared_memory.collectives.calls import Calls
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
 from axon_nb.comm.shared_memory.order import Order
+from axon_nb.comm.shared_memory.profiling import is_profiling, record
 from axon_nb.comm.shared_memory.staging import check_sizes, check_whole, split_bytes
 from axon_nb.comm.shared_memory.work import SharedWork, done_work
 from axon_nb.comm.torch_group import PythonProcessGroup
@@ -38,7 +39,12 @@ class CollectiveOperations(PythonProcessGroup):
     _runs_in_wait: bool
     _batch: list[SharedWork] | None
 
-    def _begin(self, job: Job, outputs: list[Tensor], opts: Any) -> SharedWork:
+    def _begin(self, name: str, job: Job, outputs: list[Tensor], opts: Any) -> SharedWork:
+        if is_profiling():
+            return record(name, lambda: self._start(job, outputs, opts))
+        return self._start(job, outputs, opts)
+
+    def _start(self, job: Job, outputs: list[Tensor], opts: Any) -> SharedWork:
         """Run an operation: on this thread if the caller waits and nothing is queued, else on the helper thread."""
         waits = opts is not None and not getattr(opts, "asyncOp", True)
         # Hide the operation's own steps from torch's modes, such as one that counts calls.
@@ -70,14 +76,14 @@ class CollectiveOperations(PythonProcessGroup):
         if len(tensors) == 1:
             tensor = tensors[0]
             number, sums = self._sums(tensor, opts)
-            return self._begin(lambda: call(tensor, number, sums, line), tensors, opts)
+            return self._begin("all_reduce", lambda: call(tensor, number, sums, line), tensors, opts)
         number_of = [(tensor, *self._sums(tensor, opts)) for tensor in tensors]
 
         def job() -> None:
             for tensor, number, sums in number_of:
                 call(tensor, number, sums, line)
 
-        return self._begin(job, tensors, opts)
+        return self._begin("all_reduce", job, tensors, opts)
 
     allreduce_coalesced = allreduce
 
@@ -89,19 +95,19 @@ class CollectiveOperations(PythonProcessGroup):
             for tensor in tensors:
                 self._calls.broadcast(tensor, root, line)
 
-        return self._begin(job, tensors, opts)
+        return self._begin("broadcast", job, tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> SharedWork:
         """Reduce tensors into the root's."""
         (tensor,), line, root = listed(tensors), self._line(), _root(opts)
         number, sums = self._sums(tensor, opts)
-        return self._begin(lambda: self._calls.reduce(tensor, number, sums, root, line), [tensor], opts)
+        return self._begin("reduce", lambda: self._calls.reduce(tensor, number, sums, root, line), [tensor], opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
         """Gather each rank's tensor on all ranks; `outputs[0][rank]` receives that of `rank`."""
         (tensor,), parts, line = inputs, outputs[0], self._line()
         check_sizes("all_gather", parts, tensor.nbytes, self._size)
-        return self._begin(lambda: self._calls.all_gather(parts, tensor, line), parts, opts)
+        return self._begin("all_gather", lambda: self._calls.all_gather(parts, tensor, line), parts, opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
         """Like `allgather`, for several tensors: `outputs[rank][number]`."""
@@ -111,13 +117,14 @@ class CollectiveOperations(PythonProcessGroup):
             for number, tensor in enumerate(inputs):
                 self._calls.all_gather([row[number] for row in outputs], tensor, line)
 
-        return self._begin(job, [tensor for row in outputs for tensor in row], opts)
+        return self._begin("all_gather", job, [tensor for row in outputs for tensor in row], opts)
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedWork:
         """Gather each rank's tensor on all ranks, into one tensor."""
         line = self._line()
         check_whole("all_gather", output, tensor, self._size)
-        return self._begin(lambda: self._calls.all_gather_single(output, tensor, line), [output], opts)
+        call = self._calls.all_gather_single
+        return self._begin("all_gather_single", lambda: call(output, tensor, line), [output], opts)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -131,7 +138,7 @@ class CollectiveOperations(PythonProcessGroup):
             for output, tensor in zip(outputs, inputs, strict=True):
                 self._calls.all_gather_single(output, tensor, line)
 
-        return self._begin(job, outputs, opts)
+        return self._begin("all_gather_single", job, outputs, opts)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
         """Gather each rank's tensor on the root."""
@@ -139,7 +146,7 @@ class CollectiveOperations(PythonProcessGroup):
         parts = outputs[0] if outputs and root == self._own_rank else []
         if root == self._own_rank:
             check_sizes("gather", parts, tensor.nbytes, self._size)
-        return self._begin(lambda: self._calls.gather(parts, tensor, root, line), parts, opts)
+        return self._begin("gather", lambda: self._calls.gather(parts, tensor, root, line), parts, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SharedWork:
         """Scatter the root's tensors, one per rank."""
@@ -147,14 +154,15 @@ class CollectiveOperations(PythonProcessGroup):
         parts = inputs[0] if inputs and root == self._own_rank else []
         if root == self._own_rank:
             check_sizes("scatter", parts, output.nbytes, self._size)
-        return self._begin(lambda: self._calls.scatter(output, parts, root, line), outputs, opts)
+        return self._begin("scatter", lambda: self._calls.scatter(output, parts, root, line), outputs, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SharedWork:
         """Reduce tensors, one per rank."""
         (output,), parts, line = outputs, inputs[0], self._line()
         check_sizes("reduce_scatter", parts, output.nbytes, self._size)
         number, sums = self._sums(output, opts)
-        return self._begin(lambda: self._calls.reduce_scatter(output, parts, number, sums, line), outputs, opts)
+        call = self._calls.reduce_scatter
+        return self._begin("reduce_scatter", lambda: call(output, parts, number, sums, line), outputs, opts)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedWork:
         """Reduce a tensor and scatter it in equal parts."""
@@ -174,7 +182,7 @@ class CollectiveOperations(PythonProcessGroup):
             for output, tensor, number, sums in items:
                 self._calls.reduce_scatter_single(output, tensor, number, sums, line)
 
-        return self._begin(job, outputs, opts)
+        return self._begin("reduce_scatter_single", job, outputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SharedWork:
         """Exchange tensors, one with each rank."""
@@ -182,7 +190,7 @@ class CollectiveOperations(PythonProcessGroup):
         for tensors in (outputs, inputs):
             if len(tensors) != self._size:
                 raise TensorMismatchError(f"all_to_all needs {self._size} tensors, one per rank; got {len(tensors)}.")
-        return self._begin(lambda: self._calls.all_to_all(outputs, inputs, line), outputs, opts)
+        return self._begin("all_to_all", lambda: self._calls.all_to_all(outputs, inputs, line), outputs, opts)
 
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -191,12 +199,13 @@ class CollectiveOperations(PythonProcessGroup):
         line = self._line()
         taken = split_bytes(output, output_splits, self._size)
         sent = split_bytes(tensor, input_splits, self._size)
-        return self._begin(lambda: self._calls.all_to_all_single(output, tensor, taken, sent, line), [output], opts)
+        call = self._calls.all_to_all_single
+        return self._begin("all_to_all_single", lambda: call(output, tensor, taken, sent, line), [output], opts)
 
     def barrier(self, opts: Any = None) -> SharedWork:
         """Wait until all ranks have arrived."""
         line = self._line()
-        return self._begin(lambda: self._calls.barrier(line), [], opts)
+        return self._begin("barrier", lambda: self._calls.barrier(line), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have arrived, or name those that have not.

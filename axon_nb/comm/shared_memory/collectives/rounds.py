@@ -32,11 +32,11 @@ class Rounds:
     Args:
         progress: The group's control pages.
         timeout_s: Timeout of a collective in seconds.
-        place: Names the call that the current thread makes, such as ``full_tensor at line 4``, for an operation; None:
-            the operation and its line are named.
+        place: Names the call that this rank makes, such as ``full_tensor at line 4``, for an operation and its line in
+            the user's code (0: unknown); None: the operation and its line are named.
     """
 
-    def __init__(self, progress: Progress, timeout_s: float, place: Callable[[str], str] | None = None) -> None:
+    def __init__(self, progress: Progress, timeout_s: float, place: Callable[[str, int], str] | None = None) -> None:
         self.progress = progress
         self.layout = progress.memory.layout
         self.buffer = progress.memory.bytes
@@ -107,9 +107,10 @@ class Rounds:
 
     def place(self, operation: str) -> str:
         """Name the call that this rank makes."""
-        if self._place is not None and (text := self._place(operation)):
+        _, line = self.progress.call_of(self.rank, self.sequence)
+        if self._place is not None and (text := self._place(operation, line)):
             return text
-        return _place(operation, self.progress.call_of(self.rank, self.sequence)[1])
+        return _place(operation, line)
 
     def post(self, step: int) -> None:
         """Post that this rank has finished the step."""
