@@ -9,7 +9,7 @@ import pytest
 
 from axon_nb.comm.errors import CollectiveMismatchError
 from axon_nb.comm.shared_memory.collectives import movement, reduction, rounds
-from axon_nb.comm.shared_memory.memory import SLOTS
+from axon_nb.comm.shared_memory.segment.memory import SLOTS
 
 __all__ = ["SEQUENCES", "Call", "N", "Part", "Step", "Tag", "all_gather", "record"]
 

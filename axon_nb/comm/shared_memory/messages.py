@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from axon_nb.comm.errors import TensorMismatchError
-from axon_nb.comm.shared_memory import futex
-from axon_nb.comm.shared_memory.progress import SLICE_S, Progress
-from axon_nb.comm.shared_memory.rings import Head, InRing, OutRing
+from axon_nb.comm.shared_memory.segment import futex
+from axon_nb.comm.shared_memory.segment.progress import SLICE_S, Progress
+from axon_nb.comm.shared_memory.segment.rings import Head, InRing, OutRing
 from axon_nb.comm.shared_memory.work import SharedWork
 
 __all__ = ["ANY", "Messages"]

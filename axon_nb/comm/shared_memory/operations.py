@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import TensorMismatchError
-from axon_nb.comm.shared_memory.announcement import reduce_number
 from axon_nb.comm.shared_memory.collectives.arithmetic import arithmetic
 from axon_nb.comm.shared_memory.collectives.calls import Calls
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
+from axon_nb.comm.shared_memory.collectives.staging import check_sizes, check_whole, split_bytes
 from axon_nb.comm.shared_memory.order import Order
 from axon_nb.comm.shared_memory.profiling import is_profiling, record
-from axon_nb.comm.shared_memory.staging import check_sizes, check_whole, split_bytes
+from axon_nb.comm.shared_memory.segment.announcement import reduce_number
 from axon_nb.comm.shared_memory.work import SharedWork, done_work
 from axon_nb.comm.torch_group import PythonProcessGroup
 

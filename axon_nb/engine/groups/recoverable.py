@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.comm.shared_memory.errors import GroupLeftError
+from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.engine.collective_names import describe_awaited_call
 from axon_nb.engine.groups import activity

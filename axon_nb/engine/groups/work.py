@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from axon_nb.comm.errors import CommError
-from axon_nb.comm.shared_memory.errors import GroupLeftError
+from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.engine.groups.abort import ABORT, AbortedError, run_in_helper
 from axon_nb.engine.groups.activity import Call
 from axon_nb.errors import UsageError

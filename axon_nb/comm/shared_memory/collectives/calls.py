@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import TensorError
-from axon_nb.comm.shared_memory.announcement import REDUCE_OPERATIONS, fact_of
 from axon_nb.comm.shared_memory.collectives import movement, reduction
 from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
-from axon_nb.comm.shared_memory.errors import SharedMemoryTimeoutError
-from axon_nb.comm.shared_memory.staging import flat_buffer, scratch_buffer, stage, stage_all
+from axon_nb.comm.shared_memory.collectives.staging import flat_buffer, scratch_buffer, stage, stage_all
+from axon_nb.comm.shared_memory.segment.announcement import REDUCE_OPERATIONS, fact_of
+from axon_nb.comm.shared_memory.segment.errors import SharedMemoryTimeoutError
 
 __all__ = ["Calls", "is_waited_for"]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from axon_nb.comm.errors import TensorMismatchError
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
-from axon_nb.comm.shared_memory.futex import copy
+from axon_nb.comm.shared_memory.segment.futex import copy
 
 __all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatter"]
 

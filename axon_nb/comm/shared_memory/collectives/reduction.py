@@ -11,7 +11,7 @@ from typing import Any
 
 from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
-from axon_nb.comm.shared_memory.futex import copy
+from axon_nb.comm.shared_memory.segment.futex import copy
 
 __all__ = ["DIRECT_BYTES", "all_reduce", "all_reduce_small", "reduce", "reduce_scatter"]
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from axon_nb.comm.errors import CollectiveMismatchError
-from axon_nb.comm.shared_memory.announcement import mismatch, operation_of
-from axon_nb.comm.shared_memory.memory import SLOTS
-from axon_nb.comm.shared_memory.progress import STEPS, Progress
+from axon_nb.comm.shared_memory.segment.announcement import mismatch, operation_of
+from axon_nb.comm.shared_memory.segment.memory import SLOTS
+from axon_nb.comm.shared_memory.segment.progress import STEPS, Progress
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["Rounds"]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from axon_nb.comm.shared_memory import futex
-from axon_nb.comm.shared_memory.futex import copy
-from axon_nb.comm.shared_memory.memory import RING, WORD, SharedMemory
+from axon_nb.comm.shared_memory.segment import futex
+from axon_nb.comm.shared_memory.segment.futex import copy
+from axon_nb.comm.shared_memory.segment.memory import RING, WORD, SharedMemory
 
 __all__ = ["Head", "InRing", "OutRing"]
 

@@ -11,10 +11,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from axon_nb.comm.shared_memory import futex
-from axon_nb.comm.shared_memory.announcement import in_words
-from axon_nb.comm.shared_memory.errors import GroupLeftError, PeerLostError, SharedMemoryTimeoutError
-from axon_nb.comm.shared_memory.memory import WORD, SharedMemory, start_time
+from axon_nb.comm.shared_memory.segment import futex
+from axon_nb.comm.shared_memory.segment.announcement import in_words
+from axon_nb.comm.shared_memory.segment.errors import GroupLeftError, PeerLostError, SharedMemoryTimeoutError
+from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory, start_time
 
 __all__ = ["STEPS", "Progress"]
 

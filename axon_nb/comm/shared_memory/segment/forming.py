@@ -9,10 +9,10 @@ from collections.abc import Callable
 from torch._C._distributed_c10d import Store
 
 from axon_nb.comm.errors import CommError
-from axon_nb.comm.shared_memory import futex
-from axon_nb.comm.shared_memory.errors import SharedMemoryTimeoutError
-from axon_nb.comm.shared_memory.memory import Layout, SharedMemory
-from axon_nb.comm.shared_memory.progress import Progress
+from axon_nb.comm.shared_memory.segment import futex
+from axon_nb.comm.shared_memory.segment.errors import SharedMemoryTimeoutError
+from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
+from axon_nb.comm.shared_memory.segment.progress import Progress
 
 __all__ = ["ForeignHostError", "form"]
 
