@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.report import Row
 from tests.browser.conftest import CHROMIUM_NAMES, CHROMIUM_OPTIONS, WINDOW
-from tests.support.lab_page import LabPage
-from tests.support.lab_server import LabServer
+from tests.support.browser.lab_page import LabPage
+from tests.support.browser.lab_server import LabServer
 
 __all__ = ["page_rows"]
 

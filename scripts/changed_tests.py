@@ -20,28 +20,30 @@ __all__ = ["TESTS", "select"]
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL = "tests/kernel"
-VIEWS = tuple(
-    f"{KERNEL}/test_{name}.py"
-    for name in ("job", "reloaded_page", "shards", "timeline", "view_errors", "watch", "what_if")
-)
+VIEWS = f"{KERNEL}/views"
 TESTS: dict[str, tuple[str, ...]] = {
     "axon_nb/cli.py": ("tests/doctor",),
     "axon_nb/cluster/": ("tests/api", "tests/cluster", "tests/doctor", "tests/front_ends", KERNEL),
     "axon_nb/comm/": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel"),
-    "axon_nb/compat/": ("tests/compat", "tests/frameworks", f"{KERNEL}/test_horovod.py"),
+    "axon_nb/compat/": ("tests/compat", "tests/frameworks", f"{KERNEL}/cells/test_horovod.py"),
     "axon_nb/doctor/": ("tests/doctor",),
     "axon_nb/engine/": ("tests/engine", "tests/frameworks", KERNEL),
-    "axon_nb/export/": ("tests/examples", f"{KERNEL}/test_scripts.py"),
-    "axon_nb/host/": ("tests/cluster", "tests/host", f"{KERNEL}/test_deaths.py", f"{KERNEL}/test_lifecycle.py"),
+    "axon_nb/export/": ("tests/examples", f"{KERNEL}/cells/test_scripts.py"),
+    "axon_nb/host/": (
+        "tests/cluster",
+        "tests/host",
+        f"{KERNEL}/failures/test_deaths.py",
+        f"{KERNEL}/session/test_lifecycle.py",
+    ),
     "axon_nb/magics/": ("tests/front_ends", KERNEL),
     "axon_nb/parallel/": (
         "tests/parallel",
-        *(f"{KERNEL}/test_{name}.py" for name in ("pipeline_recovery", "pipelines", "sharded_steps")),
+        *(f"{KERNEL}/recovery/test_{name}.py" for name in ("pipeline_recovery", "pipelines", "sharded_steps")),
     ),
-    "axon_nb/plan/": ("tests/plan", f"{KERNEL}/test_plan_names.py", f"{KERNEL}/test_what_if.py"),
+    "axon_nb/plan/": ("tests/plan", f"{KERNEL}/views/test_plan_names.py", f"{KERNEL}/views/test_what_if.py"),
     "axon_nb/records/": ("tests/cluster", "tests/engine", "tests/host", KERNEL),
     "axon_nb/torch_api/": ("tests/comm", "tests/engine", KERNEL),
-    "axon_nb/widgets/": ("tests/browser", *VIEWS),
+    "axon_nb/widgets/": ("tests/browser", VIEWS),
     "benchmarks/": (),
     "binder/": ("tests/packaging",),
     "docs/": (),

@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))
 from playwright.sync_api import sync_playwright  # noqa: E402 -- the tests' helpers are not installed
 
 from tests.browser.conftest import CHROMIUM_NAMES, CHROMIUM_OPTIONS  # noqa: E402
-from tests.support.lab_page import LabPage  # noqa: E402
-from tests.support.lab_server import LabServer  # noqa: E402
+from tests.support.browser.lab_page import LabPage  # noqa: E402
+from tests.support.browser.lab_server import LabServer  # noqa: E402
 
 __all__ = ["main"]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.lab_server import LIMIT, LabServer
+from tests.support.browser.lab_server import LIMIT, LabServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-    from tests.support.lab_page import LabPage
+    from tests.support.browser.lab_page import LabPage
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -55,7 +55,7 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture
 def page(lab: LabServer, chromium: Browser) -> Iterator[LabPage]:
     """A fresh browser page; afterwards its kernels are ended, and an error in its console fails the test."""
-    from tests.support.lab_page import LabPage
+    from tests.support.browser.lab_page import LabPage
 
     context = chromium.new_context(viewport=WINDOW, device_scale_factor=1)
     shown = LabPage(context.new_page(), lab)

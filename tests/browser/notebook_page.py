@@ -8,8 +8,8 @@ from typing import Any
 
 from playwright.sync_api import TimeoutError as PageTimeout
 
-from tests.support.lab_page import LabPage
-from tests.support.lab_server import LIMIT, LabServer
+from tests.support.browser.lab_page import LabPage
+from tests.support.browser.lab_server import LIMIT, LabServer
 
 __all__ = ["NotebookPage", "NotebookServer"]
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.asking import ask_until, type_at_end
+from tests.browser.completion import ask_until, type_at_end
 
 if TYPE_CHECKING:
-    from tests.support.lab_page import LabPage
-    from tests.support.lab_server import LabServer
+    from tests.support.browser.lab_page import LabPage
+    from tests.support.browser.lab_server import LabServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

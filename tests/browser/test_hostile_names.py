@@ -8,15 +8,15 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
-from tests.support.lab_server import LIMIT
+from tests.support.browser.lab_server import LIMIT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from playwright.sync_api import Browser
 
-    from tests.support.lab_page import LabPage
-    from tests.support.lab_server import LabServer
+    from tests.support.browser.lab_page import LabPage
+    from tests.support.browser.lab_server import LabServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.asking import ask_until
+from tests.browser.completion import ask_until
 from tests.browser.conftest import WINDOW
 
 if TYPE_CHECKING:

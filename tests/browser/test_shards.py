@@ -9,8 +9,8 @@ import nbformat
 import pytest
 
 if TYPE_CHECKING:
-    from tests.support.lab_page import LabPage
-    from tests.support.lab_server import LabServer
+    from tests.support.browser.lab_page import LabPage
+    from tests.support.browser.lab_server import LabServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

@@ -12,15 +12,15 @@ import pytest
 from axon_nb.cluster.inspection.span_store import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.widgets.timeline.record import timeline_file
-from tests.support.lab_server import LIMIT
+from tests.support.browser.lab_server import LIMIT
 
 if TYPE_CHECKING:
     from typing import Any
 
     from playwright.sync_api import Browser
 
-    from tests.support.lab_page import LabPage
-    from tests.support.lab_server import LabServer
+    from tests.support.browser.lab_page import LabPage
+    from tests.support.browser.lab_server import LabServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

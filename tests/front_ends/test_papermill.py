@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.support.lab_server import PYTHON_3
+from tests.support.browser.lab_server import PYTHON_3
 
 pytest.importorskip("papermill", reason="needs papermill: pip install papermill")
 

@@ -13,7 +13,7 @@ from tests.fuzz.rounds import SENT, Fuzz
 SEED = 20
 LONG = 200
 EVERY_KIND = [pytest.param(kind, marks=[pytest.mark.slow] if kind in LOSSES else []) for kind in KINDS]
-"""What becomes of a lost kernel, agent or controller is in `tests/kernel/test_kills.py` and `test_attach.py`, too."""
+"""A lost kernel, agent or controller is also tested in `tests/kernel` (`test_kills.py`, `test_attach.py`)."""
 
 
 @pytest.fixture(scope="module")

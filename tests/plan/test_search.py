@@ -16,7 +16,7 @@ from axon_nb.plan.tracing.interpolation import TraceInterpolator
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 from axon_nb.plan.traffic.layout import ParallelLayout
-from tests.plan.megatron import Layers
+from tests.plan.footprint.megatron import Layers
 
 pytestmark = pytest.mark.timeout(900)
 CONFIG = GPTConfig(vocab=64, context=16, hidden=64, heads=4, blocks=3)

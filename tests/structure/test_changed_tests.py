@@ -21,13 +21,16 @@ def test_every_package_has_a_row_and_every_row_names_tests_that_exist() -> None:
         (["README.md", "docs/design/rooms.md"], []),
         (
             ["axon_nb/plan/skeleton.py"],
-            ["tests/kernel/test_plan_names.py", "tests/kernel/test_what_if.py", "tests/plan"],
+            ["tests/kernel/views/test_plan_names.py", "tests/kernel/views/test_what_if.py", "tests/plan"],
         ),
         (["axon_nb/plan/skeleton.py", "magics/pull.py"], ["tests/front_ends", "tests/kernel", "tests/plan"]),
         (["pyproject.toml", "axon_nb/host/deaths.py"], ["tests"]),
-        (["tests/host/test_oom.py"], ["tests/host/test_oom.py"]),
+        (["tests/host/resources/test_oom.py"], ["tests/host/resources/test_oom.py"]),
         (["tests/host/conftest.py"], ["tests/host"]),
-        (["tests/kernel/trained_model.py"], ["tests/kernel/test_interrupts.py", "tests/kernel/test_recovery.py"]),
+        (
+            ["tests/kernel/recovery/trained_model.py"],
+            ["tests/kernel/recovery/test_interrupts.py", "tests/kernel/recovery/test_recovery.py"],
+        ),
     ],
 )
 def test_a_change_selects_the_tests_that_run_it(changed: list[str], selected: list[str]) -> None:

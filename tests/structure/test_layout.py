@@ -67,8 +67,8 @@ def test_files_are_short_or_listed(root: Path) -> None:
 
 
 def rooms(root: Path) -> dict[str, int]:
-    """Number of Python files by folder of the package."""
-    folders = [folder for top in ("axon_nb", "magics") for folder in (root / top, *(root / top).rglob("*"))]
+    """Number of Python files by folder of the package and of the tests."""
+    folders = [folder for top in ("axon_nb", "magics", "tests") for folder in (root / top, *(root / top).rglob("*"))]
     counts = {folder: len(list(folder.glob("*.py"))) for folder in folders if folder.is_dir()}
     return {folder.relative_to(root).as_posix(): count for folder, count in counts.items() if count}
 

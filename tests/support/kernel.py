@@ -21,7 +21,7 @@ from jupyter_client.manager import KernelManager
 from jupyter_core.paths import jupyter_runtime_dir
 
 from axon_nb.host.run_dir import base_dir
-from tests.kernel.labelled import merged, ranks_of
+from tests.kernel.cells.labelled import merged, ranks_of
 
 __all__ = ["FreshCluster", "Kernel", "Reply"]
 

@@ -11,7 +11,7 @@ from axon_nb.widgets.memory.page import role_swatch
 from axon_nb.widgets.palette import ACTIVITIES, SPAN_PAINTS, ActivityPaint, SpanPaint
 from axon_nb.widgets.palette import ROLES as ROLE_COLORS
 from axon_nb.widgets.timeline.svg import swatch_svg as span_swatch
-from tests.support.saved_views import VIEWS
+from tests.support.records.saved_views import VIEWS
 
 ROLES = ("parameters", "gradients", "optimizer", "buffers", "activations", "other", "resident")
 

@@ -15,7 +15,7 @@ from axon_nb.widgets.shards.folding import fold
 from axon_nb.widgets.shards.page import shards_bundle
 from axon_nb.widgets.shards.tensors import bytes_by_rank, describe_placement, merge_shards
 from axon_nb.widgets.shards.view import ShardsView
-from tests.support.shard_records import split
+from tests.support.records.shard_records import split
 
 
 @given(

@@ -1,0 +1,265 @@
+"""Each view's script in a bare page, as anywidget runs it: it draws what it is given, tells that it is there, ends."""
+
+from __future__ import annotations
+
+import base64
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.records.spans import Span
+from axon_nb.records.telemetry import Activity, RankState
+from axon_nb.widgets.cell.segments import Clock, RankHistory, encode
+from axon_nb.widgets.cell.strip import RankStrip
+from axon_nb.widgets.memory.view import MemoryView
+from axon_nb.widgets.palette import SPAN_CODES, paints_for_page
+from axon_nb.widgets.shards.view import ShardsView
+from axon_nb.widgets.timeline.wire import pack
+from axon_nb.widgets.watch.view import WatchView
+from tests.browser.bare.view_pages import SAMPLES, page_html
+from tests.support.browser.lab_server import LIMIT
+from tests.support.records.jobs import answers, report, row
+from tests.support.records.memory_replies import answers as memory_answers
+from tests.support.records.memory_replies import use
+from tests.support.records.shard_records import split
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from playwright.sync_api import Browser, Page
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+
+WIDTHS = (800, 1600)
+
+
+def open_page(browser: Browser, folder: Path, name: str, traits: dict[str, Any], **look: Any) -> tuple[Page, list[str]]:
+    """A page with one view, and the list of its errors."""
+    path = folder / f"{name}.html"
+    dark = look.pop("dark", False)
+    path.write_text(page_html(name, traits, dark=dark), encoding="utf-8")
+    page = browser.new_page(offline=True, **look)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.set_default_timeout(LIMIT * 1000)
+    page.goto(path.as_uri())
+    return page, errors
+
+
+def strip_message() -> bytes:
+    """Two ranks, one of which waits."""
+    histories = [RankHistory(0), RankHistory(1)]
+    for history in histories:
+        history.add(RankState(history.rank, Activity.RUNNING, 0, line=2), now=0.5, since=0.25)
+    histories[1].add(RankState(1, Activity.WAITING, 0, line=3, call="all_reduce"), now=1.5, since=1.0)
+    return encode(histories, Clock(now=2.0, lost=0, finished=False), starts=[0, 0])
+
+
+def timeline_message() -> bytes:
+    """Two ranks with a forward and a collective each."""
+    store = SpanStore()
+    for rank in range(2):
+        store.add([Span(rank, "forward", "GPT", 0, 10**9), Span(rank, "collective", "all_reduce", 10**9, 2 * 10**9)])
+    table = store.table()
+    header = {
+        "labels": [[SPAN_CODES[kind], name, group] for kind, name, group in table.labels],
+        "labelsFrom": 0,
+        "groups": {},
+        "oldest": 0,
+        "dropped": 0,
+        "lost": 0,
+        "now": 2.0,
+        "number": 7,
+        "focus": [0.0, 2.0],
+        "finished": False,
+        "restart": True,
+    }
+    return pack(table, header, origin_ns=0)
+
+
+def contents() -> dict[str, dict[str, Any]]:
+    """What the kernel sides of the views without messages draw."""
+    watch, memory = WatchView(lambda: None), MemoryView("model")
+    watch.add([answers(report(0, [row(0, loss=2.0)]), report(1, [row(0, loss=3.0)]))], 0.0)
+    memory.show(memory_answers(use(0), use(1)))
+    shards = ShardsView("model", split((8, 6), (2, 2), (0, 1)))
+    found = {}
+    for name, view in (("watch", watch), ("memory", memory), ("shards", shards)):
+        if name != "shards":
+            view.refresh(unseen=True)
+        state = view.get_state()
+        found[name] = {key: value for key, value in state.items() if not key.startswith("_")}
+        view.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("watch", "2.5"), ("memory", "170 MiB"), ("shards", "rows over dp (2), columns over tp (2)")],
+)
+def test_a_view_of_content_draws_says_that_it_is_there_and_ends(
+    chromium: Browser, tmp_path: Path, name: str, words: str
+) -> None:
+    page, errors = open_page(chromium, tmp_path, name, contents()[name])
+    page.get_by_text(words).first.wait_for()
+    page.wait_for_function("() => sent.some((message) => message.op === 'heartbeat')")
+    page.evaluate("handlers['change:content']()")
+    assert page.evaluate("end()") == 0
+    assert errors == []
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["strip", "timeline"])
+def test_a_view_of_messages_draws_answers_and_ends(chromium: Browser, tmp_path: Path, name: str) -> None:
+    if name == "strip":
+        view = RankStrip([0, 1], title="In [1]")
+        config: Any = view.config
+        view.close()
+        message, drawn = strip_message(), "segments === '3'"
+    else:
+        config = {"ranks": [0, 1], "title": "In [1]", "paints": paints_for_page()}
+        message, drawn = timeline_message(), "found === '4'"
+    page, errors = open_page(chromium, tmp_path, name, {"config": config, "snapshot": None})
+    page.locator(f".axon-{name}").wait_for()
+    page.evaluate("(text) => append(text)", base64.b64encode(message).decode())
+    page.wait_for_function(f"() => document.querySelector('.axon-{name}-canvas').dataset.{drawn}")
+    if name == "timeline":
+        page.wait_for_function("() => sent.some((message) => message.op === 'ack' && message.number === 7)")
+    # Marked with the mouse, the stretch is all that is shown; Home shows everything again.
+    canvas = page.locator(f".axon-{name}-canvas")
+    box = canvas.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 10, box["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 8)
+    page.mouse.up()
+    shown = f"document.querySelector('.axon-{name}-canvas').dataset.view"
+    view = f"const [from, to] = {shown}.split(',').map(Number);"
+    page.wait_for_function(f"() => {{ {view} return from > 0.01; }}")
+    marked = page.evaluate(f"() => {{ {view} return to - from; }}")
+    canvas.press("Home")
+    page.wait_for_function(f"(marked) => {{ {view} return from === 0 && to > 3 * marked; }}", arg=marked)
+    assert page.evaluate("end()") == 0
+    assert errors == []
+    page.close()
+
+
+@pytest.mark.parametrize("ranks", [4, 32, 256])
+@pytest.mark.parametrize("sample", sorted(SAMPLES))
+def test_a_view_fits_its_page(chromium: Browser, tmp_path: Path, sample: str, ranks: int) -> None:
+    """Light and dark, narrow and wide; set AXON_NB_SCREENSHOTS to a folder to look at them."""
+    if ranks == 256 and sample == "pipeline":
+        pytest.skip("a pipeline of 256 stages is not one that anybody runs")
+    name, make = SAMPLES[sample]
+    traits = make(ranks)
+    for dark, width in ((False, WIDTHS[0]), (True, WIDTHS[1])):
+        page, errors = open_page(chromium, tmp_path, name, traits, dark=dark, viewport={"width": width, "height": 900})
+        view = page.locator(".axon-view").first
+        view.wait_for()
+        page.wait_for_timeout(100)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+        clipped = "(root) => root.scrollWidth - root.clientWidth"
+        assert view.evaluate(clipped) <= 1
+        if folder := os.environ.get("AXON_NB_SCREENSHOTS"):
+            view.screenshot(path=f"{folder}/{sample}-{ranks}-{'dark' if dark else 'light'}-{width}.png")
+        assert errors == []
+        page.close()
+
+
+def numbers(page: Page, attribute: str) -> list[float]:
+    """What a canvas says of itself."""
+    text = page.locator(".axon-timeline-canvas").get_attribute(f"data-{attribute}") or ""
+    return [float(part) for part in text.split(",")]
+
+
+def test_the_late_rank_is_shown_by_one_click_and_all_ranks_by_another(chromium: Browser, tmp_path: Path) -> None:
+    page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
+    page.locator(".axon-view-notice", has_text="Rank 2 is late. It came last to 36 of 36 collectives").wait_for()
+    figures = page.locator(".axon-view-figures").inner_text().split()
+    assert {"step", "computing", "waiting", "hidden"} <= set(figures)
+    every = numbers(page, "found")
+    page.get_by_role("button", name="show it").click()
+    page.wait_for_function(
+        "(all) => Number(document.querySelector('.axon-timeline-canvas').dataset.found) === all / 4", arg=every[0]
+    )
+    page.get_by_role("button", name="show it").click()
+    page.wait_for_function(
+        "(all) => Number(document.querySelector('.axon-timeline-canvas').dataset.found) === all", arg=every[0]
+    )
+    legend = page.locator(".axon-timeline-key", has_text="own code").inner_text()
+    assert legend.split() == ["own", "code", "18%"]
+    assert errors == []
+    page.close()
+
+
+def test_the_overview_moves_what_is_shown(chromium: Browser, tmp_path: Path) -> None:
+    page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
+    canvas = page.locator(".axon-timeline-canvas")
+    canvas.focus()
+    for _ in range(2):
+        page.keyboard.press("+")
+    quarter = "document.querySelector('.axon-timeline-canvas').dataset.view.split(',').map(Number)"
+    page.wait_for_function(f"() => {{ const [from, to] = {quarter}; return to - from < 0.25; }}")
+    before = numbers(page, "view")
+    box = page.locator(".axon-timeline-overview").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 10)
+    page.mouse.up()
+    page.wait_for_function(f"(before) => {{ const [from] = {quarter}; return from > before + 0.1; }}", arg=before[0])
+    after = numbers(page, "view")
+    whole = before[1] - before[0] + 3 * (before[1] - before[0])
+    assert after[0] - before[0] == pytest.approx(whole / 4, rel=0.05)
+    assert after[1] - after[0] == pytest.approx(before[1] - before[0], rel=1e-3)
+    assert errors == []
+    page.close()
+
+
+def test_a_collective_below_the_pointer_is_shown_on_all_ranks(chromium: Browser, tmp_path: Path) -> None:
+    page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
+    canvas = page.locator(".axon-timeline-canvas")
+    box = canvas.bounding_box()
+    assert box is not None
+    highlight = page.locator(".axon-timeline-highlight")
+    # The last all_reduce of the first step ends at 115 of 725 ms; row 0, lower lane.
+    canvas.hover(position={"x": box["width"] * 108 / 725, "y": 33})
+    page.wait_for_function("() => document.querySelector('.axon-timeline-highlight').dataset.family === '4'")
+    assert highlight.is_visible()
+    tip = page.locator(".axon-timeline-tip").inner_text()
+    assert tip.startswith("all_reduce")
+    assert "waited for rank 2" in tip
+    canvas.hover(position={"x": box["width"] * 20 / 725, "y": 15})  # a forward stands alone
+    highlight.wait_for(state="hidden")
+    assert errors == []
+    page.close()
+
+
+COUNT_PATTERNS = """() => {
+    window.patterns = 0;
+    const make = CanvasRenderingContext2D.prototype.createPattern;
+    CanvasRenderingContext2D.prototype.createPattern = function (...options) {
+        window.patterns++;
+        return make.apply(this, options);
+    };
+}"""
+
+
+@pytest.mark.parametrize("contrast", ["no-preference", "more"])
+def test_patterns_are_drawn_for_who_wants_them(chromium: Browser, tmp_path: Path, contrast: Any) -> None:
+    page = chromium.new_page(offline=True, contrast=contrast)
+    page.add_init_script(f"({COUNT_PATTERNS})()")
+    path = tmp_path / "timeline.html"
+    path.write_text(page_html("timeline", SAMPLES["timeline"][1](4)), encoding="utf-8")
+    page.goto(path.as_uri())
+    page.wait_for_function("() => document.querySelector('.axon-timeline-canvas')?.dataset.found > 0")
+    assert (page.evaluate("window.patterns") > 0) == (contrast == "more")
+    if contrast == "no-preference":
+        button = page.get_by_role("button", name="patterns")
+        button.click()
+        page.wait_for_function("() => window.patterns > 0")
+        assert button.get_attribute("aria-pressed") == "true"
+    page.close()

@@ -1,0 +1,178 @@
+"""Channels of ranks that connect late, as on a machine that is busy: what is sent before is lost, and sent again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.script import run_script
+
+START = """
+import contextlib
+
+from axon_nb.cluster.launch.join import join_world
+from axon_nb.cluster.rpc.client import connect
+from axon_nb.cluster.launch.connection import Connection
+from axon_nb.cluster.launch.launchers import controller_command
+from axon_nb.cluster.launch.engines import launch_engines
+from axon_nb.cluster.launch.placement import plan_layout
+from axon_nb.cluster.settings import settings
+from axon_nb.host.client import AgentClient, spawn_agent
+from axon_nb.host.run_dir import RunDir
+from axon_nb.records.protocol.joining import ENGINE_ENTRY
+from tests.cluster.launch.late_port import delay
+
+run_dir = RunDir.create()
+pid = spawn_agent(run_dir, controller=controller_command(run_dir), entry=ENGINE_ENTRY)
+agent = AgentClient(run_dir, owner="late", agent_pid=pid)
+connect(run_dir.client_file, timeout_s=100, alive=lambda: True).close()
+layout = plan_layout(2, devices="cpu", backend="auto", threads=None)
+with contextlib.ExitStack() as stack:
+    for channel in {channels!r}:
+        stack.enter_context(delay(run_dir.{side}_file, channel, seconds=2.0))
+    connection = Connection(run_dir, agent, connect(run_dir.client_file, timeout_s=100, alive=lambda: True))
+    launch_engines(connection, layout, engines="axon", timeout_s=100)
+    print(len(join_world(connection, layout, settings, timeout_s=100)))
+    connection.stop()
+"""
+
+REPAIR = """
+import os, time, axon_nb
+from tests.cluster.launch.late_port import delay
+
+cluster = axon_nb.start(2, devices="cpu", name="late")
+pid = cluster.run("os.getpid()", ranks=[1], quiet=True)[1] if cluster.run("import os", quiet=True).ok else 0
+cluster.signal(1, 9)
+while not cluster.health.dead:
+    time.sleep(0.02)
+with delay(cluster.connection.run_dir.engine_file, "mux", seconds=2.0), \
+     delay(cluster.connection.run_dir.engine_file, "iopub", seconds=1.5):
+    cluster.repair()
+    result = cluster.run("import os\\nprint('rank', rank)\\nos.getpid()")
+    print(result[1] != pid, sorted(result.values))
+    cluster.stop()
+"""
+
+
+ATTACH = """
+import axon_nb
+from axon_nb.cluster.session import current
+from tests.cluster.launch.late_port import delay
+
+first = axon_nb.start(2, devices="cpu", name="late")
+current.drop(first)
+first.connection.close()  # as when its notebook has gone
+with delay(first.connection.run_dir.client_file, "iopub", seconds=2.0):
+    cluster = axon_nb.attach("late")
+    cluster.run("print(f'rank {rank} here')")
+    cluster.stop()
+"""
+
+
+KILLED = """
+import os, signal, threading, time, axon_nb, psutil
+from tests.cluster.launch.late_port import delay
+
+def kill_the_newcomer(known):
+    while not (new := {child.pid for child in agent.children()} - known):
+        time.sleep(0.01)
+    while 1 not in client.registered:
+        time.sleep(0.01)
+    os.kill(new.pop(), signal.SIGKILL)
+
+cluster = axon_nb.start(3, devices="cpu", name="late")
+run_dir, client = cluster.connection.run_dir, cluster.client
+agent = psutil.Process(cluster.rank_info[0].pid).parent()
+cluster.run("import torch, torch.distributed as dist")
+cluster.signal(1, 9)
+while not cluster.health.dead:
+    time.sleep(0.02)
+known = {child.pid for child in agent.children()}
+with delay(run_dir.engine_file, "mux", seconds=100.0):
+    thread = threading.Thread(target=kill_the_newcomer, args=(known,))
+    thread.start()
+    try:
+        cluster.repair()
+    except axon_nb.AxonError as error:
+        print(error)
+    thread.join()
+"""
+KILLED_JOINING = """
+import time, axon_nb
+
+cluster = axon_nb.start(3, devices="cpu", name="late")
+cluster.run("import torch, torch.distributed as dist")
+cluster.signal(1, 9)
+while not cluster.health.dead:
+    time.sleep(0.02)
+startup = cluster.connection.run_dir.profile / "startup" / "00-die.py"
+startup.write_text('''
+import threading
+
+def die_when_joining():
+    import contextlib, os, signal, time
+    from axon_nb.engine.session import current
+    while True:
+        time.sleep(0.001)
+        with contextlib.suppress(RuntimeError):
+            current()
+            break
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=die_when_joining, daemon=True).start()
+''')
+try:
+    cluster.repair()
+except axon_nb.AxonError as error:
+    print(error)
+try:
+    cluster.run("dist.all_reduce(torch.ones(1))", ranks=[0, 2])
+except axon_nb.AxonError as error:
+    print("refused" if "to try again" in str(error) else error)
+startup.unlink()
+cluster.repair()
+code = "import torch, torch.distributed as dist\\nx = torch.ones(1)\\ndist.all_reduce(x)\\nx.item()"
+print(sorted(cluster.run(code).values.values()))
+cluster.stop()
+"""
+
+
+@pytest.mark.parametrize(
+    ("side", "channels"),
+    [
+        ("client", ["notification"]),  # the controller tells of the ranks while nobody hears it
+        ("client", ["iopub", "control"]),
+        ("engine", ["mux"]),  # a rank is told of as soon as its heart beats
+        ("engine", ["control", "iopub"]),
+    ],
+)
+def test_a_start_waits_for_all_channels(side: str, channels: list[str]) -> None:
+    done = run_script(START.format(side=side, channels=channels))
+    assert (done.code, done.out) == (0, "2\n"), done.err
+
+
+def test_a_repair_waits_for_all_channels_of_the_new_rank() -> None:
+    done = run_script(REPAIR)
+    assert done.code == 0, done.err
+    assert "rank 0" in done.out
+    assert "rank 1" in done.out
+    assert done.out.splitlines()[-1] == "True [0, 1]"
+
+
+def test_an_attach_waits_for_the_output_channel() -> None:
+    done = run_script(ATTACH)
+    assert (done.code, done.out.splitlines()) == (0, ["[rank 0] rank 0 here", "[rank 1] rank 1 here"]), done.err
+
+
+def test_a_new_rank_that_is_killed_before_its_channels_are_up_is_told() -> None:
+    done = run_script(KILLED)
+    told = "Rank 1 failed to start: it was killed by SIGKILL. Run `%distributed repair` to try again.\n"
+    assert (done.code, done.out) == (0, told), done.err
+
+
+def test_a_new_rank_that_is_killed_while_it_joins_holds_nobody_up() -> None:
+    done = run_script(KILLED_JOINING)
+    assert done.code == 0, done.err
+    told, refused, shared = done.out.splitlines()
+    assert told == "Rank 1 failed to start: it was killed by SIGKILL. Run `%distributed repair` to try again."
+    assert refused == "refused"
+    assert shared == "[3.0, 3.0, 3.0]"

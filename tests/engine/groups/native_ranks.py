@@ -1,0 +1,218 @@
+"""Ranks of the tests of `engine.groups.native`: plain processes, and a kind of groups over torch's own Gloo backends.
+
+Gloo stands in for NCCL without a GPU: closing its connections aborts it, which is safe while no operation starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from axon_nb.engine.groups import gloo, nccl, recovery
+from axon_nb.engine.groups.abort import raise_if_aborted
+from axon_nb.engine.groups.native import BackendKind, NativeGroups
+from axon_nb.engine.groups.wrapper_reset import reset_wrappers
+from axon_nb.records.protocol.recovery import GroupRecord
+
+__all__ = ["CPU", "GLOO", "LIMIT", "be_newcomer", "be_rank", "groups_on", "run_on_ranks", "trained", "wait_for_threads"]
+
+CPU = torch.device("cpu")
+LIMIT = timedelta(seconds=60)
+
+
+def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], limit: timedelta, device: torch.device) -> Any:
+    return gloo.connect(store, group.rank(), group.size(), timeout=limit, raise_if_cancelled=raise_if_aborted)
+
+
+def _abort(backend: Any) -> None:
+    gloo.close_connections(backend)
+    gloo.abandon(backend)
+
+
+GLOO = BackendKind(
+    owns=lambda backend: isinstance(backend, ProcessGroupGloo), connect=_connect, abort=_abort, connect_timeout_s=60.0
+)
+
+
+def groups_on(store: Store) -> NativeGroups:
+    """The Gloo groups of this process, as those of a kind with an abort."""
+    return NativeGroups(GLOO, store, device=CPU, timeout=LIMIT)
+
+
+def wait_for_threads() -> None:
+    """Return when no other thread of this process runs or wants to: what an operation has to do here has begun.
+
+    Gloo hangs when an abort meets an operation that is just beginning.
+    """
+    quiet = 0
+    while quiet < 3:
+        states = []
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                if int(task.name) != threading.get_native_id():
+                    states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+        quiet = quiet + 1 if set(states) <= {"S", "Z", "X"} else 0
+        time.sleep(0.01)
+
+
+def run_on_ranks(body: Callable[..., Any], size: int, folder: Path, **environ: str) -> dict[int, Any]:
+    """What `body(rank, store)` returns in each of `size` processes with a default group of torch's own; plain values.
+
+    Args:
+        body: A function of a module.
+        size: Number of processes.
+        folder: An empty one.
+        **environ: Environment variables of the processes.
+    """
+    code = "import sys; from tests.engine.groups.native_ranks import be_rank; be_rank(*sys.argv[1:])"
+    arguments = [body.__module__, body.__name__, str(size), str(folder)]
+    env = {**os.environ, **environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    processes = []
+    for rank in range(size):
+        with (folder / f"{rank}.err").open("w") as errors:
+            command = [sys.executable, "-c", code, *arguments, str(rank)]
+            processes.append(subprocess.Popen(command, env=env, stderr=errors))
+    try:
+        codes = [process.wait(150) for process in processes]
+        # Of all: the one that failed first closes its connections, and the others say just that.
+        assert codes == [0] * size, "\n".join((folder / f"{rank}.err").read_text() for rank in range(size))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return {rank: ast.literal_eval((folder / f"{rank}.out").read_text()) for rank in range(size)}
+
+
+def be_rank(module: str, name: str, size: str, folder: str, rank: str) -> None:
+    """The life of such a process."""
+    torch.set_num_threads(1)
+    base = Path(folder)
+    store = dist.FileStore(str(base / "default"), int(size))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size), timeout=LIMIT)
+    body = getattr(importlib.import_module(module), name)
+    result = body(int(rank), dist.FileStore(str(base / "forms"), int(size)))
+    dist.barrier()
+    (base / f"{rank}.out").write_text(repr(result))
+    os._exit(0)  # a closed Gloo backend cannot be freed
+
+
+def be_newcomer(folder: str, groups: str, epoch: str) -> None:
+    """The life of a process that takes the place of rank 1 of 2, as `engine.bootstrap.join` does on NCCL.
+
+    Its groups come up without peers, which torch's own Gloo cannot: torch's "fake" backend stands in until the rebuild.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    recovery.recreate_groups([GroupRecord(**{**group, "backend": "fake"}) for group in ast.literal_eval(groups)])
+    kind = dataclasses.replace(GLOO, owns=lambda backend: backend is not None, abort=lambda backend: None)
+    store = dist.FileStore(str(Path(folder) / "forms"), 2)
+    natives = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=kind)
+    store.set("the newcomer is up", "1")  # which takes longer than the others wait where a machine is busy
+    natives.rebuild(int(epoch))
+    recovery.sync_group_count()
+    print(sums(1), flush=True)
+    os._exit(0)
+
+
+def sums(rank: int) -> list[float]:
+    """An all_reduce in each group that is there, and in a new one: the same on all ranks."""
+    found = []
+    dist.new_group([0, 1], backend="gloo")
+    names = sorted(dist.distributed_c10d._world.pg_names, key=lambda group: (len(group.group_name), group.group_name))
+    for group in names:
+        tensor = torch.full((2,), rank + 1.0)
+        dist.all_reduce(tensor, group=group)
+        found += tensor.tolist()
+    dist.barrier()
+    return found
+
+
+def make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same small model on all ranks, wrapped, with an optimizer that has state."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    if kind == "ddp":
+        model: nn.Module = DistributedDataParallel(plain)
+    else:
+        for layer in (plain[0], plain[2]):
+            fully_shard(layer)
+        model = fully_shard(plain)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int, between: Callable[[str], None]
+) -> None:
+    """One training step on this rank's own data; `between` is called with where it is."""
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+    middle = next(module for module in model.modules() if isinstance(module, nn.Tanh))
+
+    def within(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        between("in forward")
+        output.register_hook(lambda gradient: between("in backward"))
+
+    optimizer.zero_grad()
+    handle = middle.register_forward_hook(within)
+    try:
+        loss = model(data).square().mean()
+        loss.backward()
+    finally:
+        handle.remove()
+    between("step")
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> list[float]:
+    """All parameters, whole."""
+    parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [float(x) for x in torch.cat([part.detach().flatten() for part in parts])]
+
+
+class Stop(Exception):
+    """Raised in the middle of a step."""
+
+
+def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str]) -> list[float]:
+    """Weights after as many steps as `stops` has; each is first run up to its place, aborted and run again.
+
+    Args:
+        kind: ``ddp`` or ``fsdp``.
+        rank: This rank.
+        groups: The groups that are aborted and rebuilt.
+        stops: For each step, where it stops; empty: it does not.
+    """
+    model, optimizer = make(kind)
+    for number, place in enumerate(stops):
+
+        def between(here: str, place: str = place) -> None:
+            if here == place:
+                raise Stop
+
+        try:
+            step(model, optimizer, number, rank, between)
+        except Stop:
+            wait_for_threads()
+            assert groups.abort(timeout_s=60) == []
+            groups.rebuild(1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number)
+            reset_wrappers()
+            step(model, optimizer, number, rank, lambda here: None)
+    return weights(model)

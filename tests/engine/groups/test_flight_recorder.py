@@ -1,0 +1,127 @@
+"""What is read from torch's flight recorder: on real dumps, of Gloo, which writes them in NCCL's format."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from axon_nb.engine.groups import flight_recorder
+from axon_nb.engine.groups.flight_recorder import is_synchronizing, native_waits
+from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
+from tests.engine.groups.native_ranks import groups_on, run_on_ranks
+
+
+def _records(rank: int, store: Any) -> dict[str, Any]:
+    own = dist.new_group([0, 1], group_desc="mine")
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3), group=own)
+    works = [dist.all_reduce(torch.ones(5), async_op=True)] if rank == 0 else []
+    groups = groups_on(store)
+    before, groups.rebuilt_at_ns = groups.rebuilt_at_ns, 0
+    end = time.monotonic() + 60
+    while True:  # torch notes the end of an operation a little later
+        answer = native_waits(groups, [], {"other": 7}, recorder="fr")
+        if len(answer["pending"]) == len(works) or time.monotonic() > end:
+            break
+    later = flight_recorder.parse(flight_recorder.dump("fr"), {"0": [0, 1]}, since_ns=before)
+    dist.barrier(group=own)
+    if rank == 1:
+        dist.all_reduce(torch.ones(5))
+    for work in works:
+        work.wait()
+    return {"answer": answer, "name": own.group_name, "later": (len(later.pending), dict(later.counts))}
+
+
+def test_a_dump_tells_who_is_in_which_collective(tmp_path: Path) -> None:
+    results = run_on_ranks(_records, 2, tmp_path, TORCH_FR_BUFFER_SIZE="100")
+    name = results[0]["name"]
+    assert results[0]["answer"]["counts"] == {"0": 2, name: 1, "other": 7}
+    assert results[1]["answer"]["counts"] == {"0": 1, name: 1, "other": 7}
+    assert results[1]["answer"]["pending"] == []
+    (pending,) = results[0]["answer"]["pending"]
+    call = PendingCall(**{**pending, "ranks": tuple(pending["ranks"])})
+    assert (call.name, call.group, call.ranks, call.sequence, call.peer, call.bytes) == (
+        "allreduce",
+        "0",
+        (0, 1),
+        2,
+        -1,
+        20,
+    )
+    assert 0 <= call.seconds < 1000
+    # What began before the groups were formed is over.
+    assert results[0]["later"] == results[1]["later"] == (0, {"0": 0})
+    # And the graph of waits takes it: rank 1 has ended the cell, so nobody will come.
+    reports = {
+        0: RankWaits(0, True, 4, "torch.cuda.synchronize() behind allreduce", (call,), results[0]["answer"]["counts"]),
+        1: RankWaits(1, False, None, "", (), results[1]["answer"]["counts"]),
+    }
+    assert explain_deadlock(reports, [0, 1], 0.0) == (
+        "rank 0 waits in torch.cuda.synchronize() behind allreduce at line 4 for rank 1, which has finished the cell."
+    )
+
+
+def test_no_recorder_and_an_empty_one_tell_nothing() -> None:
+    empty = flight_recorder.parse(b"", {"0": [0, 1]})
+    assert (empty.pending, dict(empty.counts)) == ((), {"0": 0})
+    assert flight_recorder.dump("none such") == b""
+
+
+def test_a_send_and_a_recv_name_the_global_rank_of_the_other_side() -> None:
+    entry = {
+        "process_group": ["3", "undefined"],
+        "time_created_ns": time.time_ns(),
+        "is_p2p": True,
+        "collective_seq_id": 4,
+        "retired": False,
+        "state": "started",
+        "record_id": 9,
+        "input_sizes": [[2, 3]],
+        "input_dtypes": ["BFloat16"],
+    }
+    recv = {**entry, "profiling_name": "nccl:recv 0<-1"}
+    send = {**entry, "profiling_name": "nccl:send 0->1", "record_id": 8}
+    done = {**entry, "profiling_name": "nccl:send 0->1", "state": "completed"}
+    seen = flight_recorder.parse(json.dumps({"entries": [recv, send, done]}).encode(), {"3": [2, 6]})
+    found = [(call["name"], call["peer"], call["sequence"], call["bytes"]) for call in seen.pending]
+    assert found == [("send", 6, 0, 12), ("recv", 6, 0, 12)]
+    assert dict(seen.counts) == {"3": 0}
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "expected"),
+    [
+        ("/somewhere/torch/cuda/__init__.py", "synchronize", True),
+        ("/somewhere/torch/cuda/streams.py", "synchronize", False),  # of one stream
+        ("/somewhere/torch/cuda/__init__.py", "current_device", False),
+        ("cell", "synchronize", False),
+    ],
+)
+def test_only_waiting_for_the_whole_gpu_counts_as_waiting(file: str, name: str, expected: bool) -> None:
+    go_on, begun = threading.Lock(), threading.Event()
+    go_on.acquire()
+    names = {"wait": go_on.__enter__, "begin": begun.set}
+    exec(compile(f"def {name}():\n    begin()\n    wait()", file, "exec"), names)
+    thread = threading.Thread(target=names[name])
+    thread.start()
+    assert begun.wait(60)
+    end = time.monotonic() + 60
+    while (found := _innermost(thread)) is None or (found.f_code.co_name != name and time.monotonic() < end):
+        pass
+    assert is_synchronizing(found) is expected
+    assert is_synchronizing(None) is False
+    go_on.release()
+    thread.join()
+
+
+def _innermost(thread: threading.Thread) -> FrameType | None:
+    return sys._current_frames().get(thread.ident or 0)

@@ -1,0 +1,216 @@
+"""Fresh backends under live groups, on real processes: torch's own Gloo groups stand in for NCCL's."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from axon_nb.engine.groups import native, nccl, recovery
+from axon_nb.engine.groups.abort import ABORT, AbortedError, BrokenGroupError, raise_if_aborted
+from axon_nb.engine.groups.install import groups_state
+from axon_nb.engine.groups.native import BackendKind, NativeGroups, connect_in_helper, wait_for_peers
+from axon_nb.records.hooks import missing_hooks
+from tests.engine.groups.native_ranks import CPU, GLOO, LIMIT, groups_on, run_on_ranks, sums, trained, wait_for_threads
+from tests.support.processes import until
+
+STOPS = ["", "in forward", "in backward", "step", "in backward", ""]
+
+
+def _trains(rank: int, store: Any) -> dict[str, list[float]]:
+    groups = groups_on(store)
+    before = dist.group.WORLD
+    result = {}
+    for kind in ("ddp", "fsdp"):
+        result[kind] = trained(kind, rank, groups, [""] * len(STOPS))
+        result[f"{kind} aborted"] = trained(kind, rank, groups, STOPS)
+    assert dist.group.WORLD is before
+    assert dist.get_backend() == "gloo"
+    return result
+
+
+def test_training_goes_on_bit_for_bit_with_the_same_wrappers_on_fresh_backends(tmp_path: Path) -> None:
+    results = run_on_ranks(_trains, 2, tmp_path)
+    assert sorted(results) == [0, 1]
+    for values in results.values():
+        assert values["ddp aborted"] == values["ddp"] == results[0]["ddp"]
+        assert values["fsdp aborted"] == values["fsdp"] == results[0]["fsdp"]
+
+
+def _waits_and_is_aborted(rank: int, store: Any) -> tuple[str, str, list[float], str, list[float]]:
+    groups = groups_on(store)
+    own = dist.new_group([0, 1], group_desc="mine")
+    name, desc = own.group_name, own.group_desc
+    tensor = torch.full((1000,), float(rank))
+    error = ""
+    if rank == 0:
+        work = dist.all_reduce(tensor, group=own, async_op=True)  # rank 1 never comes
+        wait_for_threads()
+        threading.Timer(0.2, lambda: groups.abort(timeout_s=60)).start()
+        try:
+            work.wait()
+        except RuntimeError as raised:
+            error = str(raised)
+    groups.rebuild(1)
+    assert (own.group_name, own.group_desc) == (name, desc)
+    tensor = torch.full((2,), rank + 1.0)
+    dist.all_reduce(tensor, group=own)
+    later = dist.new_group([0, 1])
+    more = torch.full((2,), rank + 1.0)
+    dist.all_reduce(more, group=later)
+    dist.barrier()
+    return error, desc, tensor.tolist(), later.group_name, more.tolist()
+
+
+def test_who_waits_in_a_collective_is_released_and_the_group_works_again(tmp_path: Path) -> None:
+    results = run_on_ranks(_waits_and_is_aborted, 2, tmp_path)
+    assert results[0][0] != ""
+    assert results[1][0] == ""
+    assert results[0][1:] == results[1][1:] == ("mine", [3.0, 3.0], results[0][3], [3.0, 3.0])
+
+
+def _is_replaced(rank: int, store: Any) -> Any:
+    dist.new_group([0, 1], group_desc="mine")
+    groups_state.installed = True
+    groups = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=GLOO)
+    registry = [dataclasses.asdict(group) for group in recovery.list_groups()]
+    if rank == 1:  # from here on another process is rank 1
+        folder = str(Path(store.path).parent)
+        code = "import sys; from tests.engine.groups.native_ranks import be_newcomer; be_newcomer(*sys.argv[1:])"
+        command = [sys.executable, "-c", code, folder, repr(registry), "7"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
+        assert done.returncode == 0, done.stderr
+        answer = done.stdout
+        store.set("newcomer", answer)
+        groups.rebuild(8)  # for the barrier at the end of the test's processes
+        return registry, ast.literal_eval(answer)
+    store.wait(["the newcomer is up"])
+    done = recovery.recover(7, replaced=True)
+    found = sums(rank)
+    store.wait(["newcomer"])
+    for group in groups.all()[2:]:  # those that the other process never had
+        dist.destroy_process_group(group)
+    groups.rebuild(8)
+    return registry, found, done.groups
+
+
+def test_a_newcomer_finds_the_groups_of_its_predecessor(tmp_path: Path) -> None:
+    results = run_on_ranks(_is_replaced, 2, tmp_path)
+    registry = [{"name": "1", "ranks": (0, 1), "desc": "mine", "backend": "gloo", "timeout_s": 0.0}]
+    assert results[1] == (registry, [3.0] * 6)
+    assert results[0] == (registry, [3.0] * 6, 2)
+
+
+def _recovers(rank: int, store: Any) -> Any:
+    groups_state.installed = True
+    nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=GLOO)
+    if rank == 1:
+        for _ in range(3):  # groups of its own, which the other rank does not know of
+            dist.distributed_c10d._world.group_count += 1
+    recovery.abort(again=False)
+    refused = ABORT.is_set()
+    answer = recovery.recover(3)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return refused, ABORT.is_set(), answer.groups, tensor.item(), dist.distributed_c10d._world.group_count
+
+
+def test_abort_and_recover_as_a_rank_is_asked_to(tmp_path: Path) -> None:
+    results = run_on_ranks(_recovers, 2, tmp_path)
+    assert results[0] == results[1]
+    assert results[0][:4] == (True, False, 1, 2.0)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Any:
+    """A default group of this process alone, in this process."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=LIMIT)
+    yield store
+    ABORT.clear()
+    dist.destroy_process_group()
+
+
+def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> None:
+    never, asked = threading.Event(), []
+
+    def stuck(backend: Any) -> None:
+        asked.append(backend)
+        never.wait()
+
+    kind = BackendKind(
+        owns=lambda backend: isinstance(backend, ProcessGroupGloo),
+        connect=lambda *args: None,
+        abort=stuck,
+        connect_timeout_s=0.1,
+    )
+    groups = NativeGroups(kind, alone, device=CPU, timeout=LIMIT)
+    dist.new_group([0])
+    assert sorted(groups.abort(timeout_s=0.1)) == sorted(group.group_name for group in groups.all())
+    assert until(lambda: len(asked) == 2)
+    # Each backend is aborted once, however often it is asked for.
+    assert groups.abort(timeout_s=0.1) == []
+    assert len(asked) == 2
+    never.set()
+
+
+def test_a_group_takes_249_backends_and_then_says_what_to_do(alone: Any) -> None:
+    assert missing_hooks("groups.swap") == []
+    group = dist.group.WORLD
+    backend = group._get_backend(CPU)
+    for left in range(native.MAX_SWAPS, 0, -1):
+        assert native.remaining_swaps(group) == left
+        native.swap_backend(group, backend, CPU)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    with pytest.raises(BrokenGroupError, match=r"rebuilt 249 times.*%distributed restart"):
+        native.swap_backend(group, backend, CPU)
+
+
+def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:
+    threading.Timer(0.2, ABORT.set).start()
+    with pytest.raises(AbortedError):
+        wait_for_peers(alone, 0, 2, raise_if_cancelled=raise_if_aborted, timeout_s=60)
+    ABORT.clear()
+
+    go_on, disposed = threading.Event(), threading.Event()
+    threading.Timer(0.2, ABORT.set).start()
+
+    def build() -> str:
+        go_on.wait()
+        return "backend"
+
+    with pytest.raises(AbortedError):
+        connect_in_helper(
+            build, raise_if_cancelled=raise_if_aborted, timeout_s=60, dispose=lambda backend: disposed.set()
+        )
+    go_on.set()
+    assert disposed.wait(60)  # what comes too late is not kept
+
+
+def test_peers_and_connects_that_do_not_come_in_time_are_named(alone: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"group ranks 1-2 did not arrive within 0.1 s"):
+        wait_for_peers(alone, 0, 3, raise_if_cancelled=lambda: None, timeout_s=0.1)
+    stop = threading.Event()
+    with pytest.raises(RuntimeError, match=r"connecting timed out after 0.1 s"):
+        connect_in_helper(stop.wait, raise_if_cancelled=lambda: None, timeout_s=0.1, dispose=lambda backend: None)
+    stop.set()
+    with pytest.raises(ZeroDivisionError):
+        connect_in_helper(lambda: 1 // 0, raise_if_cancelled=lambda: None, timeout_s=60, dispose=lambda backend: None)
+
+
+def test_the_wait_for_peers_lasts_until_the_last_has_come(alone: Any) -> None:
+    begun = time.monotonic()
+    threading.Timer(0.2, lambda: alone.set("here1", "1")).start()
+    wait_for_peers(alone, 0, 2, raise_if_cancelled=lambda: None, timeout_s=60)
+    assert time.monotonic() - begun >= 0.1

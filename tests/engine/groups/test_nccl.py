@@ -1,0 +1,71 @@
+"""What of the NCCL side needs no GPU: its environment, and that it stands back where there is no NCCL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from axon_nb.engine.groups import nccl
+from axon_nb.torch_api import torch_api
+
+# In a process of its own: without a GPU torch ends the process when such a backend is freed.
+MAKE_BACKEND = """
+import os, torch, torch.distributed as dist
+from datetime import timedelta
+from axon_nb.engine.groups import nccl
+from axon_nb.engine.groups.native import swap_backend
+store, device = dist.HashStore(), torch.device("cuda:0")
+# Such a group connects when it is told to, and not here.
+dist.init_process_group("nccl", store=store, rank=0, world_size=1, enable_reconfigure=True)
+group = dist.group.WORLD
+first = group._get_backend(torch.device("cuda"))
+owned = nccl.install_native_groups(store, device=device, timeout=timedelta(seconds=5)).all() == [group]
+second = nccl._make(type(first), store, group, first.options, device)
+swap_backend(group, second, device)
+replaced = group._get_backend(torch.device("cuda")) is second
+print(second.name(), owned, replaced, nccl._owns(second), isinstance(second, dist.ProcessGroupNCCL), flush=True)
+os._exit(0)
+"""
+
+
+def test_what_recovery_cannot_do_without_is_set_whatever_it_was() -> None:
+    environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_FR_BUFFER_SIZE": "7"}
+    nccl.set_environment(environ, one_host=True)
+    assert {name: environ[name] for name in nccl.REQUIRED} == dict.fromkeys(nccl.REQUIRED, "0")
+    assert environ["TORCH_FR_BUFFER_SIZE"] == "7"
+    assert environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
+    assert environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_the_sockets_are_the_users_to_choose_where_there_are_many_hosts_or_a_wish() -> None:
+    many: dict[str, str] = {}
+    nccl.set_environment(many, one_host=False)
+    assert "NCCL_SOCKET_IFNAME" not in many
+    wished = {"NCCL_SOCKET_IFNAME": "eth1"}
+    nccl.set_environment(wished, one_host=True)
+    assert wished["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+def test_a_gloo_rank_has_no_nccl_groups() -> None:
+    assert nccl.groups() is None
+
+
+def test_what_is_no_backend_of_nccl_is_not_owned() -> None:
+    assert not nccl._owns(None)
+    assert not nccl._owns(dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="this torch has no ProcessGroupNCCL2")
+def test_groups_of_the_second_class_of_nccl_are_owned_and_get_a_fresh_backend_of_it() -> None:
+    assert [kind.__name__ for kind in torch_api().nccl_classes()] == ["ProcessGroupNCCL", "ProcessGroupNCCL2"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    env["TORCH_DIST_USE_NCCL2"] = "1"  # the default from 2.15 on
+    made = subprocess.run(
+        [sys.executable, "-c", MAKE_BACKEND], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert made.stdout.split() == ["nccl2", "True", "True", "True", "False"], made.stderr[-2000:]

@@ -1,0 +1,112 @@
+"""No press of the stop button is ever lost: not while a cell is read, parsed, sent or begun, nor the second one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernel.recovery.stop_button import STOPPED, check_next_cell, press_at_random
+from tests.support.kernel import Kernel
+
+CELLS = [
+    "%%distributed\nwhile True: pass",
+    "%%distributed\nimport time\nwhile True: time.sleep(0.001)",
+    "%%distributed\nimport asyncio\nwhile True: await asyncio.sleep(0.001)",
+    "%%distributed\nwhile True: dist.all_reduce(torch.ones(8))",
+    "%%distributed\nif rank == 0: dist.barrier()\nwhile True: x = 1",
+    "%%distributed --quiet\nwhile True: print('x' * 20)",
+    "%%distributed --out kept\nwhile True: pass",
+    "%%rank 1\nwhile True: pass",
+    "import time\n" + "x = 1\n" * 200 + "get_ipython().run_cell_magic('distributed', '', 'while True: pass')",
+    "import axon_nb\naxon_nb.current_cluster().run('while True: pass', quiet=True)",
+    "while True: pass",
+    "import asyncio\nwhile True: await asyncio.sleep(0.001)",
+]
+"""Cells that do not end: on ranks, awaited and not, and in the notebook itself."""
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Kernel]:
+    """A kernel with 2 ranks."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed start -n 2 --devices cpu")
+        yield kernel
+
+
+def test_the_kernel_has_the_hooks(pair: Kernel) -> None:
+    assert pair.value("get_ipython().kernel.pre_handler_hook.__module__") == "axon_nb.cluster.cells.kernel_interrupts"
+
+
+def test_each_press_of_20_ends_its_cell(pair: Kernel) -> None:
+    assert press_at_random(pair, CELLS, seed=1, rounds=20, within_s=0.1) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_each_press_of_200_ends_its_cell(pair: Kernel) -> None:
+    assert press_at_random(pair, CELLS, seed=2, rounds=200, within_s=0.1) == []
+
+
+def test_a_press_that_comes_before_the_cell_has_begun_ends_it(pair: Kernel) -> None:
+    """A cell that waits to be read: the kernel is stopped meanwhile, so that the press is noticed first."""
+    for _ in range(3):
+        os.kill(pair.pid, signal.SIGSTOP)
+        request = pair.submit("%%distributed\nwhile True: pass")
+        pair.interrupt()
+        os.kill(pair.pid, signal.SIGCONT)
+        assert pair.collect(request).ename in STOPPED
+        assert check_next_cell(pair) == ""
+
+
+def test_a_press_in_an_idle_kernel_is_not_meant_for_the_next_cell(pair: Kernel) -> None:
+    for _ in range(3):
+        pair.interrupt()
+        pair.settle()
+        pair.ok("x = 1")
+        pair.interrupt()
+        pair.settle()
+        assert pair.ok("%%distributed\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
+
+
+def test_cells_that_were_queued_behind_an_interrupted_one_do_not_run(pair: Kernel) -> None:
+    first = pair.submit("%%distributed\nprint('go', flush=True)\nwhile True: pass")
+    second = pair.submit("ran = True")
+    pair.wait_for_output(first, "go")
+    pair.interrupt()
+    assert pair.collect(first).ename in STOPPED
+    answer = pair.client.get_shell_msg(timeout=120)
+    while answer["parent_header"]["msg_id"] != second:
+        answer = pair.client.get_shell_msg(timeout=120)
+    assert answer["content"]["status"] == "aborted"
+    assert pair.value("'ran' in globals()") is False
+    assert check_next_cell(pair) == ""
+
+
+def test_a_press_while_another_request_is_served_leaves_the_kernel_answering(pair: Kernel) -> None:
+    for _ in range(5):
+        pair.client.complete("imp", 3)
+        pair.interrupt()
+    assert pair.run("1 + 1").status  # which the last press may have been meant for
+    assert pair.value("1 + 1") == 2
+
+
+def test_unloading_gives_the_stop_button_back() -> None:
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb")
+        kernel.ok("%unload_ext axon_nb")
+        kernel.ok("import signal")
+        assert kernel.value("signal.getsignal(signal.SIGINT).__name__") == "default_int_handler"
+        assert kernel.value("'pre_handler_hook' in vars(get_ipython().kernel)") is False
+
+
+def test_an_interrupt_shows_the_users_lines_alone(pair: Kernel) -> None:
+    request = pair.submit("def wait():\n    while True: pass\nprint('go', flush=True)\nwait()")
+    pair.wait_for_output(request, "go")
+    pair.interrupt()
+    shown = pair.collect(request)
+    assert shown.ename == "KeyboardInterrupt"
+    assert "while True: pass" in shown.traceback
+    assert "stop_button" not in shown.traceback

@@ -1,0 +1,154 @@
+"""Where the folders are not as usual: no home to write to, long paths, little shared memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+MakeKernel = Callable[..., Kernel]
+
+WORKS = "%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()"
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder with a short path."""
+    with tempfile.TemporaryDirectory(prefix="axp-") as folder:
+        yield Path(folder)
+
+
+def test_a_home_that_cannot_be_written_to(new_kernel: MakeKernel, scratch: Path) -> None:
+    kernel = new_kernel(HOME="/nonexistent", IPYTHONDIR="", TMPDIR=str(scratch))
+    kernel.ok("%load_ext axon_nb")
+    before = set(scratch.iterdir())
+    kernel.ok("%distributed start -n 2")
+    assert kernel.ok(WORKS).lines() == ["[ranks 0-1] 2.0"]
+    assert set(scratch.iterdir()) == before, "no rank leaves a folder behind"
+    kernel.ok("%distributed stop")
+
+
+@pytest.mark.parametrize("runtime", ["missing", "long", "a file"])
+def test_a_temporary_folder_with_a_long_path(new_kernel: MakeKernel, scratch: Path, runtime: str) -> None:
+    long = scratch / ("x" * 150)
+    long.mkdir()
+    plain = scratch / "file"
+    plain.touch()
+    places = {"missing": "/nonexistent", "long": str(long), "a file": str(plain)}
+    kernel = new_kernel(TMPDIR=str(long), XDG_RUNTIME_DIR=places[runtime], AXON_NB_RUNTIME_DIR="")
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+    assert kernel.ok(WORKS).lines() == ["[ranks 0-1] 2.0"]
+    kernel.ok("%distributed stop")
+
+
+LOADER = """
+import axon_nb
+
+cluster = axon_nb.start(2)
+print(cluster.run("t = torch.ones(1 << 18); dist.all_reduce(t); t[0].item()").values)
+code = '''from torch.utils.data import DataLoader, TensorDataset
+for batch in DataLoader(TensorDataset(torch.randn(256, 4096)), batch_size=128, num_workers=1): pass'''
+try:
+    cluster.run(code, timeout=300)
+except axon_nb.errors.CellError as error:
+    print("".join(error._render_traceback_()[-1:]))
+print(cluster.run("dist.barrier(); 'alive'").values)
+cluster.stop()
+"""
+
+
+def run_with_mount(options: str, folder: str, script: str, **env: str) -> str:
+    """What a script prints for which a small file system is mounted at a folder."""
+    mount = f'mount -t tmpfs -o {options} none {folder} && exec "$@"'
+    mounted = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    if (
+        not sys.platform.startswith("linux")
+        or subprocess.run([*mounted, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(f"needs the right to mount a file system at {folder}")
+    done = subprocess.run(
+        [*mounted, sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **env},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_little_shared_memory_is_named_with_what_to_set() -> None:
+    said = run_with_mount("size=1m", "/dev/shm", LOADER)
+    lines = said.splitlines()
+    assert lines[0] == "{0: 2.0, 1: 2.0}"
+    assert "/dev/shm holds 1.00 MiB" in said
+    assert "`num_workers=0`" in said
+    assert lines[-1] == "{0: 'alive', 1: 'alive'}"
+
+
+FULL_DISK = """
+import os
+from pathlib import Path
+import axon_nb
+
+base = Path(os.environ["AXON_NB_RUNTIME_DIR"])
+
+def fill():
+    with open(base / "rest", "ab", buffering=0) as rest:
+        try:
+            while True: rest.write(bytes(4096))
+        except OSError as error:
+            print("full:", error.strerror)
+
+cluster = axon_nb.start(2)
+cluster.run("kept = rank + 10")
+fill()
+print("printed", cluster.run("print('said', rank)").text)
+try:
+    cluster.run("if rank == 1: raise ValueError('bug')\\ndist.barrier()")
+except axon_nb.CellError as error:
+    print(error)
+cluster.push({"big": bytes(10 << 20)})
+print("pulled", {rank: len(value) for rank, value in cluster.pull("big").items()})
+print("kept", cluster.run("t = torch.ones(1 << 18); dist.all_reduce(t); (kept, t[0].item())").values)
+cluster.stop()
+fill()
+try:
+    axon_nb.start(2)
+except axon_nb.AxonError as error:
+    print("refused", type(error).__name__, error)
+os.remove(base / 'rest')
+again = axon_nb.start(2)
+print("again", again.run("dist.barrier(); rank").values)
+again.stop()
+print("left", [str(path.relative_to(base)) for path in base.rglob("*")])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_disk_costs_no_state_and_is_named_by_the_next_start(scratch: Path) -> None:
+    said = run_with_mount("size=8m,mode=700", str(scratch), FULL_DISK, AXON_NB_RUNTIME_DIR=str(scratch))
+    lines = [line for line in said.splitlines() if not line.startswith("[rank")]
+    full, printed, failed, pulled, kept, full_again, refused, again, left = lines
+    assert full == full_again == "full: No space left on device"
+    assert printed == r"printed {0: 'said 0\n', 1: 'said 1\n'}"
+    assert failed == "rank 1: ValueError: bug"
+    assert pulled == "pulled {0: 10485760, 1: 10485760}"
+    assert kept == "kept {0: (10, 2.0), 1: (11, 2.0)}"
+    folder = scratch / f"axon_nb-{os.getuid()}"
+    assert refused == (
+        f"refused StartError Cannot create the cluster's files in {folder}: No space left on device. Free space there, "
+        "or set AXON_NB_RUNTIME_DIR to a short path on another local disk."
+    )
+    assert again == "again {0: 0, 1: 1}"
+    assert left == f"left [{folder.name!r}]"

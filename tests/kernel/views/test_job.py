@@ -1,0 +1,208 @@
+"""What ranks tell of a running job, asked of real ones: numbers, loops, pace, waits, memory, the mesh; the panels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.browser.page_messages import CLOSE_PANELS, model_of, send_from_page
+from tests.support.kernel import Kernel, Reply
+from tests.support.processes import until
+
+ASK = """import dataclasses, json
+from axon_nb.cluster.session import current
+from axon_nb.cluster.inspection.job import request_job
+from axon_nb.widgets import open as open_job
+def t_ask(before={}):
+    while True:  # a busy rank may answer late
+        found = request_job(current.require("test").state, before)
+        if len(found.reports) == 4:
+            return found
+def t_until(reached):
+    import time
+    end = time.monotonic() + 100
+    while time.monotonic() < end:
+        found = t_ask()
+        if reached(found):
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(found)
+def t_rows(found):
+    return {rank: [(row.step, dict(row.values)) for row in report.rows] for rank, report in found.reports.items()}"""
+MODEL = """%%distributed
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+torch.manual_seed(0)
+t_plain = nn.Linear(64, 32)
+t_plain_steps = torch.optim.SGD(t_plain.parameters(), momentum=0.9)
+t_sharded = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+for layer in t_sharded:
+    fully_shard(layer)
+_ = fully_shard(t_sharded)
+t_steps = torch.optim.Adam(t_sharded.parameters())
+for t_model, t_optimizer in ((t_plain, t_plain_steps), (t_sharded, t_steps)):
+    t_model(torch.randn(4, 64)).sum().backward()
+    t_optimizer.step()"""
+
+
+@pytest.fixture(scope="module")
+def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.ok(ASK)
+    yield shared_kernel
+    shared_kernel.ok(CLOSE_PANELS)
+
+
+def views(reply: Reply) -> int:
+    """How many widgets a cell shows."""
+    return sum("application/vnd.jupyter.widget-view+json" in bundle for bundle in reply.displays)
+
+
+def told(kernel: Kernel, expression: str) -> Any:
+    """A value of the notebook, by JSON."""
+    return json.loads(kernel.ok(f"print(json.dumps({expression}))").stdout)
+
+
+def test_what_is_logged_is_read_once_and_in_order(ready: Kernel) -> None:
+    ready.ok("t_before = t_ask().reports")
+    ready.ok(
+        "%%distributed\nimport axon_nb\nfor step in range(3):\n"
+        "    axon_nb.log(t_loss=torch.tensor(rank + step / 2), items=8, step=step)\naxon_nb.log(t_loss=float('nan'))"
+    )
+    ready.ok("t_found = t_ask(t_before)")
+    rows = told(ready, "{rank: rows[:3] for rank, rows in t_rows(t_found).items()}")
+    assert rows == {str(r): [[s, {"t_loss": r + s / 2}] for s in range(3)] for r in range(4)}
+    assert told(ready, "[report.steps_per_s > 0 for report in t_found.reports.values()]") == [True] * 4
+    assert told(ready, "[report.items_per_s > 0 for report in t_found.reports.values()]") == [True] * 4
+    assert told(ready, "t_rows(t_ask(t_found.reports))") == {str(rank): [] for rank in range(4)}
+
+
+def test_bad_numbers_raise_in_the_cell_and_lose_nothing(ready: Kernel) -> None:
+    reply = ready.run("%%distributed\nkept = 5\naxon_nb.log(loss=torch.ones(2))")
+    assert "loss has shape (2,): log a single number, such as loss.mean()." in reply.traceback
+    assert ready.ok("%%rank 0\nkept").lines() == ["[rank 0] 5"]
+
+
+def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
+    ready.ok(
+        "%%distributed --noblock --out t_job --quiet\nimport time\nimport axon_nb\n"
+        "for _ in axon_nb.progress(range(10), desc='t_loop'):\n"
+        "    if rank == 1:\n        while not globals().get('t_go'): time.sleep(0.02)\n    dist.barrier()"
+    )
+    ready.ok(
+        "t_waiting = lambda found: (found := found.descriptions)[1].startswith('running line 6') and all(\n"
+        "    found[rank].startswith('waiting in barrier at line 7 for rank 1, for') for rank in (0, 2, 3))\n"
+        "t_found = t_until(t_waiting)"
+    )
+    bars = told(ready, "[dataclasses.asdict(report.bars[0]) for report in t_found.reports.values()]")
+    assert [(bar["desc"], bar["done"], bar["total"], bar["is_over"]) for bar in bars] == [("t_loop", 0, 10, False)] * 4
+    # Communication is under way all the time on the ranks that wait.
+    ready.ok("import time\ntime.sleep(0.2)\nt_later = t_ask(t_found.reports)")
+    assert told(ready, "t_later.reports[0].communication") > 0.9
+    ready.ok("t_job.cancel()")
+    assert told(ready, "t_until(lambda found: found.cell is None).cell") is None
+    ready.ok("_ = t_job.wait(100)")
+
+
+def test_rounds_of_optimizers_are_counted(ready: Kernel) -> None:
+    reply = ready.ok(
+        "%%rank 1\nfrom axon_nb.engine.inspection.job import training_steps\n"
+        "t_w = torch.nn.Parameter(torch.ones(3))\nt_w.grad = torch.ones(3)\n"
+        "t_two = [torch.optim.SGD([t_w], lr=0.1), torch.optim.Adam([t_w])]\n"
+        # The first round may be taken for a part of the last one of another test.
+        "for t_one in t_two: t_one.step()\nt_before = training_steps.steps\n"
+        "for _ in range(5):\n    for t_one in t_two:\n        t_one.step()\nprint(training_steps.steps - t_before)\n"
+        "t_two[1].step()\nprint(training_steps.steps - t_before)"  # the same one again: another round
+    )
+    assert reply.lines() == ["[rank 1] 5", "[rank 1] 6"]
+
+
+def test_bars_of_plain_tqdm_are_told(ready: Kernel) -> None:
+    pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
+    ready.ok(
+        "%%distributed --quiet\nfrom tqdm import tqdm\n"
+        "t_bar = tqdm(range(7), desc='t_plain_bar')\n_ = t_bar.update(rank)"
+    )
+    bars = told(
+        ready, "[[bar.desc, bar.done, bar.total] for report in t_ask().reports.values() for bar in report.bars]"
+    )
+    assert [bar for bar in bars if bar[0] == "t_plain_bar"] == [["t_plain_bar", rank, 7] for rank in range(4)]
+    ready.ok("%%distributed --quiet\nt_bar.close()")
+
+
+def test_the_card_has_the_mesh(ready: Kernel) -> None:
+    ready.ok("%%distributed\nfrom axon_nb.parallel import make_mesh\nmesh = make_mesh(dp=2, tp=2)\nt_tp = mesh['tp']")
+    card = "import axon_nb\naxon_nb.current_cluster()"
+    mesh = ["mesh: dp 2 × tp 2", "  dp 0: 0 1", "  dp 1: 2 3"]
+    assert until(lambda: ready.ok(card).result.splitlines()[-3:] == mesh)
+    ready.ok("%%distributed\nmesh = None\ndel t_tp")
+
+
+def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel) -> None:
+    reply = ready.ok("%watch")
+    assert views(reply) == 1
+    assert any("<details>" in bundle.get("text/html", "") for bundle in reply.displays)
+    ready.ok("%%distributed\naxon_nb.log(t_panel=rank + 0.5, step=3)")
+    ready.ok("t_panel = open_job._panels['watch',]")
+    words = "t_panel: 2 at step 3 (0.5 on rank 0 to 3.5 on rank 3)"
+    # It asks after each cell; a busy rank may answer too late.
+    assert until(lambda: words in told(ready, "t_panel.view.to_bundle()['text/plain']"))
+    assert "data:image/svg+xml;base64," in told(ready, "t_panel.view.to_bundle()['text/html']")
+    # Opened again, it moves: there is one that follows.
+    ready.ok("%watch")
+    assert told(ready, "t_panel.closed") is True
+    assert told(ready, "len([key for key in open_job._panels if key == ('watch',)])") == 1
+
+
+def test_the_button_on_the_page_ends_the_cell(ready: Kernel) -> None:
+    panel = model_of(ready.ok("%watch"))
+    request = ready.submit("%%distributed\nprint('on', flush=True)\nwhile True:\n    dist.all_reduce(torch.ones(1))")
+    ready.wait_for_output(request, "on")
+    send_from_page(ready, panel, {"op": "stop"})
+    reply = ready.collect(request)
+    assert reply.ename in ("CellInterrupt", "KeyboardInterrupt")
+    assert " stopped." in reply.traceback
+    assert ready.ok("%%distributed\nrank").ok
+
+
+def test_memory_is_measured_by_role_and_estimated_beside(ready: Kernel) -> None:
+    ready.ok(MODEL)
+    ready.ok(
+        "from axon_nb.cluster.inspection.memory import request_memory\n"
+        "t_of = lambda *names: request_memory(current.require('test').state, names)\n"
+        "t_sizes = lambda uses: {rank: dict(use.by_role) for rank, use in uses.items()}"
+    )
+    ready.ok("t_memory = t_of('t_plain')")
+    own = 4 * (64 * 32 + 32)
+    for sizes in told(ready, "t_sizes(t_memory.measured)").values():
+        assert [sizes[role] for role in ("parameters", "gradients", "optimizer")] == [own] * 3
+        assert sizes["other"] > 0
+    states = ("parameters", "gradients", "optimizer")
+    assert told(ready, "t_sizes(t_memory.estimated)")["3"] == dict.fromkeys(states, own)
+    ready.ok("t_memory = t_of('t_sharded', 't_steps')")
+    shard = 4 * 2 * (64 * 64 + 64) // 4
+    measured, estimated = told(ready, "t_sizes(t_memory.measured)"), told(ready, "t_sizes(t_memory.estimated)")
+    for rank in map(str, range(4)):
+        assert estimated[rank] == {"parameters": shard, "gradients": shard, "optimizer": 2 * shard}
+        assert measured[rank]["parameters"] == shard
+        assert 2 * shard <= measured[rank]["optimizer"] <= 2 * shard + 64, "Adam counts its steps, too"
+    uses = told(ready, "[dataclasses.asdict(use) for use in t_memory.measured.values()]")
+    assert {use["source"] for use in uses} == {"storages"}
+    assert all(use["resident_peak"] >= use["resident"] > 0 and use["capacity"] > use["resident"] for use in uses)
+
+
+def test_the_memory_panel_and_what_it_cannot_show(ready: Kernel) -> None:
+    reply = ready.ok("%memory t_plain")
+    assert views(reply) == 1
+    assert any(bundle["text/plain"].startswith("t_plain: memory of 4 ranks") for bundle in reply.displays)
+    everything = ready.ok("%memory")
+    assert any(bundle["text/plain"].startswith("memory of 4 ranks") for bundle in everything.displays)
+    for name, words in {
+        "t_nothing": "variable 't_nothing' does not exist",
+        "rank": "'rank' has type int: `%memory` accepts modules and optimizers",
+    }.items():
+        refused = ready.run(f"%memory {name}")
+        assert refused.ename == "UsageError"
+        assert words in refused.traceback

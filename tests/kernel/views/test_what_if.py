@@ -1,0 +1,224 @@
+"""What if, asked of real ranks: how models are trained is told, simulations stand beside what is measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.browser.page_messages import CLOSE_PANELS, model_of, send_from_page
+from tests.support.kernel import Kernel
+
+pytestmark = pytest.mark.timeout(1200)
+LIMIT_S = 400.0
+"""Of a cell that waits for a simulation, which by itself gives up after 150 s."""
+
+MODELS = """%%distributed
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from axon_nb.parallel import DDP, FSDP, ColumnParallelLinear, Parallel3D, Pipeline, ShardingStrategy, make_mesh
+from axon_nb.parallel import checkpoint_blocks
+from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
+class T_Net(nn.Module):  # of the cell: another process knows it only as it is sent
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+    def forward(self, x, *, twice=False):
+        return self.down(torch.relu(self.up(x)))
+torch.manual_seed(0)
+t_gpt = FSDP(GPT(GPTConfig(context=16, blocks=2)), strategy=ShardingStrategy.SHARD_GRAD_OP)
+t_gpt_steps = t_gpt.optimizer(torch.optim.AdamW)
+t_net = T_Net()
+fully_shard(t_net.up, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+_ = fully_shard(t_net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+t_net_steps = torch.optim.SGD(t_net.parameters(), lr=0.1, momentum=0.9)
+t_ddp = DDP(T_Net())
+t_hybrid = T_Net()
+_ = fully_shard(t_hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+t_again = GPT(GPTConfig(blocks=2))
+_ = checkpoint_blocks(t_again, Block)
+t_column = nn.Sequential(ColumnParallelLinear(8, 8))
+t_pipe = Pipeline([nn.Linear(4, 4) for _ in range(world_size)], num_microbatches=4)
+t_layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+t_three_d = Parallel3D(t_layers, make_mesh(pp=2, dp=2), loss=nn.functional.mse_loss)
+t_three_d_steps = torch.optim.AdamW(t_three_d.parameters())
+t_train = lambda: t_gpt(torch.zeros(4, 16, dtype=torch.int64)).mean().backward() or t_gpt_steps.step()"""
+ASK = """import dataclasses, json, time
+from axon_nb.cluster.session import current
+from axon_nb.cluster.inspection.memory import request_memory, request_plan
+from axon_nb.widgets import open as open_job
+def t_plan(*names, asked=None):
+    end = time.monotonic() + 180
+    while (told := request_plan(current.require("test").state, names, asked, "")).is_pending:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return dataclasses.asdict(dataclasses.replace(told, model=None)) | {"sent": len(told.model or b"")}
+def t_until(condition, limit=360):
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, t_panel.what_if.state
+        time.sleep(0.05)
+def t_wait(reached):
+    t_until(lambda: reached(t_panel.what_if.state))
+    return dataclasses.asdict(t_panel.what_if.state)"""
+
+
+@pytest.fixture(scope="module")
+def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.ok(MODELS, timeout=LIMIT_S)
+    shared_kernel.ok(ASK)
+    yield shared_kernel
+    shared_kernel.ok(CLOSE_PANELS)
+
+
+def ask(kernel: Kernel, panel: str, setup: dict[str, str] | None) -> None:
+    """What a page sends when somebody asks what if."""
+    send_from_page(kernel, panel, {"op": "what_if", "setup": setup})
+
+
+def told(kernel: Kernel, expression: str) -> Any:
+    """A value of the notebook, by JSON."""
+    return json.loads(kernel.ok(f"print(json.dumps({expression}))", timeout=LIMIT_S).stdout)
+
+
+def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
+    gpt = told(ready, "t_plan('t_gpt')")
+    setup = gpt["facts"]["setup"]
+    assert [setup[name] for name in ("world_size", "strategy", "optimizer", "cpu_offload")] == [
+        4, "shard_grad_op", "adamw", "none"
+    ]  # fmt: skip
+    assert gpt["facts"]["is_trained_so"]
+    assert gpt["facts"]["loss"] == "tokens"
+    assert gpt["facts"]["units"] == ["Block", "Embedding", "Head"]
+    assert gpt["sent"] > 0
+    net = told(ready, "t_plan('t_net', 't_net_steps')")["facts"]
+    setup = net["setup"]
+    assert (setup["strategy"], setup["mixed_precision"], setup["optimizer"], net["units"]) == (
+        "full_shard", "bfloat16", "sgd with momentum", ["Linear"]
+    )  # fmt: skip
+    assert told(ready, "t_plan('t_ddp')")["facts"]["setup"]["strategy"] == "ddp"
+    hybrid = told(ready, "t_plan('t_hybrid')")["facts"]["setup"]
+    assert (hybrid["strategy"], hybrid["world_size"], hybrid["shard"]) == ("hybrid_shard", 4, 2)
+    again = told(ready, "t_plan('t_again')")["facts"]
+    assert again["setup"]["activation_checkpointing"] is True
+    assert (again["blocks"], again["is_trained_so"]) == (["Block"], False)
+    assert again["notes"] == [
+        "No optimizer for this model found among the variables; assuming Adam.",
+        "The model is not wrapped; the first prediction is for full_shard on all 4 ranks.",
+    ]
+
+
+def test_states_by_formula_come_at_once(ready: Kernel) -> None:
+    one = told(ready, "t_plan('t_ddp', asked={'world_size': 1})")["states"]
+    own = 4 * (64 * 128 + 128 + 128 * 64 + 64)
+    assert one == {"parameters": own, "gradients": own, "optimizer": 2 * own}
+    on_eight = {"world_size": 8, "strategy": "full_shard", "optimizer": "sgd"}
+    eight = told(ready, f"t_plan('t_ddp', asked={on_eight})")["states"]
+    assert eight == {"parameters": own // 8, "gradients": own // 8}
+
+
+def test_what_has_no_plan_says_why(ready: Kernel) -> None:
+    for name, words in {
+        "t_column": "The model's layers were sharded by hand (ColumnParallelLinear)",
+        "t_nothing": "variable 't_nothing' does not exist.",
+        "t_train": "'t_train' has type function: `%memory` accepts modules and optimizers.",
+        "t_gpt_steps": "A plan needs one model, but t_gpt_steps holds 0. Name one: `%memory model`.",
+    }.items():
+        assert told(ready, f"t_plan({name!r})")["refused"].startswith(words)
+    refused = told(ready, "t_plan('t_ddp', asked={'strategy': 'everything'})")["refused"]
+    assert refused.startswith("strategy must be one of full_shard")
+
+
+def test_a_pipeline_is_put_together_of_what_its_ranks_hold(ready: Kernel) -> None:
+    before = told(ready, "t_plan('t_pipe')")
+    assert before["facts"]["inputs"] is None
+    assert before["sent"] > 0
+    ready.ok("%%distributed\nt_pipe.step(torch.randn(8, 4), torch.zeros(8, 4), nn.functional.mse_loss)")
+    facts = told(ready, "t_plan('t_pipe')")["facts"]
+    assert facts["inputs"] == [{"shape": [8, 4], "dtype": "float32"}]
+    assert [facts["setup"][name] for name in ("world_size", "pp", "tp", "num_microbatches", "batch")] == [4, 4, 1, 4, 8]
+    assert (facts["schedule"], facts["is_trained_so"]) == ("1F1B", True)
+    three_d = told(ready, "t_plan('t_three_d')")
+    setup = three_d["facts"]["setup"]
+    assert [setup[name] for name in ("world_size", "pp", "tp", "strategy")] == [4, 2, 1, "shard_grad_op"]
+    assert three_d["sent"] > 0
+
+
+@pytest.mark.slow
+def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> None:
+    panel = model_of(ready.ok("%memory t_gpt"))
+    ready.ok("t_panel = open_job._panels['memory', 't_gpt']")
+    ask(ready, panel, None)
+    ready.ok("_ = t_wait(lambda state: state.estimate is not None and not state.doing)", timeout=LIMIT_S)
+    # Seen once, what the model is called with makes the panel simulate of itself.
+    ready.ok("%%distributed\nt_train()")
+    ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
+    reference = told(ready, "t_told['reference']")
+    assert reference["method"].startswith("simulated")
+    assert sorted(reference["persistent"]) == ["0", "1", "2", "3"]
+    # The view is given each state a moment after it was reached.
+    shown = "t_panel.view.to_bundle()['text/plain'].splitlines()"
+    ready.ok(f"t_until(lambda: sum('simulated; ' in line for line in {shown}) == 4)", timeout=LIMIT_S)
+    uses = "request_memory(current.require('test').state, ['t_gpt']).measured"
+    measured = told(ready, f"{{rank: dict(use.by_role) for rank, use in {uses}.items()}}")
+    assert set(measured) == set("0123")
+    for rank, sizes in measured.items():
+        for role in ("parameters", "gradients"):
+            assert reference["persistent"][rank][role] == sizes[role], (rank, role)
+        assert 0 <= sizes["optimizer"] - reference["persistent"][rank]["optimizer"] < 1000, "Adam counts its steps, too"
+    # Other ranks, another strategy: asked while a cell runs, and the notebook is free meanwhile.
+    ready.ok(
+        "%%distributed --noblock --out t_job --quiet\nimport time\nwhile not globals().get('t_go'): time.sleep(0.05)"
+    )
+    ask(ready, panel, {"strategy": "ddp"})
+    ask(ready, panel, {"world_size": "8", "batch": "2"})
+    assert ready.value("1 + 1") == 2
+    reached = "own.setup.world_size == 8 and own.estimate is not None and own.estimate.is_whole"
+    ready.ok(f"t_told = t_wait(lambda own: {reached})", timeout=LIMIT_S)
+    ready.ok("t_job.cancel()\n_ = t_job.wait(100)")
+    answer = told(ready, "t_told['estimate']")
+    assert answer["setup"]["world_size"] == 8
+    eighth, quarter = answer["persistent"]["0"]["parameters"], reference["persistent"]["0"]["parameters"]
+    assert quarter / 2 <= eighth <= quarter / 2 * 1.05
+    shown = "'proposed, at the peak' in t_panel.view.to_bundle()['text/plain']"
+    ready.ok(f"t_until(lambda: {shown})", timeout=LIMIT_S)
+    # An error is a sentence of the panel; the panel goes on.
+    ask(ready, panel, {"batch": "-1"})
+    assert told(ready, "t_wait(lambda state: state.error)['error']").startswith("samples per rank: '-1': must be")
+    assert ready.ok("%%distributed\nrank").ok
+
+
+def test_a_hook_that_waits_for_a_call_is_not_copied(ready: Kernel) -> None:
+    ready.ok("%memory t_ddp")
+    told(ready, "t_plan('t_ddp')")  # the hook is set by now
+    lines = ready.ok("%%rank 0\nimport copy\ncopy.deepcopy(t_ddp.module)(torch.ones(2, 64)).shape").lines()
+    assert lines == ["[rank 0] torch.Size([2, 64])"]
+    ready.ok("%%distributed --quiet\nt_ddp(torch.ones(2, 64))")
+    assert ready.ok("%%rank 0\nlen(t_ddp.module._forward_pre_hooks)").lines() == ["[rank 0] 0"]
+    assert told(ready, "t_plan('t_ddp')")["facts"]["inputs"] == [{"shape": [2, 64], "dtype": "float32"}]
+
+
+@pytest.mark.slow
+def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
+    panel = model_of(ready.ok("%memory t_three_d"))
+    ready.ok("t_panel = open_job._panels['memory', 't_three_d']")
+    ask(ready, panel, None)
+    ready.ok("_ = t_wait(lambda state: state.as_is is not None and not state.doing)", timeout=LIMIT_S)
+    ready.ok("%%distributed\nt_three_d.step(torch.randn(8, 8), torch.zeros(8, 8))\nt_three_d_steps.step()")
+    ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
+    reference = told(ready, "t_told['reference']")
+    own = 2 * 4 * (8 * 8 + 8) // 2  # two layers of a stage, shared by two ranks
+    for rank in ("0", "1", "2", "3"):
+        assert reference["persistent"][rank]["parameters"] == own
+        assert reference["persistent"][rank]["optimizer"] == 2 * own
+    ask(ready, panel, {"pp": "4", "tp": "1", "num_microbatches": "4"})
+    ready.ok("t_told = t_wait(lambda state: state.setup.pp == 4 and not state.doing)", timeout=LIMIT_S)
+    asked = told(ready, "t_told")
+    assert asked["error"] == ""
+    assert asked["estimate"]["persistent"]["0"]["parameters"] == 4 * (8 * 8 + 8)
+    ask(ready, panel, {"world_size": "5"})
+    ready.ok("t_told = t_wait(lambda state: state.error)", timeout=LIMIT_S)
+    assert "must be a multiple of 2" in told(ready, "t_told")["error"]

@@ -1,0 +1,160 @@
+"""What `%memory` draws: parts of the scale, marks, flags, words, and the size of an update."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from axon_nb.cluster.inspection.memory import MemorySnapshot
+from axon_nb.records.memory import ROLES, MemoryUse
+from axon_nb.widgets.memory.page import bar_svg, memory_bundle, role_swatch
+from axon_nb.widgets.memory.rows import MemoryRows
+from axon_nb.widgets.memory.summary import figures, notice
+from axon_nb.widgets.memory.view import MemoryView
+from tests.support.records.memory_replies import GIB, MIB, SIZES, answers, use
+
+
+def rows_of(*told: MemorySnapshot) -> MemoryRows:
+    made = MemoryRows("model")
+    for own in told:
+        made.update(own)
+    return made
+
+
+def test_bars_are_to_scale_and_estimates_beside_them() -> None:
+    (row,) = rows_of(answers(use(), estimated={**SIZES, "optimizer": 160 * MIB})).rows()
+    assert [role for role, _ in row.measured.segments] == ["parameters", "gradients", "optimizer", "other"]
+    assert row.estimated is not None
+    assert sum(part for _, part in row.estimated.segments) == pytest.approx(240 / 250)
+    assert sum(part for _, part in row.measured.segments) == pytest.approx(170 / 250)
+    assert row.measured.peak == pytest.approx(170 / 250)
+    assert row.measured.labels == ("40", "40", "80", "")
+    assert (row.total, row.remark) == ("170 MiB", "−70.0 MiB")
+    assert row.measured.text == (
+        "170 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 80.0 MiB, other 10.0 MiB), highest seen 170 MiB"
+    )
+    assert row.estimated.text == "estimate: 240 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 160 MiB)"
+
+
+def test_the_highest_that_was_seen_stays() -> None:
+    made = rows_of(answers(use()), answers(use(by_role={"parameters": 17 * MIB})))
+    (row,) = made.rows()
+    assert row.measured.peak == pytest.approx(170 / 200)
+    assert row.measured.segments == (("parameters", 17 / 200),)
+
+
+def test_resident_memory_is_drawn_against_what_is_available() -> None:
+    made = rows_of(answers(use(resident=333 * MIB, resident_peak=340 * MIB, capacity=round(20.3 * GIB))))
+    (row,) = made.rows()
+    assert row.process.segments == (("resident", pytest.approx(333 / 1024 / 20.3)),)
+    assert row.process.segments[0][1] < 0.03, "333 MiB of 20.3 GiB are no full bar"
+    assert row.process.capacity == 1
+    assert "of 20.3 GiB available" in row.process.text
+    assert made.columns[-1] == "process"
+    assert row.cells[-1].share == row.process.segments[0][1]
+    assert row.cells[-1].text == "333 MiB of 20.3 GiB"
+
+
+def test_all_bars_share_an_axis_with_ticks() -> None:
+    gpu = use(source="allocator", by_role={"parameters": 6 * GIB}, peak=7 * GIB, capacity=80 * GIB, occupied=7 * GIB)
+    scale = rows_of(answers(gpu)).scale
+    assert [tick.label for tick in scale.ticks] == ["0", "20", "40", "60", "80 GiB"]
+    assert [tick.share for tick in scale.ticks] == [0, 0.25, 0.5, 0.75, 1]
+    cpu = rows_of(answers(use())).scale
+    assert cpu.end == 200 * MIB
+    assert [tick.label for tick in cpu.ticks] == ["0", "50", "100", "150", "200 MiB"]
+
+
+def test_numbers_are_in_columns_and_the_odd_one_stands_out() -> None:
+    def gpu(rank: int, activations: int) -> MemoryUse:
+        roles = {"parameters": 6 * GIB, "activations": activations * GIB, "buffers": 50 * MIB, "other": 90 * MIB}
+        return use(rank, source="allocator", by_role=roles, peak=60 * GIB, capacity=80 * GIB, occupied=60 * GIB)
+
+    made = rows_of(answers(gpu(0, 20), gpu(1, 20), gpu(2, 45)))
+    assert made.columns == ["parameters", "activations", "rest", "total", "process"]
+    assert [[cell.text for cell in row.cells[:4]] for row in made.rows()] == [
+        ["6", "20", "0.137", "26.1"], ["6", "20", "0.137", "26.1"], ["6", "45", "0.137", "51.1"]
+    ]  # fmt: skip
+    assert [[cell.flagged for cell in row.cells[:2]] for row in made.rows()] == [
+        [False, False], [False, False], [False, True]
+    ]  # fmt: skip
+
+
+def test_the_fullest_rank_is_named_with_what_fills_it() -> None:
+    def gpu(rank: int, activations: int) -> MemoryUse:
+        roles = {"parameters": 6 * GIB, "activations": activations * GIB}
+        size = sum(roles.values())
+        return use(rank, source="allocator", by_role=roles, peak=size, capacity=80 * GIB, occupied=size)
+
+    made = rows_of(answers(gpu(0, 48), gpu(1, 49), gpu(2, 68)))
+    assert notice(made) == ("Rank 2 is 92 % full.", "Its activations take 20.0 GiB more than on the leanest rank.")
+    assert figures(made)[0] == {"name": "fullest rank", "value": "74.0 GiB", "remark": "of 80.0 GiB, rank 2"}
+    assert notice(rows_of(answers(gpu(0, 48)))) is None
+
+
+def test_a_rank_near_its_limit_is_flagged() -> None:
+    made = rows_of(answers(use(0), use(1, capacity=510 * MIB)))
+    assert [bool(row.flag) for row in made.rows()] == [False, True]
+    assert made.notes()[0] == "Rank 1: 98 % of the available memory is in use; 10.0 MiB left."
+
+
+def test_of_a_gpu_the_allocator_speaks_and_the_capacity_is_drawn() -> None:
+    gpu = use(
+        source="allocator",
+        by_role={**SIZES, "activations": 840 * MIB},
+        peak=1500 * MIB,
+        capacity=2000 * MIB,
+        occupied=1900 * MIB,
+    )
+    made = rows_of(answers(gpu))
+    (row,) = made.rows()
+    assert row.measured.peak == pytest.approx(0.75)
+    assert row.measured.capacity == 1
+    assert "peak 1.46 GiB, of 1.95 GiB" in row.measured.text
+    assert row.flag.startswith("95 % of the device memory is in use")
+    assert "CUDA's allocator" in made.heading
+    assert not any("Activations of" in note for note in made.notes())
+
+
+def test_words_name_the_source_and_what_is_not_known() -> None:
+    text = memory_bundle(rows_of(answers(use(0), use(1), notes=("No estimate: because.",))))["text/plain"]
+    lines = text.splitlines()
+    assert lines[0] == "model: memory of 2 ranks, 170 MiB on each; measured: storages of live tensors"
+    assert lines[1].startswith("  rank 0: 170 MiB (parameters 40.0 MiB")
+    assert any(line.startswith("Activations of ranks 0-1 are unknown") for line in lines)
+    assert lines[-1] == "No estimate: because."
+
+
+def test_the_page_needs_no_script_and_escapes_names() -> None:
+    made = MemoryRows("<model>")
+    made.update(answers(use(), estimated=SIZES, notes=("<note>",)))
+    html = memory_bundle(made)["text/html"]
+    assert "&lt;model&gt;" in html
+    assert "&lt;note&gt;" in html
+    assert "<script" not in html
+    assert "<svg" not in html
+    HTMLParser().feed(html)
+
+
+def test_every_role_has_a_look_in_the_picture() -> None:
+    for role in (*ROLES, "resident"):
+        assert ET.fromstring(role_swatch(role)).tag.endswith("svg")
+
+
+def test_a_bar_has_its_marks() -> None:
+    (row,) = rows_of(answers(use(capacity=GIB))).rows()
+    svg = bar_svg(row.process, width=120, height=10)
+    ET.fromstring(svg)
+    assert "stroke-dasharray" in svg
+
+
+def test_an_update_is_small_however_many_ranks() -> None:
+    view = MemoryView("model")
+    view.show(answers(*(use(rank) for rank in range(80)), estimated=SIZES))
+    view.refresh(unseen=True)
+    assert len(json.dumps(view.content)) < 50_000
+    assert "16 more ranks are left out." in view.content["notes"]
+    view.close()

@@ -1,0 +1,131 @@
+"""The messages that a page of the timeline gets: small, each span once, and again for a page that missed some."""
+
+from __future__ import annotations
+
+import json
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from axon_nb.widgets.timeline.view import TimelineView
+from tests.unit.widgets.timeline.test_timeline import filled, late, span
+
+
+class Page(TimelineView):
+    """A view that keeps what it would send, and has a page that confirms it."""
+
+    sent: list[bytes]
+
+    def send(self, content: Any, buffers: Any = None) -> None:
+        self.sent.append(bytes(buffers[0]))
+        self.on_message({"op": "ack"})
+
+
+def header_of(message: bytes) -> dict[str, Any]:
+    (size,) = struct.unpack_from("<I", message)
+    return dict(json.loads(message[8 : 8 + size]))
+
+
+@pytest.fixture
+def feed() -> Any:
+    return SimpleNamespace(store=filled(), running_since=None)
+
+
+@pytest.fixture
+def page(feed: Any) -> Any:
+    made = Page(feed, [0, 1])
+    made.sent = []
+    yield made
+    made.close()
+
+
+def test_nothing_is_sent_while_no_page_shows_it(page: Page, feed: Any) -> None:
+    feed.store.add([span(0, 0, 1, "forward")])
+    page.pump()
+    assert page.sent == []
+    assert page.wanted  # until a page has been there, as in a notebook that is executed
+    assert not page.watched
+
+
+def test_spans_are_appended_in_small_messages_and_sent_once(page: Page, feed: Any) -> None:
+    feed.store.add(span(0, i, i + 1, "forward", name=f"Layer{i % 50}") for i in range(5000))
+    page.on_message({"op": "heartbeat"})
+    for _ in range(20):
+        page.pump()
+    headers = [header_of(message) for message in page.sent]
+    assert sum(header["count"] for header in headers) == 5000
+    assert [header["first"] for header in headers] == [
+        sum(h["count"] for h in headers[:i]) for i in range(len(headers))
+    ]
+    assert max(map(len, page.sent)) <= 50_000
+    assert sum(len(header["labels"]) for header in headers) == 50
+    before = len(page.sent)
+    page.pump()
+    assert len(page.sent) == before
+    feed.store.add([late(0, 0, 9, 1), late(1, 5, 9, 1)])
+    page.pump()
+    assert header_of(page.sent[-1])["count"] == 2
+
+
+def test_what_becomes_known_later_is_sent_as_a_patch(page: Page, feed: Any) -> None:
+    page.on_message({"op": "heartbeat"})
+    feed.store.add([late(0, 0, 9, 1)])
+    page.pump()
+    feed.store.add([late(1, 5, 9, 1)])
+    page.pump()
+    last = header_of(page.sent[-1])
+    assert (last["first"], last["count"], last["patched"]) == (1, 1, 1)
+
+
+def test_a_page_that_has_missed_something_gets_everything(page: Page, feed: Any) -> None:
+    page.on_message({"op": "heartbeat"})
+    feed.store.add([span(0, 0, 1, "forward")])
+    page.pump()
+    page.on_message({"op": "resend"})
+    page.pump()
+    last = header_of(page.sent[-1])
+    assert (last["first"], last["count"], last["restart"], len(last["labels"])) == (0, 1, True, 1)
+
+
+def test_a_page_that_is_loaded_again_has_what_was_there(page: Page, feed: Any) -> None:
+    assert page.get_state()["snapshot"] == b""
+    feed.store.add(span(0, i, i + 1, "forward") for i in range(100))
+    page.on_message({"op": "heartbeat"})
+    page.pump()
+    snapshot = page.get_state("snapshot")["snapshot"]
+    assert header_of(snapshot)["count"] == 100
+    assert page.snapshot == b""
+    assert page.reopened
+
+
+def test_a_page_that_is_loaded_again_is_sent_nothing_until_it_can_hear(
+    page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("axon_nb.widgets.timeline.view._ACK_TIMEOUT_S", 1e6)
+    page.on_message({"op": "heartbeat"})
+    feed.store.add([span(0, 0, 1, "forward")])
+    page.pump()
+    assert header_of(page.get_state("snapshot")["snapshot"])["count"] == 1
+    feed.store.add([span(0, 1, 2, "forward")])
+    page.pump()
+    assert len(page.sent) == 1
+    page.on_message({"op": "ready"})
+    page.pump()
+    assert header_of(page.sent[-1])["first"] == 1
+
+
+def test_a_page_that_falls_behind_holds_up_what_follows(page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("axon_nb.widgets.timeline.view._ACK_TIMEOUT_S", 1e6)
+    monkeypatch.setattr(Page, "send", lambda self, content, buffers=None: self.sent.append(bytes(buffers[0])))
+    page.on_message({"op": "heartbeat"})
+    for i in range(4):
+        feed.store.add([span(0, i, i + 1, "forward")])
+        page.pump()
+    assert len(page.sent) == 2
+    number = len(page.sent)
+    page.on_message({"op": "ack", "number": header_of(page.sent[-1])["number"]})
+    page.pump()
+    assert sum(header_of(message)["count"] for message in page.sent) == 4
+    assert len(page.sent) <= number + 1

@@ -1,0 +1,256 @@
+"""The timeline's kernel side: facts, pictures and words, and the messages that a page gets."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.records.spans import Span
+from axon_nb.records.training.pipeline import play
+from axon_nb.widgets.palette import SPAN_PAINTS
+from axon_nb.widgets.timeline.content import figures, page_facts, summarize
+from axon_nb.widgets.timeline.facts import Straggler, timeline_facts
+from axon_nb.widgets.timeline.page import timeline_bundle
+from axon_nb.widgets.timeline.record import timeline_file
+from axon_nb.widgets.timeline.svg import rank_svg, step_svg
+from tests.support.records.straggling import straggling_spans
+
+MS = 1_000_000
+
+
+def span(rank: int, start: float, end: float, kind: str, **more: Any) -> Span:
+    """Times in milliseconds."""
+    return Span(rank, kind, more.pop("name", kind), round(start * MS), round(end * MS))._replace(**more)
+
+
+def filled(*spans: Span, ranks: int = 2) -> SpanStore:
+    store = SpanStore()
+    store.set_groups({"0": list(range(ranks))})
+    store.add(spans)
+    return store
+
+
+intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=8)
+
+
+@given(intervals, intervals, intervals)
+def test_hidden_communication_is_what_runs_beside_computing(
+    moving: list[tuple[int, int]], computing: list[tuple[int, int]], waiting: list[tuple[int, int]]
+) -> None:
+    kinds = (("p2p", moving), ("forward", computing), ("wait", waiting))
+    spans = [span(0, start, start + length, kind) for kind, found in kinds for start, length in found]
+    spans.append(span(0, 0, 1, "cell"))
+    (own,) = timeline_facts(filled(*spans).table()).ranks
+
+    def at(found: list[tuple[int, int]], tick: int) -> bool:
+        return any(start <= tick < start + length for start, length in found)
+
+    ticks = range(100)
+    assert own.communicating * 1e3 == pytest.approx(sum(at(moving, t) for t in ticks))
+    hidden = sum(at(moving, t) and at(computing, t) and not at(waiting, t) for t in ticks)
+    assert own.hidden * 1e3 == pytest.approx(hidden)
+    assert own.waiting * 1e3 == pytest.approx(sum(at(waiting, t) for t in ticks))
+
+
+def test_the_rest_of_a_backward_from_its_last_collective_on_is_not_computing() -> None:
+    buckets = [span(0, 10, 30, "collective", group="0"), span(0, 40, 60, "collective", group="0")]
+    (own,) = timeline_facts(filled(span(0, 0, 60, "backward"), *buckets).table()).ranks
+    assert own.communicating == pytest.approx(0.04)
+    assert own.hidden == pytest.approx(0.02)
+
+
+def late(rank: int, start: float, end: float, sequence: int) -> Span:
+    return span(rank, start, end, "collective", name="all_reduce", group="0", bytes=400, sequence=sequence)
+
+
+def test_the_straggler_is_named() -> None:
+    spans = [
+        late(rank, 100 * i + (80 if rank == 2 else rank), 100 * i + 90, i + 1) for i in range(5) for rank in range(3)
+    ]
+    facts = timeline_facts(filled(*spans, ranks=3).table())
+    assert facts.straggler == Straggler(2, 5, 5, pytest.approx(0.795), 1.0)  # type: ignore[arg-type]
+    assert facts.straggler.evidence.startswith(
+        "It came last to 5 of 5 collectives; the other ranks waited 0.80 s for it"
+    )
+    assert facts.num_collectives == 5
+    assert [own.bytes for own in facts.ranks] == [2000, 2000, 2000]
+    even = [
+        late(rank, 100 * i + (80 if rank == i % 3 else 0), 100 * i + 90, i + 1) for i in range(6) for rank in range(3)
+    ]
+    assert timeline_facts(filled(*even, ranks=3).table()).straggler is None
+
+
+def test_a_moment_of_waiting_in_two_collectives_counts_once() -> None:
+    both = [late(0, 0, 1010, 1), late(0, 5, 1020, 2), late(1, 1000, 1010, 1), late(1, 1005, 1020, 2)]
+    facts = timeline_facts(filled(*both).table())
+    assert facts.ranks[1].waited_for == pytest.approx(1.005), "not 2 s"
+
+
+calls = st.lists(st.tuples(*(st.tuples(st.integers(0, 90), st.integers(1, 30)) for _ in range(3))), max_size=12)
+
+
+@given(calls)
+def test_others_wait_for_a_rank_no_longer_than_the_cell_takes(found: list[tuple[tuple[int, int], ...]]) -> None:
+    spans = [span(rank, 0, 130, "cell") for rank in range(3)]
+    for number, by_rank in enumerate(found, 1):
+        end = max(start + length for start, length in by_rank)
+        spans += [late(rank, start, end, number) for rank, (start, _) in enumerate(by_rank)]
+    for own in timeline_facts(filled(*spans, ranks=3).table()).ranks:
+        assert own.waited_for <= 2 * 0.130 + 1e-9
+
+
+def assert_adds_up(spans: list[Span], ranks: int) -> None:
+    """Computing, own code and waiting exclude each other, and are the cell together."""
+    for own in timeline_facts(filled(*spans, ranks=ranks).table()).ranks:
+        parts = own.forward + own.backward + own.optimizer + own.own_code + own.waiting
+        assert parts == pytest.approx(own.cell, rel=1e-6)
+
+
+@given(intervals, intervals, intervals, intervals)
+def test_columns_exclude_each_other_and_add_up_to_the_cell(
+    forwards: list[tuple[int, int]],
+    backwards: list[tuple[int, int]],
+    waits: list[tuple[int, int]],
+    collectives: list[tuple[int, int]],
+) -> None:
+    kinds = (("forward", forwards), ("backward", backwards), ("wait", waits), ("collective", collectives))
+    spans = [span(0, start, start + length, kind) for kind, found in kinds for start, length in found]
+    assert_adds_up([*spans, span(0, 0, 100, "cell")], 1)
+
+
+def test_the_columns_of_a_straggling_job_add_up_and_show_who_is_late() -> None:
+    """DDP with a rank that sleeps 40 ms in its own code before each of six steps."""
+    spans = straggling_spans(4, steps=6, late=2)
+    assert_adds_up(spans, 4)
+    facts = timeline_facts(filled(*spans, ranks=4).table())
+    for own in facts.ranks:
+        assert (own.own_code >= 6 * 0.040) == (own.rank == 2)
+        assert (own.waiting >= 6 * 0.035) == (own.rank != 2)
+        assert own.waited_for <= 3 * own.cell
+    assert facts.straggler is not None
+    assert facts.straggler.rank == 2
+    assert facts.step == (pytest.approx(0.120, rel=0.02), pytest.approx(0.001, abs=0.002))
+
+
+def drawn_seconds(svg: str, kind: str, seconds: float) -> float:
+    """How long a kind is drawn in the lane of code."""
+    paint = next(paint for paint in SPAN_PAINTS if paint.kind == kind)
+    width = float(re.search(r'width="(\d+)"', svg)[1])  # type: ignore[index]
+    paths = re.findall(rf'd="([^"]*)" fill="{paint.color.both}"', svg)
+    boxes = re.findall(r"M[\d.e-]+ ([\d.]+)h([\d.e-]+)", "".join(paths))
+    return sum(float(length) for top, length in boxes if float(top) < 10) * seconds / width
+
+
+def test_the_picture_paints_own_code_of_the_straggler_and_waiting_of_the_others() -> None:
+    table = filled(*straggling_spans(4, steps=6, late=2), ranks=4).table()
+    end = int(table.columns["end"].max())
+    pictures = [rank_svg(table, rank, 0, end, num_rows=4) for rank in range(4)]
+    for rank, svg in enumerate(pictures):
+        assert (drawn_seconds(svg, "other", end / 1e9) >= 6 * 0.040) == (rank == 2)
+        assert (drawn_seconds(svg, "wait", end / 1e9) >= 6 * 0.035) == (rank != 2)
+
+
+def test_the_running_cell_is_own_code_until_its_span_comes() -> None:
+    table = filled(span(0, 50, 60, "forward")).table()
+    (own,) = timeline_facts(table, running_since=0).ranks
+    assert (own.own_code, own.forward) == (pytest.approx(0.05), pytest.approx(0.01))
+    assert timeline_facts(table).ranks[0].own_code == 0
+
+
+def notice_of(*spans: Span) -> str:
+    return str(summarize(filled(*spans, ranks=4).table()).notice)
+
+
+def test_one_sentence_says_what_costs_most() -> None:
+    assert notice_of(*straggling_spans(4)).startswith("Rank 2 is late. It came last to 36 of 36 collectives")
+    cells = [span(rank, 0, 100, "cell") for rank in range(4)]
+    work = [span(rank, 0, 60, "forward") for rank in range(4)]
+    alone = [span(rank, 60, 90, "collective", name="all_gather") for rank in range(4)]
+    waits = [span(rank, 60, 90, "wait", name="all_gather") for rank in range(4)]
+    beside = [span(rank, 0, 58, "collective", name="all_reduce") for rank in range(4)]
+    assert notice_of(*cells, *work, *alone, *waits, *beside) == (
+        "all_gather is exposed. Ranks spend 30% of their time in communication while they compute nothing."
+    )
+    assert notice_of(*cells, *work).startswith("Own code takes long. 40% of the ranks' time")
+    assert notice_of(*cells, *(span(rank, 0, 95, "forward") for rank in range(4))) == "None"
+
+
+def test_a_pipeline_is_compared_with_its_ideal() -> None:
+    stretched = [own._replace(start_ns=2 * own.start_ns, end_ns=own.start_ns + own.end_ns) for own in pipeline_spans()]
+    assert notice_of(*stretched).startswith("The pipeline is slower than ideal. Its last step took ")
+    assert summarize(filled(*stretched).table()).notice.filter == "waiting"  # type: ignore[union-attr]
+
+
+def test_figures_above_have_the_step_and_its_spread() -> None:
+    summary = summarize(filled(*straggling_spans(4), ranks=4).table())
+    found = {own["name"]: own["value"] for own in figures(summary)}
+    assert list(found) == ["step", "computing", "waiting", "communication hidden"]
+    assert found["step"] == "120 ms"
+    content = page_facts(summary, range(4))["facts"]
+    assert sum(content["shares"].values()) == pytest.approx(1, abs=0.001)
+    assert content["notice"]["filter"] == "rank:2"
+    for row in content["rows"]:
+        assert all(cell["share"] is None or 0 <= cell["share"] <= 1 for cell in row["cells"])
+
+
+def pipeline_spans() -> list[Span]:
+    orders = [[("F", r, 0), ("F", r, 1), ("B", r, 0), ("B", r, 1)] for r in range(2)]
+    ideal = play(orders, {"F": 0.01, "B": 0.02})
+    return [own._replace(group="1", end_ns=own.end_ns - 2 * MS) for own in ideal]
+
+
+def test_words_and_html_tell_the_same_and_need_no_script() -> None:
+    spans = [span(0, 0, 90, "cell", name="In [<3>]"), late(0, 0, 30, 1), late(1, 20, 30, 1), *pipeline_spans()]
+    table = filled(*spans).table()
+    bundle = timeline_bundle(table, [0, 1, 2], title="In [<3>]")
+    words = bundle["text/plain"].splitlines()
+    assert words[0] == f"In [<3>]: 3 ranks, 0.09 s, {len(spans)} spans"
+    assert "communicating 30 ms" in words[1]
+    assert words[3] == "  rank 2: no span"
+    assert "pipeline of ranks 0-1, 2 stages, 2 microbatches" in bundle["text/plain"]
+    assert "ideal: 90 ms" in bundle["text/plain"] or "ideal: " in bundle["text/plain"]
+    html = bundle["text/html"]
+    assert "<script" not in html
+    assert "In [&lt;3&gt;]" in html
+    assert html.count("data:image/svg+xml;base64,") >= 6
+    HTMLParser().feed(html)
+
+
+def test_an_empty_timeline_is_told_too() -> None:
+    bundle = timeline_bundle(SpanStore().table(), [0], title="")
+    assert bundle["text/plain"].splitlines() == ["Timeline: 1 rank, 0.00 s, 0 spans", "  rank 0: no span"]
+
+
+def test_pictures_are_valid_and_show_waiting_in_front_of_a_late_collective() -> None:
+    table = filled(late(0, 0, 40, 1), late(1, 30, 40, 1), span(0, 0, 40, "forward"), span(0, 0, 40, "wait")).table()
+    drawn = rank_svg(table, 0, 0, 40 * MS, num_rows=2)
+    ET.fromstring(drawn)
+    colors = {paint.kind: paint.color.both for paint in SPAN_PAINTS}
+    assert colors["wait"] in drawn
+    assert colors["collective"] in drawn
+    assert colors["forward"] not in drawn  # it waits all the time
+    step = step_svg(pipeline_spans(), [0, 1], 0.1)
+    ET.fromstring(step)
+    assert step.count("<path") == 3  # forward, backward, bubble
+
+
+def test_a_picture_counts_every_part_of_a_unit() -> None:
+    table = filled(*(span(0, i / 10, i / 10 + 0.05, "forward") for i in range(10_000))).table()
+    drawn = rank_svg(table, 0, 0, 1000 * MS, num_rows=1)
+    assert drawn.count("M") == 1  # half of every unit: one box over all
+
+
+def test_the_saved_page_has_the_spans_and_the_script() -> None:
+    store = filled(span(0, 0, 3, "forward", name="</script>"), late(0, 3, 9, 1), late(1, 5, 9, 1))
+    html = timeline_file(store.table(), [0, 1])
+    assert "const make = widget(" in html
+    assert "import {" not in html
+    assert html.count("</script>") == 3
+    assert "export default" not in html

@@ -1,0 +1,39 @@
+"""Whether a cell runs, as `%watch` tells it: ranks that are too busy to answer have not ended theirs."""
+
+from __future__ import annotations
+
+import pytest
+
+from axon_nb.cluster.inspection.job import JobSnapshot, running_cell
+from axon_nb.widgets.watch.page import heading
+from axon_nb.widgets.watch.store import JobStore
+from tests.support.records.jobs import answers, report
+
+SILENT = {0: "has not answered", 1: "has not answered"}
+
+
+@pytest.mark.parametrize(
+    ("cells", "busy", "told"),
+    [
+        ({0: 5, 1: 5}, [0, 1], 5),
+        ({0: 5}, [0, 1], 5),
+        ({0: None}, [1], 0),
+        ({}, [0, 1], 0),
+        ({0: None, 1: None}, [], None),
+        ({0: None, 1: None}, [0, 1], None),
+        ({}, [], None),
+    ],
+)
+def test_a_busy_rank_that_is_silent_runs_its_cell(cells: dict[int, int | None], busy: list[int], told: int) -> None:
+    assert running_cell({rank: report(rank, cell=cell) for rank, cell in cells.items()}, busy) == told
+
+
+def test_the_number_of_the_cell_is_remembered_while_ranks_are_silent() -> None:
+    store = JobStore()
+    store.add(JobSnapshot({}, SILENT, 0), 0.0)
+    assert heading(store) == "2 ranks, a cell is running"
+    store.add(answers(report(0, cell=5), report(1, cell=5)), 1.0)
+    store.add(JobSnapshot({}, SILENT, 0), 2.0)
+    assert heading(store).startswith("2 ranks, In [5] is running")
+    store.add(JobSnapshot({}, SILENT, None), 3.0)
+    assert heading(store).startswith("2 ranks, no cell is running")

@@ -1,0 +1,217 @@
+"""What `%watch` makes of the reports of ranks: runs, loops, words, pages, and the size of an update."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from axon_nb.records.protocol.wire import decode
+from axon_nb.records.training.job import JobReport
+from axon_nb.records.training.progress import Bar
+from axon_nb.widgets import view as live_view
+from axon_nb.widgets.watch.page import watch_bundle
+from axon_nb.widgets.watch.store import JobStore, merge_bars
+from axon_nb.widgets.watch.view import WatchView
+from tests.support.records.jobs import answers, report, row
+
+MAX_UPDATE = 50_000
+
+
+def curve(store: JobStore, name: str) -> list[tuple[float, float, float]]:
+    """(step, lowest, highest) of each point."""
+    return [(point.step, point.low, point.high) for point in store.metrics[name].points()]
+
+
+def test_ranks_are_one_curve() -> None:
+    store = JobStore()
+    store.add(answers(report(0, [row(0, loss=3.0), row(1, loss=2.0)]), report(1, [row(0, loss=4.0)])), 0.0)
+    store.add(answers(report(0), report(1, [row(1, loss=2.5)])), 0.5)
+    assert curve(store, "loss") == [(0, 3.0, 4.0), (1, 2.0, 2.5)]
+
+
+def test_steps_that_begin_again_are_a_new_curve_on_all_ranks() -> None:
+    store = JobStore()
+    store.add(answers(report(0, [row(5, loss=1.0)]), report(1, [row(5, loss=1.0)])), 0.0)
+    again = row(0, (7, 0), is_first=False, loss=9.0)
+    store.add(answers(report(0, [again]), report(1, [row(6, loss=1.5)])), 1.0)
+    assert curve(store, "loss") == [(0, 9.0, 9.0)]
+    store.add(answers(report(0), report(1, [row(0, (7, 0), is_first=False, loss=8.0)])), 2.0)
+    assert curve(store, "loss") == [(0, 8.0, 9.0)]
+    assert "Steps started again: the curves show the last run." in store.notes()
+
+
+def test_a_fresh_rank_joins_the_curve_of_the_others() -> None:
+    store = JobStore()
+    store.add(answers(report(0, [row(5, (3, 0), loss=1.0)]), report(1, [row(5, (3, 0), loss=2.0)])), 0.0)
+    store.add(answers(report(0, [row(6, (3, 0), loss=1.0)]), report(1, [row(6, (8, 0), loss=0.5)], pid=999)), 1.0)
+    assert curve(store, "loss") == [(5, 1.0, 2.0), (6, 0.5, 1.0)]
+    assert store.notes() == []
+
+
+def test_one_bar_over_ranks_names_the_slowest() -> None:
+    bars = {rank: [Bar("epochs", 0, 30 + 5 * (rank % 3), 100, 10.0, False)] for rank in range(4)}
+    (merged,) = merge_bars(bars)
+    assert (merged.low, merged.high, merged.is_over) == (0.3, 0.4, False)
+    assert merged.text == ("30/100 on ranks 0,3, the slowest; 40/100 on rank 2, the fastest, 3 it/s, 23.3 s left")
+    same = merge_bars({0: [Bar("", 0, 7, None, 2.0, False)], 1: [Bar("", 0, 7, None, 2.0, False)]})
+    assert same[0].text == "7 it on ranks 0-1, 3.5 it/s"
+    over = merge_bars({0: [Bar("x", 0, 4, 10, 2.0, True)], 1: [Bar("x", 0, 4, 10, 2.0, True)]})
+    assert over[0].text == "4/10 on ranks 0-1, stopped after 2.0 s"
+
+
+def test_loops_that_run_come_before_those_that_are_over() -> None:
+    bars = {0: [Bar("done", 0, 1, 1, 1.0, True), Bar("outer", 0, 1, 2, 1.0, False), Bar("inner", 1, 0, 2, 0.0, False)]}
+    assert [bar.desc for bar in merge_bars(bars)] == ["outer", "inner", "done"]
+
+
+def full(num_ranks: int, names: int = 8, steps: int = 300) -> WatchView:
+    """As much as a panel shows."""
+    view = WatchView(lambda: None)
+    words = "waiting in reduce_scatter_tensor at line 104 for ranks 0-3,5-9,11-63, for 12.1 s"
+    bars = [Bar(f"a loop with a long name {i}", i, 10 + i, 100, 3.0, False) for i in range(12)]
+    for second in range(steps):
+        rows = [row(second, **{f"metric_with_a_name_{i}": 1 / (second + 1) for i in range(names)})]
+        told = [
+            report(rank, rows, bars=bars, steps_per_s=12.3 + rank, items_per_s=32.0, communication=0.31)
+            for rank in range(num_ranks)
+        ]
+        view.add([answers(*told, words=dict.fromkeys(range(num_ranks), words))], float(second))
+    view.refresh(unseen=True)
+    return view
+
+
+def size_of(content: Any) -> int:
+    """Bytes of an update: JSON, and what travels beside it."""
+    extra = 0
+
+    def plain(value: Any) -> Any:
+        nonlocal extra
+        if isinstance(value, bytes):
+            extra += len(value)
+            return None
+        raise TypeError(type(value))
+
+    return len(json.dumps(content, default=plain)) + extra
+
+
+def test_an_update_is_small_however_much_there_is() -> None:
+    view = full(72)
+    content = view.content
+    assert size_of(content) < MAX_UPDATE
+    assert len(content["ranks"]) == 64
+    assert "8 more ranks are left out of the table." in content["notes"]
+    assert len(content["charts"]) == 11
+    view.close()
+
+
+def test_nothing_is_sent_when_no_page_shows_it() -> None:
+    view = WatchView(lambda: None)
+    before = view.content
+    view.add([answers(report(0, [row(0, loss=1.0)]))], 0.0)
+    assert view.content is before
+    view._handle_custom_msg({"op": "heartbeat"}, [])
+    assert view.content["charts"][0]["name"] == "loss"
+    assert view.watched
+    view.add([answers(report(0, [row(1, loss=0.5)]))], 0.5)
+    assert view.content["updates"] == 2
+    view.close()
+
+
+def test_the_button_ends_the_cell() -> None:
+    pressed: list[str] = []
+    view = WatchView(lambda: pressed.append("stop"))
+    view._handle_custom_msg({"op": "heartbeat"}, [])
+    view._handle_custom_msg({"op": "stop"}, [])
+    assert pressed == ["stop"]
+    view.close()
+
+
+def test_words_say_what_the_pictures_show() -> None:
+    store = JobStore()
+    reports = [
+        report(rank, [row(10, loss=2.0 + rank), row(11, accuracy=math.nan)], steps_per_s=2.0 + rank, items_per_s=32.0,
+               communication=0.25 * (rank + 1))
+        for rank in range(2)
+    ]  # fmt: skip
+    store.add(answers(*reports, words={1: "waiting in all_reduce at line 4 for rank 0, for 2.1 s", 2: "is dead"}), 0.0)
+    lines = watch_bundle(store)["text/plain"].splitlines()
+    assert lines[0] == ("3 ranks, In [1] is running: 2 steps/s, 64 items/s, 38 % of the time in communication")
+    assert "  loss: 2.5 at step 10 (2 on rank 0 to 3 on rank 1)" in lines
+    assert "  communication: 38 % (25 % on rank 0 to 50 % on rank 1)" in lines
+    waits = "waiting in all_reduce at line 4 for rank 0, for 2.1 s"
+    assert f"  rank 1: {waits}; step 11; 3 steps/s; communication 50 %; 300 MiB" in lines
+    assert "  rank 2: is dead" in lines
+    assert "accuracy is not finite on ranks 0-1, since step 11." in lines
+    assert "No report from rank 2 yet." in lines
+
+
+def test_the_page_needs_no_script_and_escapes_names() -> None:
+    store = JobStore()
+    bar = Bar("<b>", 0, 1, 2, 1.0, False)
+    store.add(answers(report(0, [row(0, **{"<i>": 1.0})], bars=[bar]), words={0: "in <all_reduce>"}), 0.0)
+    html = watch_bundle(store)["text/html"]
+    for text in ("&lt;b&gt;", "&lt;i&gt;", "in &lt;all_reduce&gt;"):
+        assert text in html
+    assert "<script" not in html
+    assert "<svg" not in html, "inline SVG is stripped from notebooks that are not trusted"
+    HTMLParser().feed(html)
+
+
+def test_a_saved_page_is_small() -> None:
+    view = full(8)
+    assert len(view.to_bundle()["text/html"]) < 250_000
+    view.close()
+
+
+def test_nothing_has_a_page_too() -> None:
+    assert watch_bundle(JobStore())["text/plain"] == "0 ranks, no cell is running"
+
+
+def test_a_report_is_read_from_json() -> None:
+    answer = {
+        "rank": 1,
+        "state": {"rank": 1, "activity": "running", "time_ns": 5},
+        "rows": [{"step": 3, "run": [7, 0], "is_first": True, "values": {"loss": "nan", "lr": 0.5}}],
+        "bars": [{"desc": "x", "depth": 0, "done": 1, "total": None, "seconds": 0.5, "is_over": False, "unit": "it"}],
+        **dict.fromkeys(("pid", "position", "lost", "steps", "span_position"), 1),
+        **dict.fromkeys(("steps_per_s", "items_per_s", "communication")),
+        "is_last": True,
+    }
+    found = decode(JobReport, json.loads(json.dumps(answer)))
+    assert found.rows[0].run == (7, 0)
+    assert math.isnan(found.rows[0].values["loss"])
+    assert found.bars[0].desc == "x"
+
+
+def test_a_page_whose_signs_are_held_up_by_the_cell_counts_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(live_view, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    view = WatchView(lambda: None)
+    view.on_cell_start()
+    assert not view.watched, "nobody has shown it yet"
+    view._handle_custom_msg({"op": "heartbeat"}, [])
+    view.on_cell_end()
+    view.on_cell_start()
+    clock[0] += 60
+    assert view.watched, "nothing has come through since the cell began"
+    view._handle_custom_msg({"op": "heartbeat"}, [])
+    clock[0] += 60
+    assert not view.watched, "something had come through: the page is gone"
+    view.on_cell_end()
+    assert not view.watched
+    view.close()
+
+
+def test_names_without_a_curve_are_told_and_their_number_is_bounded() -> None:
+    store = JobStore()
+    store.add(answers(report(0, [row(0, **{f"n{i}": 1.0 for i in range(70)})])), 0.0)
+    notes = store.notes()
+    assert notes[0].startswith("Only 8 metrics have a curve; not shown: n8, n9, ")
+    assert notes[0].endswith(", n19 and 44 more.")
+    assert notes[1] == "Only 64 metrics are stored; 6 more were dropped."
+    assert len(store.metrics) == 64
