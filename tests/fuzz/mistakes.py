@@ -37,10 +37,10 @@ _FLOODS = {
     "stderr": "for i in range(60_000): sys.stderr.write(f'line {i} of what went wrong, and more words of it\\n')",
     "a child process": "os.system('yes some words of a child process that never ends | head -c 4000000')",
     "a progress bar": "for i in range(60_000): sys.stderr.write(f'\\rstep {i} ' + '#' * 60)",
-    "displays": "from IPython.display import HTML, display\nfor i in range(50): display(HTML('x' * 100_000))",
+    "displays": "from IPython.display import HTML, display\nfor i in range(400): display(HTML('x' * 100_000))",
 }
-MOST_SHOWN = 5_000_000
-"""Characters that a flooded cell may show; its ranks write 100 MB."""
+MOST_TEXT, MOST_DISPLAYED = 5_000_000, 34_000_000
+"""Characters of text and of displays that a flooded cell may show; its ranks write 40 to 160 MB."""
 
 
 def _steps(rng: random.Random) -> tuple[str, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from typing import Any
 from tests.fuzz.fault import Fault
 from tests.fuzz.faults import make_fault
 from tests.fuzz.losses import lose
-from tests.fuzz.mistakes import MOST_SHOWN
+from tests.fuzz.mistakes import MOST_DISPLAYED, MOST_TEXT
 from tests.support.kernel import Kernel, Reply
 from tests.support.processes import footprint
 
@@ -208,9 +208,9 @@ class Fuzz:
             outcome.problems.append(f"ended with {reply.ename or reply.status}, not with {' or '.join(fault.ends)}")
         elif not re.search(fault.says, reply.traceback):
             outcome.problems.append(f"the report does not say {fault.says!r}")
-        shown = sum(map(len, (reply.stdout, reply.stderr, *map(str, reply.displays))))
-        if shown > MOST_SHOWN:
-            outcome.problems.append(f"the cell shows {shown:,} characters")
+        text, displayed = len(reply.stdout) + len(reply.stderr), sum(len(str(display)) for display in reply.displays)
+        if text > MOST_TEXT or displayed > MOST_DISPLAYED:
+            outcome.problems.append(f"the cell shows {text:,} characters of text and {displayed:,} of displays")
 
     def _repair(self, fault: Fault, outcome: Outcome) -> None:
         if fault.loses in ("agent", "controller"):  # the cluster is a new one
