@@ -186,7 +186,7 @@ def killed(me: Rank) -> Outcome:
             0.2, group.connection_closer()
         ).start()  # as an abort does; not every rank sees that its peer is gone
         out[arm] = {"in the collective": _tried(lambda group=group, tensor=tensor: group.allreduce([tensor]).wait())}
-    out["told in"] = time.monotonic() - began
+    out["reported in"] = time.monotonic() - began
     for arm, group in groups.items():
         began = time.monotonic()
         result = _tried(lambda group=group: group.rebuild(1))

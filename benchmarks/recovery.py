@@ -121,11 +121,11 @@ class Faults:
         begin = time.time()
         os.kill(pid, signal.SIGKILL)  # a process of this kernel's own cluster
         reply = self.kernel.collect(request, timeout=_TIMEOUT_S)
-        told = time.time() - begin
+        reported = time.time() - begin
         assert "SIGKILL" in reply.traceback, reply.traceback
         begin = time.time()
         self.kernel.ok("%distributed repair", timeout=_TIMEOUT_S)
-        return told, time.time() - begin
+        return reported, time.time() - begin
 
     def attached(self) -> float:
         """Seconds of `%distributed attach` after a restart of the kernel while a cell ran."""
@@ -168,7 +168,7 @@ def measure(faults: Faults, *, times: int) -> list[Row]:
         rows += rows_of(f"deadlock: {name}", seconds, most=2.0)
     rounds = max(2, times // 4)
     deaths = [faults.killed() for _ in range(rounds)]
-    rows += rows_of("SIGKILL in a barrier, told", [told for told, _ in deaths], most=0.2)
+    rows += rows_of("SIGKILL in a barrier, reported", [reported for reported, _ in deaths], most=0.2)
     rows += rows_of("`%distributed repair`", [repaired for _, repaired in deaths], most=1.0)
     rows += rows_of("`%distributed attach` to a running cell", _repeat(faults.attached, rounds), most=0.5)
     return rows

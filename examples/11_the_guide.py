@@ -74,7 +74,7 @@ def your_model():
 
 @torch.no_grad()
 def accuracy(model):
-    """The share of the 357 test digits that a model tells right; each rank tests a part of them."""
+    """The share of the 357 test digits that a model classifies correctly; each rank tests a part of them."""
     mine = slice(1440 + rank, None, world_size)
     hits = (model(pixels[mine]).argmax(1) == labels[mine]).float()
     return reduce_metrics({"accuracy": hits.mean()}, weight=len(hits))["accuracy"]

@@ -105,13 +105,13 @@ def _shoot(page: LabPage, view: str, folder: Path) -> None:
 
 def _ask_what_if(page: LabPage) -> None:
     """Simulate the current setup, then the same on twice as many ranks."""
-    told = "(words) => document.querySelector('.axon-memory-answer')?.textContent.includes(words)"
+    reported = "(words) => document.querySelector('.axon-memory-answer')?.textContent.includes(words)"
     simulated = "() => /peak.*simulated/.test(document.querySelector('.axon-memory-answer')?.textContent)"
     page.page.wait_for_function(simulated, timeout=ANSWER_MS)
     ranks = page.page.locator(".axon-memory-what-if input[name=world]")
     ranks.fill("8")
     ranks.press("Tab")
-    page.page.wait_for_function(told, arg="on 8 ranks", timeout=ANSWER_MS)
+    page.page.wait_for_function(reported, arg="on 8 ranks", timeout=ANSWER_MS)
     page.page.wait_for_function(simulated, timeout=ANSWER_MS)
 
 

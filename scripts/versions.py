@@ -79,8 +79,8 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200, help="number of fuzz faults per version")
     parser.add_argument("--only", default="", metavar="SUBJECT", help="only this subject, such as 'FSDP2'")
     options = parser.parse_args()
-    if options.only and options.only not in {*SUBJECTS, TIER}:
-        parser.error(f"--only must be one of {', '.join([*SUBJECTS, TIER])}; got {options.only!r}")
+    if options.only and options.only not in {*SUBJECTS, FUZZ, TIER}:
+        parser.error(f"--only must be one of {', '.join([*SUBJECTS, FUZZ, TIER])}; got {options.only!r}")
     failed = False
     for version in options.torch:
         python = environment(options.folder, version, options.python)
@@ -112,8 +112,8 @@ def environment(folder: Path, version: str, python: str) -> Path:
 def examine(python: Path, faults: int, only: str) -> dict[str, Any]:
     """Run the selected tests in one environment and save the results."""
     facts = "import torch, sys; print(torch.__version__, '%d.%d.%d' % sys.version_info[:3])"
-    told = subprocess.run([python, "-W", "ignore", "-c", facts], capture_output=True, text=True, check=True)
-    build, interpreter = told.stdout.split()
+    reported = subprocess.run([python, "-W", "ignore", "-c", facts], capture_output=True, text=True, check=True)
+    build, interpreter = reported.stdout.split()
     print(f"== torch {build}, Python {interpreter}", flush=True)
     path = RESULTS / f"torch-{build.partition('+')[0]}-py{interpreter.rpartition('.')[0]}.json"
     earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -121,9 +121,9 @@ def examine(python: Path, faults: int, only: str) -> dict[str, Any]:
     start = time.monotonic()
     if only == TIER:
         kept[TIER] = run_tier(python)
-    else:
+    elif only != FUZZ:
         kept |= run_tests(python, {only: SUBJECTS[only]} if only else SUBJECTS)
-    if faults and not only:
+    if faults and only in {"", FUZZ}:
         kept[FUZZ] = run_fuzz(python, faults)
     result = {
         "torch": build,

@@ -1,4 +1,4 @@
-"""Asking for completions and help in a page, as somebody does who types."""
+"""Asks for completions and help in a page by typing."""
 
 from __future__ import annotations
 

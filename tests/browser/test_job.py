@@ -76,7 +76,7 @@ def _is_live(page: LabPage) -> None:
     loss.focus()
     page.page.keyboard.press("End")
     said = ""
-    for _ in range(20):  # of the newest steps not all ranks may have told their number yet
+    for _ in range(20):  # some ranks may not have reported the newest steps yet
         page.page.keyboard.press("ArrowLeft")
         said = page.page.locator(f"{PANEL} [aria-live]").inner_text()
         if "over ranks" in said:

@@ -1,4 +1,4 @@
-"""Jupyter Notebook 7: live views, pictures that stay, failures, the stop button, completion; as in JupyterLab."""
+"""Jupyter Notebook 7 as JupyterLab: live views, saved pictures, failures, the stop button, completion."""
 
 from __future__ import annotations
 

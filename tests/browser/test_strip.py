@@ -1,4 +1,4 @@
-"""The strip in JupyterLab: it moves while a cell runs, and what it showed stays."""
+"""The strip in JupyterLab: it moves while a cell runs, and its last state remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python interface, from a script that has neither a notebook nor an event loop."""
+"""The Python API in a script without a notebook or an event loop."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_push_to_some_ranks(script: Script) -> None:
 
 
 def test_status_is_a_table_of_ranks(script: Script) -> None:
-    # A rank that has no time to answer is told as one that does not.
+    # A rank that is too busy to answer is reported as one that does not.
     idle = "s = c.status()\ns['state'].tolist(), s['cell'].isna().tolist()"
     assert until(lambda: script.value(idle) == (["idle", "idle"], [True, True]), timeout=60)
     assert script.value("list(s.columns)") == [
@@ -235,9 +235,9 @@ def test_status_is_a_table_of_ranks(script: Script) -> None:
 
 def test_status_tells_what_ranks_do(script: Script) -> None:
     script.ok("h = c.run_noblock('import time\\ntime.sleep(600)', cell=41, quiet=True)")
-    told = ([41, 41], ["running line 2"] * 2)
+    reported = ([41, 41], ["running line 2"] * 2)
     look = "s = c.status()\ns['cell'].dropna().tolist(), s['state'].tolist()"
-    assert until(lambda: script.value(look) == told, timeout=60)
+    assert until(lambda: script.value(look) == reported, timeout=60)
     script.ok("h.cancel()")
     assert "KeyboardInterrupt" in script.run("h.result(100)").kinds
 

@@ -56,10 +56,10 @@ def test_a_rank_that_dies_while_it_saves_in_the_background(script: Script, tmp_p
     dying = "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
     assert "SIGKILL" in run(script, f"{SAVE.format(how='async_save', step=2)}\n{dying}")
     script.ok("c.repair(source=0)")
-    told = run(script, SAVE.format(how="save", step=3))
-    if told:  # it was not fast enough
-        assert "The background save of step 2 failed: rank 1 was replaced and did not take part" in told
+    reported = run(script, SAVE.format(how="save", step=3))
+    if reported:  # it was not fast enough
+        assert "The background save of step 2 failed: rank 1 was replaced and did not take part" in reported
         script.ok(f"c.run({SAVE.format(how='save', step=3)!r}, quiet=True)")
     resumed = script.value(f"c.run({RESUMED!r}, quiet=True).values")
     assert resumed[0] == resumed[1]
-    assert resumed[0][2] == ([1, 3] if told else [1, 2, 3])
+    assert resumed[0][2] == ([1, 3] if reported else [1, 2, 3])

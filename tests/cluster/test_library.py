@@ -1,4 +1,4 @@
-"""`axon_nb.comm` and `axon_nb.parallel` on ranks of a cluster: attached to the group that is there, recoverable."""
+"""`axon_nb.comm` and `axon_nb.parallel` on a cluster's ranks: attached to the existing group, recoverable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a script ends, nothing of its cluster outlives it for longer than it should."""
+"""However a script ends, its cluster ends soon after."""
 
 from __future__ import annotations
 

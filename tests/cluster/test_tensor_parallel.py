@@ -1,4 +1,4 @@
-"""A model cut over ranks in cells: a step that is aborted and run again gives what it would have given."""
+"""A tensor-parallel model in cells: a step that is aborted and run again gives the same result."""
 
 from __future__ import annotations
 

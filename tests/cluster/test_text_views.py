@@ -1,4 +1,4 @@
-"""Views where nothing can be drawn: text, in a plain Python process and in IPython's terminal."""
+"""Views as text: in a plain Python process and in IPython's terminal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_script_gets_text(script: Script) -> None:
             shown.append(script.ok(f"_ = axon_nb.show.{view}({names}cluster=c)").out)
             return not missing_words(view, shown[-1])
 
-        # A rank that has no time to answer is told as one that does not.
+        # A rank that is too busy to answer is reported as one that does not.
         assert until(complete, timeout=240), shown[-1]
 
 

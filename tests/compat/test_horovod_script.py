@@ -27,7 +27,7 @@ try:
         hvd.synchronize(handle)
     hvd.allreduce(torch.ones(3))
 except hvd.HorovodInternalError as error:
-    print("told:", error, flush=True)
+    print("reported:", error, flush=True)
     raise
 """
 

@@ -25,20 +25,20 @@ def answer(code: str, *, timeout_s: float = 60.0) -> Answer:
     return Child(["-c", code], timeout_s=timeout_s).answer()
 
 
-def told(*capabilities: dict[str, object]) -> Answer:
+def reported(*capabilities: dict[str, object]) -> Answer:
     content = {"torch": "2.15.0+cu132", "python": "3.11.7", "seconds": 0.9, "capabilities": list(capabilities)}
     return answer(f"import json; print('a library says hello'); print(json.dumps({content!r}))")
 
 
 def test_working_capabilities_are_listed() -> None:
-    section = self_test(told(CAPABILITY))
+    section = self_test(reported(CAPABILITY))
     assert section.name == "self-test of torch 2.15.0+cu132 (0.90 s)"
     (finding,) = section.findings
     assert (finding.label, finding.value, finding.severity) == (CAPABILITY["label"], "works", "ok")
 
 
 def test_a_missing_capability_is_a_problem_with_consequence_and_fix() -> None:
-    section = self_test(told(CAPABILITY, CAPABILITY | {"works": False, "reason": "no attribute _resume"}))
+    section = self_test(reported(CAPABILITY, CAPABILITY | {"works": False, "reason": "no attribute _resume"}))
     finding = section.findings[1]
     assert finding.severity == "problem"
     assert finding.value == "does not work (no attribute _resume)"

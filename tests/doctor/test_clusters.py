@@ -45,7 +45,7 @@ class Desk:
         return axon_nb(*arguments, **self.env)
 
     def entries(self) -> list[dict[str, Any]]:
-        """What `axon-nb list` tells."""
+        """Output of `axon-nb list`."""
         return list(self.run("list", "--json").json())
 
     def entry(self, name: str) -> dict[str, Any]:

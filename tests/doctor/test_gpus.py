@@ -46,7 +46,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, library: Path | None = None, limit_s: float = 60.0, **env: str) -> Answer:
-    """What NVML tells."""
+    """What NVML reports."""
     if library is not None:
         monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
     for name, value in env.items():

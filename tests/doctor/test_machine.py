@@ -123,8 +123,8 @@ def test_the_number_of_files_that_is_needed_suffices_and_fewer_are_refused_at_on
         assert (done.returncode == 0) is works, done.stderr
         if not works:
             (error,) = [line for line in done.stderr.splitlines() if line.startswith("axon_nb.errors.StartError: ")]
-            told = f"2 ranks need {needed} open files, but the limit here is {limit}. "
-            assert error.removeprefix("axon_nb.errors.StartError: ").startswith(told)
+            reported = f"2 ranks need {needed} open files, but the limit here is {limit}. "
+            assert error.removeprefix("axon_nb.errors.StartError: ").startswith(reported)
             assert error.endswith(".")
             assert "Raise the hard limit" in error or "Start the container" in error
 

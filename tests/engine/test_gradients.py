@@ -1,4 +1,4 @@
-"""Gradients are told to threads that look at a rank while it trains, and looking never ends the process."""
+"""Threads can read gradients while a rank trains, and reading them never crashes the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we use of the private parts of other packages is there: the first tests to fail after an update."""
+"""Private hooks exist in the installed versions: the first tests to fail after an update."""
 
 from __future__ import annotations
 

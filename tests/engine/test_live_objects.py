@@ -1,4 +1,4 @@
-"""Wrappers of models are known from when they are made, in a process of its own: classes of torch are changed in it."""
+"""Wrappers of models are known from their creation; in a separate process, as torch's classes are changed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ assert found()["ddp"] == [early] and len(passes) == 1
 from torch.distributed.fsdp import fully_shard
 model = fully_shard(nn.Linear(4, 4))
 there = found()
-assert there["fsdp"] == [model] and len(passes) == 1, "torch's own table tells"
+assert there["fsdp"] == [model] and len(passes) == 1, "as torch's own table says"
 
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))

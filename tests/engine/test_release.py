@@ -1,4 +1,4 @@
-"""A failed cell keeps no memory: what its functions held in local variables is free when the next cell begins."""
+"""A failed cell keeps no memory: its functions' local variables are freed before the next cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self-test: everything works on this torch, a hook that is gone is named, and the verdict is made once."""
+"""The self-test: everything works on this torch, a missing hook is named, and the verdict is cached."""
 
 from __future__ import annotations
 

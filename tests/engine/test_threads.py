@@ -1,4 +1,4 @@
-"""Threads that may still communicate are told from those of libraries."""
+"""Distinguishes threads that may still communicate from those of libraries."""
 
 from __future__ import annotations
 

@@ -58,14 +58,14 @@ def _tell(expression: str) -> str:
     return f"import sys\n_ = sys.stdout.write(f'every loss: {{({expression})!r}}\\n')\n"
 
 
-def told(text: str) -> set[str]:
+def reported(text: str) -> set[str]:
     """What the lines of `_tell` say."""
     return set(re.findall(r"every loss: (.*)", text))
 
 
 @pytest.fixture(scope="module")
 def execute(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], NotebookNode]:
-    """Executes an example, named without its suffix; each once. At its end it tells the losses that it has."""
+    """Executes an example, named without its suffix; each once. At its end it prints its losses."""
 
     def run(name: str) -> NotebookNode:
         source, folder = ROOT / "examples" / f"{name}.py", tmp_path_factory.mktemp(name)
@@ -163,11 +163,11 @@ def test_sharded_training_learns_and_memory_is_as_estimated(execute: Callable[[s
 @pytest.mark.slow
 def test_the_guide_finds_what_it_claims(execute: Callable[[str], NotebookNode]) -> None:
     notebook = execute(GUIDE)
-    told = streams(notebook)
-    assert ": False" not in told
-    assert "process 0 of 1;" not in told, "Accelerate trains every rank by itself"
-    assert told.count(": True") >= 12
-    accuracies = [float(number) for number in re.findall(r"([0-9.]+)% right", told)]
+    reported = streams(notebook)
+    assert ": False" not in reported
+    assert "process 0 of 1;" not in reported, "Accelerate trains every rank by itself"
+    assert reported.count(": True") >= 12
+    accuracies = [float(number) for number in re.findall(r"([0-9.]+)% right", reported)]
     assert len(accuracies) >= 7
     assert min(accuracies) > 85
     (hanging,) = [cell for cell in notebook.cells if "raises-exception" in cell.metadata.get("tags", [])]
@@ -236,9 +236,9 @@ def test_exported_example_prints_the_same_losses(
     lines = re.findall(rf"^(?:\[ranks? [0-9,-]+\] )?(.*\b(?:{said})\b.*[0-9]\.[0-9]+.*)$", shown, re.MULTILINE)
     assert not [line for line in dict.fromkeys(lines) if line not in printed and " s" not in line], printed
     if name in LOSSES:
-        assert told(printed) == told(shown)
-        assert all("." in line for line in told(shown))
-        assert told(shown)
+        assert reported(printed) == reported(shown)
+        assert all("." in line for line in reported(shown))
+        assert reported(shown)
 
 
 @pytest.mark.slow

@@ -120,9 +120,9 @@ del os.environ["ACCELERATE_USE_FSDP"]
 fresh()
 """
     )
-    told = "axon_nb: Accelerate does not support FSDP on CPUs; it trains this model with DistributedDataParallel, "
-    assert told in reply.stdout
-    assert all(told in line for line in reply.lines())
+    reported = "axon_nb: Accelerate does not support FSDP on CPUs; it trains this model with DistributedDataParallel, "
+    assert reported in reply.stdout
+    assert all(reported in line for line in reply.lines())
 
 
 def test_a_step_that_a_rank_breaks_off_can_be_made_again(two: Kernel) -> None:

@@ -56,7 +56,7 @@ assert (arguments.world_size, arguments.process_index, str(arguments.device)) ==
 assert trainer.is_world_process_zero() == (rank == 0)
 """,
     )
-    # A rank that is waited for is told in a display of its own.
+    # The notice of a slow rank is a separate display.
     tables = [shown for shown in map(str, reply.displays) if "<progress" in shown]
     table = tables[-1]
     assert "Training Loss" in table, "the Trainer's own table for notebooks, shown as it grows"

@@ -16,7 +16,7 @@ __all__ = ["write_figures"]
 
 _LEGEND = (
     "4 ranks with DDP, FSDP2, tensor parallel and two pipelines alive throughout; time from the fault (the last press "
-    "of the stop button) to the end of the cell, groups formed anew. A step apart: some ranks had ended a step of an "
+    "of the stop button) to the end of the cell, with groups rebuilt. A step apart: some ranks had ended a step of an "
     "object in which another failed."
 )
 

@@ -15,7 +15,7 @@ from axon_nb.parallel.models import Block
 from axon_nb.plan.footprint.plan import MemoryPlan
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.process.worker import run_in_process
-from tests.gpu.card_peaks import BATCH, CONFIG, Case, told
+from tests.gpu.card_peaks import BATCH, CONFIG, Case, reported
 from tests.plan.many import plans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -34,7 +34,7 @@ CASES = [
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Peak bytes of each case on the GPU."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.card_peaks", str(tmp_path_factory.mktemp("card") / "store"), told(CASES)],
+        [sys.executable, "-m", "tests.gpu.card_peaks", str(tmp_path_factory.mktemp("card") / "store"), reported(CASES)],
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,

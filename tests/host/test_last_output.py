@@ -1,4 +1,4 @@
-"""The last output reported for a dead rank belongs to its death, however long dying took."""
+"""The last output reported for a dead rank is from before its death, however long dying took."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Environment:
         return [" ".join(process.cmdline()) for process in left]
 
     def run_quickstart(self, prefix: list[str] | None = None) -> NotebookNode:
-        """Execute a copy of the quickstart far from the repository; it tells at its end what it has imported.
+        """Execute a copy of the quickstart far from the repository; it prints at its end what it has imported.
 
         Args:
             prefix: a command that runs the rest of its arguments.

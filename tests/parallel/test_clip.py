@@ -133,13 +133,13 @@ def test_the_norm_is_that_of_one_process(gloo: Any, ranks: int, layout: str) -> 
     def work(world: World) -> Any:
         model, groups = LAYOUTS[layout](world)
         norms = [grad_norm(model, norm_type=order, groups=groups) for order in ORDERS]
-        told = clip_grad_norm(model, 0.1, groups=groups)
-        return norms, told, grad_norm(model, groups=groups)
+        reported = clip_grad_norm(model, 0.1, groups=groups)
+        return norms, reported, grad_norm(model, groups=groups)
 
     expected = [_reference(order) for order in ORDERS]
-    for norms, told, after in gloo(ranks).run(work):
+    for norms, reported, after in gloo(ranks).run(work):
         assert norms == pytest.approx(expected, rel=1e-10)
-        assert told == pytest.approx(expected[0], rel=1e-10)
+        assert reported == pytest.approx(expected[0], rel=1e-10)
         assert after == pytest.approx(0.1 * expected[0] / (expected[0] + 1e-6), rel=1e-9)
 
 

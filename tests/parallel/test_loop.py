@@ -80,17 +80,17 @@ def test_a_failed_save_raises_on_all_ranks(two: Any, tmp_path: Path) -> None:
     good.write_bytes(b"the last good one")
 
     def work(world: World, folder: str) -> list[str]:
-        told = []
+        reported = []
         for state, name in (({"a": 1}, "missing/model.pt"), ({"f": lambda: 0}, "model.pt")):
             try:
                 save_on_main(state, f"{folder}/{name}")
             except CommError as error:
-                told.append(str(error))
-        return told
+                reported.append(str(error))
+        return reported
 
-    for told in two.run(work, str(tmp_path)):
-        assert len(told) == 2
-        assert all("Rank 0 could not write the checkpoint" in text for text in told)
+    for reported in two.run(work, str(tmp_path)):
+        assert len(reported) == 2
+        assert all("Rank 0 could not write the checkpoint" in text for text in reported)
     assert good.read_bytes() == b"the last good one"
     assert [item.name for item in tmp_path.iterdir()] == ["model.pt"]
     with pytest.raises(UsageError, match="No checkpoint"):
@@ -115,13 +115,13 @@ def test_a_distributed_sampler_yields_every_sample_once_and_shuffles_by_epoch(tw
 
 def test_invalid_metrics_raise_on_all_ranks(two: Any) -> None:
     def work(world: World) -> list[str]:
-        told = []
+        reported = []
         mine: list[dict[str, Any]] = [{"loss": 1.0}, {"accuracy": 1.0, "loss": 1.0}]
         for metrics, weight in ((mine[world.rank()], 1.0), (mine[0], world.rank() - 1.0), ({"a": torch.ones(2)}, 1.0)):
             with pytest.raises(UsageError) as caught:
                 reduce_metrics(metrics, weight=weight)
-            told.append(str(caught.value))
-        return told
+            reported.append(str(caught.value))
+        return reported
 
     for rank, (names, weight, shape) in enumerate(two.run(work)):
         assert f"rank {1 - rank} has others" in names

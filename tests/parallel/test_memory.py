@@ -269,8 +269,8 @@ def test_parameters_without_data_cannot_be_offloaded(two: Any) -> None:
     def work(world: World) -> str:
         with torch.device("meta"):
             model = nn.Linear(4, 4)
-        with pytest.raises(UsageError, match="the parameters have no data") as told:
+        with pytest.raises(UsageError, match="the parameters have no data") as reported:
             FSDP(model, world, cpu_offload=CPUOffload.PARAMS)
-        return str(told.value)
+        return str(reported.value)
 
     assert len(two.run(work)) == 2

@@ -201,7 +201,7 @@ def test_invalid_plans_are_refused(two: Any) -> None:
 
     def work(world: World) -> list[str]:
         heads = GPT(GPTConfig(vocab=32, context=8, hidden=18, heads=3, blocks=1))
-        told = []
+        reported = []
         for model, plan, options in (
             (nn.Sequential(nn.Linear(4, 7)), {"0": "column"}, {}),
             (nn.Sequential(nn.Linear(4, 7)), {"1": "column"}, {}),
@@ -217,26 +217,26 @@ def test_invalid_plans_are_refused(two: Any) -> None:
         ):
             with pytest.raises(UsageError) as caught:
                 parallelize(model, plan, **options)
-            told.append(str(caught.value))
+            reported.append(str(caught.value))
         odd = gpt(torch.float32)
         parallelize(odd, "auto", sequence=True)
         with pytest.raises(TensorError) as caught:
             odd(torch.zeros(1, 7, dtype=torch.long))
-        return [*told, str(caught.value)]
+        return [*reported, str(caught.value)]
 
-    for told in two.run(work):
-        assert told[0] == "0.out_features must be divisible by the group size (2); got 7. The next multiple is 8."
-        assert told[1] == "'1' matches no module; the modules are 0."
-        assert told[2].startswith("'0': style must be column, column+gather, row")
-        assert told[3] == "0 matches '0' and '*', which have different styles."
-        assert told[4] == "features.0: style 'column' supports nn.Linear and nn.Embedding; got Conv2d."
-        assert told[5].startswith("block0.attention.query: the number of heads must be divisible by")
-        assert told[6].startswith("block0.attention.query: the number of heads must be divisible by")
-        assert told[7].startswith("sequence=True with plan='auto' supports only")
-        assert told[8].startswith("0 shares a parameter with another module")
-        assert told[9].startswith("0.weight is a DTensor; call parallelize first")
-        assert told[10].startswith("plan must be 'auto' or map patterns")
-        assert told[11].startswith("sequence parallelism needs shape (…, positions, features)")
+    for reported in two.run(work):
+        assert reported[0] == "0.out_features must be divisible by the group size (2); got 7. The next multiple is 8."
+        assert reported[1] == "'1' matches no module; the modules are 0."
+        assert reported[2].startswith("'0': style must be column, column+gather, row")
+        assert reported[3] == "0 matches '0' and '*', which have different styles."
+        assert reported[4] == "features.0: style 'column' supports nn.Linear and nn.Embedding; got Conv2d."
+        assert reported[5].startswith("block0.attention.query: the number of heads must be divisible by")
+        assert reported[6].startswith("block0.attention.query: the number of heads must be divisible by")
+        assert reported[7].startswith("sequence=True with plan='auto' supports only")
+        assert reported[8].startswith("0 shares a parameter with another module")
+        assert reported[9].startswith("0.weight is a DTensor; call parallelize first")
+        assert reported[10].startswith("plan must be 'auto' or map patterns")
+        assert reported[11].startswith("sequence parallelism needs shape (…, positions, features)")
 
 
 def test_parallel_cross_entropy_equals_torchs(world: Any) -> None:
@@ -257,16 +257,16 @@ def test_parallel_cross_entropy_equals_torchs(world: Any) -> None:
             own = logits.grad.chunk(world.world_size(), -1)[world.rank()]
             gaps += [float((ours.flatten() - theirs).detach().abs().max()), float((mine.grad - own).abs().max())]
         half = parallel_cross_entropy(mine.detach().bfloat16(), targets)
-        told = []
+        reported = []
         for bad in (targets + 12, targets[0], targets.double()):
             with pytest.raises(TensorError) as caught:
                 parallel_cross_entropy(mine, bad)
-            told.append(str(caught.value))
-        return max(gaps), half.dtype, told
+            reported.append(str(caught.value))
+        return max(gaps), half.dtype, reported
 
-    for gap, dtype, told in world.run(work):
+    for gap, dtype, reported in world.run(work):
         assert gap < 1e-12
         assert dtype is torch.float32
-        assert "targets must be 0 to 11" in told[0]
-        assert "plus one dimension for this rank's part" in told[1]
-        assert "targets must be integers" in told[2]
+        assert "targets must be 0 to 11" in reported[0]
+        assert "plus one dimension for this rank's part" in reported[1]
+        assert "targets must be integers" in reported[2]

@@ -139,7 +139,7 @@ def test_a_group_of_an_axis(four: Any) -> None:
 
 def test_features_are_never_dropped() -> None:
     def work(world: World) -> list[str]:
-        told = []
+        reported = []
         for build in (
             lambda: ColumnParallelLinear(4, 7),
             lambda: RowParallelLinear(7, 4),
@@ -149,11 +149,11 @@ def test_features_are_never_dropped() -> None:
             try:
                 build()
             except TensorError as error:
-                told.append(str(error))
-        return told
+                reported.append(str(error))
+        return reported
 
-    for told in World.mock(2).run(work):
-        assert told == [
+    for reported in World.mock(2).run(work):
+        assert reported == [
             "out_features must be divisible by the group size (2); got 7. The next multiple is 8.",
             "in_features must be divisible by the group size (2); got 7. The next multiple is 8.",
             "heads must be divisible by the group size (2); got 3.",

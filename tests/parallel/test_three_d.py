@@ -159,7 +159,7 @@ def test_in_bfloat16(four: Any) -> None:
 
 
 def test_invalid_meshes_are_refused(two: Any) -> None:
-    def told(call: Any) -> str:
+    def reported(call: Any) -> str:
         try:
             call()
         except UsageError as error:
@@ -170,11 +170,11 @@ def test_invalid_meshes_are_refused(two: Any) -> None:
         model, mesh = build(), make_mesh(pp=2, device="cpu")
         flat = Parallel3D(model, mesh, loss=next_byte_loss)
         return [
-            told(lambda: Parallel3D(model, make_mesh(dp=2, device="cpu"))),
-            told(lambda: Parallel3D(model, make_mesh(pp=1, tp=2, device="cpu"))),
-            told(lambda: Parallel3D(model, mesh, tp_plan={"block*.gate": ColwiseParallel()})),
-            told(lambda: Parallel3D(model, make_mesh(pp=1, dp=2, device="cpu")).local_batch(torch.ones(5))),
-            told(lambda: Parallel3D(model, mesh, mixed_precision=torch.bfloat16)),
+            reported(lambda: Parallel3D(model, make_mesh(dp=2, device="cpu"))),
+            reported(lambda: Parallel3D(model, make_mesh(pp=1, tp=2, device="cpu"))),
+            reported(lambda: Parallel3D(model, mesh, tp_plan={"block*.gate": ColwiseParallel()})),
+            reported(lambda: Parallel3D(model, make_mesh(pp=1, dp=2, device="cpu")).local_batch(torch.ones(5))),
+            reported(lambda: Parallel3D(model, mesh, mixed_precision=torch.bfloat16)),
             str(flat.local_batch(torch.ones(5)).shape),
         ]
 

@@ -1,6 +1,6 @@
 """The examples of AxonML's guide, "Distributed Training", in its order and with its sizes, in mock worlds.
 
-Those that other tests are already are not repeated; `docs/parity/examples.csv` tells which.
+Examples that other tests cover are not repeated; `docs/parity/examples.csv` names them.
 """
 
 from __future__ import annotations
@@ -211,11 +211,11 @@ def test_memory_stats() -> None:
     def main(world: World) -> Any:
         fsdp_model = FSDP(nn.Linear(100, 50), world.default_group())
         stats = fsdp_model.memory_stats()
-        told = f"Peak memory: {stats.peak_memory_mb:.0f} MB, current allocation: {stats.current_allocation_mb} MB"
-        return told, stats.peak_memory_mb, stats.current_allocation_mb
+        reported = f"Peak memory: {stats.peak_memory_mb:.0f} MB, current allocation: {stats.current_allocation_mb} MB"
+        return reported, stats.peak_memory_mb, stats.current_allocation_mb
 
     held = (25 * 100 + 25) * 4 / 2**20  # half of the parameters; no gradients and no states yet
-    for told, peak, current in World.mock(2).run(main):
+    for reported, peak, current in World.mock(2).run(main):
         assert current == pytest.approx(held)
         assert peak > current
-        assert told.startswith("Peak memory: ")
+        assert reported.startswith("Peak memory: ")

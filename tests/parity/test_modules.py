@@ -1,6 +1,6 @@
 """The examples of the documentation of AxonML's modules, in its order, in mock worlds.
 
-Those that other tests are already are not repeated; `docs/parity/examples.csv` tells which.
+Examples that other tests cover are not repeated; `docs/parity/examples.csv` names them.
 """
 
 from __future__ import annotations

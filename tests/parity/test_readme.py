@@ -1,6 +1,6 @@
 """The examples of the README of `axonml-distributed` 0.6.1, in its order, with our prelude.
 
-Those that other tests are already are not repeated; `docs/parity/examples.csv` tells which.
+Examples that other tests cover are not repeated; `docs/parity/examples.csv` names them.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def test_fsdp() -> None:
         assert grad_norm == pytest.approx(1.0, rel=1e-3)
         assert (stats.total_params, stats.world_size) == (elements, 2)
         assert stats.total_memory_mb() == pytest.approx(4 * elements / 2 * 4 / 2**20)
-        told = f"FSDP total: {stats.total_memory_mb():.1f} MB (savings {stats.memory_savings() * 100.0:.1f}%)"
-        assert told == "FSDP total: 0.0 MB (savings 50.0%)"
+        reported = f"FSDP total: {stats.total_memory_mb():.1f} MB (savings {stats.memory_savings() * 100.0:.1f}%)"
+        assert reported == "FSDP total: 0.0 MB (savings 50.0%)"
 
 
 def test_pipeline_parallelism() -> None:
@@ -120,7 +120,7 @@ def test_pipeline_parallelism() -> None:
     answers = World.mock(3).run(main)
     assert [output is None for output, *_ in answers] == [True, True, False]
     torch.testing.assert_close(answers[2][0], answers[2][1])
-    assert [told[2:] for told in answers] == [(3, 3)] * 3
+    assert [reported[2:] for reported in answers] == [(3, 3)] * 3
 
 
 def test_tensor_parallelism() -> None:

@@ -53,16 +53,16 @@ def named_tests(file: str) -> set[str]:
 
 def test_every_name_is_in_the_table_once() -> None:
     known = [name for topic in parity_table.read_list()["topic"] for name in topic["names"]]
-    told = [row["theirs"] for row in parity_table.read_names()]
-    assert Counter(known) == Counter(told)
+    reported = [row["theirs"] for row in parity_table.read_names()]
+    assert Counter(known) == Counter(reported)
     assert max(Counter(known).values()) == 1
 
 
 def test_every_example_is_in_the_table_once() -> None:
     documents = parity_table.read_list()["document"]
     known = [(document["title"], example) for document in documents for example in document["examples"]]
-    told = [(row["document"], row["example"]) for row in parity_table.read_examples()]
-    assert Counter(known) == Counter(told)
+    reported = [(row["document"], row["example"]) for row in parity_table.read_examples()]
+    assert Counter(known) == Counter(reported)
     assert max(Counter(known).values()) == 1
 
 

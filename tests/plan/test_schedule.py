@@ -103,9 +103,9 @@ def test_orders_match_torch(name: str) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     for ranks, num_microbatches in ((2, 4), (4, 8), (4, 12)):
-        told = get_schedule_ops(name, ranks, num_microbatches)
+        reported = get_schedule_ops(name, ranks, num_microbatches)
         found = plan.schedule(name, 2 * ranks, num_microbatches)
-        for order, theirs in zip(found.orders, told, strict=True):
+        for order, theirs in zip(found.orders, reported, strict=True):
             parts = [part for action in theirs if action is not None for part in (action.sub_actions or (action,))]
             kinds = [(part.computation_type.value, part.stage_index, part.microbatch_index) for part in parts]
             assert list(order) == [kind for kind in kinds if kind[0] in ("F", "B", "I", "W")]

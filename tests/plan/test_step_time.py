@@ -25,7 +25,7 @@ BATCH = 4
 def flops_of(config: GPTConfig, batch: int) -> tuple[float, float]:
     """Of matrix products, forward and backward: 24 b s h^2 + 4 b s^2 h a block, 2 b s h V for the logits.
 
-    Narayanan et al., 2021, appendix. Backward takes twice that; attention's computes the scores anew, 5 products for 2.
+    Narayanan et al., 2021, appendix. Backward takes twice that; attention's recomputes the scores, 5 products for 2.
     """
     b, s, h, v = batch, config.context, config.hidden, config.vocab
     dense = config.blocks * 24 * b * s * h * h + 2 * b * s * h * v

@@ -189,8 +189,8 @@ class Kernel:
                 missing -= ranks_of(line) if text in line else set()
             if not missing and text in shown:
                 return
-        told = "".join(map(_text_of, self._early))
-        raise TimeoutError(f"no {text!r} of ranks {sorted(missing)} after {timeout} s; so far:\n{told}")
+        reported = "".join(map(_text_of, self._early))
+        raise TimeoutError(f"no {text!r} of ranks {sorted(missing)} after {timeout} s; so far:\n{reported}")
 
     def settle(self) -> None:
         """Return when the kernel has noticed all that was sent to it before, presses of the stop button included."""

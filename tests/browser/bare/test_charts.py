@@ -1,4 +1,4 @@
-"""Curves and the treemap in a bare page: what the pointer, the keyboard and the width of the page do."""
+"""Curves and the treemap in a bare page: pointer, keyboard, and width of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each view's script in a bare page, as anywidget runs it: it draws what it is given, tells that it is there, ends."""
+"""Each view's script in a bare page, as anywidget runs it: it draws its data, reports that it is open, and closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bare pages of each view, as anywidget makes them, with what a job of some ranks would show."""
+"""Bare pages of each view, as anywidget makes them, with the data of a job on some ranks."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def watch(ranks: int) -> dict[str, Any]:
     for second in range(200):
         steps = range(2 * second, 2 * second + 2)
         slow = 1.5 if 130 < second < 150 else 2.3
-        told = []
+        reported = []
         for rank in range(ranks):
             rows = [
                 row(step, loss=2.6 + 9 * math.exp(-step / 18) + noise.random() / 5,
@@ -148,9 +148,9 @@ def watch(ranks: int) -> dict[str, Any]:
             ]  # fmt: skip
             bars = [Bar("epochs", 0, 3, 10, float(second), False),
                     Bar("steps", 1, 2 * second - 3 * (rank == ranks - 1), 640, float(second), False)]  # fmt: skip
-            told.append(report(rank, rows, bars=bars, cell=4, steps_per_s=slow + noise.random() / 50,
+            reported.append(report(rank, rows, bars=bars, cell=4, steps_per_s=slow + noise.random() / 50,
                                items_per_s=32.0, communication=0.25 + 0.1 * noise.random()))  # fmt: skip
-        view.add([answers(*told, words=words)], float(second))
+        view.add([answers(*reported, words=words)], float(second))
     view.refresh(unseen=True)
     return _traits(view)
 

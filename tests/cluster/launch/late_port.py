@@ -1,4 +1,4 @@
-"""A port whose connections are only taken up some seconds later, as those of a process that has no core to run on."""
+"""A port that accepts connections only after some seconds, as a process without a free core does."""
 
 from __future__ import annotations
 

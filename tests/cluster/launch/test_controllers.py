@@ -1,4 +1,4 @@
-"""A controller that does not come up: told in one sentence, tried again where that helps, and nothing is left."""
+"""A controller that fails to start: one sentence, another try where that helps, and nothing left behind."""
 
 from __future__ import annotations
 

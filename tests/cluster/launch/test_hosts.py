@@ -1,4 +1,4 @@
-"""Ranks on two hosts: a second network namespace with a host name of its own, real engines on both."""
+"""Ranks on two hosts: the second is a network namespace with its own host name; real engines on both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Channels of ranks that connect late, as on a machine that is busy: what is sent before is lost, and sent again."""
+"""Channels that connect late, as on a busy machine: messages sent before that are lost, and sent again."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ cluster.stop()
     [
         ("client", ["notification"]),  # the controller tells of the ranks while nobody hears it
         ("client", ["iopub", "control"]),
-        ("engine", ["mux"]),  # a rank is told of as soon as its heart beats
+        ("engine", ["mux"]),  # a rank is reported as soon as its heart beats
         ("engine", ["control", "iopub"]),
     ],
 )
@@ -165,14 +165,14 @@ def test_an_attach_waits_for_the_output_channel() -> None:
 
 def test_a_new_rank_that_is_killed_before_its_channels_are_up_is_told() -> None:
     done = run_script(KILLED)
-    told = "Rank 1 failed to start: it was killed by SIGKILL. Run `%distributed repair` to try again.\n"
-    assert (done.code, done.out) == (0, told), done.err
+    reported = "Rank 1 failed to start: it was killed by SIGKILL. Run `%distributed repair` to try again.\n"
+    assert (done.code, done.out) == (0, reported), done.err
 
 
 def test_a_new_rank_that_is_killed_while_it_joins_holds_nobody_up() -> None:
     done = run_script(KILLED_JOINING)
     assert done.code == 0, done.err
-    told, refused, shared = done.out.splitlines()
-    assert told == "Rank 1 failed to start: it was killed by SIGKILL. Run `%distributed repair` to try again."
+    reported, refused, shared = done.out.splitlines()
+    assert reported == "Rank 1 failed to start: it was killed by SIGKILL. Run `%distributed repair` to try again."
     assert refused == "refused"
     assert shared == "[3.0, 3.0, 3.0]"

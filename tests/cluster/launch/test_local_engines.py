@@ -1,4 +1,4 @@
-"""`engines="local"`: ranks that ipyparallel itself starts; the same cells, the same end."""
+"""`engines="local"`: ipyparallel starts the ranks; cells and their end are the same."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ROOT_MAY = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
 }
-"""Open MPI refuses to run as root, and to run more processes than there are cores, unless told."""
+"""Open MPI refuses to run as root, and to run more processes than there are cores, without an option."""
 
 
 @pytest.mark.skipif(not has_mpi4py, reason="needs mpi4py, with which ipyparallel's engines ask for their MPI rank")

@@ -1,4 +1,4 @@
-"""Where ranks compute: chosen from the GPUs that are there, or refused with what can be had."""
+"""Where ranks compute: chosen from the available GPUs, or refused with what is possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from torch's flight recorder: on real dumps, of Gloo, which writes them in NCCL's format."""
+"""Reading torch's flight recorder: real dumps of Gloo, which writes them in NCCL's format."""
 
 from __future__ import annotations
 

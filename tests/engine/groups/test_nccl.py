@@ -1,4 +1,4 @@
-"""What of the NCCL side needs no GPU: its environment, and that it stands back where there is no NCCL."""
+"""The part of NCCL support that needs no GPU: its environment, and that it stays off without NCCL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from datetime import timedelta
 from axon_nb.engine.groups import nccl
 from axon_nb.engine.groups.native import swap_backend
 store, device = dist.HashStore(), torch.device("cuda:0")
-# Such a group connects when it is told to, and not here.
+# Such a group connects on request, and not here.
 dist.init_process_group("nccl", store=store, rank=0, world_size=1, enable_reconfigure=True)
 group = dist.group.WORLD
 first = group._get_backend(torch.device("cuda"))

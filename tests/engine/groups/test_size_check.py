@@ -1,4 +1,4 @@
-"""The table of sizes under load: ranks that bring the same are never told that they differ."""
+"""The table of sizes under load: equal sizes are never reported as different."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions and help in cells for ranks: from a rank, whether it is idle, busy or does not answer at all."""
+"""Completions and help in cells: from a rank, whether it is idle, busy or silent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every magic and every command has help with an example; what is mistyped is told the nearest that there is."""
+"""Every magic and command has help with an example; a typo gets the nearest name."""
 
 from __future__ import annotations
 

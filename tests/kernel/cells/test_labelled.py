@@ -1,4 +1,4 @@
-"""Lines that came too late to be merged are read as those that came in time, and nothing else is changed."""
+"""Lines that arrive too late to be merged read the same as those in time, and nothing else changes."""
 
 from __future__ import annotations
 

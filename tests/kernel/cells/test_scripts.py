@@ -1,4 +1,4 @@
-"""Scripts run as cells: the calls that own processes meet a group that is there already."""
+"""Scripts run as cells: calls that set up a process group find the existing one."""
 
 from __future__ import annotations
 

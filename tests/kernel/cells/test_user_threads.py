@@ -1,4 +1,4 @@
-"""Threads on the ranks besides the main one: the user's may still communicate, those of libraries do not."""
+"""Other threads of ranks: the user's may still communicate, those of libraries do not."""
 
 from __future__ import annotations
 

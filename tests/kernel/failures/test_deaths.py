@@ -1,4 +1,4 @@
-"""Why a rank died is told: signal or exit code, line, last line; and what it started dies with it."""
+"""Reports of dead ranks: signal or exit code, line of the cell, last output; a rank's children die with it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ IMPORTS = "%%distributed\nimport asyncio, ctypes, os, signal, time\ndef crash():
 @pytest.mark.parametrize("how", DEATHS)
 @pytest.mark.parametrize("others", ["dist.barrier()", "time.sleep(600)"], ids=["waited for", "not waited for"])
 def test_a_death_is_told_with_its_reason(mortal: Kernel, how: str, others: str) -> None:
-    code, told = DEATHS[how]
+    code, reported = DEATHS[how]
     mortal.ok(IMPORTS)
     reply = mortal.run(f"%%distributed\n\nif rank == 1:\n    {code}\n{others}")
     assert reply.ename == "CellError"
-    assert told in reply.traceback
+    assert reported in reply.traceback
     assert "out of memory" not in reply.traceback
     assert "`%distributed repair`" in reply.traceback
 

@@ -1,4 +1,4 @@
-"""Cells that fail: what is shown, and what still works."""
+"""Failing cells: what is shown, and what still works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a kill of any process: it is told where there is a notebook, nothing is left, and `start` works again."""
+"""After a kill of any process, the notebook reports it, nothing is left behind, and `start` works again."""
 
 from __future__ import annotations
 

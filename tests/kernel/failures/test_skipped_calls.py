@@ -1,4 +1,4 @@
-"""Calls that some ranks skip or make differently: one sentence says so, on both transports, and all ranks live on."""
+"""Calls that some ranks skip or make differently: one sentence, on both backends, and all ranks survive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host agent that does not respond, as if swapped out: the user keeps control, and stop ends everything."""
+"""A host agent that does not respond, as if swapped out: the user keeps control, and `stop` ends everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for whom is told: a slow rank while it is waited for, and what can never end at once or within seconds."""
+"""Who waits for whom: slow ranks are named while others wait, and deadlocks end at once or within seconds."""
 
 from __future__ import annotations
 

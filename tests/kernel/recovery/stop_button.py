@@ -1,4 +1,4 @@
-"""Pressing the stop button at random moments, and what must hold after each."""
+"""Presses the stop button at random moments, and checks what must hold after each."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def press_at_random(
         for moment in moments:
             time.sleep(moment)  # the moment of the press is what is tested
             kernel.interrupt()
-        told = f"round {number}, pressed after {', '.join(f'{1000 * m:.1f}' for m in moments)} ms in {cell!r}"
+        reported = f"round {number}, pressed after {', '.join(f'{1000 * m:.1f}' for m in moments)} ms in {cell!r}"
         try:
             reply = kernel.collect(request, timeout=LIMIT_S)
         except TimeoutError as error:
-            wrong.append(f"{told}: not over after {LIMIT_S:.0f} s: {error}")
+            wrong.append(f"{reported}: not over after {LIMIT_S:.0f} s: {error}")
             kernel.interrupt()
             reply = kernel.collect(request, timeout=LIMIT_S)
         kernel.settle()  # a press just before a cell is sent may be noticed just after
         own = ("CancelledError",) if cell.startswith("import asyncio") else ()  # ipykernel's way to end an async cell
         if reply.ename not in (*STOPPED, *own):
-            wrong.append(f"{told}: {reply.status} {reply.ename}\n{reply.stdout}\n{reply.traceback}")
+            wrong.append(f"{reported}: {reply.status} {reply.ename}\n{reply.stdout}\n{reply.traceback}")
         if problem := check_next_cell(kernel):
-            wrong.append(f"{told}: {problem}")
+            wrong.append(f"{reported}: {problem}")
     return wrong
 
 

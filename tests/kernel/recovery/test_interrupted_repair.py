@@ -1,4 +1,4 @@
-"""A repair whose new process or whose notebook dies half-way: it is said at once, and a plain repair makes it whole."""
+"""A repair whose new process or notebook dies half-way: reported at once, and completed by another repair."""
 
 from __future__ import annotations
 

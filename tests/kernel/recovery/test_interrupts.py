@@ -247,9 +247,9 @@ def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> int:
         reply = interrupted(kernel, code, after_s=rng.uniform(0, 0.6))
         assert reply.ename == "CellInterrupt", reply.traceback
         places = place_everywhere(kernel)
-        told = told_apart(reply)
-        assert are_together(places) or told, (places, reply.stdout)
-        together += not told
+        reported = told_apart(reply)
+        assert are_together(places) or reported, (places, reply.stdout)
+        together += not reported
         begin_together(kernel, reply)
     return together
 

@@ -1,4 +1,4 @@
-"""`axon_nb.parallel.Pipeline` goes on after a step in which a stage failed, as if nothing had happened."""
+"""`axon_nb.parallel.Pipeline` continues after a step in which a stage failed, as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def test_a_pipeline_of_which_a_stage_is_lost_is_named(fresh_cluster: FreshCluste
     code = "from axon_nb.parallel import Pipeline\n"
     code += "pipe = Pipeline.from_modules([torch.nn.Linear(4, 4) for _ in range(3)])"
     kernel.ok(f"%%distributed\n{code}")
-    told = "`pipe` is a pipeline stage"
-    assert told in kernel.run("%distributed sync pipe").traceback
+    reported = "`pipe` is a pipeline stage"
+    assert reported in kernel.run("%distributed sync pipe").traceback
     kernel.run("%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()")
     lines = kernel.ok("%distributed repair --from 0").lines()
     assert "Not copied: `pipe` is a pipeline stage: each rank holds its own." in lines

@@ -1,4 +1,4 @@
-"""Pipelines go on after a step that failed half-way, their very first one included."""
+"""Pipelines continue after a step that failed half-way, including the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for one that failed are released, and every object goes on working; dead ranks are replaced."""
+"""Ranks that wait for a failed one are released, and all objects still work; dead ranks are replaced."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ if rank < 2: dist.barrier(group=second)""",
         "Collective mismatch: rank 0 is in barrier at line 3, rank",
     ),
 }
-"""When the rank that is to blame goes on, if it has to wait for the others; the cell; what is told."""
+"""When the faulty rank continues, if it has to wait for the others; the cell; the report."""
 
 
 @pytest.mark.parametrize("what", DEADLOCKS)

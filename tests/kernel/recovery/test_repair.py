@@ -1,4 +1,4 @@
-"""A rank that died is replaced: what is lost is named, by itself if wanted, or after a second interrupt."""
+"""A dead rank is replaced, on request, automatically or after a second interrupt; what is lost is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replaced rank gets a survivor's variables: one graph of objects, with which training goes on."""
+"""A replaced rank gets a survivor's variables as one object graph, and training continues with them."""
 
 from __future__ import annotations
 
@@ -130,9 +130,9 @@ def test_random_numbers_are_the_sources(fresh_cluster: FreshCluster) -> None:
 def test_only_the_named_variables_and_large_ones(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(2)
     kernel.ok("%%distributed\nbig = torch.arange(40_000_000) + rank\nleft, small = 1, [1, 2]")
-    told = kernel.ok("%distributed repair --ranks 1 --from 0 big small absent", timeout=120)
-    assert "with `big`, `small` (305 MiB)" in told.stdout
-    assert "Not copied: `absent` does not exist on rank 0." in told.lines()
+    reported = kernel.ok("%distributed repair --ranks 1 --from 0 big small absent", timeout=120)
+    assert "with `big`, `small` (305 MiB)" in reported.stdout
+    assert "Not copied: `absent` does not exist on rank 0." in reported.lines()
     after = kernel.ok("%%distributed --ranks 1\nbig[0].item(), big[-1].item(), small, 'left' in globals()")
     assert after.lines() == ["[rank 1] (0, 39999999, [1, 2], False)"]
 
@@ -160,5 +160,5 @@ for seed in range(3): step(seed)"""
     assert "Replaced rank 0" in kernel.ok("%distributed repair --ranks 0 --from 2").stdout
     kernel.ok("%%distributed\nfor seed in range(3): step(10 + seed)")
     for ranks, model in (("0-2", "fixed"), ("0-2", "hooked"), ("0,2", "two")):
-        told = kernel.ok(f"%%distributed --ranks {ranks}\nprint({model}.module.weight.double().sum().item().hex())")
-        assert len(told.lines()) == 1, model
+        reported = kernel.ok(f"%%distributed --ranks {ranks}\nprint({model}.module.weight.double().sum().item().hex())")
+        assert len(reported.lines()) == 1, model

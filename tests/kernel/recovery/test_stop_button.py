@@ -1,4 +1,4 @@
-"""No press of the stop button is ever lost: not while a cell is read, parsed, sent or begun, nor the second one."""
+"""No press of the stop button is lost: while a cell is read, parsed, sent or started, nor the second one."""
 
 from __future__ import annotations
 

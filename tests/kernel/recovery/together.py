@@ -1,4 +1,4 @@
-"""Whether ranks that train are at the same step, and models built anew where they are not; ranks have run `PLACE`."""
+"""Checks that ranks are at the same training step, and rebuilds models where they are not; ranks have run `PLACE`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def place_everywhere(kernel: Kernel) -> set[Any]:
 
 
 def begin_together(kernel: Kernel, reply: Reply | None = None) -> None:
-    """Models and optimizers anew, where `reply` tells that ranks are a step apart, or a test before has left them so.
+    """Rebuild models and optimizers if `reply` says that ranks are a step apart, or an earlier test left them so.
 
     Ranks that were apart have other weights afterwards, also when they have made as many steps again.
     """

@@ -1,4 +1,4 @@
-"""A cell that was running when the kernel went away: its output, its end and its failure come to the next kernel."""
+"""A cell that ran when the kernel went away: the next kernel gets its output, its end and its failure."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def attach(kernel: Kernel, wanted: str) -> Reply:
     """Attach, and collect what appears in that cell until it holds `wanted`, long after its own end if need be."""
     request = kernel.submit("%distributed attach")
     reply = kernel.collect(request)
-    kernel.follow(request, reply, until=lambda: wanted in reply.stdout + told(reply))
+    kernel.follow(request, reply, until=lambda: wanted in reply.stdout + reported(reply))
     return reply
 
 
-def told(reply: Reply) -> str:
+def reported(reply: Reply) -> str:
     """What the cell wrote to stderr, without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", reply.stderr)
 
@@ -112,7 +112,7 @@ def test_a_cell_that_ended_meanwhile_is_told_with_its_output(new_kernel: MakeKer
     assert sorted(kernel.ok("%%distributed\nx").lines()) == ["[rank 0] 5", "[rank 1] 6"]
     kernel.come_back()
     kernel.ok("%load_ext axon_nb")
-    assert kernel.ok("%distributed attach").stdout == "", "what was told once is not told again"
+    assert kernel.ok("%distributed attach").stdout == "", "what was reported once is not reported again"
 
 
 def test_a_rank_that_failed_meanwhile_is_the_cause_and_the_others_are_released(
@@ -127,9 +127,9 @@ def test_a_rank_that_failed_meanwhile_is_the_cause_and_the_others_are_released(
     request = kernel.submit(f"%%distributed\n{code}")
     end_meanwhile(kernel, request, tmp_path, "failing", "waits0", "waits2")
     reply = attach(kernel, "waited in barrier")
-    assert "Cell In[3] failed.\n[rank 1]" in told(reply)
-    assert "ValueError: bug" in told(reply)
-    assert "[ranks 0,2] waited in barrier at line 9" in told(reply)
+    assert "Cell In[3] failed.\n[rank 1]" in reported(reply)
+    assert "ValueError: bug" in reported(reply)
+    assert "[ranks 0,2] waited in barrier at line 9" in reported(reply)
     assert kernel.run(f"{HANDLE}.result(100)").ename == "CellError"
     fresh = "g = dist.new_group([0, 2])\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
     assert kernel.ok(f"%%distributed\n{fresh}").lines() == ["[ranks 0-2] 3.0"]
@@ -146,7 +146,7 @@ def test_a_rank_that_died_meanwhile_is_told_and_can_be_replaced(new_kernel: Make
     os.kill(before.ranks[1], signal.SIGKILL)
     kernel.ok("%load_ext axon_nb")
     reply = attach(kernel, "`%distributed repair`")
-    assert "rank 1 was killed by SIGKILL" in told(reply)
+    assert "rank 1 was killed by SIGKILL" in reported(reply)
     kernel.ok("%distributed repair")
     assert kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()").lines() == ["[ranks 0-2] 3.0"]
 
@@ -159,8 +159,8 @@ def test_cancel_interrupts_the_cell_that_came_back(new_kernel: MakeKernel) -> No
     reply = kernel.collect(request)
     assert kernel.value(f"{HANDLE}.done()") is False, "the notebook is usable meanwhile"
     assert kernel.ok("%distributed cancel").lines() == ["Interrupted the cell on ranks 0-1."]
-    kernel.follow(request, reply, until=lambda: " stopped." in told(reply))
-    assert "[rank 0] waited in barrier at line 3" in told(reply)
+    kernel.follow(request, reply, until=lambda: " stopped." in reported(reply))
+    assert "[rank 0] waited in barrier at line 3" in reported(reply)
     assert kernel.run(f"{HANDLE}.result(100)").ename == "CellInterrupt"
     assert kernel.ok("%distributed cancel").lines() == ["No cell is running."]
     assert kernel.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
@@ -173,7 +173,7 @@ def test_a_deadlock_in_the_cell_that_came_back_is_explained(new_kernel: MakeKern
     leave_during(kernel, f"{code}\nelse:\n    dist.recv(torch.ones(1), 0)", "go")
     reply = attach(kernel, "CellError")
     sentence = "rank 0 waits in barrier at line 5 for rank 1; rank 1 waits in recv at line 7 for rank 0."
-    assert sentence in told(reply)
+    assert sentence in reported(reply)
     assert kernel.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
 
 
@@ -209,7 +209,7 @@ def test_displays_come_back_and_a_value_does(new_kernel: MakeKernel, tmp_path: P
     (tmp_path / "stop").touch()
     kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)
     assert any("<b>seen</b>" in display.get("text/html", "") for display in reply.displays)
-    assert "1 display (100." in told(reply)
+    assert "1 display (100." in reported(reply)
     assert kernel.value(f"{HANDLE}.result(100).values") == {0: 0, 1: 7}
 
 
@@ -229,7 +229,7 @@ def test_a_kernel_killed_while_its_ranks_were_being_interrupted(new_kernel: Make
     kernel.restart(now=True)
     kernel.ok("%load_ext axon_nb")
     reply = attach(kernel, "Cell In[3] failed")
-    assert "KeyboardInterrupt" in told(reply)
+    assert "KeyboardInterrupt" in reported(reply)
     assert kernel.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
 
 

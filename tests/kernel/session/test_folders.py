@@ -1,4 +1,4 @@
-"""Where the folders are not as usual: no home to write to, long paths, little shared memory."""
+"""Unusual folders: a read-only home, long paths, little shared memory."""
 
 from __future__ import annotations
 

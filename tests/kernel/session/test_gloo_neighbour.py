@@ -1,4 +1,4 @@
-"""Another user of this host who connects to the ranks' Gloo ports, which know no authentication."""
+"""Another user of this host connects to the ranks' Gloo ports, which have no authentication."""
 
 from __future__ import annotations
 

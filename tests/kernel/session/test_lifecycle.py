@@ -1,4 +1,4 @@
-"""What becomes of ranks when the kernel is shut down, restarted or killed; nothing is ever left behind."""
+"""Ranks when the kernel is shut down, restarted or killed; nothing is left behind."""
 
 from __future__ import annotations
 

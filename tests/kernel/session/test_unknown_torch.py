@@ -1,4 +1,4 @@
-"""Versions that nobody has tested: those that work have everything, a torch that lacks a hook says what is lost."""
+"""Untested versions: those that work have everything; for a torch that lacks a hook, the start says what is lost."""
 
 from __future__ import annotations
 

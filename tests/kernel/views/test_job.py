@@ -1,4 +1,4 @@
-"""What ranks tell of a running job, asked of real ones: numbers, loops, pace, waits, memory, the mesh; the panels."""
+"""A running job on real ranks: metrics, loops, pace, waits, memory, the mesh; and the panels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def views(reply: Reply) -> int:
     return sum("application/vnd.jupyter.widget-view+json" in bundle for bundle in reply.displays)
 
 
-def told(kernel: Kernel, expression: str) -> Any:
+def reported(kernel: Kernel, expression: str) -> Any:
     """A value of the notebook, by JSON."""
     return json.loads(kernel.ok(f"print(json.dumps({expression}))").stdout)
 
@@ -72,11 +72,11 @@ def test_what_is_logged_is_read_once_and_in_order(ready: Kernel) -> None:
         "    axon_nb.log(t_loss=torch.tensor(rank + step / 2), items=8, step=step)\naxon_nb.log(t_loss=float('nan'))"
     )
     ready.ok("t_found = t_ask(t_before)")
-    rows = told(ready, "{rank: rows[:3] for rank, rows in t_rows(t_found).items()}")
+    rows = reported(ready, "{rank: rows[:3] for rank, rows in t_rows(t_found).items()}")
     assert rows == {str(r): [[s, {"t_loss": r + s / 2}] for s in range(3)] for r in range(4)}
-    assert told(ready, "[report.steps_per_s > 0 for report in t_found.reports.values()]") == [True] * 4
-    assert told(ready, "[report.items_per_s > 0 for report in t_found.reports.values()]") == [True] * 4
-    assert told(ready, "t_rows(t_ask(t_found.reports))") == {str(rank): [] for rank in range(4)}
+    assert reported(ready, "[report.steps_per_s > 0 for report in t_found.reports.values()]") == [True] * 4
+    assert reported(ready, "[report.items_per_s > 0 for report in t_found.reports.values()]") == [True] * 4
+    assert reported(ready, "t_rows(t_ask(t_found.reports))") == {str(rank): [] for rank in range(4)}
 
 
 def test_bad_numbers_raise_in_the_cell_and_lose_nothing(ready: Kernel) -> None:
@@ -96,13 +96,13 @@ def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
         "    found[rank].startswith('waiting in barrier at line 7 for rank 1, for') for rank in (0, 2, 3))\n"
         "t_found = t_until(t_waiting)"
     )
-    bars = told(ready, "[dataclasses.asdict(report.bars[0]) for report in t_found.reports.values()]")
+    bars = reported(ready, "[dataclasses.asdict(report.bars[0]) for report in t_found.reports.values()]")
     assert [(bar["desc"], bar["done"], bar["total"], bar["is_over"]) for bar in bars] == [("t_loop", 0, 10, False)] * 4
     # Communication is under way all the time on the ranks that wait.
     ready.ok("import time\ntime.sleep(0.2)\nt_later = t_ask(t_found.reports)")
-    assert told(ready, "t_later.reports[0].communication") > 0.9
+    assert reported(ready, "t_later.reports[0].communication") > 0.9
     ready.ok("t_job.cancel()")
-    assert told(ready, "t_until(lambda found: found.cell is None).cell") is None
+    assert reported(ready, "t_until(lambda found: found.cell is None).cell") is None
     ready.ok("_ = t_job.wait(100)")
 
 
@@ -125,7 +125,7 @@ def test_bars_of_plain_tqdm_are_told(ready: Kernel) -> None:
         "%%distributed --quiet\nfrom tqdm import tqdm\n"
         "t_bar = tqdm(range(7), desc='t_plain_bar')\n_ = t_bar.update(rank)"
     )
-    bars = told(
+    bars = reported(
         ready, "[[bar.desc, bar.done, bar.total] for report in t_ask().reports.values() for bar in report.bars]"
     )
     assert [bar for bar in bars if bar[0] == "t_plain_bar"] == [["t_plain_bar", rank, 7] for rank in range(4)]
@@ -148,12 +148,12 @@ def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel)
     ready.ok("t_panel = open_job._panels['watch',]")
     words = "t_panel: 2 at step 3 (0.5 on rank 0 to 3.5 on rank 3)"
     # It asks after each cell; a busy rank may answer too late.
-    assert until(lambda: words in told(ready, "t_panel.view.to_bundle()['text/plain']"))
-    assert "data:image/svg+xml;base64," in told(ready, "t_panel.view.to_bundle()['text/html']")
+    assert until(lambda: words in reported(ready, "t_panel.view.to_bundle()['text/plain']"))
+    assert "data:image/svg+xml;base64," in reported(ready, "t_panel.view.to_bundle()['text/html']")
     # Opened again, it moves: there is one that follows.
     ready.ok("%watch")
-    assert told(ready, "t_panel.closed") is True
-    assert told(ready, "len([key for key in open_job._panels if key == ('watch',)])") == 1
+    assert reported(ready, "t_panel.closed") is True
+    assert reported(ready, "len([key for key in open_job._panels if key == ('watch',)])") == 1
 
 
 def test_the_button_on_the_page_ends_the_cell(ready: Kernel) -> None:
@@ -176,19 +176,19 @@ def test_memory_is_measured_by_role_and_estimated_beside(ready: Kernel) -> None:
     )
     ready.ok("t_memory = t_of('t_plain')")
     own = 4 * (64 * 32 + 32)
-    for sizes in told(ready, "t_sizes(t_memory.measured)").values():
+    for sizes in reported(ready, "t_sizes(t_memory.measured)").values():
         assert [sizes[role] for role in ("parameters", "gradients", "optimizer")] == [own] * 3
         assert sizes["other"] > 0
     states = ("parameters", "gradients", "optimizer")
-    assert told(ready, "t_sizes(t_memory.estimated)")["3"] == dict.fromkeys(states, own)
+    assert reported(ready, "t_sizes(t_memory.estimated)")["3"] == dict.fromkeys(states, own)
     ready.ok("t_memory = t_of('t_sharded', 't_steps')")
     shard = 4 * 2 * (64 * 64 + 64) // 4
-    measured, estimated = told(ready, "t_sizes(t_memory.measured)"), told(ready, "t_sizes(t_memory.estimated)")
+    measured, estimated = reported(ready, "t_sizes(t_memory.measured)"), reported(ready, "t_sizes(t_memory.estimated)")
     for rank in map(str, range(4)):
         assert estimated[rank] == {"parameters": shard, "gradients": shard, "optimizer": 2 * shard}
         assert measured[rank]["parameters"] == shard
         assert 2 * shard <= measured[rank]["optimizer"] <= 2 * shard + 64, "Adam counts its steps, too"
-    uses = told(ready, "[dataclasses.asdict(use) for use in t_memory.measured.values()]")
+    uses = reported(ready, "[dataclasses.asdict(use) for use in t_memory.measured.values()]")
     assert {use["source"] for use in uses} == {"storages"}
     assert all(use["resident_peak"] >= use["resident"] > 0 and use["capacity"] > use["resident"] for use in uses)
 

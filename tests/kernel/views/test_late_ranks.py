@@ -1,4 +1,4 @@
-"""A rank that does not answer holds no view up: it is named or left out, and is there again the next time."""
+"""A rank that does not answer delays no view: it is named or left out, and returns with the next answer."""
 
 from __future__ import annotations
 

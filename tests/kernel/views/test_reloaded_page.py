@@ -1,4 +1,4 @@
-"""What a page asks that is loaded again while a cell runs on the ranks: it must not have to wait for the cell's end."""
+"""Requests of a page that is reloaded while a cell runs: they must not wait for the cell's end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank holds what, asked of real ranks: FSDP2 with padding, DDP, tensor parallelism, optimizers, a gather."""
+"""Which rank holds what, on real ranks: FSDP2 with padding, DDP, tensor parallelism, optimizers, a gather."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`%timeline` on real ranks: what is recorded while somebody looks, exports, the saved picture, and what it leaves."""
+"""`%timeline` on real ranks: recording while the view is open, exports, the saved picture, and cleanup."""
 
 from __future__ import annotations
 

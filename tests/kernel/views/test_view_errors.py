@@ -1,4 +1,4 @@
-"""What cannot be shown is one sentence, whichever view it is asked of; and a view that fails leaves the cells alone."""
+"""What cannot be shown is one sentence in every view, and a failing view does not affect cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--watch` in a real kernel: states are sent while somebody looks, and only then."""
+"""`--watch` in a real kernel: states are sent only while the view is open."""
 
 from __future__ import annotations
 

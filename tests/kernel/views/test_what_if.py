@@ -1,4 +1,4 @@
-"""What if, asked of real ranks: how models are trained is told, simulations stand beside what is measured."""
+"""*What if* on real ranks: how each model is trained, and simulated beside measured memory."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def ask(kernel: Kernel, panel: str, setup: dict[str, str] | None) -> None:
     send_from_page(kernel, panel, {"op": "what_if", "setup": setup})
 
 
-def told(kernel: Kernel, expression: str) -> Any:
+def reported(kernel: Kernel, expression: str) -> Any:
     """A value of the notebook, by JSON."""
     return json.loads(kernel.ok(f"print(json.dumps({expression}))", timeout=LIMIT_S).stdout)
 
 
 def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
-    gpt = told(ready, "t_plan('t_gpt')")
+    gpt = reported(ready, "t_plan('t_gpt')")
     setup = gpt["facts"]["setup"]
     assert [setup[name] for name in ("world_size", "strategy", "optimizer", "cpu_offload")] == [
         4, "shard_grad_op", "adamw", "none"
@@ -94,15 +94,15 @@ def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
     assert gpt["facts"]["loss"] == "tokens"
     assert gpt["facts"]["units"] == ["Block", "Embedding", "Head"]
     assert gpt["sent"] > 0
-    net = told(ready, "t_plan('t_net', 't_net_steps')")["facts"]
+    net = reported(ready, "t_plan('t_net', 't_net_steps')")["facts"]
     setup = net["setup"]
     assert (setup["strategy"], setup["mixed_precision"], setup["optimizer"], net["units"]) == (
         "full_shard", "bfloat16", "sgd with momentum", ["Linear"]
     )  # fmt: skip
-    assert told(ready, "t_plan('t_ddp')")["facts"]["setup"]["strategy"] == "ddp"
-    hybrid = told(ready, "t_plan('t_hybrid')")["facts"]["setup"]
+    assert reported(ready, "t_plan('t_ddp')")["facts"]["setup"]["strategy"] == "ddp"
+    hybrid = reported(ready, "t_plan('t_hybrid')")["facts"]["setup"]
     assert (hybrid["strategy"], hybrid["world_size"], hybrid["shard"]) == ("hybrid_shard", 4, 2)
-    again = told(ready, "t_plan('t_again')")["facts"]
+    again = reported(ready, "t_plan('t_again')")["facts"]
     assert again["setup"]["activation_checkpointing"] is True
     assert (again["blocks"], again["is_trained_so"]) == (["Block"], False)
     assert again["notes"] == [
@@ -112,11 +112,11 @@ def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
 
 
 def test_states_by_formula_come_at_once(ready: Kernel) -> None:
-    one = told(ready, "t_plan('t_ddp', asked={'world_size': 1})")["states"]
+    one = reported(ready, "t_plan('t_ddp', asked={'world_size': 1})")["states"]
     own = 4 * (64 * 128 + 128 + 128 * 64 + 64)
     assert one == {"parameters": own, "gradients": own, "optimizer": 2 * own}
     on_eight = {"world_size": 8, "strategy": "full_shard", "optimizer": "sgd"}
-    eight = told(ready, f"t_plan('t_ddp', asked={on_eight})")["states"]
+    eight = reported(ready, f"t_plan('t_ddp', asked={on_eight})")["states"]
     assert eight == {"parameters": own // 8, "gradients": own // 8}
 
 
@@ -127,21 +127,21 @@ def test_what_has_no_plan_says_why(ready: Kernel) -> None:
         "t_train": "'t_train' has type function: `%memory` accepts modules and optimizers.",
         "t_gpt_steps": "A plan needs one model, but t_gpt_steps holds 0. Name one: `%memory model`.",
     }.items():
-        assert told(ready, f"t_plan({name!r})")["refused"].startswith(words)
-    refused = told(ready, "t_plan('t_ddp', asked={'strategy': 'everything'})")["refused"]
+        assert reported(ready, f"t_plan({name!r})")["refused"].startswith(words)
+    refused = reported(ready, "t_plan('t_ddp', asked={'strategy': 'everything'})")["refused"]
     assert refused.startswith("strategy must be one of full_shard")
 
 
 def test_a_pipeline_is_put_together_of_what_its_ranks_hold(ready: Kernel) -> None:
-    before = told(ready, "t_plan('t_pipe')")
+    before = reported(ready, "t_plan('t_pipe')")
     assert before["facts"]["inputs"] is None
     assert before["sent"] > 0
     ready.ok("%%distributed\nt_pipe.step(torch.randn(8, 4), torch.zeros(8, 4), nn.functional.mse_loss)")
-    facts = told(ready, "t_plan('t_pipe')")["facts"]
+    facts = reported(ready, "t_plan('t_pipe')")["facts"]
     assert facts["inputs"] == [{"shape": [8, 4], "dtype": "float32"}]
     assert [facts["setup"][name] for name in ("world_size", "pp", "tp", "num_microbatches", "batch")] == [4, 4, 1, 4, 8]
     assert (facts["schedule"], facts["is_trained_so"]) == ("1F1B", True)
-    three_d = told(ready, "t_plan('t_three_d')")
+    three_d = reported(ready, "t_plan('t_three_d')")
     setup = three_d["facts"]["setup"]
     assert [setup[name] for name in ("world_size", "pp", "tp", "strategy")] == [4, 2, 1, "shard_grad_op"]
     assert three_d["sent"] > 0
@@ -156,14 +156,14 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     # Seen once, what the model is called with makes the panel simulate of itself.
     ready.ok("%%distributed\nt_train()")
     ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
-    reference = told(ready, "t_told['reference']")
+    reference = reported(ready, "t_told['reference']")
     assert reference["method"].startswith("simulated")
     assert sorted(reference["persistent"]) == ["0", "1", "2", "3"]
     # The view is given each state a moment after it was reached.
     shown = "t_panel.view.to_bundle()['text/plain'].splitlines()"
     ready.ok(f"t_until(lambda: sum('simulated; ' in line for line in {shown}) == 4)", timeout=LIMIT_S)
     uses = "request_memory(current.require('test').state, ['t_gpt']).measured"
-    measured = told(ready, f"{{rank: dict(use.by_role) for rank, use in {uses}.items()}}")
+    measured = reported(ready, f"{{rank: dict(use.by_role) for rank, use in {uses}.items()}}")
     assert set(measured) == set("0123")
     for rank, sizes in measured.items():
         for role in ("parameters", "gradients"):
@@ -179,7 +179,7 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     reached = "own.setup.world_size == 8 and own.estimate is not None and own.estimate.is_whole"
     ready.ok(f"t_told = t_wait(lambda own: {reached})", timeout=LIMIT_S)
     ready.ok("t_job.cancel()\n_ = t_job.wait(100)")
-    answer = told(ready, "t_told['estimate']")
+    answer = reported(ready, "t_told['estimate']")
     assert answer["setup"]["world_size"] == 8
     eighth, quarter = answer["persistent"]["0"]["parameters"], reference["persistent"]["0"]["parameters"]
     assert quarter / 2 <= eighth <= quarter / 2 * 1.05
@@ -187,18 +187,18 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     ready.ok(f"t_until(lambda: {shown})", timeout=LIMIT_S)
     # An error is a sentence of the panel; the panel goes on.
     ask(ready, panel, {"batch": "-1"})
-    assert told(ready, "t_wait(lambda state: state.error)['error']").startswith("samples per rank: '-1': must be")
+    assert reported(ready, "t_wait(lambda state: state.error)['error']").startswith("samples per rank: '-1': must be")
     assert ready.ok("%%distributed\nrank").ok
 
 
 def test_a_hook_that_waits_for_a_call_is_not_copied(ready: Kernel) -> None:
     ready.ok("%memory t_ddp")
-    told(ready, "t_plan('t_ddp')")  # the hook is set by now
+    reported(ready, "t_plan('t_ddp')")  # the hook is set by now
     lines = ready.ok("%%rank 0\nimport copy\ncopy.deepcopy(t_ddp.module)(torch.ones(2, 64)).shape").lines()
     assert lines == ["[rank 0] torch.Size([2, 64])"]
     ready.ok("%%distributed --quiet\nt_ddp(torch.ones(2, 64))")
     assert ready.ok("%%rank 0\nlen(t_ddp.module._forward_pre_hooks)").lines() == ["[rank 0] 0"]
-    assert told(ready, "t_plan('t_ddp')")["facts"]["inputs"] == [{"shape": [2, 64], "dtype": "float32"}]
+    assert reported(ready, "t_plan('t_ddp')")["facts"]["inputs"] == [{"shape": [2, 64], "dtype": "float32"}]
 
 
 @pytest.mark.slow
@@ -209,16 +209,16 @@ def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
     ready.ok("_ = t_wait(lambda state: state.as_is is not None and not state.doing)", timeout=LIMIT_S)
     ready.ok("%%distributed\nt_three_d.step(torch.randn(8, 8), torch.zeros(8, 8))\nt_three_d_steps.step()")
     ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
-    reference = told(ready, "t_told['reference']")
+    reference = reported(ready, "t_told['reference']")
     own = 2 * 4 * (8 * 8 + 8) // 2  # two layers of a stage, shared by two ranks
     for rank in ("0", "1", "2", "3"):
         assert reference["persistent"][rank]["parameters"] == own
         assert reference["persistent"][rank]["optimizer"] == 2 * own
     ask(ready, panel, {"pp": "4", "tp": "1", "num_microbatches": "4"})
     ready.ok("t_told = t_wait(lambda state: state.setup.pp == 4 and not state.doing)", timeout=LIMIT_S)
-    asked = told(ready, "t_told")
+    asked = reported(ready, "t_told")
     assert asked["error"] == ""
     assert asked["estimate"]["persistent"]["0"]["parameters"] == 4 * (8 * 8 + 8)
     ask(ready, panel, {"world_size": "5"})
     ready.ok("t_told = t_wait(lambda state: state.error)", timeout=LIMIT_S)
-    assert "must be a multiple of 2" in told(ready, "t_told")["error"]
+    assert "must be a multiple of 2" in reported(ready, "t_told")["error"]

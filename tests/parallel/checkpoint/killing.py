@@ -45,7 +45,7 @@ class Round:
     """Checkpoints in the folder afterwards."""
 
 
-def _kill_at(touch: int, folder: str, told: int) -> None:
+def _kill_at(touch: int, folder: str, reported: int) -> None:
     left = touch
 
     def look(event: str, arguments: Any) -> None:
@@ -56,7 +56,7 @@ def _kill_at(touch: int, folder: str, told: int) -> None:
             return
         left -= 1
         if left == 0:
-            os.write(told, event.encode())
+            os.write(reported, event.encode())
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(look)
@@ -76,7 +76,7 @@ def _wrong(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra:
     return "" if values == {float(step)} and extra == [step] else f"step {step} has {sorted(values)} and extra {extra}"
 
 
-def _rank(rank: int, folder: str, store: str, *, touch: int, told: int, answer: int) -> None:
+def _rank(rank: int, folder: str, store: str, *, touch: int, reported: int, answer: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=FileStore(store, _SIZE), rank=rank, world_size=_SIZE)
     model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
@@ -92,7 +92,7 @@ def _rank(rank: int, folder: str, store: str, *, touch: int, told: int, answer: 
     # Both have said what they resumed from before one is killed: its end takes the other one along.
     dist.barrier()
     if touch:
-        _kill_at(touch, folder, told)
+        _kill_at(touch, folder, reported)
     for step in range(first + 1, first + 1 + _SAVES):
         _fill(model, optimizer, step)
         save = checkpoints.async_save if step % 2 else checkpoints.save
@@ -121,7 +121,7 @@ def _round(number: int, folder: str, generator: random.Random) -> Round:
     told_out, told_in = os.pipe()
     answers = [os.pipe() for _ in range(_SIZE)]
     children = [
-        _fork(rank, folder, store, touch=touch * (rank == victim), told=told_in, answer=answers[rank][1])
+        _fork(rank, folder, store, touch=touch * (rank == victim), reported=told_in, answer=answers[rank][1])
         for rank in range(_SIZE)
     ]
     os.close(told_in)

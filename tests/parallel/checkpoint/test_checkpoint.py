@@ -119,19 +119,19 @@ def test_saved_by_four_loaded_by_two_and_by_one_in_another_layout(
     saved = real_four.run(train, folder, "fsdp", until=3, save_at=2)[0][1]
 
     def load(world: Any, kind: str) -> Any:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as reported:
             warnings.simplefilter("always")
             _, found, resumed = train(world, folder, kind, until=0, resume=True)
-        return found, resumed, [str(warning.message) for warning in told]
+        return found, resumed, [str(warning.message) for warning in reported]
 
     for world, kinds in ((real_two, ("ddp", "fsdp")), (None, ("plain",))):
         for kind in kinds:
-            for rank, (found, resumed, told) in enumerate(world.run(load, kind) if world else [load(None, kind)]):
+            for rank, (found, resumed, reported) in enumerate(world.run(load, kind) if world else [load(None, kind)]):
                 assert resumed == (2, {"rank": 0})
                 assert found.keys() == saved.keys()
                 assert all(torch.equal(value, saved[name]) for name, value in found.items())
-                assert bool(told) == (rank == 0)
-                assert all("saved by 4 ranks and is loaded by" in text for text in told)
+                assert bool(reported) == (rank == 0)
+                assert all("saved by 4 ranks and is loaded by" in text for text in reported)
 
 
 def test_shards_of_tensor_parallel_layers_are_saved_as_shards(four: Any, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_failed_save_raises_on_all_ranks_and_keeps_the_last_one(real_two: Any,
     def work(world: World, folder: str) -> Any:
         checkpoints = Checkpoints(folder)
         checkpoints.save(1, model=filled(1))
-        told = []
+        reported = []
         # What several ranks have is written by one of them: here rank 0.
         limit_files(40_000 if world.rank() == 0 else -1)
         for save in (checkpoints.save, checkpoints.async_save):
@@ -62,7 +62,7 @@ def test_a_failed_save_raises_on_all_ranks_and_keeps_the_last_one(real_two: Any,
                 save(2, model=filled(2))
                 checkpoints.wait()
             except CheckpointSaveError as error:
-                told.append(str(error))
+                reported.append(str(error))
         limit_files(-1)
         checkpoints.wait()
         left = sorted(item.name for item in Path(folder).iterdir())
@@ -70,13 +70,13 @@ def test_a_failed_save_raises_on_all_ranks_and_keeps_the_last_one(real_two: Any,
         resumed = checkpoints.load_latest(model=model)
         with checkpoints:
             checkpoints.async_save(3, model=filled(3))
-        return told, left, resumed and resumed.step, model.weight[0, 0].item(), checkpoints.steps()
+        return reported, left, resumed and resumed.step, model.weight[0, 0].item(), checkpoints.steps()
 
-    for told, left, step, value, steps in real_two.run(work, str(tmp_path)):
-        assert len(told) == 2
-        assert "could not be written on rank 0: " in told[0]
-        assert "File too large" in told[0]
-        assert told[1].startswith("The background save of step 2 failed: rank 0: ")
+    for reported, left, step, value, steps in real_two.run(work, str(tmp_path)):
+        assert len(reported) == 2
+        assert "could not be written on rank 0: " in reported[0]
+        assert "File too large" in reported[0]
+        assert reported[1].startswith("The background save of step 2 failed: rank 0: ")
         assert left == ["step_00000001"]
         assert (step, value, steps) == (1, 1.0, [1, 3])
 
@@ -101,7 +101,7 @@ def test_mismatches_are_named(two: Any, tmp_path: Path) -> None:
         checkpoints = Checkpoints(folder)
         saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
         checkpoints.save(1, model=saved)
-        told = []
+        reported = []
         wider = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2, bias=False))
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
         other = torch.optim.SGD(saved.parameters())
@@ -119,39 +119,39 @@ def test_mismatches_are_named(two: Any, tmp_path: Path) -> None:
             try:
                 call()
             except CheckpointError as error:
-                told.append(f"{type(error).__name__}: {error}")
+                reported.append(f"{type(error).__name__}: {error}")
         assert Checkpoints(folder).load(1, model=nn.Sequential(nn.Linear(2, 3)), strict=False).step == 1
         assert sorted(item.name for item in Path(folder).iterdir()) == ["step_00000001"]
-        return told
+        return reported
 
-    for told in two.run(work, str(tmp_path)):
-        assert told[0].startswith(
+    for reported in two.run(work, str(tmp_path)):
+        assert reported[0].startswith(
             "CheckpointMismatchError: Step 1 does not fit the model: 0.bias has shape (4,) here and (3,)"
         )
-        assert "1.bias is not in the model" in told[0]
-        assert "weight is not in the checkpoint" in told[1]
-        assert told[2] == "CheckpointMismatchError: Step 1 was saved without an optimizer; load it without one."
-        assert told[3] == "CheckpointMismatchError: Not in the checkpoint: scaler; it has none."
-        assert told[4].startswith(
+        assert "1.bias is not in the model" in reported[0]
+        assert "weight is not in the checkpoint" in reported[1]
+        assert reported[2] == "CheckpointMismatchError: Step 1 was saved without an optimizer; load it without one."
+        assert reported[3] == "CheckpointMismatchError: Not in the checkpoint: scaler; it has none."
+        assert reported[4].startswith(
             "CheckpointMismatchError: SGD has a parameter of shape (2, 2) that is not in the model"
         )
-        assert told[5].startswith("CheckpointError: Cannot save extra or an object's state: only tensors, numbers")
-        assert told[6].startswith("CheckpointError: sampler must have state_dict() or set_epoch(); got int")
-        assert told[7] == "CheckpointError: All ranks must save the same step; rank 0 saves 2, rank 1 3."
-        assert told[8] == "CheckpointError: step must be 0 or more; got -1."
-        assert len(told) == 9
+        assert reported[5].startswith("CheckpointError: Cannot save extra or an object's state: only tensors, numbers")
+        assert reported[6].startswith("CheckpointError: sampler must have state_dict() or set_epoch(); got int")
+        assert reported[7] == "CheckpointError: All ranks must save the same step; rank 0 saves 2, rank 1 3."
+        assert reported[8] == "CheckpointError: step must be 0 or more; got -1."
+        assert len(reported) == 9
 
 
 def test_different_folders_raise(two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> list[str]:
         common, own = Checkpoints(f"{folder}/0"), Checkpoints(f"{folder}/{world.rank()}")
         common.save(1, model=filled(1))
-        told = []
+        reported = []
         for call in (lambda: own.save(2, model=filled(2)), lambda: own.load_latest(model=filled(0))):
             with pytest.raises(CheckpointError) as caught:
                 call()
-            told.append(str(caught.value))
-        return told
+            reported.append(str(caught.value))
+        return reported
 
     for saving, loading in two.run(work, str(tmp_path)):
         assert "Rank 1 on host " in saving
@@ -205,13 +205,13 @@ def test_a_sharded_model_is_exported_whole(real_two: Any, tmp_path: Path) -> Non
 
         model = build()
         fully_shard(model[0])
-        told = [str(export_safetensors(model, path))]
+        reported = [str(export_safetensors(model, path))]
         for other in (nn.Linear(2, 2).to(torch.complex128), model):
             try:
                 export_safetensors(other, path if other is not model else "/proc/none/model.safetensors")
             except CheckpointError as error:
-                told.append(f"{type(error).__name__}: {error}")
-        return told
+                reported.append(f"{type(error).__name__}: {error}")
+        return reported
 
     path = tmp_path / "models" / "model.safetensors"
     for name, dtype, folder in real_two.run(work, str(path)):

@@ -26,13 +26,13 @@ def kill(folder: Path, rounds: int, seed: int) -> list[Round]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_kill_while_saving_never_leaves_a_bad_checkpoint(tmp_path: Path, rounds: int) -> None:
-    told = kill(tmp_path / "run", rounds, seed=rounds)
-    assert len(told) == rounds + 1
-    assert [item.bad for item in told] == [""] * len(told)
-    assert told[0].resumed == -1
-    assert told[0].whole == 2
+    reported = kill(tmp_path / "run", rounds, seed=rounds)
+    assert len(reported) == rounds + 1
+    assert [item.bad for item in reported] == [""] * len(reported)
+    assert reported[0].resumed == -1
+    assert reported[0].whole == 2
     # What was the latest is never lost: a run resumes from where the one before it came to, or from later.
-    for before, after in itertools.pairwise(told):
-        assert after.resumed >= max(before.resumed, 3), told
+    for before, after in itertools.pairwise(reported):
+        assert after.resumed >= max(before.resumed, 3), reported
         assert after.whole in (2, 3)
-    assert sum(bool(item.touch) for item in told) >= rounds // 2
+    assert sum(bool(item.touch) for item in reported) >= rounds // 2

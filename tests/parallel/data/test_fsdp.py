@@ -204,7 +204,7 @@ def test_each_block_of_a_list_is_a_unit() -> None:
 
 def test_misuse_is_told() -> None:
     def work(world: World) -> list[str]:
-        told = []
+        reported = []
         line = make_mesh(a=-1, device="cpu")
         cases: list[dict[str, Any]] = [
             {"strategy": S.HYBRID_SHARD},
@@ -220,16 +220,16 @@ def test_misuse_is_told() -> None:
             try:
                 FSDP(blocks(), **options)
             except UsageError as error:
-                told.append(str(error))
-        return told
+                reported.append(str(error))
+        return reported
 
     class Own(FSDP):
         """A subclass without a registered strategy."""
 
     with pytest.raises(UsageError, match="Own cannot use OPTIMIZER_STATE; derive it from ZeRO1"):
         Own(blocks(), strategy=S.OPTIMIZER_STATE)
-    for told in World.mock(2).run(work):
-        assert told == [
+    for reported in World.mock(2).run(work):
+        assert reported == [
             "HYBRID_SHARD needs a mesh of (replicas, shards), such as make_mesh(replicate=2, shard=-1).",
             "HYBRID_SHARD needs a 2-D mesh; got a 1-D one.",
             (

@@ -69,15 +69,15 @@ class Trained:
 
 def in_one_process(steps: int, rows: int, dtype: torch.dtype = torch.float64) -> Trained:
     """The same training without a pipeline."""
-    model, told = whole(dtype), Trained()
+    model, reported = whole(dtype), Trained()
     for x, y in batches(steps, rows, dtype):
         model.zero_grad()
         loss = loss_of(model(x), y)
         loss.backward()
-        told.losses.append(loss.item())
+        reported.losses.append(loss.item())
         _apply(model)
-    told.output = model(x).detach()
-    return _finished(told, model)
+    reported.output = model(x).detach()
+    return _finished(reported, model)
 
 
 def train(
@@ -92,19 +92,19 @@ def train(
         num_microbatches=num_microbatches,
         loss=loss_of,
     )
-    told = Trained()
+    reported = Trained()
     for x, y in batches(steps, 2 * num_microbatches, dtype):
         pipe.zero_grad()
         before = trace.ring.position
         losses = pipe.step(x if pipe.is_first else None, y if pipe.is_last else None)
         assert (losses is not None) == pipe.is_last
         assert losses is None or losses.shape == (num_microbatches,)
-        told.spans = [span for span in trace.ring.since(before)[0] if span.stage in pipe.stage_indices]
-        told.peaks = pipe.peak_activations()
-        told.losses.append(pipe.mean_loss(losses))
+        reported.spans = [span for span in trace.ring.since(before)[0] if span.stage in pipe.stage_indices]
+        reported.peaks = pipe.peak_activations()
+        reported.losses.append(pipe.mean_loss(losses))
         _apply(pipe)
-    told.output = pipe(x)
-    return _finished(told, pipe)
+    reported.output = pipe(x)
+    return _finished(reported, pipe)
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _apply(model: nn.Module) -> None:
             parameter.sub_(RATE * parameter.grad)
 
 
-def _finished(told: Trained, model: Any) -> Trained:
-    told.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    told.weights = {name: value.detach() for name, value in model.named_parameters()}
-    return told
+def _finished(reported: Trained, model: Any) -> Trained:
+    reported.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    reported.weights = {name: value.detach() for name, value in model.named_parameters()}
+    return reported

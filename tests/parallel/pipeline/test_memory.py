@@ -137,7 +137,9 @@ def test_what_autograd_keeps(case: tuple[str, int, int, int], gloo_worlds: Any) 
         pipe.step(x, y, loss_of)
         return dict(Kept.peak)
 
-    peaks = {stage: peak for told in make(f"gloo-{ranks}", gloo_worlds).run(work) for stage, peak in told.items()}
+    peaks = {
+        stage: peak for reported in make(f"gloo-{ranks}", gloo_worlds).run(work) for stage, peak in reported.items()
+    }
     stats = PipelineMemoryStats.of(schedule, num_ranks=ranks, num_stages=stages, num_microbatches=microbatches)
     assert tuple(peaks[stage] for stage in range(stages)) == stats.peak_per_stage
 

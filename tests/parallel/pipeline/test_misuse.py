@@ -17,7 +17,7 @@ from tests.support.models import blocks, loss_of
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "stages", "microbatches", "told"),
+    ("schedule", "ranks", "stages", "microbatches", "message"),
     [
         ("GPipe", 4, 3, 4, "3 stages on 4 ranks: GPipe needs one stage per rank, so 4"),
         ("1F1B", 2, 4, 4, "4 stages on 2 ranks: 1F1B needs one stage per rank; for 2 per rank, use Interleaved1F1B"),
@@ -30,9 +30,11 @@ from tests.support.models import blocks, loss_of
         ("DualPipeV", 2, 4, 3, "DualPipeV needs at least as many microbatches .* schedule='ZBVZeroBubble'"),
     ],
 )
-def test_invalid_numbers_for_a_schedule(schedule: str, ranks: int, stages: int, microbatches: int, told: str) -> None:
+def test_invalid_numbers_for_a_schedule(
+    schedule: str, ranks: int, stages: int, microbatches: int, message: str
+) -> None:
     counts = {"num_ranks": ranks, "num_stages": stages, "num_microbatches": microbatches}
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         check_counts(PipelineSchedule.of(schedule), **counts)
 
 
@@ -59,7 +61,7 @@ def test_invalid_steps_raise_on_all_ranks(two: Any) -> None:
         pipe = Pipeline.split(whole(), group=world, num_microbatches=4)
         ((x, y),) = batches(1, 10)
         first, last = pipe.is_first, pipe.is_last
-        told = [
+        reported = [
             _told(lambda: pipe.step(x, y, loss_of)),
             _told(lambda: pipe.step(x[:8], y, loss_of)),
             _told(lambda: pipe.step(x[:8], y[:4], loss_of)),
@@ -75,9 +77,9 @@ def test_invalid_steps_raise_on_all_ranks(two: Any) -> None:
             _told(pipe),
         ]
         with torch.no_grad():
-            told.append(_told(lambda: pipe.step(x[:8], y[:8], loss_of)))
+            reported.append(_told(lambda: pipe.step(x[:8], y[:8], loss_of)))
         pipe.step(x[:8] if first else None, y[:8] if last else None, loss_of)  # and it still works
-        return told
+        return reported
 
     expected = [
         (
@@ -137,8 +139,8 @@ def test_models_that_cannot_be_split() -> None:
         "1.weight of stage 1 is also 0.weight of stage 0. Stages cannot share parameters",
         "ZBVZeroBubble computes weight gradients without the hooks in which DDP averages",
     ]
-    for told in World.mock(2).run(work):
-        for text, start in zip(told, starts, strict=True):
+    for reported in World.mock(2).run(work):
+        for text, start in zip(reported, starts, strict=True):
             assert text.startswith(start), text
 
 

@@ -59,8 +59,8 @@ def test_in_single_precision(trained: Any, case: tuple[str, int, int, int]) -> N
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_action_is_recorded(trained: Any, case: tuple[str, int, int, int]) -> None:
     schedule, ranks, stages, microbatches = case
-    for rank, told in enumerate(trained("gloo", case)):
-        found = Counter((span.name, span.stage, span.microbatch) for span in told.spans)
+    for rank, reported in enumerate(trained("gloo", case)):
+        found = Counter((span.name, span.stage, span.microbatch) for span in reported.spans)
         own = stages_of_rank(PipelineSchedule.of(schedule), rank, num_ranks=ranks, num_stages=stages)
         assert max(found.values()) == 1
         for stage in own:
@@ -77,14 +77,14 @@ def test_every_action_is_recorded(trained: Any, case: tuple[str, int, int, int])
                 ("RECV_B", to_next),
             ):
                 assert done.get(name, set()) == (every if happens else set()), (name, stage)
-        messages = [span for span in told.spans if span.kind == "p2p"]
+        messages = [span for span in reported.spans if span.kind == "p2p"]
         assert {span.bytes for span in messages} == {2 * 8 * 8}, "two samples of 8 numbers of 8 bytes"
-        assert all(span.rank == rank and span.group and span.end_ns >= span.start_ns for span in told.spans)
+        assert all(span.rank == rank and span.group and span.end_ns >= span.start_ns for span in reported.spans)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_live_microbatches_match_the_formula(trained: Any, case: tuple[str, int, int, int]) -> None:
     schedule, ranks, stages, microbatches = case
     stats = PipelineMemoryStats.of(schedule, num_ranks=ranks, num_stages=stages, num_microbatches=microbatches)
-    peaks = merged([told.peaks for told in trained("gloo", case)])
+    peaks = merged([reported.peaks for reported in trained("gloo", case)])
     assert tuple(peaks[stage] for stage in range(stages)) == stats.peak_per_stage

@@ -86,7 +86,7 @@ class LabServer:
             self._end(self._process)
 
     def app_options(self, settings: Path) -> list[str]:
-        """What the application itself is told; `settings` is the folder with those of this server."""
+        """Options of the application itself; `settings` is this server's folder."""
         return [
             *("--LabApp.extension_manager=readonly", "--LabApp.expose_app_in_browser=True"),
             *(f"--LabApp.app_settings_dir={settings}", f"--LabApp.workspaces_dir={self._folder / 'workspaces'}"),

@@ -1,4 +1,4 @@
-"""Reports of ranks, made up for the tests of what is drawn of them."""
+"""Made-up reports of ranks, for tests of views."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def report(
 
 def answers(*reports: JobReport, words: Mapping[int, str] | None = None) -> JobSnapshot:
     """What all ranks say at one moment."""
-    told = {own.rank: "running line 4" for own in reports}
+    reported = {own.rank: "running line 4" for own in reports}
     cells = [own.state.cell for own in reports if own.state.cell is not None]
-    return JobSnapshot({own.rank: own for own in reports}, {**told, **(words or {})}, max(cells, default=None))
+    return JobSnapshot({own.rank: own for own in reports}, {**reported, **(words or {})}, max(cells, default=None))

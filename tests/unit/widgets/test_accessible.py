@@ -1,4 +1,4 @@
-"""What the saved pictures draw can be told apart on white and dark pages, and by who is told of it only."""
+"""Saved pictures are readable on light and dark pages, and by screen readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards put together, drawn and told: every element of a tensor is in as many boxes as ranks have it."""
+"""Shards, drawn and as text: every element of a tensor is in as many boxes as ranks hold it."""
 
 from __future__ import annotations
 

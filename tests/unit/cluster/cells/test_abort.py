@@ -55,8 +55,8 @@ def test_a_rank_that_has_not_begun_the_cell_is_not_taken_for_one_that_has_ended_
     ranks.answers = {0: waits(0), 1: waits(1), 2: runs_nothing(2)}
     watch, now = DeadlockWatch(ranks, [0, 1, 2], [0, 1, 2]), time.monotonic()
     assert [watch.step(now + seconds, [0, 1, 2]) for seconds in range(10)] == [""] * 10
-    told = [watch.step(now + seconds, [0, 1]) for seconds in range(10, 14)]
-    assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in told
+    reported = [watch.step(now + seconds, [0, 1]) for seconds in range(10, 14)]
+    assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in reported
 
 
 def test_a_rank_outside_of_the_cell_that_dies_is_not_waited_for() -> None:
@@ -67,8 +67,8 @@ def test_a_rank_outside_of_the_cell_that_dies_is_not_waited_for() -> None:
     watch, now = DeadlockWatch(ranks, [0, 1, 2, 3], [0, 1, 2], dead=dead), time.monotonic()
     assert [watch.step(now + seconds, [0, 1]) for seconds in range(10)] == [""] * 10
     dead.add(3)
-    told = [watch.step(now + seconds, [0, 1]) for seconds in range(10, 16)]
-    assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in told
+    reported = [watch.step(now + seconds, [0, 1]) for seconds in range(10, 16)]
+    assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in reported
 
 
 def test_what_ranks_have_not_carried_out_yet_is_waited_for() -> None:

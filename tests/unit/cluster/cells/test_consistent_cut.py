@@ -1,4 +1,4 @@
-"""Ranks that are a step apart are told so, and nobody else is."""
+"""Ranks that are a step apart are named, and only those."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from axon_nb.records.protocol.transfer import SyncRecord
 
 
 def optimizer(steps: int, **other: Any) -> OptimizerReport:
-    told = {"number": 0, "name": "adam", "before": 5, "shapes": "s", "not_replicated": "", "communicated": True}
-    return OptimizerReport(**{**told, "steps": steps, **other})
+    reported = {"number": 0, "name": "adam", "before": 5, "shapes": "s", "not_replicated": "", "communicated": True}
+    return OptimizerReport(**{**reported, "steps": steps, **other})
 
 
 def test_ranks_a_step_apart_are_told_with_the_way_back() -> None:
@@ -103,7 +103,7 @@ def has(kind: str = "module", **other: Any) -> SyncRecord:
 
 
 def test_sync_copies_what_all_ranks_have_whole() -> None:
-    told = {
+    reported = {
         0: {
             "ddp": has(),
             "net": has(contained_in="ddp"),
@@ -112,14 +112,14 @@ def test_sync_copies_what_all_ranks_have_whole() -> None:
         },
         1: {"ddp": has(), "net": has(contained_in="ddp"), "sharded": has(obstacle="is sharded over ranks")},
     }
-    chosen, skipped = plan_sync(told, 0, ())
+    chosen, skipped = plan_sync(reported, 0, ())
     assert chosen == ["ddp"]
     assert skipped == {"sharded": "is sharded over ranks", "mine": "does not exist on rank 1"}
 
 
 def test_sync_copies_a_part_that_is_no_part_on_another_rank() -> None:
-    told = {0: {"ddp": has(), "net": has(contained_in="ddp")}, 1: {"ddp": has(), "net": has()}}
-    assert plan_sync(told, 0, ())[0] == ["ddp", "net"]
+    reported = {0: {"ddp": has(), "net": has(contained_in="ddp")}, 1: {"ddp": has(), "net": has()}}
+    assert plan_sync(reported, 0, ())[0] == ["ddp", "net"]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,8 @@ def test_sync_copies_a_part_that_is_no_part_on_another_rank() -> None:
     ],
 )
 def test_sync_refuses_what_was_named_and_cannot_be_copied(name: str, says: str) -> None:
-    told = {rank: {"sharded": has(obstacle="is sharded over ranks"), "odd": has(digest=str(rank))} for rank in range(2)}
+    reported = {
+        rank: {"sharded": has(obstacle="is sharded over ranks"), "odd": has(digest=str(rank))} for rank in range(2)
+    }
     with pytest.raises(UsageError, match=says):
-        plan_sync(told, 0, [name])
+        plan_sync(reported, 0, [name])

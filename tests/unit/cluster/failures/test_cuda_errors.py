@@ -1,4 +1,4 @@
-"""A lost CUDA context is told from other errors, with the way back."""
+"""A lost CUDA context is distinguished from other errors, with the fix."""
 
 from __future__ import annotations
 

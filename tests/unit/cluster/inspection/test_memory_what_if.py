@@ -23,7 +23,7 @@ LIMIT_S = 150.0
 
 
 class Shown:
-    """What a panel is told."""
+    """What a panel receives."""
 
     def __init__(self) -> None:
         self.states: list[WhatIfState] = []

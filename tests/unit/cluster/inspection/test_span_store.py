@@ -1,4 +1,4 @@
-"""The notebook's spans: numbered, bounded, told once; and what is known of them later."""
+"""The notebook's spans: numbered, bounded, reported once; and what becomes known of them later."""
 
 from __future__ import annotations
 

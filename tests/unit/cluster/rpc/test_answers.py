@@ -26,10 +26,10 @@ ANSWERS: dict[int, tuple[str, dict[str, Any]] | None] = {
 """By rank: type and content of its message; None: it does not answer."""
 
 
-def answer(told: tuple[str, dict[str, Any]] | None) -> Answer[MeshReply]:
+def answer(reported: tuple[str, dict[str, Any]] | None) -> Answer[MeshReply]:
     future: Future[Any] = MessageFuture("id")
-    if told is not None:
-        future.set_result({"header": {"msg_type": told[0]}, "content": told[1]})
+    if reported is not None:
+        future.set_result({"header": {"msg_type": reported[0]}, "content": reported[1]})
     return Answer(MeshRequest, future)
 
 
@@ -42,12 +42,12 @@ class Ranks:
 
 
 def test_a_reply_is_the_record_that_the_request_declares() -> None:
-    told = answer(NO_MESH)
-    assert told.done()
-    assert told.result() == told.reply() == MeshReply(None)
+    reported = answer(NO_MESH)
+    assert reported.done()
+    assert reported.result() == reported.reply() == MeshReply(None)
     seen: list[Answer[MeshReply]] = []
-    told.add_done_callback(seen.append)
-    assert seen == [told]
+    reported.add_done_callback(seen.append)
+    assert seen == [reported]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_a_reply_is_the_record_that_the_request_declares() -> None:
     ],
 )
 def test_what_is_no_reply_is_an_error_with_the_reason(rank: int, error: type[Exception], says: str) -> None:
-    told = answer(ANSWERS[rank])
+    reported = answer(ANSWERS[rank])
     with pytest.raises(error, match=says):
-        told.result()
-    assert told.reply() is None
+        reported.result()
+    assert reported.reply() is None
 
 
 def test_no_answer_is_no_reply() -> None:

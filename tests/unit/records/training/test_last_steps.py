@@ -75,8 +75,8 @@ def test_a_step_that_a_rank_has_not_reported_is_incomplete() -> None:
     session = Session()
     whole = session.step(range(4), 4, "0")
     late = session.step(range(4), 4, "0")
-    told = [span for span in session.spans if not (span in late and span.rank == 3)]
-    (found,) = last_steps(told, members={"0": range(4)})
+    reported = [span for span in session.spans if not (span in late and span.rank == 3)]
+    (found,) = last_steps(reported, members={"0": range(4)})
     assert sorted(found.measured) == sorted(whole)
     assert last_steps([span for span in late if span.rank < 3], members={"0": range(4)}) == []
 

@@ -52,7 +52,7 @@ def test_the_last_complete_step_is_found_in_any_order(
     step = play(gpipe(num_ranks, num_microbatches), LENGTHS)
     length = max(span.end_ns for span in step)
     spans = [*shifted(step, 0), *shifted(step, 2 * length)]
-    if cut:  # a third one, of which some ranks have not told everything yet
+    if cut:  # a third one, which some ranks have not reported in full yet
         spans += shifted(step, 4 * length)[:-cut]
     shuffle.shuffle(spans)
     (found,) = last_steps(spans)

@@ -17,9 +17,9 @@ from axon_nb.widgets.memory.view import MemoryView
 from tests.support.records.memory_replies import GIB, MIB, SIZES, answers, use
 
 
-def rows_of(*told: MemorySnapshot) -> MemoryRows:
+def rows_of(*reported: MemorySnapshot) -> MemoryRows:
     made = MemoryRows("model")
-    for own in told:
+    for own in reported:
         made.update(own)
     return made
 

@@ -79,7 +79,7 @@ def test_whether_it_fits_is_said_and_drawn() -> None:
     assert prediction_bars(state, 200 * MIB)[1].bar.capacity == pytest.approx(200 / 290)
     assert sum(part for _, part in prediction_bars(state, 3000 * MIB)[1].bar.segments) == pytest.approx(290 / 3000)
     far = prediction_bars(state, 30_000 * MIB)[1].bar
-    assert far.capacity is None, "so far away is told, not drawn: the bars could not be seen"
+    assert far.capacity is None, "a capacity that far away is written, not drawn: the bars would vanish"
     assert sum(part for _, part in far.segments) == pytest.approx(290 / 300)
     assert what_if_content(WhatIfState(AS_IS, True, AS_IS, estimate(host=5 * MIB)), None)["notes"][0].startswith(
         "Another 5.00 MiB of host memory is used"

@@ -1,4 +1,4 @@
-"""Whether a cell runs, as `%watch` tells it: ranks that are too busy to answer have not ended theirs."""
+"""Whether a cell runs, as `%watch` shows it: ranks that are too busy to answer have not ended theirs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SILENT = {0: "has not answered", 1: "has not answered"}
 
 
 @pytest.mark.parametrize(
-    ("cells", "busy", "told"),
+    ("cells", "busy", "reported"),
     [
         ({0: 5, 1: 5}, [0, 1], 5),
         ({0: 5}, [0, 1], 5),
@@ -24,8 +24,8 @@ SILENT = {0: "has not answered", 1: "has not answered"}
         ({}, [], None),
     ],
 )
-def test_a_busy_rank_that_is_silent_runs_its_cell(cells: dict[int, int | None], busy: list[int], told: int) -> None:
-    assert running_cell({rank: report(rank, cell=cell) for rank, cell in cells.items()}, busy) == told
+def test_a_busy_rank_that_is_silent_runs_its_cell(cells: dict[int, int | None], busy: list[int], reported: int) -> None:
+    assert running_cell({rank: report(rank, cell=cell) for rank, cell in cells.items()}, busy) == reported
 
 
 def test_the_number_of_the_cell_is_remembered_while_ranks_are_silent() -> None:

@@ -76,11 +76,11 @@ def full(num_ranks: int, names: int = 8, steps: int = 300) -> WatchView:
     bars = [Bar(f"a loop with a long name {i}", i, 10 + i, 100, 3.0, False) for i in range(12)]
     for second in range(steps):
         rows = [row(second, **{f"metric_with_a_name_{i}": 1 / (second + 1) for i in range(names)})]
-        told = [
+        reported = [
             report(rank, rows, bars=bars, steps_per_s=12.3 + rank, items_per_s=32.0, communication=0.31)
             for rank in range(num_ranks)
         ]
-        view.add([answers(*told, words=dict.fromkeys(range(num_ranks), words))], float(second))
+        view.add([answers(*reported, words=dict.fromkeys(range(num_ranks), words))], float(second))
     view.refresh(unseen=True)
     return view
 
