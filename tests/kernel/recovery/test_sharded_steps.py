@@ -101,7 +101,7 @@ def break_off(kernel: Kernel, name: str, where: str) -> str:
 @pytest.mark.parametrize("where", BREAKS)
 def test_a_step_run_again_gives_the_same_bits(kernel: Kernel, undisturbed: list[str], where: str) -> None:
     kernel.ok(SETUP, timeout=120)
-    # Where every rank has whole gradients, nothing holds the others back before their steps: they are ahead, as reported.
+    # Where every rank has whole gradients, nothing holds the others back before their steps: the cell reports them.
     names = {"full", "grad", "none", "params", "states", "zero"} - ({"none"} if where == "before the step" else set())
     for name in sorted(names):
         failed = break_off(kernel, name, where)
