@@ -97,7 +97,8 @@ def _coverage(tier: str) -> list[str]:
     coverage("combine", "--quiet")
     coverage("json", "--quiet", "-o", str(data / "coverage.json"))
     packages = by_package(json.loads((data / "coverage.json").read_text(encoding="utf-8"))["files"])
-    packages["all"] = tuple(map(sum, zip(*packages.values(), strict=True)))  # type: ignore[assignment]
+    counts = list(packages.values())
+    packages["all"] = (sum(ran for ran, _ in counts), sum(whole for _, whole in counts))
     rows = ((f"`{name}`", whole, f"{100 * ran / whole:.0f} %") for name, (ran, whole) in packages.items() if whole)
     return [_when(), "", *_table(("package", "statements", "ran"), rows)]
 
