@@ -14,6 +14,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.plan.arguments import (
     SINGLE_AXIS_STRATEGIES,
+    ZERO_2,
     check_callable,
     check_callbacks,
     check_choice,
@@ -243,6 +244,7 @@ class _Evaluator:
         for text, names in axes.items():
             yield f"{', '.join(names)}: {text}"
         yield f"pipelines run {self.schedule.value}; their stages use shard_grad_op"
+        yield ZERO_2
         yield (
             "memory is an estimate with 5 % allowance for fragmentation; simulate=1 simulates the best layout, "
             "plan.memory any"

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.arguments import check_number
+from axon_nb.plan.arguments import ZERO_2, check_number
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import resolve_rates
 from axon_nb.plan.hardware.rates import Rates
@@ -157,6 +157,8 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
     if layout.size(*DATA_AXES) > 1:
         wrapper = wrapper_s_per_parameter(rates, layout.strategy)
         known = "its wrapper is free" if wrapper is None else f"its wrapper {1e6 * wrapper:.3g} us per parameter"
+        if layout.strategy == "shard_grad_op":
+            yield ZERO_2
         yield f"{layout.strategy} copies what it sends at the rate of other operations; {known}"
         yield (
             f"{overlap:.0%} of overlappable communication is hidden, up to the computation's length: all gradients but "
