@@ -136,6 +136,19 @@ def test_a_pipeline_has_a_bubble() -> None:
     assert slow.total_s > found.total_s
 
 
+def test_messages_between_stages_take_their_own_time() -> None:
+    """With sequence parallelism each rank along tp sends its part of the activations."""
+    link = plan.Link("x", 0.0, 1e6)
+    options: dict[str, Any] = {"mesh": {"pp": 2, "tp": 4}, "batch": 4, "num_microbatches": 2, "rates": 1e12}
+    for sequence in (False, True):
+        found = plan.step_time(CONFIG, links=link, sequence=sequence, **options)
+        (row,) = found.communication.select(axis="pp", operation="send", phase="forward", pp_rank=0)
+        ((size, _),) = row.messages
+        assert size == 2 * CONFIG.context * CONFIG.hidden * 4 // (4 if sequence else 1)
+        assert found.schedule is not None
+        assert found.schedule.latency_s == found.schedule.backward_latency_s == (pytest.approx(size / 1e6),)
+
+
 def test_three_axes() -> None:
     found = plan.step_time(
         dataclasses.replace(CONFIG, blocks=4),
