@@ -39,11 +39,12 @@ def step_time(
     links: Link | str | Mapping[str, Link | str] | Any = None,
     overlap: float | None = None,
     optimizer: Callable[..., Optimizer] | str | None = "AdamW",
+    activation_checkpointing: bool | float = False,
     **layout: Unpack[TrafficOptions],
 ) -> StepTime:
     """Predict a step's time: compute, exposed communication, and the pipeline bubble.
 
-        plan.step_time(GPTConfig(hidden=1024, blocks=24), 64, batch=8, rates=400e12, links="ib-ndr")
+        plan.step_time(GPTConfig(hidden=1024, blocks=24), 64, batch=8, rates="h100", links="h100")
         here = plan.calibrate(model=small, inputs=batch, optimizer=torch.optim.AdamW)   # on ranks
         plan.step_time(large, 2, inputs=batch, rates=here, links=here, strategy="ddp")
 
@@ -51,11 +52,12 @@ def step_time(
         model: As in `communication`.
         world_size: Number of ranks; None: the mesh says.
         rates: FLOP/s that a rank reaches in its compute dtype; `Rates`, which cover other operations too; a GPU's name
-            such as ``"h100"``; or the result of `calibrate`.
-        links: As in `communication`.
+            such as ``"h100"``, for what published runs achieve with it; or the result of `calibrate`.
+        links: As in `communication`; a GPU's name stands for hosts of 8 with NVLink and one network port per GPU.
         overlap: Fraction of overlappable communication that computation hides, 0 to 1; None: as `calibrate` measured,
             or 1.
         optimizer: A function that makes it from parameters, or its name in `torch.optim`; None: no optimizer step.
+        activation_checkpointing: Whether backward computes forward again; or which fraction of it, 0 to 1.
         **layout: As in `communication`; ``inputs`` is required except for a GPTConfig.
 
     Raises:
@@ -63,7 +65,8 @@ def step_time(
             works.
     """
     found, share = resolve_rates(rates), _overlap(overlap, rates, links)
-    laid_out = ParallelLayout.from_options(model, world_size, layout, optimizer)
+    again = check_number("activation_checkpointing", activation_checkpointing, rule="True or a fraction", most=1.0)
+    laid_out = ParallelLayout.from_options(model, world_size, layout, optimizer, activation_checkpointing=again)
     if not laid_out.trace.has_inputs:
         raise UsageError(
             "inputs= is required, because the time of a step depends on the batch: for example torch.zeros(8, 64)."

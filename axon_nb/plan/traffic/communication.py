@@ -45,7 +45,7 @@ def communication(
             ranks, or the result of `plan.capture`.
         world_size: Number of ranks; None: the mesh says.
         links: One for all axes, or one per axis: a `Link`, the name of a preset such as ``"nvlink4"``, or the result of
-            `calibrate`. None: no times.
+            `calibrate`; or a GPU's name such as ``"h100"``, for hosts of 8. None: no times.
         optimizer: A function that makes it from parameters, or its name in `torch.optim`. With sequence parallelism,
             DTensor all-reduces the gradients of norms each time that the optimizer reads them: three times with AdamW,
             once with SGD or None.
