@@ -22,6 +22,7 @@ from axon_nb.parallel.optimizer_kind import OptimizerKind
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import NO_VALUES
 from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
 from axon_nb.plan.models import CapturedModel, TensorSpec
 from axon_nb.plan.repetition.alike import BlockRun, equal_row, shorten
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda
@@ -84,6 +85,8 @@ def training_setup(request: MemoryRequest) -> TrainingSetup:
     named: dict[str, int | None] = {"batch": request.batch, "seq": request.seq}
     if isinstance(model, GPTConfig):
         return _gpt_setup(request, model, named, functools.partial(GPT, model))
+    if isinstance(model, HuggingFaceModel) and request.inputs is None:
+        return _hugging_face_setup(request, model)
     if isinstance(model, CapturedModel):
         factory: Callable[[], Any] = pickle.loads(model.factory)
         if request.inputs is None:
@@ -110,6 +113,17 @@ def training_setup(request: MemoryRequest) -> TrainingSetup:
         functools.partial(_arguments, request.inputs, named),
         functools.partial(_tensors, request.target, named),
         _loss_of(request.loss, request.target is not None),
+    )
+
+
+def _hugging_face_setup(request: MemoryRequest, model: HuggingFaceModel) -> TrainingSetup:
+    tokens = TensorSpec((request.batch, model.seq(request.seq)), "int64")
+    return TrainingSetup(
+        request,
+        model,
+        functools.partial(_arguments, tokens, {}),
+        functools.partial(_tensors, tokens if request.target is None else request.target, {}),
+        _loss_of(request.loss or next_token_loss, True),
     )
 
 
