@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from axon_nb.plan.hardware.cards import COMPILED_SHARE, GPUS
-from axon_nb.plan.timing.step_time import predict_step
+from axon_nb.plan.timing.step_time import predict_step, uncertainty_of
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.traffic.communication import traffic_of
 from axon_nb.plan.traffic.layout import ParallelLayout
@@ -20,7 +20,7 @@ from axon_nb.plan.traffic.plan import CommunicationPlan
 from scripts.generated_page import ROOT
 from scripts.published_models import MODELS, TP_PLAN, trace_of
 
-__all__ = ["RUNS", "Run", "fitted_shares", "is_fitted", "load_runs", "predicted_s"]
+__all__ = ["RUNS", "Run", "fitted_shares", "interval_s", "is_fitted", "load_runs", "predicted_s"]
 
 RUNS = ROOT / "docs" / "published" / "runs.csv"
 
@@ -139,6 +139,14 @@ def predicted_s(run: Run, achieved: float | None = None) -> float:
     if achieved is not None:
         rates = replace(rates, flops_per_s=rates.flops_per_s * achieved)
     return predict_step(layout, traffic, rates, 1.0).total_s
+
+
+def interval_s(run: Run) -> tuple[float, float]:
+    """Return between which seconds the planner expects the step."""
+    layout, traffic = _laid_out(run)
+    rates = GPUS[run.card].compiled(COMPILED_SHARE) if run.fused else GPUS[run.card]
+    found = uncertainty_of(predict_step(layout, traffic, rates, 1.0), layout, rates, 1.0)
+    return found.low_s, found.high_s
 
 
 def fitted_shares(runs: Iterable[Run]) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ import pytest
 
 from axon_nb.plan.hardware.cards import CARDS
 from scripts.plan_published import SOURCES, memory_rows
-from scripts.published_steps import Run, fitted_shares, is_fitted, load_runs, predicted_s
+from scripts.published_steps import Run, fitted_shares, interval_s, is_fitted, load_runs, predicted_s
 
 pytestmark = pytest.mark.timeout(600)
 NEAR, SHARE, WORST = 0.20, 0.80, 1.5
@@ -43,6 +43,13 @@ def test_cards_follow_from_the_fitted_half() -> None:
     assert factors.keys() == {"a100", "h100", "h100-fp8", "h100-500w", "h100-500w-fp8"}
     for card, factor in factors.items():
         assert factor == pytest.approx(1, abs=0.2), card
+
+
+def test_most_published_steps_are_in_their_intervals() -> None:
+    """Of those that nothing was fitted to."""
+    kept = [run for run in load_runs() if not is_fitted(run)]
+    inside = [low <= run.step_s <= high for run in kept for low, high in (interval_s(run),)]
+    assert statistics.fmean(inside) >= SHARE
 
 
 def test_published_memory() -> None:

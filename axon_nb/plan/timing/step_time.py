@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Unpack
 
 from torch.optim import Optimizer
@@ -23,12 +24,13 @@ from axon_nb.plan.timing.compute import (
     wrapper_s_per_parameter,
 )
 from axon_nb.plan.timing.plan import StepTime
+from axon_nb.plan.timing.uncertainty import Uncertainty, estimate_uncertainty
 from axon_nb.plan.traffic.communication import traffic_of
 from axon_nb.plan.traffic.layout import DATA_AXES, ParallelLayout, TrafficOptions
 from axon_nb.plan.traffic.plan import CommunicationPlan
 from axon_nb.records.units import format_bytes
 
-__all__ = ["predict_step", "step_time"]
+__all__ = ["predict_step", "step_time", "uncertainty_of"]
 
 
 def step_time(
@@ -65,7 +67,8 @@ def step_time(
             works.
     """
     found, share = resolve_rates(rates), _overlap(overlap, rates, links)
-    again = check_number("activation_checkpointing", activation_checkpointing, rule="True or a fraction", most=1.0)
+    given = float(activation_checkpointing) if isinstance(activation_checkpointing, bool) else activation_checkpointing
+    again = check_number("activation_checkpointing", given, rule="True, False or a fraction of forward", most=1.0)
     laid_out = ParallelLayout.from_options(model, world_size, layout, optimizer, activation_checkpointing=again)
     if not laid_out.trace.has_inputs:
         raise UsageError(
@@ -77,7 +80,25 @@ def step_time(
             "links= is required, because ranks communicate: a preset such as 'nvlink4', a Link(…), or the result of "
             "plan.calibrate()."
         )
-    return predict_step(laid_out, traffic, found, share)
+    step = predict_step(laid_out, traffic, found, share)
+    return replace(step, uncertainty=uncertainty_of(step, laid_out, found, share))
+
+
+def uncertainty_of(step: StepTime, layout: ParallelLayout, rates: Rates, overlap: float) -> Uncertainty:
+    """Return how a step depends on its assumptions.
+
+    Args:
+        step: Predicted by `predict_step` with the other arguments.
+        layout: As there.
+        rates: As there.
+        overlap: As there.
+    """
+
+    def seconds(changed: Rates, links: Mapping[str, Link], hidden: float) -> float:
+        rows = tuple(row.timed(links.get(row.axis)) for row in step.communication.rows)
+        return predict_step(layout, replace(step.communication, rows=rows, links=links), changed, hidden).total_s
+
+    return estimate_uncertainty(seconds, rates, step.communication.links, overlap)
 
 
 def predict_step(
