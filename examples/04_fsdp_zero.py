@@ -15,8 +15,8 @@
 # # FSDP and ZeRO: who keeps what
 #
 # Training holds four numbers per parameter: the value, its gradient and Adam's two moments. With DDP every rank keeps
-# all of them. Here each rank keeps only a part: of the optimizer states (ZeRO-1), also of the gradients (ZeRO-2 of the paper), or of
-# everything (ZeRO-3, FSDP). A small GPT learns to write Python on four ranks.
+# all of them. Here each rank keeps only a part: of the optimizer states (ZeRO-1), or of everything (torch's ZeRO-2, and
+# ZeRO-3 or FSDP). A small GPT learns to write Python on four ranks.
 
 # %%
 # %load_ext axon_nb
