@@ -15,8 +15,8 @@
 # # FSDP and ZeRO: who keeps what
 #
 # Training holds four numbers per parameter: the value, its gradient and Adam's two moments. With DDP every rank keeps
-# all of them. Here each rank keeps only a part: of the optimizer states (ZeRO-1), also of the gradients (ZeRO-2), or of
-# everything (ZeRO-3, FSDP). A small GPT learns to write Python on four ranks.
+# all of them. Here each rank keeps only a part: of the optimizer states (ZeRO-1), or of everything (torch's ZeRO-2, and
+# ZeRO-3 or FSDP). A small GPT learns to write Python on four ranks.
 
 # %%
 # %load_ext axon_nb
@@ -165,8 +165,9 @@ pd.DataFrame(compared[0]).style.format(
 # %% [markdown]
 # - `NO_SHARD` keeps everything everywhere, as DDP does.
 # - `OPTIMIZER_STATE` is ZeRO-1: it assigns whole parameters to ranks, so their shares are about equal, but not exactly.
-# - `SHARD_GRAD_OP` (ZeRO-2) and `FULL_SHARD` (ZeRO-3) keep the same between steps. The former keeps parameters gathered
-#   from forward to backward: more memory then, but one gather less.
+# - `SHARD_GRAD_OP` (torch's ZeRO-2) and `FULL_SHARD` (ZeRO-3) keep the same between steps. The former keeps parameters
+#   gathered from forward to backward: more memory then, but one gather less. The paper's ZeRO-2 keeps all parameters
+#   on every rank between steps, too; torch has no such strategy.
 # - `HYBRID_SHARD` shards within pairs, such as the GPUs of a node; only gradients travel between pairs.
 #
 # On one computer, with a model this small, sharding only costs time: the ranks share cores and memory anyway.

@@ -497,8 +497,8 @@ if rank == 0:
 # Parameters, gradients and optimizer states are sharded over ranks instead of held by all. First, what it saves:
 #
 # - Corrected: "4x" and "8x" are the limits of stages 1 and 2 with Adam, half-precision parameters and very many ranks.
-#   Below are the bytes for this optimizer, this dtype and four ranks. (Stages 2 and 3 hold the same between steps; from
-#   forward to backward, stage 2 keeps parameters gathered.)
+#   Below are the bytes for this optimizer, this dtype and four ranks. (Torch's stages 2 and 3 hold the same between
+#   steps; from forward to backward, stage 2 keeps parameters gathered. The ZeRO paper's stage 2 never shards them.)
 
 # %%
 # %%distributed

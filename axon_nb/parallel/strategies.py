@@ -18,7 +18,8 @@ class ShardingStrategy(enum.Enum):
     FULL_SHARD = "full_shard"
     """Parameters, gradients and optimizer state (ZeRO-3)."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """The same between steps; parameters stay unsharded from forward to backward (ZeRO-2)."""
+    """The same between steps; parameters stay unsharded from forward to backward (torch's ZeRO-2). In the ZeRO paper's
+    stage 2 each rank keeps all parameters between steps, too; torch has no such strategy."""
     NO_SHARD = "no_shard"
     """Nothing: every rank holds everything and gradients are averaged, as in DDP."""
     HYBRID_SHARD = "hybrid_shard"

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
     from axon_nb.plan.footprint.memory import memory
     from axon_nb.plan.footprint.plan import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
+    from axon_nb.plan.hardware.cards import GPUS
     from axon_nb.plan.hardware.links import Link
-    from axon_nb.plan.hardware.presets import GPUS, PRESETS
+    from axon_nb.plan.hardware.presets import PRESETS
     from axon_nb.plan.hardware.rates import Rates
     from axon_nb.plan.layout_search.plan import SearchPlan
     from axon_nb.plan.layout_search.search import search
@@ -74,11 +75,9 @@ _HOME = {
         "ModuleMemory",
         "RankMemory",
     ),
+    "hardware.cards": ("GPUS",),
     "hardware.links": ("Link",),
-    "hardware.presets": (
-        "GPUS",
-        "PRESETS",
-    ),
+    "hardware.presets": ("PRESETS",),
     "hardware.rates": ("Rates",),
     "layout_search.plan": ("SearchPlan",),
     "layout_search.search": ("search",),

@@ -21,6 +21,7 @@ __all__ = [
     "AXES",
     "SINGLE_AXIS_STRATEGIES",
     "STRATEGIES",
+    "ZERO_2",
     "LayoutOptions",
     "check_callable",
     "check_callbacks",
@@ -97,6 +98,12 @@ def check_callbacks(progress: Any, cancel: Any) -> None:
 
 AXES = ("pp", "replicate", "dp", "shard", "tp")
 """In this order; the last one varies fastest."""
+ZERO_2 = (
+    "shard_grad_op is torch's ZeRO-2: parameters are sharded between steps, while the ZeRO paper's stage 2 keeps them "
+    "whole"
+)
+"""Which of its two meanings "ZeRO-2" has here, as a note of plans."""
+
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "optimizer_state", "ddp")
 """Values of `ShardingStrategy`, and ``ddp`` for torch's DistributedDataParallel."""
 SINGLE_AXIS_STRATEGIES = tuple(name for name in STRATEGIES if name != "hybrid_shard")

@@ -1,4 +1,4 @@
-"""Models for another process: given as a module, by name on the ranks, or as the pipeline stages of several ranks."""
+"""Models for another process: given as a module, by name on the ranks or of Hugging Face, or as pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from axon_nb.errors import NoClusterError
 from axon_nb.plan.errors import PlanError
+from axon_nb.plan.hugging_face import hugging_face_model
 from axon_nb.plan.models import CapturedModel, is_module
 from axon_nb.records.protocol.contents import CaptureModel
 from axon_nb.records.protocol.messages import Expression, cell_source
@@ -30,13 +31,14 @@ def sendable_model(model: Any, cluster: Any = None) -> Any:
         PlanError: no rank has a model of that name.
         NoClusterError: no ranks run.
     """
+    model = hugging_face_model(model)
     if is_module(model):
         return import_module("axon_nb.plan.skeleton").capture(model)
     return model_by_name(model, cluster)
 
 
 def model_by_name(model: Any, cluster: Any = None) -> Any:
-    """Return the ranks' model if a name is given; anything else unchanged.
+    """Return the ranks' model, or Hugging Face's, if a name is given; anything else unchanged.
 
     Args:
         model: As in `sendable_model`.
@@ -46,12 +48,16 @@ def model_by_name(model: Any, cluster: Any = None) -> Any:
         PlanError: no rank has a model of that name.
         NoClusterError: no ranks run.
     """
+    model = hugging_face_model(model)
     return _from_ranks(model, cluster) if isinstance(model, str) else model
 
 
 def _from_ranks(name: str, cluster: Any) -> CapturedModel:
     if not _is_name(name):
-        raise PlanError(f"model must be a variable on the ranks, such as 'model' or 'trainer.model'; got {name!r}.")
+        raise PlanError(
+            "model must be a variable on the ranks, such as 'model' or 'trainer.model', or a model of Hugging Face, "
+            f"such as 'meta-llama/Llama-3.1-8B'; got {name!r}."
+        )
     if cluster is None:
         try:
             cluster = import_module("axon_nb").current_cluster()

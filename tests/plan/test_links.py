@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from axon_nb import plan
 from axon_nb.errors import UsageError
+from axon_nb.plan.calibration.checks import check_collectives
 from axon_nb.plan.calibration.collectives import fit_line, fit_link
 from axon_nb.plan.calibration.result import Sample
+from axon_nb.plan.hardware.cards import NETWORK_SHARE, NVLINK_SHARE
 from axon_nb.plan.hardware.links import OPERATIONS, rounds_and_volume
 from axon_nb.plan.hardware.presets import resolve_links
 
@@ -87,6 +90,17 @@ def test_presets_match_their_sources() -> None:
         assert link.source in str(link)
 
 
+def test_check_runs_are_predicted_from_the_other_sizes() -> None:
+    """On a line nothing is off; a kink at one size is seen there."""
+    sizes = (1000, 2000, 4000, 8000)
+    straight = [Sample("dp", 4, "all_reduce", size, 1e-3 + 1e-6 * size) for size in sizes]
+    assert [check.error for check in check_collectives(straight)] == pytest.approx([0, 0], abs=1e-9)
+    kinked = [sample if sample.bytes != 4000 else replace(sample, seconds=0.01) for sample in straight]
+    errors = {check.name: check.error for check in check_collectives(kinked)}
+    assert errors["all_reduce of 4,000 bytes along dp"] == pytest.approx(0.005 / 0.01 - 1)
+    assert list(check_collectives(straight[:2])) == []
+
+
 def test_one_rank_sends_nothing() -> None:
     for operation in OPERATIONS:
         assert plan.PRESETS["nvlink4"].seconds(operation, 1e9, 1) == 0.0
@@ -155,3 +169,17 @@ def test_a_fitted_link_reproduces_the_measured_times() -> None:
 def test_bad_arguments_get_one_sentence(call: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         call()  # type: ignore[operator]
+
+
+def test_links_of_cards_follow_from_hosts_and_ports() -> None:
+    """Hosts of 8 H100: NVLink inside, a port per GPU; a group with several ranks per host uses as many ports."""
+    port, inside = (plan.PRESETS[name].bandwidth_bytes_per_s for name in ("ib-ndr", "nvlink4"))
+    by_mesh = {
+        (("dp", 8),): {"dp": NVLINK_SHARE * inside},
+        (("dp", 64),): {"dp": min(8 * NETWORK_SHARE * port, NVLINK_SHARE * inside)},
+        (("pp", 4), ("dp", 2), ("tp", 8)): {"pp": NETWORK_SHARE * port, "dp": NETWORK_SHARE * port},
+        (("dp", 16), ("tp", 4)): {"dp": 2 * NETWORK_SHARE * port, "tp": NVLINK_SHARE * inside},
+    }
+    for mesh, expected in by_mesh.items():
+        links = resolve_links("h100", dict(mesh))
+        assert {axis: links[axis].bandwidth_bytes_per_s for axis in expected} == pytest.approx(expected)

@@ -158,3 +158,14 @@ def test_equivalent_arguments_give_equal_plans() -> None:
     assert plan.schedule("GPipe", 2, 4, torch.tensor([0.5, 1.0])).times[1] == plan.StageTimes(0.5, 1.0)
     spec = plan.TensorSpec(["batch", np.int64(8)], torch.float32)  # type: ignore[arg-type]
     assert spec == plan.TensorSpec(("batch", 8), "float32")
+
+
+def test_plans_say_which_zero_2_they_mean() -> None:
+    """In torch's, parameters are sharded between steps; in the ZeRO paper's stage 2 they are whole."""
+    for strategy in ("shard_grad_op", "full_shard"):
+        says = [
+            plan.memory(SMALL, 4, strategy=strategy, method="closed_form").notes,
+            plan.step_time(SMALL, 4, strategy=strategy, rates=1e12, links="nvlink4").assumptions,
+        ]
+        for notes in says:
+            assert any("torch's ZeRO-2" in note for note in notes) is (strategy == "shard_grad_op")

@@ -230,3 +230,12 @@ def test_frame_figure_and_texts() -> None:
 def test_bad_arguments_get_one_sentence(call: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan.schedule(**({"name": "1F1B", "num_stages": 4, "num_microbatches": 8} | call))
+
+
+def test_messages_of_backward_may_take_another_time() -> None:
+    """GPipe on two ranks with one microbatch: forward, message, forward, backward, message, backward."""
+    found = plan.schedule("GPipe", 2, 1, (0.01, 0.02), latency_s=0.003, backward_latency_s=0.005)
+    assert found.step_s == pytest.approx(2 * 0.01 + 2 * 0.02 + 0.003 + 0.005)
+    assert found.formula is None
+    with pytest.raises(UsageError, match="one for each of the 1 boundaries"):
+        plan.schedule("GPipe", 2, 1, backward_latency_s=[0.0, 0.0])

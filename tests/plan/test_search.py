@@ -12,6 +12,7 @@ from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.plan.layout_search.memory import estimate_memory
+from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
 from axon_nb.plan.tracing.interpolation import TraceInterpolator
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
@@ -280,3 +281,15 @@ def _unbuildable() -> torch.nn.Module:
 def test_bad_arguments_get_one_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan.search(**({"model": CONFIG, "num_gpus": 4, "memory_gib": 80} | OPTIONS | options))
+
+
+def test_a_search_says_how_near_the_next_layouts_are() -> None:
+    def candidate(step_s: float, reason: str = "") -> Candidate:
+        return Candidate(1, 1, 1, "ddp", step_s=step_s, memory={"all": 1}, reason=reason)
+
+    found = SearchPlan("x", (candidate(1.0), candidate(1.1), candidate(1.3), candidate(0.5, "too large")))
+    assert found.near == (candidate(1.1),)
+    assert "the next takes 10.0% longer, and 1 layout is within 20%, too near to tell apart" in str(found)
+    alone = SearchPlan("x", (candidate(1.0), candidate(2.0)))
+    assert not alone.near
+    assert "the next takes 100.0% longer." in str(alone)

@@ -136,6 +136,31 @@ def test_a_pipeline_has_a_bubble() -> None:
     assert slow.total_s > found.total_s
 
 
+def test_messages_between_stages_take_their_own_time() -> None:
+    """With sequence parallelism each rank along tp sends its part of the activations."""
+    link = plan.Link("x", 0.0, 1e6)
+    options: dict[str, Any] = {"mesh": {"pp": 2, "tp": 4}, "batch": 4, "num_microbatches": 2, "rates": 1e12}
+    for sequence in (False, True):
+        found = plan.step_time(CONFIG, links=link, sequence=sequence, **options)
+        (row,) = found.communication.select(axis="pp", operation="send", phase="forward", pp_rank=0)
+        ((size, _),) = row.messages
+        assert size == 2 * CONFIG.context * CONFIG.hidden * 4 // (4 if sequence else 1)
+        assert found.schedule is not None
+        assert found.schedule.latency_s == found.schedule.backward_latency_s == (pytest.approx(size / 1e6),)
+
+
+def test_a_step_has_an_interval_and_says_what_it_depends_on() -> None:
+    slow = plan.step_time(CONFIG, 4, batch=BATCH, rates=Rates(1e15, 1e15, 0.0), links=plan.Link("x", 0.0, 1e6))
+    assert slow.uncertainty is not None
+    assert slow.uncertainty.low_s < slow.total_s < slow.uncertainty.high_s
+    assert slow.uncertainty.depends_on[0] == "the bandwidth along dp"
+    assert "it depends most on the bandwidth along dp" in str(slow)
+    alone = plan.step_time(CONFIG, 1, batch=BATCH, rates=1e9, optimizer=None)
+    assert alone.uncertainty is not None
+    assert alone.uncertainty.depends_on == ("the rate of matrix products",)
+    assert alone.uncertainty.low_s == pytest.approx(alone.total_s / 1.15)
+
+
 def test_three_axes() -> None:
     found = plan.step_time(
         dataclasses.replace(CONFIG, blocks=4),
@@ -238,6 +263,9 @@ def test_calibration_on_ranks() -> None:
     assert adjusted.rates.wrappers.keys() == {"ddp", "full_shard"}
     assert 0 <= plain.overlap <= 1
     assert "2 ranks, gloo, cpu, 1 thread" in str(plain)
+    assert len(plain.checks) == 2, "two sizes of a collective cannot check each other"
+    assert all(check.measured_s > 0 and check.predicted_s > 0 for check in plain.checks)
+    assert "its 2 check runs were off by" in str(plain)
     frame = plain.to_frame()
     assert set(frame["axis"]) == {"dp"}
     assert len(plain.figure().data) == 2 * 5

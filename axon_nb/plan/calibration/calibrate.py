@@ -16,6 +16,7 @@ from axon_nb.comm.group import resolve
 from axon_nb.comm.types import Backend
 from axon_nb.errors import UsageError
 from axon_nb.plan.arguments import SINGLE_AXIS_STRATEGIES, check_choice, check_int, check_number
+from axon_nb.plan.calibration.checks import check_collectives, check_rates
 from axon_nb.plan.calibration.collectives import MEASURED_OPERATIONS, AxisBenchmark, fit_link
 from axon_nb.plan.calibration.compute import measure_overlap, measure_phases, measure_rates
 from axon_nb.plan.calibration.result import Calibration, Sample
@@ -172,7 +173,10 @@ def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Ca
         samples += own
         links[bench.axis] = fit_link(bench.axis, own, where)
     overlap = measure_overlap(everyone, repeats=repeats) if world.size() > 1 else 0.0
-    plain = Calibration(links, rates, overlap, where, tuple(samples))
+    checks = check_rates(everyone, rates, repeats=repeats, dtype=options["dtype"])
+    for axis in links:
+        checks += tuple(check_collectives([sample for sample in samples if sample.axis == axis]))
+    plain = Calibration(links, rates, overlap, where, tuple(samples), checks)
     return plain if options["source"] is None else _fit_to_model(plain, everyone, options)
 
 

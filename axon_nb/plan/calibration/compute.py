@@ -18,7 +18,7 @@ from axon_nb.plan.hardware.rates import PHASES, Rates
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace
 
-__all__ = ["measure_overlap", "measure_phases", "measure_rates"]
+__all__ = ["measure_overlap", "measure_phases", "measure_rates", "seconds_of"]
 
 _SIDES = {"cpu": (96, 192, 320, 512), "cuda": (1024, 2048, 4096, 6144)}
 _ELEMENTS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 22, 1 << 24, 1 << 26)}
@@ -41,10 +41,10 @@ def measure_rates(bench: AxisBenchmark, *, repeats: int, dtype: torch.dtype) -> 
     products, moves = [], []
     for side in _SIDES[kind]:
         a, b = (torch.ones(side, side, device=bench.device, dtype=dtype) for _ in range(2))
-        products.append((2.0 * side**3, _seconds(bench, functools.partial(torch.matmul, a, b), repeats)))
+        products.append((2.0 * side**3, seconds_of(bench, functools.partial(torch.matmul, a, b), repeats)))
     for count in _ELEMENTS[kind]:
         x = torch.ones(count, device=bench.device, dtype=dtype)
-        moves.append((2.0 * x.nbytes, _seconds(bench, functools.partial(torch.mul, x, 2.0), repeats)))
+        moves.append((2.0 * x.nbytes, seconds_of(bench, functools.partial(torch.mul, x, 2.0), repeats)))
     launch, a_byte = fit_line(moves)
     _, a_flop = fit_line(products)
     least = min(seconds / flops for flops, seconds in products)
@@ -56,8 +56,15 @@ def measure_rates(bench: AxisBenchmark, *, repeats: int, dtype: torch.dtype) -> 
     )
 
 
-def _seconds(bench: AxisBenchmark, call: Callable[[], object], repeats: int, count: int = 4) -> float:
-    """Seconds per call on the slowest rank, while all ranks run it."""
+def seconds_of(bench: AxisBenchmark, call: Callable[[], object], repeats: int, count: int = 4) -> float:
+    """Return seconds per call on the slowest rank, while all ranks run it.
+
+    Args:
+        bench: Of these ranks.
+        call: What to run.
+        repeats: Number of timings; the median counts.
+        count: Calls in each.
+    """
     call()
     taken = []
     for _ in range(repeats):
@@ -84,8 +91,8 @@ def measure_overlap(bench: AxisBenchmark, *, repeats: int) -> float:
     def reduce() -> None:
         dist.all_reduce(message, group=bench.group)
 
-    alone = _seconds(bench, reduce, repeats, 1)
-    count = max(1, round(alone / max(_seconds(bench, lambda: a @ a, repeats), 1e-7)))
+    alone = seconds_of(bench, reduce, repeats, 1)
+    count = max(1, round(alone / max(seconds_of(bench, lambda: a @ a, repeats), 1e-7)))
 
     def compute() -> None:
         for _ in range(count):
@@ -97,7 +104,7 @@ def measure_overlap(bench: AxisBenchmark, *, repeats: int) -> float:
         if work is not None:
             work.wait()
 
-    computing, overlapped = _seconds(bench, compute, repeats, 1), _seconds(bench, both, repeats, 1)
+    computing, overlapped = seconds_of(bench, compute, repeats, 1), seconds_of(bench, both, repeats, 1)
     return min(1.0, max(0.0, (alone + computing - overlapped) / min(alone, computing)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from axon_nb.records.units import format_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Calibration", "Sample"]
+__all__ = ["Calibration", "Check", "Sample"]
 
 _HEAD = ("axis", "ranks", "collective", "bytes", "measured, ms", "fitted, ms")
 
@@ -34,6 +35,20 @@ class Sample:
     """Seconds per call: the slowest rank's median."""
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A measurement that nothing was fitted to, and what the calibration predicts for it."""
+
+    name: str
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction: 0.1 is 10 % too long."""
+        return self.predicted_s / self.measured_s - 1 if self.measured_s else 0.0
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Links and rates of running ranks; accepted as `links=` and as `rates=`."""
@@ -47,6 +62,19 @@ class Calibration:
     where: str
     """Ranks, backend, device and threads, as text."""
     samples: tuple[Sample, ...] = field(default=(), repr=False)
+    checks: tuple[Check, ...] = field(default=(), repr=False)
+    """Check runs: matrix products and elementwise operations of other shapes, and each size of a collective as the
+    other sizes predict it."""
+
+    def _check_note(self) -> str:
+        if not self.checks:
+            return ""
+        typical = statistics.median(abs(check.error) for check in self.checks)
+        worst = max(self.checks, key=lambda check: abs(check.error))
+        return (
+            f"; its {len(self.checks)} check runs were off by {typical:.0%} (median), at most {worst.error:+.0%} "
+            f"({worst.name})"
+        )
 
     def to_frame(self) -> pd.DataFrame:
         """One row per measurement: axis, num_ranks, operation, mib, ms, fit_ms."""
@@ -85,7 +113,7 @@ class Calibration:
         )
         return (
             f"{self.where}: {format_flops(rates.flops_per_s)} per rank{moving}, {1e6 * rates.launch_s:.3g} us per "
-            f"launch; computation hides {self.overlap:.0%} of communication"
+            f"launch; computation hides {self.overlap:.0%} of communication{self._check_note()}"
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.plan.arguments import ZERO_2
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.plan import MODEL_STATES_ONLY, MemoryParts, MemoryPlan, RankMemory
 from axon_nb.plan.footprint.request import OFFLOADED, MemoryRequest
@@ -123,5 +124,5 @@ def closed_form_plan(request: MemoryRequest) -> MemoryPlan:
         MODEL_STATES_ONLY,
         ranks,
         tuple(rank.persistent for rank in ranks),
-        (_NOTE,),
+        (_NOTE, f"{ZERO_2}.") if request.strategy == "shard_grad_op" else (_NOTE,),
     )

@@ -65,8 +65,9 @@ def memory(
 
     Args:
         model: A function without arguments that makes the model; an `axon_nb.parallel.models.GPTConfig`; a module, of
-            which only classes and shapes are used; the name of one on the ranks, planned as it was before wrapping; or
-            the result of `plan.capture`.
+            which only classes and shapes are used; the name of one on the ranks, planned as it was before wrapping; the
+            result of `plan.capture`; or a causal language model of Hugging Face: its config, the path of its
+            config.json or of the folder, or its name such as ``"meta-llama/Llama-3.1-70B"``. Weights are never read.
         world_size: Number of ranks; None: the mesh says.
         optimizer: Its name in `torch.optim`, its class, or a function that makes one from parameters.
         optimizer_options: Its keyword arguments.

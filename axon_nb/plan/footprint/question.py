@@ -21,9 +21,10 @@ from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.optimizer_kind import OptimizerKind
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import NO_VALUES
-from axon_nb.plan.footprint.repeated_blocks import BlockRun, find_block_run, shorten
 from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
 from axon_nb.plan.models import CapturedModel, TensorSpec
+from axon_nb.plan.repetition.alike import BlockRun, equal_row, shorten
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda
 from axon_nb.plan.tracing.subject import checked_module_filter, resolve_optimizer
 
@@ -46,8 +47,8 @@ class TrainingSetup:
         """Make a new model in its dtype, with activation checkpointing applied.
 
         Args:
-            run: Keep only `depth` of these blocks; None: all.
-            depth: How many blocks to keep.
+            run: Keep only `depth` groups of these blocks; None: all.
+            depth: How many groups to keep.
 
         Raises:
             PlanError: the model cannot be made.
@@ -68,10 +69,10 @@ class TrainingSetup:
         given = self.request.activation_checkpointing
         if given is not True:
             return checked_module_filter(model, given, "activation_checkpointing")
-        run = find_block_run(model, least=2)
-        if run is None:
+        row = equal_row(model)
+        if row is None:
             raise PlanError("activation_checkpointing=True needs a model with a row of equal blocks: give their class.")
-        return type(model.get_submodule(run.names[0]))
+        return type(row[0])
 
 
 def training_setup(request: MemoryRequest) -> TrainingSetup:
@@ -84,6 +85,8 @@ def training_setup(request: MemoryRequest) -> TrainingSetup:
     named: dict[str, int | None] = {"batch": request.batch, "seq": request.seq}
     if isinstance(model, GPTConfig):
         return _gpt_setup(request, model, named, functools.partial(GPT, model))
+    if isinstance(model, HuggingFaceModel) and request.inputs is None:
+        return _hugging_face_setup(request, model)
     if isinstance(model, CapturedModel):
         factory: Callable[[], Any] = pickle.loads(model.factory)
         if request.inputs is None:
@@ -110,6 +113,17 @@ def training_setup(request: MemoryRequest) -> TrainingSetup:
         functools.partial(_arguments, request.inputs, named),
         functools.partial(_tensors, request.target, named),
         _loss_of(request.loss, request.target is not None),
+    )
+
+
+def _hugging_face_setup(request: MemoryRequest, model: HuggingFaceModel) -> TrainingSetup:
+    tokens = TensorSpec((request.batch, model.seq(request.seq)), "int64")
+    return TrainingSetup(
+        request,
+        model,
+        functools.partial(_arguments, tokens, {}),
+        functools.partial(_tensors, tokens if request.target is None else request.target, {}),
+        _loss_of(request.loss or next_token_loss, True),
     )
 
 
@@ -236,7 +250,7 @@ def explain_failure(doing: str, hint: str) -> Iterator[None]:
     """
     try:
         yield
-    except UsageError:
+    except (UsageError, MemoryError):
         raise
     except NO_VALUES as error:
         first = next(

@@ -1,4 +1,4 @@
-"""Models of many equal blocks: finds the blocks, shortens the model, and extrapolates from two depths.
+"""Models of many equal blocks: extrapolates their memory from two depths.
 
 Memory by module is that of the full model, even if the model that ran lacks most blocks.
 """
@@ -6,90 +6,25 @@ Memory by module is that of the full model, even if the model that ran lacks mos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-from torch import nn
 
 from axon_nb.plan.footprint.plan import PARTS, MemoryParts, ModuleMemory
 from axon_nb.plan.footprint.replay import Key, Moment
+from axon_nb.plan.repetition.alike import BlockRun
 
 __all__ = [
     "DEPTHS",
     "ENDS",
-    "BlockRun",
     "extrapolate_parts",
     "extrapolate_peak",
-    "find_block_run",
     "module_rows",
     "moment_key",
-    "shorten",
 ]
 
 DEPTHS = (4, 5)
 """Depths of the two versions that run: FSDP holds up to three units at once, at either end."""
 ENDS = 2
-"""Number of blocks at either end whose moments are distinguished."""
-_ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRun:
-    """Consecutive blocks of a model, equal except for their weights."""
-
-    names: tuple[str, ...]
-    """Their names in the model."""
-
-    @property
-    def depth(self) -> int:
-        """Number of blocks."""
-        return len(self.names)
-
-
-def find_block_run(model: nn.Module, *, least: int) -> BlockRun | None:
-    """Return the row of equal blocks with the most parameters; None if none has `least` blocks."""
-    best: tuple[int, BlockRun] | None = None
-    for path, container in model.named_modules():
-        if not isinstance(container, _ROWS):
-            continue
-        for names in _equal_rows(container):
-            blocks = [container.get_submodule(name) for name in names]
-            elements = sum(parameter.numel() for block in blocks for parameter in block.parameters())
-            if len(names) >= least and elements and (best is None or elements > best[0]) and _share_nothing(blocks):
-                best = elements, BlockRun(tuple(f"{path}.{name}" if path else name for name in names))
-    return None if best is None else best[1]
-
-
-def _equal_rows(container: nn.Module) -> list[list[str]]:
-    rows: list[list[str]] = []
-    last: Any = None
-    for name, child in container.named_children():
-        signature = _signature(child)
-        if signature != last:
-            rows.append([])
-        rows[-1].append(name)
-        last = signature
-    return rows
-
-
-def _signature(module: nn.Module) -> tuple[Any, ...]:
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    shapes = tuple((name, tuple(item.shape), item.dtype, item.requires_grad) for name, item in tensors)
-    return type(module), repr(module), shapes
-
-
-def _share_nothing(blocks: list[nn.Module]) -> bool:
-    """Return whether no two blocks share a parameter."""
-    ids = [{id(parameter) for parameter in block.parameters()} for block in blocks]
-    return sum(map(len, ids)) == len(set().union(*ids))
-
-
-def shorten(model: nn.Module, run: BlockRun, depth: int) -> None:
-    """Remove all but the first `depth` blocks of a row."""
-    path = run.names[0].rpartition(".")[0]
-    container = model.get_submodule(path)
-    for name in reversed(run.names[depth:]):
-        del container._modules[name.rpartition(".")[2]]
+"""Number of groups of blocks at either end whose moments are distinguished."""
 
 
 def moment_key(run: BlockRun | None, depth: int) -> Any:
@@ -97,12 +32,13 @@ def moment_key(run: BlockRun | None, depth: int) -> Any:
 
     Args:
         run: The blocks; None: all moments of a phase share one name.
-        depth: Number of blocks present.
+        depth: Number of groups present.
 
     Returns:
         A stateful function from phase and module, called in time order, to a `Key`.
     """
-    places = {} if run is None else {name: number for number, name in enumerate(run.names[:depth])}
+    period = 1 if run is None else run.period
+    places = {} if run is None else {name: number for number, name in enumerate(run.names[: depth * run.period])}
     phase_now, block_now, seen = "", -1, False
 
     def key(phase: str, module: str) -> Key:
@@ -116,7 +52,8 @@ def moment_key(run: BlockRun | None, depth: int) -> Any:
             block_now = -1
         if block_now < 0:
             return phase, "after" if seen else "before", 0
-        return (phase, "first", block_now) if block_now < ENDS else (phase, "last", depth - block_now)
+        is_first = block_now < ENDS * period
+        return (phase, "first", block_now) if is_first else (phase, "last", depth * period - block_now)
 
     return key
 
@@ -153,31 +90,43 @@ def extrapolate_peak(
             extrapolate_parts(short[key].parts, long[key].parts, run.depth, optimizer=optimizer),
             long[key].phase,
             full_model_name(long[key].module, run, DEPTHS[1]),
-            long[key].activations,
+            _outside_activations(short[key], long[key], run),
         )
         for key in short
     ]
     return max(moments, key=lambda moment: moment.parts.total)
 
 
+def _outside_activations(short: Moment, long: Moment, run: BlockRun) -> dict[str, int]:
+    """Activations by module; those that modules outside the blocks make between blocks grow with their number."""
+    inside = set(run.names)
+    found = dict(long.activations)
+    for name, size in long.activations.items():
+        if not any(name == block or name.startswith(f"{block}.") for block in inside):
+            found[name] = _on_line(short.activations.get(name, 0), size, run.depth)
+    return found
+
+
+def _on_line(first: int, second: int, depth: int) -> int:
+    """Return the value at `depth` on the line through those at `DEPTHS`."""
+    return round(first + (depth - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]) * (second - first))
+
+
 def extrapolate_parts(
     short: MemoryParts, long: MemoryParts, depth: int, *, optimizer: int | None = None
 ) -> MemoryParts:
     """Return the parts at `depth`, on the line through those at `DEPTHS`; `optimizer` overrides its part."""
-    first, second = DEPTHS
-    steps = (depth - first) / (second - first)
-    values = {
-        part: round(getattr(short, part) + steps * (getattr(long, part) - getattr(short, part))) for part in PARTS
-    }
+    values = {part: _on_line(getattr(short, part), getattr(long, part), depth) for part in PARTS}
     return MemoryParts(**values | ({} if optimizer is None else {"optimizer": optimizer}))
 
 
 def full_model_name(module: str, run: BlockRun, depth: int) -> str:
-    """Return the full model's name of a module in a version of `depth` blocks, which keeps the last blocks last."""
-    for number in range(ENDS, depth):
+    """Return the full model's name of a module in a version of `depth` groups, which keeps the last blocks last."""
+    count = depth * run.period
+    for number in range(ENDS * run.period, count):
         name = run.names[number]
         if module == name or module.startswith(f"{name}."):
-            return run.names[run.depth - depth + number] + module[len(name) :]
+            return run.names[len(run.names) - count + number] + module[len(name) :]
     return module
 
 
@@ -193,7 +142,7 @@ def module_rows(
         states: Bytes of parameters, gradients and optimizer states by module.
         activations: Bytes alive at the peak, by the module that made them.
         run: The equal blocks of the full model; None: `states` has all of them.
-        depth: Number of blocks in `states`.
+        depth: Number of groups in `states`.
     """
     rows = [
         ModuleMemory(name, *states.get(name, (0, 0, 0)), activations.get(name, 0))
@@ -202,7 +151,7 @@ def module_rows(
     rows = [row for row in rows if row.parameters or row.activations]
     if run is None:
         return tuple(rows)
-    blocks: list[list[ModuleMemory]] = [[] for _ in range(depth)]
+    blocks: list[list[ModuleMemory]] = [[] for _ in range(depth * run.period)]
     before: list[ModuleMemory] = []
     after: list[ModuleMemory] = []
     for row in rows:
@@ -211,14 +160,15 @@ def module_rows(
             blocks[number].append(row)
         else:
             (after if any(blocks) else before).append(row)
-    repeated = [row for number in range(run.depth) for row in _block_rows(blocks, run, depth, number)]
+    repeated = [row for number in range(len(run.names)) for row in _block_rows(blocks, run, depth, number)]
     return (*before, *repeated, *after)
 
 
 def _block_rows(blocks: list[list[ModuleMemory]], run: BlockRun, depth: int, number: int) -> list[ModuleMemory]:
     """The rows of one block of the full model, copied from an end block or from one in between."""
-    from_end = run.depth - number
-    source = number if number < ENDS else depth - from_end if from_end <= ENDS else ENDS
+    from_end, ends = len(run.names) - number, ENDS * run.period
+    between = ends + number % run.period
+    source = number if number < ends else depth * run.period - from_end if from_end <= ends else between
     old, new = run.names[source], run.names[number]
     return [
         ModuleMemory(new + row.name[len(old) :], row.parameters, row.gradients, row.optimizer, row.activations)
@@ -227,7 +177,7 @@ def _block_rows(blocks: list[list[ModuleMemory]], run: BlockRun, depth: int, num
 
 
 def _block_index(name: str, run: BlockRun, depth: int) -> int | None:
-    for number, block in enumerate(run.names[:depth]):
+    for number, block in enumerate(run.names[: depth * run.period]):
         if name == block or name.startswith(f"{block}."):
             return number
     return None

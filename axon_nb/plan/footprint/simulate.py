@@ -8,13 +8,18 @@ import math
 import re
 import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from axon_nb.parallel.data.units import make_units
+from axon_nb.plan.arguments import ZERO_2
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import fake_tensors, fake_world
 from axon_nb.plan.footprint.formula import ModelStates
@@ -23,10 +28,8 @@ from axon_nb.plan.footprint.plan import MemoryParts, MemoryPlan, ModuleMemory, R
 from axon_nb.plan.footprint.question import TrainingSetup, checked_optimizer, explain_failure, training_setup
 from axon_nb.plan.footprint.repeated_blocks import (
     DEPTHS,
-    BlockRun,
     extrapolate_parts,
     extrapolate_peak,
-    find_block_run,
     module_rows,
     moment_key,
 )
@@ -35,6 +38,8 @@ from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.footprint.step import run_step
 from axon_nb.plan.footprint.training import RankMeshes, Shape, local_shapes, shard_layers
 from axon_nb.plan.process.fork_map import fork_map
+from axon_nb.plan.repetition.alike import BlockRun, ProvenRuns
+from axon_nb.plan.tracing.subject import checked_module_filter
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["simulate"]
@@ -52,6 +57,8 @@ class _ModelSummary:
     """By coordinate along pp: a rank's parameters with sharded layers, before data ranks shard them."""
     run: BlockRun | None
     """Equal blocks of which most can be left out."""
+    reason: str
+    """Why none can be, although there are many; empty: there are few, or it was not asked."""
     is_tensor_parallel: bool
     """Whether tp shards any layer."""
 
@@ -89,7 +96,7 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     requested = states.requested_ranks()
     kinds = {rank: (request.coordinates(rank).get("pp", 0), states.of(rank)) for rank in requested}
     firsts = {kind: rank for rank, kind in reversed(kinds.items())}
-    short = "" if summary.run is None else f" with {DEPTHS[0]} and {DEPTHS[1]} of {summary.run.depth} blocks"
+    short = "" if summary.run is None else f" with {DEPTHS[0]} and {DEPTHS[1]} of {summary.run}"
     doing = f"simulating a step of rank {format_ranks(firsts.values())}{short}"
     report(0.1, doing)
     found = fork_map(
@@ -121,8 +128,7 @@ def _summarize(setup: TrainingSetup) -> _ModelSummary:
         meshes = RankMeshes.of(request)
         with fake_tensors():
             model = setup.model()
-            short = request.extrapolate and meshes.stages is None
-            run = find_block_run(model, least=DEPTHS[1] + 1) if short else None
+            run, reason = _proven_run(setup, model) if request.extrapolate and meshes.stages is None else (None, "")
             num_parameters = sum(parameter.numel() for parameter in model.parameters())
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise PlanError(f"{type(model).__name__} has no trainable parameters, so there is no step to plan.")
@@ -134,7 +140,24 @@ def _summarize(setup: TrainingSetup) -> _ModelSummary:
                 places = range(request.size("pp"))
                 shapes = {place: local_shapes(stages_on_rank(request, model, place).values()) for place in places}
             held = sum(math.prod(shape) for place in shapes.values() for shape, _, _ in place)
-            return _ModelSummary(type(model).__name__, num_parameters, shapes, run, held < num_parameters)
+            return _ModelSummary(type(model).__name__, num_parameters, shapes, run, reason, held < num_parameters)
+
+
+def _proven_run(setup: TrainingSetup, model: nn.Module) -> tuple[BlockRun | None, str]:
+    """Return blocks that are proven alike, or why there are none although there are many."""
+    request = setup.request
+    units = set(map(id, make_units(model, checked_module_filter(model, request.wrap, "wrap"))))
+    patterns = request.tp_plan if isinstance(request.tp_plan, Mapping) else {}
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def wrapping(module: nn.Module) -> tuple[Any, ...]:
+        styles = tuple(str(style) for pattern, style in patterns.items() if fnmatchcase(names[id(module)], pattern))
+        return id(module) in units, styles
+
+    args, target = setup.inputs(), setup.target()
+    runs = ProvenRuns(model, lambda made: setup.loss(made(*args), target), wrapping)
+    run = runs.find(least=DEPTHS[1] + 1, make=setup.model, depth=DEPTHS[1])
+    return run, runs.reason
 
 
 def _simulate_rank(setup: TrainingSetup, summary: _ModelSummary, states: ModelStates, rank: int) -> _RankUsage:
@@ -150,7 +173,10 @@ def _simulate_rank(setup: TrainingSetup, summary: _ModelSummary, states: ModelSt
 
 def _extrapolate_rank(setup: TrainingSetup, run: BlockRun, states: ModelStates, rank: int) -> _RankUsage | None:
     """Extrapolate from two short versions of the model; None if they do not lie on a line with the full model."""
-    both = fork_map([partial(run_step, setup, rank, run, depth) for depth in DEPTHS])
+    try:
+        both = fork_map([partial(run_step, setup, rank, run, depth) for depth in DEPTHS])
+    except PlanError:
+        return None  # a shorter model may not run
     short, long = (one.step.peaks(moment_key(run, depth)) for one, depth in zip(both, DEPTHS, strict=True))
     formula = states.on_device(rank)
     # ZeRO-1 assigns whole parameters to ranks, so its states are not linear in the number of blocks.
@@ -167,7 +193,7 @@ def _extrapolate_rank(setup: TrainingSetup, run: BlockRun, states: ModelStates, 
     per_depth = both[1].host_bytes - both[0].host_bytes
     host = both[0].host_bytes + per_depth * (run.depth - DEPTHS[0]) // (DEPTHS[1] - DEPTHS[0])
     rows = module_rows(both[1].modules, peak.activations, run, DEPTHS[1])
-    how = f"simulated with {DEPTHS[0]} and {DEPTHS[1]} of {run.depth} equal blocks, extrapolated"
+    how = f"simulated with {DEPTHS[0]} and {DEPTHS[1]} of {run}, extrapolated"
     return _RankUsage(parts, peak, host, rows, how)
 
 
@@ -198,6 +224,10 @@ def _notes(request: MemoryRequest, summary: _ModelSummary) -> tuple[str, ...]:
         f"A step of {samples} per rank on tensors without data; gradients are set to None between steps.",
         "Not included: memory of libraries, such as the CUDA context and NCCL's buffers.",
     ]
+    if request.strategy == "shard_grad_op":
+        notes.append(f"{ZERO_2}.")
+    if summary.reason:
+        notes.append(f"All blocks were simulated: {summary.reason}, so none can stand for another.")
     if request.size("tp") > 1 and not summary.is_tensor_parallel:
         notes.append("tp shards no layer of this model, so all tp ranks do the same work; give tp_plan=.")
     if request.device == "cuda":

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 from axon_nb.plan.footprint.fake_world import GLOO_COPIES, fake_tensors, fake_world
 from axon_nb.plan.footprint.pipeline import make_pipeline_training
 from axon_nb.plan.footprint.question import TrainingSetup, explain_failure
-from axon_nb.plan.footprint.repeated_blocks import BlockRun
 from axon_nb.plan.footprint.replay import StepLog
 from axon_nb.plan.footprint.request import OFFLOADED, MemoryRequest
 from axon_nb.plan.footprint.storage_log import StorageLog
 from axon_nb.plan.footprint.training import RankMeshes, Training, make_training, shard_layers
+from axon_nb.plan.repetition.alike import BlockRun
 
 __all__ = ["StepRun", "run_step"]
 
@@ -41,8 +41,8 @@ def run_step(setup: TrainingSetup, rank: int, run: BlockRun | None = None, depth
     Args:
         setup: What to run.
         rank: The rank of the world.
-        run: Blocks of which only `depth` are made; None: all.
-        depth: Number of blocks.
+        run: Blocks of which only `depth` groups are made; None: all.
+        depth: Number of groups.
 
     Raises:
         PlanError: the model cannot be built or run without data.

@@ -5,23 +5,21 @@ give them; use `Link.scaled` for a fraction. Latencies are those of NCCL's own m
 protocol, 8.4 us per call and per round 3.4 us over NVLink, 5.7 us over PCI Express, 14 us over a network
 (nccl/src/graph/tuning.cc, ncclTunerConstantsDefaults).
 
-Compute rates of GPUs by name, with sources.
-
-Peaks are those of NVIDIA's datasheets for dense matrices (half of the figures "with sparsity"). A training step of a
-large transformer reaches about half of them: 163 of an A100's 312 TFLOP/s, 52 %, over whole steps on 3072 GPUs
-(Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 5.1).
+A card's name stands for the links of its hosts: NVLink within one, network ports between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from axon_nb.errors import UsageError
+from axon_nb.plan.hardware.cards import CARDS, GPUS, NETWORK_SHARE, NVLINK_SHARE, Card
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.rates import Rates
 
-__all__ = ["GPUS", "PRESETS", "resolve_link", "resolve_links", "resolve_rates"]
+__all__ = ["PRESETS", "resolve_link", "resolve_links", "resolve_rates"]
 
 _NCCL_CALL_S = 8.4e-6
 _NVLINK_S, _PCI_S, _NET_S = 3.4e-6, 5.7e-6, 14.0e-6
@@ -92,9 +90,10 @@ def resolve_links(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
     """Return the link of each axis.
 
     Args:
-        given: A link or a preset's name for all axes; a mapping from axes to these, where ``all`` covers the axes not
-            listed; the result of `calibrate`; None: no times are wanted.
-        axes: Size by axis.
+        given: A link or a preset's name for all axes; a GPU's name, for links between GPUs in hosts of 8; a mapping
+            from axes to links or names of presets, where ``all`` covers the axes not listed; the result of `calibrate`;
+            None: no times are wanted.
+        axes: Size by axis; ranks along the last one are neighbours.
 
     Raises:
         UsageError: an axis of 2 or more ranks has no link, or a name is unknown.
@@ -102,6 +101,8 @@ def resolve_links(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
     given = getattr(given, "links", given)
     if given is None:
         return {}
+    if isinstance(given, str) and given.lower() in CARDS:
+        return _links_of(CARDS[given.lower()], axes)
     if not isinstance(given, Mapping):
         return dict.fromkeys(axes, resolve_link(given))
     if "all" in given:
@@ -114,29 +115,25 @@ def resolve_links(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
     return {axis: resolve_link(given[axis]) for axis in axes if axis in given}
 
 
-_UTILIZATION = 0.52
-_TERA = 1e12
+def _links_of(card: Card, axes: Mapping[str, int]) -> dict[str, Link]:
+    """Return the link of each axis between cards in hosts of NVLink and one port each.
 
-
-def _gpu(name: str, tera_flops: float, tera_bytes: float, what: str) -> tuple[str, Rates]:
-    source = f"{_UTILIZATION:.0%} of the {tera_flops:g} TFLOP/s and {tera_bytes:g} TB/s of NVIDIA's datasheet, {what}"
-    return name, Rates(_UTILIZATION * tera_flops * _TERA, _UTILIZATION * tera_bytes * _TERA, 0.0, source)
-
-
-GPUS: Mapping[str, Rates] = dict(
-    (
-        _gpu("v100", 125.0, 0.9, "V100 SXM2, float16"),
-        _gpu("a100", 312.0, 2.039, "A100 80GB SXM, bfloat16"),
-        _gpu("a100-tf32", 156.0, 2.039, "A100 80GB SXM, TF32"),
-        _gpu("h100", 989.4, 3.35, "H100 SXM, bfloat16"),
-        _gpu("h100-tf32", 494.7, 3.35, "H100 SXM, TF32"),
-        _gpu("h200", 989.4, 4.8, "H200 SXM, bfloat16"),
-        _gpu("h200-tf32", 494.7, 4.8, "H200 SXM, TF32"),
-        _gpu("b200", 2250.0, 8.0, "B200, bfloat16"),
-        _gpu("b200-tf32", 1125.0, 8.0, "B200, TF32"),
-    )
-)
-"""One rank's rates, by GPU name; without kernel launches."""
+    Ranks of a group that share a host form rings that leave it through all their ports, so each ring step between hosts
+    has their sum, up to NVLink's bandwidth (as in NCCL).
+    """
+    inside = resolve_link(card.nvlink).scaled(NVLINK_SHARE)
+    port = resolve_link(card.port).scaled(NETWORK_SHARE)
+    found, stride = {}, 1
+    for axis, size in reversed(list(axes.items())):
+        if stride * size <= card.gpus_per_host:
+            found[axis] = inside
+        else:
+            ports = max(card.gpus_per_host // stride, 1)
+            bandwidth = min(ports * port.bandwidth_bytes_per_s, inside.bandwidth_bytes_per_s)
+            name = f"{ports} x {port.name}" if ports > 1 else port.name
+            found[axis] = replace(port, name=name, bandwidth_bytes_per_s=bandwidth)
+        stride *= size
+    return {axis: found[axis] for axis in axes}
 
 
 def resolve_rates(given: Rates | float | str) -> Rates:

@@ -82,6 +82,17 @@ class Rates:
         factor = self.factors.get(phase, 1.0)
         return self.busy_s(work) * factor + work.ops * self.launches.get(phase, self.launch_s * factor)
 
+    def compiled(self, share: float) -> Rates:
+        """Return the same with other operations fused by a compiler.
+
+        Args:
+            share: Fraction of their bytes that is left, above 0 and up to 1.
+        """
+        if self.bytes_per_s is None:
+            return self
+        source = f"{self.source}; {share:.0%} of the bytes of other operations, as they are compiled"
+        return replace(self, bytes_per_s=self.bytes_per_s / share, source=source)
+
     def busy_s(self, work: Work) -> float:
         """Return the same without factors and launches."""
         moving = work.bytes / self.bytes_per_s if self.bytes_per_s else 0.0

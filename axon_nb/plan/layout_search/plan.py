@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["Candidate", "CandidateMesh", "SearchPlan", "candidate_meshes"]
 
 _GIB = 1024.0**3
+NEAR = 0.2
+"""Four of five published steps are predicted within this fraction: docs/plan_published.md."""
 _SHOWN_FITTING, _SHOWN_REJECTED = 12, 8
 _TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
 _HEAD = ("dp", "tp", "pp", "strategy", "microbatches", "checkpointing", "step, ms", "memory, {}", "reason")
@@ -165,7 +167,24 @@ class SearchPlan:
         text = f"{self.title}: {fitting} of {len(self.candidates)} layouts fit"
         if len(self._shown()) < len(self.candidates):
             text += "; to_frame() has all of them"
-        return f"{text}. Best: {_describe(self.best)}." if self.best else f"{text}."
+        return f"{text}. Best: {_describe(self.best)}{self._next()}." if self.best else f"{text}."
+
+    @property
+    def near(self) -> tuple[Candidate, ...]:
+        """The other layouts that fit and take at most 20 % longer: predictions are about as far off."""
+        if self.best is None:
+            return ()
+        limit = (1 + NEAR) * self.best.step_s
+        return tuple(c for c in self.candidates[1:] if c.fits and c.step_s <= limit)
+
+    def _next(self) -> str:
+        fitting = [c for c in self.candidates[1:] if c.fits]
+        if self.best is None or not fitting:
+            return ""
+        longer = fitting[0].step_s / self.best.step_s - 1
+        layouts = f"{len(self.near)} layout{'s are' if len(self.near) != 1 else ' is'}"
+        near = f", and {layouts} within {NEAR:.0%}, too near to tell apart" if self.near else ""
+        return f"; the next takes {longer:.1%} longer{near}"
 
     def _shown(self) -> list[Candidate]:
         fitting = [c for c in self.candidates if c.fits]

@@ -14,12 +14,14 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.plan.arguments import (
     SINGLE_AXIS_STRATEGIES,
+    ZERO_2,
     check_callable,
     check_callbacks,
     check_choice,
     check_int,
     check_number,
 )
+from axon_nb.plan.hardware.cards import CARDS, NETWORK_SHARE, NVLINK_SHARE
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import resolve_links, resolve_rates
 from axon_nb.plan.hardware.rates import Rates
@@ -83,8 +85,8 @@ def search(
         num_gpus: Number of ranks; all are used.
         memory_gib: GiB of memory per GPU.
         rates: As in `step_time`; None: an H100's, in TF32 without `mixed_precision`.
-        links: As in `communication`, for the axes ``dp``, ``tp`` and ``pp``. None: NVLink 4 along ``tp`` and among up
-            to 8 GPUs, InfiniBand NDR otherwise.
+        links: As in `communication`, for the axes ``dp``, ``tp`` and ``pp``. None: hosts of 8 H100, with NVLink
+            4 inside and one InfiniBand NDR port per GPU.
         global_batch: Samples per step over all ranks, divisible by dp; None: two per GPU.
         seq: Tokens in a sample.
         inputs: The model's inputs, where ``"batch"`` stands for one rank's samples: ``TensorSpec(("batch", 1024))``.
@@ -117,7 +119,7 @@ def search(
     source = ModelSource(model, inputs, target, loss, seq=seq)
     make = resolve_optimizer(optimizer)
     chosen = resolve_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
-    wires = ({"all": "nvlink4" if num_gpus <= _NODE else "ib-ndr", "tp": "nvlink4"}) if links is None else links
+    wires = "h100" if links is None else links
     evaluator = _Evaluator(
         source, make, dtype, PipelineSchedule.of(schedule), kinds, chosen, wires, overlap, memory_gib * _GIB
     )
@@ -236,13 +238,21 @@ class _Evaluator:
         """Yield the assumptions behind the numbers."""
         computed = "the model's own dtype" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         yield f"rates ({self.rates.source}): {format_flops(self.rates.flops_per_s)}; computed in {computed}"
-        links = resolve_links(self.links, dict.fromkeys(("dp", "tp", "pp"), num_gpus))
-        axes: dict[str, list[str]] = {}
-        for axis, link in links.items():
-            axes.setdefault(str(link), []).append(axis)
-        for text, names in axes.items():
-            yield f"{', '.join(names)}: {text}"
+        card = CARDS.get(self.links.lower()) if isinstance(self.links, str) else None
+        if card is not None:
+            yield (
+                f"hosts of {card.gpus_per_host} GPUs with {card.nvlink} at {NVLINK_SHARE:.0%}, and one port of "
+                f"{card.port} per GPU at {NETWORK_SHARE:.0%}"
+            )
+        else:
+            links = resolve_links(self.links, dict.fromkeys(("dp", "tp", "pp"), num_gpus))
+            axes: dict[str, list[str]] = {}
+            for axis, link in links.items():
+                axes.setdefault(str(link), []).append(axis)
+            for text, names in axes.items():
+                yield f"{', '.join(names)}: {text}"
         yield f"pipelines run {self.schedule.value}; their stages use shard_grad_op"
+        yield ZERO_2
         yield (
             "memory is an estimate with 5 % allowance for fragmentation; simulate=1 simulates the best layout, "
             "plan.memory any"

@@ -106,7 +106,9 @@ class SchedulePlan:
     times: tuple[StageTimes, ...]
     """Of each stage."""
     latency_s: tuple[float, ...]
-    """Seconds that a message takes over each stage boundary."""
+    """Seconds that a message of forward takes over each stage boundary."""
+    backward_latency_s: tuple[float, ...]
+    """The same, of backward."""
     peak_per_stage: tuple[int, ...]
     """Peak number of live microbatches per stage: from the start of forward to the end of backward."""
     peak_per_rank: tuple[int, ...]
@@ -150,7 +152,7 @@ class SchedulePlan:
             num_stages=self.num_stages,
             num_microbatches=self.num_microbatches,
             times=[(one.forward_s, one.backward_s, one.weight_s) for one in self.times],
-            latency_s=self.latency_s,
+            latency_s=(*self.latency_s, *self.backward_latency_s),
         )
 
     @cached_property

@@ -27,6 +27,7 @@ def schedule(
     *,
     num_ranks: int | None = None,
     latency_s: float | Sequence[float] = 0.0,
+    backward_latency_s: float | Sequence[float] | None = None,
 ) -> SchedulePlan:
     """Simulate one step of a pipeline schedule.
 
@@ -44,8 +45,9 @@ def schedule(
             of backward) or a `StageTimes` for all stages; or a sequence or array of these, one per stage. None: 10 ms
             and 20 ms. If a schedule defers weight gradients and their part is not given, it is half of backward.
         num_ranks: None: one stage per rank, or two where the schedule has several.
-        latency_s: Seconds that a message takes from one stage to the next, in both directions; or one value per stage
-            boundary, `num_stages` - 1 in all. Stages on the same rank exchange no messages.
+        latency_s: Seconds that a message takes from one stage to the next; or one value per stage boundary,
+            `num_stages` - 1 in all. Stages on the same rank exchange no messages.
+        backward_latency_s: The same for messages of backward, from a stage to the one before; None: as forward.
 
     Raises:
         UsageError: the schedule cannot run with these numbers, or a time is invalid.
@@ -59,6 +61,7 @@ def schedule(
     check_counts(chosen, num_ranks=ranks, num_stages=num_stages, num_microbatches=num_microbatches)
     each = _stage_times(times, num_stages)
     delays = _latencies(latency_s, num_stages - 1)
+    back = delays if backward_latency_s is None else _latencies(backward_latency_s, num_stages - 1)
     orders, per_stage, per_rank = _orders_and_peaks(chosen, ranks, num_stages, num_microbatches)
     weights = [stage.backward_s / 2 if stage.weight_s is None else stage.weight_s for stage in each]
     lengths = {
@@ -67,7 +70,14 @@ def schedule(
         "I": [stage.backward_s - part for stage, part in zip(each, weights, strict=True)],
         "W": weights,
     }
-    found = simulate_orders(orders, lengths, num_stages=num_stages, num_microbatches=num_microbatches, latency_s=delays)
+    found = simulate_orders(
+        orders,
+        lengths,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        latency_s=delays,
+        backward_latency_s=back,
+    )
     return SchedulePlan(
         schedule=chosen,
         num_ranks=ranks,
@@ -75,6 +85,7 @@ def schedule(
         num_microbatches=num_microbatches,
         times=each,
         latency_s=delays,
+        backward_latency_s=back,
         peak_per_stage=per_stage,
         peak_per_rank=per_rank,
         orders=orders,

@@ -93,9 +93,12 @@ class _Fork(Generic[T]):
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._pipe, theirs = Pipe(duplex=False)
+        parent = os.getpid()
         self._number = os.fork()
         if not self._number:
             set_parent_death_signal(signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)  # it died before that
             _answer(theirs, call)
         theirs.close()
 

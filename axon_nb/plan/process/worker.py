@@ -1,4 +1,7 @@
-"""Runs a function in a new process, with progress and cancellation; a crash there leaves this process alone."""
+"""Runs a function in a new process, with progress and cancellation; a crash there leaves this process alone.
+
+On Linux the new process ends with this one, or with the thread that asked.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def _started(theirs: Connection, output: IO[bytes]) -> subprocess.Popen[bytes]:
     number = theirs.fileno()
     path = os.pathsep.join(item or os.curdir for item in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-m", "axon_nb.plan.process.worker_main", str(number)],
+        [sys.executable, "-m", "axon_nb.plan.process.worker_main", str(number), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

@@ -42,7 +42,7 @@ def _of_children(layout: ParallelLayout, phase: str, names: tuple[str, ...] | No
         if names is None or child in names:
             total += work.scaled(1 / tp) if child in layout.sharded_children else work
     if layout.activation_checkpointing and phase == "backward":
-        total += _of_children(layout, "forward", names)
+        total += _of_children(layout, "forward", names).times(float(layout.activation_checkpointing))
     return total
 
 
@@ -127,8 +127,8 @@ def pipeline_schedule(layout: ParallelLayout, traffic: CommunicationPlan, rates:
     assert stages is not None
     link = traffic.links.get("pp")
     delays = [
-        max(link.seconds("send", size, 2) if link and size else 0.0 for size in sizes)
-        for sizes in boundaries(layout.trace, stages)
+        [link.seconds("send", size, 2) if link and size else 0.0 for size in sizes]
+        for sizes in boundaries(layout.trace, stages, shares=layout.boundary_shares)
     ]
     times = []
     for stage in range(stages.num_stages):
@@ -145,5 +145,6 @@ def pipeline_schedule(layout: ParallelLayout, traffic: CommunicationPlan, rates:
         stages.num_microbatches,
         times,
         num_ranks=stages.num_ranks,
-        latency_s=delays,
+        latency_s=[forward for forward, _ in delays],
+        backward_latency_s=[backward for _, backward in delays],
     )

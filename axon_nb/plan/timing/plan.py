@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.plan.figures import plotly_figure
 from axon_nb.plan.pipeline.plan import SchedulePlan
 from axon_nb.plan.tables import format_flops, format_ms, html_table, text_table
+from axon_nb.plan.timing.uncertainty import Uncertainty
 from axon_nb.plan.traffic.plan import CommunicationPlan
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class StepTime:
     """The communication, with times."""
     schedule: SchedulePlan | None = field(default=None, repr=False)
     """The pipeline schedule with these stages' times; None: no pipeline."""
+    uncertainty: Uncertainty | None = None
+    """Between which seconds the step is expected, and what that depends on; None: not estimated."""
 
     @property
     def total_s(self) -> float:
@@ -81,17 +84,20 @@ class StepTime:
             f"{format_ms(self.exposed_s)} ms of exposed communication"
         )
 
+    def _notes(self) -> tuple[str, ...]:
+        return self.assumptions if self.uncertainty is None else (str(self.uncertainty), *self.assumptions)
+
     def _rows(self) -> list[tuple[str, ...]]:
         total = self.total_s or 1.0
         return [(part, format_ms(seconds), f"{seconds / total:.1%}") for part, seconds in self.parts.items()]
 
     def __str__(self) -> str:
-        return text_table(self._summary(), _HEAD, self._rows(), self.assumptions)
+        return text_table(self._summary(), _HEAD, self._rows(), self._notes())
 
     __repr__ = __str__
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {
             "text/plain": str(self),
-            "text/html": html_table(self._summary(), _HEAD, self._rows(), self.assumptions),
+            "text/html": html_table(self._summary(), _HEAD, self._rows(), self._notes()),
         }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Unpack
 
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.arguments import check_number
+from axon_nb.plan.arguments import ZERO_2, check_number
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import resolve_rates
 from axon_nb.plan.hardware.rates import Rates
@@ -23,12 +24,13 @@ from axon_nb.plan.timing.compute import (
     wrapper_s_per_parameter,
 )
 from axon_nb.plan.timing.plan import StepTime
+from axon_nb.plan.timing.uncertainty import Uncertainty, estimate_uncertainty
 from axon_nb.plan.traffic.communication import traffic_of
 from axon_nb.plan.traffic.layout import DATA_AXES, ParallelLayout, TrafficOptions
 from axon_nb.plan.traffic.plan import CommunicationPlan
 from axon_nb.records.units import format_bytes
 
-__all__ = ["predict_step", "step_time"]
+__all__ = ["predict_step", "step_time", "uncertainty_of"]
 
 
 def step_time(
@@ -39,11 +41,12 @@ def step_time(
     links: Link | str | Mapping[str, Link | str] | Any = None,
     overlap: float | None = None,
     optimizer: Callable[..., Optimizer] | str | None = "AdamW",
+    activation_checkpointing: bool | float = False,
     **layout: Unpack[TrafficOptions],
 ) -> StepTime:
     """Predict a step's time: compute, exposed communication, and the pipeline bubble.
 
-        plan.step_time(GPTConfig(hidden=1024, blocks=24), 64, batch=8, rates=400e12, links="ib-ndr")
+        plan.step_time(GPTConfig(hidden=1024, blocks=24), 64, batch=8, rates="h100", links="h100")
         here = plan.calibrate(model=small, inputs=batch, optimizer=torch.optim.AdamW)   # on ranks
         plan.step_time(large, 2, inputs=batch, rates=here, links=here, strategy="ddp")
 
@@ -51,11 +54,12 @@ def step_time(
         model: As in `communication`.
         world_size: Number of ranks; None: the mesh says.
         rates: FLOP/s that a rank reaches in its compute dtype; `Rates`, which cover other operations too; a GPU's name
-            such as ``"h100"``; or the result of `calibrate`.
-        links: As in `communication`.
+            such as ``"h100"``, for what published runs achieve with it; or the result of `calibrate`.
+        links: As in `communication`; a GPU's name stands for hosts of 8 with NVLink and one network port per GPU.
         overlap: Fraction of overlappable communication that computation hides, 0 to 1; None: as `calibrate` measured,
             or 1.
         optimizer: A function that makes it from parameters, or its name in `torch.optim`; None: no optimizer step.
+        activation_checkpointing: Whether backward computes forward again; or which fraction of it, 0 to 1.
         **layout: As in `communication`; ``inputs`` is required except for a GPTConfig.
 
     Raises:
@@ -63,7 +67,9 @@ def step_time(
             works.
     """
     found, share = resolve_rates(rates), _overlap(overlap, rates, links)
-    laid_out = ParallelLayout.from_options(model, world_size, layout, optimizer)
+    given = float(activation_checkpointing) if isinstance(activation_checkpointing, bool) else activation_checkpointing
+    again = check_number("activation_checkpointing", given, rule="True, False or a fraction of forward", most=1.0)
+    laid_out = ParallelLayout.from_options(model, world_size, layout, optimizer, activation_checkpointing=again)
     if not laid_out.trace.has_inputs:
         raise UsageError(
             "inputs= is required, because the time of a step depends on the batch: for example torch.zeros(8, 64)."
@@ -74,7 +80,25 @@ def step_time(
             "links= is required, because ranks communicate: a preset such as 'nvlink4', a Link(…), or the result of "
             "plan.calibrate()."
         )
-    return predict_step(laid_out, traffic, found, share)
+    step = predict_step(laid_out, traffic, found, share)
+    return replace(step, uncertainty=uncertainty_of(step, laid_out, found, share))
+
+
+def uncertainty_of(step: StepTime, layout: ParallelLayout, rates: Rates, overlap: float) -> Uncertainty:
+    """Return how a step depends on its assumptions.
+
+    Args:
+        step: Predicted by `predict_step` with the other arguments.
+        layout: As there.
+        rates: As there.
+        overlap: As there.
+    """
+
+    def seconds(changed: Rates, links: Mapping[str, Link], hidden: float) -> float:
+        rows = tuple(row.timed(links.get(row.axis)) for row in step.communication.rows)
+        return predict_step(layout, replace(step.communication, rows=rows, links=links), changed, hidden).total_s
+
+    return estimate_uncertainty(seconds, rates, step.communication.links, overlap)
 
 
 def predict_step(
@@ -157,6 +181,8 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
     if layout.size(*DATA_AXES) > 1:
         wrapper = wrapper_s_per_parameter(rates, layout.strategy)
         known = "its wrapper is free" if wrapper is None else f"its wrapper {1e6 * wrapper:.3g} us per parameter"
+        if layout.strategy == "shard_grad_op":
+            yield ZERO_2
         yield f"{layout.strategy} copies what it sends at the rate of other operations; {known}"
         yield (
             f"{overlap:.0%} of overlappable communication is hidden, up to the computation's length: all gradients but "

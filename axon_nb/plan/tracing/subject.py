@@ -18,6 +18,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.activation_checkpoint import matches
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.plan.errors import PlanError
+from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
 from axon_nb.plan.models import CapturedModel
 
 __all__ = [
@@ -104,6 +105,8 @@ class ModelSource:
             source = self._of_config(self.model)
         elif isinstance(self.model, CapturedModel):
             source = self._of_captured(self.model)
+        elif isinstance(self.model, HuggingFaceModel) and self.inputs is None:
+            source = self._of_hugging_face(self.model)
         elif is_dataclass(self.model) and isinstance(self.model, type):
             name = self.model.__name__
             raise UsageError(f"model must be an instance of {name}, not the class: {name}(…).")
@@ -126,6 +129,10 @@ class ModelSource:
         target = tokens if self.target is None and self.loss is None else self.target
         loss = next_byte_loss if self.loss is None else self.loss
         return ModelSource(lambda: GPT(config), self.inputs or tokens, target, loss, self.batch, self.seq)
+
+    def _of_hugging_face(self, model: HuggingFaceModel) -> ModelSource:
+        tokens = _Described((self.batch, model.seq(self.seq)), torch.int64)
+        return replace(self, inputs=tokens, target=self.target or tokens, loss=self.loss or next_token_loss)
 
     def _of_captured(self, captured: CapturedModel) -> ModelSource:
         factory = pickle.loads(captured.factory)

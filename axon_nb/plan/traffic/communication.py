@@ -45,7 +45,7 @@ def communication(
             ranks, or the result of `plan.capture`.
         world_size: Number of ranks; None: the mesh says.
         links: One for all axes, or one per axis: a `Link`, the name of a preset such as ``"nvlink4"``, or the result of
-            `calibrate`. None: no times.
+            `calibrate`; or a GPU's name such as ``"h100"``, for hosts of 8. None: no times.
         optimizer: A function that makes it from parameters, or its name in `torch.optim`. With sequence parallelism,
             DTensor all-reduces the gradients of norms each time that the optimizer reads them: three times with AdamW,
             once with SGD or None.
@@ -99,8 +99,7 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
             for row in _data_rows(layout, here):
                 yield replace(row, pp_rank=pp_rank)
     if stages is not None:
-        shares = dict.fromkeys(_sequence_sharded(layout), tp) if layout.sequence else {}
-        yield from pipeline_traffic(layout.trace, stages, shares=shares)
+        yield from pipeline_traffic(layout.trace, stages, shares=layout.boundary_shares)
 
 
 def _recomputed(rows: Sequence[Traffic]) -> Iterator[Traffic]:
@@ -108,11 +107,6 @@ def _recomputed(rows: Sequence[Traffic]) -> Iterator[Traffic]:
     for row in rows:
         if row.phase == "forward":
             yield replace(row, phase="backward", purpose=f"{row.purpose}, recomputed")
-
-
-def _sequence_sharded(layout: ParallelLayout) -> list[str]:
-    """Children whose output is sharded over ``tp`` along the sequence."""
-    return [name for name, _ in layout.trace.model.named_children()][:-1]
 
 
 def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Iterator[Traffic]:

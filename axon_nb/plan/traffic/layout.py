@@ -79,8 +79,8 @@ class ParallelLayout:
     device: str = "cuda"
     optimizer: Callable[..., Optimizer] | None = None
     """Its step is traced too."""
-    activation_checkpointing: bool = False
-    """Whether each child of the model saves only its input for backward, and is recomputed."""
+    activation_checkpointing: bool | float = False
+    """Fraction of forward that backward computes again; True: each child of the model saves only its input."""
     known_trace: ModelTrace | None = None
     """The trace, if it was made before."""
     trace: ModelTrace = field(init=False)
@@ -166,6 +166,12 @@ class ParallelLayout:
     def sharded_children(self) -> frozenset[str]:
         """Children of the model that ``tp`` shards."""
         return frozenset(name.partition(".")[0] for name in self.styles)
+
+    @cached_property
+    def boundary_shares(self) -> dict[str, int]:
+        """Number of ``tp`` ranks over which a child's output is sharded, by child; others are whole on each rank."""
+        children = [name for name, _ in self.trace.model.named_children()][:-1]
+        return dict.fromkeys(children, self.size("tp")) if self.sequence and self.styles else {}
 
     @property
     def data_axis(self) -> str:

@@ -89,8 +89,15 @@ def _split_at(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ..
     return tuple(tuple(name for name, _ in part.named_children()) for part in split_sections(trace.model, at))
 
 
-def boundaries(trace: ModelTrace, stages: StageAssignment) -> list[tuple[int, int]]:
-    """Return the bytes of one microbatch that cross each stage boundary: (forward, backward).
+def boundaries(
+    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None
+) -> list[tuple[int, int]]:
+    """Return the bytes of one microbatch that a rank sends over each stage boundary: (forward, backward).
+
+    Args:
+        trace: The model's trace with one rank's batch.
+        stages: How it is split.
+        shares: Children whose output is sharded over this many ``tp`` ranks.
 
     Raises:
         UsageError: the batch is not divisible into microbatches.
@@ -104,9 +111,10 @@ def boundaries(trace: ModelTrace, stages: StageAssignment) -> list[tuple[int, in
                 f"The batch ({rows} samples) must be divisible by num_microbatches ({stages.num_microbatches}): change "
                 "one of them."
             )
-        forward = sum(fact.nbytes for fact in facts) // stages.num_microbatches
-        backward = sum(fact.nbytes for fact in facts if fact.requires_grad) // stages.num_microbatches
-        found.append((forward, backward))
+        parts = stages.num_microbatches * (shares or {}).get(names[-1], 1)
+        forward = sum(fact.nbytes for fact in facts)
+        backward = sum(fact.nbytes for fact in facts if fact.requires_grad)
+        found.append((forward // parts, backward // parts))
     return found
 
 
@@ -116,9 +124,9 @@ def pipeline_traffic(
     """Yield what each pipeline rank sends and receives; stages on the same rank exchange no messages.
 
     Args:
-        trace: The model's trace with one rank's batch.
-        stages: How it is split.
-        shares: Children whose output is sharded over this many ``tp`` ranks.
+        trace: As for `boundaries`.
+        stages: The same.
+        shares: The same.
     """
     ranks, count, num_ranks = stages.rank_of_stage, stages.num_microbatches, stages.num_ranks
     for pp_rank in range(num_ranks):
@@ -131,12 +139,10 @@ def pipeline_traffic(
             ((num_ranks * _FACTS * 8, 1),),
             pp_rank=pp_rank,
         )
-    for stage, sizes in enumerate(boundaries(trace, stages)):
+    for stage, (forward, backward) in enumerate(boundaries(trace, stages, shares=shares)):
         first, second = ranks[stage], ranks[stage + 1]
         if first == second:
             continue
-        parts = (shares or {}).get(stages.children[stage][-1], 1)
-        forward, backward = (size // parts for size in sizes)
         for phase, size, source, target in (("forward", forward, first, second), ("backward", backward, second, first)):
             if size:
                 what = f"{'activations' if phase == 'forward' else 'gradients'} between stages {stage} and {stage + 1}"

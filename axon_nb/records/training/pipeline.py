@@ -24,6 +24,7 @@ def simulate_orders(
     num_stages: int,
     num_microbatches: int,
     latency_s: Sequence[float] | None = None,
+    backward_latency_s: Sequence[float] | None = None,
 ) -> list[Times]:
     """Compute the times of all actions: each rank runs its actions in order, each as soon as its inputs are there.
 
@@ -32,8 +33,9 @@ def simulate_orders(
         lengths: Seconds per microbatch of each stage, by action; needed for the actions in `orders`.
         num_stages: Number of stages over all ranks.
         num_microbatches: Number of microbatches per batch.
-        latency_s: Seconds that a message between adjacent stages takes, in either direction: one number per boundary,
-            so one fewer than stages. Applies between different ranks only; senders do not wait. None for no delay.
+        latency_s: Seconds that a message between adjacent stages takes: one number per boundary, so one fewer than
+            stages. Applies between different ranks only; senders do not wait. None for no delay.
+        backward_latency_s: The same for messages of backward; None: as those of forward.
 
     Returns:
         For each rank the times of its actions, in order.
@@ -43,9 +45,11 @@ def simulate_orders(
     """
     count = num_microbatches
     owner = {stage: rank for rank, order in enumerate(orders) for _, stage, _ in order}
-    delays = [0.0] * (num_stages + 1)  # at the boundary before each stage
-    for stage, delay in enumerate(latency_s or (), start=1):
-        delays[stage] = delay if owner.get(stage) != owner.get(stage - 1) else 0.0
+    delays = [[0.0] * (num_stages + 1) for _ in range(2)]  # forward and backward, at the boundary before each stage
+    given = latency_s, latency_s if backward_latency_s is None else backward_latency_s
+    for own, seconds in zip(delays, given, strict=True):
+        for stage, delay in enumerate(seconds or (), start=1):
+            own[stage] = delay if owner.get(stage) != owner.get(stage - 1) else 0.0
     # End of each forward, then of each backward, by stage and microbatch; negative while unknown.
     half = num_stages * count
     ends = [-1.0] * (2 * half)
@@ -70,7 +74,7 @@ def simulate_orders(
                     if arrived < 0.0:
                         waiting[key + step] = rank
                         break
-                    begin = max(begin, arrived + delays[stage + boundary])
+                    begin = max(begin, arrived + delays[boundary][stage + boundary])
             clock = begin + lengths[action][stage]
             done.append((begin, clock))
             if action in others:

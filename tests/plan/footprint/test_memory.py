@@ -52,6 +52,9 @@ def test_a_plan_has_the_memory_of_each_rank() -> None:
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert plan.memory(SMALL, 4, batch=2, ranks="all") is made  # from memory
+    low, high = made.interval_bytes
+    assert low < made.peak_bytes < high < 1.2 * made.peak_bytes
+    assert "Expected: " in str(made)
     assert made.fits(1.0)
     assert not made.fits(1e-6)
 

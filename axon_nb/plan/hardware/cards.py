@@ -1,0 +1,91 @@
+"""What GPUs achieve in training steps, and the links between them: one documented set of assumptions per card.
+
+Peaks are those of NVIDIA's datasheets for dense matrices (half of the figures "with sparsity"). What is achieved of
+them is fitted to half of the published runs in docs/published, and checked on the other half: see
+docs/plan_published.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from axon_nb.plan.hardware.rates import Rates
+
+__all__ = ["CARDS", "COMPILED_SHARE", "GPUS", "NETWORK_SHARE", "NVLINK_SHARE", "OTHER_SHARE", "Card"]
+
+_TERA = 1e12
+OTHER_SHARE = 1.65
+"""Counted bytes per second of operations other than matrix products, as a multiple of the memory's bandwidth. Above 1:
+caches hold a part of these bytes, and the published runs use fused norms and optimizers."""
+COMPILED_SHARE = 0.6
+"""Fraction of the bytes of these operations that is left when `torch.compile`, or kernels written for it, fuse them."""
+NVLINK_SHARE = 0.87
+"""Fraction of NVLink's bandwidth that large collectives achieve within a host."""
+NETWORK_SHARE = 0.89
+"""Fraction of a network port's bandwidth that large messages between hosts achieve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU, in hosts of 8 with NVLink inside and one network port per GPU."""
+
+    name: str
+    what: str
+    """The datasheet and the dtype of its matrix products."""
+    tera_flops: float
+    """Peak."""
+    tera_bytes: float
+    """Peak bandwidth of its memory, per second."""
+    achieved: float
+    """Fraction of the peak that the matrix products of a training step achieve."""
+    nvlink: str
+    """Preset of the link within a host."""
+    port: str
+    """Preset of its network port."""
+    gpus_per_host: int = 8
+
+    @property
+    def rates(self) -> Rates:
+        """One rank's rates."""
+        source = (
+            f"{self.achieved:.0%} of the {self.tera_flops:g} TFLOP/s of NVIDIA's datasheet, {self.what}; "
+            f"other operations at {OTHER_SHARE:g} times its {self.tera_bytes:g} TB/s"
+        )
+        return Rates(self.achieved * self.tera_flops * _TERA, OTHER_SHARE * self.tera_bytes * _TERA, 0.0, source)
+
+
+_A100 = {"tera_bytes": 2.039, "nvlink": "nvlink3", "port": "ib-hdr"}
+_H100 = {"tera_bytes": 3.35, "nvlink": "nvlink4", "port": "ib-ndr"}
+_GRAND_TETON = {"tera_bytes": 2.4, "nvlink": "nvlink4", "port": "ib-ndr"}
+_H200 = {"tera_bytes": 4.8, "nvlink": "nvlink4", "port": "ib-ndr"}
+_B200 = {"tera_bytes": 8.0, "nvlink": "nvlink5", "port": "ib-ndr"}
+
+
+def _card(name: str, what: str, tera_flops: float, achieved: float, others: Mapping[str, object]) -> tuple[str, Card]:
+    return name, Card(name, what, tera_flops, achieved=achieved, **others)  # type: ignore[arg-type]
+
+
+CARDS: Mapping[str, Card] = dict(
+    (
+        _card("v100", "V100 SXM2, float16", 125.0, 0.52, {"tera_bytes": 0.9, "nvlink": "nvlink2", "port": "ib-edr"}),
+        _card("a100", "A100 80GB SXM, bfloat16", 312.0, 0.72, _A100),
+        _card("a100-tf32", "A100 80GB SXM, TF32", 156.0, 0.72, _A100),
+        _card("h100", "H100 SXM, bfloat16", 989.4, 0.785, _H100),
+        _card("h100-fp8", "H100 SXM, float8 linear layers", 1978.9, 0.63, _H100),
+        _card("h100-tf32", "H100 SXM, TF32", 494.7, 0.785, _H100),
+        _card("h100-500w", "H100 SXM limited to 500 W, with HBM2e, bfloat16", 989.4, 0.66, _GRAND_TETON),
+        _card(
+            "h100-500w-fp8", "H100 SXM limited to 500 W, with HBM2e, float8 linear layers", 1978.9, 0.45, _GRAND_TETON
+        ),
+        _card("h200", "H200 SXM, bfloat16", 989.4, 0.785, _H200),
+        _card("h200-fp8", "H200 SXM, float8 linear layers", 1978.9, 0.63, _H200),
+        _card("h200-tf32", "H200 SXM, TF32", 494.7, 0.785, _H200),
+        _card("b200", "B200, bfloat16", 2250.0, 0.6, _B200),
+        _card("b200-tf32", "B200, TF32", 1125.0, 0.6, _B200),
+    )
+)
+"""The cards, by name."""
+
+GPUS: Mapping[str, Rates] = {name: card.rates for name, card in CARDS.items()}
+"""One rank's rates, by GPU name; without kernel launches."""

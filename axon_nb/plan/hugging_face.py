@@ -1,0 +1,103 @@
+"""Models of Hugging Face's transformers, made from their configs: no weights are read or downloaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from axon_nb.plan.errors import PlanError
+
+__all__ = ["HuggingFaceModel", "hugging_face_model", "next_token_loss"]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_CONFIG = "config.json"
+_MAX_SEQ = 4096
+"""Tokens in a sample if none are given, as far as the model allows."""
+
+
+def hugging_face_model(given: Any) -> Any:
+    """Return a `HuggingFaceModel` for a config, a config file, its folder or a name on the hub; else what was given.
+
+    A name is ``owner/model``; a name without a slash is a variable on the ranks.
+    """
+    if any(kind.__name__.lower() == "pretrainedconfig" for kind in type(given).__mro__):
+        return HuggingFaceModel(given)
+    if isinstance(given, Path) or (isinstance(given, str) and (_NAME.fullmatch(given) or given.endswith(".json"))):
+        return HuggingFaceModel(str(given))
+    return given
+
+
+class HuggingFaceModel:
+    """Makes a causal language model of transformers from its config.
+
+    Args:
+        config: The config, a path, or a name on the hub.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._given = config
+        self.__name__ = config if isinstance(config, str) else type(config).__name__
+
+    def config(self) -> Any:
+        """Return the config, with the cache of generated tokens switched off.
+
+        Raises:
+            PlanError: transformers is not installed, or there is no such config.
+        """
+        try:
+            transformers: Any = import_module("transformers")
+        except ImportError as error:
+            raise PlanError(
+                f"A model of Hugging Face needs transformers ({error}): install it, or give a function that makes the "
+                "model."
+            ) from error
+        made = self._given
+        if isinstance(made, str):
+            path = Path(made)
+            path = path / _CONFIG if path.is_dir() else path
+            try:
+                if path.is_file():
+                    values = json.loads(path.read_text(encoding="utf-8"))
+                    made = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+                else:
+                    made = transformers.AutoConfig.from_pretrained(made)
+            except Exception as error:
+                first = (str(error).splitlines() or [""])[0]
+                raise PlanError(
+                    f"The config of {self._given!r} cannot be read ({type(error).__name__}: {first}): give the path of "
+                    "its config.json, or an AutoConfig."
+                ) from error
+        made.use_cache = False
+        return made
+
+    def seq(self, given: int | None) -> int:
+        """Return the tokens in a sample.
+
+        Args:
+            given: As asked for; None: 4096, or as many as the model allows.
+
+        Raises:
+            PlanError: the model allows fewer.
+        """
+        most = getattr(self.config(), "max_position_embeddings", None) or _MAX_SEQ
+        if given is not None and given > most:
+            raise PlanError(f"seq must be at most the model's context, {most} tokens; got {given}.")
+        return min(_MAX_SEQ, most) if given is None else given
+
+    def __call__(self) -> Any:
+        """Make the model."""
+        return import_module("transformers").AutoModelForCausalLM.from_config(self.config())
+
+
+def next_token_loss(output: Any, target: Any) -> Any:
+    """Return the mean loss of predicting each next token.
+
+    Args:
+        output: With ``logits``, shape (batch, seq, vocab).
+        target: Tokens, shape (batch, seq).
+    """
+    cross_entropy = import_module("torch.nn.functional").cross_entropy
+    return cross_entropy(output.logits[:, :-1].float().flatten(0, 1), target[:, 1:].flatten())

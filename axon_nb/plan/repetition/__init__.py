@@ -1,0 +1,1 @@
+"""Which blocks of a model are alike: proven by their state and by the operations of one traced forward."""

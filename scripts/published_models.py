@@ -1,0 +1,237 @@
+"""The models of published runs: decoder-only transformers, as the traces that the planner makes of them.
+
+A step of one block is traced on tensors without data; the other blocks of a model are equal to it by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from axon_nb.plan.hardware.rates import Work
+from axon_nb.plan.tracing.subject import ModelSource
+from axon_nb.plan.tracing.trace import ModelTrace, trace_model
+
+__all__ = ["MODELS", "TP_PLAN", "Sizes", "trace_of"]
+
+TP_PLAN = {
+    "embedding.table": "column",
+    "block*.attention.[qkv]": "column",
+    "block*.attention.out": "row",
+    "block*.mlp.up*": "column",
+    "block*.mlp.down": "row",
+    "head.logits": "column",
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A transformer: ``gated`` ones are Llamas, the others GPTs."""
+
+    blocks: int
+    hidden: int
+    heads: int
+    inner: int
+    vocab: int
+    kv_heads: int = 0
+    gated: bool = False
+
+
+def _gpt(blocks: int, hidden: int, heads: int, vocab: int = 51200) -> Sizes:
+    return Sizes(blocks, hidden, heads, 4 * hidden, vocab)
+
+
+MODELS = {
+    "Llama 3.1 8B": Sizes(32, 4096, 32, 14336, 128256, 8, gated=True),
+    "Llama 3.1 70B": Sizes(80, 8192, 64, 28672, 128256, 8, gated=True),
+    "Llama 3.1 405B": Sizes(126, 16384, 128, 53248, 128256, 8, gated=True),
+    "Llama 2 7B": Sizes(32, 4096, 32, 11008, 32000, gated=True),
+    "Llama 2 13B": Sizes(40, 5120, 40, 13824, 32000, gated=True),
+    "Llama 2 70B": Sizes(80, 8192, 64, 28672, 32000, 8, gated=True),
+    "GPT 1.7B": _gpt(24, 2304, 24),
+    "GPT 3.6B": _gpt(30, 3072, 32),
+    "GPT 7.5B": _gpt(36, 4096, 32),
+    "GPT 18.4B": _gpt(40, 6144, 48),
+    "GPT 39.1B": _gpt(48, 8192, 64),
+    "GPT 76.1B": _gpt(60, 10240, 80),
+    "GPT 145.6B": _gpt(80, 12288, 96),
+    "GPT 310.1B": _gpt(96, 16384, 128),
+    "GPT 529.6B": _gpt(105, 20480, 128),
+    "GPT 1T": _gpt(128, 25600, 160),
+    "GPT 22B": _gpt(48, 6144, 64),
+    "GPT 175B": _gpt(96, 12288, 96),
+    "GPT 5B": _gpt(24, 4096, 32),
+    "GPT 20B": _gpt(44, 6144, 48),
+}
+
+
+class Embedding(nn.Module):
+    """Tokens to vectors."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.table = nn.Embedding(sizes.vocab, sizes.hidden)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Integers (batch, seq) to (batch, seq, hidden)."""
+        found: torch.Tensor = self.table(tokens)
+        return found
+
+
+class Attention(nn.Module):
+    """Causal attention, with rotary positions and grouped heads in Llamas."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.size = sizes.hidden // sizes.heads
+        self.rotates = sizes.gated
+        self.q = nn.Linear(sizes.hidden, sizes.hidden, bias=not sizes.gated)
+        kv = (sizes.kv_heads or sizes.heads) * self.size
+        self.k = nn.Linear(sizes.hidden, kv, bias=not sizes.gated)
+        self.v = nn.Linear(sizes.hidden, kv, bias=not sizes.gated)
+        self.out = nn.Linear(sizes.hidden, sizes.hidden, bias=not sizes.gated)
+
+    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.rotates:
+            return x
+        first, second = x.float().chunk(2, -1)
+        angle = torch.zeros(x.shape[-2], self.size // 2)
+        pair = (first * angle - second * angle, second * angle + first * angle)
+        return torch.cat(pair, -1).to(x.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend to earlier positions."""
+        q, k, v = (made.unflatten(-1, (-1, self.size)).transpose(1, 2) for made in (self.q(x), self.k(x), self.v(x)))
+        q, k = self._rotated(q), self._rotated(k)
+        times = q.shape[1] // k.shape[1]
+        if times > 1:
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        scores = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        made: torch.Tensor = self.out(scores.transpose(1, 2).flatten(2))
+        return made
+
+
+class Mlp(nn.Module):
+    """SwiGLU in Llamas, GELU in GPTs."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.up = nn.Linear(sizes.hidden, sizes.inner, bias=not sizes.gated)
+        self.up_gate = nn.Linear(sizes.hidden, sizes.inner, bias=False) if sizes.gated else None
+        self.down = nn.Linear(sizes.inner, sizes.hidden, bias=not sizes.gated)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Widen and narrow."""
+        inner = functional.gelu(self.up(x)) if self.up_gate is None else functional.silu(self.up_gate(x)) * self.up(x)
+        made: torch.Tensor = self.down(inner)
+        return made
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        norm = nn.RMSNorm if sizes.gated else nn.LayerNorm
+        self.first, self.second = norm(sizes.hidden), norm(sizes.hidden)
+        self.attention, self.mlp = Attention(sizes), Mlp(sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add both to the residual stream."""
+        x = x + self.attention(self.first(x))
+        made: torch.Tensor = x + self.mlp(self.second(x))
+        return made
+
+
+class Head(nn.Module):
+    """Logits."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm = (nn.RMSNorm if sizes.gated else nn.LayerNorm)(sizes.hidden)
+        self.logits = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, seq, vocab)."""
+        made: torch.Tensor = self.logits(self.norm(x))
+        return made
+
+
+def _model(sizes: Sizes) -> nn.Sequential:
+    model = nn.Sequential()
+    model.add_module("embedding", Embedding(sizes))
+    for number in range(sizes.blocks):
+        model.add_module(f"block{number}", Block(sizes))
+    model.add_module("head", Head(sizes))
+    return model
+
+
+def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+class _Tokens:
+    """A batch of tokens, described."""
+
+    def __init__(self, batch: int, seq: int) -> None:
+        self.shape, self.dtype = (batch, seq), torch.int64
+
+
+@cache
+def _short_trace(sizes: Sizes, batch: int, seq: int) -> ModelTrace:
+    tokens: Any = _Tokens(batch, seq)
+    source = ModelSource(partial(_model, replace(sizes, blocks=1)), tokens, tokens, _loss)
+    return trace_model(source, optimizer=partial(torch.optim.AdamW, fused=True), dtype=torch.bfloat16)
+
+
+@cache
+def _whole(sizes: Sizes) -> nn.Module:
+    with torch.device("meta"):
+        return _model(sizes)
+
+
+@cache
+def trace_of(sizes: Sizes, batch: int, seq: int) -> ModelTrace:
+    """Return the trace of a step of a whole model on one rank.
+
+    Args:
+        sizes: The model.
+        batch: Samples of one rank.
+        seq: Tokens in each.
+    """
+    short, model = _short_trace(sizes, batch, seq), _whole(sizes)
+    elements = sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in short.model.parameters())
+    found = replace(short, model=model, cache={})
+    names = range(sizes.blocks)
+    found.inputs, found.outputs = _repeated(short.inputs, names), _repeated(short.outputs, names)
+    found.ready = list(_expanded(short.ready, reversed(names)))
+    found.saved = {}
+    found.work = {phase: _repeated(work, names) for phase, work in short.work.items() if phase != "optimizer"}
+    step = short.total("optimizer")
+    found.work["optimizer"] = {"": Work(step.flops * elements, step.bytes * elements, step.ops * elements)}
+    return found
+
+
+def _repeated(values: dict[str, Any], names: Iterable[int]) -> dict[str, Any]:
+    numbers = list(names)
+    found = {}
+    for name, value in values.items():
+        if name.partition(".")[0] == "block0":
+            found |= {f"block{number}{name[len('block0') :]}": value for number in numbers}
+        else:
+            found[name] = value
+    return found
+
+
+def _expanded(ready: list[str], names: Iterable[int]) -> Iterable[str]:
+    inside = [name for name in ready if name.startswith("block0.")]
+    yield from (name for name in ready if name.startswith("head."))
+    for number in names:
+        yield from (f"block{number}{name[len('block0') :]}" for name in inside)
+    yield from (name for name in ready if name.startswith("embedding."))

@@ -1,0 +1,70 @@
+"""Models of Hugging Face in plans: from a config, its file and its name, without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axon_nb import plan
+from axon_nb.plan.hugging_face import HuggingFaceModel, hugging_face_model
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.timeout(900)
+BLOCK = "LlamaDecoderLayer"
+
+
+def _config(**more: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 88, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaConfig(
+        **{**sizes, "num_hidden_layers": 8, "vocab_size": 64, "max_position_embeddings": 32} | more
+    )
+
+
+def test_a_config_and_its_file_give_the_same_plan(tmp_path: Path) -> None:
+    config = _config()
+    config.save_pretrained(tmp_path)
+    plans = [plan.memory(given, 4, wrap=BLOCK, batch=2, seq=16) for given in (config, tmp_path / "config.json")]
+    assert plans[0].ranks == plans[1].ranks
+    made = plans[0]
+    assert made.num_parameters == sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
+    assert "4 and 5 of 8 equal blocks" in made.method, "the index of a layer does not make it another one"
+    whole = plan.memory(config, 4, wrap=BLOCK, batch=2, seq=16, extrapolate=False)
+    assert whole.worst.peak == made.worst.peak
+
+
+def test_gemmas_local_and_global_layers_are_groups() -> None:
+    config = transformers.Gemma3TextConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=9,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=64,
+        max_position_embeddings=64,
+        sliding_window=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 3,
+    )
+    options: dict[str, Any] = {"wrap": "Gemma3DecoderLayer", "batch": 2, "seq": 32}
+    short, whole = (plan.memory(config, 2, extrapolate=way, **options) for way in (True, False))
+    assert short.worst.peak == whole.worst.peak
+
+
+def test_other_planners_take_configs() -> None:
+    found = plan.step_time(_config(num_hidden_layers=2), 4, seq=16, wrap=BLOCK, rates=1e12, links="nvlink4")
+    assert found.total_s > 0
+    assert found.communication.calls("dp", "reduce_scatter") == 2 + 1  # blocks, and what is outside of them
+
+
+def test_names_and_paths(tmp_path: Path) -> None:
+    assert isinstance(hugging_face_model("meta-llama/Llama-3.1-70B"), HuggingFaceModel)
+    for other in ("model", "trainer.model", 7, len):
+        assert hugging_face_model(other) is other
+    with pytest.raises(plan.PlanError, match=r"cannot be read .*give the path of its config\.json"):
+        plan.memory(str(tmp_path / "missing.json"), 2)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 8}))
+    with pytest.raises(plan.PlanError, match="at most the model's context, 8 tokens; got 9"):
+        plan.memory(tmp_path / "config.json", 2, seq=9)
