@@ -37,6 +37,7 @@ def test_what_recovery_cannot_do_without_is_set_whatever_it_was() -> None:
     environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_FR_BUFFER_SIZE": "7"}
     nccl.set_environment(environ, one_host=True)
     assert {name: environ[name] for name in nccl.REQUIRED} == dict.fromkeys(nccl.REQUIRED, "0")
+    assert {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_PROPAGATE_ERROR"} < set(nccl.REQUIRED)
     assert environ["TORCH_FR_BUFFER_SIZE"] == "7"
     assert environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
     assert environ["NCCL_SOCKET_IFNAME"] == "lo"

@@ -25,13 +25,14 @@ from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axon_nb.engine.groups.abort import ABORT, AbortedError
-from axon_nb.engine.groups.native import BackendKind, NativeGroups
+from axon_nb.engine.groups.native import BackendKind, NativeGroups, backend_of
 from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
 
 __all__ = [
     "ABORT_TIMEOUT_S",
     "DEFAULTS",
+    "NCCL",
     "REQUIRED",
     "groups",
     "install_fence",
@@ -51,6 +52,10 @@ REQUIRED = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # For each failed operation, the watchdog would sleep a minute with the lock that new operations need, and write to
+    # the store.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 """Set on NCCL ranks before CUDA and NCCL start, whatever the value was."""
 
@@ -90,7 +95,7 @@ def install_native_groups(
     root: Store, *, device: torch.device, timeout: timedelta, kind: BackendKind | None = None
 ) -> NativeGroups:
     """Make NCCL groups of this rank, or those of another `kind`, abortable and rebuildable from now on."""
-    _groups[:] = [NativeGroups(kind or _KIND, root, device=device, timeout=timeout)]
+    _groups[:] = [NativeGroups(kind or NCCL, root, device=device, timeout=timeout)]
     return _groups[0]
 
 
@@ -110,7 +115,7 @@ def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], timeout: 
     options.global_ranks_in_group = ranks
     options.group_name = group.group_name
     # The group's class, which is the same on all its ranks.
-    kind = type(group._get_backend(torch.device(device.type)))
+    kind = type(backend_of(group, device))
     backend = _make(kind, store, group, options, device)
     torch_api().begin_sequence(backend)
     backend.eager_connect_single_device(device)  # does nothing if the constructor has connected
@@ -130,7 +135,20 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
-_KIND = BackendKind(owns=_owns, connect=_connect, abort=_abort, connect_timeout_s=_CONNECT_TIMEOUT_S)
+def _start(backend: Any, device: torch.device) -> None:
+    torch.cuda.set_device(device)  # a setting per thread, and this is a helper thread
+    backend.eager_connect_single_device(device)
+
+
+NCCL = BackendKind(
+    torch_name="nccl",
+    owns=_owns,
+    start=_start,
+    connect=_connect,
+    abort=_abort,
+    connect_timeout_s=_CONNECT_TIMEOUT_S,
+)
+"""torch's own NCCL groups."""
 
 
 _MIN_POLL_S = 20e-6
