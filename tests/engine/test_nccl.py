@@ -43,6 +43,12 @@ def test_what_recovery_cannot_do_without_is_set_whatever_it_was() -> None:
     assert environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
+def test_blocking_connections_are_the_users_choice() -> None:
+    environ = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
+    nccl.set_environment(environ, one_host=True)
+    assert environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0"
+
+
 def test_the_sockets_are_the_users_to_choose_where_there_are_many_hosts_or_a_wish() -> None:
     many: dict[str, str] = {}
     nccl.set_environment(many, one_host=False)
