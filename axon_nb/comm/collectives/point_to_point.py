@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from axon_nb.comm.collectives.arrays import Array, as_tensor, check_device, check_in_place, prepare_move
 from axon_nb.comm.errors import InvalidRankError, TensorError, TensorMismatchError
-from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.comm.group import GroupLike, ProcessGroup, rank_device, resolve
 from axon_nb.comm.spans import now, record
 from axon_nb.comm.types import Backend, Handle
 
@@ -138,7 +138,7 @@ def recv(
     if header:
         header_buffer = pack(None).to(_device(pg))
         _receive(header_buffer, peer, pg, tag)
-        described = unpack(header_buffer, _device(pg))
+        described = unpack(header_buffer, rank_device(pg))
         if target is None:
             target = described
         elif (target.shape, target.dtype) != (described.shape, described.dtype):

@@ -54,7 +54,9 @@ class GroupsState:
 groups_state = GroupsState()
 
 
-def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares_memory: bool = False) -> None:
+def install_recoverable_groups(
+    root: Store, *, rank: int, epoch: int = 0, shares_memory: bool = False, device: torch.device | None = None
+) -> None:
     """Make every Gloo group that is created from now on a recoverable one.
 
     Args:
@@ -62,6 +64,7 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares
         rank: This rank.
         epoch: How often the groups have been rebuilt.
         shares_memory: Whether groups communicate through shared memory instead of Gloo; all ranks are on one host then.
+        device: Where this rank computes; None: on the CPU.
     """
     groups_state.epoch = epoch
     if groups_state.installed:
@@ -79,6 +82,7 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares
             global_rank=rank,
             members=list(options.global_ranks_in_group),
             shares_memory=shares_memory,
+            rank_device=device or torch.device("cpu"),
         )
 
     dist.Backend.register_backend(_NAME, create, extended_api=True, devices=["cpu", "cuda"])
@@ -169,7 +173,7 @@ def init_default_group(
     timeout = timedelta(seconds=timeout_s)
     _set_default_timeout(timeout)
     if recoverable:
-        install_recoverable_groups(store, rank=rank, epoch=epoch, shares_memory=backend == "shm")
+        install_recoverable_groups(store, rank=rank, epoch=epoch, shares_memory=backend == "shm", device=device)
         if backend == "nccl":
             nccl.install_native_groups(store, device=device, timeout=timeout, kind=kind)
             nccl.install_fence()
