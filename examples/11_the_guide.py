@@ -57,7 +57,7 @@ from axon_nb.parallel import DDP, reduce_metrics, save_on_main
 
 torch.set_num_threads(1)
 digits = load_digits()
-order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0), device="cpu")
 pixels = (torch.tensor(digits.data, dtype=torch.float32)[order] / 16).to(device)
 labels = torch.tensor(digits.target)[order].to(device)
 train_dataset = TensorDataset(pixels[:1440], labels[:1440])
@@ -1035,7 +1035,7 @@ def gradient_compression(gradient, left_over, compression_ratio=0.01):
 
 
 gradient = by_ddp.module[0].weight.grad
-left_over = torch.zeros(gradient.numel())
+left_over = torch.zeros(gradient.numel(), device=gradient.device)
 indices, values = gradient_compression(gradient, left_over)
 restored = left_over.index_add(0, indices, values).view_as(gradient)
 if rank == 0:
@@ -1081,7 +1081,7 @@ def hierarchical_all_reduce(tensor, mesh):
 
 
 mesh = make_mesh(node=2, local=2)
-tensor = torch.arange(8.0) * (rank + 1)
+tensor = torch.arange(8.0, device=device) * (rank + 1)
 print("as one all_reduce:", hierarchical_all_reduce(tensor, mesh).equal(all_reduce_sum(tensor.clone())))
 
 hook = Hierarchical(mesh)
@@ -1100,7 +1100,7 @@ if rank == 0:
 # %% tags=["raises-exception"]
 # %%distributed
 if rank != 2:
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1, device=device))
 
 # %%
 # %%distributed

@@ -46,14 +46,16 @@ def pack(tensor: torch.Tensor | None) -> torch.Tensor:
     Raises:
         TensorError: the dtype is not supported, or the tensor has too many dimensions.
     """
-    header = torch.zeros(SIZE, dtype=torch.int64)
+    header = torch.zeros(SIZE, dtype=torch.int64, device="cpu")
     if tensor is None:
         return header
     if tensor.dtype not in _DTYPES:
         raise TensorError(f"a header cannot describe {tensor.dtype}; pass `out=` on the receiving ranks.")
     if tensor.ndim > _MAX_DIMS:
         raise TensorError(f"a header holds at most {_MAX_DIMS} dimensions; got {tensor.ndim}. Flatten the tensor.")
-    header[: 3 + tensor.ndim] = torch.tensor([_MARK, _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
+    header[: 3 + tensor.ndim] = torch.tensor(
+        [_MARK, _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape], device="cpu"
+    )
     return header
 
 

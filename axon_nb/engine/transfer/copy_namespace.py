@@ -97,7 +97,7 @@ def receive(source: int, size: int, digest: str, import_context: ImportContext, 
     Raises:
         RuntimeError: the payload does not match its digest.
     """
-    payload = torch.empty(size, dtype=torch.uint8)
+    payload = torch.empty(size, dtype=torch.uint8, device="cpu")
     for chunk in payload.split(_CHUNK_BYTES):
         buffer = chunk.to(_transfer_device())
         dist.recv(buffer, source)

@@ -100,7 +100,9 @@ def resolve_mesh(
         raise UsageError("HYBRID_SHARD needs a mesh of (replicas, shards), such as make_mesh(replicate=2, shard=-1).")
     if strategy is ShardingStrategy.NO_SHARD:
         # Each rank is a replica, "sharded" over itself alone.
-        return DeviceMesh(device, torch.tensor(own.ranks).view(-1, 1), mesh_dim_names=("replicate", "shard"))
+        return DeviceMesh(
+            device, torch.tensor(own.ranks, device="cpu").view(-1, 1), mesh_dim_names=("replicate", "shard")
+        )
     return DeviceMesh.from_group(own.torch_group, device, mesh_dim_names=("shard",))
 
 
