@@ -165,3 +165,9 @@ def test_the_real_child_answers_without_a_driver(monkeypatch: pytest.MonkeyPatch
     (one,) = gpus(nvml, CPU, {}).findings
     assert "none" in one.value
     assert sys.modules.get("pynvml") is before
+
+
+@pytest.mark.parametrize(("version", "severity"), [("2.25.1", "note"), ("2.28.3", "ok")])
+def test_a_version_of_nccl_whose_abort_hangs_is_named(smi: Driver, version: str, severity: str) -> None:
+    found = by_label(gpus(Answer({"package": False}), Answer(CUDA.content | {"nccl": version}), {}).findings)
+    assert (found["NCCL"].value, found["NCCL"].severity) == (version, severity)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from axon_nb.engine.groups import nccl
@@ -56,6 +57,23 @@ def test_the_sockets_are_the_users_to_choose_where_there_are_many_hosts_or_a_wis
     wished = {"NCCL_SOCKET_IFNAME": "eth1"}
     nccl.set_environment(wished, one_host=True)
     assert wished["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+def test_the_sockets_use_the_interface_that_leads_to_the_store() -> None:
+    environ: dict[str, str] = {}
+    nccl.set_interface("127.0.0.1", environ)
+    assert environ == {"NCCL_SOCKET_IFNAME": "=lo"}
+    wished = {"NCCL_SOCKET_IFNAME": "eth1"}
+    nccl.set_interface("127.0.0.1", wished)
+    assert wished == {"NCCL_SOCKET_IFNAME": "eth1"}
+
+
+def test_a_device_that_does_not_compute_is_named_with_the_way_back() -> None:
+    assert nccl.device_problem(torch.device("cpu"), rank=1) == ""
+    assert nccl.device_problem(torch.device("cuda", 0), rank=1) == ""  # not in use
+    problem = nccl.device_problem(torch.device("meta"), rank=1)  # has no values to read back
+    assert problem.startswith("Rank 1 cannot use meta any more (")
+    assert problem.endswith("Run `%distributed repair --ranks 1`.")
 
 
 def test_a_gloo_rank_has_no_nccl_groups() -> None:

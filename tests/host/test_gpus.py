@@ -76,6 +76,7 @@ def test_an_agent_without_a_driver_reports_no_gpu(monkeypatch: pytest.MonkeyPatc
     served = serve(entry="", controller=[], owner="the tests")
     try:
         assert served.client.call(ReadGpus()).gpus == ()
+        assert served.process.environ()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"  # or it could not fork
     finally:
         served.end()
 

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, MutableMapping
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axon_nb.engine.groups.abort import ABORT, AbortedError
+from axon_nb.engine.groups.abort import ABORT, AbortedError, connect_in_helper
 from axon_nb.engine.groups.native import BackendKind, NativeGroups, backend_of
 from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
@@ -34,17 +35,20 @@ __all__ = [
     "DEFAULTS",
     "NCCL",
     "REQUIRED",
+    "device_problem",
     "groups",
     "install_fence",
     "install_native_groups",
     "poll_until",
     "set_environment",
+    "set_interface",
 ]
 
 ABORT_TIMEOUT_S = 5.0
 """Seconds that an abort of a communicator may take; after that the rank counts as stuck."""
 
 _CONNECT_TIMEOUT_S = 30.0
+_DEVICE_TIMEOUT_S = 10.0
 
 REQUIRED = {
     # Otherwise torch's watchdog terminates the process when an aborted collective fails.
@@ -89,6 +93,45 @@ def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host:
         environ.setdefault(name, value)
     if one_host:
         environ.setdefault(NCCL_INTERFACE.name, NCCL_INTERFACE.default)
+
+
+def set_interface(ip: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make NCCL's sockets use the network interface with this address of this host, unless the user has named one.
+
+    NCCL would take any, in spite of `--interface`; its sockets have no authentication.
+    """
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == ip for entry in entries):
+            environ.setdefault(NCCL_INTERFACE.name, f"={name}")  # "=": this one alone, not each that begins like it
+
+
+def device_problem(device: torch.device, *, rank: int) -> str:
+    """Return what to do if this rank's device does not compute any more; empty if it does.
+
+    A rank that dies can take the CUDA contexts of ranks with it that have mapped its memory. The test runs in a helper
+    thread, because a lost context may hang.
+
+    Args:
+        device: Where this rank computes.
+        rank: This rank.
+    """
+    if device.type == "cuda" and not torch.cuda.is_initialized():
+        return ""  # nothing to lose
+
+    def compute() -> float:
+        return (torch.ones(1, device=device) + 1).item()
+
+    try:
+        connect_in_helper(
+            compute,
+            raise_if_cancelled=lambda: None,
+            timeout_s=_DEVICE_TIMEOUT_S,
+            dispose=lambda _: None,
+        )
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        return f"Rank {rank} cannot use {device} any more ({why}). Run `%distributed repair --ranks {rank}`."
+    return ""
 
 
 def install_native_groups(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.group import mark_rebuilt
+from axon_nb.comm.group import mark_rebuilt, rank_device, resolve
 from axon_nb.compat.deepspeed import clear_cached_groups
 from axon_nb.engine.groups import activity, nccl
 from axon_nb.engine.groups.abort import ABORT, disable_groups, stop_at
@@ -280,4 +280,6 @@ def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
         clear_cached_groups()
     sync_group_count(native.device if native is not None else "cpu")
     groups_state.rebuilding = False
+    if problem := nccl.device_problem(rank_device(resolve(None)), rank=dist.get_rank()):
+        not_reset.append(problem)
     return RebuildReport(num_groups, wrappers, abandoned_count(), tuple(not_reset))
