@@ -18,7 +18,7 @@ from axon_nb.engine.groups.abort import ABORT
 from axon_nb.engine.groups.install import c10d, named_group
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.transfer.namespace_pickle import NamespacePickler
-from tests.engine.swap_ranks import CPU, GLOO, join_native, run_on_ranks
+from tests.engine.swap_ranks import CPU, GLOO, join_native, run_on_ranks, wait_for_threads
 
 SIZE = 4
 
@@ -53,6 +53,13 @@ def _lives(rank: int, store: Any) -> dict[str, Any]:
     store.add("ready", 1)
     while store.add("ready", 0) < SIZE:  # Gloo hangs when an abort meets an operation that is just beginning
         pass
+    before = recovery.num_calls()
+    _sum()
+    found["counted"] = recovery.num_calls() - before
+    store.add("counted", 1)
+    while store.add("counted", 0) < SIZE:
+        pass
+    wait_for_threads()
     recovery.abort(again=False)
     found["aborted"] = ABORT.is_set()
     found["rebuilt"] = recovery.recover(3).groups
@@ -107,6 +114,10 @@ def test_gloo_groups_beside_those_of_nccl_work_after_an_abort(lives: dict[int, d
 def test_a_group_that_one_of_its_ranks_lacks_is_dropped_by_the_others(lives: dict[int, dict[str, Any]]) -> None:
     assert [found["rebuilt"] for found in lives.values()] == [5, 4, 5, 4]
     assert all(found["dropped"] for found in lives.values())
+
+
+def test_collectives_of_torchs_own_groups_are_counted(lives: dict[int, dict[str, Any]]) -> None:
+    assert [found["counted"] for found in lives.values()] == [1] * SIZE
 
 
 def test_variables_that_are_groups_are_copied_as_groups(lives: dict[int, dict[str, Any]]) -> None:

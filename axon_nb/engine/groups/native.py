@@ -141,6 +141,10 @@ class NativeGroups:
         groups = [group for group in list(c10d._world.pg_names) if self._kind.owns(backend_of(group, self.device))]
         return sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
 
+    def num_collectives(self) -> int:
+        """Return how many collectives this rank has started in its current backends, as torch counts them."""
+        return sum(int(backend_of(group, self.device)._get_sequence_number_for_group()) for group in self.all())
+
     def connect(self, group: Any, epoch: int) -> None:
         """Connect a group that torch has just made, if it is one of these; collective over its members.
 

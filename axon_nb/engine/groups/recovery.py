@@ -35,6 +35,7 @@ __all__ = [
     "group_waits",
     "join_groups",
     "list_groups",
+    "num_calls",
     "recover",
     "recreate_groups",
     "sync_group_count",
@@ -134,6 +135,12 @@ def _to_waits(
 def _creation(name: str) -> str:
     """Return the name under which the creation of a group counts as a collective of its ranks."""
     return f"new_group {name}"
+
+
+def num_calls() -> int:
+    """Return the number of communication calls that this rank has started; on NCCL from zero after each rebuild."""
+    native = nccl.groups()
+    return activity.num_calls() + (0 if native is None else native.num_collectives())
 
 
 def group_status() -> dict[str, Any]:
