@@ -63,6 +63,9 @@ def _lives(rank: int, store: Any) -> dict[str, Any]:
     recovery.abort(again=False)
     found["aborted"] = ABORT.is_set()
     found["rebuilt"] = recovery.recover(3).groups
+    before = recovery.num_calls()
+    _sum()
+    found["counted again"] = recovery.num_calls() - before
     found["bound after"] = str(world.bound_device_id)
     found["sums"] = [_sum(group) for group in (None, beside, *axes, *([some] if some is not None else []))]
     found["dropped"] = not {partial, partial_gloo} & set(c10d._world.pg_map)
@@ -117,7 +120,7 @@ def test_a_group_that_one_of_its_ranks_lacks_is_dropped_by_the_others(lives: dic
 
 
 def test_collectives_of_torchs_own_groups_are_counted(lives: dict[int, dict[str, Any]]) -> None:
-    assert [found["counted"] for found in lives.values()] == [1] * SIZE
+    assert [(found["counted"], found["counted again"]) for found in lives.values()] == [(1, 1)] * SIZE
 
 
 def test_variables_that_are_groups_are_copied_as_groups(lives: dict[int, dict[str, Any]]) -> None:
