@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab quick test test-all soak versions floors check coverage fix fuzz bench notebooks dist clean
+.PHONY: help install demo lab quick test test-all soak versions floors gpu-report check coverage fix fuzz bench notebooks dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -75,6 +75,9 @@ notebooks: $(INSTALLED)  ## write examples/*.ipynb from their .py
 TORCH ?= 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0
 versions: $(INSTALLED)  ## test with several versions of torch: TORCH="2.14.1 2.15.0", PYTHON=python3.13; writes docs/versions.md
 	$(VENV)/bin/python scripts/versions.py $(TORCH) --python $(PYTHON)
+
+gpu-report: $(INSTALLED)  ## on a machine with GPUs: tests, drills, figures and plans, into docs/gpu_reports and the README
+	$(VENV)/bin/python -m scripts.gpu_report; status=$$?; $(VENV)/bin/python -m scripts.gpu_status; exit $$status
 
 dist: $(INSTALLED)  ## build the source archive and the wheel under dist/, and check them
 	rm -rf dist

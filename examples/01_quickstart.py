@@ -109,7 +109,7 @@ model = nn.Sequential(
 ddp = DistributedDataParallel(model)
 torch.manual_seed(rank)  # the same weights everywhere, and from here dropout masks of its own on each rank
 
-data = TensorDataset(torch.tensor(train_x), torch.tensor(train_y))
+data = TensorDataset(torch.tensor(train_x, device="cpu"), torch.tensor(train_y, device="cpu"))
 sampler = DistributedSampler(data)
 loader = DataLoader(data, batch_size=16, sampler=sampler)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)

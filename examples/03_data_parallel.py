@@ -59,9 +59,9 @@ from axon_nb.parallel import (
 )
 
 digits = load_digits()
-order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-pixels = torch.tensor(digits.data, dtype=torch.float32)[order] / 16
-labels = torch.tensor(digits.target)[order]
+order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0), device="cpu")
+pixels = (torch.tensor(digits.data, dtype=torch.float32)[order] / 16).to(device)
+labels = torch.tensor(digits.target)[order].to(device)
 train = TensorDataset(pixels[:1440], labels[:1440])
 sampler = DistributedSampler(train)
 loader = DataLoader(train, batch_size=32, sampler=sampler)
@@ -79,7 +79,7 @@ print(f"rank {rank} sees {len(sampler)} of {len(train)} digits in {len(loader)} 
 # %%distributed
 def fresh_model():
     torch.manual_seed(0)  # DDP sends rank 0's weights to all, so this only makes runs comparable
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
 
 
 @torch.no_grad()
@@ -91,14 +91,14 @@ def test_accuracy(model):
 
 def train_model(model, epochs=6, every=1, autocast=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", enabled=autocast is torch.float16)  # does nothing unless enabled
+    scaler = torch.amp.GradScaler(device.type, enabled=autocast is torch.float16)  # does nothing unless enabled
     history = []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         seen, loss_sum = 0, 0.0
         for step, (x, y) in enumerate(loader):
             with accumulating(model, step, every, total=len(loader)) as last:
-                with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+                with torch.autocast(device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
                     loss = nn.functional.cross_entropy(model(x).float(), y)
                 scaler.scale(loss / every).backward()
             if last:

@@ -42,10 +42,10 @@ config = GPTConfig(context=64, hidden=64, heads=4, blocks=4)
 def batches(steps, batch=8):
     generator = torch.Generator().manual_seed(100 + rank)  # every rank reads other pieces
     for _ in range(steps):
-        yield windows(text, batch=batch, seq=config.context, generator=generator)
+        yield windows(text, batch=batch, seq=config.context, generator=generator, device=device)
 
 
-gpt = GPT(config)
+gpt = GPT(config).to(device)
 names = ", ".join(name for name, _ in gpt.named_children())
 print(f"{sum(p.numel() for p in gpt.parameters()):,} parameters in {names}")
 
@@ -73,7 +73,7 @@ def train(model, optimizer, steps, every=20):
     return losses
 
 
-model = FSDP(GPT(config))
+model = FSDP(GPT(config).to(device))
 optimizer = model.optimizer(torch.optim.AdamW, lr=3e-3)
 losses = train(model, optimizer, steps=100)
 first, last = (reduce_metrics({"loss": sum(part) / 10})["loss"] for part in (losses[:10], losses[-10:]))
@@ -94,7 +94,7 @@ print(f"keeps {tuple(weight.to_local().shape)} of {tuple(weight.shape)}")
 
 @torch.no_grad()
 def write(prompt, length=80):
-    tokens = torch.tensor([list(prompt.encode())])
+    tokens = torch.tensor([list(prompt.encode())], device=device)
     for _ in range(length):
         logits = model.module(tokens[:, -config.context :])
         tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
@@ -124,7 +124,7 @@ for strategy in (
     ShardingStrategy.HYBRID_SHARD,
 ):
     mesh = pairs if strategy is ShardingStrategy.HYBRID_SHARD else None
-    model = FSDP(GPT(config), strategy=strategy, mesh=mesh)
+    model = FSDP(GPT(config).to(device), strategy=strategy, mesh=mesh)
     optimizer = model.optimizer(torch.optim.AdamW, lr=3e-3)
     train(model, optimizer, steps=2, every=0)
     start = time.perf_counter()
@@ -186,7 +186,7 @@ inputs, targets = next(batches(1, batch=16))
 
 def norm_of(pieces=1, checkpointed=False, **options):
     torch.manual_seed(0)
-    gpt = GPT(config)
+    gpt = GPT(config).to(device)
     if checkpointed:
         checkpoint_blocks(gpt, Block)
     model = FSDP(gpt, **options)

@@ -35,13 +35,13 @@ from torch import nn
 
 from axon_nb.parallel import ColumnParallelLinear, RowParallelLinear
 
-whole = nn.Linear(4, 4, bias=False)
+whole = nn.Linear(4, 4, bias=False, device=device)
 with torch.no_grad():
-    whole.weight.copy_(torch.arange(16.0).view(4, 4))
+    whole.weight.copy_(torch.arange(16.0, device=device).view(4, 4))
 
 column = ColumnParallelLinear.from_linear(whole)
 row = RowParallelLinear.from_linear(whole)
-print(f"cut by columns:\n{column.weight.data.int().numpy()}\ncut by rows:\n{row.weight.data.int().numpy()}")
+print(f"cut by columns:\n{column.weight.data.int().cpu().numpy()}\ncut by rows:\n{row.weight.data.int().cpu().numpy()}")
 
 # %% [markdown]
 # The column layer gives each rank its own features, and nothing is sent. A row layer takes exactly such an input. So a
@@ -50,17 +50,19 @@ print(f"cut by columns:\n{column.weight.data.int().numpy()}\ncut by rows:\n{row.
 
 # %%
 # %%distributed
-x = torch.tensor([1.0, 0.0, 2.0, -1.0])
-first, second = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+x = torch.tensor([1.0, 0.0, 2.0, -1.0], device=device)
+first = nn.Linear(4, 8, bias=False, device=device)
+second = nn.Linear(8, 4, bias=False, device=device)
 with torch.no_grad():
     for layer in (first, second):
-        layer.weight.copy_(torch.linspace(-1, 1, 32).view(layer.weight.shape))
+        layer.weight.copy_(torch.linspace(-1, 1, 32, device=device).view(layer.weight.shape))
 
 up = ColumnParallelLinear.from_linear(first)
 down = RowParallelLinear.from_linear(second)
 own = up(x)
-print(f"rank {rank}: own features {own.detach().numpy().round(2)}, sum {down(own.relu()).detach().numpy().round(2)}")
-print("in one piece:", second(first(x).relu()).detach().numpy().round(2))
+total = down(own.relu())
+print(f"rank {rank}: own features {own.detach().cpu().numpy().round(2)}, sum {total.detach().cpu().numpy().round(2)}")
+print("in one piece:", second(first(x).relu()).detach().cpu().numpy().round(2))
 
 # %% [markdown]
 # Backward mirrors this: every rank gets the same gradient of the sum, and the ranks' partial gradients for `x` are
@@ -88,7 +90,7 @@ from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss, standard_lib
 
 config = GPTConfig(context=64, hidden=128, heads=4, blocks=2)
 torch.manual_seed(rank)
-model = GPT(config)
+model = GPT(config).to(device)
 report = parallelize(model, "auto")
 if rank == 0:
     print(report)
@@ -110,7 +112,7 @@ def train(model, loss_of, steps=60):
     generator = torch.Generator().manual_seed(1)  # the same batches on all ranks
     losses = []
     for _ in range(steps):
-        inputs, targets = windows(text, batch=8, seq=config.context, generator=generator)
+        inputs, targets = windows(text, batch=8, seq=config.context, generator=generator, device=device)
         optimizer.zero_grad()
         loss = loss_of(model(inputs), targets)
         loss.backward()
@@ -220,7 +222,7 @@ export_safetensors(thrifty, folder / "gpt.safetensors")
 alone = GPT(config)
 with warnings.catch_warnings(action="ignore"):  # that 1 rank resumes what 2 have saved is meant here
     Checkpoints(folder, group=ProcessGroup.mock()).load(60, model=alone)
-inputs, targets = windows(text, batch=8, seq=config.context, generator=torch.Generator().manual_seed(2))
+inputs, targets = windows(text, batch=8, seq=config.context, generator=torch.Generator().manual_seed(2), device=device)
 with torch.no_grad():
     cut, one = parallel_cross_entropy(thrifty(inputs), targets), next_byte_loss(alone(inputs), targets)
 print(f"loss of the cut model {cut:.4f}, of the one that was loaded {one:.4f}")

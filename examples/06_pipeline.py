@@ -47,7 +47,7 @@ from axon_nb.records import spans as trace
 torch.set_num_threads(1)
 torch.manual_seed(0)
 config = GPTConfig(context=64, hidden=64, heads=4, blocks=6)
-model = GPT(config)
+model = GPT(config).to(device)
 pipe = Pipeline.split(model, num_microbatches=8, loss=next_byte_loss)  # 1F1B is the default
 
 own = sorted({name.partition(".")[0] for name, _ in pipe.named_parameters()})
@@ -68,7 +68,7 @@ generator = torch.Generator().manual_seed(1)
 optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
 history = []
 for number in range(120):
-    x, target = windows(text, batch=32, seq=config.context, generator=generator)
+    x, target = windows(text, batch=32, seq=config.context, generator=generator, device=device)
     optimizer.zero_grad()
     losses = pipe.step(x, target)
     optimizer.step()
@@ -85,12 +85,13 @@ assert history[-1] < 0.7 * history[0]
 # %%distributed
 from axon_nb.comm import broadcast
 
-prompt = torch.tensor([list(b"    def __init__(self")] * pipe.num_microbatches)
+prompt = torch.tensor([list(b"    def __init__(self")] * pipe.num_microbatches, device=device)
 for _ in range(120):
     logits = pipe(prompt[:, -config.context :])
-    chosen = torch.zeros(len(prompt), 1, dtype=torch.int64)
+    chosen = torch.zeros(len(prompt), 1, dtype=torch.int64, device=device)
     if pipe.is_last:
-        chosen = torch.multinomial((logits[:, -1] / 0.7).softmax(-1), 1, generator=generator)
+        odds = (logits[:, -1] / 0.7).softmax(-1).cpu()  # where the generator is
+        chosen = torch.multinomial(odds, 1, generator=generator).to(device)
     prompt = torch.cat([prompt, broadcast(chosen, src=pipe.last_rank)], dim=1)
 if rank == 0:
     print(bytes(prompt[0].tolist()).decode("utf-8", "replace"))
@@ -129,7 +130,8 @@ class Sleeper(nn.Module):
     def __init__(self, seconds):
         super().__init__()
         self.seconds = seconds
-        self.shift, self.scale = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
+        self.shift = nn.Parameter(torch.zeros(8, device=device))
+        self.scale = nn.Parameter(torch.ones(8, device=device))
 
     def forward(self, x):
         return Wait.apply(x + self.shift, self.seconds, self.seconds) * Wait.apply(self.scale, 0.0, self.seconds)
@@ -139,7 +141,7 @@ def measured(schedule, stages, microbatches=8):
     """The spans of one step, of all ranks."""
     modules = [Sleeper(0.02 * world_size / stages) for _ in range(stages)]
     pipe = Pipeline.from_modules(modules, schedule=schedule, num_microbatches=microbatches, loss=nn.functional.mse_loss)
-    x = torch.ones(microbatches, 8)
+    x = torch.ones(microbatches, 8, device=device)
     for _ in range(2):  # in the first step stages also learn what shapes they will be sent
         dist.barrier()
         position = trace.ring.position

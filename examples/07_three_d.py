@@ -64,7 +64,7 @@ plan = {
     "block*.down": RowwiseParallel(),
 }
 torch.manual_seed(0)
-whole = GPT(config)
+whole = GPT(config).to(device)
 reference = copy.deepcopy(whole)  # what one process would train
 model = Parallel3D(whole, mesh, tp_plan=plan, num_microbatches=4, loss=next_byte_loss)
 
@@ -89,7 +89,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=2e-3)
 first = last = 0.0
 for number in range(60):
-    x, target = windows(text, batch=32, seq=config.context, generator=generator)
+    x, target = windows(text, batch=32, seq=config.context, generator=generator, device=device)
     optimizer.zero_grad()
     losses = model.step(model.local_batch(x), model.local_batch(target))
     optimizer.step()

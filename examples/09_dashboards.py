@@ -44,7 +44,7 @@ torch.manual_seed(0)
 text = standard_library(1 << 19)
 config = GPTConfig(context=64, hidden=64, heads=4, blocks=4)
 generator = torch.Generator().manual_seed(100 + rank)  # every rank reads other pieces
-replicated = DDP(GPT(config), bucket_size_mb=0.1)
+replicated = DDP(GPT(config).to(device), bucket_size_mb=0.1)
 optimizer = torch.optim.AdamW(replicated.parameters(), lr=3e-3)
 print(f"{sum(p.numel() for p in replicated.parameters()):,} parameters")
 
@@ -65,7 +65,7 @@ print(f"{sum(p.numel() for p in replicated.parameters()):,} parameters")
 def train(model, optimizer, epochs, steps):
     for epoch in axon_nb.progress(range(epochs), desc="epochs"):
         for _ in axon_nb.progress(range(steps), desc="steps"):
-            inputs, targets = windows(text, batch=8, seq=config.context, generator=generator)
+            inputs, targets = windows(text, batch=8, seq=config.context, generator=generator, device=device)
             loss = next_byte_loss(model(inputs), targets)
             loss.backward()
             optimizer.step()
@@ -100,7 +100,7 @@ timeline = show.timeline()
 # %%
 # %%distributed --watch
 for _ in range(6):
-    inputs, targets = windows(text, batch=8, seq=config.context, generator=generator)
+    inputs, targets = windows(text, batch=8, seq=config.context, generator=generator, device=device)
     next_byte_loss(replicated(inputs), targets).backward()
     if rank == 2:
         time.sleep(0.1)
@@ -127,10 +127,10 @@ spans.pivot_table(index="rank", columns="kind", values="seconds", aggfunc="sum")
 # %%
 # %%distributed
 torch.manual_seed(0)
-sharded = FSDP(GPT(config))
+sharded = FSDP(GPT(config).to(device))
 sharded_optimizer = sharded.optimizer(torch.optim.AdamW, lr=3e-3)
 for _ in range(5):
-    inputs, targets = windows(text, batch=8, seq=config.context, generator=generator)
+    inputs, targets = windows(text, batch=8, seq=config.context, generator=generator, device=device)
     next_byte_loss(sharded(inputs), targets).backward()
     sharded_optimizer.step()
     sharded_optimizer.zero_grad()
@@ -171,9 +171,9 @@ with sharded.gathered():
 
 # %%
 # %%distributed --watch
-pipe = Pipeline.split(GPT(config), num_microbatches=8, schedule="1F1B", loss=next_byte_loss)
+pipe = Pipeline.split(GPT(config).to(device), num_microbatches=8, schedule="1F1B", loss=next_byte_loss)
 for _ in range(3):
-    inputs, targets = windows(text, batch=32, seq=config.context, generator=generator)
+    inputs, targets = windows(text, batch=32, seq=config.context, generator=generator, device=device)
     pipe.step(inputs, targets)
 
 # %%

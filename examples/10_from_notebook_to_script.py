@@ -70,9 +70,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 torch.manual_seed(0)
-model = DistributedDataParallel(nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10)))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10)).to(device))
 optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
-data = TensorDataset(torch.tensor(train_x), torch.tensor(train_y))
+data = TensorDataset(torch.tensor(train_x, device=device), torch.tensor(train_y, device=device))
 sampler = DistributedSampler(data)
 loader = DataLoader(data, batch_size=32, sampler=sampler)
 
@@ -111,8 +111,9 @@ if rank == 0:
 # %%
 # %%distributed
 with torch.no_grad():
-    guesses = model.module(torch.tensor(test_x)).argmax(dim=1)
-hits = torch.tensor([(guesses == torch.tensor(test_y)).sum(), len(test_y)])
+    guesses = model.module(torch.tensor(test_x, device=device)).argmax(dim=1).cpu()
+right = (guesses == torch.tensor(test_y, device="cpu")).sum().item()
+hits = torch.tensor([right, len(test_y)], device=device)
 dist.all_reduce(hits)
 if rank == 0:
     print(f"{hits[0].item()} of {hits[1].item()} test digits are right")

@@ -57,7 +57,7 @@ from axon_nb.parallel import DDP, reduce_metrics, save_on_main
 
 torch.set_num_threads(1)
 digits = load_digits()
-order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0), device="cpu")
 pixels = (torch.tensor(digits.data, dtype=torch.float32)[order] / 16).to(device)
 labels = torch.tensor(digits.target)[order].to(device)
 train_dataset = TensorDataset(pixels[:1440], labels[:1440])
@@ -324,7 +324,7 @@ for dtype in (torch.float16, torch.bfloat16):
 from axon_nb.parallel import ColumnParallelLinear, RowParallelLinear
 
 torch.manual_seed(0)
-first, second = nn.Linear(64, 128), nn.Linear(128, 10)  # in one piece, the same on all ranks
+first, second = nn.Linear(64, 128, device=device), nn.Linear(128, 10, device=device)  # the same on all ranks
 column = ColumnParallelLinear.from_linear(first)  # or ColumnParallelLinear(64, 128)
 row = RowParallelLinear.from_linear(second)
 for name, layer, part in (("column", first, column), ("row", second, row)):
@@ -399,7 +399,7 @@ class Reader(nn.Module):
 
 
 def train_reader(block):
-    model = Reader(block)
+    model = Reader(block).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
     for data, target in zip(pixels[:1024].split(128), labels[:1024].split(128), strict=True):
@@ -439,7 +439,7 @@ def layers():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
-    )
+    ).to(device)
 
 
 pipe = Pipeline.split(layers(), at=["2", "4", "6"], num_microbatches=4, schedule="GPipe", loss=F.cross_entropy)
@@ -511,7 +511,8 @@ stages = {
     "ZeRO-3": ShardingStrategy.FULL_SHARD,
 }
 for name, strategy in stages.items():
-    sharded = FSDP(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), strategy=strategy)
+    wide = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).to(device)
+    sharded = FSDP(wide, strategy=strategy)
     stats = sharded.memory_estimate(optimizer=torch.optim.AdamW)
     if rank == 0:
         print(f"{name}: {stats.total_memory_mb():.2f} MiB on this rank, {stats.memory_savings():.0%} saved")
@@ -588,7 +589,7 @@ else:
 def train_fsdp(epochs=3):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    model = FSDP(model, wrap=5_000, mixed_precision=torch.bfloat16)
+    model = FSDP(model.to(device), wrap=5_000, mixed_precision=torch.bfloat16)
     optimizer = model.optimizer(torch.optim.Adam, lr=3e-3)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
@@ -644,7 +645,7 @@ class Block(nn.Module):
 def deep_model():
     torch.manual_seed(0)
     blocks = [(f"block{number}", Block(64)) for number in range(4)]
-    return nn.Sequential(OrderedDict([*blocks, ("head", nn.Linear(64, 10))]))
+    return nn.Sequential(OrderedDict([*blocks, ("head", nn.Linear(64, 10))])).to(device)
 
 
 def train_3d(mesh, steps=5):
@@ -760,7 +761,7 @@ def train_with_trainer(epochs=5):
         ddp_find_unused_parameters=False,  # all are used in every step
         disable_tqdm=rank > 0,  # all ranks would draw the same table
     )
-    model, examples = Digits(), [{"pixels": data, "labels": target} for data, target in train_dataset]
+    model, examples = Digits().to(device), [{"pixels": data, "labels": target} for data, target in train_dataset]
     Trainer(model=model, args=arguments, train_dataset=examples).train()
     return model.layers
 
@@ -952,10 +953,10 @@ def step(model):
     return sum(kept.values()), [parameter.grad for parameter in model.parameters()]
 
 
-plain, gradients = step(CheckpointedModel())
-thrifty, same = step(CheckpointedModel(use_reentrant=False))
+plain, gradients = step(CheckpointedModel().to(device))
+thrifty, same = step(CheckpointedModel(use_reentrant=False).to(device))
 with warnings.catch_warnings(action="ignore"):
-    _, lost = step(CheckpointedModel(use_reentrant=True))
+    _, lost = step(CheckpointedModel(use_reentrant=True).to(device))
 if rank == 0:
     print(f"keeps {thrifty / 1024:.0f} instead of {plain / 1024:.0f} KiB")
     print("the same gradients:", all(map(torch.equal, gradients, same)))
@@ -1035,7 +1036,7 @@ def gradient_compression(gradient, left_over, compression_ratio=0.01):
 
 
 gradient = by_ddp.module[0].weight.grad
-left_over = torch.zeros(gradient.numel())
+left_over = torch.zeros(gradient.numel(), device=gradient.device)
 indices, values = gradient_compression(gradient, left_over)
 restored = left_over.index_add(0, indices, values).view_as(gradient)
 if rank == 0:
@@ -1081,7 +1082,7 @@ def hierarchical_all_reduce(tensor, mesh):
 
 
 mesh = make_mesh(node=2, local=2)
-tensor = torch.arange(8.0) * (rank + 1)
+tensor = torch.arange(8.0, device=device) * (rank + 1)
 print("as one all_reduce:", hierarchical_all_reduce(tensor, mesh).equal(all_reduce_sum(tensor.clone())))
 
 hook = Hierarchical(mesh)
@@ -1100,7 +1101,7 @@ if rank == 0:
 # %% tags=["raises-exception"]
 # %%distributed
 if rank != 2:
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1, device=device))
 
 # %%
 # %%distributed

@@ -12,13 +12,23 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import CommError, InvalidArgumentError, InvalidRankError, NotInGroupError, WorldClosedError
 from axon_nb.comm.mock import NAME, MockBackend
 from axon_nb.comm.types import Backend
 
-__all__ = ["GroupInfo", "GroupLike", "ProcessGroup", "mark_rebuilt", "rebuild_count", "resolve", "validate_ranks"]
+__all__ = [
+    "GroupInfo",
+    "GroupLike",
+    "ProcessGroup",
+    "mark_rebuilt",
+    "rank_device",
+    "rebuild_count",
+    "resolve",
+    "validate_ranks",
+]
 
 
 class GroupInfo(NamedTuple):
@@ -199,6 +209,17 @@ def resolve(group: Any) -> ProcessGroup:
     wrapped = ProcessGroup.wrap(torch_group)
     _known[wrapped.torch_group] = wrapped.info
     return wrapped
+
+
+def rank_device(group: ProcessGroup) -> torch.device:
+    """Return the device where this rank computes, as far as the group knows it; the CPU otherwise.
+
+    A visible GPU says nothing: the ranks of a Gloo or mock world may be on CPUs.
+    """
+    if group.backend is Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    known: torch.device | None = getattr(group.torch_group, "rank_device", None)
+    return torch.device("cpu") if known is None else known
 
 
 def _of_mesh(mesh: Any) -> Any:

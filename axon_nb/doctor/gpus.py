@@ -22,6 +22,9 @@ __all__ = ["NVML", "gpus"]
 NVML = ("-m", "axon_nb.doctor.nvml")
 """Python arguments of the child that queries the driver."""
 
+_HANGING_ABORTS = {"2.17.1": "pytorch#119215", "2.25.1": "pytorch#149153"}
+"""Versions of NCCL whose abort is known to hang, with the reports."""
+
 _NONE = "none; ranks compute on CPUs and communicate with Gloo"
 
 
@@ -167,12 +170,23 @@ def _absent(nvml: Answer) -> Finding:
     return Finding("NVIDIA", f"{_NONE} (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else _NONE)
 
 
+def _nccl(version: str | None) -> Finding:
+    if version is None:
+        return Finding("NCCL", "none in this torch")
+    if issue := _HANGING_ABORTS.get(version):
+        return Finding(
+            "NCCL", version, "note", f"An abort can hang with this version ({issue}), so `repair` may be needed more "
+            "often.", "Install a torch with another version of NCCL.",
+        )  # fmt: skip
+    return Finding("NCCL", version)
+
+
 def _usable(build: Answer, facts: Mapping[str, Any]) -> list[Finding]:
     """Check whether torch can use the GPUs."""
     torch = build.content
     if not torch:
         return []
-    nccl = Finding("NCCL", str(torch["nccl"])) if torch["nccl"] else Finding("NCCL", "none in this torch")
+    nccl = _nccl(torch["nccl"])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not torch["cuda"]:
         return [

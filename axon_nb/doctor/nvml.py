@@ -1,22 +1,74 @@
 """`python -m axon_nb.doctor.nvml`: prints what the NVIDIA driver reports about its GPUs, as JSON.
 
 A separate process, since a broken driver may hang. Never initialises CUDA, which takes memory on each GPU.
+
+With ``--report`` it prints a `GpuReport` for the host agent; with arguments of `nvidia-smi` (``-L``, or a query) what
+that would print, for machines without the program.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from axon_nb.records.protocol.agent import GpuReport
+from axon_nb.records.protocol.wire import encode
+from axon_nb.records.telemetry import GpuUse
 
 __all__ = ["main"]
 
 
-def main() -> None:
-    """Print one JSON object: whether nvidia-ml-py and libcuda are available, an error, versions, the GPUs."""
-    json.dump(_facts(), sys.stdout)
+_LIMIT_S = 60
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Print one JSON object: whether nvidia-ml-py and libcuda are available, an error, versions, the GPUs.
+
+    Args:
+        arguments: Of the command line; see the module.
+    """
+    signal.alarm(_LIMIT_S)  # a driver that hangs ends this process
+    facts = _facts()
+    if not arguments:
+        json.dump(facts, sys.stdout)
+    elif arguments[0] == "--report":
+        json.dump(encode(_report(facts)), sys.stdout)
+    else:
+        print("\n".join(_listed(facts["gpus"], instances="-L" in arguments)))
+
+
+def _report(facts: dict[str, Any]) -> GpuReport:
+    if not facts["package"]:
+        return GpuReport((), "nvidia-ml-py is not installed beside axon_nb: `axon_nb[gpu]` has it.")
+    uses = []
+    for card in facts["gpus"]:
+        for one in (card, *card.get("instances", ())):
+            own = {name: one[name] for name in GpuUse.__dataclass_fields__ if one.get(name) is not None}
+            if "uuid" in own:
+                uses.append(GpuUse(**{"name": "GPU", **own, "index": card["index"]}))
+    lost = ", ".join(f"GPU {card['index']}: {card['error']}" for card in facts["gpus"] if "error" in card)
+    return GpuReport(tuple(uses), lost or facts["error"])
+
+
+def _listed(cards: Sequence[Mapping[str, Any]], *, instances: bool) -> list[str]:
+    """Return lines as of `nvidia-smi -L`, with MIG instances, or of the query that `axon_nb.host.resources` makes."""
+    lines = []
+    for card in cards:
+        if not card.get("uuid"):
+            continue
+        if instances:
+            lines.append(f"GPU {card['index']}: {card['name']} (UUID: {card['uuid']})")
+            for number, part in enumerate(card["instances"]):
+                profile = (part["name"] or "").rpartition("MIG ")[2]
+                lines.append(f"  MIG {profile}     Device  {number}: (UUID: {part['uuid']})")
+        else:
+            sizes = (card["total_bytes"] or 0) >> 20, (card["used_bytes"] or 0) >> 20
+            lines.append(f"{card['index']}, {card['uuid']}, {card['name']}, {sizes[0]}, {sizes[1]}")
+    return lines
 
 
 def _facts() -> dict[str, Any]:
@@ -52,6 +104,7 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
         "exclusive": _try(nvml, nvml.nvmlDeviceGetComputeMode, handle) == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
         "mig": mig,
         "instances": _instances(nvml, handle) if mig else [],
+        **_load(nvml, handle),
         "processes": _processes(nvml, handle),
     }
 
@@ -65,6 +118,17 @@ def _identity(nvml: Any, handle: Any) -> dict[str, Any]:
         "name": _try(nvml, nvml.nvmlDeviceGetName, handle),
         "total_bytes": int(memory.total) if memory else None,
         "used_bytes": int(memory.used) if memory else None,
+    }
+
+
+def _load(nvml: Any, handle: Any) -> dict[str, Any]:
+    """Return utilisation in percent, temperature in degrees Celsius and power in watts; None: not supported."""
+    rates = _try(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    milliwatts = _try(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    return {
+        "busy_percent": int(rates.gpu) if rates else None,
+        "temperature_c": _try(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        "power_w": milliwatts / 1000 if milliwatts is not None else None,
     }
 
 
@@ -99,4 +163,4 @@ def _loads(library: str) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

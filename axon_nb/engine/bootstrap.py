@@ -134,6 +134,8 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     # torch holds only the C++ half; without the Python half every call on it fails as "not implemented".
     session.store = store
     listen_on(store.own_ip)
+    if config.backend == "nccl":
+        nccl.set_interface(store.own_ip)
     if store.own_ip != LOOPBACK:
         install_cleanup()
     init_default_group(

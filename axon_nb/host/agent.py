@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import json
 import os
 import selectors
 import signal
@@ -15,9 +17,10 @@ from typing import Any
 
 from axon_nb.errors import StartError
 from axon_nb.host.children import Children, Death, adopt_orphans
-from axon_nb.host.connections import CommandConnection, Connection, Listener, StoreConnection
+from axon_nb.host.connections import CommandConnection, Connection, Listener, ProgramOutput, StoreConnection
 from axon_nb.host.deaths import LastOutput, OomCounter, describe_controller_exit, last_line
 from axon_nb.host.fork import ForkRequest, Preload, become_rank, signals_blocked
+from axon_nb.host.resources import NVML
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
 from axon_nb.host.store_tcp import AuthenticatedStoreConnection, TcpListener
@@ -30,8 +33,7 @@ __all__ = ["Agent", "AgentOptions"]
 
 _FIRST_CONTACT_TIMEOUT_S = 180.0
 _TERM_GRACE_S = 1.0
-_LONGEST_WAIT_S = 3600.0
-"""Selectors cannot wait as long as a month."""
+_LONGEST_WAIT_S = 3600.0  # selectors cannot wait as long as a month
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,11 @@ class Agent:
         self._deaths: dict[int, messages.Exit] = {}  # of ranks that were not replaced
         self._commands: dict[type[messages.Command[Any]], Callable[[CommandConnection, Any], Any]] = {
             messages.Hello: self._hello,
-            messages.Signal: self._signal,
+            messages.Signal: lambda _, one: messages.Signalled(self.children.signal_rank(one.rank, one.signal)),
             messages.SetInfo: self._set_info,
-            messages.GetInfo: self._get_info,
+            messages.GetInfo: lambda *_: self._state(),
             messages.ServeStore: self._serve_store,
-            messages.Stop: self._stop,
+            messages.Stop: lambda *_: self._begin_stop(),
         }
 
     def run(self) -> None:
@@ -205,6 +207,9 @@ class Agent:
         if kind is messages.Fork:
             self._fork(peer, number, message)
             return
+        if kind is messages.ReadGpus:
+            ProgramOutput(self._selector, [*NVML, "--report"], functools.partial(self._report_gpus, peer, number))
+            return
         if kind is None:
             reply = {"error": f"unknown command {name!r}"}
         else:
@@ -218,6 +223,10 @@ class Agent:
             except (KeyError, TypeError, ValueError, OSError) as error:
                 reply = {"error": f"{type(error).__name__}: {error}"}
         peer.send_message({"id": number, **reply})
+
+    def _report_gpus(self, peer: CommandConnection, number: Any, output: bytes) -> None:
+        report = json.loads(output or b'{"gpus": [], "problem": "The driver does not reply."}')
+        peer.send_message({"id": number, **report})
 
     def _hello(self, peer: CommandConnection, command: messages.Hello) -> messages.AgentState:
         if command.exclusive and self._owned:
@@ -276,9 +285,6 @@ class Agent:
     def _sockets(self) -> list[socket.socket]:
         return [*self._wakeup, *(listener.sock for listener in self._listeners), *(peer.sock for peer in self._peers)]
 
-    def _signal(self, peer: CommandConnection, command: messages.Signal) -> messages.Signalled:
-        return messages.Signalled(self.children.signal_rank(command.rank, command.signal))
-
     def _set_info(self, peer: CommandConnection, command: messages.SetInfo) -> None:
         self._write_info(command.info, peer.owner)
 
@@ -286,12 +292,6 @@ class Agent:
         """Store the facts of the cluster, also in the file that other processes read without asking."""
         self.info = None if info is None else replace(info, owner=owner)
         self.run_dir.write_info({"pid": os.getpid(), **({} if self.info is None else encode(self.info))})
-
-    def _get_info(self, peer: CommandConnection, command: messages.GetInfo) -> messages.AgentState:
-        return self._state()
-
-    def _stop(self, peer: CommandConnection, command: messages.Stop) -> None:
-        self._begin_stop()
 
     def _begin_stop(self) -> None:
         if self._stopping is None:

@@ -59,6 +59,7 @@ def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
     package_parent = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, PYTHON_PATH.name: os.pathsep.join(filter(None, [PYTHON_PATH.get(), package_parent]))}
     env |= run_dir.ipython_env()
+    env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asked about GPUs in the usual way, CUDA would forbid a fork
     argv = [sys.executable, "-P", "-m", "axon_nb.host", f"--run-dir={run_dir.path}", f"--entry={entry}"]
     if controller:
         argv.append(f"--controller={json.dumps(controller)}")

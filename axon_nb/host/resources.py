@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from axon_nb.records.environment import VISIBLE_GPUS
 
 __all__ = [
     "CGROUPS",
+    "NODES",
+    "NVML",
     "OWN_CGROUP",
     "Gpu",
     "choose",
@@ -27,6 +30,7 @@ __all__ = [
     "instances_of",
     "kind",
     "list_gpus",
+    "unlisted_gpus",
     "usable_cores",
 ]
 
@@ -97,6 +101,10 @@ def _quota(folder: Path, version: int) -> float | None:
 _BUSY_BYTES = 512 << 20
 _QUERY = "index,uuid,name,memory.total,memory.used"
 _MIG = "MIG-"
+NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Device files of NVIDIA's driver, on Linux and in WSL."""
+NVML = (sys.executable, "-P", "-m", "axon_nb.doctor.nvml")
+"""Prints what `nvidia-smi` prints with the same arguments; a process of its own, because a broken driver may hang."""
 _LISTED = re.compile(r"(?:GPU \d+|\s+MIG (?P<profile>\S+) .*): .*\(UUID: (?P<uuid>(?:GPU|MIG)-[^)]+)\)\s*")
 """A line of `nvidia-smi -L`: a card, or one of the MIG instances of the card above it."""
 _BY_PARENT = re.compile(r"MIG-(?P<card>GPU-[^/]+)/\d+/\d+")
@@ -129,15 +137,29 @@ class Gpu:
         return self.used_bytes > _BUSY_BYTES
 
 
-def list_gpus() -> list[Gpu]:
-    """Return the GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order; empty without a driver."""
-    cards = dict(
-        card for line in _ask(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits") if (card := _parse(line))
-    )
+def list_gpus(nodes: Sequence[Path] = NODES) -> list[Gpu]:
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order; empty without a driver.
+
+    Args:
+        nodes: Files that exist where there is a driver.
+    """
+    query = (f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
+    cards = dict(card for line in _ask(*query, nodes=nodes) if (card := _parse(line)))
     visible = os.environ.get(VISIBLE_GPUS.name)
     if visible is None:
         return list(cards.values())
-    return choose(visible, cards, instances_of(_ask("-L")) if _MIG in visible else {})
+    return choose(visible, cards, instances_of(_ask("-L", nodes=nodes)) if _MIG in visible else {})
+
+
+def unlisted_gpus(nodes: Sequence[Path] = NODES) -> list[str]:
+    """Return the device files of a driver whose GPUs `list_gpus` misses; none if the user has hidden them.
+
+    Args:
+        nodes: As for `list_gpus`.
+    """
+    if os.environ.get(VISIBLE_GPUS.name) is not None or list_gpus(nodes):
+        return []
+    return [str(node) for node in nodes if node.exists()]
 
 
 def choose(visible: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple[str, str]]) -> list[Gpu]:
@@ -200,16 +222,19 @@ def _parse(line: str) -> tuple[str, Gpu] | None:
     return fields[1], Gpu(int(fields[0]), ", ".join(fields[2:-2]), total, used)
 
 
-def _ask(*arguments: str) -> list[str]:
-    """Run `nvidia-smi`; return the lines that it prints, none if it fails."""
+def _ask(*arguments: str, nodes: Sequence[Path]) -> list[str]:
+    """Run `nvidia-smi`, or NVML where that is missing or fails, as in some containers; return the lines printed."""
     program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    commands = [[program]] if program else []
+    commands += [[*NVML]] if any(node.exists() for node in nodes) else []
+    for command in commands:
+        try:
+            done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0 and done.stdout:
+            return done.stdout.splitlines()
+    return []
 
 
 _AVAILABLE = re.compile(r"^MemAvailable:\s*(\d+) kB$", re.MULTILINE)

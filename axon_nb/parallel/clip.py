@@ -104,7 +104,7 @@ def _norm(parts: list[Part], norm_type: float, groups: Any) -> float:
         for key, some in norms.items()
         if some
     }
-    sums |= {key: torch.zeros((), dtype=torch.float64) for key, some in norms.items() if not some}
+    sums |= {key: torch.zeros((), dtype=torch.float64, device="cpu") for key, some in norms.items() if not some}
     for ranks, group in shard_groups.items():
         keys = [key for key in norms if ranks in key]
         sums.update(zip(keys, _combine_over_ranks([sums[key] for key in keys], op, group), strict=True))
@@ -167,7 +167,7 @@ def _to_one_device(values: list[torch.Tensor], device: torch.device | None = Non
 def _combine(values: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     """Combine many float64 values into one."""
     if not values:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     flat = torch.cat([value.reshape(-1) for value in _to_one_device(values)])
     return flat.max() if op is ReduceOp.MAX else flat.sum()
 

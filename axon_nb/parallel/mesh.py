@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axon_nb.comm.errors import WorldClosedError
-from axon_nb.comm.group import ProcessGroup, resolve
-from axon_nb.comm.types import Backend
+from axon_nb.comm.group import ProcessGroup, rank_device, resolve
 from axon_nb.errors import UsageError
 
 __all__ = ["axis_group", "coordinates", "make_mesh"]
@@ -22,7 +20,7 @@ def make_mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
     ``make_mesh(dp=2, tp=4)`` puts ranks 0-3 into one tensor-parallel group and 4-7 into the other.
 
     Args:
-        device: ``cpu`` or ``cuda``; None: chosen by the world's backend.
+        device: ``cpu`` or ``cuda``; None: where the ranks compute.
         **axes: Size of each axis, in order; one may be -1 and gets the remaining ranks.
 
     Raises:
@@ -32,10 +30,9 @@ def make_mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
     if not dist.is_initialized():
         raise WorldClosedError("No world is initialized: call `World.init()` first.")
     sizes = _resolve_sizes(axes, dist.get_world_size())
-    if device is None:
-        on_gpu = resolve(None).backend is Backend.NCCL or torch.cuda.is_available()
-        device = "cuda" if on_gpu else "cpu"
-    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(
+        device or rank_device(resolve(None)).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+    )
 
 
 def _resolve_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:

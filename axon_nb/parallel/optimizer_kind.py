@@ -37,7 +37,7 @@ class OptimizerKind:
         Raises:
             UsageError: the states and parameters have different shapes, or a step needs more than gradients.
         """
-        probe = nn.Parameter(torch.zeros(_PROBE, dtype=dtype))
+        probe = nn.Parameter(torch.zeros(_PROBE, dtype=dtype, device="cpu"))
         probe.grad = torch.ones_like(probe) if trained else None
         # Options that only choose an implementation change no state, but need devices that the probe is not on.
         options = {name: value for name, value in self.options.items() if name not in _IMPLEMENTATION_OPTIONS}

@@ -17,6 +17,7 @@ __all__ = [
     "TICK_S",
     "Activity",
     "ClusterInfo",
+    "GpuUse",
     "RankInfo",
     "RankState",
     "running_cell",
@@ -92,6 +93,22 @@ class RankInfo:
     """Number of the running notebook cell (its `In [n]`); None when idle."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUse:
+    """A GPU of the agent's host, or a MIG instance, as its driver reports it; None: it does not say."""
+
+    index: int
+    """The driver's number of the card."""
+    uuid: str
+    name: str
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    busy_percent: int | None = None
+    """Share of the last sample period in which a kernel ran."""
+    temperature_c: int | None = None
+    power_w: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterInfo:
     """A cluster: its name, where it runs, and its ranks."""
@@ -112,6 +129,8 @@ class ClusterInfo:
     """One record per rank, in rank order."""
     mesh: MeshInfo | None = None
     """The device mesh created on the ranks, if any."""
+    gpus: tuple[GpuUse, ...] = ()
+    """The GPUs of the notebook's host, as the driver reports them; empty if no rank uses one."""
 
 
 TICK_S = 1.0

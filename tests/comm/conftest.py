@@ -1,4 +1,4 @@
-"""Mock and Gloo worlds, for tests that run on both."""
+"""Worlds of each backend, for tests that run on all of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from axon_nb.comm import World
-from tests.support.ranks import RankWorld
+from tests.support.ranks import DeviceWorld, RankWorld
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +26,16 @@ def shm_world() -> Iterator[RankWorld]:
         yield world
 
 
-@pytest.fixture(params=["mock", "gloo", "shm"])
+@pytest.fixture(scope="session")
+def nccl_world() -> Iterator[DeviceWorld]:
+    """Four processes over NCCL, each with a GPU."""
+    if (count := torch.cuda.device_count()) < 4:
+        pytest.skip(f"needs four GPUs, and there are {count}")
+    with DeviceWorld(4) as world:
+        yield world
+
+
+@pytest.fixture(params=["mock", "gloo", "shm", pytest.param("nccl", marks=pytest.mark.gpu)])
 def world(request: pytest.FixtureRequest) -> Any:
     """A world of four ranks with `run(fn)`."""
     return World.mock(4) if request.param == "mock" else request.getfixturevalue(f"{request.param}_world")

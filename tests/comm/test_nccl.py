@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from axon_nb.comm import NcclError, nccl
+from axon_nb.comm import Backend, NcclError, World, nccl
 from axon_nb.comm.nccl import NcclBackend, NcclUniqueId
+from axon_nb.comm.types import choose_backend
+from tests.support.ranks import DeviceWorld
 
 ID = NcclUniqueId(b"\x00\x01" * 64)
 USES: list[Callable[[], object]] = [
@@ -34,3 +36,17 @@ def test_a_unique_id_survives_text_encoding() -> None:
     assert NcclUniqueId.from_text(ID.to_text()) == ID
     with pytest.raises(NcclError, match="is not a unique id"):
         NcclUniqueId.from_text("not base64!")
+
+
+def test_ranks_that_cannot_have_a_gpu_each_use_gloo() -> None:
+    count = torch.cuda.device_count() if nccl.is_available() else 0
+    assert choose_backend(count + 1) is Backend.GLOO
+    assert count == 0 or choose_backend(count) is Backend.NCCL
+
+
+def test_ranks_of_a_device_world_make_their_tensors_there() -> None:
+    def work(world: World) -> tuple[str, torch.Tensor]:
+        return str(torch.ones(1).device), torch.ones(1, device="cpu") + world.rank()
+
+    with DeviceWorld(2, device="meta", backend="gloo") as world:
+        assert [(device, tensor.item()) for device, tensor in world.run(work)] == [("meta", 1.0), ("meta", 2.0)]

@@ -55,6 +55,17 @@ int nvmlDeviceGetMigMode(device *one, unsigned *now, unsigned *pending) {
     *now = *pending = one->number == 2;
     return SUCCESS;
 }
+int nvmlDeviceGetUtilizationRates(device *one, unsigned rates[2]) {
+    rates[0] = one->number == 1 ? 97 : 0;
+    rates[1] = 0;
+    return SUCCESS;
+}
+int nvmlDeviceGetTemperature(device *one, int sensor, unsigned *degrees) { *degrees = 40 + one->number; return SUCCESS; }
+int nvmlDeviceGetPowerUsage(device *one, unsigned *milliwatts) {
+    if (one->number == 2) return NOT_SUPPORTED;
+    *milliwatts = 70500;
+    return SUCCESS;
+}
 int nvmlDeviceGetMaxMigDeviceCount(device *one, unsigned *count) { *count = 7; return SUCCESS; }
 int nvmlDeviceGetMigDeviceHandleByIndex(device *one, unsigned index, device **found) {
     if (index > 1) return NOT_FOUND;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from axon_nb.doctor.children import Answer, Child
 from axon_nb.doctor.gpus import NVML, gpus
 from axon_nb.doctor.report import Finding
 from tests.support.nvidia_smi import A100X4, Driver
+from tests.support.nvml import build_library
 
 CUDA = Answer({"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.3", "backends": ["gloo", "nccl"], "gpus": 4})
 CPU = Answer({"torch": "2.13.0+cpu", "cuda": None, "nccl": None, "backends": ["gloo"], "gpus": 0})
@@ -27,14 +27,7 @@ no_driver = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this mac
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the library."""
-    folder = tmp_path_factory.mktemp("driver")
-    source = Path(__file__).with_name("nvml_driver.c")
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(source)],
-        check=True,
-        capture_output=True,
-    )
-    return folder
+    return build_library(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture
@@ -172,3 +165,9 @@ def test_the_real_child_answers_without_a_driver(monkeypatch: pytest.MonkeyPatch
     (one,) = gpus(nvml, CPU, {}).findings
     assert "none" in one.value
     assert sys.modules.get("pynvml") is before
+
+
+@pytest.mark.parametrize(("version", "severity"), [("2.25.1", "note"), ("2.28.3", "ok")])
+def test_a_version_of_nccl_whose_abort_hangs_is_named(smi: Driver, version: str, severity: str) -> None:
+    found = by_label(gpus(Answer({"package": False}), Answer(CUDA.content | {"nccl": version}), {}).findings)
+    assert (found["NCCL"].value, found["NCCL"].severity) == (version, severity)

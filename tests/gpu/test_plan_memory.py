@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,11 @@ def planned() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
-def test_the_peak_matches_the_gpu(name: str, real: dict[str, int], planned: dict[str, Any]) -> None:
+def test_the_peak_matches_the_gpu(
+    name: str, real: dict[str, int], planned: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
     plan = planned[name]
     assert isinstance(plan, MemoryPlan), plan
+    record_property("planned_bytes", plan.peak_bytes)
+    record_property("measured_bytes", real[name])
     assert plan.peak_bytes == pytest.approx(real[name], rel=0.05)

@@ -23,11 +23,12 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+from torch.utils._pytree import tree_map_only
 
 from axon_nb.comm import World
 from axon_nb.comm.shared_memory.group import register
 
-__all__ = ["RankWorld", "end_idle_worlds"]
+__all__ = ["DeviceWorld", "RankWorld", "end_idle_worlds"]
 
 _LIMIT_S = 240.0
 """The first call imports its modules on all ranks at once; no test measures speed."""
@@ -153,6 +154,29 @@ class RankWorld:
         self.end()
 
 
+class DeviceWorld(RankWorld):
+    """Ranks that make their tensors on a device of their own, unless they name one; answers come back on the CPU.
+
+    Args:
+        n: Number of ranks.
+        device: ``cuda``, where rank r gets GPU r; any other is for the tests of this class.
+        backend: As for `RankWorld`.
+    """
+
+    def __init__(self, n: int, *, device: str = "cuda", backend: str = "nccl") -> None:
+        super().__init__(n, backend=backend)
+        self._device = device
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run the function as `RankWorld.run` does."""
+        return super().run(_on_device, self._device, function, args, kwargs)
+
+
+def _on_device(world: World, device: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with torch.device(device):
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, function(world, *args, **kwargs))
+
+
 def _serve(rank: int, size: int, folder: str, backend: str) -> None:
     pipe = Client(f"{folder}/socket", "AF_UNIX", authkey=bytes.fromhex(os.environ[_KEY]))
     pipe.send(rank)
@@ -160,6 +184,8 @@ def _serve(rank: int, size: int, folder: str, backend: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     register()
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     while True:
         try:

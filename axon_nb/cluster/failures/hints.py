@@ -43,7 +43,13 @@ def missing_package(module: str) -> str:
     )
 
 
-_NO_SHARED_MEMORY = re.compile(r"unable to (allocate|mmap|open|write) .*shared memory|out of shared memory|Bus error")
+_NO_SHARED_MEMORY = re.compile(
+    r"unable to (allocate|mmap|open|write) .*shared memory|out of shared memory|Bus error"
+    r"|creating shared memory segment|/dev/shm/nccl"
+)
+_NO_PEER_ACCESS = re.compile(r"peer access is not supported|peer mapping resources exhausted")
+_SAME_GPU = re.compile(r"Duplicate GPU detected")
+_NCCL_ERROR = re.compile(r"NCCL error|ncclSystemError|ncclInternalError|ncclRemoteError|ncclUnhandledCudaError")
 _NO_THREADS = re.compile(r"can't start new thread|Resource temporarily unavailable")
 _NO_FILES = re.compile(r"Too many open files")
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
@@ -67,7 +73,7 @@ def hint_for(errors: Iterable[RankError], *, remedy: str = REPAIR_HINT) -> str:
         hints.append(remedy)
     if any(_NO_SHARED_MEMORY.search(error.evalue) for error in all_errors):
         hints.append(
-            f"Shared memory is full: /dev/shm holds {_size('/dev/shm')}, and DataLoader workers pass their batches "
+            f"Shared memory is full: /dev/shm holds {_size('/dev/shm')}, and DataLoader workers and NCCL pass data "
             "through it. Use `num_workers=0`, or enlarge it with `docker run --shm-size=2g` or "
             "`mount -o remount,size=2g /dev/shm`."
         )
@@ -78,7 +84,18 @@ def hint_for(errors: Iterable[RankError], *, remedy: str = REPAIR_HINT) -> str:
         )
     if any(_NO_FILES.search(error.evalue) for error in all_errors):
         hints.append("A limit of open files is reached: close files on the ranks, or raise `ulimit -n`.")
+    hints += _nccl_hints([error.evalue for error in all_errors])
     return " ".join(hints)
+
+
+def _nccl_hints(texts: Sequence[str]) -> list[str]:
+    if any(map(_SAME_GPU.search, texts)):
+        return ["NCCL needs one GPU per rank: use fewer ranks, or `--backend gloo` for ranks that share one."]
+    if any(map(_NO_PEER_ACCESS.search, texts)):
+        return ["These GPUs cannot read each other's memory: set `NCCL_P2P_DISABLE=1` and start the ranks again."]
+    if any(map(_NCCL_ERROR.search, texts)) and not any(map(_NO_SHARED_MEMORY.search, texts)):
+        return ["To see NCCL's own messages, set `NCCL_DEBUG=WARN` and start the ranks again."]
+    return []
 
 
 def _size(folder: str) -> str:

@@ -106,6 +106,22 @@ def _columns(info: ClusterInfo) -> list[tuple[str, bool, list[str]]]:
     return columns
 
 
+def _gpus(info: ClusterInfo) -> list[str]:
+    """One line for each GPU: what is used of its memory, how busy, warm and hungry it is."""
+    lines = []
+    for gpu in info.gpus:
+        facts = (
+            []
+            if gpu.used_bytes is None or gpu.total_bytes is None
+            else [f"{format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} used"]
+        )
+        facts += [f"{gpu.busy_percent} % busy"] if gpu.busy_percent is not None else []
+        facts += [f"{gpu.temperature_c} °C"] if gpu.temperature_c is not None else []
+        facts += [f"{gpu.power_w:.0f} W"] if gpu.power_w is not None else []
+        lines.append(f"GPU {gpu.index} ({gpu.name}): {', '.join(facts) or 'no figures'}")
+    return lines
+
+
 def _state(row: RankInfo) -> str:
     return row.state if row.cell is None else f"{row.state} · In [{row.cell}]"
 
@@ -130,6 +146,7 @@ def _html(info: ClusterInfo) -> str:
     measured = any(row.rss_bytes for row in info.ranks)
     states = {row.rank: row.state for row in info.ranks if row.rss_bytes or not measured}
     mesh = mesh_html(info.mesh, states) if info.mesh is not None else ""
+    gpus = "".join(f'<div style="{MUTED}">{escape(line)}</div>' for line in _gpus(info))
     opened = " open" if len(info.ranks) <= _OPEN_UP_TO else ""
     return (
         '<div style="display:inline-block;max-width:100%;overflow-x:auto;padding:8px 12px;border-radius:4px;'
@@ -138,7 +155,7 @@ def _html(info: ClusterInfo) -> str:
         f'<div style="margin-bottom:4px"><b>{escape(info.name)}</b> · {"●" if info.running else "○"} '
         f"{'running' if info.running else 'not running'}"
         f'<span style="{MUTED}"> · {escape(" · ".join(_heading(info)))}</span></div>'
-        f"<details{opened}><summary>ranks</summary>{table}</details>{mesh}</div>"
+        f"<details{opened}><summary>ranks</summary>{table}</details>{gpus}{mesh}</div>"
     )
 
 
@@ -155,4 +172,4 @@ def _text(info: ClusterInfo) -> str:
     )
     state = "running" if info.running else "not running"
     mesh = mesh_text(info.mesh) if info.mesh is not None else []
-    return "\n".join([f"{info.name}: {state}, {', '.join(_heading(info))}", *table, *mesh])
+    return "\n".join([f"{info.name}: {state}, {', '.join(_heading(info))}", *table, *_gpus(info), *mesh])

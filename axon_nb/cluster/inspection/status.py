@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster.inspection.card import cluster_card
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.rpc.requests import request_all, request_waits
+from axon_nb.errors import ClusterLostError
 from axon_nb.records.placement import MeshInfo
+from axon_nb.records.protocol.agent import ReadGpus
 from axon_nb.records.protocol.inspection import MeshRequest, StacksRequest, StatusRequest
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.stacks import RankStack, Stacks
-from axon_nb.records.telemetry import Activity, ClusterInfo, RankInfo, RankState
+from axon_nb.records.telemetry import Activity, ClusterInfo, GpuUse, RankInfo, RankState
 from axon_nb.records.waits import missing_ranks
 
 if TYPE_CHECKING:
@@ -104,7 +106,15 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
         engines=state.engines,
         ranks=tuple(rows),
         mesh=request_mesh(state.client, states) if states else None,
+        gpus=_gpus(state) if any(row.device.startswith("cuda") for row in rows) else (),
     )
+
+
+def _gpus(state: ClusterState) -> tuple[GpuUse, ...]:
+    try:
+        return state.connection.agent.call(ReadGpus()).gpus
+    except ClusterLostError:
+        return ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from axon_nb.errors import StartError, UsageError
-from axon_nb.host.resources import Gpu, list_gpus, usable_cores
+from axon_nb.host.resources import Gpu, list_gpus, unlisted_gpus, usable_cores
 from axon_nb.records.environment import CPU_BACKEND
 from axon_nb.records.protocol.cluster import EngineInfo
 
@@ -63,6 +63,11 @@ def plan_layout(
         return _several_hosts(n, devices=devices, backend=backend, threads=threads)
     notes: list[str] = []
     gpus = [] if devices == "cpu" else _choose_gpus(devices, list_gpus(), notes)
+    if not gpus and devices != "cpu" and (files := unlisted_gpus()):
+        notes.append(
+            f"There is a GPU driver ({', '.join(files)}), but neither nvidia-smi nor nvidia-ml-py lists a GPU: the "
+            "ranks use CPUs. Run `%distributed doctor` to see why."
+        )
     cores = usable_cores()
     num_ranks = n if n is not None else (len(gpus) or min(4, max(2, cores)))
     if backend == "nccl" and num_ranks > len(gpus):

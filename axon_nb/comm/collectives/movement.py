@@ -12,7 +12,7 @@ from axon_nb.comm.collectives.agreement import check_agreement, is_checking
 from axon_nb.comm.collectives.arrays import Array, as_input_type, as_tensor, check_device, check_in_place, prepare_move
 from axon_nb.comm.collectives.point_to_point import pack, unpack
 from axon_nb.comm.errors import TensorError
-from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.comm.group import GroupLike, ProcessGroup, rank_device, resolve
 from axon_nb.comm.spans import now, record
 from axon_nb.comm.types import Backend, Handle
 
@@ -232,7 +232,7 @@ def _target_from_header(blocks: list[torch.Tensor] | None, root: int, pg: Proces
     device = torch.device("cuda", torch.cuda.current_device()) if pg.backend is Backend.NCCL else torch.device("cpu")
     header = pack(blocks[0] if blocks else None).to(device)
     dist.broadcast(header, root, group=pg.torch_group)
-    return unpack(header, device if blocks is None else blocks[0].device)
+    return unpack(header, rank_device(pg) if blocks is None else blocks[0].device)
 
 
 def barrier(*, group: GroupLike = None, async_op: bool = False) -> Any:
@@ -243,7 +243,7 @@ def barrier(*, group: GroupLike = None, async_op: bool = False) -> Any:
     """
     pg = resolve(group)
     if is_checking():
-        check_agreement(pg, "barrier", torch.empty(0))
+        check_agreement(pg, "barrier", torch.empty(0, device=rank_device(pg)))
     start = now()
     work = dist.barrier(group=pg.torch_group, async_op=async_op)
 

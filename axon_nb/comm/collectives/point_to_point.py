@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from axon_nb.comm.collectives.arrays import Array, as_tensor, check_device, check_in_place, prepare_move
 from axon_nb.comm.errors import InvalidRankError, TensorError, TensorMismatchError
-from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.comm.group import GroupLike, ProcessGroup, rank_device, resolve
 from axon_nb.comm.spans import now, record
 from axon_nb.comm.types import Backend, Handle
 
@@ -46,14 +46,16 @@ def pack(tensor: torch.Tensor | None) -> torch.Tensor:
     Raises:
         TensorError: the dtype is not supported, or the tensor has too many dimensions.
     """
-    header = torch.zeros(SIZE, dtype=torch.int64)
+    header = torch.zeros(SIZE, dtype=torch.int64, device="cpu")
     if tensor is None:
         return header
     if tensor.dtype not in _DTYPES:
         raise TensorError(f"a header cannot describe {tensor.dtype}; pass `out=` on the receiving ranks.")
     if tensor.ndim > _MAX_DIMS:
         raise TensorError(f"a header holds at most {_MAX_DIMS} dimensions; got {tensor.ndim}. Flatten the tensor.")
-    header[: 3 + tensor.ndim] = torch.tensor([_MARK, _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
+    header[: 3 + tensor.ndim] = torch.tensor(
+        [_MARK, _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape], device="cpu"
+    )
     return header
 
 
@@ -138,7 +140,7 @@ def recv(
     if header:
         header_buffer = pack(None).to(_device(pg))
         _receive(header_buffer, peer, pg, tag)
-        described = unpack(header_buffer, _device(pg))
+        described = unpack(header_buffer, rank_device(pg))
         if target is None:
             target = described
         elif (target.shape, target.dtype) != (described.shape, described.dtype):

@@ -93,6 +93,7 @@ class NcclBackend:
         rank: This rank.
         world_size: Number of ranks.
         device: Index of the rank's CUDA device; each rank needs its own.
+        threaded: Whether other ranks of the world are in this process.
 
     The constructor returns when all ranks have joined.
 
@@ -103,7 +104,9 @@ class NcclBackend:
 
     kind = "nccl"
 
-    def __init__(self, unique_id: NcclUniqueId, rank: int, world_size: int, device: int) -> None:
+    def __init__(
+        self, unique_id: NcclUniqueId, rank: int, world_size: int, device: int, *, threaded: bool = False
+    ) -> None:
         _require_nccl()
         if not 0 <= rank < world_size:
             raise InvalidRankError(f"rank must be 0 to {world_size - 1}; got {rank}.")
@@ -115,7 +118,7 @@ class NcclBackend:
                 communicator = torch.cuda.nccl.init_rank(world_size, unique_id.data, rank)
         except RuntimeError as error:
             raise NcclError(f"NCCL: rank {rank} of {world_size} failed to join: {error}.") from None
-        self.group = NcclGroup(communicator, rank, world_size, self.device)
+        self.group = NcclGroup(communicator, rank, world_size, self.device, threaded=threaded)
         register(self.group)
 
     @staticmethod
@@ -145,7 +148,7 @@ class NcclBackend:
 
         def join(rank: int) -> None:
             try:
-                made[rank] = cls(unique_id, rank, size, devices[rank])
+                made[rank] = cls(unique_id, rank, size, devices[rank], threaded=size > 1)
             except NcclError as error:
                 made[rank] = error
 

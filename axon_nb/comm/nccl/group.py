@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -56,6 +57,30 @@ class _EnqueuedWork(Work):
         return self._output
 
 
+class _AwaitedWork(Work):
+    """Work that another thread enqueues on the stream that was current here."""
+
+    def __init__(self, enqueued: Future[Work]) -> None:
+        super().__init__()
+        self._enqueued = enqueued
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it is enqueued; from then on the stream keeps the order."""
+        return bool(self._enqueued.result(None if not timeout else timeout.total_seconds()).wait())
+
+    def is_completed(self) -> bool:
+        """Whether the device has finished it."""
+        return self._enqueued.done() and bool(self._enqueued.result().is_completed())
+
+    def synchronize(self) -> None:
+        """Block until the device has finished it."""
+        self._enqueued.result().synchronize()
+
+    def result(self) -> Any:
+        """Return the output tensors."""
+        return self._enqueued.result().result()
+
+
 class NcclGroup(_Base):
     """One rank of a hand-made NCCL world.
 
@@ -64,10 +89,15 @@ class NcclGroup(_Base):
         rank: This rank.
         size: Number of ranks.
         device: Its GPU.
+        threaded: Whether other ranks are in this process. NCCL connects in the first operation and waits there for the
+            others, so each rank then enqueues in a thread of its own.
     """
 
-    def __init__(self, communicator: Any, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, communicator: Any, rank: int, size: int, device: torch.device, *, threaded: bool = False
+    ) -> None:
         super().__init__(rank, size)
+        self._thread = ThreadPoolExecutor(1, f"axon_nb-nccl-{rank}") if threaded else None
         self._communicator = communicator
         self._own_rank = rank
         self._size = size
@@ -75,6 +105,17 @@ class NcclGroup(_Base):
         self._name = f"axon_nccl_{next(_counter)}"
 
     def _enqueue(self, call: Any, output: Any) -> Work:
+        if self._thread is None:
+            return self._enqueue_now(call, output)
+        stream = torch.cuda.current_stream(self._device)  # a setting per thread
+
+        def work() -> Work:
+            with torch.cuda.stream(stream):
+                return self._enqueue_now(call, output)
+
+        return _AwaitedWork(self._thread.submit(work))
+
+    def _enqueue_now(self, call: Any, output: Any) -> Work:
         try:
             with torch.cuda.device(self._device):
                 call([self._communicator])

@@ -12,13 +12,16 @@ import functools
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import CodeType, FrameType
+from typing import Any
 
 __all__ = [
     "ABORT",
     "AbortedError",
     "BrokenGroupError",
+    "connect_in_helper",
     "disable_groups",
     "raise_at_cut",
     "raise_if_aborted",
@@ -124,6 +127,8 @@ def raise_if_aborted(where: str = "") -> None:
         raise BrokenGroupError(f"{where or 'communication'} failed: {_broken[0]}.")
 
 
+_POLL_S = 0.02
+
 _idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 
 
@@ -141,3 +146,54 @@ def _serve(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
     while True:
         jobs.get()()
         _idle.append(jobs)
+
+
+def connect_in_helper(
+    build: Callable[[], Any],
+    *,
+    raise_if_cancelled: Callable[[], None],
+    timeout_s: float,
+    dispose: Callable[[Any], None],
+) -> Any:
+    """Return what `build` returns, called in a thread that is abandoned if the wait ends first.
+
+    Args:
+        build: Connects in C++, where nothing can interrupt it.
+        raise_if_cancelled: Called every 20 ms; raises to end the wait.
+        timeout_s: Seconds to wait.
+        dispose: Disposes of a backend that arrives too late.
+
+    Raises:
+        RuntimeError: connecting timed out or failed.
+    """
+    box: list[Any] = []
+    lock, done, abandoned = threading.Lock(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        try:
+            result = build()
+        except BaseException as error:
+            result = error
+        with lock:
+            box.append(result)
+            late = abandoned.is_set()
+            done.set()
+        if late and not isinstance(result, BaseException):
+            dispose(result)
+
+    run_in_helper(work)
+    end = time.monotonic() + timeout_s
+    try:
+        while not done.wait(_POLL_S):
+            raise_if_cancelled()
+            if time.monotonic() > end:
+                raise RuntimeError(f"connecting timed out after {timeout_s:g} s")
+    except BaseException:
+        with lock:
+            abandoned.set()
+            if box and not isinstance(box[0], BaseException):
+                run_in_helper(lambda: dispose(box[0]))
+        raise
+    if isinstance(box[0], BaseException):
+        raise box[0]
+    return box[0]

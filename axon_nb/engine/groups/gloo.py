@@ -165,7 +165,7 @@ def _raise_if_out_of_files(size: int) -> None:
 
 def close_connections(backend: Any) -> None:
     """Close all connections of `backend`, from any thread; whatever waits on them fails within milliseconds."""
-    probe = torch.zeros(1)
+    probe = torch.zeros(1, device="cpu")
     for peer in range(backend.size()):
         if peer == backend.rank():
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.engine.groups.nccl import install_fence, install_native_groups
+from axon_nb.engine.groups import nccl
+from axon_nb.engine.groups.native import BackendKind
 from axon_nb.engine.groups.recoverable import RecoverableGroup
+from axon_nb.engine.groups.store import is_skipping, skip_rendezvous
 from axon_nb.torch_api import torch_api
 
 __all__ = [
@@ -26,10 +29,12 @@ __all__ = [
     "init_default_group",
     "install_recoverable_groups",
     "named_group",
+    "rebuildable_groups",
 ]
 
 _NAME = "axon_nb"
 _REPLACED = {"gloo", _NAME, "cpu:gloo", "undefined", "none"}
+_MIXED = "cpu:gloo,cuda:nccl"
 
 c10d = dist.distributed_c10d
 
@@ -49,7 +54,9 @@ class GroupsState:
 groups_state = GroupsState()
 
 
-def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares_memory: bool = False) -> None:
+def install_recoverable_groups(
+    root: Store, *, rank: int, epoch: int = 0, shares_memory: bool = False, device: torch.device | None = None
+) -> None:
     """Make every Gloo group that is created from now on a recoverable one.
 
     Args:
@@ -57,6 +64,7 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares
         rank: This rank.
         epoch: How often the groups have been rebuilt.
         shares_memory: Whether groups communicate through shared memory instead of Gloo; all ranks are on one host then.
+        device: Where this rank computes; None: on the CPU.
     """
     groups_state.epoch = epoch
     if groups_state.installed:
@@ -74,6 +82,7 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares
             global_rank=rank,
             members=list(options.global_ranks_in_group),
             shares_memory=shares_memory,
+            rank_device=device or torch.device("cpu"),
         )
 
     dist.Backend.register_backend(_NAME, create, extended_api=True, devices=["cpu", "cuda"])
@@ -81,12 +90,15 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares
     original = c10d._new_process_group_helper
 
     def helper(size: int, group_rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(backend).lower() not in _REPLACED:
-            return original(size, group_rank, ranks, backend, *args, **kwargs)
+        replaced, native = _is_replaced(str(backend).lower()), nccl.groups()
         name = args[1] if len(args) > 1 else kwargs.get("group_name", "")
         groups_state.creating = (str(name), list(ranks), time.monotonic_ns()) if ranks else None
         try:
-            group, store = original(size, group_rank, ranks, dist.Backend(_NAME), *args, **kwargs)
+            group, store = original(
+                size, group_rank, ranks, dist.Backend(_NAME) if replaced else backend, *args, **kwargs
+            )
+            if native is not None and not is_skipping():
+                native.connect(group, groups_state.epoch)
         finally:
             groups_state.creating = None
         if isinstance(group, RecoverableGroup):
@@ -95,6 +107,15 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares
         return group, store
 
     c10d._new_process_group_helper = helper
+
+
+def _is_replaced(backend: str) -> bool:
+    """Whether a group of this backend becomes a recoverable one.
+
+    For a mesh of CUDA devices in a Gloo world, torch asks for NCCL beside Gloo. Ranks of such a world may share a card,
+    which NCCL refuses; a recoverable group takes CUDA tensors, too.
+    """
+    return backend in _REPLACED or (backend == _MIXED and nccl.groups() is None)
 
 
 @contextlib.contextmanager
@@ -118,6 +139,12 @@ def all_groups() -> list[RecoverableGroup]:
     return sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
 
 
+def rebuildable_groups() -> list[Any]:
+    """Return the groups of this rank that recovery rebuilds: recoverable ones, then those of NCCL; see `all_groups`."""
+    native = nccl.groups()
+    return [*all_groups(), *(native.all() if native is not None else [])]
+
+
 def init_default_group(
     backend: str,
     *,
@@ -128,6 +155,7 @@ def init_default_group(
     timeout_s: float,
     epoch: int = 0,
     recoverable: bool,
+    kind: BackendKind = nccl.NCCL,
 ) -> None:
     """Join the default group; collective over all ranks.
 
@@ -136,29 +164,30 @@ def init_default_group(
         store: Rendezvous store that all ranks can reach.
         rank: This rank.
         world_size: Number of ranks.
-        device: Where this rank computes; bound to the group on NCCL, so that it connects at once.
+        device: Where this rank computes.
         timeout_s: Timeout of every collective in seconds, also in groups created later without a `timeout=`.
         epoch: How often the groups have been rebuilt.
         recoverable: Whether groups are rebuilt after a failure; otherwise they are torch's own, with their timeout.
+        kind: The groups of an ``nccl`` world.
     """
     timeout = timedelta(seconds=timeout_s)
     _set_default_timeout(timeout)
-    connect_later = False
     if recoverable:
-        install_recoverable_groups(store, rank=rank, epoch=epoch, shares_memory=backend == "shm")
+        install_recoverable_groups(store, rank=rank, epoch=epoch, shares_memory=backend == "shm", device=device)
         if backend == "nccl":
-            install_native_groups(store, device=device, timeout=timeout)
-            install_fence()
-            # A replacement connects as the other ranks do: in `NativeGroups.rebuild`, all groups in order.
-            connect_later = epoch > 0
-    dist.init_process_group(
-        "nccl" if backend == "nccl" else "gloo",
-        store=PrefixStore(f"join{epoch}/", store),  # a rank that joins later finds no keys of an earlier epoch
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" and not connect_later else None,
-    )
+            nccl.install_native_groups(store, device=device, timeout=timeout, kind=kind)
+            nccl.install_fence()
+            # The device is not bound to the group; see `swap_backend`. The rank has set its current device.
+            warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+    # A replacement connects as the other ranks do: in `recovery.join_groups`, all groups in order.
+    with skip_rendezvous() if epoch else contextlib.nullcontext():
+        dist.init_process_group(
+            kind.torch_name if backend == "nccl" else "gloo",
+            store=PrefixStore(f"join{epoch}/", store),  # a rank that joins later finds no keys of an earlier epoch
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
 
 
 def _set_default_timeout(timeout: timedelta) -> None:

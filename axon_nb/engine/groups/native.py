@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.engine.groups.abort import BrokenGroupError, raise_if_aborted, run_in_helper
+from axon_nb.engine.groups.abort import BrokenGroupError, connect_in_helper, raise_if_aborted
 from axon_nb.records.ranks import name_ranks
 
 __all__ = [
     "MAX_SWAPS",
     "BackendKind",
     "NativeGroups",
-    "connect_in_helper",
+    "backend_of",
     "remaining_swaps",
     "swap_backend",
     "wait_for_peers",
@@ -42,6 +42,20 @@ MAX_SWAPS = _LAST_TYPE - _FIRST_TYPE + 1
 _next_type: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend that carries `group`'s tensors on `device`; None if there is none.
+
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps each backend. The wrapper cannot be aborted, the backend in it can.
+    """
+    try:
+        backend = group._get_backend(torch.device(device.type))
+    except RuntimeError:
+        return None
+    while (wrapped := getattr(backend, "wrapped_pg", None)) is not None:
+        backend = wrapped
+    return backend
+
+
 def remaining_swaps(group: dist.ProcessGroup) -> int:
     """Return how often `group` can still get a fresh backend."""
     return _LAST_TYPE + 1 - _next_type.get(group, _FIRST_TYPE)
@@ -52,11 +66,12 @@ def swap_backend(group: dist.ProcessGroup, backend: Any, device: torch.device) -
 
     The default backend type does not change: torch derives the group's name ("nccl") from it, and has no names for the
     types used here. torch requests hooks and sequence numbers from the old backend of the type, never communication.
+    The device is not bound to the group: torch would split new groups from this one, which all ranks must take part in.
 
     Args:
         group: A group with no operation in progress.
         backend: Connected to the same peers in the same order.
-        device: With its index, unless it is the CPU: barriers use it.
+        device: Where the tensors are.
 
     Raises:
         BrokenGroupError: the group has been swapped 249 times.
@@ -69,8 +84,6 @@ def swap_backend(group: dist.ProcessGroup, backend: Any, device: torch.device) -
         )
     _next_type[group] = number + 1
     name, desc = group.group_name, group.group_desc
-    if device.type != "cpu":
-        group.bound_device_id = device  # the backend takes it from there; a barrier uses it
     group._register_backend(torch.device(device.type), dist.ProcessGroup.BackendType(number), backend)
     # The backend holds name and description.
     group._set_group_name(name)
@@ -87,8 +100,12 @@ c10d = dist.distributed_c10d
 class BackendKind:
     """What differs between backends."""
 
+    torch_name: str
+    """The `backend=` with which torch makes such groups."""
     owns: Callable[[Any], bool]
     """Whether a backend is of this kind."""
+    start: Callable[[Any, torch.device], None]
+    """Connect a backend that torch has just made; called in a helper thread."""
     connect: Callable[[Store, dist.ProcessGroup, list[int], timedelta, torch.device], Any]
     """Return a fresh connected backend for a group, given its store, the group, its global ranks, the timeout of its
     operations and the device; called in a helper thread."""
@@ -121,14 +138,42 @@ class NativeGroups:
 
     def all(self) -> list[dist.ProcessGroup]:
         """Return the groups by name: in the same order on all ranks that share them."""
-        groups = [group for group in list(c10d._world.pg_names) if self._kind.owns(self._backend(group))]
+        groups = [group for group in list(c10d._world.pg_names) if self._kind.owns(backend_of(group, self.device))]
         return sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
 
-    def _backend(self, group: dist.ProcessGroup) -> Any:
-        try:
-            return group._get_backend(torch.device(self.device.type))
-        except RuntimeError:  # it has none for this device
-            return None
+    def num_collectives(self) -> int:
+        """Return how many collectives this rank has started in its current backends, as torch counts them."""
+        return sum(int(backend_of(group, self.device)._get_sequence_number_for_group()) for group in self.all())
+
+    def connect(self, group: Any, epoch: int) -> None:
+        """Connect a group that torch has just made, if it is one of these; collective over its members.
+
+        torch would connect in the first operation, on the main thread, where nothing could end the wait for a peer.
+
+        Args:
+            group: The group; for a rank that is not a member, torch's placeholder.
+            epoch: How often the groups have been rebuilt.
+
+        Raises:
+            AbortedError: the cell was aborted meanwhile.
+            RuntimeError: a peer did not arrive, or did not connect.
+        """
+        if not isinstance(group, dist.ProcessGroup) or not self._kind.owns(backend := backend_of(group, self.device)):
+            return
+        store = PrefixStore(f"connect{epoch}/{group.group_name}/", self._root)
+        wait_for_peers(
+            store,
+            group.rank(),
+            group.size(),
+            raise_if_cancelled=raise_if_aborted,
+            timeout_s=self._timeout.total_seconds(),
+        )
+        connect_in_helper(
+            lambda: self._kind.start(backend, self.device),
+            raise_if_cancelled=raise_if_aborted,
+            timeout_s=self._kind.connect_timeout_s,
+            dispose=lambda _: self._kind.abort(backend),
+        )
 
     def abort(self, *, timeout_s: float) -> list[str]:
         """Abort all that these groups do on this rank, from any thread; each group once until it is rebuilt.
@@ -144,7 +189,7 @@ class NativeGroups:
         jobs: list[tuple[str, threading.Thread]] = []
         with self._lock:
             for group in self.all():
-                backend = self._backend(group)
+                backend = backend_of(group, self.device)
                 if any(backend is other for other in self._aborted):
                     continue
                 self._aborted.append(backend)
@@ -157,47 +202,46 @@ class NativeGroups:
             thread.join(max(0.0, end - time.monotonic()))
         return [name for name, thread in jobs if thread.is_alive()]
 
-    def rebuild(self, epoch: int) -> int:
-        """Give each group a fresh backend; collective over all ranks, on the main thread.
+    def begin_rebuild(self) -> None:
+        """Abort the backends that an abort has not reached, because those of their peers are gone.
 
-        A backend that was not aborted is aborted first, because those of its peers are gone.
+        Raises:
+            RuntimeError: one could not be aborted in time.
+        """
+        late = self.abort(timeout_s=self._kind.connect_timeout_s)
+        if late:
+            raise RuntimeError(f"the communicators of groups {', '.join(late)} could not be aborted")
+
+    def rebuild(self, group: dist.ProcessGroup, epoch: int) -> None:
+        """Give `group` a fresh backend, after `begin_rebuild`; collective over its ranks, on the main thread.
 
         Args:
+            group: One of `all`.
             epoch: Number of this rebuild, the same on all ranks.
-
-        Returns:
-            The number of groups.
 
         Raises:
             AbortedError: an abort arrived meanwhile.
             RuntimeError: a peer did not arrive, or did not connect.
         """
-        late = self.abort(timeout_s=self._kind.connect_timeout_s)
-        if late:
-            raise RuntimeError(f"the communicators of groups {', '.join(late)} could not be aborted")
-        groups = self.all()
-        for group in groups:
-            ranks = dist.get_process_group_ranks(group)
-            store = PrefixStore(f"epoch{epoch}/{group.group_name}/", self._root)
-            wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=raise_if_aborted)
+        ranks = dist.get_process_group_ranks(group)
+        store = PrefixStore(f"epoch{epoch}/{group.group_name}/", self._root)
+        wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=raise_if_aborted)
+        backend = connect_in_helper(
+            lambda: self._kind.connect(store, group, ranks, self._timeout, self.device),
+            raise_if_cancelled=raise_if_aborted,
+            timeout_s=self._kind.connect_timeout_s,
+            dispose=self._kind.abort,
+        )
+        swap_backend(group, backend, self.device)
+        if group is c10d._get_default_group():
+            # New groups rendezvous here: a name that was used before the abort finds none of its old keys.
+            name, _ = c10d._world.pg_map[group]
+            c10d._world.pg_map[group] = (name, PrefixStore(f"epoch{epoch}/new/", self._root))
 
-            def build(store: Store = store, group: dist.ProcessGroup = group, ranks: list[int] = ranks) -> Any:
-                return self._kind.connect(store, group, ranks, self._timeout, self.device)
-
-            backend = connect_in_helper(
-                build,
-                raise_if_cancelled=raise_if_aborted,
-                timeout_s=self._kind.connect_timeout_s,
-                dispose=self._kind.abort,
-            )
-            swap_backend(group, backend, self.device)
-            if group is c10d._get_default_group():
-                # New groups rendezvous here: a name that was used before the abort finds none of its old keys.
-                name, _ = c10d._world.pg_map[group]
-                c10d._world.pg_map[group] = (name, PrefixStore(f"epoch{epoch}/new/", self._root))
+    def end_rebuild(self) -> None:
+        """Note that all groups are rebuilt: from now on an abort reaches the fresh backends."""
         self._aborted.clear()
         self.rebuilt_at_ns = time.time_ns()
-        return len(groups)
 
 
 def wait_for_peers(
@@ -226,54 +270,3 @@ def wait_for_peers(
             raise RuntimeError(f"group {name_ranks(missing)} did not arrive within {timeout_s:g} s")
         raise_if_cancelled()
         time.sleep(_POLL_S)
-
-
-def connect_in_helper(
-    build: Callable[[], Any],
-    *,
-    raise_if_cancelled: Callable[[], None],
-    timeout_s: float,
-    dispose: Callable[[Any], None],
-) -> Any:
-    """Return what `build` returns, called in a thread that is abandoned if the wait ends first.
-
-    Args:
-        build: Connects in C++, where nothing can interrupt it.
-        raise_if_cancelled: Called every 20 ms; raises to end the wait.
-        timeout_s: Seconds to wait.
-        dispose: Disposes of a backend that arrives too late.
-
-    Raises:
-        RuntimeError: connecting timed out or failed.
-    """
-    box: list[Any] = []
-    lock, done, abandoned = threading.Lock(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        try:
-            result = build()
-        except BaseException as error:
-            result = error
-        with lock:
-            box.append(result)
-            late = abandoned.is_set()
-            done.set()
-        if late and not isinstance(result, BaseException):
-            dispose(result)
-
-    run_in_helper(work)
-    end = time.monotonic() + timeout_s
-    try:
-        while not done.wait(_POLL_S):
-            raise_if_cancelled()
-            if time.monotonic() > end:
-                raise RuntimeError(f"connecting timed out after {timeout_s:g} s")
-    except BaseException:
-        with lock:
-            abandoned.set()
-            if box and not isinstance(box[0], BaseException):
-                run_in_helper(lambda: dispose(box[0]))
-        raise
-    if isinstance(box[0], BaseException):
-        raise box[0]
-    return box[0]

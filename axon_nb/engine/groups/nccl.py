@@ -19,31 +19,36 @@ from collections.abc import Callable, Iterable, MutableMapping
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axon_nb.engine.groups.abort import ABORT, AbortedError
-from axon_nb.engine.groups.native import BackendKind, NativeGroups
+from axon_nb.engine.groups.abort import ABORT, AbortedError, connect_in_helper
+from axon_nb.engine.groups.native import BackendKind, NativeGroups, backend_of
 from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
 
 __all__ = [
     "ABORT_TIMEOUT_S",
     "DEFAULTS",
+    "NCCL",
     "REQUIRED",
+    "device_problem",
     "groups",
     "install_fence",
     "install_native_groups",
     "poll_until",
     "set_environment",
+    "set_interface",
 ]
 
 ABORT_TIMEOUT_S = 5.0
 """Seconds that an abort of a communicator may take; after that the rank counts as stuck."""
 
 _CONNECT_TIMEOUT_S = 30.0
+_DEVICE_TIMEOUT_S = 10.0
 
 REQUIRED = {
     # Otherwise torch's watchdog terminates the process when an aborted collective fails.
@@ -51,6 +56,10 @@ REQUIRED = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # For each failed operation, the watchdog would sleep a minute with the lock that new operations need, and write to
+    # the store.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 """Set on NCCL ranks before CUDA and NCCL start, whatever the value was."""
 
@@ -86,11 +95,50 @@ def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host:
         environ.setdefault(NCCL_INTERFACE.name, NCCL_INTERFACE.default)
 
 
+def set_interface(ip: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make NCCL's sockets use the network interface with this address of this host, unless the user has named one.
+
+    NCCL would take any, in spite of `--interface`; its sockets have no authentication.
+    """
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == ip for entry in entries):
+            environ.setdefault(NCCL_INTERFACE.name, f"={name}")  # "=": this one alone, not each that begins like it
+
+
+def device_problem(device: torch.device, *, rank: int) -> str:
+    """Return what to do if this rank's device does not compute any more; empty if it does.
+
+    A rank that dies can take the CUDA contexts of ranks with it that have mapped its memory. The test runs in a helper
+    thread, because a lost context may hang.
+
+    Args:
+        device: Where this rank computes.
+        rank: This rank.
+    """
+    if device.type == "cuda" and not torch.cuda.is_initialized():
+        return ""  # nothing to lose
+
+    def compute() -> float:
+        return (torch.ones(1, device=device) + 1).item()
+
+    try:
+        connect_in_helper(
+            compute,
+            raise_if_cancelled=lambda: None,
+            timeout_s=_DEVICE_TIMEOUT_S,
+            dispose=lambda _: None,
+        )
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        return f"Rank {rank} cannot use {device} any more ({why}). Run `%distributed repair --ranks {rank}`."
+    return ""
+
+
 def install_native_groups(
     root: Store, *, device: torch.device, timeout: timedelta, kind: BackendKind | None = None
 ) -> NativeGroups:
     """Make NCCL groups of this rank, or those of another `kind`, abortable and rebuildable from now on."""
-    _groups[:] = [NativeGroups(kind or _KIND, root, device=device, timeout=timeout)]
+    _groups[:] = [NativeGroups(kind or NCCL, root, device=device, timeout=timeout)]
     return _groups[0]
 
 
@@ -110,7 +158,7 @@ def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], timeout: 
     options.global_ranks_in_group = ranks
     options.group_name = group.group_name
     # The group's class, which is the same on all its ranks.
-    kind = type(group._get_backend(torch.device(device.type)))
+    kind = type(backend_of(group, device))
     backend = _make(kind, store, group, options, device)
     torch_api().begin_sequence(backend)
     backend.eager_connect_single_device(device)  # does nothing if the constructor has connected
@@ -130,7 +178,20 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
-_KIND = BackendKind(owns=_owns, connect=_connect, abort=_abort, connect_timeout_s=_CONNECT_TIMEOUT_S)
+def _start(backend: Any, device: torch.device) -> None:
+    torch.cuda.set_device(device)  # a setting per thread, and this is a helper thread
+    backend.eager_connect_single_device(device)
+
+
+NCCL = BackendKind(
+    torch_name="nccl",
+    owns=_owns,
+    start=_start,
+    connect=_connect,
+    abort=_abort,
+    connect_timeout_s=_CONNECT_TIMEOUT_S,
+)
+"""torch's own NCCL groups."""
 
 
 _MIN_POLL_S = 20e-6

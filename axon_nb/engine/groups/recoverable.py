@@ -32,7 +32,7 @@ from axon_nb.engine.groups.gloo import (
 )
 from axon_nb.engine.groups.size_check import SizeTable, open_size_table
 from axon_nb.engine.groups.store import rendezvous
-from axon_nb.engine.groups.work import RecoverableWork
+from axon_nb.engine.groups.work import RecoverableWork, stage_on_host
 from axon_nb.records.spans import emit, span_of
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class RecoverableGroup(PythonProcessGroup):
         global_rank: This process's rank in the default group.
         members: Global ranks of the group, for messages; by default those from 0 on.
         shares_memory: Whether it communicates through shared memory instead of Gloo.
+        rank_device: Where this rank computes.
     """
 
     def __init__(
@@ -88,8 +89,11 @@ class RecoverableGroup(PythonProcessGroup):
         global_rank: int,
         members: Sequence[int] = (),
         shares_memory: bool = False,
+        rank_device: torch.device = _CPU,
     ) -> None:
         super().__init__(rank, size, name, backend=_BACKEND)
+        self.rank_device = rank_device
+        """Where this rank computes; `axon_nb.comm` makes tensors there."""
         self.emits_spans = True
         """Tells `axon_nb.comm` not to record calls on this group."""
         self._root = root
@@ -154,7 +158,7 @@ class RecoverableGroup(PythonProcessGroup):
         self._table = open_size_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
         backend = connect(store, self._own_rank, self._size, timeout=self.timeout, raise_if_cancelled=raise_if_aborted)
         inner = dist.ProcessGroup(store, self._own_rank, self._size)
-        for device in _devices():
+        for device in self._device_types:
             inner._register_backend(device, _GLOO, backend)
         inner._set_default_backend(_GLOO)
         inner._set_group_name(self._name)
@@ -189,8 +193,10 @@ class RecoverableGroup(PythonProcessGroup):
         point_to_point = name in _POINT_TO_POINT
         peer = activity.peer_of(name, args) if point_to_point else -1
         refusal = activity.refusal_reason(self, name, peer) if activity.is_exclusive() else ""
+        finished = self._finished
         if point_to_point:
             sequence = 0
+            args, finished = stage_on_host(name, args, finished)
             if self._table is not None:
                 self._table.check_point_to_point(name, args, self._members)
         else:
@@ -215,9 +221,7 @@ class RecoverableGroup(PythonProcessGroup):
             if "gloo" in str(error).lower() and "closed" in str(error).lower():
                 raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
             raise
-        return RecoverableWork(
-            work, call, sliced=sliced, keep_alive=args, on_finish=self._finished, timeout=self.timeout
-        )
+        return RecoverableWork(work, call, sliced=sliced, keep_alive=args, on_finish=finished, timeout=self.timeout)
 
     def _finished(self, call: activity.Call) -> None:
         activity.finish_call(call)
@@ -269,11 +273,8 @@ class RecoverableGroup(PythonProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return _devices()
-
-
-def _devices() -> list[torch.device]:
-    return [_CPU, torch.device("cuda")] if torch.cuda.is_available() else [_CPU]
+        kinds = {"cpu", self.rank_device.type, *(["cuda"] if torch.cuda.is_available() else [])}
+        return [torch.device(kind) for kind in sorted(kinds)]
 
 
 def _wrapped(name: str) -> Callable[..., Any]:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.group import mark_rebuilt
+from axon_nb.comm.group import mark_rebuilt, rank_device, resolve
 from axon_nb.compat.deepspeed import clear_cached_groups
 from axon_nb.engine.groups import activity, nccl
 from axon_nb.engine.groups.abort import ABORT, disable_groups, stop_at
 from axon_nb.engine.groups.flight_recorder import native_waits
 from axon_nb.engine.groups.gloo import abandoned_count
-from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group
+from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group, rebuildable_groups
+from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.groups.store import skip_rendezvous
 from axon_nb.engine.groups.work import fail_all_futures
 from axon_nb.engine.groups.wrapper_reset import rebuild_reducers, reset_wrappers
@@ -34,12 +35,14 @@ __all__ = [
     "group_waits",
     "join_groups",
     "list_groups",
+    "num_calls",
     "recover",
     "recreate_groups",
     "sync_group_count",
 ]
 
 _CLOSE_TIMEOUT_S = 1.0
+_GLOO = "gloo"
 
 
 def abort(*, again: bool) -> None:
@@ -102,7 +105,9 @@ def group_waits() -> GroupWaits:
                 "seconds": (time.monotonic_ns() - call.started_ns) / 1e9,
             }
         )
-    counts = {name: group.sequence for name, group in groups.items()} | {_creation(name): 1 for name in groups}
+    native = nccl.groups()
+    created = {_creation(str(group.group_name)): 1 for group in rebuildable_groups()}
+    counts = {name: group.sequence for name, group in groups.items()} | created
     if (creating := groups_state.creating) is not None:
         name, members, since_ns = creating
         counts[_creation(name)] = 1
@@ -115,7 +120,7 @@ def group_waits() -> GroupWaits:
         }
         seconds = (time.monotonic_ns() - since_ns) / 1e9
         pending.insert(0, {**call_fields, "peer": -1, "bytes": 0, "seconds": seconds})
-    if (native := nccl.groups()) is not None:
+    if native is not None:
         return _to_waits(**native_waits(native, pending, counts))
     return _to_waits(pending, counts, collectives=activity.num_collectives())
 
@@ -132,6 +137,12 @@ def _creation(name: str) -> str:
     return f"new_group {name}"
 
 
+def num_calls() -> int:
+    """Return the number of communication calls that this rank has started; on NCCL from zero after each rebuild."""
+    native = nccl.groups()
+    return activity.num_calls() + (0 if native is None else native.num_collectives())
+
+
 def group_status() -> dict[str, Any]:
     """Report whether the groups are usable: the last rebuild's number, and whether it or an abort is in progress."""
     return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "rebuilding": groups_state.rebuilding}
@@ -139,17 +150,16 @@ def group_status() -> dict[str, Any]:
 
 def list_groups() -> list[GroupRecord]:
     """List the groups that this rank is in, besides the default one."""
-    default, native = c10d._get_default_group(), nccl.groups()
-    groups: list[Any] = [*all_groups(), *(native.all() if native is not None else [])]
+    default = c10d._get_default_group()
     return [
         GroupRecord(
             name=str(group.group_name),
             ranks=tuple(sorted(c10d._world.pg_group_ranks[group])),
             desc=str(group.group_desc or ""),
             backend=str(dist.get_backend(group)),
-            timeout_s=group.timeout.total_seconds() if native is None else 0.0,
+            timeout_s=group.timeout.total_seconds() if isinstance(group, RecoverableGroup) else 0.0,
         )
-        for group in sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
+        for group in sorted(rebuildable_groups(), key=lambda group: (len(group.group_name), group.group_name))
         if group is not default
     ]
 
@@ -180,12 +190,19 @@ def join_groups(groups: Sequence[GroupRecord], *, epoch: int) -> None:
         groups: What `list_groups` returned on the other ranks, for the groups that this rank is in.
         epoch: How often the groups have been rebuilt.
     """
-    if (native := nccl.groups()) is not None:
-        recreate_groups(groups)
-        native.rebuild(epoch)
-        return
+    native = nccl.groups()
+    if native is not None:
+        native.rebuild(c10d._get_default_group(), epoch)
     complete = common_groups({group.name: group.ranks for group in groups})
-    recreate_groups([group for group in groups if group.name in complete])
+    own = [group for group in groups if group.name in complete]
+    recreate_groups([group for group in own if group.backend == _GLOO])
+    if native is not None:
+        # torch makes them without a connection.
+        recreate_groups([group for group in own if group.backend != _GLOO])
+        for group in native.all():
+            if group is not c10d._get_default_group():
+                native.rebuild(group, epoch)
+        native.end_rebuild()
 
 
 def common_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
@@ -210,19 +227,42 @@ def sync_group_count(device: torch.device | str = "cpu") -> None:
 
 
 def _rebuild_groups(epoch: int) -> int:
-    groups = all_groups()
+    """Rebuild the default group, agree on the others with it, and rebuild those: on all ranks in the same order.
+
+    Gloo groups beside those of NCCL come first.
+    """
+    native, groups = nccl.groups(), rebuildable_groups()
     if not groups:
         return 0
-    default, *others = groups
-    default.rebuild(epoch)
+    if native is not None:
+        native.begin_rebuild()
+    default = c10d._get_default_group()
+    _rebuild(default, epoch)
+    others = [group for group in groups if group is not default]
     complete = common_groups({group.group_name: list(c10d._world.pg_group_ranks[group]) for group in others})
     for group in others:
         if group.group_name in complete:
-            group.rebuild(epoch)
+            _rebuild(group, epoch)
         else:
-            group.disable()
-            c10d.destroy_process_group(group)
+            _drop(group)
+    if native is not None:
+        native.end_rebuild()
     return 1 + len(complete)
+
+
+def _rebuild(group: Any, epoch: int) -> None:
+    native = nccl.groups()
+    if isinstance(group, RecoverableGroup) or native is None:
+        group.rebuild(epoch)
+    else:
+        native.rebuild(group, epoch)
+
+
+def _drop(group: Any) -> None:
+    """Drop a group that some of its ranks do not have; operations on it raise."""
+    if isinstance(group, RecoverableGroup):
+        group.disable()
+    c10d.destroy_process_group(group)
 
 
 def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
@@ -240,11 +280,13 @@ def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
         return RebuildReport(0, 0, 0, ())
     groups_state.epoch, groups_state.rebuilding = epoch, True
     native = nccl.groups()
-    num_groups = _rebuild_groups(epoch) if native is None else native.rebuild(epoch)
+    num_groups = _rebuild_groups(epoch)
     wrappers, not_reset = reset_wrappers()
     if replaced:
         rebuild_reducers()
         clear_cached_groups()
     sync_group_count(native.device if native is not None else "cpu")
     groups_state.rebuilding = False
+    if problem := nccl.device_problem(rank_device(resolve(None)), rank=dist.get_rank()):
+        not_reset.append(problem)
     return RebuildReport(num_groups, wrappers, abandoned_count(), tuple(not_reset))

@@ -27,7 +27,7 @@ from axon_nb.engine.groups.abort import raise_if_aborted
 from axon_nb.host.store import encode, receive
 from axon_nb.host.store_tcp import MessageSigner, authenticate
 
-__all__ = ["AgentStore", "allow_waits", "cancel_waits", "rendezvous", "skip_rendezvous"]
+__all__ = ["AgentStore", "allow_waits", "cancel_waits", "is_skipping", "rendezvous", "skip_rendezvous"]
 
 _SLICE_MS = b"50"
 _SILENCE_MS = 300
@@ -70,6 +70,7 @@ class AgentStore(Store):
         self._timeout = timeout
         self._key = key
         self._signer: MessageSigner | None = None
+        self._clones: list[AgentStore] = []
         self._lock = threading.RLock()
         self._sock = self._connect()
         self._broken = False
@@ -187,8 +188,13 @@ class AgentStore(Store):
         return self._timeout
 
     def clone(self) -> AgentStore:
-        """Return a client with its own connection to the same store."""
-        return AgentStore(self._address, self._timeout, key=self._key)
+        """Return a client with its own connection to the same store; it lives as long as this one.
+
+        torch clones the store when it splits a group, and keeps only the C++ half of the clone.
+        """
+        clone = AgentStore(self._address, self._timeout, key=self._key)
+        self._clones.append(clone)
+        return clone
 
     def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
         if not keys:
@@ -218,6 +224,11 @@ def skip_rendezvous() -> Iterator[None]:
         yield
     finally:
         _skipping.pop()
+
+
+def is_skipping() -> bool:
+    """Whether new groups do not wait for their ranks; see `skip_rendezvous`."""
+    return bool(_skipping)
 
 
 def rendezvous(store: Store, prefix: str, *, rank: int, size: int, timeout: timedelta) -> None:

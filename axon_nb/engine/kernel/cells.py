@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from axon_nb.engine.groups import activity, subgroup
+from axon_nb.engine.groups import activity, recovery, subgroup
 from axon_nb.engine.groups.size_check import start_cell
 from axon_nb.engine.kernel import post_mortem
 from axon_nb.engine.kernel.cell_log import CellLog
@@ -71,7 +71,7 @@ class CellRunner:
         self._budget.begin(facts.output_limit)
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
-        calls, draws, measured = activity.num_calls(), RandomDraws(session.device), Measured()
+        calls, draws, measured = recovery.num_calls(), RandomDraws(session.device), Measured()
         self._interrupts.begin_cell()
         try:
             reply = self._prepare(facts) or await run_measured(session, facts, execute, measured)
@@ -94,10 +94,10 @@ class CellRunner:
         is_ok = reply["status"] == "ok"
         end_report = CellEnd(
             seconds=(end - start) / 1e9,
-            calls=activity.num_calls() - calls,
+            calls=max(0, recovery.num_calls() - calls),
             aborted_at=aborted_at,
             has_value=has_value,
-            draws=draws.report(shell) if activity.num_calls() > calls else None,
+            draws=draws.report(shell) if recovery.num_calls() > calls else None,
             cpu_seconds=measured.cpu_seconds if is_ok else None,
             repetitions=measured.repetitions if is_ok else None,
             profile=measured.profile if is_ok else None,

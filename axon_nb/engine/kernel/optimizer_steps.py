@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from axon_nb.engine.groups import activity, recovery
+from axon_nb.engine.groups import recovery
 from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import unreplicated_parameters, unreplicated_reason
@@ -48,11 +48,11 @@ class OptimizerSteps:
         """Start counting for a new cell, and drop any deferred interrupt of the last one."""
         self._deferred_since = None
         self._before = weakref.WeakKeyDictionary(self._steps)
-        self._calls = activity.num_calls()
+        self._calls = recovery.num_calls()
 
     def end_cell(self) -> None:
         """Note whether the cell communicated; rebuilding groups afterwards does not count."""
-        self._communicated = activity.num_calls() > self._calls
+        self._communicated = recovery.num_calls() != self._calls
 
     def defers_interrupt(self, frame: FrameType | None) -> bool:
         """Whether to defer an interrupt that landed on `frame`; it is raised after the optimizer step.

@@ -127,7 +127,8 @@ def _transfer_device(tensor: torch.Tensor) -> torch.device:
 def _share_state(value: Any, source: int) -> None:
     is_source, steps = current().config.rank == source, current().steps
     counts_steps = isinstance(value, Optimizer)
-    size, payload = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
+    payload = torch.empty(0, dtype=torch.uint8, device="cpu")
     if is_source:
         file = io.BytesIO()
         torch.save({"state": value.state_dict(), "steps": steps.of(value) if counts_steps else 0}, file)
@@ -135,7 +136,7 @@ def _share_state(value: Any, source: int) -> None:
         size[0] = payload.numel()
     _broadcast(size, source)
     if not is_source:
-        payload = torch.empty(int(size), dtype=torch.uint8)
+        payload = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     _broadcast(payload, source)
     if is_source:
         return

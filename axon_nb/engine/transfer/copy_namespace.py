@@ -42,7 +42,7 @@ class _ProbePickler(NamespacePickler):
 
 def group_variables() -> dict[str, str]:
     """Return the variables of this rank that are process groups, with the names of the groups."""
-    groups = {id(group): group.group_name for group in install.all_groups()}
+    groups = {id(group): group.group_name for group in install.rebuildable_groups()}
     variables = user_variables(current().kernel.shell)
     return {name: groups[id(value)] for name, value in variables.items() if id(value) in groups}
 
@@ -97,7 +97,7 @@ def receive(source: int, size: int, digest: str, import_context: ImportContext, 
     Raises:
         RuntimeError: the payload does not match its digest.
     """
-    payload = torch.empty(size, dtype=torch.uint8)
+    payload = torch.empty(size, dtype=torch.uint8, device="cpu")
     for chunk in payload.split(_CHUNK_BYTES):
         buffer = chunk.to(_transfer_device())
         dist.recv(buffer, source)
@@ -109,7 +109,7 @@ def receive(source: int, size: int, digest: str, import_context: ImportContext, 
     _apply_import_context(import_context)
     content = torch.load(io.BytesIO(data), map_location=_restore_location, weights_only=False)
     shell = current().kernel.shell
-    own_groups = {group.group_name: group for group in install.all_groups()}
+    own_groups = {group.group_name: group for group in install.rebuildable_groups()}
     absent = dist.GroupMember.NON_GROUP_MEMBER
     shell.user_ns.update(content["variables"])
     # Last: on a source that is not a member of such a group, the variable is only a number.

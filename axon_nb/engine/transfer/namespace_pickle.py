@@ -91,7 +91,7 @@ def _new(kind: Any) -> Any:
 
 
 def _find_group(name: str) -> Any:
-    for group in install.all_groups():
+    for group in install.rebuildable_groups():
         if group.group_name == name:
             return group
     return dist.GroupMember.NON_GROUP_MEMBER

@@ -160,7 +160,7 @@ def _make_tensor(
         torch = importlib.import_module("torch")
     except ImportError:
         return _make_array(data, dtype, shape).transpose(inverse)
-    flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8, device="cpu")
     tensor = flat.view(getattr(torch, dtype)).reshape(shape).permute(inverse)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 

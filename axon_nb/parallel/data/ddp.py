@@ -21,6 +21,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.data.gathering import on_backward_start
 from axon_nb.parallel.data.model_check import check_model
 from axon_nb.parallel.hooks import CommHook
+from axon_nb.parallel.input_device import check_inputs
 from axon_nb.parallel.strategies import parse_enum
 
 __all__ = ["DDP", "DistributedDataParallel"]
@@ -86,6 +87,9 @@ class DDP(TorchDDP):
         )
         self._strategy = strategy
         self._averaged = True
+        devices = {parameter.device for parameter in model.parameters()}
+        # With `device_ids` torch moves the inputs; a model on several devices expects them where it likes.
+        self._input_device = devices.pop() if len(devices) == 1 and self.device_ids is None else None
         self.require_backward_grad_sync = strategy is not GradSyncStrategy.NO_SYNC
 
     @property
@@ -100,6 +104,8 @@ class DDP(TorchDDP):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
+        if (device := self._input_device) is not None:
+            check_inputs(device.type, lambda: device, args, kwargs)
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         averages = bool(self.require_backward_grad_sync)

@@ -20,6 +20,7 @@ from axon_nb.parallel.data.model_check import broadcast_model
 from axon_nb.parallel.data.offload import ParameterOffloader
 from axon_nb.parallel.data.sharded_model import ShardedModel
 from axon_nb.parallel.data.units import Wrap, local_device, make_units, resolve_mesh
+from axon_nb.parallel.input_device import check_inputs
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy, parse_enum
 
 __all__ = ["FSDP", "FullyShardedDataParallel"]
@@ -76,7 +77,7 @@ class FSDP(ShardedModel):
         super().__init__(model, strategy, cpu_offload)
         if self.strategy is ShardingStrategy.OPTIMIZER_STATE:
             raise UsageError(f"{type(self).__name__} cannot use OPTIMIZER_STATE; derive it from ZeRO1.")
-        self.mesh = resolve_mesh(group, mesh, self.strategy)
+        self.mesh = resolve_mesh(group, mesh, self.strategy, model)
         if sync_parameters:
             broadcast_model(model, self.mesh)
         options: dict[str, Any] = {"mesh": self.mesh}
@@ -99,6 +100,7 @@ class FSDP(ShardedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
+        check_inputs(self.mesh.device_type, lambda: local_device(self.mesh), args, kwargs)
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             if self._accumulating:

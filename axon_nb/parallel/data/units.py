@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from axon_nb.comm.group import GroupLike, resolve
-from axon_nb.comm.types import Backend
+from axon_nb.comm.group import GroupLike, rank_device, resolve
 from axon_nb.errors import UsageError
 from axon_nb.parallel.activation_checkpoint import ModuleKinds, matches
 from axon_nb.parallel.strategies import ShardingStrategy
@@ -82,7 +81,9 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
     return units
 
 
-def resolve_mesh(group: GroupLike | Any, mesh: DeviceMesh | None, strategy: ShardingStrategy) -> DeviceMesh:
+def resolve_mesh(
+    group: GroupLike | Any, mesh: DeviceMesh | None, strategy: ShardingStrategy, model: nn.Module
+) -> DeviceMesh:
     """Return the given mesh, or create the one that the strategy needs on the ranks of a group.
 
     Raises:
@@ -94,12 +95,14 @@ def resolve_mesh(group: GroupLike | Any, mesh: DeviceMesh | None, strategy: Shar
             raise UsageError("Pass either group or mesh, not both: the mesh already defines the ranks.")
         return _check_mesh(mesh, strategy)
     own = resolve(group)
-    device = "cuda" if own.backend is Backend.NCCL or torch.cuda.is_available() else "cpu"
+    device = "cuda" if any(parameter.is_cuda for parameter in model.parameters()) else rank_device(own).type
     if strategy is ShardingStrategy.HYBRID_SHARD:
         raise UsageError("HYBRID_SHARD needs a mesh of (replicas, shards), such as make_mesh(replicate=2, shard=-1).")
     if strategy is ShardingStrategy.NO_SHARD:
         # Each rank is a replica, "sharded" over itself alone.
-        return DeviceMesh(device, torch.tensor(own.ranks).view(-1, 1), mesh_dim_names=("replicate", "shard"))
+        return DeviceMesh(
+            device, torch.tensor(own.ranks, device="cpu").view(-1, 1), mesh_dim_names=("replicate", "shard")
+        )
     return DeviceMesh.from_group(own.torch_group, device, mesh_dim_names=("shard",))
 
 

@@ -75,7 +75,7 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
             raise UsageError(
                 f"ZeRO-1 does not support mixed_precision={mixed_precision}; use torch.autocast around the forward."
             )
-        self.mesh = resolve_mesh(group, mesh, self.strategy)
+        self.mesh = resolve_mesh(group, mesh, self.strategy, model)
         ddp_options.setdefault("gradient_as_bucket_view", True)
         self.module = model
         # Hidden from nn.Module in a tuple: only `module` is a submodule, so names are those of the other strategies.

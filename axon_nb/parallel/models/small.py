@@ -59,20 +59,26 @@ def standard_library(num_bytes: int = 1 << 20) -> torch.Tensor:
 
 
 def windows(
-    text: torch.Tensor, *, batch: int, seq: int, generator: torch.Generator | None = None
+    text: torch.Tensor,
+    *,
+    batch: int,
+    seq: int,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample random windows of a text, with the windows one byte later as targets.
 
     Args:
-        text: Shape (n,), uint8.
+        text: Shape (n,), uint8, on the CPU.
         batch: Number of windows.
         seq: Bytes per window.
-        generator: Random number generator; None: torch's default.
+        generator: Random number generator on the CPU; None: torch's default.
+        device: Where the windows are wanted; None: on the CPU.
 
     Returns:
         Inputs and targets, each of shape (batch, seq), int64.
     """
-    starts = torch.randint(len(text) - seq, (batch, 1), generator=generator)
-    index = starts + torch.arange(seq + 1)
-    pieces = text[index].long()
+    starts = torch.randint(len(text) - seq, (batch, 1), generator=generator, device="cpu")
+    index = starts + torch.arange(seq + 1, device="cpu")
+    pieces = text[index].long().to(device)
     return pieces[:, :-1], pieces[:, 1:]

@@ -11,6 +11,7 @@ from torch import nn
 from axon_nb.comm.collectives.movement import broadcast
 from axon_nb.comm.group import GroupLike, resolve
 from axon_nb.errors import UsageError
+from axon_nb.parallel.input_device import describe_other_device
 from axon_nb.parallel.pipeline.batch import (
     agree,
     as_args,
@@ -216,9 +217,12 @@ class Pipeline(HeldStages):
 
     def _check_batch(self, x: Any, target: Any, *, training: bool, changed: bool) -> None:
         """Continue on all ranks or on none, and rebuild torch's pipeline if any rank needs it."""
-        problem = find_problem("x", x, self.num_microbatches, several=True) if self.is_first else None
+        problem = None
+        if self.is_first:
+            problem = find_problem("x", x, self.num_microbatches, several=True) or self._misplaced("inputs", 0, x)
         if training and self.is_last and problem is None:
             problem = find_problem("target", target, self.num_microbatches)
+            problem = problem or self._misplaced("targets", self.num_stages - 1, target)
             if self._step_loss == (None,):
                 problem = "no loss given: use pipe.step(x, target, loss) or Pipeline(…, loss=loss)"
         if training and not torch.is_grad_enabled():
@@ -230,6 +234,10 @@ class Pipeline(HeldStages):
             raise UsageError(f"x and target must have equally many samples; got {inputs} and {targets}.")
         if any(row[0] for row in everyone):
             self._runner = None
+
+    def _misplaced(self, name: str, stage: int, value: Any) -> str | None:
+        device = self._devices[stage]
+        return describe_other_device(name, device.type, lambda: device, value) or None
 
     def _shape_context(self) -> tuple[Any, ...]:
         """Return what else determines shapes and dtypes between stages, and which parameters need gradients."""

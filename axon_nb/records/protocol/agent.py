@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from axon_nb.records.protocol.cluster import ClusterFacts
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
+from axon_nb.records.telemetry import GpuUse
 
 __all__ = [
     "AgentEvent",
@@ -26,8 +27,10 @@ __all__ = [
     "Fork",
     "Forked",
     "GetInfo",
+    "GpuReport",
     "Hello",
     "ProcessExit",
+    "ReadGpus",
     "ServeStore",
     "SetInfo",
     "Signal",
@@ -192,6 +195,20 @@ class ServeStore(Command[StorePort]):
 
 
 @dataclass(frozen=True, slots=True)
+class GpuReport:
+    """The GPUs of the agent's host."""
+
+    gpus: tuple[GpuUse, ...]
+    problem: str = ""
+    """Why there are none, or fewer than the machine has; empty if nothing is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadGpus(Command[GpuReport]):
+    """Ask the driver about its GPUs, not a rank: a rank may hang in CUDA."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop(Command[None]):
     """Stop ranks, controller and agent."""
 
@@ -202,7 +219,7 @@ def command_name(kind: type[Command[Any]]) -> str:
 
 
 _COMMANDS: dict[str, type[Command[Any]]] = {
-    command_name(kind): kind for kind in (Hello, GetInfo, SetInfo, Fork, Signal, ServeStore, Stop)
+    command_name(kind): kind for kind in (Hello, GetInfo, SetInfo, Fork, Signal, ServeStore, ReadGpus, Stop)
 }
 
 

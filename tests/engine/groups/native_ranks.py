@@ -26,13 +26,25 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from axon_nb.engine.groups import gloo, nccl, recovery
+from axon_nb.engine.groups import gloo, recovery
 from axon_nb.engine.groups.abort import raise_if_aborted
+from axon_nb.engine.groups.install import all_groups, init_default_group
 from axon_nb.engine.groups.native import BackendKind, NativeGroups
 from axon_nb.engine.groups.wrapper_reset import reset_wrappers
 from axon_nb.records.protocol.recovery import GroupRecord
 
-__all__ = ["CPU", "GLOO", "LIMIT", "be_newcomer", "be_rank", "groups_on", "run_on_ranks", "trained", "wait_for_threads"]
+__all__ = [
+    "CPU",
+    "GLOO",
+    "LIMIT",
+    "be_newcomer",
+    "be_rank",
+    "groups_on",
+    "rebuild_all",
+    "run_on_ranks",
+    "trained",
+    "wait_for_threads",
+]
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(seconds=60)
@@ -47,14 +59,31 @@ def _abort(backend: Any) -> None:
     gloo.abandon(backend)
 
 
+def _owns(backend: Any) -> bool:
+    return isinstance(backend, ProcessGroupGloo) and not any(backend is own._get_backend(CPU) for own in all_groups())
+
+
 GLOO = BackendKind(
-    owns=lambda backend: isinstance(backend, ProcessGroupGloo), connect=_connect, abort=_abort, connect_timeout_s=60.0
+    torch_name="cpu:gloo,cuda:gloo",  # not "gloo", with which recoverable groups are made
+    owns=_owns,
+    start=lambda backend, device: None,
+    connect=_connect,
+    abort=_abort,
+    connect_timeout_s=60.0,
 )
 
 
 def groups_on(store: Store) -> NativeGroups:
     """The Gloo groups of this process, as those of a kind with an abort."""
     return NativeGroups(GLOO, store, device=CPU, timeout=LIMIT)
+
+
+def rebuild_all(groups: NativeGroups, epoch: int) -> None:
+    """Give each of these groups a fresh backend; collective over all ranks."""
+    groups.begin_rebuild()
+    for group in groups.all():
+        groups.rebuild(group, epoch)
+    groups.end_rebuild()
 
 
 def wait_for_threads() -> None:
@@ -119,24 +148,48 @@ def be_newcomer(folder: str, groups: str, epoch: str) -> None:
 
     Its groups come up without peers, which torch's own Gloo cannot: torch's "fake" backend stands in until the rebuild.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed import fake_pg  # registers the backend
 
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    recovery.recreate_groups([GroupRecord(**{**group, "backend": "fake"}) for group in ast.literal_eval(groups)])
-    kind = dataclasses.replace(GLOO, owns=lambda backend: backend is not None, abort=lambda backend: None)
+    kind = dataclasses.replace(
+        GLOO,
+        torch_name="fake",
+        owns=lambda backend: _owns(backend) or isinstance(backend, fake_pg.FakeProcessGroup),
+        abort=lambda backend: None,
+    )
     store = dist.FileStore(str(Path(folder) / "forms"), 2)
-    natives = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=kind)
+    join_native(1, store, 2, kind=kind, epoch=int(epoch))
     store.set("the newcomer is up", "1")  # which takes longer than the others wait where a machine is busy
-    natives.rebuild(int(epoch))
+    records = [GroupRecord(**group) for group in ast.literal_eval(groups)]
+    fakes = [
+        dataclasses.replace(group, backend="fake") if group.backend == GLOO.torch_name else group for group in records
+    ]
+    recovery.join_groups(fakes, epoch=int(epoch))
     recovery.sync_group_count()
     print(sums(1), flush=True)
     os._exit(0)
 
 
+def join_native(rank: int, store: Store, size: int, *, kind: BackendKind = GLOO, epoch: int = 0) -> None:
+    """Join the default group as a rank of an NCCL world does, with groups of another kind."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    init_default_group(
+        "nccl",
+        store=store,
+        rank=rank,
+        world_size=size,
+        device=CPU,
+        timeout_s=60,
+        epoch=epoch,
+        recoverable=True,
+        kind=kind,
+    )
+
+
 def sums(rank: int) -> list[float]:
     """An all_reduce in each group that is there, and in a new one: the same on all ranks."""
     found = []
-    dist.new_group([0, 1], backend="gloo")
+    dist.new_group([0, 1], backend=GLOO.torch_name)
     names = sorted(dist.distributed_c10d._world.pg_names, key=lambda group: (len(group.group_name), group.group_name))
     for group in names:
         tensor = torch.full((2,), rank + 1.0)
@@ -212,7 +265,7 @@ def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str]) -> lis
         except Stop:
             wait_for_threads()
             assert groups.abort(timeout_s=60) == []
-            groups.rebuild(1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number)
+            rebuild_all(groups, 1000 * (1 + ["ddp", "fsdp"].index(kind)) + 10 * number)
             reset_wrappers()
             step(model, optimizer, number, rank, lambda here: None)
     return weights(model)

@@ -17,11 +17,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from axon_nb.engine.groups import native, nccl, recovery
-from axon_nb.engine.groups.abort import ABORT, AbortedError, BrokenGroupError, raise_if_aborted
-from axon_nb.engine.groups.install import groups_state
-from axon_nb.engine.groups.native import BackendKind, NativeGroups, connect_in_helper, wait_for_peers
+from axon_nb.engine.groups.abort import ABORT, AbortedError, BrokenGroupError, connect_in_helper, raise_if_aborted
+from axon_nb.engine.groups.native import BackendKind, NativeGroups, wait_for_peers
 from axon_nb.records.hooks import missing_hooks
-from tests.engine.groups.native_ranks import CPU, GLOO, LIMIT, groups_on, run_on_ranks, sums, trained, wait_for_threads
+from tests.engine.groups.native_ranks import (
+    CPU,
+    GLOO,
+    LIMIT,
+    groups_on,
+    join_native,
+    rebuild_all,
+    run_on_ranks,
+    sums,
+    trained,
+    wait_for_threads,
+)
 from tests.support.processes import until
 
 STOPS = ["", "in forward", "in backward", "step", "in backward", ""]
@@ -61,7 +71,7 @@ def _waits_and_is_aborted(rank: int, store: Any) -> tuple[str, str, list[float],
             work.wait()
         except RuntimeError as raised:
             error = str(raised)
-    groups.rebuild(1)
+    rebuild_all(groups, 1)
     assert (own.group_name, own.group_desc) == (name, desc)
     tensor = torch.full((2,), rank + 1.0)
     dist.all_reduce(tensor, group=own)
@@ -80,9 +90,11 @@ def test_who_waits_in_a_collective_is_released_and_the_group_works_again(tmp_pat
 
 
 def _is_replaced(rank: int, store: Any) -> Any:
+    join_native(rank, store, 2)
     dist.new_group([0, 1], group_desc="mine")
-    groups_state.installed = True
-    groups = nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=GLOO)
+    dist.new_group([0, 1], backend="gloo", group_desc="beside")
+    groups = nccl.groups()
+    assert groups is not None
     registry = [dataclasses.asdict(group) for group in recovery.list_groups()]
     if rank == 1:  # from here on another process is rank 1
         folder = str(Path(store.path).parent)
@@ -92,28 +104,32 @@ def _is_replaced(rank: int, store: Any) -> Any:
         assert done.returncode == 0, done.stderr
         answer = done.stdout
         store.set("newcomer", answer)
-        groups.rebuild(8)  # for the barrier at the end of the test's processes
+        dist.destroy_process_group(groups.all()[1])  # the others never had the groups that this process made
+        rebuild_all(groups, 8)  # for the barrier at the end of the test's processes
         return registry, ast.literal_eval(answer)
     store.wait(["the newcomer is up"])
     done = recovery.recover(7, replaced=True)
     found = sums(rank)
     store.wait(["newcomer"])
-    for group in groups.all()[2:]:  # those that the other process never had
+    for group in groups.all()[1:]:
         dist.destroy_process_group(group)
-    groups.rebuild(8)
+    rebuild_all(groups, 8)
     return registry, found, done.groups
 
 
 def test_a_newcomer_finds_the_groups_of_its_predecessor(tmp_path: Path) -> None:
     results = run_on_ranks(_is_replaced, 2, tmp_path)
-    registry = [{"name": "1", "ranks": (0, 1), "desc": "mine", "backend": "gloo", "timeout_s": 0.0}]
-    assert results[1] == (registry, [3.0] * 6)
-    assert results[0] == (registry, [3.0] * 6, 2)
+    both = {"ranks": (0, 1)}
+    registry = [
+        {"name": "1", "desc": "mine", "backend": GLOO.torch_name, "timeout_s": 0.0, **both},
+        {"name": "2", "desc": "beside", "backend": "gloo", "timeout_s": 60.0, **both},
+    ]
+    assert results[1] == (registry, [3.0] * 8)
+    assert results[0] == (registry, [3.0] * 8, 3)
 
 
 def _recovers(rank: int, store: Any) -> Any:
-    groups_state.installed = True
-    nccl.install_native_groups(store, device=CPU, timeout=LIMIT, kind=GLOO)
+    join_native(rank, store, 2)
     if rank == 1:
         for _ in range(3):  # groups of its own, which the other rank does not know of
             dist.distributed_c10d._world.group_count += 1
@@ -149,6 +165,8 @@ def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> N
         never.wait()
 
     kind = BackendKind(
+        torch_name="gloo",
+        start=lambda backend, device: None,
         owns=lambda backend: isinstance(backend, ProcessGroupGloo),
         connect=lambda *args: None,
         abort=stuck,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from axon_nb.engine.groups import nccl
@@ -37,9 +38,16 @@ def test_what_recovery_cannot_do_without_is_set_whatever_it_was() -> None:
     environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_FR_BUFFER_SIZE": "7"}
     nccl.set_environment(environ, one_host=True)
     assert {name: environ[name] for name in nccl.REQUIRED} == dict.fromkeys(nccl.REQUIRED, "0")
+    assert {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_PROPAGATE_ERROR"} < set(nccl.REQUIRED)
     assert environ["TORCH_FR_BUFFER_SIZE"] == "7"
     assert environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
     assert environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_blocking_connections_are_the_users_choice() -> None:
+    environ = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
+    nccl.set_environment(environ, one_host=True)
+    assert environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0"
 
 
 def test_the_sockets_are_the_users_to_choose_where_there_are_many_hosts_or_a_wish() -> None:
@@ -49,6 +57,23 @@ def test_the_sockets_are_the_users_to_choose_where_there_are_many_hosts_or_a_wis
     wished = {"NCCL_SOCKET_IFNAME": "eth1"}
     nccl.set_environment(wished, one_host=True)
     assert wished["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+def test_the_sockets_use_the_interface_that_leads_to_the_store() -> None:
+    environ: dict[str, str] = {}
+    nccl.set_interface("127.0.0.1", environ)
+    assert environ == {"NCCL_SOCKET_IFNAME": "=lo"}
+    wished = {"NCCL_SOCKET_IFNAME": "eth1"}
+    nccl.set_interface("127.0.0.1", wished)
+    assert wished == {"NCCL_SOCKET_IFNAME": "eth1"}
+
+
+def test_a_device_that_does_not_compute_is_named_with_the_way_back() -> None:
+    assert nccl.device_problem(torch.device("cpu"), rank=1) == ""
+    assert nccl.device_problem(torch.device("cuda", 0), rank=1) == ""  # not in use
+    problem = nccl.device_problem(torch.device("meta"), rank=1)  # has no values to read back
+    assert problem.startswith("Rank 1 cannot use meta any more (")
+    assert problem.endswith("Run `%distributed repair --ranks 1`.")
 
 
 def test_a_gloo_rank_has_no_nccl_groups() -> None:

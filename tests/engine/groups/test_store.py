@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
 import time
@@ -11,6 +12,8 @@ from datetime import timedelta
 from types import FrameType
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore
@@ -158,3 +161,18 @@ def test_an_interrupt_in_the_middle_of_a_request_leaves_no_stale_answer(
         for number in (attempt % 20, (attempt + 7) % 20):
             assert store.get(f"t-key{number}") == f"value{number}".encode()
         assert store.add("t-count", 1) == attempt + 1
+
+
+def test_a_group_that_torch_splits_off_has_a_store_that_works(store: AgentStore) -> None:
+    dist.init_process_group("gloo", store=PrefixStore("split/", store), rank=0, world_size=1)
+    try:
+        part = dist.group.WORLD.split_group([0], timeout=timedelta(seconds=60), group_name="part")
+        gc.collect()
+        kept = part.get_group_store()
+        kept.set("key", "value")
+        assert kept.get("key") == b"value"
+        tensor = torch.ones(1)
+        part.allreduce([tensor]).wait()
+        assert tensor.item() == 1.0
+    finally:
+        dist.destroy_process_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.cluster.failures.hints import context_hint, lost_contexts
+from axon_nb.cluster.failures.hints import context_hint, hint_for, lost_contexts
 from axon_nb.cluster.failures.report import RankError, cell_error
 
 ASSERT = (
@@ -42,3 +42,24 @@ def test_a_lost_context_is_told_with_the_ranks_to_repair(text: str) -> None:
 def test_other_errors_are_not(error: RankError) -> None:
     assert lost_contexts({0: error}) == []
     assert context_hint({0: error}) == ""
+
+
+NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:90, unhandled system error\nLast error:\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (
+            NCCL + "Error while creating shared memory segment /dev/shm/nccl-AbCd (size 9637888)",
+            "Shared memory is full",
+        ),
+        (NCCL + "Cuda failure 217 'peer access is not supported between these two devices'", "NCCL_P2P_DISABLE=1"),
+        (NCCL + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "`--backend gloo`"),
+        (NCCL + "socketStartConnect: Connect to 10.0.0.2<38117> failed", "`NCCL_DEBUG=WARN`"),
+    ],
+)
+def test_errors_of_nccl_come_with_what_to_do(text: str, hint: str) -> None:
+    found = hint_for([RankError(0, "raised", "DistBackendError", text, ("line 1",))])
+    assert hint in found
+    assert found.count("NCCL_DEBUG") == ("NCCL_DEBUG" in hint)

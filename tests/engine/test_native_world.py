@@ -1,0 +1,142 @@
+"""Worlds whose groups are torch's own, as on NCCL: how they form and recover. On CPUs, Gloo stands in for NCCL."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import operator
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from axon_nb.engine.groups import nccl, recovery
+from axon_nb.engine.groups.abort import ABORT
+from axon_nb.engine.groups.install import c10d, named_group
+from axon_nb.engine.groups.recoverable import RecoverableGroup
+from axon_nb.engine.transfer.namespace_pickle import NamespacePickler
+from tests.engine.groups.native_ranks import CPU, GLOO, join_native, run_on_ranks, wait_for_threads
+
+SIZE = 4
+
+
+def _sum(group: Any = None) -> float:
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def _lives(rank: int, store: Any) -> dict[str, Any]:
+    started: list[Any] = []
+    join_native(rank, store, SIZE, kind=dataclasses.replace(GLOO, start=lambda backend, _: started.append(backend)))
+    world, found = dist.group.WORLD, {}
+    found["bound before"] = str(world.bound_device_id)
+    found["connected"] = [backend is world._get_backend(CPU) for backend in started]
+    some: Any = None
+    if rank in (0, 2):  # as `subgroup` in a cell on these ranks
+        with named_group("some"):
+            some = dist.new_group([0, 2], use_local_synchronization=True)
+        found["some"] = _sum(some), started[-1] is some._get_backend(CPU)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    axes = [mesh.get_group("dp"), mesh.get_group("tp")]
+    found["mesh"] = [_sum(axis) for axis in axes], [axis._get_backend(CPU) in started for axis in axes]
+    beside = dist.new_group(list(range(SIZE)), backend="gloo")
+    found["beside"] = type(beside) is RecoverableGroup, _sum(beside)
+    partial = dist.new_group(list(range(SIZE)))
+    partial_gloo = dist.new_group(list(range(SIZE)), backend="gloo")
+    if rank == 1:  # as if it had been aborted in `new_group`
+        dist.destroy_process_group(partial)
+        dist.destroy_process_group(partial_gloo)
+    store.add("ready", 1)
+    while store.add("ready", 0) < SIZE:  # Gloo hangs when an abort meets an operation that is just beginning
+        pass
+    before = recovery.num_calls()
+    _sum()
+    found["counted"] = recovery.num_calls() - before
+    store.add("counted", 1)
+    while store.add("counted", 0) < SIZE:
+        pass
+    wait_for_threads()
+    recovery.abort(again=False)
+    found["aborted"] = ABORT.is_set()
+    found["rebuilt"] = recovery.recover(3).groups
+    before = recovery.num_calls()
+    _sum()
+    found["counted again"] = recovery.num_calls() - before
+    found["bound after"] = str(world.bound_device_id)
+    found["sums"] = [_sum(group) for group in (None, beside, *axes, *([some] if some is not None else []))]
+    found["dropped"] = not {partial, partial_gloo} & set(c10d._world.pg_map)
+    file = io.BytesIO()
+    NamespacePickler(file, protocol=5).dump([world, axes[0], beside])
+    found["copied"] = all(map(operator.is_, pickle.loads(file.getvalue()), [world, axes[0], beside]))
+    found["later"] = _sum(dist.new_group(list(range(SIZE))))
+    natives = nccl.groups()
+    found["owns beside"] = natives is not None and beside in natives.all()
+    return found
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What each of four ranks finds."""
+    return run_on_ranks(_lives, SIZE, tmp_path_factory.mktemp("ranks"))
+
+
+def test_no_device_is_bound_to_a_group(lives: dict[int, dict[str, Any]]) -> None:
+    assert {(found["bound before"], found["bound after"]) for found in lives.values()} == {("None", "None")}
+
+
+def test_the_default_group_is_connected_when_it_is_made(lives: dict[int, dict[str, Any]]) -> None:
+    assert [found["connected"] for found in lives.values()] == [[True]] * SIZE
+
+
+def test_some_ranks_make_a_group_without_the_others(lives: dict[int, dict[str, Any]]) -> None:
+    assert {rank: found.get("some") for rank, found in lives.items()} == {
+        0: (2.0, True),
+        1: None,
+        2: (2.0, True),
+        3: None,
+    }
+
+
+def test_a_mesh_of_two_axes_has_connected_groups(lives: dict[int, dict[str, Any]]) -> None:
+    assert [found["mesh"] for found in lives.values()] == [([2.0, 2.0], [True, True])] * SIZE
+
+
+def test_gloo_groups_beside_those_of_nccl_work_after_an_abort(lives: dict[int, dict[str, Any]]) -> None:
+    for rank, found in lives.items():
+        assert found["beside"] == (True, float(SIZE))
+        assert found["aborted"]
+        assert found["sums"] == [4.0, 4.0, 2.0, 2.0, *([2.0] if rank in (0, 2) else [])]
+        assert not found["owns beside"]
+        assert found["later"] == float(SIZE)
+
+
+def test_a_group_that_one_of_its_ranks_lacks_is_dropped_by_the_others(lives: dict[int, dict[str, Any]]) -> None:
+    assert [found["rebuilt"] for found in lives.values()] == [5, 4, 5, 4]
+    assert all(found["dropped"] for found in lives.values())
+
+
+def test_collectives_of_torchs_own_groups_are_counted(lives: dict[int, dict[str, Any]]) -> None:
+    assert [(found["counted"], found["counted again"]) for found in lives.values()] == [(1, 1)] * SIZE
+
+
+def test_variables_that_are_groups_are_copied_as_groups(lives: dict[int, dict[str, Any]]) -> None:
+    assert all(found["copied"] for found in lives.values())
+
+
+def _is_debugged(rank: int, store: Any) -> Any:
+    join_native(rank, store, 2)
+    wrapper = type(dist.group.WORLD._get_backend(CPU)).__name__
+    natives = nccl.groups()
+    assert natives is not None
+    owned = natives.all() == [dist.group.WORLD]
+    recovery.abort(again=False)
+    return wrapper, owned, recovery.recover(3).groups, _sum()
+
+
+def test_groups_that_torch_wraps_to_debug_them_are_rebuilt(tmp_path: Any) -> None:
+    results = run_on_ranks(_is_debugged, 2, tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert results == dict.fromkeys((0, 1), ("_ProcessGroupWrapper", True, 1, 2.0))

@@ -1,0 +1,59 @@
+"""Point-to-point calls of ranks that share a card, over Gloo: a device written in Python stands in for the card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axon_nb.comm.collectives.point_to_point import recv, send
+from axon_nb.engine.groups.install import init_default_group
+from tests.engine.groups.native_ranks import run_on_ranks
+from tests.support.stand_in_device import install
+
+
+def _exchange(rank: int, store: Any) -> dict[str, Any]:
+    dist.destroy_process_group()
+    device = install()
+    place: dict[str, Any] = {"store": store, "rank": rank, "world_size": 2, "device": device}
+    init_default_group("gloo", **place, timeout_s=60, recoverable=True)
+    peer, found = 1 - rank, {}
+    values = torch.arange(6.0).view(2, 3)
+
+    def received(tensor: torch.Tensor) -> tuple[str, list[list[float]]]:
+        return str(tensor.device), _values(tensor)
+
+    buffer = torch.empty(2, 3, device=device)
+    if rank == 0:
+        dist.send(values.to(device), peer)
+    else:
+        dist.recv(buffer, peer)
+        found["recv"] = received(buffer)
+
+    mine, theirs = (values * (rank + 1)).to(device), torch.empty(2, 3, device=device)
+    operations = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    found["batch"] = received(theirs)
+
+    if rank == 0:
+        send(values.to(device), peer)
+    else:
+        found["new"] = received(recv(peer))
+    return found
+
+
+def _values(tensor: torch.Tensor) -> list[list[float]]:
+    host = torch.empty(tensor.shape)
+    host.copy_(tensor)
+    return host.tolist()
+
+
+def test_tensors_on_a_card_travel_through_host_memory(tmp_path: Path) -> None:
+    found = run_on_ranks(_exchange, 2, tmp_path)
+    values = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    here = ("standin:0", values)
+    assert found[0] == {"batch": ("standin:0", [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]])}
+    assert found[1] == {"recv": here, "batch": here, "new": here}

@@ -1,0 +1,92 @@
+"""Where models, inputs and meshes are: torch's meta device stands in for a GPU that the other side is on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from axon_nb.comm import ProcessGroup, World
+from axon_nb.comm.collectives.agreement import checking
+from axon_nb.comm.collectives.movement import barrier
+from axon_nb.comm.group import rank_device, resolve
+from axon_nb.engine.groups.install import init_default_group
+from axon_nb.errors import UsageError
+from axon_nb.parallel import DDP, FSDP, Pipeline, ShardingStrategy, make_mesh
+from tests.engine.groups.native_ranks import run_on_ranks
+
+ELSEWHERE = "The inputs are on meta, the model is on cpu: use `x.to(device)`."
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("kind", ["ddp", *(one.value for one in ShardingStrategy if one.name != "HYBRID_SHARD")])
+def test_inputs_that_are_not_where_the_model_is(kind: str) -> None:
+    def work(world: World) -> list[str]:
+        model: Any = DDP(_net(), world) if kind == "ddp" else FSDP(_net(), world, strategy=ShardingStrategy(kind))
+        told = []
+        for x in (torch.ones(2, 4, device="meta"), torch.ones(2, 4)):
+            try:
+                model(x).sum().backward()
+            except UsageError as error:
+                told.append(str(error))
+        return told
+
+    assert World.mock(2).run(work) == [[ELSEWHERE]] * 2
+
+
+def test_batches_that_are_not_where_the_stages_are() -> None:
+    def work(world: World) -> list[str]:
+        pipe = Pipeline(list(_net()), group=world, num_microbatches=2, loss=nn.functional.mse_loss)
+        here, there = torch.ones(4, 4), torch.ones(4, 4, device="meta")
+        told = []
+        for x, y in ((there, here), (here, there), (here, here)):
+            try:
+                pipe.step(x, y)
+            except UsageError as error:
+                told.append(str(error))
+        return told
+
+    assert (
+        World.mock(2).run(work)
+        == [
+            [
+                "inputs are on meta, the model is on cpu: use `x.to(device)` (on rank 0).",
+                "targets are on meta, the model is on cpu: use `x.to(device)` (on rank 1).",
+            ]
+        ]
+        * 2
+    )
+
+
+def test_the_ranks_of_a_mock_world_are_on_the_cpu() -> None:
+    def work(world: World) -> tuple[str, str]:
+        return str(rank_device(world.default_group())), make_mesh(dp=-1).device_type
+
+    assert World.mock(2).run(work) == [("cpu", "cpu")] * 2
+
+
+def _on_a_card(rank: int, store: Any) -> list[str]:
+    dist.destroy_process_group()
+    place: dict[str, Any] = {"store": store, "rank": rank, "world_size": 1, "device": torch.device("cuda:0")}
+    init_default_group("gloo", **place, timeout_s=60, recoverable=True)
+    return [str(rank_device(group)) for group in (resolve(None), ProcessGroup([0]))]
+
+
+def test_a_gloo_group_of_ranks_on_a_card_knows_it(tmp_path: Path) -> None:
+    assert run_on_ranks(_on_a_card, 1, tmp_path) == {0: ["cuda:0", "cuda:0"]}
+
+
+def test_a_checked_barrier_compares_where_the_ranks_are() -> None:
+    def work(world: World) -> bool:
+        with checking():
+            barrier(group=world.default_group())
+        return True
+
+    assert World.mock(2).run(work) == [True, True]
