@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.support.script import Script
-from tests.support.training_steps import CASES
+from tests.support.training.training_steps import CASES
 
 RECORD = """
 from axon_nb import plan
 from axon_nb.records import spans as trace
-from tests.support.training_steps import prepare
+from tests.support.training.training_steps import prepare
 prepared = prepare({name!r})
 position = trace.ring.position
 prepared.step()

@@ -20,7 +20,7 @@ from axon_nb.comm import (
     TensorError,
     World,
 )
-from tests.support.models import batch, blocks, loss_of
+from tests.support.training.models import batch, blocks, loss_of
 
 N = 4
 SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=8)

@@ -37,7 +37,7 @@ from axon_nb.comm import (
     TensorMismatchError,
     World,
 )
-from tests.support.models import batch, blocks, loss_of, reference_step
+from tests.support.training.models import batch, blocks, loss_of, reference_step
 
 N = 4
 # (schedule, ranks, stages, whether each rank has one stage from the front and one from the back)

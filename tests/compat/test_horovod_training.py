@@ -12,7 +12,7 @@ from torch import nn
 
 from axon_nb.comm import World
 from axon_nb.compat import horovod as hvd
-from tests.support.models import batch, blocks, loss_of
+from tests.support.training.models import batch, blocks, loss_of
 
 SIZE = 12
 """Samples of a batch, 4 for each rank."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from axon_nb.comm import GradSyncStrategy, ProcessGroup, TensorError, World
 from axon_nb.parallel import DDP, SyncBatchNorm
-from tests.support.models import batch, loss_of
+from tests.support.training.models import batch, loss_of
 
 SIZE = 12
 """Samples per batch; divisible by 2, 3 and 4 ranks."""

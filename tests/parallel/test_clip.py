@@ -32,8 +32,8 @@ from axon_nb.parallel import (
     grad_norm,
     make_mesh,
 )
-from tests.support.models import Block, batch, blocks, loss_of
 from tests.support.ranks import RankWorld
+from tests.support.training.models import Block, batch, blocks, loss_of
 
 ORDERS = [2.0, 1.0, 3.0, math.inf]
 SIZE = 24

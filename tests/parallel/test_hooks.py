@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from axon_nb.comm import GradSyncStrategy, ProcessGroup, World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import BF16, DDP, FP16, CommHook, Hierarchical, PowerSGD, TopK
-from tests.support.models import batch, blocks, loss_of
+from tests.support.training.models import batch, blocks, loss_of
 
 MAKERS: dict[str, Any] = {
     "fp16": lambda: FP16(measure=True),

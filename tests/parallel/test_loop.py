@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from axon_nb.comm import CommError, ProcessGroup, World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, accumulating, load_checkpoint, reduce_metrics, save_on_main
-from tests.support.models import batch, blocks, loss_of
+from tests.support.training.models import batch, blocks, loss_of
 
 
 def test_metrics_are_means_over_samples_not_over_ranks(two: Any) -> None:

@@ -18,7 +18,7 @@ from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.plan.traffic.data_parallel import fill_buckets
 from axon_nb.plan.traffic.recorded import count_calls
 from tests.plan.recording import begin, calls_of, recording
-from tests.support.training_steps import CASES, odd, prepare, rows
+from tests.support.training.training_steps import CASES, odd, prepare, rows
 
 
 def _recorded(world: Any, name: str) -> tuple[int, dict[tuple[str, str], tuple[int, int]]]:

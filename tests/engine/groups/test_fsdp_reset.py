@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from axon_nb.comm import World
 from axon_nb.engine.groups import wrapper_reset
-from tests.support.models import batch, blocks, loss_of
+from tests.support.training.models import batch, blocks, loss_of
 
 N = 2
 WHERE = ["before", "in the forward", "after the forward", "in the backward", "never"]

@@ -23,7 +23,7 @@ from axon_nb.parallel.checkpoint import (
     ResumableSampler,
 )
 from tests.parallel.conftest import make
-from tests.support.models import blocks, loss_of
+from tests.support.training.models import blocks, loss_of
 
 DATA = TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
 

@@ -15,7 +15,7 @@ from axon_nb.comm import World
 from axon_nb.parallel import DDP, Parallel3D, Pipeline, ZeRO1, make_mesh, parallelize
 from axon_nb.parallel.checkpoint import Checkpoints, CheckpointWarning
 from tests.parallel.conftest import make
-from tests.support.models import batch, blocks, loss_of
+from tests.support.training.models import batch, blocks, loss_of
 
 pytestmark = pytest.mark.timeout(600)
 

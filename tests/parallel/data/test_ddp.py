@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from axon_nb.comm import GradSyncStrategy, NotInGroupError, ProcessGroup, TensorMismatchError, World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP
-from tests.support.models import batch, blocks, loss_of
+from tests.support.training.models import batch, blocks, loss_of
 
 SIZE = 12
 """Samples per batch; divisible by 2, 3 and 4 ranks."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from axon_nb.comm import GradSyncStrategy, NotInGroupError, ProcessGroup, TensorError, TensorMismatchError, World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, FP16, TopK
-from tests.support.models import batch, blocks, loss_of
+from tests.support.training.models import batch, blocks, loss_of
 
 NO_SYNC = GradSyncStrategy.NO_SYNC
 

@@ -13,7 +13,7 @@ from axon_nb.comm import World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, make_mesh
 from axon_nb.parallel.data.units import make_units
-from tests.support.models import Block, batch, blocks, loss_of
+from tests.support.training.models import Block, batch, blocks, loss_of
 
 S = ShardingStrategy
 SIZE = 12

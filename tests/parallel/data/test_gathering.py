@@ -11,7 +11,7 @@ from torch import nn
 from axon_nb.comm import World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import FSDP, ShardingStrategy, make_mesh
-from tests.support.models import batch, blocks, loss_of
+from tests.support.training.models import batch, blocks, loss_of
 
 S = ShardingStrategy
 SIZE = 12

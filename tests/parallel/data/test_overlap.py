@@ -10,7 +10,7 @@ import torch
 
 from axon_nb.comm import GradSyncStrategy, World
 from axon_nb.parallel import BF16, DDP, accumulating
-from tests.support.models import batch, blocks, loss_of
+from tests.support.training.models import batch, blocks, loss_of
 
 
 @pytest.mark.parametrize("strategy", [GradSyncStrategy.OVERLAPPED, GradSyncStrategy.SYNCHRONOUS])

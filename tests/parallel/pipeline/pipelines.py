@@ -13,7 +13,7 @@ from axon_nb.comm import World
 from axon_nb.parallel import Pipeline
 from axon_nb.records import Span
 from axon_nb.records import spans as trace
-from tests.support.models import blocks, loss_of
+from tests.support.training.models import blocks, loss_of
 
 __all__ = ["CASES", "Trained", "batches", "in_one_process", "merged", "train", "whole"]
 

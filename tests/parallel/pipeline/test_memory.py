@@ -15,7 +15,7 @@ from axon_nb.parallel.pipeline import runner, torch_hooks
 from axon_nb.records import spans as trace
 from tests.parallel.conftest import make
 from tests.parallel.pipeline.pipelines import CASES, batches, whole
-from tests.support.models import loss_of
+from tests.support.training.models import loss_of
 
 LOOPED = ("Interleaved1F1B", "LoopedBFS")
 

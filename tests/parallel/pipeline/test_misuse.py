@@ -13,7 +13,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, Pipeline, PipelineSchedule, axis_group, make_mesh
 from axon_nb.parallel.pipeline.schedule import check_counts
 from tests.parallel.pipeline.pipelines import batches, whole
-from tests.support.models import blocks, loss_of
+from tests.support.training.models import blocks, loss_of
 
 
 @pytest.mark.parametrize(

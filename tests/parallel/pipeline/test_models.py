@@ -14,7 +14,7 @@ from axon_nb.comm import World
 from axon_nb.parallel import DDP, Pipeline, PipelineStage, axis_group, make_mesh
 from axon_nb.records import spans as trace
 from tests.parallel.pipeline.pipelines import batches, merged, whole
-from tests.support.models import blocks, loss_of
+from tests.support.training.models import blocks, loss_of
 
 
 def test_gradients_add_up_over_steps_and_batches_may_change(two: Any) -> None:
