@@ -42,7 +42,7 @@ def test_ranks_that_sleep_are_released_when_one_fails(kernel: Kernel) -> None:
     code = "import time; dist.barrier()\nif rank == 1:\n    raise ValueError('first')\ntime.sleep(600)"
     reply = kernel.run(f"%%distributed\n{code}")
     assert reply.traceback.startswith("[rank 1]")
-    assert "[ranks 0,2-3] was interrupted at line 5" in reply.traceback
+    assert "[ranks 0,2-3] were interrupted at line 5" in reply.traceback
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
@@ -105,7 +105,7 @@ def test_interrupt_of_python_code(kernel: Kernel) -> None:
     reply = kernel.collect(request)
     assert reply.ename == "CellInterrupt"
     assert reply.traceback.startswith("KeyboardInterrupt: Ranks 0-3 stopped.")
-    assert "was interrupted at line 4" in reply.traceback
+    assert "[ranks 0-3] were interrupted at line 4" in reply.traceback
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 

@@ -121,7 +121,7 @@ def control_handlers(
 
     def report_waits(request: WaitsRequest) -> WaitsReply:
         state, groups = sampler.sample(), group_waits()
-        via, waited = sampler.via() if state.call else ("", 0)
+        via, waited = sampler.via(state.call) if state.call else ("", 0)
         waits = RankWaits(
             rank=state.rank,
             running=state.cell is not None,
