@@ -60,6 +60,7 @@ class SharedMemoryGroup(CollectiveOperations):
         place: Names the call that this rank makes, for an operation and its line; None: by the operation and its line.
         runs_in_wait: Whether a call that the caller waits for runs inside `wait` of its handle, so that a wrapper of
             the group can watch it, instead of before the handle exists.
+        max_bytes: Maximum size of the memory; 0: the usual size.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class SharedMemoryGroup(CollectiveOperations):
         line: Callable[[], int] = lambda: 0,
         place: Callable[[str, int], str] | None = None,
         runs_in_wait: bool = False,
+        max_bytes: int = 0,
     ) -> None:
         super().__init__(rank, size, name, backend=BACKEND)
         seconds = timeout.total_seconds()
@@ -86,6 +88,7 @@ class SharedMemoryGroup(CollectiveOperations):
             key=key,
             timeout_s=seconds,
             give_up=give_up,
+            max_bytes=max_bytes,
         )
         self._line = line
         self._runs_in_wait = runs_in_wait

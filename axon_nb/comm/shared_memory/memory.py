@@ -65,7 +65,8 @@ class Layout:
 
         Args:
             size: Number of ranks.
-            limit: Maximum size of the memory in bytes; 0: the default size.
+            limit: Maximum size of the memory in bytes; 0: the usual size. The result exceeds it if pieces of one page
+                do not fit.
         """
         slot = min(_MAX_SLOT_BYTES, max(_MIN_SLOT_BYTES, _SLOTS_BYTES // (size * SLOTS) // _PAGE * _PAGE))
         piece = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, _rounded(_MESSAGES_BYTES // (size * size * RING))))

@@ -49,7 +49,9 @@ class GroupsState:
 groups_state = GroupsState()
 
 
-def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares_memory: bool = False) -> None:
+def install_recoverable_groups(
+    root: Store, *, rank: int, epoch: int = 0, shares_memory: bool = False, max_bytes: int = 0
+) -> None:
     """Make every Gloo group that is created from now on a recoverable one.
 
     Args:
@@ -57,6 +59,7 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares
         rank: This rank.
         epoch: How often the groups have been rebuilt.
         shares_memory: Whether groups communicate through shared memory instead of Gloo; all ranks are on one host then.
+        max_bytes: Maximum size of the memory of one group; 0: the usual size.
     """
     groups_state.epoch = epoch
     if groups_state.installed:
@@ -74,6 +77,7 @@ def install_recoverable_groups(root: Store, *, rank: int, epoch: int = 0, shares
             global_rank=rank,
             members=list(options.global_ranks_in_group),
             shares_memory=shares_memory,
+            max_bytes=max_bytes,
         )
 
     dist.Backend.register_backend(_NAME, create, extended_api=True, devices=["cpu", "cuda"])
@@ -128,6 +132,7 @@ def init_default_group(
     timeout_s: float,
     epoch: int = 0,
     recoverable: bool,
+    max_bytes: int = 0,
 ) -> None:
     """Join the default group; collective over all ranks.
 
@@ -140,12 +145,13 @@ def init_default_group(
         timeout_s: Timeout of every collective in seconds, also in groups created later without a `timeout=`.
         epoch: How often the groups have been rebuilt.
         recoverable: Whether groups are rebuilt after a failure; otherwise they are torch's own, with their timeout.
+        max_bytes: Maximum size of the memory that one group shares; 0: the usual size.
     """
     timeout = timedelta(seconds=timeout_s)
     _set_default_timeout(timeout)
     connect_later = False
     if recoverable:
-        install_recoverable_groups(store, rank=rank, epoch=epoch, shares_memory=backend == "shm")
+        install_recoverable_groups(store, rank=rank, epoch=epoch, shares_memory=backend == "shm", max_bytes=max_bytes)
         if backend == "nccl":
             install_native_groups(store, device=device, timeout=timeout)
             install_fence()

@@ -74,6 +74,7 @@ class RecoverableGroup(PythonProcessGroup):
         global_rank: This process's rank in the default group.
         members: Global ranks of the group, for messages; by default those from 0 on.
         shares_memory: Whether it communicates through shared memory instead of Gloo.
+        max_bytes: Maximum size of that memory; 0: the usual size.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class RecoverableGroup(PythonProcessGroup):
         global_rank: int,
         members: Sequence[int] = (),
         shares_memory: bool = False,
+        max_bytes: int = 0,
     ) -> None:
         super().__init__(rank, size, name, backend=_BACKEND)
         self.emits_spans = True
@@ -97,6 +99,7 @@ class RecoverableGroup(PythonProcessGroup):
         self._global_rank = global_rank
         self._global_ranks = members
         self._shares_memory = shares_memory
+        self._max_bytes = max_bytes
         self._inner: Any = None
         self._memory: SharedMemoryGroup | None = None
         """The inner group, if it shares memory."""
@@ -147,6 +150,7 @@ class RecoverableGroup(PythonProcessGroup):
             line=caller_line,
             place=describe_awaited_call,
             runs_in_wait=True,
+            max_bytes=self._max_bytes,
         )
 
     def _connect(self, store: Store, epoch: int) -> dist.ProcessGroup:
