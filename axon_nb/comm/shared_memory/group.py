@@ -23,6 +23,7 @@ from axon_nb.comm.shared_memory.messages import ANY, Messages
 from axon_nb.comm.shared_memory.operations import CollectiveOperations, listed
 from axon_nb.comm.shared_memory.order import Order
 from axon_nb.comm.shared_memory.profiling import is_profiling, record
+from axon_nb.comm.shared_memory.progress import Progress
 from axon_nb.comm.shared_memory.staging import stage
 from axon_nb.comm.shared_memory.work import JoinedWork, SharedWork
 from axon_nb.torch_api import torch_api
@@ -164,6 +165,11 @@ class SharedMemoryGroup(CollectiveOperations):
         self._messages.close()
         # These refer to this group: without the reference cycle, its memory is freed at once.
         self._order.leave = self._messages.leave = _ignore
+
+    @property
+    def progress(self) -> Progress:
+        """The control pages of the group, which show what each rank is doing."""
+        return self._progress
 
     def describe(self) -> list[str]:
         """Describe the call that each rank is in, one line per rank."""

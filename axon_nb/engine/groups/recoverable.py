@@ -101,7 +101,7 @@ class RecoverableGroup(PythonProcessGroup):
         self._shares_memory = shares_memory
         self._max_bytes = max_bytes
         self._inner: Any = None
-        self._memory: SharedMemoryGroup | None = None
+        self.memory: SharedMemoryGroup | None = None
         """The inner group, if it shares memory."""
         self._table: SizeTable | None = None
         self.sequence = 0
@@ -126,12 +126,12 @@ class RecoverableGroup(PythonProcessGroup):
             # A rank that had finished its cell got no abort: its connections to others like it are still open.
             self._drop_inner()
         self.sequence = 0
-        self._inner, self._memory = inner, memory
+        self._inner, self.memory = inner, memory
 
     def _drop_inner(self) -> None:
         self.close_connections()
-        if self._memory is not None:
-            self._memory.shutdown()
+        if self.memory is not None:
+            self.memory.shutdown()
         else:
             abandon(self._inner)
 
@@ -183,8 +183,8 @@ class RecoverableGroup(PythonProcessGroup):
 
     def connection_closer(self) -> Callable[[], None]:
         """Return a function that closes the current connections; called late, it spares those of a rebuild."""
-        if self._memory is not None:
-            return self._memory.abort
+        if self.memory is not None:
+            return self.memory.abort
         return functools.partial(close_connections, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,8 +207,8 @@ class RecoverableGroup(PythonProcessGroup):
         if refusal:
             call.refusal = refusal
         try:
-            if self._memory is not None and operation is not MonitoredBarrier:
-                work, sliced = getattr(self._memory, name)(*args, **kwargs), True
+            if self.memory is not None and operation is not MonitoredBarrier:
+                work, sliced = getattr(self.memory, name)(*args, **kwargs), True
             else:
                 work = operation(self._inner, *args, **kwargs)
                 sliced = name in _SLICED or type(work) is ReduceScatterWork
@@ -245,8 +245,8 @@ class RecoverableGroup(PythonProcessGroup):
 
     def shutdown(self) -> None:
         """End the threads of a group over shared memory."""
-        if self._memory is not None:
-            self._memory.shutdown()
+        if self.memory is not None:
+            self.memory.shutdown()
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
