@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,40 +84,6 @@ def test_new_group_on_some_ranks_is_explained_with_the_fix(ranks: Kernel) -> Non
     reply = ranks.run("%%distributed\nif rank == 0:\n    dist.new_group([0, 1])")
     assert "rank 0 waits in new_group at line 3 for rank 1, which has finished the cell." in reply.traceback
     assert "`new_group()` must be called by every rank" in reply.traceback
-    still_works(ranks)
-
-
-STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
-STOPPED = {
-    "outside of a call": (
-        f"dist.barrier()\nif rank == 1: {STOP}\ndist.all_reduce(torch.ones(1))",
-        "(stopped; its last call was barrier): ranks 0,2-3 have been in all_reduce at line 5 for",
-    ),
-    "in a call": (
-        (
-            "if rank == 1: threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()\n"
-            "if rank == 2: time.sleep(1.5)\ndist.barrier()\ndist.all_reduce(torch.ones(1))"
-        ),
-        "(stopped in barrier at line 5): ranks 0,2-3 have been in all_reduce at line 6 for",
-    ),
-    "before a message": (
-        f"if rank == 1:\n    {STOP}\n    dist.send(torch.ones(1), 0)\nif rank == 0: dist.recv(torch.ones(1), 1)",
-        "rank 0 has been in recv at line 6 for",
-    ),
-}
-
-
-@pytest.mark.parametrize("where", STOPPED)
-def test_a_stopped_rank_is_named_while_it_is_waited_for(ranks: Kernel, where: str) -> None:
-    code, text = STOPPED[where]
-    (pid,) = ranks.value("list(axon_nb.current_cluster().run('import os; os.getpid()', ranks=[1]).values.values())")
-    request = ranks.submit(f"%%distributed\nimport os, signal, threading\n{code}\n'met'")
-    try:
-        ranks.wait_for_output(request, "Waiting for rank 1 (stopped")
-        ranks.wait_for_output(request, text)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert ranks.collect(request).ok
     still_works(ranks)
 
 
