@@ -86,6 +86,8 @@ class Number:
     maximum: float
     """The highest value that the code behind the setting supports."""
     is_integer: bool = False
+    zero_is_valid: bool = False
+    """Whether 0 is valid although it is below the minimum: it stands for a default."""
     units: Mapping[str, float] = field(default_factory=lambda: {"": 1})
     """Factor of each unit that may follow the number; lower case."""
 
@@ -96,7 +98,7 @@ class Number:
         if match is None or factor is None:
             raise self._error(name, given)
         number = float(match[1]) * factor
-        if number < self.minimum or (self.unit == "" and number % 1):
+        if (number < self.minimum and not (number == 0 and self.zero_is_valid)) or (self.unit == "" and number % 1):
             raise self._error(name, given)
         if number > self.maximum:
             raise UsageError(f"{name} must be at most {self.show(self.maximum)}; got {given!r}.")
@@ -128,10 +130,11 @@ def seconds(minimum: float = 0.0) -> Number:
     return Number("seconds", f"{what}, such as 300 or 5min", minimum, 1e9, units=_TIME_UNITS)
 
 
-def byte_count(minimum: int) -> Number:
-    """Return the kind of sizes of at least `minimum` bytes."""
-    what = f"a number of bytes of at least {minimum}, such as 65536 or 4MiB"
-    return Number("bytes", what, minimum, 1 << 40, is_integer=True, units=_SIZE_UNITS)
+def byte_count(minimum: int, zero: str = "") -> Number:
+    """Return the kind of sizes of at least `minimum` bytes; `zero` says what 0 stands for, if it is valid, too."""
+    what = f"a number of bytes of at least {minimum}, such as {'' if minimum > 65536 else '65536 or '}4MiB"
+    what += f", or 0 for {zero}" if zero else ""
+    return Number("bytes", what, minimum, 1 << 40, is_integer=True, zero_is_valid=bool(zero), units=_SIZE_UNITS)
 
 
 def count(expected: str, maximum: int) -> Number:

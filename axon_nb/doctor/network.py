@@ -1,4 +1,4 @@
-"""Network interfaces: loopback, which every cluster needs, and those usable with `--interface`."""
+"""Network interfaces: loopback, which Gloo needs, and those usable with `--interface`."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ def _loopback() -> Finding:
             client.connect(server.getsockname())
     except OSError as error:
         return Finding(
-            "loopback", f"{LOOPBACK} does not work: {error}", "problem", "No cluster can start.",
+            "loopback", f"{LOOPBACK} does not work: {error}", "problem",
+            "Ranks on Gloo or NCCL cannot communicate, and launchers other than `axon` cannot start ranks.",
             "Run `ip link set lo up` as root.",
         )  # fmt: skip
-    return Finding("loopback", f"{LOOPBACK} works; ranks on one host use nothing else")
+    return Finding("loopback", f"{LOOPBACK} works; Gloo uses it between ranks on one host")
 
 
 def _outgoing_ip() -> str:

@@ -147,6 +147,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
         timeout_s=config.timeout_s,
         epoch=epoch,
         recoverable=config.recoverable,
+        max_bytes=config.group_memory,
     )
     if epoch:
         recovery.join_groups(groups, epoch=epoch)

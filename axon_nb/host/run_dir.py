@@ -92,7 +92,7 @@ class RunDir:
         marker = self.path / "starter"
         marker.write_text(str(os.getpid()))
         marker.chmod(0o600)
-        for sub in ("log", "profile", "profile/startup"):
+        for sub in ("channels", "log", "profile", "profile/startup"):
             (self.path / sub).mkdir(mode=0o700)
         # Otherwise IPython would copy its own README there, with mode 0644.
         (self.path / "profile" / "startup" / "README").touch(mode=0o600)
@@ -111,6 +111,11 @@ class RunDir:
     def store_socket(self) -> Path:
         """The socket of the rendezvous store."""
         return self.path / "store.sock"
+
+    @property
+    def channels(self) -> Path:
+        """What the paths of ipyparallel's Unix sockets begin with; a number follows."""
+        return self.path / "channels" / "c"
 
     @property
     def profile(self) -> Path:

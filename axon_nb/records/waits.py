@@ -50,6 +50,10 @@ COLLECTIVE_FUNCTIONS: dict[str, str] = {
     "set_state_dict": _ANY,
     "state_dict": _SAVING,
     "summon_full_params": _ANY,
+    "the backward pass of a DDP model": (
+        "sums gradients over all ranks of its process group: run it on each of them, or build the model with "
+        "`process_group=` a group of the ranks that train it, such as `subgroup`."
+    ),
     "the forward pass of a DDP model": "synchronizes buffers with all ranks: run the model on every rank.",
     "the forward pass of an FSDP model": "gathers its parameters from all ranks: run the model on every rank.",
     "unshard": _ANY,
@@ -74,6 +78,7 @@ PUBLIC_NAMES = {
     "allreduce_coalesced": "all_reduce",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single",
+    "recv_anysource": "recv",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single",
 }
 """Public names of process-group operations."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,11 +76,13 @@ def listening(footprint: Footprint) -> list[psutil._common.sconn]:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """Permission bits of everything below a folder."""
+    """Permission bits of everything below a folder but links, which have none of their own."""
     found = {}
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # a draft that has been put in its place since
-            found[str(path.relative_to(folder))] = os.lstat(path).st_mode & 0o777
+            mode = os.lstat(path).st_mode
+            if not stat.S_ISLNK(mode):
+                found[str(path.relative_to(folder))] = stat.S_IMODE(mode)
     return found
 
 

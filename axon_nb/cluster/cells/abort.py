@@ -137,6 +137,8 @@ class AbortController:
 
     def stuck_reason(self, rank: int) -> str:
         """Describe what a rank is stuck in; reads after its name."""
+        if self._watch is not None and rank in self._watch.stopped:
+            return "is stopped (SIGSTOP) and does not react to interrupts"
         if rank in self._unresponsive:
             return f"is still in C code{self._unresponsive[rank]} and does not react to interrupts"
         return "is still busy and does not react to interrupts"

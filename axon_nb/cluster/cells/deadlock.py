@@ -10,6 +10,7 @@ from collections.abc import Collection, Container, Sequence
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
+from axon_nb.records.silent_ranks import describe_silent_ranks
 from axon_nb.records.waits import RankWaits, describe_slow_ranks, explain_deadlock
 
 __all__ = ["DeadlockWatch"]
@@ -18,6 +19,8 @@ _FIRST_POLL_S = 0.6
 _POLL_INTERVAL_S = 0.3
 _WAITING_AFTER_S = 0.5
 """A rank counts as waiting once its call has lasted this long."""
+_SILENT_AFTER_S = 2.0
+"""A rank that has not replied for this long is stopped or stuck, or the machine is busy."""
 _SLOW_AFTER_S = 3.0
 """A rank that others have waited for this long is named in the running cell."""
 
@@ -41,6 +44,11 @@ class DeadlockWatch:
         self._cell_ranks = list(cell_ranks)
         self._next_poll = time.monotonic() + _FIRST_POLL_S
         self._requests: dict[int, Answer[WaitsReply]] = {}
+        self._requested_at = 0.0
+        self._silent: dict[int, Answer[WaitsReply]] = {}
+        """Ranks that did not reply to the last request, and what may still come."""
+        self.stopped: set[int] = set()
+        """Ranks that do not reply because their process is stopped, as seen by those that wait for them."""
         self._suspect: tuple[str, object] | None = None
         self.slow = ""
         """Which rank the others wait for, as of the last observation; empty while there is none, or not for long."""
@@ -54,19 +62,41 @@ class DeadlockWatch:
         """
         self._requests = {rank: future for rank, future in self._requests.items() if rank not in self._dead}
         if self._requests:
-            if not all(future.done() for future in self._requests.values()):
-                return ""
-            return self._evaluate(unfinished)
+            self._silent = {rank: answer for rank, answer in self._requests.items() if not answer.done()}
+            if not self._silent:
+                return self._evaluate(unfinished)
+            if now - self._requested_at > _SILENT_AFTER_S:
+                self._describe_silent()
+            return ""
         if now >= self._next_poll:
             self._next_poll = now + _POLL_INTERVAL_S
+            self._requested_at = now
             for rank in self._world:
                 with contextlib.suppress(KeyError):  # it has just died
-                    self._requests[rank] = self._client.request(rank, WaitsRequest())
+                    self._requests[rank] = self._request(rank)
         return ""
+
+    def _request(self, rank: int) -> Answer[WaitsReply]:
+        # To a rank that has not replied yet nothing is sent: requests would pile up there.
+        pending = self._silent.get(rank)
+        return pending if pending is not None and not pending.done() else self._client.request(rank, WaitsRequest())
+
+    def _describe_silent(self) -> None:
+        """Name a rank that does not reply, if others wait for it; a deadlock is not proven without its report."""
+        replies = {rank: answer.reply() for rank, answer in self._requests.items() if answer.done()}
+        known = {rank: reply for rank, reply in replies.items() if reply is not None}
+        self._requests, self._suspect = {}, None
+        self.stopped = {peer.rank for reply in known.values() for peer in reply.peers if peer.is_stopped}
+        self.slow = describe_silent_ranks(
+            {rank: reply.waits for rank, reply in known.items()},
+            {rank: reply.peers for rank, reply in known.items()},
+            self._silent,
+            _SLOW_AFTER_S,
+        )
 
     def _evaluate(self, unfinished: Collection[int]) -> str:
         replies = {rank: answer.reply() for rank, answer in self._requests.items()}
-        self._requests = {}
+        self._requests, self.stopped = {}, set()
         reports = {
             rank: _correct_running(reply.waits, unfinished) for rank, reply in replies.items() if reply is not None
         }

@@ -109,14 +109,18 @@ def _verb(text: str, count: int) -> str:
     """Put a description of one rank into the plural if there are several."""
     for one, many in (("was ", "were "), ("is ", "are ")):
         if count > 1 and text.startswith(one):
-            return many + text.removeprefix(one)
+            return many + text.removeprefix(one).replace(" does not ", " do not ")
     return text
 
 
 def _others(errors: Mapping[int, RankError], shown: set[int]) -> list[str]:
-    groups: dict[str, list[int]] = {}
+    groups: dict[tuple[bool, str], list[int]] = {}
     for error in errors.values():
         if error.rank not in shown:
-            text = str(error) if error.kind == "raised" else error.evalue
-            groups.setdefault(text.splitlines()[0][:200] if text else error.kind, []).append(error.rank)
-    return [f"[{name_ranks(ranks)}] {text}" for text, ranks in groups.items()]
+            raised = error.kind == "raised"
+            text = str(error) if raised else error.evalue
+            groups.setdefault((raised, text.splitlines()[0][:200] if text else error.kind), []).append(error.rank)
+    return [
+        f"[{name_ranks(ranks)}] {text if raised else _verb(text, len(ranks))}"
+        for (raised, text), ranks in groups.items()
+    ]

@@ -61,7 +61,7 @@ class Connection:
     agent: AgentClient
     client: RankClient
     ip: str = LOOPBACK
-    """Address on which the controller listens, and the rendezvous store for ranks on other hosts."""
+    """Address on which ranks on other hosts reach the controller and the rendezvous store; loopback: there are none."""
 
     def close(self) -> None:
         """Disconnect, and leave the cluster running."""
@@ -76,8 +76,11 @@ class Connection:
         return self.agent.stop()
 
 
-def open_new(*, ip: str = LOOPBACK) -> Connection:
+def open_new(*, ip: str | None = None) -> Connection:
     """Start a host agent and a controller, and connect to both; the agent imports torch meanwhile.
+
+    Args:
+        ip: Address on which the controller listens; None: on Unix sockets in the cluster's private folder.
 
     Raises:
         StartError: one of them failed to start.
@@ -90,7 +93,7 @@ def open_new(*, ip: str = LOOPBACK) -> Connection:
     return _open_new(ip)
 
 
-def _open_new(ip: str) -> Connection:
+def _open_new(ip: str | None) -> Connection:
     run_dir = RunDir.create()
     try:
         pid = spawn_agent(run_dir, controller=controller_command(run_dir, ip=ip), entry=ENGINE_ENTRY)
@@ -98,7 +101,7 @@ def _open_new(ip: str) -> Connection:
     except BaseException:
         run_dir.remove()
         raise
-    return _with_client(run_dir, agent, ip)
+    return _with_client(run_dir, agent, ip or LOOPBACK)
 
 
 def open_existing(run_dir: RunDir) -> Connection:

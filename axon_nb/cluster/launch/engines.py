@@ -28,9 +28,10 @@ from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.protocol.agent import Exit
 
-__all__ = ["launch_engines", "launcher_class", "rank_environment", "shut_down_foreign", "stop_engines"]
+__all__ = ["ON_THIS_HOST", "launch_engines", "launcher_class", "rank_environment", "shut_down_foreign", "stop_engines"]
 
-_ON_THIS_HOST = ("axon", "local")
+ON_THIS_HOST = ("axon", "local")
+"""Launchers whose ranks are all on the notebook's host."""
 _SHUTDOWN_S = 30.0
 """Seconds for the engines to exit before their controller does.
 
@@ -61,7 +62,7 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
         delay=0.0,
         log=logging.getLogger("axon_nb.ipyparallel"),
         parent=None,
-        config=launcher_config() if engines not in _ON_THIS_HOST else Config(),
+        config=launcher_config() if engines not in ON_THIS_HOST else Config(),
     )
     cluster.start_controller_sync()
     options: dict[str, Any] = {"engine_set_id": "ranks"}
@@ -100,7 +101,7 @@ def _start_engines(
         except BaseException as error:
             launched.set_exception(error)
 
-    if name in _ON_THIS_HOST:
+    if name in ON_THIS_HOST:
         start()
     else:
         threading.Thread(target=start, name="axon_nb-launch", daemon=True).start()

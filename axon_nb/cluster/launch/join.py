@@ -102,6 +102,7 @@ def join_config(
         timeout_s=collective_timeout(settings, recoverable=recoverable),
         recoverable=recoverable,
         output_limit=settings.output_limit,
+        group_memory=settings.group_memory,
     )
 
 

@@ -18,6 +18,7 @@ from ipyparallel.cluster.launcher import ControllerLauncher, EngineLauncher
 from traitlets import Any as AnyTrait
 from traitlets import Dict, Float, Unicode
 
+from axon_nb.cluster.launch.placement import LOOPBACK
 from axon_nb.cluster.rpc.client import forget_engine
 from axon_nb.host.client import AgentClient, outcome, spawn_agent
 from axon_nb.host.run_dir import RunDir
@@ -32,15 +33,30 @@ __all__ = ["AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_com
 _NOT_INHERITED = ("IPP_CLUSTER_ID", "IPP_CONNECTION_INFO", "IPP_PROFILE_DIR", "JPY_PARENT_PID", "PYTEST_CURRENT_TEST")
 
 
-def controller_command(run_dir: RunDir, *, ip: str = "127.0.0.1") -> list[str]:
-    """Return the command line of an ipyparallel controller in one process that listens on `ip` only."""
+_NUM_CHANNELS = 32
+"""More than an ipyparallel controller opens; it would choose the names of others at random."""
+
+
+def controller_command(run_dir: RunDir, *, ip: str | None = None) -> list[str]:
+    """Return the command line of an ipyparallel controller in one process.
+
+    Args:
+        run_dir: The cluster's folder.
+        ip: Address to listen on; None: Unix sockets in that folder.
+    """
+    if ip is None:
+        _link_channels(run_dir)
+        address = ["--transport=ipc", f"--ip={run_dir.channels}", f"--ports=1-{_NUM_CHANNELS}"]
+        ip = LOOPBACK
+    else:
+        address = [f"--ip={ip}"]
     return [
         sys.executable,
         "-P",
         "-c",
         "from axon_nb.host.children import run_controller; run_controller()",
         f"--profile-dir={run_dir.profile}",
-        f"--ip={ip}",
+        *address,
         f"--location={ip}",
         "--log-level=30",
         "--nodb",
@@ -52,6 +68,13 @@ def controller_command(run_dir: RunDir, *, ip: str = "127.0.0.1") -> list[str]:
         # A rank without a heartbeat within the default of 30 s would never be reported, and wait forever.
         "--IPController.registration_timeout=600",
     ]
+
+
+def _link_channels(run_dir: RunDir) -> None:
+    # ipyparallel's controller puts a "-" between the path and the number of a Unix socket, its clients and engines a
+    # ":". A link may be made before its socket.
+    for number in range(1, _NUM_CHANNELS + 1):
+        Path(f"{run_dir.channels}:{number}").symlink_to(f"{run_dir.channels.name}-{number}")
 
 
 def fork_request(

@@ -10,7 +10,7 @@ from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch import compatibility, prewarm
 from axon_nb.cluster.launch.connection import Connection, default_name, open_existing, open_new
-from axon_nb.cluster.launch.engines import launch_engines, stop_engines
+from axon_nb.cluster.launch.engines import ON_THIS_HOST, launch_engines, stop_engines
 from axon_nb.cluster.launch.join import join_world
 from axon_nb.cluster.launch.open_files import raise_if_too_few
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout, interface_ip, plan_layout
@@ -66,14 +66,14 @@ def start(
         engines: ipyparallel launcher; None: ``axon`` (forked ranks) on Linux, ``local`` elsewhere.
         name: Name of the cluster, unique among the user's clusters; None: the notebook's name, or ``default``.
         interface: Network interface of this host, or its IPv4 address, on which ranks on other hosts reach it; None:
-            all ranks are on this host, and only loopback and Unix sockets are opened.
+            all ranks are on this host, and only Unix sockets and loopback are opened.
 
     Raises:
         UsageError: the request cannot be satisfied.
         StartError: the ranks failed to start.
     """
     _refuse_on_a_rank("start")
-    ip = LOOPBACK if interface is None else interface_ip(interface)
+    ip = None if interface is None else interface_ip(interface)
     several_hosts = interface is not None
     chosen_settings = settings.snapshot()
     layout = plan_layout(
@@ -89,7 +89,7 @@ def start(
         )
     for line in stop_detached():
         print(line)
-    if several_hosts and chosen in ("axon", "local"):
+    if several_hosts and chosen in ON_THIS_HOST:
         raise UsageError(
             f"--interface {interface}: the launcher {chosen!r} starts ranks on this host only; use another --engines."
         )
@@ -98,12 +98,13 @@ def start(
     for note in layout.notes:
         print(note)
     end = time.monotonic() + chosen_settings.start_timeout
-    if several_hosts:
-        prewarm.discard()
-        connection = open_new(ip=ip)
-        print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
-    else:
+    if chosen in ON_THIS_HOST:
         connection = prewarm.take(chosen_settings.start_timeout)
+    else:  # such a launcher may start ranks where they do not see this host's files
+        prewarm.discard()
+        connection = open_new(ip=ip or LOOPBACK)
+    if several_hosts:
+        print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
     launched = None
     try:
         launched = launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())

@@ -24,6 +24,7 @@ from axon_nb.comm.shared_memory.order import Order
 from axon_nb.comm.shared_memory.profiling import is_profiling, record
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.shared_memory.segment.forming import form
+from axon_nb.comm.shared_memory.segment.progress import Progress
 from axon_nb.comm.shared_memory.work import JoinedWork, SharedWork
 from axon_nb.torch_api import torch_api
 
@@ -60,6 +61,7 @@ class SharedMemoryGroup(CollectiveOperations):
         place: Names the call that this rank makes, for an operation and its line; None: by the operation and its line.
         runs_in_wait: Whether a call that the caller waits for runs inside `wait` of its handle, so that a wrapper of
             the group can watch it, instead of before the handle exists.
+        max_bytes: Maximum size of the memory; 0: the usual size.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class SharedMemoryGroup(CollectiveOperations):
         line: Callable[[], int] = lambda: 0,
         place: Callable[[str, int], str] | None = None,
         runs_in_wait: bool = False,
+        max_bytes: int = 0,
     ) -> None:
         super().__init__(rank, size, name, backend=BACKEND)
         seconds = timeout.total_seconds()
@@ -86,6 +89,7 @@ class SharedMemoryGroup(CollectiveOperations):
             key=key,
             timeout_s=seconds,
             give_up=give_up,
+            max_bytes=max_bytes,
         )
         self._line = line
         self._runs_in_wait = runs_in_wait
@@ -161,6 +165,11 @@ class SharedMemoryGroup(CollectiveOperations):
         self._messages.close()
         # These refer to this group: without the reference cycle, its memory is freed at once.
         self._order.leave = self._messages.leave = _ignore
+
+    @property
+    def progress(self) -> Progress:
+        """The control pages of the group, which show what each rank is doing."""
+        return self._progress
 
     def describe(self) -> list[str]:
         """Describe the call that each rank is in, one line per rank."""

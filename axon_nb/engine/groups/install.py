@@ -55,7 +55,13 @@ groups_state = GroupsState()
 
 
 def install_recoverable_groups(
-    root: Store, *, rank: int, epoch: int = 0, shares_memory: bool = False, device: torch.device | None = None
+    root: Store,
+    *,
+    rank: int,
+    epoch: int = 0,
+    shares_memory: bool = False,
+    device: torch.device | None = None,
+    max_bytes: int = 0,
 ) -> None:
     """Make every Gloo group that is created from now on a recoverable one.
 
@@ -65,6 +71,7 @@ def install_recoverable_groups(
         epoch: How often the groups have been rebuilt.
         shares_memory: Whether groups communicate through shared memory instead of Gloo; all ranks are on one host then.
         device: Where this rank computes; None: on the CPU.
+        max_bytes: Maximum size of the memory of one group; 0: the usual size.
     """
     groups_state.epoch = epoch
     if groups_state.installed:
@@ -83,6 +90,7 @@ def install_recoverable_groups(
             members=list(options.global_ranks_in_group),
             shares_memory=shares_memory,
             rank_device=device or torch.device("cpu"),
+            max_bytes=max_bytes,
         )
 
     dist.Backend.register_backend(_NAME, create, extended_api=True, devices=["cpu", "cuda"])
@@ -156,6 +164,7 @@ def init_default_group(
     epoch: int = 0,
     recoverable: bool,
     kind: BackendKind = nccl.NCCL,
+    max_bytes: int = 0,
 ) -> None:
     """Join the default group; collective over all ranks.
 
@@ -169,11 +178,14 @@ def init_default_group(
         epoch: How often the groups have been rebuilt.
         recoverable: Whether groups are rebuilt after a failure; otherwise they are torch's own, with their timeout.
         kind: The groups of an ``nccl`` world.
+        max_bytes: Maximum size of the memory that one group shares; 0: the usual size.
     """
     timeout = timedelta(seconds=timeout_s)
     _set_default_timeout(timeout)
     if recoverable:
-        install_recoverable_groups(store, rank=rank, epoch=epoch, shares_memory=backend == "shm", device=device)
+        install_recoverable_groups(
+            store, rank=rank, epoch=epoch, shares_memory=backend == "shm", device=device, max_bytes=max_bytes
+        )
         if backend == "nccl":
             nccl.install_native_groups(store, device=device, timeout=timeout, kind=kind)
             nccl.install_fence()

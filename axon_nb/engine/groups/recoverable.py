@@ -75,6 +75,7 @@ class RecoverableGroup(PythonProcessGroup):
         members: Global ranks of the group, for messages; by default those from 0 on.
         shares_memory: Whether it communicates through shared memory instead of Gloo.
         rank_device: Where this rank computes.
+        max_bytes: Maximum size of that memory; 0: the usual size.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class RecoverableGroup(PythonProcessGroup):
         members: Sequence[int] = (),
         shares_memory: bool = False,
         rank_device: torch.device = _CPU,
+        max_bytes: int = 0,
     ) -> None:
         super().__init__(rank, size, name, backend=_BACKEND)
         self.rank_device = rank_device
@@ -101,8 +103,9 @@ class RecoverableGroup(PythonProcessGroup):
         self._global_rank = global_rank
         self._global_ranks = members
         self._shares_memory = shares_memory
+        self._max_bytes = max_bytes
         self._inner: Any = None
-        self._memory: SharedMemoryGroup | None = None
+        self.memory: SharedMemoryGroup | None = None
         """The inner group, if it shares memory."""
         self._table: SizeTable | None = None
         self.sequence = 0
@@ -127,12 +130,12 @@ class RecoverableGroup(PythonProcessGroup):
             # A rank that had finished its cell got no abort: its connections to others like it are still open.
             self._drop_inner()
         self.sequence = 0
-        self._inner, self._memory = inner, memory
+        self._inner, self.memory = inner, memory
 
     def _drop_inner(self) -> None:
         self.close_connections()
-        if self._memory is not None:
-            self._memory.shutdown()
+        if self.memory is not None:
+            self.memory.shutdown()
         else:
             abandon(self._inner)
 
@@ -151,6 +154,7 @@ class RecoverableGroup(PythonProcessGroup):
             line=caller_line,
             place=describe_awaited_call,
             runs_in_wait=True,
+            max_bytes=self._max_bytes,
         )
 
     def _connect(self, store: Store, epoch: int) -> dist.ProcessGroup:
@@ -183,8 +187,8 @@ class RecoverableGroup(PythonProcessGroup):
 
     def connection_closer(self) -> Callable[[], None]:
         """Return a function that closes the current connections; called late, it spares those of a rebuild."""
-        if self._memory is not None:
-            return self._memory.abort
+        if self.memory is not None:
+            return self.memory.abort
         return functools.partial(close_connections, self._inner._get_backend(_CPU))
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,8 +213,8 @@ class RecoverableGroup(PythonProcessGroup):
         if refusal:
             call.refusal = refusal
         try:
-            if self._memory is not None and operation is not MonitoredBarrier:
-                work, sliced = getattr(self._memory, name)(*args, **kwargs), True
+            if self.memory is not None and operation is not MonitoredBarrier:
+                work, sliced = getattr(self.memory, name)(*args, **kwargs), True
             else:
                 work = operation(self._inner, *args, **kwargs)
                 sliced = name in _SLICED or type(work) is ReduceScatterWork
@@ -245,8 +249,8 @@ class RecoverableGroup(PythonProcessGroup):
 
     def shutdown(self) -> None:
         """End the threads of a group over shared memory."""
-        if self._memory is not None:
-            self._memory.shutdown()
+        if self.memory is not None:
+            self.memory.shutdown()
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)

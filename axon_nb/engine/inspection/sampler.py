@@ -26,6 +26,7 @@ from axon_nb.records.telemetry import Activity, RankState, seconds_to_tick
 __all__ = ["Sampler", "Telemetry", "resident_bytes"]
 
 _WAITING_THRESHOLD_NS = 250_000_000
+_IN_BACKWARD = " (backward)"
 _open = open  # a cell may replace the builtin
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
@@ -69,10 +70,17 @@ class Sampler:
             device_bytes=_device_bytes(session.device),
         )
 
-    def via(self) -> tuple[str, int]:
-        """The implicit collective on the stack, if any, and the number of the call being waited for."""
+    def via(self, call: str) -> tuple[str, int]:
+        """The implicit collective on the stack, if any, and the number of the call being waited for.
+
+        Args:
+            call: The call of the last sample.
+        """
         frame, wait = main_frame(), activity.current_wait(threading.main_thread().ident or 0)
-        return find_implicit_collective(frame, user_frame(frame)), wait.number if wait else 0
+        name = find_implicit_collective(frame, user_frame(frame))
+        if not name and call.endswith(_IN_BACKWARD):
+            name = "the backward pass of a DDP model"
+        return name, wait.number if wait else 0
 
     def _locate(self, frame: FrameType | None) -> tuple[int | None, str, int]:
         """(cell line, communication call, identity of that call's frame)."""
@@ -85,7 +93,8 @@ class Sampler:
                 call, call_id = code.co_name, id(frame)  # the outermost counts: the user called it
             elif pending and not call and code.co_name == "_engine_run_backward" and _is_sleeping():
                 # DDP waits for its reductions in C++, at the end of backward.
-                call, call_id = f"{pending[0].name} (backward)", pending[0].number
+                call = PUBLIC_NAMES.get(pending[0].name, pending[0].name) + _IN_BACKWARD
+                call_id = pending[0].number
             frame = frame.f_back
         return (user.f_lineno if user else None), call, call_id
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from axon_nb.engine.groups.abort import ABORT, stop_at
-from axon_nb.engine.groups.recovery import abort, group_status, group_waits
+from axon_nb.engine.groups.recovery import abort, awaited_peers, group_status, group_waits
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.hooks import ControlHandlers
@@ -121,7 +121,7 @@ def control_handlers(
 
     def report_waits(request: WaitsRequest) -> WaitsReply:
         state, groups = sampler.sample(), group_waits()
-        via, waited = sampler.via() if state.call else ("", 0)
+        via, waited = sampler.via(state.call) if state.call else ("", 0)
         waits = RankWaits(
             rank=state.rank,
             running=state.cell is not None,
@@ -133,7 +133,7 @@ def control_handlers(
             waited=waited,
             threads=tuple(user_threads()),
         )
-        return WaitsReply(waits, groups.collectives)
+        return WaitsReply(waits, groups.collectives, awaited_peers())
 
     def stacks(request: StacksRequest) -> StacksReply:
         return StacksReply(sampler.sample(), tuple(cell_stack(current(), interrupts)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from axon_nb.records.placement import MeshInfo
 from axon_nb.records.protocol.messages import Event, RankCall, Request
 from axon_nb.records.protocol.wire import Packed
+from axon_nb.records.silent_ranks import PeerCall
 from axon_nb.records.stacks import StackFrame
 from axon_nb.records.telemetry import RankState
 from axon_nb.records.training.job import JobReport
@@ -64,6 +65,8 @@ class WaitsReply:
     waits: RankWaits
     collectives: int
     """Collectives that the cell started, over all groups."""
+    peers: tuple[PeerCall, ...] = ()
+    """What shared memory shows of the ranks that it waits for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class JoinConfig:
     """Whether groups can be rebuilt after a failure, according to the self-test."""
     output_limit: int
     """Bytes of text that a cell may print on this rank; excess lines are dropped and counted. Cells can override it."""
+    group_memory: int = 0
+    """Maximum size in bytes of the memory that one process group shares; 0: the usual size."""
     master_addr: str = "127.0.0.1"
     """The MASTER_ADDR that scripts see; nothing listens there."""
     master_port: int = 29500

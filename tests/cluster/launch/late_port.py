@@ -1,4 +1,4 @@
-"""A port that accepts connections only after some seconds, as a process without a free core does."""
+"""A socket that accepts connections only after some seconds, as a process without a free core does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["LatePort", "delay"]
 
 
 class LatePort:
-    """Stands before `port` of loopback and hands on both ways, from `seconds` after each connection on."""
+    """Stands before the Unix socket `target` and hands on both ways, from `seconds` after each connection on."""
 
-    def __init__(self, port: int, *, seconds: float) -> None:
-        self._target = port
+    def __init__(self, path: str, target: str, *, seconds: float) -> None:
+        self._target = target
         self._seconds = seconds
         self._open: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def __enter__(self) -> LatePort:
@@ -43,7 +44,8 @@ class LatePort:
     def _join(self, near: socket.socket) -> None:
         time.sleep(self._seconds)
         with contextlib.suppress(OSError):  # its target has gone
-            far = socket.create_connection(("127.0.0.1", self._target))
+            far = socket.socket(socket.AF_UNIX)
+            far.connect(self._target)
             self._open.append(far)
             threading.Thread(target=_copy, args=(near, far), daemon=True).start()
             _copy(far, near)
@@ -59,6 +61,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 def delay(connection_file: Path, channel: str, *, seconds: float) -> LatePort:
     """Put a late port before one channel of an ipyparallel connection file, for those who read it from now on."""
     facts = json.loads(connection_file.read_text())
-    late = LatePort(facts[channel], seconds=seconds)
-    connection_file.write_text(json.dumps({**facts, channel: late.port}))
+    prefix, name = facts["interface"].removeprefix("ipc://"), f"{connection_file.stem}-{channel}"
+    late = LatePort(f"{prefix}:{name}", f"{prefix}:{facts[channel]}", seconds=seconds)
+    connection_file.write_text(json.dumps({**facts, channel: name}))
     return late

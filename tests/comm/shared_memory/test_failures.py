@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm import World
-from axon_nb.comm.errors import CollectiveMismatchError
+from axon_nb.comm.errors import CollectiveMismatchError, InvalidArgumentError
+from axon_nb.comm.shared_memory.segment.forming import form
 from tests.support.ranks import RankWorld
 
 SOON_S = 5.0
@@ -246,3 +247,11 @@ def test_what_each_rank_is_in_can_be_read_while_one_is_stopped() -> None:
     assert "all_reduce(SUM) of 4 float32 at line" in lines[0]
     assert "waits for rank 1" in lines[0]
     assert "barrier" in lines[1]
+
+
+def test_a_limit_that_is_too_small_for_the_group_is_refused() -> None:
+    sentence = (
+        r"A group of 8 ranks needs at least 1472 KiB of shared memory, but group_memory is 1 MiB: raise it, or set"
+    )
+    with pytest.raises(InvalidArgumentError, match=sentence):
+        form(dist.HashStore(), rank=0, members=list(range(8)), key="memory", timeout_s=1.0, max_bytes=1 << 20)

@@ -42,7 +42,7 @@ def test_ranks_that_sleep_are_released_when_one_fails(kernel: Kernel) -> None:
     code = "import time; dist.barrier()\nif rank == 1:\n    raise ValueError('first')\ntime.sleep(600)"
     reply = kernel.run(f"%%distributed\n{code}")
     assert reply.traceback.startswith("[rank 1]")
-    assert "[ranks 0,2-3] interrupted at line 5" in reply.traceback
+    assert "[ranks 0,2-3] were interrupted at line 5" in reply.traceback
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
@@ -67,6 +67,25 @@ def test_huge_and_odd_exceptions_end_normally(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
+def test_the_text_of_an_error_is_read_once(kernel: Kernel) -> None:
+    code = (
+        "reads = []\nclass Counted(Exception):\n    def __str__(self): reads.append(1); return 'its text'\n"
+        "if rank == 1:\n    raise Counted() from KeyError('its cause')"
+    )
+    reply = kernel.run(f"%%distributed\n{code}")
+    assert reply.traceback.startswith("[rank 1]")
+    assert "Counted: its text" in reply.traceback
+    assert "KeyError: 'its cause'" in reply.traceback
+    assert kernel.ok("%%distributed\nlen(reads)").lines() == ["[ranks 0,2-3] 0", "[rank 1] 1"]
+
+
+def test_an_error_without_a_text_is_named_with_its_traceback(kernel: Kernel) -> None:
+    code = "class Odd(Exception):\n    def __str__(self): raise SystemExit\nif rank == 1: raise Odd()"
+    reply = kernel.run(f"%%distributed\n{code}")
+    assert "Odd: <exception str() failed>" in reply.traceback
+    assert "----> 4 if rank == 1: raise Odd()" in reply.traceback
+
+
 def test_of_a_recursion_the_ends_are_shown_and_how_much_is_not(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed --ranks 1\ndef down(n): return down(n + 1)\ndown(0)")
     assert "RecursionError" in reply.traceback
@@ -86,7 +105,7 @@ def test_interrupt_of_python_code(kernel: Kernel) -> None:
     reply = kernel.collect(request)
     assert reply.ename == "CellInterrupt"
     assert reply.traceback.startswith("KeyboardInterrupt: Ranks 0-3 stopped.")
-    assert "interrupted at line 4" in reply.traceback
+    assert "[ranks 0-3] were interrupted at line 4" in reply.traceback
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 

@@ -24,6 +24,10 @@ CASES = {
         r"monitored_barrier at line",
     ),
     "all in recv from anyone": ("dist.recv(torch.ones(1))", r"ranks 0-1 wait in recv at line 2 for a message from any"),
+    "recv from anyone beside a collective": (
+        "if rank == 0:\n    dist.irecv(torch.ones(1)).wait()\nelse:\n    dist.all_reduce(torch.ones(1))",
+        r"rank 0 waits in recv at line 3 for a message from any rank, and no rank sends one; rank 1 waits in all_red",
+    ),
     "splits that do not agree": (
         (
             "out, own, splits = torch.zeros(4), torch.ones(4), [[1, 3], [2, 2]][rank]\n"
@@ -73,6 +77,21 @@ def test_what_ranks_do_differently_is_said_in_one_sentence(pair: Kernel, what: s
     assert re.search(sentence, reply.traceback), reply.traceback
     after = pair.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), kept - rank")
     assert after.lines() == ["[ranks 0-1] (2.0, 0)"]
+
+
+def test_a_backward_pass_of_ddp_on_some_ranks_is_explained_with_the_fix(pair: Kernel) -> None:
+    pair.ok("%%distributed\nt_ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
+    step = "t_ddp(torch.ones(1, 2)).sum().backward()"
+    place = "rank 0 waits in the backward pass of a DDP model at line "
+    for cell, why in (
+        (f"%%distributed --ranks 0\n{step}", "2 for rank 1, which does not run this cell."),
+        (f"%%distributed\nif rank == 0:\n    {step}", "3 for rank 1, which has finished the cell."),
+    ):
+        reply = pair.run(cell)
+        assert place + why in reply.traceback
+        assert "sums gradients over all ranks of its process group: run it on each of them, or build" in reply.traceback
+    reply = pair.ok(f"%%distributed\nt_ddp.zero_grad()\n{step}\nt_ddp.module.bias.grad.tolist()")
+    assert reply.lines() == ["[ranks 0-1] [1.0, 1.0]"]
 
 
 def test_a_monitored_barrier_still_names_who_does_not_come(pair: Kernel) -> None:

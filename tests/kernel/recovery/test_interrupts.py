@@ -83,7 +83,7 @@ def interrupted(kernel: Kernel, code: str, *, after_s: float = 0.3, presses: int
 def told_ranks(reply: Reply) -> set[int]:
     """The ranks of which the report says what they did."""
     ranks: set[int] = set()
-    for spec in re.findall(r"^\[ranks? ([\d,-]+)\] (?:waited in|interrupted)", reply.traceback, re.M):
+    for spec in re.findall(r"^\[ranks? ([\d,-]+)\] (?:waited in|(?:was|were) interrupted)", reply.traceback, re.M):
         for part in spec.split(","):
             first, _, last = part.partition("-")
             ranks |= set(range(int(first), int(last or first) + 1))

@@ -95,6 +95,48 @@ def test_little_shared_memory_is_named_with_what_to_set() -> None:
     assert lines[-1] == "{0: 'alive', 1: 'alive'}"
 
 
+GROUP_MEMORY = """
+import axon_nb
+from axon_nb.cluster.settings import settings
+
+settings.set("group_memory=1MiB")
+cluster = axon_nb.start(4)
+code = '''
+import itertools, re
+from pathlib import Path
+def mapped():
+    sizes = [int(end, 16) - int(start, 16) for start, end in
+             re.findall(r"^(\\w+)-(\\w+) .*memfd:axon_nb_group", Path("/proc/self/maps").read_text(), re.M)]
+    return bool(sizes) and max(sizes) <= 1 << 20
+t = torch.arange(2_000_003.0) + rank
+dist.all_reduce(t)
+assert torch.equal(t, torch.arange(2_000_003.0) * 4 + 6)
+rows = [torch.empty(300_000) for _ in range(4)]
+dist.all_gather(rows, torch.full((300_000,), float(rank)))
+assert all(bool((row == number).all()) for number, row in enumerate(rows))
+t = torch.full((1_000_000,), float(rank))
+other = torch.empty_like(t)
+ops = [dist.P2POp(dist.isend, t, (rank + 1) % 4), dist.P2POp(dist.irecv, other, (rank - 1) % 4)]
+works = dist.batch_isend_irecv(ops)
+for work in works: work.wait()
+mapped(), other.unique().tolist()
+'''
+expected = {rank: (True, [float((rank - 1) % 4)]) for rank in range(4)}
+print(cluster.run(code).values == expected)
+try:
+    cluster.run("if rank == 1: raise ValueError('bug')\\ndist.barrier()")
+except axon_nb.CellError as error:
+    print(error)
+print(cluster.run(code).values == expected)
+cluster.stop()
+"""
+
+
+def test_groups_share_at_most_what_is_set_with_no_room_in_dev_shm() -> None:
+    said = run_with_mount("size=64k", "/dev/shm", GROUP_MEMORY)
+    assert said.splitlines() == ["True", "rank 1: ValueError: bug", "True"]
+
+
 FULL_DISK = """
 import os
 from pathlib import Path

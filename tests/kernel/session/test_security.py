@@ -1,10 +1,12 @@
-"""Only loopback and Unix sockets listen, and nobody else can read the cluster's files."""
+"""Only private Unix sockets listen, and nobody else can read the cluster's files or its output."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +14,9 @@ from tests.support.kernel import Kernel
 from tests.support.processes import footprint, listening, modes
 
 
-def test_every_listener_is_on_loopback(kernel: Kernel) -> None:
+def test_no_process_listens_on_a_port(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nt_group = dist.new_group([0, 1, 2, 3])\ndist.all_reduce(torch.ones(1), group=t_group)")
-    sockets = listening(footprint(kernel))
-    assert sockets, "the controller listens somewhere"
-    assert {entry.laddr.ip for entry in sockets} == {"127.0.0.1"}
+    assert listening(footprint(kernel)) == []
 
 
 def test_files_are_for_their_owner_alone(kernel: Kernel) -> None:
@@ -33,24 +33,35 @@ def test_keys_are_not_in_the_environment_of_ranks(kernel: Kernel) -> None:
     assert reply.lines() == ["[rank 0] []"]
 
 
-def test_another_users_connection_is_refused(kernel: Kernel) -> None:
-    if os.getuid() != 0:
-        pytest.skip("needs root, to become another user")
-    path = footprint(kernel).folder / "agent.sock"
+def _answer(path: Path, user: int) -> bytes:
+    """What a process of this user gets when it connects to a Unix socket."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.setuid(65534)
+            os.setuid(user)
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.connect(str(path))
             os.write(writer, b"connected")
-        except PermissionError:
-            os.write(writer, b"refused")
+        except OSError as error:
+            os.write(writer, type(error).__name__.encode())
         finally:
             os._exit(0)
+    os.close(writer)
     os.waitpid(child, 0)
-    assert os.read(reader, 100) == b"refused"
+    with open(reader, "rb") as answer:
+        return answer.read()
+
+
+def test_no_socket_accepts_another_user(kernel: Kernel) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become another user")
+    folder = footprint(kernel).folder
+    sockets = [path for path in folder.rglob("*") if stat.S_ISSOCK(os.lstat(path).st_mode)]
+    iopub = json.loads((folder / "profile" / "security" / "ipcontroller-client.json").read_text())["iopub"]
+    assert {folder / "agent.sock", folder / "channels" / f"c-{iopub}"} <= set(sockets)
+    assert {_answer(path, 65534) for path in sockets} == {b"PermissionError"}
+    assert _answer(folder / "channels" / f"c-{iopub}", os.getuid()) == b"connected"
 
 
 def test_files_that_ranks_write_have_the_users_own_mode(kernel: Kernel) -> None:

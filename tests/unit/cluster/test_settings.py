@@ -103,6 +103,11 @@ def test_seconds_as_values_and_as_shown_are_read_back(value: float) -> None:
             "threads must be a whole number of threads per rank, such as 2, or 0 to share the cores evenly; got '1.5'.",
         ),
         ("threads=5000", "threads must be at most 4096; got '5000'."),
+        (
+            "group_memory=5",
+            "group_memory must be a number of bytes of at least 1048576, such as 4MiB, or 0 for the default; got '5'.",
+        ),
+        ("group_memory=2000GiB", "group_memory must be at most 1024 GiB; got '2000GiB'."),
         ("debug=maybe", "debug must be on or off; got 'maybe'."),
         ("keepalive=5", "%distributed config has no setting 'keepalive': did you mean keep_alive?"),
         ("keep_alive", "%distributed config takes key=value, such as keep_alive=300s; got 'keep_alive'."),
@@ -121,6 +126,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(assignment: str, sentence
 
 def test_without_a_cluster_a_line_is_just_the_value() -> None:
     own = LiveSettings()
+    assert own.set("group_memory=4MiB group_memory=0") == ["group_memory = 0 B"]
     assert own.set("keep_alive=5 output_limit = 2 MiB threads=2", "debug=off") == [
         "keep_alive = 5 s",
         "output_limit = 2 MiB",
@@ -155,6 +161,7 @@ def test_the_list_marks_what_is_not_the_default_or_not_what_the_cluster_has() ->
         "output_limit = 1 MiB",
         "collective_timeout = 1800 s",
         "threads = 2 (from the next start; this cluster keeps 0; default 0)",
+        "group_memory = 0 B",
         "auto_repair = off",
         "debug = on",
         "start_timeout = 120 s",

@@ -8,15 +8,17 @@ from collections.abc import Callable
 
 from torch._C._distributed_c10d import Store
 
-from axon_nb.comm.errors import CommError
+from axon_nb.comm.errors import CommError, InvalidArgumentError
 from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.errors import SharedMemoryTimeoutError
 from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
 from axon_nb.comm.shared_memory.segment.progress import Progress
+from axon_nb.records.units import exact_bytes
 
 __all__ = ["ForeignHostError", "form"]
 
 _PIECE_S = 0.005
+_KIB = 1024
 
 
 class ForeignHostError(CommError):
@@ -42,9 +44,10 @@ def form(
         key: The store's key for the memory's address; use a new one each time.
         timeout_s: Seconds to wait for the other ranks.
         give_up: Called repeatedly; raises to abort the wait.
-        max_bytes: Maximum size of the memory; 0: the default size.
+        max_bytes: Maximum size of the memory; 0: the usual size.
 
     Raises:
+        InvalidArgumentError: the memory does not fit into `max_bytes`.
         ForeignHostError: the ranks cannot share memory.
         GroupLeftError: a rank died meanwhile.
         SharedMemoryTimeoutError: a rank did not arrive.
@@ -53,6 +56,11 @@ def form(
         raise ForeignHostError("Shared memory between ranks needs Linux on x86-64 or aarch64.")
     deadline = time.monotonic() + timeout_s
     layout = Layout.of(len(members), max_bytes)
+    if 0 < max_bytes < layout.total:
+        raise InvalidArgumentError(
+            f"A group of {len(members)} ranks needs at least {exact_bytes(-(-layout.total // _KIB) * _KIB)} of shared "
+            f"memory, but group_memory is {exact_bytes(max_bytes)}: raise it, or set it to 0 for the usual size."
+        )
     descriptor = -1
     try:
         if rank == 0:

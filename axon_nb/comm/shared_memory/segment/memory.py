@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RING", "SLOTS", "WORD", "Layout", "SharedMemory", "start_time"]
+__all__ = ["RING", "SLOTS", "WORD", "Layout", "SharedMemory", "process_state", "start_time"]
 
 WORD = 8
 _PAGE = 4096
@@ -41,13 +41,22 @@ def _rounded(size: int, unit: int = _PAGE) -> int:
     return -(-size // unit) * unit
 
 
+def _process_fields(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except OSError:
+        return []
+
+
 def start_time(pid: int) -> int:
     """Start time of a process in the kernel's ticks; 0: there is no such process, or it is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+    fields = _process_fields(pid)
+    return 0 if not fields or fields[0] in ("Z", "X") else int(fields[19])
+
+
+def process_state(pid: int) -> str:
+    """State of a process, a letter as in /proc; empty: there is no such process."""
+    return next(iter(_process_fields(pid)), "")
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,8 @@ class Layout:
 
         Args:
             size: Number of ranks.
-            limit: Maximum size of the memory in bytes; 0: the default size.
+            limit: Maximum size of the memory in bytes; 0: the usual size. The result exceeds it if pieces of one page
+                do not fit.
         """
         slot = min(_MAX_SLOT_BYTES, max(_MIN_SLOT_BYTES, _SLOTS_BYTES // (size * SLOTS) // _PAGE * _PAGE))
         piece = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, _rounded(_MESSAGES_BYTES // (size * size * RING))))

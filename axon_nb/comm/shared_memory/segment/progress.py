@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from axon_nb.comm.shared_memory.segment import futex
-from axon_nb.comm.shared_memory.segment.announcement import in_words
+from axon_nb.comm.shared_memory.segment.announcement import in_words, operation_of
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError, PeerLostError, SharedMemoryTimeoutError
-from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory, start_time
+from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory, process_state, start_time
 
 __all__ = ["STEPS", "Progress"]
 
@@ -266,6 +266,21 @@ class Progress:
 
     def _names(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {self.members[rank]}" for rank in ranks)
+
+    def behind(self) -> list[int]:
+        """Return the group ranks that have made less progress than this one."""
+        own = self.words[self.own]
+        return [peer for peer, place in self.others if self.words[place] < own]
+
+    def last_call(self, rank: int) -> tuple[str, int, bool]:
+        """Return the operation and line of a rank's last collective, and whether it waits there; "" and 0: none."""
+        place = self.places[rank]
+        fact, line = self.call_of(rank, self.words[place] // STEPS)
+        return operation_of(fact) if fact else "", line, bool(self.words[place + _AWAITED])
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the process of a rank is stopped, as by SIGSTOP."""
+        return process_state(self.words[self.places[rank] + _PID]) in ("T", "t")
 
     def describe(self) -> list[str]:
         """Describe each rank's call; works in any process that maps the memory, even if the rank is stuck."""

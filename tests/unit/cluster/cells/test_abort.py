@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +14,7 @@ from axon_nb.records.protocol.cells import AbortReply, AbortRequest
 from axon_nb.records.protocol.inspection import WaitsReply
 from axon_nb.records.protocol.messages import REPLY, Request
 from axon_nb.records.protocol.wire import encode
+from axon_nb.records.silent_ranks import PeerCall
 from axon_nb.records.waits import PendingCall, RankWaits
 
 BARRIER = PendingCall(number=7, name="barrier", group="0", ranks=(0, 1, 2), sequence=1, peer=-1, bytes=0, seconds=2.0)
@@ -69,6 +71,29 @@ def test_a_rank_outside_of_the_cell_that_dies_is_not_waited_for() -> None:
     dead.add(3)
     reported = [watch.step(now + seconds, [0, 1]) for seconds in range(10, 16)]
     assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in reported
+
+
+def test_a_stopped_rank_is_named_with_its_last_call_and_no_deadlock_is_proven_without_it() -> None:
+    ranks: Any = Ranks()
+    peer = PeerCall(2, "all_reduce", 4, is_waiting=True, is_stopped=True)
+    blocked = dataclasses.replace(BARRIER, seconds=5.0)
+    for rank in (0, 1):
+        own = dataclasses.replace(waits(rank).waits, pending=(blocked,))
+        ranks.answers[rank] = dataclasses.replace(waits(rank), waits=own, peers=(peer,))
+    ranks.silent = {2}
+    watch, now = DeadlockWatch(ranks, [0, 1, 2], [0, 1, 2]), time.monotonic()
+    assert [watch.step(now + seconds, [0, 1, 2]) for seconds in range(12)] == [""] * 12
+    stopped = "Waiting for rank 2 (stopped in all_reduce at line 4): ranks 0-1 have been in barrier at line 2 for 5.0 s"
+    assert watch.slow == stopped
+    assert len(ranks.late) == 1, "requests do not pile up"
+    controller = AbortController(ranks, [0, 1, 2], watch=watch)
+    assert controller.stuck_reason(2) == "is stopped (SIGSTOP) and does not react to interrupts"
+    ranks.silent.clear()
+    ranks.answers[2] = runs_nothing(2)
+    ranks.late[0].set_result(message(runs_nothing(2)))
+    told = [watch.step(now + seconds, [0, 1]) for seconds in range(12, 18)]
+    assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in told
+    assert controller.stuck_reason(2) == "is still busy and does not react to interrupts"
 
 
 def test_what_ranks_have_not_carried_out_yet_is_waited_for() -> None:
