@@ -158,7 +158,7 @@ def test_a_step_has_an_interval_and_says_what_it_depends_on() -> None:
     alone = plan.step_time(CONFIG, 1, batch=BATCH, rates=1e9, optimizer=None)
     assert alone.uncertainty is not None
     assert alone.uncertainty.depends_on == ("the rate of matrix products",)
-    assert alone.uncertainty.low_s == pytest.approx(alone.total_s / 1.15)
+    assert alone.uncertainty.low_s == pytest.approx(alone.total_s / 1.25)
 
 
 def test_three_axes() -> None:

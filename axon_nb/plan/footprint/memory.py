@@ -57,8 +57,8 @@ def memory(
     """Predict how much memory a training step takes on each rank, without the ranks and without the memory.
 
     By default a separate process runs one rank's step on tensors without data and tracks every storage. Ctrl-C and
-    `cancel` stop it. Models with many equal blocks run at two small depths; the rest is extrapolated. Answers are
-    cached.
+    `cancel` stop it. Models with many blocks, or groups of blocks, that are proven alike run at two small depths; the
+    rest is extrapolated. Where nothing is proven, all blocks are simulated. Answers are cached.
 
         plan.memory(GPTConfig(hidden=4096, heads=32, blocks=34, context=2048), 64, mixed_precision="bfloat16")
         plan.memory("model", 64, inputs=plan.TensorSpec(("batch", 1024)), batch=8)  # the ranks' variable `model`
