@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from axon_nb.records.colors import INK, KINDS, RANKS
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
-from axon_nb.widgets.palette import INK, KINDS, RANKS, rank_color, text_color
+from axon_nb.widgets.palette import rank_color, text_color
 from axon_nb.widgets.shards.tensors import Part, PlacedTensor
 
 __all__ = ["Box", "Drawing", "describe_boxes", "draw", "drawing_svg"]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from axon_nb.records.colors import RANKS
 from axon_nb.records.placement import Shard
-from axon_nb.widgets.palette import RANKS
 from axon_nb.widgets.shards.boxes import draw, drawing_svg
 from axon_nb.widgets.shards.folding import fold
 from axon_nb.widgets.shards.page import shards_bundle
