@@ -99,6 +99,7 @@ def test_work_is_recorded_from_the_moment_that_a_timeline_is_open(ready: Kernel)
     assert {"Sequential", "backward", "SGD", "all_reduce"} <= set(names)
     assert ready.value("int(t_own[t_own.kind == 'collective'].bytes.max())") == 4 * (64 * 64 + 64 + 64 * 8 + 8)
     assert ready.value("int(t_own[t_own.kind == 'collective'].waited_for.notna().sum())") >= 4
+    assert ready.value("set(t_own[t_own.kind == 'collective'].line.dropna()) == {2}")
 
 
 def test_the_panel_is_saved_as_a_picture_after_each_cell(ready: Kernel) -> None:

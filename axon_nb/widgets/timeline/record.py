@@ -33,7 +33,8 @@ __all__ = ["Timeline", "timeline_file"]
 _START = """
 const bytes = Uint8Array.from(atob(document.getElementById("spans").textContent), (c) => c.charCodeAt(0));
 const config = JSON.parse(document.getElementById("config").textContent);
-const traits = { config, snapshot: new DataView(bytes.buffer) };
+const tools = JSON.parse(document.getElementById("tools").textContent);
+const traits = { config, tools, snapshot: new DataView(bytes.buffer) };
 const model = { get: (name) => traits[name], on() {}, off() {}, send() {} };
 const el = document.getElementById("timeline");
 el.replaceChildren();
@@ -68,11 +69,14 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
     code = script("timeline").replace("export default ", "const make = ")
     fallback = timeline_bundle(table, ranks, title=title)["text/html"]
     # "</" would end the element that holds the text.
-    config_json = json.dumps(config).replace("</", "<\\/")
+    config_json, tools_json = (
+        json.dumps(value).replace("</", "<\\/") for value in (config, script("timeline/tools/tools"))
+    )
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<style>{_PAGE_CSS}{css}</style></head><body><div id="timeline">{fallback}</div>'
         f'<script type="application/json" id="config">{config_json}</script>'
+        f'<script type="application/json" id="tools">{tools_json}</script>'
         f'<script type="application/octet-stream" id="spans">{spans}</script>'
         f'<script type="module">{code}{_START}</script></body></html>\n'
     )
@@ -116,8 +120,9 @@ class Timeline:
     def to_frame(self) -> pd.DataFrame:
         """Return one row per span.
 
-        The columns are rank, kind, name, group, start, seconds, bytes, stage, microbatch, waited_s and waited_for: the
-        rank that started a collective last. `start`, `seconds` and `waited_s` are in seconds.
+        The columns are rank, kind, name, group, start, seconds, bytes, stage, microbatch, waited_s, waited_for: the
+        rank that started a collective last; and line: that of the cell that called it. `start`, `seconds` and
+        `waited_s` are in seconds.
         """
         return self.table().to_frame()
 

@@ -252,5 +252,5 @@ def test_the_saved_page_has_the_spans_and_the_script() -> None:
     html = timeline_file(store.table(), [0, 1])
     assert "const make = widget(" in html
     assert "import {" not in html
-    assert html.count("</script>") == 3
+    assert html.count("</script>") == 4
     assert "export default" not in html
