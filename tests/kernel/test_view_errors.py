@@ -16,6 +16,7 @@ REFUSED = {
     "%memory t_tensor": "'t_tensor' has type Tensor: `%memory` accepts modules and optimizers",
     "%memory t_text(": "'t_text(' is not the name of a variable",
     "%timeline --ranks 9": "9",
+    "%timeline --cell 3,x": "must be the number of a cell, or two, such as 7,9; got '3,x'",
     "%timeline --cell 99999": "ranks have no spans of In [99999]",
     "%timeline --save t.txt": "must end in .json, .html or .csv",
     "%watch t_text": "%watch has no 't_text'",

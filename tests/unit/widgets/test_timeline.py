@@ -15,6 +15,7 @@ from axon_nb.cluster.inspection.span_store import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.records.training.pipeline import play
 from axon_nb.widgets.palette import SPAN_PAINTS
+from axon_nb.widgets.timeline.comparison import comparison_bundle
 from axon_nb.widgets.timeline.content import figures, page_facts, summarize
 from axon_nb.widgets.timeline.facts import Straggler, timeline_facts
 from axon_nb.widgets.timeline.page import timeline_bundle
@@ -245,6 +246,17 @@ def test_a_picture_counts_every_part_of_a_unit() -> None:
     table = filled(*(span(0, i / 10, i / 10 + 0.05, "forward") for i in range(10_000))).table()
     drawn = rank_svg(table, 0, 0, 1000 * MS, num_rows=1)
     assert drawn.count("M") == 1  # half of every unit: one box over all
+
+
+def test_two_cells_are_compared_on_one_scale() -> None:
+    before = filled(*(span(rank, 0, 100, "cell") for rank in range(2)), span(0, 10, 50, "forward", name="<b>"))
+    after = filled(*(span(rank, 0, 50, "cell") for rank in range(2)), span(0, 10, 30, "forward"))
+    bundle = comparison_bundle([("In [7]", before.table()), ("In [9]", after.table())], [0, 1])
+    rows = {line.split()[0]: line.split()[1:] for line in bundle["text/plain"].splitlines()[2:]}
+    assert rows["cell"] == ["100", "ms", "50", "ms", "−50", "ms", "(−50%)"]
+    assert rows["forward"] == ["20", "ms", "10", "ms", "−10", "ms", "(−50%)"]
+    assert "In [7] beside In [9]" in bundle["text/html"]
+    assert bundle["text/html"].count("<img") == 4
 
 
 def test_the_saved_page_has_the_spans_and_the_script() -> None:
