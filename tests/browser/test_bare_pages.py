@@ -174,6 +174,35 @@ def test_a_view_fits_its_page(chromium: Browser, tmp_path: Path, sample: str, ra
         page.close()
 
 
+def test_a_rank_of_the_mesh_is_selected_and_blocks_that_are_alike_are_unfolded(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    page, errors = open_page(chromium, tmp_path, "shards", SAMPLES["shards"][1](4))
+    rows = page.locator(".axon-shards tbody tr[data-name]")
+    folded = rows.count()
+    page.get_by_role("button", name="rank 2: dp 1, tp 0").click()
+    page.locator(".axon-shards-state", has_text="rank 2 (dp 1, tp 0) holds").wait_for()
+    parts = page.locator(".axon-shards-part").evaluate_all(
+        "(all) => all.map((part) => [part.dataset.ranks.split(' ').includes('2'), part.hasAttribute('data-pale')])"
+    )
+    assert {True, False} == {own for own, _ in parts}
+    assert all(own != pale for own, pale in parts)
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.locator(".axon-shards-state", has_text="rank 3 (dp 1, tp 1)").wait_for()
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => !document.querySelector('.axon-shards-part[data-pale]')")
+    fold = page.locator(".axon-shards-fold").first
+    alike = int(fold.inner_text().split()[1])
+    assert alike > 1
+    fold.click()
+    page.wait_for_function(
+        "(n) => document.querySelectorAll('.axon-shards tbody tr[data-name]').length === n", arg=folded + alike - 1
+    )
+    assert errors == []
+    page.close()
+
+
 COUNT_PATTERNS = """() => {
     window.patterns = 0;
     const make = CanvasRenderingContext2D.prototype.createPattern;

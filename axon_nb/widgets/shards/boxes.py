@@ -32,6 +32,8 @@ class Box:
     height: float
     rank: int
     """The first one that holds it; -1: all ranks hold a copy."""
+    ranks: tuple[int, ...]
+    """All that hold it."""
     label: str
     """Ranks, if there is room for them."""
     text: str
@@ -104,7 +106,7 @@ def _box(tensor: PlacedTensor, part: Part, area: tuple[float, float, float, floa
     is_replica = len(part.ranks) > 1 and part.shape == tensor.shape
     fits = len(label) * _CHAR_WIDTH + 2 <= width and height >= 10
     rank = -1 if is_replica else part.ranks[0]
-    return Box(x, y, width, height, rank, label if fits else "", _describe(tensor, part))
+    return Box(x, y, width, height, rank, part.ranks, label if fits else "", _describe(tensor, part))
 
 
 def _describe(tensor: PlacedTensor, part: Part) -> str:
