@@ -77,7 +77,9 @@ def _parser() -> LineParser:
     parser = LineParser("%timeline", "Show each rank's spans over time.")
     parser.add_argument("--ranks", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
     parser.add_argument("--cell", default=None, metavar="N[,M]", help="show only the finished cell In [N], or two")
-    parser.add_argument("--save", default=None, metavar="FILE", help="write .json (Perfetto), .html or .csv instead")
+    parser.add_argument(
+        "--save", default=None, metavar="FILE", help="write .json (Perfetto), .html, .csv or .svg instead"
+    )
     return parser
 
 
@@ -102,7 +104,7 @@ class TimelineMagics(Magics):
 
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
         --cell N        show only the finished cell In [N]; with two, such as 7,9, show them beside each other
-        --save FILE     write a file instead: .json is a trace for Perfetto, .html a standalone page, .csv a table
+        --save FILE     write a file instead: .json is a trace for Perfetto, .html a page, .csv a table, .svg a picture
 
         Example: `%timeline --ranks 0-1`, or `%timeline --save trace.json`.
         """

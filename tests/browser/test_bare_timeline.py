@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING
 
 import pytest
@@ -155,5 +156,22 @@ def test_many_ranks_are_folded_but_for_the_late_one(chromium: Browser, tmp_path:
     page.get_by_role("button", name="32–63").click()
     page.wait_for_function("() => document.querySelectorAll('.axon-timeline-names > div').length === 40")
     assert names.nth(2).inner_text().endswith("rank 32")
+    assert errors == []
+    page.close()
+
+
+def test_what_is_shown_is_saved_as_a_picture(chromium: Browser, tmp_path: Path) -> None:
+    page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save what is shown as a picture").click()
+    path = tmp_path / "saved.png"
+    saved.value.save_as(path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", content[16:24])
+    box = page.locator(".axon-timeline-canvas").bounding_box()
+    assert box is not None
+    assert width > box["width"]
+    assert height > box["height"]
     assert errors == []
     page.close()

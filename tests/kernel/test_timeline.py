@@ -161,13 +161,14 @@ def test_a_pipeline_is_shown_beside_its_ideal(ready: Kernel) -> None:
 
 def test_it_is_saved_as_a_trace_a_page_and_a_table(ready: Kernel, tmp_path: Path) -> None:
     ready.ok("%%distributed\ntrain(2)")
-    for ending in ("json", "html", "csv"):
+    for ending in ("json", "html", "csv", "svg"):
         reply = ready.ok(f"%timeline --save {tmp_path}/spans.{ending}")
         assert reply.lines() == [f"Saved the timeline as {tmp_path}/spans.{ending}."]
     events: list[dict[str, Any]] = json.loads((tmp_path / "spans.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
     assert "<script type=" in (tmp_path / "spans.html").read_text()
+    assert ">rank 3</text>" in (tmp_path / "spans.svg").read_text()
     assert (tmp_path / "spans.csv").read_text().startswith("rank,kind,name,group,start,seconds,bytes")
 
 
@@ -188,7 +189,7 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel, tmp_path: Pat
     for line, words in {
         "%timeline --cell 99999": "ranks have no spans of In [99999]",
         "%timeline --ranks 9": "rank 9 does not exist",
-        f"%timeline --save {tmp_path}/spans.png": "must end in .json, .html or .csv",
+        f"%timeline --save {tmp_path}/spans.png": "must end in .json, .html, .csv or .svg",
         "%timeline model": "%timeline has no 'model'",
     }.items():
         reply = ready.run(line)

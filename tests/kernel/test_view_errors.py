@@ -18,7 +18,7 @@ REFUSED = {
     "%timeline --ranks 9": "9",
     "%timeline --cell 3,x": "must be the number of a cell, or two, such as 7,9; got '3,x'",
     "%timeline --cell 99999": "ranks have no spans of In [99999]",
-    "%timeline --save t.txt": "must end in .json, .html or .csv",
+    "%timeline --save t.txt": "must end in .json, .html, .csv or .svg",
     "%watch t_text": "%watch has no 't_text'",
     "axon_nb.show.shards()": "needs the name of a variable on the ranks, such as 'model'",
     "axon_nb.show.shards(3)": "such as 'model'; got an object of type int",

@@ -23,6 +23,7 @@ from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.palette import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.timeline.content import page_facts, summarize
 from axon_nb.widgets.timeline.page import timeline_bundle
+from axon_nb.widgets.timeline.picture import timeline_svg
 from axon_nb.widgets.timeline.wire import pack
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
     )
 
 
-_SUFFIXES = (".json", ".html", ".csv")
+_SUFFIXES = (".json", ".html", ".csv", ".svg")
 
 
 class Timeline:
@@ -127,7 +128,7 @@ class Timeline:
         return self.table().to_frame()
 
     def save(self, path: Path | str) -> None:
-        """Write the spans, by the name's suffix: .json (a trace for Perfetto), .html (a page), or .csv.
+        """Write the spans, by suffix: .json (a trace for Perfetto), .html (a page), .csv (a table) or .svg (a picture).
 
         Raises:
             UsageError: The name has another suffix.
@@ -138,6 +139,9 @@ class Timeline:
         table = self.table()
         if suffix == ".html":
             Path(path).write_text(timeline_file(table, self._ranks, title=self.title or "Timeline"), encoding="utf-8")
+        elif suffix == ".svg":
+            picture = timeline_svg(table, self._ranks, title=self.title or "Timeline")
+            Path(path).write_text(picture, encoding="utf-8")
         elif suffix == ".csv":
             table.to_frame().to_csv(path, index=False)
         else:

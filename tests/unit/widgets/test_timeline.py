@@ -19,6 +19,7 @@ from axon_nb.widgets.timeline.comparison import comparison_bundle
 from axon_nb.widgets.timeline.content import figures, page_facts, summarize
 from axon_nb.widgets.timeline.facts import Straggler, timeline_facts
 from axon_nb.widgets.timeline.page import timeline_bundle
+from axon_nb.widgets.timeline.picture import round_step, timeline_svg
 from axon_nb.widgets.timeline.record import timeline_file
 from axon_nb.widgets.timeline.svg import rank_svg, step_svg
 from tests.support.straggling import straggling_spans
@@ -246,6 +247,25 @@ def test_a_picture_counts_every_part_of_a_unit() -> None:
     table = filled(*(span(0, i / 10, i / 10 + 0.05, "forward") for i in range(10_000))).table()
     drawn = rank_svg(table, 0, 0, 1000 * MS, num_rows=1)
     assert drawn.count("M") == 1  # half of every unit: one box over all
+
+
+def test_a_picture_for_papers_has_rows_ticks_and_legend() -> None:
+    store = filled(*straggling_spans(4), span(0, 1, 2, "forward", name="<b>"), ranks=4)
+    root = ET.fromstring(timeline_svg(store.table(), range(4), title="In [<9>]"))
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0] is not None
+    assert texts[0].startswith("In [<9>]: 4 ranks")
+    assert {"rank 0", "rank 3", "100 ms", "700 ms", "backward", "waiting", "own code"} <= set(texts)
+    assert any(text and text.startswith("Rank 2 is late.") for text in texts)
+    assert len(root.findall("{http://www.w3.org/2000/svg}svg")) >= 4 + 5
+
+
+@given(st.floats(1e-6, 1e6), st.integers(2, 20))
+def test_ticks_are_at_round_steps(length: float, count: int) -> None:
+    step = round_step(length, count)
+    assert 0.2 * count <= length / step + 1e-9
+    assert length / step <= count * (1 + 1e-9)
+    assert f"{step:.0e}"[0] in "125"
 
 
 def test_two_cells_are_compared_on_one_scale() -> None:

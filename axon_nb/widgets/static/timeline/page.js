@@ -16,7 +16,8 @@ const BUTTONS = [
   ["−", "-", "Zoom out (−)"],
   ["cell", "Home", "Show the running cell, or the last one (Home)"],
   ["all", "a", "Show everything (a)"],
-  ["save", "save", "Save as a trace for Perfetto"],
+  ["trace", "save", "Save as a trace for Perfetto"],
+  ["picture", "picture", "Save what is shown as a picture (PNG)"],
 ];
 
 /**

@@ -125,8 +125,8 @@ class TimelineView extends TimeView {
   onKey(key) {
     if (SELECTION_KEYS.has(key) || (key === "Escape" && this.tools?.selection.isOn)) {
       this.loadTools(({ selection }) => selection.onKey(key));
-    } else if (key === "save") {
-      this.loadTools(({ saveTrace }) => saveTrace());
+    } else if (key === "save" || key === "picture") {
+      this.loadTools(({ saveTrace, savePicture }) => (key === "save" ? saveTrace() : savePicture()));
     } else {
       const step = navigate(this.#zoom, key, this.store, this.shared.now());
       if (!step) return false;
