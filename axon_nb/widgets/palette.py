@@ -119,6 +119,8 @@ def paints_for_page() -> list[dict[str, object]]:
 # ---- style sheets ----------------------------------------------------------------------------------------------------
 
 _DARK = '[data-jp-theme-light="false"] .axon-view,\n.vscode-dark .axon-view,\n.axon-view[data-theme="dark"]'
+_INKS = ("#0B1020", "#FFFFFF")
+"""Colours of words on light and on dark pages, and on paints."""
 _UNKNOWN_THEME = "body:not([data-jp-theme-light], .vscode-light) .axon-view:not([data-theme])"
 
 
@@ -132,7 +134,7 @@ def palette_css() -> str:
 
 
 def _tokens(theme: int) -> list[tuple[str, str]]:
-    tokens = [("tone", ("#0B1020", "#FFFFFF")[theme]), ("on-paint", ("#FFFFFF", "#0B1020")[theme])]
+    tokens = [("tone", _INKS[theme])]
     tokens += [("plain-page", ("#FFFFFF", "#111111")[theme]), ("plain-ink", ("#212529", "#E0E0E0")[theme])]
     colors = [(f"kind-{name}", color) for name, color in KINDS.items()]
     colors += [("kind-wait-soft", _WAIT_SOFT)]
@@ -140,4 +142,10 @@ def _tokens(theme: int) -> list[tuple[str, str]]:
     colors += [(f"rank-{number}", color) for number, color in enumerate(RANKS)]
     for name, (words, plane) in STATES.items():
         colors += [(name, words), (f"{name}-soft", plane)]
-    return tokens + [(name, (color.light, color.dark)[theme]) for name, color in colors]
+    found = [(name, (color.light, color.dark)[theme]) for name, color in colors]
+    inks = [(f"on-{name}", _ink_on(paint)) for name, paint in found if name.startswith("role-")]
+    return [*tokens, *found, *inks]
+
+
+def _ink_on(paint: str) -> str:
+    return max(_INKS, key=lambda ink: contrast(ink, paint))

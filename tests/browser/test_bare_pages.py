@@ -168,6 +168,7 @@ def test_a_view_fits_its_page(chromium: Browser, tmp_path: Path, sample: str, ra
         assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
         clipped = "(root) => root.scrollWidth - root.clientWidth"
         assert view.evaluate(clipped) <= 1
+        assert "" not in page.locator(".axon-view th").all_inner_texts(), "a title that screen readers cannot read"
         if folder := os.environ.get("AXON_NB_SCREENSHOTS"):
             view.screenshot(path=f"{folder}/{sample}-{ranks}-{'dark' if dark else 'light'}-{width}.png")
         assert errors == []

@@ -114,6 +114,14 @@ def test_the_first_eight_ranks_differ_and_their_numbers_can_be_read() -> None:
             assert contrast(of(color, theme), text_color(of(color, theme))) >= 4.5
 
 
+def test_words_on_the_bars_of_memory_can_be_read() -> None:
+    blocks = re.findall(r"\{\n((?:  --axon-[\w-]+: #\w{6};\n)+)\}", palette_css())
+    for block in blocks:
+        tokens = dict(re.findall(r"--axon-([\w-]+): (#\w{6});", block))
+        for role in ROLES:
+            assert contrast(tokens[f"role-{role}"], tokens[f"on-role-{role}"]) >= 4.5, role
+
+
 def test_what_work_makes_in_memory_has_its_colour() -> None:
     made = {"activations": "forward", "gradients": "backward", "optimizer": "optimizer", "communication": "collective"}
     assert {role: ROLES[role] for role in made} == {role: KINDS[kind] for role, kind in made.items()}

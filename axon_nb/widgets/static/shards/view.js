@@ -18,7 +18,7 @@ import { makeMesh, showPartsOf } from "./mesh.js";
 
 const MAX_ROWS = 100; // until the button below them is clicked
 const MAP_MARGIN = 16; // pixels
-const COLUMNS = ["tensor", "", "shape", "where", "per rank", "parts by rank"];
+const COLUMNS = ["tensor", "role", "shape", "where", "per rank", "parts by rank"];
 
 /** @param {(kind: "list" | "map") => void} onKind called if another kind of drawing is chosen */
 function buildPage(onKind) {

@@ -59,7 +59,7 @@ export class FactsPanel {
       show.addEventListener("click", () => this.onFilter(notice.filter));
       this.parts.notice.append(makeNotice(notice, show));
     }
-    const columns = [{ title: "" }, ...facts.columns.map(({ title }) => ({ title, isNumber: true }))];
+    const columns = [{ title: "rank" }, ...facts.columns.map(({ title }) => ({ title, isNumber: true }))];
     const rows = this.#rows(facts).map(({ rank, cells }) => ({
       name: `rank ${rank}`,
       cells: cells.map((cell, i) => ({ ...cell, token: facts.columns[i].token })),

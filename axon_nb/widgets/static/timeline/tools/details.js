@@ -143,7 +143,7 @@ export class Details {
     const all = this.#timeSpent(range);
     const { ranks } = this.view.config;
     const length = range.to - range.from;
-    const columns = ["", "mean", "least", "most"].map((title, i) => ({ title, isNumber: i > 0 }));
+    const columns = ["time spent", "mean", "least", "most"].map((title, i) => ({ title, isNumber: i > 0 }));
     const rows = PARTS.map(([part, name, token]) => {
       const { mean, least, most } = spreadOf(all, part);
       const text = (/** @type {number} */ at) => `${formatDuration(all[at][part])} · rank ${ranks[at]}`;
