@@ -16,7 +16,7 @@ from axon_nb.engine.kernel.post_mortem import release_failure
 from axon_nb.engine.kernel.random_state import RandomDraws
 from axon_nb.engine.kernel.shell import describe_exit
 from axon_nb.engine.kernel.streams import OutputBudget
-from axon_nb.engine.kernel.tracebacks import restore_error, take_abort_location
+from axon_nb.engine.kernel.tracebacks import take_abort_location
 from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts
 from axon_nb.records.protocol.wire import decode, encode
@@ -79,7 +79,6 @@ class CellRunner:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
         finally:
-            restore_error(shell)
             activity.clear_exclusive_ranks()
             self._interrupts.end_cell()
             session.steps.end_cell()
@@ -106,8 +105,7 @@ class CellRunner:
         reply[KEY] = encode(end_report)
         describe_exit(reply, shell)
         if not is_ok:
-            text = reply["evalue"] if facts.keep_failure else None
-            release_failure(shell, was_aborted=aborted_at is not None, keep_text=text)
+            release_failure(shell, was_aborted=aborted_at is not None, keep=facts.keep_failure)
         reply = _limit_reply(reply)
         self._log.end(message_id, reply)
         return reply

@@ -35,15 +35,13 @@ _saved: list[tuple[BaseException, str]] = []
 _debugger: list[Any] = []
 
 
-def save_error(error: BaseException, text: str) -> None:
-    """Save the error of a failed cell for the debugger.
-
-    Args:
-        error: The error.
-        text: Its text; `str` would run the user's code again.
-    """
+def save_error(error: BaseException) -> None:
+    """Save the error of a failed cell for the debugger."""
     discard_error()
-    text = text.partition("\n")[0][:_MAX_TEXT]
+    try:
+        text = str(error).partition("\n")[0][:_MAX_TEXT]
+    except Exception:  # `str` runs the user's code
+        text = ""
     _saved.append((error, f"{type(error).__name__}: {text}" if text else type(error).__name__))
 
 
@@ -115,7 +113,7 @@ def _from_user_frame(trace: TracebackType | None) -> TracebackType | None:
 _LAST_ERROR_NAMES = ("last_exc", "last_traceback", "last_type", "last_value")
 
 
-def release_failure(shell: Any, *, was_aborted: bool, keep_text: str | None = None) -> None:
+def release_failure(shell: Any, *, was_aborted: bool, keep: bool = False) -> None:
     """Drop the references of `shell` and `sys` to the last error; those of the user's own variables stay.
 
     Frames that refer to their own error, as after ``except E as e: errors.append(e)``, are freed by the next garbage
@@ -126,8 +124,7 @@ def release_failure(shell: Any, *, was_aborted: bool, keep_text: str | None = No
         shell: The rank's IPython shell.
         was_aborted: Whether the cell was interrupted or aborted. Its frames are then cleared in a thread, because a
             DataLoader waits seconds for busy workers.
-        keep_text: Text under which to save the error for the debugger until the next cell; None: do not save it. It
-            is not saved after running out of memory either.
+        keep: Whether to save the error for the debugger until the next cell; ignored after running out of memory.
     """
     result = getattr(shell, "last_execution_result", None)
     error = getattr(result, "error_in_exec", None)
@@ -141,8 +138,8 @@ def release_failure(shell: Any, *, was_aborted: bool, keep_text: str | None = No
     for name in ("InteractiveTB", "SyntaxTB"):
         if getattr(getattr(shell, name, None), "tb", None) is not None:
             getattr(shell, name).tb = None
-    if keep_text is not None and error is not None and not was_aborted and not out_of_memory:
-        save_error(error, keep_text)
+    if keep and error is not None and not was_aborted and not out_of_memory:
+        save_error(error)
     if was_aborted and error is not None:
         threading.Thread(target=_clear_chain, args=(error,), name="axon_nb-release", daemon=True).start()
     if out_of_memory:

@@ -7,9 +7,6 @@ thousand frames. On a busy machine the notebook considered the rank dead meanwhi
 they are rendered. ipykernel also publishes each error in full on the output channel, where nobody reads it: the reply
 has it.
 
-`str` of an error runs the user's code, which may take seconds or fail. IPython and ipykernel each need the text, so
-they get a stand-in with the error's name and text, and the text is read once.
-
 Private hooks: `showtraceback`'s `_showtraceback` and the `structured_traceback` of `InteractiveTB`. Without them
 IPython's own behaviour stays.
 """
@@ -35,7 +32,6 @@ __all__ = [
     "find_location",
     "install_bounded_traceback",
     "install_short_traceback",
-    "restore_error",
     "shorten_traceback",
     "take_abort_location",
 ]
@@ -85,7 +81,6 @@ def install_bounded_traceback(shell: Any) -> None:
     """Have `shell` render only the ends of long tracebacks, and only for the reply."""
     if not missing_hooks("kernel.failures", shell=shell):
         shell._showtraceback = _save_without_publishing(shell)
-        shell.events.register("post_run_cell", _reply_with_stand_in)
     if not missing_hooks("kernel.tracebacks", shell=shell):
         shell.InteractiveTB.structured_traceback = bound_traceback(shell.InteractiveTB.structured_traceback)
 
@@ -94,47 +89,12 @@ def _save_without_publishing(shell: Any) -> Any:
     def save(kind: type[BaseException], error: BaseException, rendered: list[str]) -> None:
         sys.stdout.flush()  # earlier output belongs above the traceback
         sys.stderr.flush()
-        _stand_in(error)  # ipykernel reads name and text from it
+        str(error)  # a failing `__str__` fails here, where IPython can still report it
         if getattr(shell.displayhook, "msg", None) is not None:
             shell._last_traceback_during_displayhook = True
         shell._last_traceback = rendered
 
     return save
-
-
-_stood_in: list[tuple[BaseException, BaseException]] = []
-"""The last error that was rendered, and its stand-in."""
-
-
-def _stand_in(error: BaseException) -> BaseException:
-    """Return an exception with the name, text, notes and causes of `error`."""
-    if _stood_in and _stood_in[0][0] is error:
-        return _stood_in[0][1]
-    name, text = "Exception", "<exception str() failed>"
-    with contextlib.suppress(BaseException):  # an interrupt ends the text, and the cell ends with its error
-        name = str(type(error).__name__)
-        text = str(error)
-    stand_in: BaseException = type(name, (Exception,), {})(text)
-    stand_in.__cause__, stand_in.__context__ = error.__cause__, error.__context__
-    stand_in.__suppress_context__ = error.__suppress_context__
-    if notes := getattr(error, "__notes__", None):
-        stand_in.__notes__ = notes
-    _stood_in[:] = [(error, stand_in)]
-    return stand_in
-
-
-def _reply_with_stand_in(result: Any) -> None:
-    """Let ipykernel, which makes the reply next, see the stand-in."""
-    if result is not None and _stood_in and result.error_in_exec is _stood_in[0][0]:
-        result.error_in_exec = _stood_in[0][1]
-
-
-def restore_error(shell: Any) -> None:
-    """Put the error itself back into the cell's result, once the reply has been made."""
-    result = getattr(shell, "last_execution_result", None)
-    if result is not None and _stood_in and result.error_in_exec is _stood_in[0][1]:
-        result.error_in_exec = _stood_in[0][0]
-    _stood_in.clear()
 
 
 def bound_traceback(render: Any) -> Any:
@@ -143,14 +103,13 @@ def bound_traceback(render: Any) -> Any:
     def rendered(kind: Any, error: Any, trace: Any = None, tb_offset: int | None = None, context: int = 5) -> list[str]:
         if kind is None:
             kind, error, trace = sys.exc_info()
-        shown = _stand_in(error) if isinstance(error, BaseException) else error
         with _short_chain(error) as left_out:
             if isinstance(trace, TracebackType):
                 trace, _ = shorten_traceback(trace)
             try:
-                lines: list[str] = render(type(shown), shown, trace, tb_offset, context)
+                lines: list[str] = render(kind, error, trace, tb_offset, context)
             except Exception:  # what IPython needs for it, such as `open`, was replaced by the cell
-                lines = [f"{type(shown).__name__}: {shown} (line {find_location(trace)[0]})"]
+                lines = [f"{kind.__name__}: {error} (line {find_location(trace)[0]})"]
         if left_out:
             lines.append(f"({left_out:,} calls are not shown.)")
         return lines
