@@ -60,6 +60,9 @@ class ClusterLostError(AxonError, RuntimeError):
 class CellError(AxonError, RuntimeError):
     """A cell failed on at least one rank; shows the root cause's traceback first, then the other ranks."""
 
+    failure: object | None = None
+    """What happened on each rank, as `axon_nb.cluster.failures.report.Failure`; None if it is not known."""
+
     def __init__(self, message: str, report: Sequence[str] = ()) -> None:
         super().__init__(message)
         self._report = list(report) or [message]

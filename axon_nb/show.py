@@ -69,7 +69,7 @@ def timeline(
         cluster: The cluster; None for the current one.
 
     Returns:
-        The data: `save` writes .json (a trace for Perfetto), .html or .csv, `to_frame` returns a table.
+        The data: `save` writes .json (a trace for Perfetto), .html, .csv or .svg, `to_frame` returns a table.
 
     Raises:
         NoClusterError: none is running.

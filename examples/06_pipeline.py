@@ -213,7 +213,7 @@ import plotly.io as pio
 from plotly.subplots import make_subplots
 
 pio.renderers.default = "plotly_mimetype+notebook"  # in notebooks, and in pages made from them, without a network
-COLORS = {"F": "#4c78a8", "B": "#e45756", "I": "#f58518", "W": "#54a24b"}
+COLORS = {"F": "#088F70", "B": "#8A66E0", "I": "#8A66E0", "W": "#8E4A98"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 
 

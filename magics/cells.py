@@ -6,16 +6,19 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.display import display
 
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.failures.report import Failure
 from axon_nb.cluster.session import current, start
-from axon_nb.errors import UsageError
+from axon_nb.errors import CellError, UsageError
 from axon_nb.magics.arguments import HelpRequest, LineParser, parse
 from axon_nb.magics.measure import Measures, add_measures, read_measures
 from axon_nb.records.ranks import name_ranks, resolve_ranks
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from axon_nb.widgets.cell.views import CellViews
 
 __all__ = ["CellMagics", "cell_parser"]
+
+_log = logging.getLogger("axon_nb.cells")
 
 
 def _seconds(text: str) -> float:
@@ -114,7 +119,7 @@ class CellMagics(Magics):
             return None
         if request.noblock:
             return self._start_noblock(request)
-        with _watching(request) as views:
+        with self._explaining(request), _watching(request) as views:
             result = await request.cluster.run_async(
                 request.code, view=views.watch if views else None, **request.options
             )
@@ -134,7 +139,7 @@ class CellMagics(Magics):
             return None
         if request.noblock:
             return self._start_noblock(request)
-        with _watching(request) as views:
+        with self._explaining(request), _watching(request) as views:
             result = request.cluster.run(request.code, view=views.watch if views else None, **request.options)
         result = dataclasses.replace(result, views=views)
         request.measures.show(result)
@@ -185,12 +190,33 @@ class CellMagics(Magics):
             },
         )
 
+    @contextlib.contextmanager
+    def _explaining(self, request: _Request) -> Iterator[None]:
+        """Show a card if the cell fails; front ends that show no HTML have the error's text."""
+        try:
+            yield
+        except CellError as error:
+            if isinstance(error.failure, Failure) and hasattr(self.shell, "kernel"):
+                try:
+                    _show_card(error.failure, request)
+                except Exception:  # the error itself must be shown
+                    _log.warning("The card of a failed cell could not be made.", exc_info=True)
+            raise
+
     def _start_noblock(self, request: _Request) -> Any:
         handle = request.cluster.run_noblock(request.code, **{**request.options, "values": True})
         if request.out:
             self.shell.user_ns[request.out] = handle
             return None
         return handle
+
+
+def _show_card(failure: Failure, request: _Request) -> None:
+    from axon_nb.widgets.failure import failure_card
+
+    options = request.options
+    card = failure_card(failure, code=request.code, cell=options["cell"], ranks=options["ranks"])
+    display({"text/html": card}, raw=True)
 
 
 def _prompt(shell: Any) -> int:

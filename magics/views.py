@@ -5,6 +5,7 @@ from __future__ import annotations
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from axon_nb.cluster.session import current
+from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
 from axon_nb.records.ranks import resolve_ranks
 
@@ -75,9 +76,19 @@ class JobViewMagics(Magics):
 def _parser() -> LineParser:
     parser = LineParser("%timeline", "Show each rank's spans over time.")
     parser.add_argument("--ranks", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
-    parser.add_argument("--cell", type=int, default=None, metavar="N", help="show only the finished cell In [N]")
-    parser.add_argument("--save", default=None, metavar="FILE", help="write .json (Perfetto), .html or .csv instead")
+    parser.add_argument("--cell", default=None, metavar="N[,M]", help="show only the finished cell In [N], or two")
+    parser.add_argument(
+        "--save", default=None, metavar="FILE", help="write .json (Perfetto), .html, .csv or .svg instead"
+    )
     return parser
+
+
+def _cells(text: str | None) -> list[int]:
+    """Parse numbers of cells: none, one, or two."""
+    parts = text.split(",") if text is not None else []
+    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"--cell: must be the number of a cell, or two, such as 7,9; got {text!r}.")
+    return [int(part) for part in parts]
 
 
 @magics_class
@@ -86,26 +97,35 @@ class TimelineMagics(Magics):
 
     @line_magic
     def timeline(self, line: str) -> None:
-        """Show each rank's spans over time: `%timeline [--ranks 0,2-3] [--cell N] [--save FILE]`.
+        """Show each rank's spans over time: `%timeline [--ranks 0,2-3] [--cell N[,M]] [--save FILE]`.
 
         It shows forwards, backwards, optimizer steps, collectives and waiting; and a pipeline's last step beside its
         ideal. The view is updated by later cells until it is opened again.
 
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
-        --cell N        show only the finished cell In [N]
-        --save FILE     write a file instead: .json is a trace for Perfetto, .html a standalone page, .csv a table
+        --cell N        show only the finished cell In [N]; with two, such as 7,9, show them beside each other
+        --save FILE     write a file instead: .json is a trace for Perfetto, .html a page, .csv a table, .svg a picture
 
         Example: `%timeline --ranks 0-1`, or `%timeline --save trace.json`.
         """
         options = parse(_parser(), line)
         cluster = current.require("%timeline")
         ranks = resolve_ranks(options.ranks, cluster.world_size)
+        cells = _cells(options.cell)
+        if len(cells) == 2:
+            if options.save is not None:
+                raise UsageError(f"--save: must have one cell at a time; got --cell {options.cell}.")
+            from axon_nb.widgets.open import compare_cells
+
+            compare_cells(cluster, ranks, cells)
+            return
+        cell = cells[0] if cells else None
         if options.save is None:
             from axon_nb.widgets.open import show_timeline
 
-            show_timeline(cluster, ranks, cell=options.cell)
+            show_timeline(cluster, ranks, cell=cell)
             return
         from axon_nb.widgets.timeline.record import Timeline
 
-        Timeline(cluster, ranks, cell=options.cell).save(options.save)
+        Timeline(cluster, ranks, cell=cell).save(options.save)
         print(f"Saved the timeline as {options.save}.")

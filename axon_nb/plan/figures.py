@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
+from axon_nb.records.colors import INK, KINDS, RANKS, ROLES, STATES
 from axon_nb.records.spans import Span
 
-__all__ = ["figure_of", "plotly_figure", "svg_of"]
+__all__ = ["figure_of", "paint_of", "plotly_figure", "state_paint", "svg_of"]
 
-_TEXT, _LINES = "#7a7a7a", "rgba(128, 128, 128, 0.3)"
-"""Text and grid colours that work on light and dark pages."""
-_COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#eeca3b", "W": "#54a24b"}
+_LINES = "rgba(128, 128, 128, 0.3)"
+"""Colour of grids, on light and dark pages."""
+_COLORS = {
+    "F": KINDS["forward"].both,
+    "B": KINDS["backward"].both,
+    "I": KINDS["backward"].both,
+    "W": RANKS[2].both,
+}
+"""By action. The backward of inputs is what the other stages wait for, as a whole backward is."""
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _WIDTH, _LANE, _LEFT = 900, 22, 56
 _MAX_ACTIONS = 6000
@@ -30,10 +37,31 @@ def plotly_figure(traces: Sequence[Any], layout: Any) -> Any:
     figures = import_module("plotly.graph_objects")
     figure = figures.Figure({"data": list(traces), "layout": layout})
     clear = "rgba(0, 0, 0, 0)"
-    figure.update_layout(paper_bgcolor=clear, plot_bgcolor=clear, font={"color": _TEXT}, title={"font": {"size": 15}})
+    figure.update_layout(
+        paper_bgcolor=clear,
+        plot_bgcolor=clear,
+        font={"color": INK, "size": 12},
+        title={"font": {"size": 15}},
+        colorway=[color.both for color in KINDS.values()],
+    )
     for update in (figure.update_xaxes, figure.update_yaxes):
         update(gridcolor=_LINES, zerolinecolor=_LINES)
     return figure
+
+
+def paint_of(name: str) -> str:
+    """Return the colour of a role of memory, or of a part of a step such as ``compute, backward``."""
+    if name in ROLES:
+        return ROLES[name].both
+    work, _, phase = name.partition(", ")
+    if work == "communication":
+        return KINDS["p2p" if phase == "backward" else "collective"].both
+    return KINDS["wait" if work.startswith("bubble") else phase if phase in KINDS else "other"].both
+
+
+def state_paint(state: Literal["ok", "error"]) -> str:
+    """Return the colour of what is as it should be, or not."""
+    return STATES[state][0].both
 
 
 def figure_of(spans: Iterable[Span], *, title: str) -> Any:
@@ -46,7 +74,7 @@ def figure_of(spans: Iterable[Span], *, title: str) -> Any:
             "type": "bar",
             "orientation": "h",
             "name": _NAMES.get(action, action),
-            "marker": {"color": _COLOURS.get(action)},
+            "marker": {"color": _COLORS.get(action)},
             "base": [span.start_ns / 1e6 for span in own],
             "x": [(span.end_ns - span.start_ns) / 1e6 for span in own],
             "y": [span.rank for span in own],
@@ -82,12 +110,12 @@ def svg_of(spans: Sequence[Span]) -> str:
         when = f"{span.start_ns / 1e6:.3f}-{span.end_ns / 1e6:.3f} ms"
         parts.append(
             f"<rect x='{left:.1f}' y='{span.rank * _LANE + 2}' width='{max(width - 0.5, 0.2):.1f}' "
-            f"height='{_LANE - 4}' fill='{_COLOURS.get(span.name, '#888')}'><title>{what}, {when}</title></rect>"
+            f"height='{_LANE - 4}' fill='{_COLORS.get(span.name, '#888')}'><title>{what}, {when}</title></rect>"
         )
-    used = [action for action in _COLOURS if any(span.name == action for span in spans)]
+    used = [action for action in _COLORS if any(span.name == action for span in spans)]
     for index, action in enumerate(used):
         left, top = _LEFT + 170 * index, lanes * _LANE + 6
-        parts.append(f"<rect x='{left}' y='{top}' width='12' height='12' fill='{_COLOURS[action]}'/>")
+        parts.append(f"<rect x='{left}' y='{top}' width='12' height='12' fill='{_COLORS[action]}'/>")
         parts.append(f"<text x='{left + 18}' y='{top + 11}' font-size='12' fill='currentColor'>{_NAMES[action]}</text>")
     label = f"timeline of {lanes} ranks over {length / 1e6:.4g} ms"
     height = lanes * _LANE + 24

@@ -56,6 +56,8 @@ class Span(NamedTuple):
     sequence: int = 0
     """Sequence number of the collective in its group, the same on all ranks. For a pipeline action: when its rank
     started the step, in nanoseconds. 0 if unknown."""
+    line: int = 0
+    """Line of the cell that called it; 0 if unknown, as in calls of library threads, or while no timeline is open."""
 
 
 span_of: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span)

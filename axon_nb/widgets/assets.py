@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def _parse(path: str) -> _Module:
             continue
         if line.count("`") % 2:
             raise ValueError(f"{path}: end a template on the line where it begins, unlike {line.strip()!r}.")
-        module.lines.append(line.lstrip(" "))
+        module.lines.append(_without_spaces(line.lstrip(" ")))
         code = line.removeprefix(_EXPORT)
         keyword = next(filter(code.startswith, _DECLARATIONS), None)
         if keyword is not None:
@@ -106,6 +107,25 @@ def _code(text: str) -> Iterator[str]:
                 pass
         elif start.strip() and not start.startswith("//") and not (start.startswith("/**") and start.endswith("*/\n")):
             yield line
+
+
+_COMMENT = re.compile(r"/\*\*.*?\*/ ?| +// [^\"`]*$", re.MULTILINE)
+"""Comments beside code."""
+_TEXT = re.compile(r'("(?:[^"\\]|\\.)*"|`[^`]*`)')
+_PATTERN = re.compile(r"[(=,] ?/")
+_SPACED = re.compile(r" ?([=,;:?{}()\[\]<>&|*!/]) ?")
+"""Punctuation that needs no spaces around it; plus and minus may."""
+
+
+def _without_spaces(line: str) -> str:
+    """Remove comments and the formatter's spaces from a line of code; lines with texts in texts keep theirs."""
+    line = _COMMENT.sub("", line)
+    if line.startswith(_EXPORT + _DEFAULT) or "'" in line or line.count("`") > 2 or _PATTERN.search(line):
+        return line
+    parts = _TEXT.split(line)
+    parts[::2] = [_SPACED.sub(r"\1", part) for part in parts[::2]]
+    text = "".join(parts)
+    return text.rstrip("\n") if text.endswith(("{\n", "(\n", "[\n", ",\n")) else text
 
 
 def _imported(path: str, line: str, rest: Iterator[str]) -> tuple[str, list[str]]:

@@ -21,7 +21,7 @@ from axon_nb.widgets.shards.tensors import merge_shards
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.record import Timeline
 
-__all__ = ["show_memory", "show_shards", "show_timeline", "show_watch"]
+__all__ = ["compare_cells", "show_memory", "show_shards", "show_timeline", "show_watch"]
 
 _panels: WeakValueDictionary[tuple[object, ...], Panel] = WeakValueDictionary()
 """Open panels, by what they show. The shell's events keep a panel alive until it is closed."""
@@ -112,6 +112,27 @@ def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = 
 
         _open(TimelinePanel(cluster, list(ranks)), shell, "timeline", id(cluster))
     return timeline
+
+
+def compare_cells(cluster: Cluster, ranks: Sequence[int], cells: Sequence[int]) -> None:
+    """Show two finished cells beside each other, on one scale.
+
+    Args:
+        cluster: The cluster.
+        ranks: Which of its ranks.
+        cells: Numbers of the two cells.
+
+    Raises:
+        UsageError: Ranks have no spans of one of them.
+    """
+    from axon_nb.widgets.timeline.comparison import comparison_bundle
+
+    timelines = [Timeline(cluster, list(ranks), cell=cell) for cell in cells]
+    bundle = comparison_bundle([(timeline.title, timeline.table()) for timeline in timelines], ranks)
+    if _notebook_shell() is None:
+        print(bundle["text/plain"])
+    else:
+        display(bundle, raw=True)
 
 
 def _notebook_shell() -> InteractiveShell | None:

@@ -64,7 +64,7 @@ def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage
     page.page.wait_for_selector(".axon-shards tbody tr[data-name]")
     page.page.locator(".axon-shards-heading", has_text="on 4 ranks").wait_for()
     every = _rows(page)
-    assert every == _rows(page, "sharded") > 20
+    assert every == _rows(page, "sharded") > 8
     up = page.page.locator('.axon-shards tr[data-name="block0.up.weight"]')
     assert "rows over dp (2), rows over tp (2)" in up.inner_text()
     said = up.locator("svg[role=img]").get_attribute("aria-label") or ""
@@ -76,13 +76,13 @@ def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage
     assert page.page.locator(".axon-shards-details li").count() == 4
     page.page.fill(".axon-shards input", "")
     page.page.get_by_role("button", name="by bytes").click()
-    assert page.page.locator(".axon-shards-map .axon-shards-tile").count() == every
+    assert page.page.locator(".axon-shards-map .axon-shards-tile").count() > every, "blocks that are alike are one row"
     _picture(page, "shards-map")
     page.page.get_by_role("button", name="list", exact=True).click()
     page.run_cell(3)
     # Live: while the cell runs two blocks are gathered; this may show one after the other.
     page.wait_until(
-        f"() => {GATHERED}.length > 20 && document.querySelector('.axon-shards tr.axon-shards-changed') !== null"
+        f"() => {GATHERED}.length > 8 && document.querySelector('.axon-shards tr.axon-shards-changed') !== null"
     )
     assert page.is_running(3)
     assert "gathered for now, sharded at rest" in up.inner_text()
@@ -96,7 +96,7 @@ def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage
     page.save()
     stop.unlink()
     page.run_cell(3)
-    page.wait_until(f"() => {GATHERED}.length > 20")
+    page.wait_until(f"() => {GATHERED}.length > 8")
     page.reload()
     page.wait_until("(n) => document.querySelectorAll('.axon-shards tbody tr[data-name]').length === n", every)
     stop.touch()

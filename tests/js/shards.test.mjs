@@ -92,3 +92,25 @@ test("what lies differently than before is found by role and name", () => {
   assert.deepEqual([...shards.changedTensors(before, after)].sort(), ["parameter a", "parameter c"]);
   assert.equal(shards.changedTensors(null, after).size, 0);
 });
+
+test("tensors of repeated blocks are folded, those that differ are not", () => {
+  const tensor = (name, drawing = 0) => ({
+    name,
+    role: "parameter",
+    shape: "2 × 2",
+    placement: "rows",
+    local: "8 B",
+    drawing,
+  });
+  const blocks = [0, 1, 2, 3, 5].map((i) => tensor(`blocks.${i}.up.weight`));
+  const folded = shards.foldTensors([tensor("head.weight"), ...blocks, tensor("blocks.4.up.weight", 1)]);
+  assert.deepEqual(
+    folded.map(({ name, tensors }) => [name, tensors.length]),
+    [
+      ["head.weight", 1],
+      ["blocks.0-3,5.up.weight", 5],
+      ["blocks.4.up.weight", 1],
+    ],
+  );
+  assert.equal(shards.foldTensors([tensor("layer1.w"), tensor("layer2.w")])[0].name, "layer1-2.w");
+});

@@ -11,6 +11,10 @@ from axon_nb.widgets import assets
 from tests.support.node import node, saved
 
 VIEWS = ("memory", "shards", "strip", "timeline", "watch")
+LATER = ("timeline/tools/tools",)
+"""Scripts that a page loads when they are used."""
+MAX_BYTES = 60_000
+"""Of one script."""
 
 CALL = """
 const { default: make } = await import(`file://${process.argv[1]}`);
@@ -43,14 +47,22 @@ def test_a_view_is_one_module_with_one_export(view: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_view_loads_fast(view: str) -> None:
-    limit_kb = 76 if view == "timeline" else 40
-    assert len(assets.script(view)) <= limit_kb * 1000
-    assert len(assets.style(view)) <= 25_000
+    assert len(assets.script(view).encode()) <= MAX_BYTES
+    assert len(assets.style(view).encode()) <= 25_000
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_is_loaded_later_is_small_and_complete(name: str, tmp_path: Path) -> None:
+    text = assets.script(name)
+    assert len(text.encode()) <= MAX_BYTES
+    assert not [line for line in text.splitlines() if line.startswith("import")]
+    node("--check", saved(name, tmp_path))
 
 
 def test_all_modules_belong_to_a_view() -> None:
     static = Path(assets.__file__).parent / "static"
     used = {module.path for view in VIEWS for module in assets._in_order(f"{view}/view.js")}
+    used |= {module.path for name in LATER for module in assets._in_order(f"{name}.js")}
     assert used == {path.relative_to(static).as_posix() for path in static.rglob("*.js")}
 
 
@@ -73,7 +85,7 @@ import {
  *
  * @returns {Text}
  */
-export default () => /** @type {Text} */ (both(LEFT, RIGHT)); // kept
+export default () => /** @type {Text} */ (both(LEFT, RIGHT));
 """,
         view__left="""import { BASE } from "../base.js";
 
@@ -92,7 +104,7 @@ export function both(...texts) {
     text = assets.script("view")
     assert text.count("const BASE") == 1
     assert "Words." not in text
-    assert "// kept" in text
+    assert "Text" not in text
     path = tmp_path / "joined.mjs"
     path.write_text(text, encoding="utf-8")
     assert node("--input-type=module", "-e", CALL, "--", str(path)).strip() == "base left //import base right"

@@ -30,7 +30,7 @@ SECOND = 1_000_000_000
 def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
     store = SpanStore()
     store.set_groups({"größte": [0, 1]})
-    store.add([Span(0, "collective", "all_reduce", 2 * SECOND, 5 * SECOND, "größte", 1 << 31, -1, -1, 1)])
+    store.add([Span(0, "collective", "all_reduce", 2 * SECOND, 5 * SECOND, "größte", 1 << 31, -1, -1, 1, 7)])
     labels = [[SPAN_CODES["collective"], "all_reduce", "größte"]]
     first = pack(store.table(), {**HEADER, "labels": labels, "labelsFrom": 0, "lost": 0}, origin_ns=SECOND)
     assert len(first) % 2 == 0
@@ -56,6 +56,7 @@ def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
         "sequence": [1, 1, 0],
         "label": [0, 0, 1],
         "rank": [0, 1, 1],
+        "line": [7, 0, 0],
         "stage": [-1, -1, 2],
         "microbatch": [-1, -1, 32767],
         "by": [1, 1, -1],

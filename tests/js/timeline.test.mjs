@@ -5,7 +5,8 @@ import test from "node:test";
 
 import { load } from "./load.mjs";
 
-const names = ["store", "layout", "filter", "text", "derived", "labels", "overview"];
+const tools = ["family", "measure", "search", "text", "trace"].map((name) => `tools/${name}`);
+const names = ["store", "layout", "filter", "derived", "labels", "losses", "overview", "rows", ...tools];
 const timeline = Object.assign({}, ...(await Promise.all(names.map((name) => load(`timeline/${name}`)))));
 
 const kinds = [
@@ -34,6 +35,7 @@ function message(spans, { first = 0, ...header } = {}) {
     sequence: [],
     label: [],
     rank: [],
+    line: [],
     stage: [],
     microbatch: [],
     by: [],
@@ -49,6 +51,7 @@ function message(spans, { first = 0, ...header } = {}) {
     late = 0,
     sequence = 0,
     by = -1,
+    line = 0,
     stage = -1,
     microbatch = -1,
   } of spans) {
@@ -62,6 +65,7 @@ function message(spans, { first = 0, ...header } = {}) {
       sequence,
       label: labels.findIndex((known) => known.join(" ") === label),
       rank,
+      line,
       stage,
       microbatch,
       by,
@@ -73,6 +77,7 @@ function message(spans, { first = 0, ...header } = {}) {
     sequence: Uint32Array,
     label: Uint16Array,
     rank: Uint16Array,
+    line: Uint16Array,
     stage: Int16Array,
     microbatch: Int16Array,
     by: Int16Array,

@@ -6,9 +6,11 @@ import re
 
 import pytest
 
+from axon_nb.plan.figures import paint_of
 from axon_nb.plan.footprint.plan import MemoryParts, MemoryPlan, RankMemory
 from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
 from axon_nb.plan.tables import format_flops, format_ms, unit_for
+from axon_nb.records.colors import KINDS, ROLES
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -73,6 +75,26 @@ def test_a_search_over_layouts_of_a_tiny_model() -> None:
     assert "<0.0001" in str(found)
     assert found.figure().layout.xaxis.title.text == "KiB on the fullest rank"
     assert found.figure().data[0].x == (3.0,)
+
+
+def test_a_search_draws_the_limit_and_tells_by_form_what_does_not_fit() -> None:
+    small = Candidate(2, 1, 1, "ddp", step_s=2e-3, memory={"model states": 3 * GIB})
+    large = Candidate(1, 1, 1, "ddp", step_s=1e-3, memory={"model states": 9 * GIB}, reason="needs 9 GiB")
+    figure = SearchPlan("2 GPUs of 4 GiB", (small, large), limit_bytes=4 * GIB).figure()
+    assert [shape.x0 for shape in figure.layout.shapes] == [4.0]
+    assert [note.text for note in figure.layout.annotations] == ["4.00 GiB per rank"]
+    assert len({trace.marker.symbol for trace in figure.data}) == 2
+
+
+def test_figures_have_the_colors_of_the_views() -> None:
+    by_part = {bar.name: bar.marker.color for bar in _plan(MIB).figure().data}
+    assert by_part["optimizer states"] == ROLES["optimizer"].both
+    assert by_part["activations"] == ROLES["activations"].both
+    parts = {"compute, forward": 1.0, "compute, backward": 2.0, "communication, forward": 0.5, "bubble and messages": 1}
+    work = {name: paint_of(name) for name in parts}
+    assert work["compute, forward"] == KINDS["forward"].both
+    assert work["compute, backward"] == KINDS["backward"].both
+    assert len(set(work.values())) == len(parts)
 
 
 @pytest.mark.parametrize(

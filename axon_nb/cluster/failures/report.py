@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError
 from axon_nb.records.ranks import format_ranks, name_ranks
 
-__all__ = ["REPAIR_HINT", "RankError", "cell_error", "interrupt_error", "root_cause"]
+__all__ = ["REPAIR_HINT", "Failure", "RankError", "cell_error", "interrupt_error", "root_cause"]
 
 REPAIR_HINT = "Run `%distributed repair` to replace the failed ranks; all others keep their state."
 
@@ -32,6 +32,22 @@ class RankError:
 
     def __str__(self) -> str:
         return f"{self.ename}: {self.evalue}" if self.ename else self.evalue
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a cell failed, by rank."""
+
+    cause: RankError
+    """The failure to show first."""
+    alike: tuple[int, ...]
+    """Ranks that failed as the cause did."""
+    errors: Mapping[int, RankError]
+    """All failures by rank; ranks without one have finished the cell."""
+    explanation: str = ""
+    """Why the ranks could not finish, such as a deadlock; empty if the cause is an error of one rank."""
+    hint: str = ""
+    """What the user can do now; may be empty."""
 
 
 def root_cause(errors: Mapping[int, RankError], first: Sequence[int] = ()) -> RankError:
@@ -64,7 +80,11 @@ def cell_error(
     """
     if explanation:
         aborted = {error.rank for error in errors.values() if error.kind == "aborted"}
-        return CellError(explanation, [f"CellError: {explanation}", *_others(errors, aborted)])
+        found = CellError(explanation, [f"CellError: {explanation}", *_others(errors, aborted)])
+        if errors:
+            cause = root_cause(errors, first)
+            found.failure = Failure(cause, (cause.rank,), dict(errors), explanation, hint)
+        return found
     cause = root_cause(errors, first)
     alike = [e.rank for e in errors.values() if (e.kind, e.ename, e.evalue) == (cause.kind, cause.ename, cause.evalue)]
     who = name_ranks(alike)
@@ -78,7 +98,9 @@ def cell_error(
     if hint:
         report.append(hint)
     kind = CellError if timeout_s is None else CellTimeoutError
-    return kind(message, report)
+    failed = kind(message, report)
+    failed.failure = Failure(cause, tuple(alike), dict(errors), hint=hint)
+    return failed
 
 
 def interrupt_error(

@@ -150,6 +150,7 @@ class SpanStore:
         columns["stage"][place] = [span.stage for span in spans]
         columns["microbatch"][place] = [span.microbatch for span in spans]
         columns["sequence"][place] = [span.sequence for span in spans]
+        columns["line"][place] = [span.line for span in spans]
         columns["label"][place] = [self._label((span.kind, span.name, span.group)) for span in spans]
         columns["late"][place], columns["by"][place] = 0, -1
         self._count += len(spans)

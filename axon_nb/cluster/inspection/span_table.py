@@ -28,11 +28,13 @@ COLUMNS = {
     "stage": np.int32,
     "microbatch": np.int32,
     "by": np.int32,
+    "line": np.int32,
 }
 """Name and type of each column.
 
 Times are in nanoseconds of the notebook's monotonic clock. `late` is how long the call waited for the last rank to
-start it, `by` that rank (-1: unknown), `label` an index into `labels`.
+start it, `by` that rank (-1: unknown), `label` an index into `labels`, `line` the
+line of the cell that called it (0: unknown).
 """
 
 Label = tuple[str, str, str]
@@ -82,18 +84,18 @@ class SpanTable:
 
     def spans(self) -> Iterator[Span]:
         """Yield each span as a record."""
-        names = ("rank", "label", "start", "end", "bytes", "stage", "microbatch", "sequence")
-        for rank, label, start, end, size, stage, microbatch, sequence in zip(
+        names = ("rank", "label", "start", "end", "bytes", "stage", "microbatch", "sequence", "line")
+        for rank, label, start, end, size, stage, microbatch, sequence, line in zip(
             *(self.columns[name].tolist() for name in names), strict=True
         ):
             kind, name, group = self.labels[label]
-            yield Span(rank, kind, name, start, end, group, size, stage, microbatch, sequence)
+            yield Span(rank, kind, name, start, end, group, size, stage, microbatch, sequence, line)
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per span, ordered by start.
 
         `start` is in seconds from the first span. `waited_s` is how long a collective waited for the last rank to start
-        it, and `waited_for` that rank; both are missing if unknown.
+        it, and `waited_for` that rank; `line` is the line of the cell that called it. All are missing if unknown.
         """
         import pandas as pd
 
@@ -113,8 +115,10 @@ class SpanTable:
                 "microbatch": pd.array(columns["microbatch"], dtype="Int64"),
                 "waited_s": np.where(known, columns["late"] / 1e9, np.nan),
                 "waited_for": pd.array(columns["by"], dtype="Int64"),
+                "line": pd.array(columns["line"], dtype="Int64"),
             }
         )
         for name in ("stage", "microbatch", "waited_for"):
             frame[name] = frame[name].mask(frame[name] < 0)
+        frame["line"] = frame["line"].mask(frame["line"] == 0)
         return frame.sort_values("start", kind="stable", ignore_index=True)

@@ -51,7 +51,7 @@ class _FastPath:
     def record(self, name: str, start_ns: int, size: int) -> None:
         """Record the span of a finished call."""
         if self.records_spans:
-            emit(span_of((self.global_rank, "collective", name, start_ns, now(), self.name, size, -1, -1, 0)))
+            emit(span_of((self.global_rank, "collective", name, start_ns, now(), self.name, size, -1, -1, 0, 0)))
 
 
 _fast_paths: dict[int, _FastPath] = {}

@@ -62,6 +62,8 @@ class Call:
     started_ns: int
     number: int
     """Sequence number of communication calls on this rank."""
+    line: int = 0
+    """Line of the cell that called it; 0 if unknown, or nobody watches."""
     waiting_thread: int = 0
     """Identifier of the thread that waits for it; 0 if none does."""
     wait_started_ns: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -33,7 +34,8 @@ from axon_nb.engine.groups.gloo import (
 from axon_nb.engine.groups.size_check import SizeTable, open_size_table
 from axon_nb.engine.groups.store import rendezvous
 from axon_nb.engine.groups.work import RecoverableWork, stage_on_host
-from axon_nb.records.spans import emit, span_of
+from axon_nb.engine.user_frame import user_frame
+from axon_nb.records.spans import emit, ring, span_of
 
 if TYPE_CHECKING:
     from axon_nb.comm.shared_memory.group import SharedMemoryGroup
@@ -210,6 +212,9 @@ class RecoverableGroup(PythonProcessGroup):
             if self._table is not None:
                 self._table.check_collective(name, args, sequence, self._members)
         call = activity.start_call(name, self._name, sequence, peer, activity.payload_bytes(args))
+        if ring.watched:
+            own = user_frame(sys._getframe())
+            call.line = own.f_lineno if own is not None else 0
         if refusal:
             call.refusal = refusal
         try:
@@ -232,9 +237,9 @@ class RecoverableGroup(PythonProcessGroup):
         sequence, end = call.sequence, time.monotonic_ns()
         kind = "collective" if sequence else "p2p"
         rank, group = self._global_rank, self._name
-        emit(span_of((rank, kind, call.name, call.started_ns, end, group, call.bytes, -1, -1, sequence)))
+        emit(span_of((rank, kind, call.name, call.started_ns, end, group, call.bytes, -1, -1, sequence, call.line)))
         if call.wait_started_ns:
-            emit(span_of((rank, "wait", call.name, call.wait_started_ns, end, group, 0, -1, -1, sequence)))
+            emit(span_of((rank, "wait", call.name, call.wait_started_ns, end, group, 0, -1, -1, sequence, call.line)))
 
     def _members(self) -> list[int]:
         return dist.get_process_group_ranks(self)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.plan.arguments import check_number
 from axon_nb.plan.errors import PlanError
-from axon_nb.plan.figures import plotly_figure
+from axon_nb.plan.figures import paint_of, plotly_figure
 from axon_nb.plan.tables import html_table, text_table, unit_for
 
 if TYPE_CHECKING:
@@ -253,7 +253,13 @@ def _figure(plan: MemoryPlan) -> Any:
     unit = unit_for(rank.peak.total for rank in ranks)
     held = [getattr(rank, moment).as_dict() for rank, moment in moments]
     bars = [
-        {"type": "bar", "name": _label(part), "x": axis, "y": [unit.of(parts[part]) for parts in held]}
+        {
+            "type": "bar",
+            "name": _label(part),
+            "marker": {"color": paint_of(part)},
+            "x": axis,
+            "y": [unit.of(parts[part]) for parts in held],
+        }
         for part in held[0]
         if any(parts[part] for parts in held)
     ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.figures import plotly_figure
+from axon_nb.plan.figures import plotly_figure, state_paint
 from axon_nb.plan.tables import format_ms, html_table, text_table, unit_for
 from axon_nb.records.units import format_bytes
 
@@ -93,6 +93,8 @@ class SearchPlan:
     """Assumptions behind the numbers."""
     global_batch: int = 1
     """Samples per step over all ranks."""
+    limit_bytes: int = 0
+    """Bytes that a rank can use; 0 if there is no limit."""
 
     @property
     def best(self) -> Candidate | None:
@@ -139,16 +141,22 @@ class SearchPlan:
         return pd.DataFrame(rows, columns=[*names, "simulated"])
 
     def figure(self) -> Any:
-        """A plotly figure: milliseconds per step over the memory of the rank that needs most, one point per layout."""
+        """A plotly figure: milliseconds per step over the memory of the rank that needs most, one point per layout.
+
+        A line marks the memory of a rank; crosses do not fit.
+        """
         unit = unit_for(c.memory_bytes for c in self.candidates)
         traces = []
-        for fits, name, colour in ((True, "fits", "#54a24b"), (False, "does not fit", "#e45756")):
+        for fits, name, color, symbol in (
+            (True, "fits", state_paint("ok"), "circle"),
+            (False, "does not fit", state_paint("error"), "x"),
+        ):
             shown = [c for c in self.candidates if c.memory and c.fits is fits]
             trace = {
                 "type": "scatter",
                 "mode": "markers",
                 "name": name,
-                "marker": {"color": colour, "size": 8},
+                "marker": {"color": color, "size": 8, "symbol": symbol},
                 "x": [unit.of(c.memory_bytes) for c in shown],
                 "y": [1e3 * c.step_s for c in shown],
                 "text": [_describe(c) for c in shown],
@@ -160,7 +168,12 @@ class SearchPlan:
             "xaxis": {"title": {"text": f"{unit.name} on the fullest rank"}, "type": "log", "tickvals": _TICKS},
             "yaxis": {"title": {"text": "ms per step"}, "type": "log"},
         }
-        return plotly_figure(traces, layout)
+        figure = plotly_figure(traces, layout)
+        if self.limit_bytes:
+            limit = {"color": state_paint("error"), "dash": "dash", "width": 1.5}
+            text = f"{format_bytes(self.limit_bytes)} per rank"
+            figure.add_vline(x=unit.of(self.limit_bytes), line=limit, annotation_text=text)
+        return figure
 
     def _summary(self) -> str:
         fitting = sum(c.fits for c in self.candidates)

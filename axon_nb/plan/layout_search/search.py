@@ -136,6 +136,7 @@ def search(
         tuple(sorted(found, key=lambda one: one.sort_key)),
         tuple(evaluator.notes(int(num_gpus))),
         int(samples),
+        round(memory_gib * _GIB),
     )
     if not simulate:
         return plan

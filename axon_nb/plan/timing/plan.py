@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.figures import plotly_figure
+from axon_nb.plan.figures import paint_of, plotly_figure
 from axon_nb.plan.pipeline.plan import SchedulePlan
 from axon_nb.plan.tables import format_flops, format_ms, html_table, text_table
 from axon_nb.plan.timing.uncertainty import Uncertainty
@@ -65,7 +65,14 @@ class StepTime:
     def figure(self) -> Any:
         """A plotly figure: one bar of milliseconds, part by part."""
         bars = [
-            {"type": "bar", "orientation": "h", "name": part, "x": [1e3 * seconds], "y": ["step"]}
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": part,
+                "marker": {"color": paint_of(part)},
+                "x": [1e3 * seconds],
+                "y": ["step"],
+            }
             for part, seconds in self.parts.items()
         ]
         layout = {

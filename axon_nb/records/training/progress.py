@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import sys
@@ -72,9 +73,18 @@ class Progress(Generic[Item]):
                 yield item
                 self.done += 1
                 _redraw()
-        finally:
-            self._ended = time.monotonic()
-            _end(self)
+        except GeneratorExit:  # the loop was left; Python prints what is raised here, an interrupt, and goes on
+            with contextlib.suppress(KeyboardInterrupt):
+                self._end()
+            raise
+        except BaseException:
+            self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = time.monotonic()
+        _end(self)
 
     def snapshot(self) -> Bar:
         """Return its current state."""

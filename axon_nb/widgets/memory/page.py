@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from axon_nb.records.colors import INK, LIMIT
+from axon_nb.records.colors import ROLES as ROLE_COLORS
 from axon_nb.records.memory import ROLES, WhatIfState
 from axon_nb.widgets import html
 from axon_nb.widgets.memory.bars import Bar
@@ -12,8 +14,6 @@ from axon_nb.widgets.memory.rows import MemoryRow, MemoryRows
 from axon_nb.widgets.memory.scale import Tick
 from axon_nb.widgets.memory.summary import figures, notice
 from axon_nb.widgets.memory.what_if import prediction_bars, what_if_html, what_if_lines
-from axon_nb.widgets.palette import INK, LIMIT
-from axon_nb.widgets.palette import ROLES as ROLE_COLORS
 
 __all__ = ["bar_svg", "memory_bundle", "role_swatch"]
 

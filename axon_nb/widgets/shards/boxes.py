@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from axon_nb.records.colors import INK, KINDS, RANKS
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
-from axon_nb.widgets.palette import INK, KINDS, RANKS, rank_color, text_color
+from axon_nb.widgets.palette import rank_color, text_color
 from axon_nb.widgets.shards.tensors import Part, PlacedTensor
 
 __all__ = ["Box", "Drawing", "describe_boxes", "draw", "drawing_svg"]
@@ -31,6 +32,8 @@ class Box:
     height: float
     rank: int
     """The first one that holds it; -1: all ranks hold a copy."""
+    ranks: tuple[int, ...]
+    """All that hold it."""
     label: str
     """Ranks, if there is room for them."""
     text: str
@@ -103,7 +106,7 @@ def _box(tensor: PlacedTensor, part: Part, area: tuple[float, float, float, floa
     is_replica = len(part.ranks) > 1 and part.shape == tensor.shape
     fits = len(label) * _CHAR_WIDTH + 2 <= width and height >= 10
     rank = -1 if is_replica else part.ranks[0]
-    return Box(x, y, width, height, rank, label if fits else "", _describe(tensor, part))
+    return Box(x, y, width, height, rank, part.ranks, label if fits else "", _describe(tensor, part))
 
 
 def _describe(tensor: PlacedTensor, part: Part) -> str:

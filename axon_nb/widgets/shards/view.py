@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +15,7 @@ from axon_nb.records.units import format_bytes
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.panel import LivePanel
 from axon_nb.widgets.shards.boxes import draw
+from axon_nb.widgets.shards.mesh import Mesh, find_mesh
 from axon_nb.widgets.shards.page import heading, local_sizes, shards_bundle, shown_shape
 from axon_nb.widgets.shards.tensors import (
     PlacedTensor,
@@ -45,6 +46,7 @@ class ShardsView(LiveView):
     def __init__(self, title: str, shards: Sequence[Shard], notes: Sequence[str] = ()) -> None:
         self._title = title
         self._tensors, self._notes = _first_tensors(shards, notes)
+        self._mesh = find_mesh(shards)
         self._bundle: dict[str, str] | None = None
         super().__init__()
 
@@ -59,6 +61,7 @@ class ShardsView(LiveView):
             if tensors == (self._tensors, self._notes):
                 return False
             self._tensors, self._notes = tensors
+            self._mesh = find_mesh(shards)
             self._bundle = None
         self.refresh()
         return True
@@ -77,6 +80,7 @@ class ShardsView(LiveView):
         return {
             "heading": heading(self._title, self._tensors),
             "totals": _totals(self._tensors),
+            "mesh": _mesh_cells(self._mesh, bytes_by_rank(self._tensors)),
             "tensors": rows,
             "drawings": [json.loads(drawing) for drawing in drawings],
             "notes": list(self._notes),
@@ -103,6 +107,14 @@ def _row(tensor: PlacedTensor, drawings: dict[str, int]) -> dict[str, Any]:
         "total": format_bytes(tensor.bytes),
         "drawing": drawings.setdefault(json.dumps(drawing), len(drawings)),
     }
+
+
+def _mesh_cells(mesh: Mesh, sizes: Mapping[int, int]) -> dict[str, Any]:
+    cells = [
+        {"rank": rank, "place": place, "size": format_bytes(sizes.get(rank, 0))}
+        for rank, place in zip(mesh.ranks, mesh.places, strict=True)
+    ]
+    return {"title": mesh.title, "columns": mesh.columns, "cells": cells}
 
 
 def _totals(tensors: Sequence[PlacedTensor]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from axon_nb.widgets.timeline.content import (
 from axon_nb.widgets.timeline.facts import RankFacts
 from axon_nb.widgets.timeline.svg import rank_svg, step_svg, swatch_svg
 
-__all__ = ["timeline_bundle"]
+__all__ = ["pictures", "timeline_bundle"]
 
 
 def timeline_bundle(
@@ -55,15 +55,13 @@ def timeline_bundle(
     lines += [f"  rank {rank}: {_describe(by_rank.get(rank))}" for rank in ranks]
     lines += [f"  {describe_step(step)}" for step in summary.steps[:MAX_PIPELINES]]
     known = [rank for rank in ranks if rank in by_rank][:MAX_ROWS]
-    rows = "".join(
-        _picture(shown, by_rank[rank], (start, end), num_rows=len(known), running_since=running_since) for rank in known
-    )
+    drawn = pictures(shown, summary, ranks, (start, end), running_since=running_since)
     steps = "".join(map(_step_html, summary.steps[:MAX_PIPELINES]))
     notes = html.note_lines([*omitted_pipelines(summary), *_losses(table)])
     notice = html.notice(summary.notice.claim, summary.notice.text) if summary.notice is not None else ""
     numbers = html.figures((own["name"], own["value"], own["remark"]) for own in figures(summary))
     table_html = _table([by_rank[rank] for rank in known])
-    body = f"{numbers}{notice}{_legend(shown)}{html.table((), [rows], style=_WIDE)}{steps}{table_html}{notes}"
+    body = f"{numbers}{notice}{_legend(shown)}{drawn}{steps}{table_html}{notes}"
     return {
         "text/html": html.figure(body, heading=heading),
         "text/plain": "\n".join([*lines, *_sentences(summary), *omitted_pipelines(summary), *_losses(table)]),
@@ -71,6 +69,29 @@ def timeline_bundle(
 
 
 _WIDE = html.table_style(widths=(480, 1400))
+
+
+def pictures(
+    table: SpanTable,
+    summary: TimelineSummary,
+    ranks: Sequence[int],
+    extent: tuple[int, int],
+    *,
+    running_since: int | None = None,
+) -> str:
+    """Return a picture of each rank, as HTML.
+
+    Args:
+        table: The spans.
+        summary: Of the same spans.
+        ranks: Rows, from the top.
+        extent: Start and end of what is drawn, in nanoseconds.
+        running_since: When the running cell started, in nanoseconds; None if none runs.
+    """
+    by_rank = {rank.rank: rank for rank in summary.facts.ranks}
+    known = [rank for rank in ranks if rank in by_rank][:MAX_ROWS]
+    rows = (_picture(table, by_rank[rank], extent, num_rows=len(known), running_since=running_since) for rank in known)
+    return html.table((), ["".join(rows)], style=_WIDE)
 
 
 def _extent(table: SpanTable, focus: tuple[int | None, int | None]) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.palette import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.timeline.content import page_facts, summarize
 from axon_nb.widgets.timeline.page import timeline_bundle
+from axon_nb.widgets.timeline.picture import timeline_svg
 from axon_nb.widgets.timeline.wire import pack
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ __all__ = ["Timeline", "timeline_file"]
 _START = """
 const bytes = Uint8Array.from(atob(document.getElementById("spans").textContent), (c) => c.charCodeAt(0));
 const config = JSON.parse(document.getElementById("config").textContent);
-const traits = { config, snapshot: new DataView(bytes.buffer) };
+const tools = JSON.parse(document.getElementById("tools").textContent);
+const traits = { config, tools, snapshot: new DataView(bytes.buffer) };
 const model = { get: (name) => traits[name], on() {}, off() {}, send() {} };
 const el = document.getElementById("timeline");
 el.replaceChildren();
@@ -68,17 +70,20 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
     code = script("timeline").replace("export default ", "const make = ")
     fallback = timeline_bundle(table, ranks, title=title)["text/html"]
     # "</" would end the element that holds the text.
-    config_json = json.dumps(config).replace("</", "<\\/")
+    config_json, tools_json = (
+        json.dumps(value).replace("</", "<\\/") for value in (config, script("timeline/tools/tools"))
+    )
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<style>{_PAGE_CSS}{css}</style></head><body><div id="timeline">{fallback}</div>'
         f'<script type="application/json" id="config">{config_json}</script>'
+        f'<script type="application/json" id="tools">{tools_json}</script>'
         f'<script type="application/octet-stream" id="spans">{spans}</script>'
         f'<script type="module">{code}{_START}</script></body></html>\n'
     )
 
 
-_SUFFIXES = (".json", ".html", ".csv")
+_SUFFIXES = (".json", ".html", ".csv", ".svg")
 
 
 class Timeline:
@@ -116,13 +121,14 @@ class Timeline:
     def to_frame(self) -> pd.DataFrame:
         """Return one row per span.
 
-        The columns are rank, kind, name, group, start, seconds, bytes, stage, microbatch, waited_s and waited_for: the
-        rank that started a collective last. `start`, `seconds` and `waited_s` are in seconds.
+        The columns are rank, kind, name, group, start, seconds, bytes, stage, microbatch, waited_s, waited_for: the
+        rank that started a collective last; and line: that of the cell that called it. `start`, `seconds` and
+        `waited_s` are in seconds.
         """
         return self.table().to_frame()
 
     def save(self, path: Path | str) -> None:
-        """Write the spans, by the name's suffix: .json (a trace for Perfetto), .html (a page), or .csv.
+        """Write the spans, by suffix: .json (a trace for Perfetto), .html (a page), .csv (a table) or .svg (a picture).
 
         Raises:
             UsageError: The name has another suffix.
@@ -133,6 +139,9 @@ class Timeline:
         table = self.table()
         if suffix == ".html":
             Path(path).write_text(timeline_file(table, self._ranks, title=self.title or "Timeline"), encoding="utf-8")
+        elif suffix == ".svg":
+            picture = timeline_svg(table, self._ranks, title=self.title or "Timeline")
+            Path(path).write_text(picture, encoding="utf-8")
         elif suffix == ".csv":
             table.to_frame().to_csv(path, index=False)
         else:

@@ -58,6 +58,8 @@ class TimelineView(View):
     _esm = script("timeline")
     _css = style("timeline")
 
+    tools = traitlets.Unicode(script("timeline/tools/tools")).tag(sync=True)
+    """The script of what a page needs only when it is used; a page loads it then."""
     config = traitlets.Dict().tag(sync=True)
     """What does not change: ranks, title, paints."""
     snapshot = traitlets.Bytes(b"").tag(sync=True)

@@ -14,7 +14,7 @@ from axon_nb.cluster.inspection.span_table import SpanTable
 
 __all__ = ["BYTES_PER_PATCH", "BYTES_PER_SPAN", "pack"]
 
-BYTES_PER_SPAN = 34
+BYTES_PER_SPAN = 36
 BYTES_PER_PATCH = 10
 
 
@@ -33,8 +33,8 @@ def pack(
     Returns:
         Header length (uint32) and 4 zero bytes; the header, padded to 8 bytes; then columns, little-endian: start
         (float64, seconds), length, bytes, late (float32; seconds, bytes, seconds), sequence (uint32, its low bits),
-        number and late of the patches (uint32, float32), label, rank (uint16), stage, microbatch, by (int16), by of
-        the patches (int16).
+        number and late of the patches (uint32, float32), label, rank, line (uint16), stage, microbatch, by (int16),
+        by of the patches (int16).
     """
     full_header = {**header, "first": table.first, "count": len(table), "patched": len(patches)}
     text = json.dumps(full_header, separators=(",", ":")).encode()
@@ -51,6 +51,7 @@ def pack(
         _bytes(patched[:, 1] / 1e9, "<f4"),
         _bytes(columns["label"], "<u2"),
         _bytes(columns["rank"], "<u2"),
+        _bytes(columns["line"].clip(0, 65535), "<u2"),
         *(_bytes(columns[name].clip(-1, 32767), "<i2") for name in ("stage", "microbatch", "by")),
         _bytes(patched[:, 2], "<i2"),
     )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from axon_nb.records.colors import INK
 from axon_nb.widgets.html import MUTED, svg_uri
-from axon_nb.widgets.palette import INK
 from axon_nb.widgets.watch.series import Point
 
 __all__ = ["Axis", "chart_html", "chart_svg", "is_stepped", "value_axis"]

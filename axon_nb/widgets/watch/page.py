@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
+from axon_nb.records.colors import KINDS, RANKS
 from axon_nb.records.units import format_bytes
 from axon_nb.widgets.html import (
     CELL,
@@ -19,7 +20,6 @@ from axon_nb.widgets.html import (
     table_row,
     table_style,
 )
-from axon_nb.widgets.palette import KINDS, RANKS
 from axon_nb.widgets.watch.chart import chart_html, value_axis
 from axon_nb.widgets.watch.series import Point, Series
 from axon_nb.widgets.watch.store import MAX_CURVES, JobStore, MergedBar, RankRow

@@ -9,8 +9,9 @@ from typing import Any
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.job import JobSnapshot, request_job
+from axon_nb.records.colors import RANKS
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.palette import RANKS, SERIES_TOKENS
+from axon_nb.widgets.palette import SERIES_TOKENS
 from axon_nb.widgets.panel import LivePanel
 from axon_nb.widgets.view import LiveView
 from axon_nb.widgets.watch.page import (

@@ -128,7 +128,8 @@ def timeline(ranks: int, spans: list[Span] | None = None, *, finished: bool = Tr
         **page_facts(summarize(table), range(ranks)),
     }  # fmt: skip
     config = {"ranks": list(range(ranks)), "title": "In [9]", "paints": paints_for_page()}
-    return {"config": config, "snapshot": pack(table, header, origin_ns=0)}
+    tools = script("timeline/tools/tools")
+    return {"config": config, "tools": tools, "snapshot": pack(table, header, origin_ns=0)}
 
 
 def watch(ranks: int) -> dict[str, Any]:

@@ -18,6 +18,11 @@ def test_the_failing_rank_and_the_users_line_come_first(kernel: Kernel) -> None:
     assert "ValueError: bad value on 2" in reply.traceback
     assert "site-packages" not in reply.traceback
     assert "axon_nb/" not in reply.traceback
+    (card,) = reply.displays
+    assert set(card) == {"text/html"}, "front ends without HTML show the traceback alone"
+    assert "Rank 2 raised ValueError" in card["text/html"]
+    assert ">raise ValueError(f&#x27;bad value on {rank}&#x27;)</mark>" in card["text/html"]
+    assert "%distributed debug --ranks 2" in card["text/html"]
 
 
 def test_the_traceback_names_the_notebooks_prompt(kernel: Kernel) -> None:

@@ -99,6 +99,7 @@ def test_work_is_recorded_from_the_moment_that_a_timeline_is_open(ready: Kernel)
     assert {"Sequential", "backward", "SGD", "all_reduce"} <= set(names)
     assert ready.value("int(t_own[t_own.kind == 'collective'].bytes.max())") == 4 * (64 * 64 + 64 + 64 * 8 + 8)
     assert ready.value("int(t_own[t_own.kind == 'collective'].waited_for.notna().sum())") >= 4
+    assert ready.value("set(t_own[t_own.kind == 'collective'].line.dropna()) == {2}")
 
 
 def test_the_panel_is_saved_as_a_picture_after_each_cell(ready: Kernel) -> None:
@@ -160,13 +161,14 @@ def test_a_pipeline_is_shown_beside_its_ideal(ready: Kernel) -> None:
 
 def test_it_is_saved_as_a_trace_a_page_and_a_table(ready: Kernel, tmp_path: Path) -> None:
     ready.ok("%%distributed\ntrain(2)")
-    for ending in ("json", "html", "csv"):
+    for ending in ("json", "html", "csv", "svg"):
         reply = ready.ok(f"%timeline --save {tmp_path}/spans.{ending}")
         assert reply.lines() == [f"Saved the timeline as {tmp_path}/spans.{ending}."]
     events: list[dict[str, Any]] = json.loads((tmp_path / "spans.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
     assert "<script type=" in (tmp_path / "spans.html").read_text()
+    assert ">rank 3</text>" in (tmp_path / "spans.svg").read_text()
     assert (tmp_path / "spans.csv").read_text().startswith("rank,kind,name,group,start,seconds,bytes")
 
 
@@ -176,6 +178,9 @@ def test_one_cell_and_some_ranks_can_be_chosen(ready: Kernel, tmp_path: Path) ->
     number = ready.value("int(t_last[4:-1])")
     reply = ready.ok(f"%timeline --cell {number} --ranks 1,2")
     assert reply.displays[0]["text/plain"].splitlines()[0].startswith(f"In [{number}]: 2 ranks, ")
+    both = ready.ok(f"%timeline --cell {number},{number} --ranks 1,2").displays[0]["text/plain"].splitlines()
+    assert both[0] == f"In [{number}] beside In [{number}]"
+    assert any(line.split()[0] == "cell" and line.endswith("(+0%)") for line in both[1:])
     ready.ok(f"%timeline --cell {number} --ranks 2 --save {tmp_path}/one.csv")
     assert {line.split(",")[0] for line in (tmp_path / "one.csv").read_text().splitlines()[1:]} == {"2"}
 
@@ -184,7 +189,7 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel, tmp_path: Pat
     for line, words in {
         "%timeline --cell 99999": "ranks have no spans of In [99999]",
         "%timeline --ranks 9": "rank 9 does not exist",
-        f"%timeline --save {tmp_path}/spans.png": "must end in .json, .html or .csv",
+        f"%timeline --save {tmp_path}/spans.png": "must end in .json, .html, .csv or .svg",
         "%timeline model": "%timeline has no 'model'",
     }.items():
         reply = ready.run(line)

@@ -35,6 +35,7 @@ def straggling_spans(ranks: int, *, steps: int = 6, late: int = 2) -> list[Span]
             end = max(ends) + noise.random() / 5
             spans.append(span_of(rank, "backward", "backward", starts[rank], end))
             spans.append(span_of(rank, "optimizer", "AdamW", end + 0.3, end + 7 + noise.random()))
+    spans = [span._replace(line=12) if span.kind == "collective" else span for span in spans]
     last = max(span.end_ns for span in spans) / MS
     return [*spans, *(span_of(rank, "cell", "In [9]", 0, last + 2) for rank in range(ranks))]
 

@@ -8,23 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from axon_nb.records.colors import KINDS, RANKS, ROLES, STATES, Color, contrast
 from axon_nb.records.memory import ROLES as MEMORY_ROLES
 from axon_nb.records.telemetry import Activity
 from axon_nb.widgets import assets
-from axon_nb.widgets.palette import (
-    ACTIVITIES,
-    ACTIVITY_CODES,
-    KINDS,
-    RANKS,
-    ROLES,
-    SPAN_PAINTS,
-    STATES,
-    Color,
-    contrast,
-    palette_css,
-    rank_color,
-    text_color,
-)
+from axon_nb.widgets.palette import ACTIVITIES, ACTIVITY_CODES, SPAN_PAINTS, palette_css, rank_color, text_color
 
 STATIC = Path(assets.__file__).parent / "static"
 PAGES = {"light": ["#FFFFFF"], "dark": ["#111111"], "both": ["#FFFFFF", "#111111"]}
@@ -124,6 +112,14 @@ def test_the_first_eight_ranks_differ_and_their_numbers_can_be_read() -> None:
     for color in RANKS:
         for theme in THEMES:
             assert contrast(of(color, theme), text_color(of(color, theme))) >= 4.5
+
+
+def test_words_on_the_bars_of_memory_can_be_read() -> None:
+    blocks = re.findall(r"\{\n((?:  --axon-[\w-]+: #\w{6};\n)+)\}", palette_css())
+    for block in blocks:
+        tokens = dict(re.findall(r"--axon-([\w-]+): (#\w{6});", block))
+        for role in ROLES:
+            assert contrast(tokens[f"role-{role}"], tokens[f"on-role-{role}"]) >= 4.5, role
 
 
 def test_what_work_makes_in_memory_has_its_colour() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from axon_nb.records.colors import RANKS
 from axon_nb.records.placement import Shard
-from axon_nb.widgets.palette import RANKS
 from axon_nb.widgets.shards.boxes import draw, drawing_svg
 from axon_nb.widgets.shards.folding import fold
+from axon_nb.widgets.shards.mesh import find_mesh
 from axon_nb.widgets.shards.page import shards_bundle
 from axon_nb.widgets.shards.tensors import bytes_by_rank, describe_placement, merge_shards
 from axon_nb.widgets.shards.view import ShardsView
@@ -145,3 +147,17 @@ def test_equal_tensors_share_a_drawing_and_updates_are_told() -> None:
     assert len(view.content["tensors"]) == 1
     assert view.watched is False
     view.close()
+
+
+def test_the_mesh_places_every_rank_by_its_coordinates() -> None:
+    mesh = find_mesh([*split((8, 8), (2, 4), (0, 1)), *split((8,), (8,), (0,), "bias")])
+    assert (mesh.title, mesh.columns, mesh.ranks) == ("mesh: dp 2 × tp 4", 4, tuple(range(8)))
+    assert mesh.places[6] == "dp 1, tp 2"
+    turned = [replace(shard, rank=7 - shard.rank) for shard in split((8, 8), (2, 4), (0, 1))]
+    assert find_mesh(turned).ranks == tuple(range(7, -1, -1))
+
+
+def test_without_a_mesh_of_all_ranks_they_are_in_order() -> None:
+    plain = [replace(shard, axes=(), mesh_shape=(), coordinates=()) for shard in split((600,), (300,), (0,))]
+    mesh = find_mesh(plain)
+    assert (mesh.title, mesh.columns, mesh.ranks[:2], set(mesh.places)) == ("ranks", 18, (0, 1), {""})

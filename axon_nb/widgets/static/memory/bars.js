@@ -75,6 +75,7 @@ function makeBar(bar, kind) {
     const segment = element("i", { "data-role": role }, ...(label ? [element("span", {}, label)] : []));
     segment.style.width = percent(share);
     segment.style.setProperty("--paint", `var(--axon-role-${role})`);
+    segment.style.setProperty("--ink", `var(--axon-on-role-${role})`);
     root.append(segment);
   });
   for (const mark of /** @type {const} */ (["peak", "capacity"])) {

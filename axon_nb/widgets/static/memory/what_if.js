@@ -125,9 +125,9 @@ function makeControl(field, value) {
  * @param {string} unit
  */
 function makeChanges(changes, unit) {
-  const titles = [unit, "now", "proposed", "", "change"];
+  const titles = [unit, "now", "proposed", "less or more", "change"];
   const head = titles.map((title, i) =>
-    element("th", { scope: "col", class: i && title ? "axon-view-number" : "" }, title),
+    element("th", { scope: "col", class: i && i !== 3 ? "axon-view-number" : "" }, title),
   );
   const rows = changes.map(({ role, now, then, change, share, isLess }) => {
     const bar = element("i", { class: isLess ? "axon-memory-less" : "axon-memory-more" });

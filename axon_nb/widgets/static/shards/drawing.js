@@ -12,7 +12,7 @@ import { nestedTreemap } from "./layout.js";
 /** @typedef {(text: string, event?: PointerEvent) => void} ShowTooltip an empty text hides it */
 
 const MAP_HEIGHT = 380; // pixels
-const NUM_COLORS = 8; // of ranks
+export const NUM_COLORS = 8; // of ranks
 const PALE = 0.55;
 const MAP_LETTER = 6.3; // pixels
 
@@ -64,7 +64,7 @@ export function drawParts(drawing, theme, show) {
  * @param {Box} area
  * @param {number} gap
  */
-function drawPart({ rank }, { x, y, width, height }, gap) {
+function drawPart({ rank, ranks }, { x, y, width, height }, gap) {
   const inset = Math.min(width, height) > 4 * gap ? gap : 0;
   const sides = { width: Math.max(0.5, width - inset), height: Math.max(0.5, height - inset) };
   return svgElement("rect", {
@@ -74,7 +74,7 @@ function drawPart({ rank }, { x, y, width, height }, gap) {
     rx: inset,
     ...paintOf(rank),
     class: "axon-shards-part",
-    "data-rank": rank,
+    "data-ranks": ranks.join(" "),
   });
 }
 

@@ -1,9 +1,12 @@
 // @ts-check
-// Which rank holds which part of which tensor: filters, the treemap, and changes.
+// Which rank holds which part of which tensor: filters, folding, the treemap, and changes.
+
+/** @import { Mesh } from "./mesh.js" */
 
 /** @typedef {{x: number, y: number, width: number, height: number}} Box */
 
-/** @typedef {Box & {text: string, rank: number, label: string}} PartBox rank: the first; -1: all have a copy */
+/** @typedef {Box & {text: string, rank: number, ranks: number[], label: string}} PartBox rank: the first of all ranks that
+ *   hold it; -1: all have a copy */
 
 /** @typedef {{width: number, height: number, boxes: PartBox[], empty: string}} Drawing of a tensor's parts */
 
@@ -25,7 +28,7 @@
 /**
  * The content that the kernel sends.
  *
- * @typedef {Tensors & {heading: string, totals: {ranks: string, size: string, share: number}[], notes: string[],
+ * @typedef {Tensors & {heading: string, mesh: Mesh, totals: {ranks: string, size: string, share: number}[], notes: string[],
  *   updates: number}} Content
  */
 
@@ -41,6 +44,44 @@ export function filterTensors(tensors, filter) {
     const text = `${tensor.name} ${tensor.role} ${tensor.kind} ${tensor.placement}`.toLowerCase();
     return words.every((word) => text.includes(word));
   });
+}
+
+/** @typedef {{name: string, key: string, tensors: Tensor[]}} Alike tensors of repeated blocks */
+
+const BLOCK_NUMBER = /(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<=[A-Za-z])\d+(?=\.|$)/;
+
+/**
+ * Tensors in order; those that differ only by one number in their names are together, where the first of them is.
+ *
+ * @param {Tensor[]} tensors
+ * @returns {Alike[]}
+ */
+export function foldTensors(tensors) {
+  /** @type {Map<string, Tensor[]>} */
+  const groups = new Map();
+  for (const tensor of tensors) {
+    const { name, role, shape, placement, local, drawing } = tensor;
+    const key = [name.replace(BLOCK_NUMBER, "{}"), role, shape, placement, local, drawing].join("\n");
+    const group = groups.get(key);
+    if (group) group.push(tensor);
+    else groups.set(key, [tensor]);
+  }
+  return [...groups].map(([key, own]) => ({ name: nameOfAll(own), key, tensors: own }));
+}
+
+/** @param {Tensor[]} tensors */
+function nameOfAll(tensors) {
+  const [{ name }] = tensors;
+  if (tensors.length === 1) return name;
+  const numbers = tensors.map((tensor) => Number(tensor.name.match(BLOCK_NUMBER)?.[0])).sort((a, b) => a - b);
+  /** @type {[number, number][]} */
+  const ranges = [];
+  for (const number of numbers) {
+    const last = ranges[ranges.length - 1];
+    if (last && last[1] + 1 === number) last[1] = number;
+    else ranges.push([number, number]);
+  }
+  return name.replace(BLOCK_NUMBER, ranges.map(([a, b]) => (a === b ? `${a}` : `${a}-${b}`)).join(","));
 }
 
 /**

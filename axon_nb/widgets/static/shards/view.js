@@ -7,17 +7,18 @@ import { showTooltip } from "../shared/pointer.js";
 import { onAppearanceChange, readTheme } from "../shared/theme.js";
 import { sendHeartbeats } from "../shared/wire.js";
 import { drawMap, drawParts, makeLegend } from "./drawing.js";
-import { changedTensors, filterTensors, keyOf } from "./layout.js";
+import { changedTensors, filterTensors, foldTensors, keyOf } from "./layout.js";
+import { makeMesh, showPartsOf } from "./mesh.js";
 
 /** @import { Context } from "../shared/wire.js" */
 /** @import { ShowTooltip } from "./drawing.js" */
-/** @import { Content, Tensor } from "./layout.js" */
+/** @import { Alike, Content, Tensor } from "./layout.js" */
 
 /** @typedef {{content: Content | null}} Shared the last content, which all pages' views share */
 
 const MAX_ROWS = 100; // until the button below them is clicked
 const MAP_MARGIN = 16; // pixels
-const COLUMNS = ["tensor", "", "shape", "where", "per rank", "parts by rank"];
+const COLUMNS = ["tensor", "role", "shape", "where", "per rank", "parts by rank"];
 
 /** @param {(kind: "list" | "map") => void} onKind called if another kind of drawing is chosen */
 function buildPage(onKind) {
@@ -37,8 +38,9 @@ function buildPage(onKind) {
   const body = element("div", { class: "axon-shards-body", ...region });
   const notes = element("div", { class: "axon-view-note" });
   const tip = element("div", { class: "axon-view-tip axon-shards-tip", role: "status", hidden: "" });
-  const root = element("div", { class: "axon-view axon-shards" }, head, totals, state, body, notes, tip);
-  return { root, filter, heading, state, totals, body, notes, tip };
+  const mesh = element("div");
+  const root = element("div", { class: "axon-view axon-shards" }, head, totals, mesh, state, body, notes, tip);
+  return { root, filter, heading, state, totals, mesh, body, notes, tip };
 }
 
 /** One panel on a page. */
@@ -48,6 +50,9 @@ class ShardsView {
   #filter = "";
   #maxRows = MAX_ROWS;
   #openKey = "";
+  /** @type {Set<string>} */
+  #unfolded = new Set();
+  #rank = -1;
   /** @type {Set<string>} */
   #changed = new Set();
 
@@ -121,10 +126,14 @@ class ShardsView {
     );
     const tensors = filterTensors(data.tensors, this.#filter);
     const changes = this.#changed.size ? ` · ${this.#changed.size} changed in the last update` : "";
-    page.state.textContent = `${tensors.length} of ${data.tensors.length} shown${changes}`;
+    const cell = data.mesh.cells.find(({ rank }) => rank === this.#rank);
+    const chosen = cell ? ` · rank ${cell.rank}${cell.place ? ` (${cell.place})` : ""} holds ${cell.size}` : "";
+    page.state.textContent = `${tensors.length} of ${data.tensors.length} shown${chosen}${changes}`;
+    this.#drawMesh(data);
     page.body.replaceChildren(
       ...(this.#kind === "list" ? this.#drawList(data, tensors) : this.#drawMap(data, tensors)),
     );
+    showPartsOf(page.body, this.#rank);
     page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));
     page.root.dataset.updates = String(data.updates);
   }
@@ -145,15 +154,55 @@ class ShardsView {
    */
   #drawList(data, tensors) {
     const head = element("tr", {}, ...COLUMNS.map((title) => element("th", { scope: "col" }, title)));
-    const rows = tensors.slice(0, this.#maxRows).flatMap((tensor) => this.#drawRow(data, tensor));
+    const folded = foldTensors(tensors);
+    const rows = folded.slice(0, this.#maxRows).flatMap((alike) => this.#drawAlike(data, alike));
     const table = element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows));
-    if (tensors.length <= this.#maxRows) return [table];
-    const more = element("button", { type: "button" }, `${tensors.length - this.#maxRows} more`);
+    if (folded.length <= this.#maxRows) return [table];
+    const more = element("button", { type: "button" }, `${folded.length - this.#maxRows} more`);
     more.addEventListener("click", () => {
       this.#maxRows *= 4;
       this.#draw();
     });
     return [table, more];
+  }
+
+  /** @param {Content} data */
+  #drawMesh({ mesh }) {
+    const hadFocus = this.page.mesh.contains(document.activeElement);
+    const grid = makeMesh(mesh, this.#rank, (rank) => {
+      this.#rank = rank;
+      this.#draw();
+    });
+    this.page.mesh.replaceChildren(...(mesh.cells.length > 1 ? [grid] : []));
+    const focused = /** @type {HTMLElement | null} */ (grid.querySelector("[tabindex='0']"));
+    if (hadFocus) focused?.focus();
+  }
+
+  /**
+   * One row for tensors that are alike, until it is unfolded.
+   *
+   * @param {Content} data
+   * @param {Alike} alike
+   */
+  #drawAlike(data, { name, key, tensors }) {
+    if (tensors.length === 1) return this.#drawRow(data, tensors[0]);
+    const isOpen = this.#unfolded.has(key);
+    const attributes = { type: "button", class: "axon-shards-fold", "aria-expanded": String(isOpen) };
+    const fold = element("button", attributes, `${isOpen ? "▾" : "▸"} ${tensors.length} alike`);
+    fold.addEventListener("click", (event) => {
+      event.stopPropagation();
+      if (!this.#unfolded.delete(key)) this.#unfolded.add(key);
+      this.#draw();
+    });
+    fold.addEventListener("keydown", (event) => event.stopPropagation());
+    const [line, ...details] = this.#drawRow(data, tensors[0]);
+    line.firstElementChild?.replaceChildren(name, " ", fold);
+    if (isOpen) delete line.dataset.name; // it is that of one of the rows below
+    line.classList.toggle(
+      "axon-shards-changed",
+      tensors.some((tensor) => this.#changed.has(keyOf(tensor))),
+    );
+    return [line, ...details, ...(isOpen ? tensors.flatMap((tensor) => this.#drawRow(data, tensor)) : [])];
   }
 
   /**

@@ -15,10 +15,12 @@ const MIN_MARK = 4; // pixels; fewer are a click
  * @param {HTMLElement} brush
  * @param {object} handlers
  * @param {(position: Position | null) => void} handlers.onMove null: it has left
- * @param {(left: number, right: number) => void} handlers.onMark a range was marked, in pixels of the page
+ * @param {(left: number, right: number, hasShift: boolean) => void} handlers.onMark a range was marked, in
+ *   pixels of the page, with the shift key or without
+ * @param {(position: Position) => void} handlers.onClick
  * @param {() => number} handlers.height of the brush
  */
-export function trackPointer(on, canvas, brush, { onMove, onMark, height }) {
+export function trackPointer(on, canvas, brush, { onMove, onMark, onClick, height }) {
   /** @type {Position | null} */
   let position = null;
   /** @type {number | null} */
@@ -56,7 +58,8 @@ export function trackPointer(on, canvas, brush, { onMove, onMark, height }) {
   on(canvas, "pointerup", (event) => {
     position = { x: event.offsetX, y: event.offsetY };
     const range = markedRange();
-    if (range) onMark(range.left, range.right);
+    if (range) onMark(range.left, range.right, event.shiftKey);
+    else if (pressedX !== null) onClick(position);
     cancel();
   });
   on(canvas, "pointercancel", cancel);

@@ -139,13 +139,14 @@ export class PixelShares {
    * @param {number} kind
    * @param {number} x0
    * @param {number} x1
+   * @param {number} weight of it in the line
    */
-  cover(line, kind, x0, x1) {
+  cover(line, kind, x0, x1, weight = 1) {
     const { share, width, kinds } = this;
     const left = Math.max(0, x0);
     const right = Math.min(width, x1);
     for (let x = Math.floor(left); x < right; x++) {
-      share[(line * width + x) * kinds + kind] += Math.min(right, x + 1) - Math.max(left, x);
+      share[(line * width + x) * kinds + kind] += weight * (Math.min(right, x + 1) - Math.max(left, x));
     }
   }
 

@@ -125,6 +125,24 @@ export class TimeView {
     return false;
   }
 
+  /**
+   * Handle a range that was marked with the pointer.
+   *
+   * @param {TimeRange} range
+   * @param {boolean} _hasShift whether the shift key was pressed
+   */
+  onMark(range, _hasShift) {
+    this.showRange(range);
+  }
+
+  /**
+   * Handle a click.
+   *
+   * @param {Position} _position on the canvas
+   * @param {number} _time in seconds
+   */
+  onClick(_position, _time) {}
+
   /** Draw again after the size or the theme changed. */
   onAppearanceChange() {
     this.request();
@@ -169,12 +187,13 @@ export class TimeView {
         this.#pointer = position;
         this.#showTooltip();
       },
-      onMark: (left, right) => {
+      onMark: (left, right, hasShift) => {
         const { range } = this;
         const [from, to] = [timeAt(canvas, range, left), timeAt(canvas, range, right)];
-        if (to - from > this.minRange) this.showRange({ from, to });
+        if (to - from > this.minRange) this.onMark({ from, to }, hasShift);
         this.request();
       },
+      onClick: (position) => this.onClick(position, timeAt(canvas, this.range, position.x)),
     });
   }
 

@@ -122,6 +122,21 @@ export function widget(initialize, render) {
   };
 }
 
+/**
+ * Load the script that a view needs only when it is used, from a trait.
+ *
+ * @param {string} text of the script
+ * @returns {Promise<any>} the module
+ */
+export async function loadModule(text) {
+  const address = URL.createObjectURL(new Blob([text], { type: "text/javascript" }));
+  try {
+    return await import(address);
+  } finally {
+    URL.revokeObjectURL(address);
+  }
+}
+
 const HEARTBEAT_MS = 4000;
 
 /**

@@ -5,14 +5,15 @@ import { getContext, Painter, resizeCanvas } from "../shared/canvas.js";
 import { drawAxis, ticks } from "../shared/time_axis.js";
 import { labelRooms, wordsFor } from "./labels.js";
 import { geometry, MIN_SHARE, pixelShares } from "./layout.js";
+import { everyRow } from "./rows.js";
 
 /** @import { Theme } from "../shared/theme.js" */
 /** @import { Run, TimeRange } from "../shared/time_axis.js" */
-/** @import { Mark } from "./cursor.js" */
+/** @import { Mark } from "./tools/cursor.js" */
 /** @import { Derived } from "./derived.js" */
 /** @import { SpanSelection } from "./filter.js" */
 /** @import { LabelBox } from "./labels.js" */
-/** @import { Geometry } from "./layout.js" */
+/** @import { Rows } from "./rows.js" */
 /** @import { Config, Store } from "./store.js" */
 
 /**
@@ -21,8 +22,10 @@ import { geometry, MIN_SHARE, pixelShares } from "./layout.js";
  * @typedef {object} Frame
  * @property {TimeRange} range
  * @property {number} zero the time labelled 0
+ * @property {Rows} rows
  * @property {SpanSelection} selection which spans are drawn
  * @property {Mark | null} mark
+ * @property {TimeRange[]} measured stretches of time
  * @property {Theme} theme
  */
 
@@ -33,9 +36,6 @@ const MIN_LABELLED = { width: 16, height: 10 }; // of a box that is written on, 
 const MIN_WAIT_LABELLED = 40;
 
 export class RowCanvas {
-  /** @type {Map<number, number>} */
-  #rowOf;
-
   /**
    * @param {HTMLCanvasElement} canvas
    * @param {Config} config
@@ -47,8 +47,11 @@ export class RowCanvas {
     this.config = config;
     this.store = store;
     this.derived = derived;
-    this.geometry = geometry(config.ranks.length);
-    this.#rowOf = new Map(config.ranks.map((rank, row) => [rank, row]));
+    this.rows = everyRow(config.ranks);
+  }
+
+  get geometry() {
+    return geometry(this.rows.list.length);
   }
 
   /**
@@ -57,10 +60,11 @@ export class RowCanvas {
    * @param {number} width pixels of the page
    * @param {Frame} frame
    */
-  draw(width, { range, zero, selection, mark, theme }) {
-    const { canvas, config, store, derived } = this;
+  draw(width, { range, zero, rows, selection, mark, measured, theme }) {
+    const { canvas, store, derived } = this;
     const { from, to } = range;
-    const bottom = config.ranks.length * this.geometry.height;
+    this.rows = rows;
+    const bottom = rows.list.length * this.geometry.height;
     const ratio = resizeCanvas(canvas, width, bottom);
     const painter = new Painter(getContext(canvas), ratio, theme);
     painter.context.clearRect(0, 0, canvas.width, canvas.height);
@@ -68,17 +72,18 @@ export class RowCanvas {
     this.#drawRules(painter);
     const pixels = Math.round(width * ratio);
     const places = this.#places(range, pixels, ratio);
-    const shares = pixelShares(store, { ...selection, from, to, width: pixels, derived });
+    const shares = pixelShares(store, { ...selection, rows, from, to, width: pixels, derived });
     const boxes = this.#labelBoxes(shares.labelled ?? [], places);
     /** @type {Set<number>} */
     const drawn = new Set();
-    for (let line = 0; line < 2 * config.ranks.length; line++) {
+    for (let line = 0; line < 2 * rows.list.length; line++) {
       const runs = shares.pixels.runs(line, MIN_SHARE);
       for (const { kind } of runs) drawn.add(kind);
       this.#drawLane(painter, places, line, runs, boxes[line]);
     }
     this.#drawCells(painter, places, shares.cells);
     if (mark) this.#drawMark(painter, places, mark);
+    for (const stretch of measured) this.#drawMeasured(painter, places, stretch);
     return { found: shares.found, drawn };
   }
 
@@ -103,7 +108,7 @@ export class RowCanvas {
   /** @param {Painter} painter */
   #drawRules({ context, ratio, theme }) {
     context.fillStyle = theme.of("line");
-    for (let row = 1; row < this.config.ranks.length; row++) {
+    for (let row = 1; row < this.rows.list.length; row++) {
       context.fillRect(0, Math.round(row * this.geometry.height * ratio), this.canvas.width, Math.max(1, ratio));
     }
   }
@@ -149,14 +154,15 @@ export class RowCanvas {
    * @param {Places} places
    */
   #labelBoxes(spans, { left, pixels }) {
+    const { list, rowOf } = this.rows;
     const { start, duration: length, label, rank } = this.store.columns;
     /** @type {LabelBox[][]} */
-    const lines = this.config.ranks.flatMap(() => [[], []]);
+    const lines = list.flatMap(() => [[], []]);
     for (const index of spans) {
       const kind = this.store.labels[label[index]][0];
       const { lane } = this.config.paints[kind];
-      const row = this.#rowOf.get(rank[index]);
-      if (row === undefined || lane < 0) continue;
+      const row = rowOf[rank[index]] ?? -1;
+      if (row < 0 || lane < 0 || list[row].ranks.length > 1) continue;
       const [x0, x1] = [Math.max(0, left(start[index])), Math.min(pixels, left(start[index] + length[index]))];
       if (x1 > x0) lines[2 * row + lane].push({ index, kind, left: x0, right: x1 });
     }
@@ -173,9 +179,22 @@ export class RowCanvas {
     context.fillStyle = theme.of("kind-other");
     for (const index of cells) {
       const [x0, x1] = [Math.max(0, left(start[index])), Math.min(pixels, left(start[index] + length[index]))];
-      const row = this.#rowOf.get(rank[index]) ?? 0;
+      const row = this.rows.rowOf[rank[index]];
       if (x1 > x0) context.fillRect(x0, top(row, -1), Math.max(1, x1 - x0), Math.max(1, height(-1) / 2));
     }
+  }
+
+  /**
+   * @param {Painter} painter
+   * @param {Places} places
+   * @param {TimeRange} range
+   */
+  #drawMeasured({ context, ratio, theme }, { left }, { from, to }) {
+    context.fillStyle = theme.of("accent");
+    context.globalAlpha = 0.14;
+    context.fillRect(left(from), 0, left(to) - left(from), this.canvas.height);
+    context.globalAlpha = 1;
+    for (const time of [from, to]) context.fillRect(left(time) - ratio / 2, 0, ratio, this.canvas.height);
   }
 
   /**
@@ -191,63 +210,5 @@ export class RowCanvas {
     const left = index < 0 ? ratio : places.left(start[index]) - ratio;
     const right = index < 0 ? places.pixels - ratio : places.left(start[index] + length[index]) + ratio;
     context.strokeRect(left, top, right - left, height);
-  }
-}
-
-/** A canvas above the rows that dims all but a family. */
-export class Highlight {
-  /**
-   * @param {HTMLCanvasElement} canvas
-   * @param {Config} config
-   * @param {Store} store
-   */
-  constructor(canvas, config, store) {
-    this.canvas = canvas;
-    this.config = config;
-    this.store = store;
-    this.rowOf = new Map(config.ranks.map((rank, row) => [rank, row]));
-  }
-
-  /**
-   * Show a family; an empty one hides the canvas.
-   *
-   * @param {number[]} family
-   * @param {{range: TimeRange, geometry: Geometry, theme: Theme}} frame
-   */
-  show(family, { range: { from, to }, geometry, theme }) {
-    const { canvas, store } = this;
-    canvas.hidden = !family.length;
-    canvas.dataset.family = String(family.length);
-    if (!family.length) return;
-    const height = this.config.ranks.length * geometry.height;
-    const ratio = resizeCanvas(canvas, canvas.clientWidth, height);
-    const context = getContext(canvas);
-    context.clearRect(0, 0, canvas.width, canvas.height);
-    context.globalAlpha = 0.62;
-    context.fillStyle = theme.of("page");
-    context.fillRect(0, 0, canvas.width, canvas.height);
-    context.globalAlpha = 1;
-    const { start, duration: length, rank, label } = store.columns;
-    const scale = canvas.width / (to - from);
-    for (const index of family) {
-      const row = this.rowOf.get(rank[index]);
-      const { lane } = this.config.paints[store.labels[label[index]][0]];
-      if (row === undefined || lane < 0) continue;
-      const [top, laneHeight] = geometry.lanes[lane];
-      const left = (start[index] - from) * scale;
-      context.clearRect(
-        left,
-        (row * geometry.height + top) * ratio,
-        Math.max(2, length[index] * scale),
-        laneHeight * ratio,
-      );
-    }
-    if (store.columns.microbatch[family[0]] >= 0) return;
-    const last = (Math.max(...family.map((index) => start[index])) - from) * scale;
-    context.strokeStyle = theme.of("accent");
-    context.lineWidth = ratio;
-    context.setLineDash([3 * ratio, 3 * ratio]);
-    context.strokeRect(last, -ratio, 0, canvas.height + 2 * ratio);
-    context.setLineDash([]);
   }
 }

@@ -1,7 +1,5 @@
 // @ts-check
-// What follows from spans: where a backward can only wait, how far each rank is known, and which belong together.
-
-import { forEachBetween } from "./blocks.js";
+// What follows from spans: where a backward can only wait, and how far each rank is known.
 
 /** @import { Config, Store } from "./store.js" */
 
@@ -19,7 +17,6 @@ import { forEachBetween } from "./blocks.js";
 const MAX_REMEMBERED = 256; // of each rank: spans arrive at most so many others later than those that they are within
 const MAX_TAILS = 150_000;
 const MAX_STEPS = 10_000;
-const REACH = 120; // seconds, in which all ranks call a collective
 
 export class Derived {
   /** @type {Map<number, Tail>} */
@@ -122,33 +119,4 @@ export class Derived {
     backward.last = start;
     this.#tails.set(backward.number, { from: start, to: Math.min(end, backward.end) });
   }
-}
-
-/**
- * The spans that belong to a span, with itself; empty: it stands alone.
- *
- * @param {Store} store
- * @param {number} index
- * @param {number[]} steps when steps ended, in seconds
- */
-export function familyOf(store, index, steps) {
-  const { start, duration: length, label, sequence, microbatch } = store.columns;
-  const [, name, group] = store.labels[label[index]];
-  /** @type {number[]} */
-  const found = [];
-  if (microbatch[index] >= 0) {
-    const from = steps.filter((end) => end <= start[index]).pop() ?? -Infinity;
-    const to = steps.find((end) => end > start[index]) ?? Infinity;
-    forEachBetween(store, Math.max(from, start[index] - REACH), Math.min(to, start[index] + REACH), (i) => {
-      const isSame = microbatch[i] === microbatch[index] && store.labels[label[i]][2] === group;
-      if (isSame && start[i] >= from && start[i] < to) found.push(i);
-    });
-  } else if (sequence[index] && group) {
-    forEachBetween(store, start[index] - REACH, start[index] + length[index] + REACH, (i) => {
-      if (sequence[i] !== sequence[index]) return;
-      const [, otherName, otherGroup] = store.labels[label[i]];
-      if (otherName === name && otherGroup === group) found.push(i);
-    });
-  }
-  return found.length > 1 ? found : [];
 }

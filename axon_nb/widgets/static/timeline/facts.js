@@ -8,6 +8,25 @@ import { element } from "../shared/dom.js";
 
 const MAX_ROWS = 8; // ranks in the table at first
 
+const MAX_LATE = 4;
+const MIN_LATE = 0.3; // of what the latest one cost
+
+/**
+ * The ranks that others waited for most, in their order; none if nobody waited for anyone in particular.
+ *
+ * @param {Facts | null} facts
+ * @returns {number[]}
+ */
+export function lateRanks(facts) {
+  if (!facts?.notice) return [];
+  const column = facts.columns.findIndex(({ title }) => title === "waited for");
+  const costs = facts.rows.map(({ rank, cells }) => ({ rank, cost: cells[column]?.share ?? 0 }));
+  costs.sort((a, b) => b.cost - a.cost);
+  const least = MIN_LATE * (costs[0]?.cost ?? 0);
+  const late = costs.slice(0, MAX_LATE).filter(({ cost }) => cost > 0 && cost >= least);
+  return late.map(({ rank }) => rank).sort((a, b) => a - b);
+}
+
 /** The facts of a timeline, above and below its rows. */
 export class FactsPanel {
   #showsAll = false;
@@ -40,7 +59,7 @@ export class FactsPanel {
       show.addEventListener("click", () => this.onFilter(notice.filter));
       this.parts.notice.append(makeNotice(notice, show));
     }
-    const columns = [{ title: "" }, ...facts.columns.map(({ title }) => ({ title, isNumber: true }))];
+    const columns = [{ title: "rank" }, ...facts.columns.map(({ title }) => ({ title, isNumber: true }))];
     const rows = this.#rows(facts).map(({ rank, cells }) => ({
       name: `rank ${rank}`,
       cells: cells.map((cell, i) => ({ ...cell, token: facts.columns[i].token })),

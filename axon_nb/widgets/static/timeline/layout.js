@@ -3,10 +3,12 @@
 
 import { PixelShares, rescaleRange } from "../shared/time_axis.js";
 import { extent, forEachBetween, isRunning, MIN_AXIS } from "./blocks.js";
+import { everyRow } from "./rows.js";
 
 /** @import { TimeRange } from "../shared/time_axis.js" */
 /** @import { Derived } from "./derived.js" */
 /** @import { SpanSelection } from "./filter.js" */
+/** @import { Rows } from "./rows.js" */
 /** @import { Store } from "./store.js" */
 
 /**
@@ -20,8 +22,6 @@ import { extent, forEachBetween, isRunning, MIN_AXIS } from "./blocks.js";
 /** @typedef {[top: number, height: number]} Band of a rank's row, in pixels of the page */
 
 /** @typedef {{height: number, cell: Band, lanes: [Band, Band]}} Geometry of a rank's row: its cell, code, communication */
-
-/** @typedef {{rank: number, row: number, lane: number}} Lane of a rank */
 
 export const MIN_SPAN = 2e-5; // seconds that can be zoomed in to
 
@@ -99,28 +99,15 @@ function zoomOut(zoom, store, now) {
 // ---- layout --------------------------------------------------------------------------------------------------------
 
 /**
- * @param {number} numRanks
+ * @param {number} numRows
  * @returns {Geometry}
  */
-export function geometry(numRanks) {
+export function geometry(numRows) {
   /** @type {(height: number, cell: Band, code: Band, communication: Band) => Geometry} */
   const row = (height, cell, code, communication) => ({ height, cell, lanes: [code, communication] });
-  if (numRanks <= 8) return row(44, [3, 2], [7, 19], [28, 11]);
-  if (numRanks <= 24) return row(29, [2, 1], [4, 13], [18, 8]);
+  if (numRows <= 8) return row(44, [3, 2], [7, 19], [28, 11]);
+  if (numRows <= 24) return row(29, [2, 1], [4, 13], [18, 8]);
   return row(16, [0, 1], [1, 8], [10, 5]);
-}
-
-/**
- * The row of each rank; -1: none.
- *
- * @param {number[]} ranks
- */
-function rowsOf(ranks) {
-  const rows = new Int16Array(Math.max(0, ...ranks) + 1).fill(-1);
-  ranks.forEach((rank, row) => {
-    rows[rank] = row;
-  });
-  return rows;
 }
 
 const MAX_LABELLED = 3000; // visible spans that may be written on
@@ -128,21 +115,23 @@ const MAX_LABELLED = 3000; // visible spans that may be written on
 export const MIN_SHARE = 0.004; // of a pixel that is drawn
 
 /**
- * Each kind's share of each pixel; line 2 * row + lane is a lane of a rank. In the lane of communication, the time
+ * Each kind's share of each pixel; line 2 * row + lane is a lane of a row, over the ranks of the row. In the lane of communication, the time
  * before the last rank has started is waiting, and in the lane of code the tails of backwards are; what is left of a
  * cell is the rank's own code. Also returns how many spans were `found`, the indices of `cells`, and those of
  * `labelled` spans, or null if there are too many.
  *
  * @param {Store} store
- * @param {SpanSelection & TimeRange & {width: number, derived: Derived}} options width: device pixels
+ * @param {SpanSelection & TimeRange & {width: number, derived: Derived, rows?: Rows}} options width: device pixels
  */
-export function pixelShares(store, { ranks, from, to, width, shown, ownCode, hidesWaits, config, derived }) {
+export function pixelShares(store, options) {
+  const { ranks, from, to, width, shown, ownCode, hidesWaits, config, derived } = options;
   const { start, duration: length, late, label, rank } = store.columns;
-  const rowOf = rowsOf(ranks);
+  const rows = options.rows ?? everyRow(ranks);
+  const { list, rowOf, indexOf } = rows;
   const kindOf = Uint8Array.from(store.labels, ([kind]) => kind);
   const lanes = config.paints.map((paint) => paint.lane);
   const code = Object.fromEntries(config.paints.map((paint, i) => [paint.kind, i]));
-  const pixels = new PixelShares(ranks.length * 2, width, lanes.length);
+  const pixels = new PixelShares(list.length * 2, width, lanes.length);
   const scale = width / (to - from);
   /** @type {number[]} */
   const cells = [];
@@ -156,9 +145,11 @@ export function pixelShares(store, { ranks, from, to, width, shown, ownCode, hid
     const row = rowOf[rank[i]] ?? -1;
     if (row < 0) return;
     const kind = kindOf[label[i]];
-    const isShown = shown[label[i] * ranks.length + row];
+    const place = indexOf[rank[i]];
+    const isShown = shown[label[i] * ranks.length + place];
+    const weight = 1 / list[row].ranks.length;
     if (lanes[kind] < 0) {
-      if (ownCode[row]) pixels.cover(2 * row, code.other, x0, x1);
+      if (ownCode[place]) pixels.cover(2 * row, code.other, x0, x1, weight);
       if (isShown) cells.push(i);
       return;
     }
@@ -168,13 +159,13 @@ export function pixelShares(store, { ranks, from, to, width, shown, ownCode, hid
     else labelled?.push(i);
     const line = row * 2 + lanes[kind];
     const ready = lanes[kind] === 1 && !hidesWaits ? Math.min(x1, x0 + late[i] * scale) : x0;
-    if (ready > x0) pixels.cover(line, code.wait, x0, ready);
-    pixels.cover(line, kind, ready, x1);
+    if (ready > x0) pixels.cover(line, code.wait, x0, ready, weight);
+    pixels.cover(line, kind, ready, x1, weight);
     const tail = kind === code.backward && !hidesWaits ? derived.tailOf(store.first + i) : undefined;
-    if (tail) pixels.cover(line, code.wait, (tail.from - from) * scale, (tail.to - from) * scale);
+    if (tail) pixels.cover(line, code.wait, (tail.from - from) * scale, (tail.to - from) * scale, weight);
   });
-  if (isRunning(store)) coverRunningCell(pixels, store, { ranks, from, scale, ownCode, derived, kind: code.other });
-  settle(pixels, ranks.length, code);
+  if (isRunning(store)) coverRunningCell(pixels, store, { rows, from, scale, ownCode, derived, kind: code.other });
+  settle(pixels, list.length, code);
   return { pixels, found, cells, labelled };
 }
 
@@ -183,13 +174,16 @@ export function pixelShares(store, { ranks, from, to, width, shown, ownCode, hid
  *
  * @param {PixelShares} pixels
  * @param {Store} store
- * @param {{ranks: number[], from: number, scale: number, ownCode: Uint8Array, derived: Derived, kind: number}} options
+ * @param {{rows: Rows, from: number, scale: number, ownCode: Uint8Array, derived: Derived, kind: number}} options
  */
-function coverRunningCell(pixels, store, { ranks, from, scale, ownCode, derived, kind }) {
+function coverRunningCell(pixels, store, { rows, from, scale, ownCode, derived, kind }) {
   const start = Number(store.focus[0]);
-  ranks.forEach((rank, row) => {
-    const end = derived.endOf(rank);
-    if (ownCode[row] && end > start) pixels.cover(2 * row, kind, (start - from) * scale, (end - from) * scale);
+  rows.list.forEach(({ ranks }, row) => {
+    for (const rank of ranks) {
+      const end = derived.endOf(rank);
+      if (!ownCode[rows.indexOf[rank]] || end <= start) continue;
+      pixels.cover(2 * row, kind, (start - from) * scale, (end - from) * scale, 1 / ranks.length);
+    }
   });
 }
 
@@ -216,68 +210,4 @@ function settle({ share, width, kinds }, rows, code) {
       share[at + code.other] = Math.max(0, rest);
     }
   }
-}
-
-/**
- * The shortest span at a time in a lane, or else one at most `near` seconds away; -1: none.
- *
- * @param {Store} store
- * @param {SpanSelection & Lane & {time: number, near: number}} options
- */
-export function spanAt(store, { rank: wanted, row, lane, time, near, shown, ranks, config }) {
-  const { start, duration: length, label, rank } = store.columns;
-  let best = -1;
-  let bestLength = Infinity;
-  forEachBetween(store, time - near, time + near, (i) => {
-    if (rank[i] !== wanted || start[i] > time + near || start[i] + length[i] < time - near) return;
-    if (config.paints[store.labels[label[i]][0]].lane !== lane || !shown[label[i] * ranks.length + row]) return;
-    const isInside = start[i] <= time && time <= start[i] + length[i];
-    const rankedLength = length[i] + (isInside ? 0 : 1e6);
-    if (rankedLength <= bestLength) [bestLength, best] = [rankedLength, i];
-  });
-  return best;
-}
-
-/**
- * The stretch of a rank's own code at a time: in a cell and in no span of the lane; null: none.
- *
- * @param {Store} store
- * @param {SpanSelection & Lane & {time: number, near: number}} options
- */
-export function ownCodeAt(store, { rank: wanted, row, time, ownCode, config }) {
-  const { start, duration: length, label, rank } = store.columns;
-  if (!ownCode[row]) return null;
-  let [from, to] = [-Infinity, Infinity];
-  let isInCell = isRunning(store) && time >= Number(store.focus[0]);
-  if (isInCell) from = Number(store.focus[0]);
-  for (let i = store.skip; i < store.count; i++) {
-    if (rank[i] !== wanted) continue;
-    const { lane } = config.paints[store.labels[label[i]][0]];
-    const end = start[i] + length[i];
-    if (lane < 0 && start[i] <= time && time <= end) {
-      isInCell = true;
-      [from, to] = [Math.max(from, start[i]), Math.min(to, end)];
-    } else if (lane === 0) {
-      if (end <= time) from = Math.max(from, end);
-      else if (start[i] >= time) to = Math.min(to, start[i]);
-    }
-  }
-  return isInCell && from < to && Number.isFinite(to) ? { from, to } : null;
-}
-
-/**
- * The next span (`direction` 1) or the previous one (-1) in a lane, after or before a time; -1: none.
- *
- * @param {Store} store
- * @param {SpanSelection & Lane & {time: number, direction: number}} options
- */
-export function nextSpan(store, { rank: wanted, row, lane, time, direction, shown, ranks, config }) {
-  const { start, label, rank } = store.columns;
-  let best = -1;
-  for (let i = store.skip; i < store.count; i++) {
-    if (rank[i] !== wanted || direction * (start[i] - time) <= 1e-9) continue;
-    if (config.paints[store.labels[label[i]][0]].lane !== lane || !shown[label[i] * ranks.length + row]) continue;
-    if (best < 0 || direction * (start[i] - start[best]) < 0) best = i;
-  }
-  return best;
 }

@@ -5,6 +5,7 @@ import { getContext, resizeCanvas } from "../shared/canvas.js";
 import { formatDuration } from "../shared/format.js";
 import { ticks, timeAt } from "../shared/time_axis.js";
 import { pixelShares } from "./layout.js";
+import { foldRows } from "./rows.js";
 
 /** @import { Listen } from "../shared/dom.js" */
 /** @import { Theme } from "../shared/theme.js" */
@@ -25,21 +26,23 @@ const MIN_STEP = { named: 34, timed: 84 }; // pixels of the page of a step that 
  * @param {SpanSelection & TimeRange & {width: number, derived: Derived}} options
  */
 export function columnShares(store, options) {
-  const { pixels } = pixelShares(store, options);
-  const { share, width, kinds } = pixels;
   const { paints, ranks } = options.config;
+  const rows = foldRows(ranks, new Set(), []);
+  const { pixels } = pixelShares(store, { ...options, rows });
+  const { share, width, kinds } = pixels;
   const waiting = paints.findIndex((paint) => paint.kind === "wait");
   const works = new Float32Array(width);
   const waits = new Float32Array(width);
-  for (let row = 0; row < ranks.length; row++) {
+  rows.list.forEach((folded, row) => {
+    const part = folded.ranks.length / ranks.length;
     for (let x = 0; x < width; x++) {
       const at = (2 * row * width + x) * kinds;
       let busy = 0;
       for (let kind = 0; kind < kinds; kind++) if (kind !== waiting) busy += share[at + kind];
-      works[x] += Math.min(1, busy) / ranks.length;
-      waits[x] += Math.min(1, share[at + waiting]) / ranks.length;
+      works[x] += Math.min(1, busy) * part;
+      waits[x] += Math.min(1, share[at + waiting]) * part;
     }
-  }
+  });
   return { works, waits };
 }
 

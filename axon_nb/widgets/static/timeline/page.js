@@ -1,18 +1,23 @@
 // @ts-check
 // The elements of a timeline.
 
-import { makeHead, makeSwatch } from "../shared/card.js";
-import { create } from "../shared/dom.js";
-import { geometry } from "./layout.js";
+import { makeHead, makeSwatch, showState } from "../shared/card.js";
+import { create, setText } from "../shared/dom.js";
+import { formatDuration } from "../shared/format.js";
+import { isRunning } from "./blocks.js";
+import { losses } from "./losses.js";
 
-/** @import { Config } from "./store.js" */
+/** @import { TimeRange } from "../shared/time_axis.js" */
+/** @import { Rows } from "./rows.js" */
+/** @import { Config, Store } from "./store.js" */
 
 const BUTTONS = [
   ["+", "+", "Zoom in (+)"],
   ["−", "-", "Zoom out (−)"],
   ["cell", "Home", "Show the running cell, or the last one (Home)"],
   ["all", "a", "Show everything (a)"],
-  ["save", "save", "Save as a trace for Perfetto"],
+  ["trace", "save", "Save as a trace for Perfetto"],
+  ["picture", "picture", "Save what is shown as a picture (PNG)"],
 ];
 
 /**
@@ -74,11 +79,8 @@ export function showLegend(keys, { paints }, drawn, shares) {
   });
 }
 
-/** @param {Config} config */
-function buildRows({ ranks }) {
+function buildRows() {
   const names = part("names");
-  names.setAttribute("aria-hidden", "true");
-  for (const rank of ranks) names.append(create("div", "", { textContent: `rank ${rank}` }));
   const canvas = part("canvas", "canvas", { tabIndex: 0 });
   canvas.setAttribute("role", "img");
   const [overview, axis] = [part("overview", "canvas"), part("axis", "canvas")];
@@ -92,7 +94,35 @@ function buildRows({ ranks }) {
   grid.append(top, names, canvas, highlight);
   const scroll = part("scroll");
   scroll.append(grid);
-  return { scroll, canvas, highlight, overview, axis };
+  return { scroll, names, canvas, highlight, overview, axis };
+}
+
+/**
+ * Name the rows. A group of ranks is a button that unfolds it.
+ *
+ * @param {HTMLElement} names
+ * @param {Rows} rows
+ * @param {(block: number) => void} onToggle
+ */
+export function showNames(names, { list }, onToggle) {
+  const isFolded = list.some((row) => row.block >= 0);
+  if (isFolded) names.removeAttribute("aria-hidden");
+  else names.setAttribute("aria-hidden", "true");
+  names.replaceChildren(
+    ...list.map(({ name, ranks, block }) => {
+      const row = create("div", "", { textContent: block < 0 ? name : "" });
+      if (block < 0) return row;
+      const isOpen = ranks.length === 1;
+      const button = create("button", "axon-view-plain", {
+        type: "button",
+        textContent: `${isOpen ? "▾" : "▸"} ${name}`,
+      });
+      button.setAttribute("aria-expanded", String(isOpen));
+      button.addEventListener("click", () => onToggle(block));
+      row.append(button);
+      return row;
+    }),
+  );
 }
 
 /**
@@ -101,24 +131,24 @@ function buildRows({ ranks }) {
  */
 export function build(config, el) {
   const root = create("div", "axon-view axon-timeline");
-  root.style.setProperty("--axon-row", `${geometry(config.ranks.length).height}px`);
   const { head, ...inHead } = buildHead(config.title);
   const { legend, ...inLegend } = buildLegend(config);
-  const { scroll, ...inRows } = buildRows(config);
-  const [figures, notice, steps, facts] = ["facts-figures", "facts-notice", "steps", "facts"].map((name) =>
-    create("div", `axon-timeline-${name}`),
+  const { scroll, ...inRows } = buildRows();
+  const [figures, notice, details, steps, facts] = ["facts-figures", "facts-notice", "details", "steps", "facts"].map(
+    (name) => create("div", `axon-timeline-${name}`),
   );
   const [note, losses, tip, brush, live] = ["note", "note", "tip", "brush", "unseen"].map((name) => part(name));
   live.setAttribute("aria-live", "polite");
   tip.hidden = brush.hidden = true;
   facts.classList.add("axon-view-scroll");
-  root.append(head, figures, notice, legend, scroll, steps, facts, note, losses, tip, brush, live);
+  root.append(head, figures, notice, legend, scroll, details, steps, facts, note, losses, tip, brush, live);
   el.append(root);
   return {
     root,
     scroll,
     figures,
     notice,
+    details,
     steps,
     facts,
     note,
@@ -130,4 +160,25 @@ export function build(config, el) {
     ...inLegend,
     ...inRows,
   };
+}
+
+/**
+ * Show in words what a timeline shows.
+ *
+ * @param {ReturnType<typeof build>} parts
+ * @param {{store: Store, range: TimeRange, found: number, ranks: number[], isLost: boolean}} shown found: visible spans
+ */
+export function showStatus(parts, { store, range: { from, to }, found, ranks, isLost }) {
+  const spans = store.count - store.skip;
+  const live = isLost ? "lost" : isRunning(store) ? "live" : "idle";
+  showState(parts.state, store.finished ? "ended" : live);
+  const who = `${ranks.length} rank${ranks.length === 1 ? "" : "s"}`;
+  const count = `${found.toLocaleString("en")} of ${spans.toLocaleString("en")} spans`;
+  setText(parts.elapsed, `${who} · ${formatDuration(to - from)} · ${count}`);
+  setText(parts.losses, losses(store));
+  const { canvas } = parts;
+  const label = `Timeline of ${who}. Plus and minus zoom, left and right move, up and down choose a row, n and p go from span to span, Enter pins a span, Home shows the last cell, a everything.`;
+  if (canvas.ariaLabel !== label) canvas.ariaLabel = label;
+  const view = `${from.toFixed(6)},${to.toFixed(6)}`;
+  Object.assign(canvas.dataset, { spans, found, updates: store.updates, end: store.first + store.count, view });
 }

@@ -18,14 +18,15 @@ import { updateBlocks } from "./blocks.js";
  * @property {Paint[]} paints by the code of a kind
  */
 
-/** @typedef {"start" | "duration" | "bytes" | "late" | "sequence" | "label" | "rank" | "stage" | "microbatch" | "by"}
+/** @typedef {"start" | "duration" | "bytes" | "late" | "sequence" | "label" | "rank" | "line" | "stage" | "microbatch" | "by"}
  *   ColumnName */
 
 /** @typedef {Float64Array | Float32Array | Uint32Array | Uint16Array | Int16Array} Column */
 
 /**
  * Spans, with a column per field: start, duration and late in seconds; for `late` it waited for rank `by`; sequence is
- * that of a collective in its group, 0 if unknown; label by number; stage, microbatch and by are -1 if there is none.
+ * that of a collective in its group, 0 if unknown; label by number; line of the
+ * cell that called it, 0 if unknown; stage, microbatch and by are -1 if there is none.
  *
  * @typedef {Record<ColumnName, Column>} Columns
  */
@@ -101,9 +102,9 @@ export function decode(view) {
   const [length, bytes, late] = [1, 2, 3].map(() => nextColumn(Float32Array, count));
   const sequence = nextColumn(Uint32Array, count);
   const patches = { number: nextColumn(Uint32Array, patched), late: nextColumn(Float32Array, patched) };
-  const [label, rank] = [1, 2].map(() => nextColumn(Uint16Array, count));
+  const [label, rank, line] = [1, 2, 3].map(() => nextColumn(Uint16Array, count));
   const [stage, microbatch, by] = [1, 2, 3].map(() => nextColumn(Int16Array, count));
-  const columns = { start, duration: length, bytes, late, sequence, label, rank, stage, microbatch, by };
+  const columns = { start, duration: length, bytes, late, sequence, label, rank, line, stage, microbatch, by };
   return { header, columns, patches: { ...patches, by: nextColumn(Int16Array, patched) } };
 }
 
@@ -116,6 +117,7 @@ const TYPES = {
   sequence: Uint32Array,
   label: Uint16Array,
   rank: Uint16Array,
+  line: Uint16Array,
   stage: Int16Array,
   microbatch: Int16Array,
   by: Int16Array,

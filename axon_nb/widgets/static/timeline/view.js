@@ -1,34 +1,32 @@
 // @ts-check
 // The timeline of `%timeline` on a page: spans by rank, live; pipeline steps next to their ideal.
 
-import { makePairs, showState } from "../shared/card.js";
-import { create, setText } from "../shared/dom.js";
 import { formatDuration } from "../shared/format.js";
 import { patternSwitch } from "../shared/theme.js";
 import { rescaleRange, timeAt } from "../shared/time_axis.js";
 import { TimeView } from "../shared/time_view.js";
-import { sendHeartbeats, subscribe, widget } from "../shared/wire.js";
-import { extent, isRunning } from "./blocks.js";
-import { Highlight, RowCanvas } from "./canvas.js";
-import { Cursor } from "./cursor.js";
-import { Derived, familyOf } from "./derived.js";
-import { FactsPanel } from "./facts.js";
+import { loadModule, sendHeartbeats, subscribe, widget } from "../shared/wire.js";
+import { extent } from "./blocks.js";
+import { RowCanvas } from "./canvas.js";
+import { Derived } from "./derived.js";
+import { FactsPanel, lateRanks } from "./facts.js";
 import { SpanFilter } from "./filter.js";
-import { MIN_SPAN, navigate, ownCodeAt, spanAt, visibleRange } from "./layout.js";
+import { MIN_SPAN, navigate, visibleRange } from "./layout.js";
 import { drawTimeAxis, Overview } from "./overview.js";
-import { build, showLegend } from "./page.js";
-import { PipelineSteps } from "./steps.js";
+import { build, showLegend, showNames, showStatus } from "./page.js";
+import { foldRows } from "./rows.js";
 import { decode, merge, newStore } from "./store.js";
-import { chromeTrace, describe, losses, spanFacts } from "./text.js";
 
 /** @import { Position } from "../shared/pointer.js" */
 /** @import { TimeRange } from "../shared/time_axis.js" */
 /** @import { Shared } from "../shared/time_view.js" */
 /** @import { Context, Model } from "../shared/wire.js" */
+/** @import { Tools } from "./tools/tools.js" */
 /** @import { Zoom } from "./layout.js" */
 /** @import { Config, PipelineStep, Store } from "./store.js" */
 
 const REDRAW_MS = 500;
+const SELECTION_KEYS = new Set(["ArrowUp", "ArrowDown", "n", "p", "Enter"]);
 
 /**
  * One timeline on a page.
@@ -40,6 +38,13 @@ class TimelineView extends TimeView {
   #zoom = null;
   /** @type {PipelineStep[] | null} */
   #pipelines = null;
+  /** @type {Set<number>} */
+  #openBlocks = new Set();
+  #rowsFor = "";
+  /** @type {Promise<any> | null} */
+  #loading = null;
+  /** @type {Tools | null} */
+  tools = null;
 
   /**
    * @param {Context} context
@@ -50,14 +55,13 @@ class TimelineView extends TimeView {
     const config = model.get("config");
     super(build(config, el), shared, { redrawMs: REDRAW_MS, minRange: MIN_SPAN });
     this.config = config;
+    this.model = model;
     const { canvas, root, overview, figures, notice, facts: table, note } = this.parts;
     this.derived = new Derived(config);
-    this.rows = new RowCanvas(canvas, config, this.store, this.derived);
+    this.rows = foldRows(config.ranks, this.#openBlocks, []);
+    this.canvas = new RowCanvas(canvas, config, this.store, this.derived);
     this.overview = new Overview(overview, this.store, this.derived);
-    this.highlight = new Highlight(this.parts.highlight, config, this.store);
     this.facts = new FactsPanel({ figures, notice, table, note }, (words) => this.#showOnly(words));
-    this.steps = new PipelineSteps(this.parts.steps, config.paints, this);
-    this.cursor = new Cursor(this.store, config.ranks);
     this.filter = new SpanFilter(this.store, config);
     this.#listen();
     const { close } = this;
@@ -75,6 +79,7 @@ class TimelineView extends TimeView {
     const { canvas, filter, keys } = this.parts;
     on(filter, "keydown", (event) => event.stopPropagation()); // Lab has keys of its own
     on(filter, "input", this.request);
+    on(this.parts.root, "pointerenter", () => this.loadTools());
     keys.forEach(({ item }, kind) => {
       on(item, "click", () => {
         item.setAttribute("aria-pressed", String(this.filter.toggle(this.config.paints[kind].kind)));
@@ -118,51 +123,36 @@ class TimelineView extends TimeView {
 
   /** @param {string} key */
   onKey(key) {
-    if (key === "ArrowUp" || key === "ArrowDown") {
-      this.parts.live.textContent = this.cursor.moveLane(key === "ArrowDown" ? 1 : -1);
-    } else if (key === "n" || key === "p") {
-      this.#selectSpan(key === "n" ? 1 : -1);
-    } else if (key === "Escape" && this.cursor.mark) {
-      this.cursor.clear();
-      this.showText("");
-    } else if (key === "save") {
-      this.#save();
+    if (SELECTION_KEYS.has(key) || (key === "Escape" && this.tools?.selection.isOn)) {
+      this.loadTools(({ selection }) => selection.onKey(key));
+    } else if (key === "save" || key === "picture") {
+      this.loadTools(({ saveTrace, savePicture }) => (key === "save" ? saveTrace() : savePicture()));
     } else {
       const step = navigate(this.#zoom, key, this.store, this.shared.now());
       if (!step) return false;
       this.#zoom = step.zoom;
       const { from, to } = this.range;
-      const start = (from - this.#zero()).toFixed(3);
+      const start = (from - this.zero()).toFixed(3);
       this.parts.live.textContent = `showing ${formatDuration(to - from)} from ${start} seconds on`;
     }
     this.request();
     return true;
   }
 
-  /** @param {number} direction 1: the next span, -1: the previous one */
-  #selectSpan(direction) {
-    const { range } = this;
-    const { from, to } = range;
-    const mark = this.cursor.moveSpan(direction, range, this.filter.selection);
-    if (!mark) return;
-    const start = this.store.columns.start[mark.index];
-    const span = to - from;
-    const isVisible = start >= from && start + this.store.columns.duration[mark.index] <= to;
-    if (!isVisible) this.#zoom = { from: start - span / 4, to: start + (3 * span) / 4 };
-    else if (this.#zoom !== "all" && this.#zoom?.follow) this.#zoom = { from, to }; // so that it stays visible
-    this.parts.live.textContent = describe(this.store, mark.index, this.config, this.#zero());
-    const { canvas, scroll } = this.parts;
-    const x = Math.max(0, ((start - this.range.from) / span) * canvas.clientWidth);
-    const y = canvas.offsetTop - scroll.scrollTop + mark.row * this.rows.geometry.height;
-    const { title, pairs } = spanFacts(this.store, mark.index, this.config, this.#zero());
-    this.showText(makePairs(title, pairs), canvas.offsetLeft + x, y);
+  /**
+   * @param {Position} position
+   * @param {number} time
+   */
+  onClick(position, time) {
+    this.loadTools(({ selection }) => selection.onClick(position, time));
   }
 
-  #save() {
-    const blob = new Blob([JSON.stringify(chromeTrace(this.store, this.config))], { type: "application/json" });
-    const link = create("a", "", { href: URL.createObjectURL(blob), download: "timeline.json" });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  /**
+   * @param {TimeRange} range
+   * @param {boolean} hasShift
+   */
+  onMark(range, hasShift) {
+    this.loadTools(({ selection }) => selection.onMark(range, hasShift));
   }
 
   /**
@@ -170,29 +160,20 @@ class TimelineView extends TimeView {
    * @param {number} time
    */
   describeAt(position, time) {
-    const { geometry } = this.rows;
-    const { height, lanes } = geometry;
-    const row = position ? Math.floor(position.y / height) : -1;
-    const rank = this.config.ranks[row];
-    const lane = position && position.y - row * height < lanes[1][0] ? 0 : 1;
-    const { range, theme } = this;
-    const near = (2 * (range.to - range.from)) / this.parts.canvas.clientWidth;
-    const at = { ...this.filter.selection, rank, row, lane, time, near };
-    const index = rank === undefined ? -1 : spanAt(this.store, at);
-    const family = index < 0 ? [] : familyOf(this.store, index, this.derived.steps);
-    this.highlight.show(family, { range, geometry, theme });
-    if (index >= 0) {
-      const tail = this.derived.tailOf(this.store.first + index);
-      const { title, pairs } = spanFacts(this.store, index, this.config, this.#zero(), tail);
-      return makePairs(title, pairs);
-    }
-    const own = lane || rank === undefined ? null : ownCodeAt(this.store, at);
-    if (!own) return "";
-    const took = formatDuration(own.to - own.from);
-    return makePairs("own code", [
-      ["rank", String(rank)],
-      ["took", took],
-    ]);
+    return this.tools?.selection.describeAt(position, time) ?? "";
+  }
+
+  /**
+   * Call a function with what is loaded only when it is used.
+   *
+   * @param {(tools: Tools) => void} use
+   */
+  async loadTools(use = () => {}) {
+    this.#loading ??= loadModule(this.model.get("tools"));
+    const { makeTools } = await this.#loading;
+    this.tools ??= /** @type {Tools} */ (makeTools(this));
+    use(this.tools);
+    this.request();
   }
 
   // ---- the visible range -------------------------------------------------------------------------------------------
@@ -201,25 +182,35 @@ class TimelineView extends TimeView {
     return visibleRange(this.#zoom, this.store, this.shared.now());
   }
 
+  stopFollowing() {
+    if (this.#zoom !== "all" && this.#zoom?.follow) this.#zoom = this.range;
+  }
+
   /** @param {TimeRange} range */
   showRange(range) {
     this.#zoom = range;
   }
 
   get brushHeight() {
-    return Math.min(this.config.ranks.length * this.rows.geometry.height, this.parts.scroll.clientHeight);
+    return Math.min(this.rows.list.length * this.canvas.geometry.height, this.parts.scroll.clientHeight);
   }
 
   /** The time labelled 0. */
-  #zero() {
-    return this.store.focus[0] ?? extent(this.store, this.shared.now()).from;
+  zero = () => this.store.focus[0] ?? extent(this.store, this.shared.now()).from;
+
+  get drawn() {
+    return this.filter.selection;
+  }
+
+  get geometry() {
+    return this.canvas.geometry;
   }
 
   // ---- drawing -----------------------------------------------------------------------------------------------------
 
   onAppearanceChange() {
     this.request();
-    this.steps.redraw();
+    this.tools?.steps.redraw();
   }
 
   /** @param {number} width */
@@ -227,20 +218,49 @@ class TimelineView extends TimeView {
     const { store, theme, range, derived } = this;
     this.filter.update(this.parts.filter.value);
     derived.update(store);
+    this.#foldRows();
     const { selection } = this.filter;
-    const zero = this.#zero();
-    const { found, drawn } = this.rows.draw(width, { range, zero, selection, mark: this.cursor.mark, theme });
+    const zero = this.zero();
+    const { mark = null } = this.tools?.selection.cursor ?? {};
+    const measured = this.tools?.selection.measured ?? [];
+    const { found, drawn } = this.canvas.draw(width, {
+      range,
+      zero,
+      rows: this.rows,
+      selection,
+      mark,
+      measured,
+      theme,
+    });
     const until = store.focus[1] ?? Infinity;
     drawTimeAxis(this.parts.axis, width, { range, zero, until, steps: derived.steps, theme });
     this.overview.draw(width, { whole: this.#whole(range), range, selection, theme });
     if (store.labels.some(([code]) => code === 0)) drawn.add(0);
     showLegend(this.parts.keys, this.config, drawn, store.facts?.shares ?? {});
-    this.#drawText(range, found);
+    showStatus(this.parts, { store, range, found, ranks: this.config.ranks, isLost: this.shared.isDisconnected() });
     this.facts.show(store.facts);
     if (store.pipelines !== this.#pipelines) {
-      this.#pipelines = store.pipelines;
-      this.steps.show(this.#pipelines);
+      const steps = store.pipelines;
+      this.#pipelines = steps;
+      if (steps.length) this.loadTools((tools) => tools.steps.show(steps));
     }
+  }
+
+  /** Fold many ranks into groups, but for those that are late. */
+  #foldRows() {
+    const { ranks } = this.config;
+    const late = lateRanks(this.store.facts);
+    const key = `${late} ${[...this.#openBlocks]}`;
+    if (key === this.#rowsFor) return;
+    this.#rowsFor = key;
+    this.rows = foldRows(ranks, this.#openBlocks, late);
+    this.tools?.selection.cursor.clear();
+    this.canvas.rows = this.rows;
+    this.parts.root.style.setProperty("--axon-row", `${this.canvas.geometry.height}px`);
+    showNames(this.parts.names, this.rows, (block) => {
+      if (!this.#openBlocks.delete(block)) this.#openBlocks.add(block);
+      this.request();
+    });
   }
 
   /**
@@ -252,26 +272,6 @@ class TimelineView extends TimeView {
     const cell = visibleRange(null, this.store, this.shared.now());
     const isInside = range.from >= cell.from - 1e-9 && range.to <= cell.to + 1e-9;
     return this.#zoom !== "all" && isInside ? cell : extent(this.store, this.shared.now());
-  }
-
-  /**
-   * @param {TimeRange} range
-   * @param {number} found number of visible spans
-   */
-  #drawText({ from, to }, found) {
-    const { store, parts } = this;
-    const spans = store.count - store.skip;
-    const live = this.shared.isDisconnected() ? "lost" : isRunning(store) ? "live" : "idle";
-    showState(parts.state, store.finished ? "ended" : live);
-    const ranks = `${this.config.ranks.length} rank${this.config.ranks.length === 1 ? "" : "s"}`;
-    const count = `${found.toLocaleString("en")} of ${spans.toLocaleString("en")} spans`;
-    setText(parts.elapsed, `${ranks} · ${formatDuration(to - from)} · ${count}`);
-    setText(parts.losses, losses(store));
-    const { canvas } = parts;
-    const label = `Timeline of ${this.config.ranks.length} ranks. Plus and minus zoom, left and right move, up and down choose a rank, n and p go from span to span, Home shows the last cell, a everything.`;
-    if (canvas.ariaLabel !== label) canvas.ariaLabel = label;
-    const view = `${from.toFixed(6)},${to.toFixed(6)}`;
-    Object.assign(canvas.dataset, { spans, found, updates: store.updates, end: store.first + store.count, view });
   }
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -92,3 +94,21 @@ def test_other_ranks_of_a_launcher_draw_nothing(
 
 def test_a_bar_is_a_plain_record() -> None:
     assert Bar("x", 0, 1, None, 0.5, is_over=False).unit == "it"
+
+
+def test_an_interrupt_while_a_loop_is_left_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def write(self, text: str) -> int:
+            raise KeyboardInterrupt
+
+        def flush(self) -> None: ...
+
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: ignored.append(found.exc_value))
+    items = iter(axon_nb.progress(range(3), desc="left"))
+    next(items)
+    monkeypatch.setattr(sys, "stderr", Interrupted())
+    del items
+    gc.collect()
+    assert ignored == []
+    assert seen() == [("left", 0, 0, 3, True)]

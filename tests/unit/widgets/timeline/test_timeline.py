@@ -15,9 +15,11 @@ from axon_nb.cluster.inspection.span_store import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.records.training.pipeline import play
 from axon_nb.widgets.palette import SPAN_PAINTS
+from axon_nb.widgets.timeline.comparison import comparison_bundle
 from axon_nb.widgets.timeline.content import figures, page_facts, summarize
 from axon_nb.widgets.timeline.facts import Straggler, timeline_facts
 from axon_nb.widgets.timeline.page import timeline_bundle
+from axon_nb.widgets.timeline.picture import round_step, timeline_svg
 from axon_nb.widgets.timeline.record import timeline_file
 from axon_nb.widgets.timeline.svg import rank_svg, step_svg
 from tests.support.records.straggling import straggling_spans
@@ -247,10 +249,40 @@ def test_a_picture_counts_every_part_of_a_unit() -> None:
     assert drawn.count("M") == 1  # half of every unit: one box over all
 
 
+def test_a_picture_for_papers_has_rows_ticks_and_legend() -> None:
+    store = filled(*straggling_spans(4), span(0, 1, 2, "forward", name="<b>"), ranks=4)
+    root = ET.fromstring(timeline_svg(store.table(), range(4), title="In [<9>]"))
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0] is not None
+    assert texts[0].startswith("In [<9>]: 4 ranks")
+    assert {"rank 0", "rank 3", "100 ms", "700 ms", "backward", "waiting", "own code"} <= set(texts)
+    assert any(text and text.startswith("Rank 2 is late.") for text in texts)
+    assert len(root.findall("{http://www.w3.org/2000/svg}svg")) >= 4 + 5
+
+
+@given(st.floats(1e-6, 1e6), st.integers(2, 20))
+def test_ticks_are_at_round_steps(length: float, count: int) -> None:
+    step = round_step(length, count)
+    assert 0.2 * count <= length / step + 1e-9
+    assert length / step <= count * (1 + 1e-9)
+    assert f"{step:.0e}"[0] in "125"
+
+
+def test_two_cells_are_compared_on_one_scale() -> None:
+    before = filled(*(span(rank, 0, 100, "cell") for rank in range(2)), span(0, 10, 50, "forward", name="<b>"))
+    after = filled(*(span(rank, 0, 50, "cell") for rank in range(2)), span(0, 10, 30, "forward"))
+    bundle = comparison_bundle([("In [7]", before.table()), ("In [9]", after.table())], [0, 1])
+    rows = {line.split()[0]: line.split()[1:] for line in bundle["text/plain"].splitlines()[2:]}
+    assert rows["cell"] == ["100", "ms", "50", "ms", "−50", "ms", "(−50%)"]
+    assert rows["forward"] == ["20", "ms", "10", "ms", "−10", "ms", "(−50%)"]
+    assert "In [7] beside In [9]" in bundle["text/html"]
+    assert bundle["text/html"].count("<img") == 4
+
+
 def test_the_saved_page_has_the_spans_and_the_script() -> None:
     store = filled(span(0, 0, 3, "forward", name="</script>"), late(0, 3, 9, 1), late(1, 5, 9, 1))
     html = timeline_file(store.table(), [0, 1])
     assert "const make = widget(" in html
     assert "import {" not in html
-    assert html.count("</script>") == 3
+    assert html.count("</script>") == 4
     assert "export default" not in html

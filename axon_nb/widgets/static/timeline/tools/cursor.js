@@ -1,11 +1,12 @@
 // @ts-check
 // The keyboard's selection in a timeline: a lane, and maybe a span in it.
 
-import { nextSpan } from "./layout.js";
+import { nextSpan } from "./search.js";
 
-/** @import { TimeRange } from "../shared/time_axis.js" */
-/** @import { SpanSelection } from "./filter.js" */
-/** @import { Store } from "./store.js" */
+/** @import { TimeRange } from "../../shared/time_axis.js" */
+/** @import { SpanSelection } from "../filter.js" */
+/** @import { Rows } from "../rows.js" */
+/** @import { Store } from "../store.js" */
 
 /** @typedef {{row: number, lane: number, index: number}} Mark a lane, and a span in it by its index; -1: the lane */
 
@@ -15,11 +16,11 @@ export class Cursor {
 
   /**
    * @param {Store} store
-   * @param {number[]} ranks
+   * @param {() => Rows} rows
    */
-  constructor(store, ranks) {
+  constructor(store, rows) {
     this.store = store;
-    this.ranks = ranks;
+    this.rows = rows;
   }
 
   /** @returns {Mark | null} */
@@ -29,6 +30,17 @@ export class Cursor {
     const { row, lane, number } = this.#current;
     const index = number < 0 ? -1 : number - first;
     return { row, lane, index: index >= skip && index < count ? index : -1 };
+  }
+
+  /**
+   * Select a span.
+   *
+   * @param {number} row
+   * @param {number} lane
+   * @param {number} index
+   */
+  select(row, lane, index) {
+    this.#current = { row, lane, number: this.store.first + index };
   }
 
   clear() {
@@ -42,10 +54,12 @@ export class Cursor {
    */
   moveLane(direction) {
     const line = this.#current ? this.#current.row * 2 + this.#current.lane + direction : 0;
-    const next = Math.min(Math.max(0, line), 2 * this.ranks.length - 1);
+    const { list } = this.rows();
+    const next = Math.min(Math.max(0, line), 2 * list.length - 1);
     const [row, lane] = [next >> 1, next % 2];
     this.#current = { row, lane, number: -1 };
-    return `rank ${this.ranks[row]}, ${lane ? "communication" : "its code"}`;
+    const name = list[row].ranks.length > 1 ? `ranks ${list[row].name}` : list[row].name;
+    return `${name}, ${lane ? "communication" : "code"}`;
   }
 
   /**
@@ -60,7 +74,7 @@ export class Cursor {
     const { start } = this.store.columns;
     const { row, lane, index } = this.mark ?? { row: 0, lane: 0, index: -1 };
     const time = index >= 0 ? start[index] : direction > 0 ? from - 1e-9 : to;
-    const options = { ...selection, rank: this.ranks[row], row, lane, time };
+    const options = { ...selection, rows: this.rows(), row, lane, time };
     let next = nextSpan(this.store, { ...options, direction });
     if (next < 0 && index < 0) next = nextSpan(this.store, { ...options, direction: -direction });
     if (next < 0) return null;

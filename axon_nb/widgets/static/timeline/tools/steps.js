@@ -1,18 +1,17 @@
 // @ts-check
 // The last step of each pipeline: measured above ideal on one scale, and what separates them.
 
-import { getContext, Painter, resizeCanvas } from "../shared/canvas.js";
-import { makePairs } from "../shared/card.js";
-import { element } from "../shared/dom.js";
-import { formatDuration } from "../shared/format.js";
-import { part } from "./page.js";
+import { getContext, Painter, resizeCanvas } from "../../shared/canvas.js";
+import { makePairs } from "../../shared/card.js";
+import { create, element } from "../../shared/dom.js";
+import { formatDuration } from "../../shared/format.js";
 
-/** @import { Theme } from "../shared/theme.js" */
-/** @import { Paint, PipelineStep, StepRows } from "./store.js" */
+/** @import { Theme } from "../../shared/theme.js" */
+/** @import { Paint, PipelineStep, StepRows } from "../store.js" */
 
 /** @typedef {{row: number, from: number, to: number, title: string, pairs: [string, string][]}} DrawnBox in seconds */
 
-/** @typedef {{theme: Theme, showText: (content: string | Node[], x?: number, y?: number) => void}} View */
+/** @typedef {{readonly theme: Theme, showText: (content: string | Node[], x?: number, y?: number) => void}} StepsView */
 
 const ROW_HEIGHT = 20; // pixels of the page
 
@@ -74,7 +73,7 @@ export class PipelineSteps {
   /**
    * @param {HTMLElement} root
    * @param {Paint[]} paints
-   * @param {View} view
+   * @param {StepsView} view
    */
   constructor(root, paints, view) {
     this.root = root;
@@ -95,7 +94,7 @@ export class PipelineSteps {
 
   /** @param {PipelineStep} step */
   #build(step) {
-    const box = part("step");
+    const box = create("div", "axon-timeline-step");
     const title = element("span", {}, element("b", {}, "Pipeline, last step"), " ");
     title.append(element("span", { class: "axon-view-muted" }, step.text));
     const above = element("span", { class: "axon-view-flagged" }, step.above);

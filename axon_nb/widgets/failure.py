@@ -1,0 +1,173 @@
+"""A failed cell as a card: the root cause, its line, what each rank did, what is kept, and what to run next.
+
+It stands beside the plain text, which terminals and programs show alone. Whatever ranks report is escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from axon_nb.cluster.failures.report import Failure, RankError
+from axon_nb.records.colors import STATES
+from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.widgets.html import CELL, MUTED, WRAPPED_CELL, row_title, table, table_row
+
+__all__ = ["failure_card", "failure_line"]
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_FRAME = re.compile(r"Cell In\[(?P<cell>\d+)\], line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?")
+_QUOTED = re.compile(r"'(\w[\w.]*)'")
+_AROUND = 2
+"""Lines of code shown before and after the one that failed."""
+_MAX_MESSAGE = 600
+_ERROR = STATES["error"][0].both
+_MARK = f"background:{_ERROR}2E;color:inherit;border-radius:2px"
+_CODE = "font-family:var(--jp-code-font-family, ui-monospace, monospace)"
+
+
+def failure_card(failure: Failure, *, code: str, cell: int, ranks: Sequence[int]) -> str:
+    """Return the card as HTML that needs neither scripts nor a style sheet.
+
+    Args:
+        failure: What happened.
+        code: The cell, as ranks ran it: its first line is line 1.
+        cell: Its number.
+        ranks: The ranks that ran it.
+    """
+    claim, message = _claim(failure)
+    return (
+        f'<figure style="margin:4px 0;padding:6px 12px;border-left:4px solid {_ERROR};overflow-x:auto;'
+        'font-size:var(--jp-ui-font-size1, 13px);color:var(--jp-ui-font-color1, inherit)">'
+        f'<figcaption style="margin:0"><b style="font-weight:600">{escape(claim)}</b></figcaption>'
+        f'<div style="margin:2px 0 6px;white-space:pre-wrap">{escape(_shortened(message))}</div>'
+        f"{_source(failure, code, cell)}{_fates(failure, ranks)}"
+        f'<div style="margin:6px 0 0">{escape(_kept(failure, ranks))}</div>{_next_steps(failure, ranks)}</figure>'
+    )
+
+
+def failure_line(error: RankError, cell: int) -> tuple[int, int] | None:
+    """Return where a rank failed in a cell: the innermost line of it, and the outermost one; None: not in that cell.
+
+    Args:
+        error: With its traceback.
+        cell: Number of the cell.
+    """
+    text = _ANSI.sub("", "\n".join(error.traceback))
+    lines = [int(frame["line"]) for frame in _FRAME.finditer(text) if int(frame["cell"]) == cell]
+    return (lines[-1], lines[0]) if lines else None
+
+
+def _claim(failure: Failure) -> tuple[str, str]:
+    """Return what happened in a few words, and the message."""
+    who = name_ranks(failure.alike).capitalize()
+    cause = failure.cause
+    if failure.explanation:
+        return "The ranks could not finish the cell", failure.explanation
+    if cause.kind == "raised":
+        return f"{who} raised {cause.ename}", cause.evalue
+    verbs = {"died": "died", "stuck": "did not stop", "aborted": "did not finish"}
+    return f"{who} {verbs[cause.kind]}", f"{who} {cause.evalue}."
+
+
+def _shortened(text: str) -> str:
+    text = _ANSI.sub("", text)
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"
+
+
+def _source(failure: Failure, code: str, cell: int) -> str:
+    """Return the line that failed with its neighbours; empty if it is not in this cell."""
+    place = failure_line(failure.cause, cell)
+    lines = code.splitlines()
+    if place is None or not 1 <= place[0] <= len(lines):
+        return ""
+    failed, called = place
+    first = 2 if lines[0].startswith("# %%") else 1
+    shown = range(max(first, failed - _AROUND), min(len(lines), failed + _AROUND) + 1)
+    width = len(str(shown.stop))
+    rows = "".join(
+        f'<div style="{_CODE}"><span style="{MUTED};user-select:none">{number:>{width}}  </span>'
+        f"{_marked(lines[number - 1], failure.cause) if number == failed else escape(lines[number - 1])}</div>"
+        for number in shown
+    )
+    caller = f'<div style="margin:0 0 4px;{MUTED}">called at line {called}</div>' if called != failed else ""
+    return f'<pre style="margin:0 0 6px;padding:0;background:none;white-space:pre">{rows}</pre>{caller}'
+
+
+def _marked(line: str, cause: RankError) -> str:
+    """Mark the names that the error is about, or else the whole statement."""
+    names = {name for name in _QUOTED.findall(cause.evalue) if re.search(rf"\b{re.escape(name)}\b", line)}
+    if not names:
+        indent = line[: len(line) - len(line.lstrip())]
+        return f'{indent}<mark style="{_MARK}">{escape(line.strip())}</mark>'
+    pattern = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in sorted(names, key=len, reverse=True)))
+    parts, at = [], 0
+    for found in pattern.finditer(line):
+        parts += [escape(line[at : found.start()]), f'<mark style="{_MARK}">{escape(found[0])}</mark>']
+        at = found.end()
+    return "".join([*parts, escape(line[at:])])
+
+
+def _fates(failure: Failure, ranks: Sequence[int]) -> str:
+    """Return a table of what each rank did; ranks that did the same share a row."""
+    shown = failure.alike if failure.cause.kind == "raised" and not failure.explanation else ()
+    groups: dict[str, list[int]] = {}
+    for rank in sorted({*ranks, *failure.errors}):
+        text = f"raised {failure.cause.ename}" if rank in shown else _fate(failure.errors.get(rank))
+        groups.setdefault(text, []).append(rank)
+    if len(groups) == 1 and not failure.explanation:
+        return ""
+    rows = (
+        table_row(row_title(escape(name_ranks(own))), f'<td style="{WRAPPED_CELL}">{escape(text)}</td>')
+        for text, own in sorted(groups.items(), key=lambda group: failure.cause.rank not in group[1])
+    )
+    return table((), rows)
+
+
+def _fate(error: RankError | None) -> str:
+    if error is None:
+        return "finished the cell"
+    text = f"raised {error}" if error.kind == "raised" else error.evalue
+    return _shortened(text.splitlines()[0] if text else error.kind)
+
+
+def _kept(failure: Failure, ranks: Sequence[int]) -> str:
+    dead = sorted(rank for rank, error in failure.errors.items() if error.kind == "died")
+    if not dead:
+        return "All ranks keep their variables."
+    if len(dead) >= len(set(ranks)):
+        return f"The variables of {name_ranks(dead)} are lost."
+    return f"The variables of {name_ranks(dead)} are lost; all other ranks keep theirs."
+
+
+def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
+    """Return commands to run next, each with what it does; a click selects a command."""
+    rows = "".join(
+        table_row(
+            f'<td style="{CELL}"><code style="{_CODE};user-select:all">{escape(command)}</code></td>',
+            f'<td style="{WRAPPED_CELL};{MUTED}">{escape(text)}</td>',
+        )
+        for command, text in _commands(failure, ranks)
+    )
+    hint = f'<div style="margin:4px 0 0">{escape(failure.hint)}</div>' if failure.hint else ""
+    return hint + (table((), [rows]) if rows else "")
+
+
+def _commands(failure: Failure, ranks: Sequence[int]) -> Iterator[tuple[str, str]]:
+    kinds = {error.kind for error in failure.errors.values()}
+    stuck = sorted(rank for rank, error in failure.errors.items() if error.kind == "stuck")
+    if failure.cause.kind == "raised":
+        rank = failure.alike[0]
+        yield f"%distributed debug --ranks {rank}", f"opens the debugger where rank {rank} failed"
+        yield "%distributed vars", "shows the variables of all ranks, and which differ"
+    if "died" in kinds:
+        yield "%distributed repair", "replaces dead ranks; the new ones are empty"
+        alive = next(
+            (rank for rank in ranks if rank not in failure.errors or failure.errors[rank].kind != "died"), None
+        )
+        if alive is not None:
+            yield f"%distributed repair --from {alive}", f"replaces them with the variables of rank {alive}"
+    if stuck:
+        yield "%distributed stacks", "shows where they are stuck"
+        yield f"%distributed repair --ranks {format_ranks(stuck)}", "replaces them"

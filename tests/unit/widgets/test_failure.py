@@ -1,0 +1,103 @@
+"""The card of a failed cell: cause first, the user's line, what each rank did, what is kept, what to run next."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from html.parser import HTMLParser
+
+from axon_nb.cluster.failures.report import Failure, RankError, cell_error
+from axon_nb.widgets.failure import failure_card, failure_line
+
+CODE = """# %%distributed
+x = torch.ones(3)
+def step(y):
+    return y @ torch.ones(4)
+if rank == 1:
+    z = step(x) + 1
+dist.barrier()"""
+TRACEBACK = (
+    "\x1b[31mRuntimeError\x1b[39m                   Traceback (most recent call last)",
+    "\x1b[36mCell\x1b[39m\x1b[36m \x1b[39m\x1b[32mIn[7]\x1b[39m\x1b[32m, line 6\x1b[39m\n----> 6     z = step(x) + 1",
+    "\x1b[36mCell\x1b[39m\x1b[36m \x1b[39m\x1b[32mIn[7]\x1b[39m\x1b[32m, line 4\x1b[39m, in \x1b[36mstep\x1b[39m(y)\n",
+)
+RAISED = RankError(1, "raised", "RuntimeError", "sizes <3> and 4 differ", TRACEBACK)
+WAITED = RankError(0, "aborted", "", "waited in barrier at line 7")
+
+
+class Words(HTMLParser):
+    """The text of a page, and what of it is marked; a script is an error."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.marked: list[str] = []
+        self._is_marked = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        assert tag not in ("script", "img", "iframe")
+        self._is_marked = tag == "mark"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_marked = False
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+        if self._is_marked:
+            self.marked.append(data)
+
+
+def card(*errors: RankError, explanation: str = "", hint: str = "", code: str = CODE, ranks: int = 3) -> Words:
+    by_rank = {error.rank: error for error in errors}
+    failure = cell_error(by_rank, first=[errors[0].rank], explanation=explanation, hint=hint).failure
+    assert isinstance(failure, Failure)
+    return Words(failure_card(failure, code=code, cell=7, ranks=range(ranks)))
+
+
+def test_the_cause_comes_first_with_the_line_of_the_user() -> None:
+    shown = card(RAISED, WAITED)
+    assert shown.text[:2] == ["Rank 1 raised RuntimeError", "sizes <3> and 4 differ"]
+    assert shown.marked == ["return y @ torch.ones(4)"]
+    assert "called at line 6" in shown.text
+    assert failure_line(RAISED, 7) == (4, 6)
+    assert failure_line(RAISED, 8) is None
+
+
+def test_each_rank_has_its_fate() -> None:
+    text = " ".join(card(RAISED, WAITED).text)
+    assert "rank 0 waited in barrier at line 7" in text
+    assert "rank 2 finished the cell" in text
+    assert "All ranks keep their variables." in text
+    assert "%distributed debug --ranks 1" in text
+
+
+def test_the_names_that_an_error_is_about_are_marked() -> None:
+    traceback = ("Cell In[7], line 2",)
+    error = RankError(0, "raised", "NameError", "name 'batches' is not defined", traceback)
+    shown = card(error, code="# %%distributed\nfor x in batches: y = batches_of(x)", ranks=1)
+    assert shown.marked == ["batches"]
+    plain = card(error, code="a = 1\nb = batches", ranks=1)
+    assert "a = 1" in "".join(plain.text), "the first line of a cell without a magic is code"
+
+
+def test_a_deadlock_names_every_rank() -> None:
+    errors = [RankError(rank, "aborted", "", f"waited in recv at line {rank + 2}") for rank in range(4)]
+    text = " ".join(card(*errors, explanation="Ranks 0 and 1 wait for each other.", ranks=4).text)
+    assert "Ranks 0 and 1 wait for each other." in text
+    assert all(f"rank {rank} waited in recv at line {rank + 2}" in text for rank in range(4))
+
+
+def test_a_dead_rank_loses_its_variables_and_can_be_replaced() -> None:
+    died = RankError(2, "died", "", "was killed by SIGKILL")
+    text = " ".join(card(died, WAITED, hint="Run `%distributed repair` to replace it.").text)
+    assert "Rank 2 died" in text
+    assert "The variables of rank 2 are lost; all other ranks keep theirs." in text
+    assert "%distributed repair --from 0" in text
+
+
+def test_whatever_ranks_report_is_escaped() -> None:
+    hostile = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+    error = RankError(0, "raised", hostile, hostile, ("Cell In[7], line 2",))
+    shown = card(error, RankError(1, "aborted", "", hostile), hint=hostile, code=f"# %%distributed\n{hostile}")
+    assert re.sub(r"\s", "", "".join(shown.text)).count(re.sub(r"\s", "", unescape(hostile))) >= 4
