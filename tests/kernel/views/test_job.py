@@ -194,6 +194,7 @@ def test_memory_is_measured_by_role_and_estimated_beside(ready: Kernel) -> None:
 
 
 def test_the_memory_panel_and_what_it_cannot_show(ready: Kernel) -> None:
+    ready.ok(MODEL)
     reply = ready.ok("%memory t_plain")
     assert views(reply) == 1
     assert any(bundle["text/plain"].startswith("t_plain: memory of 4 ranks") for bundle in reply.displays)
