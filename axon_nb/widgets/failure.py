@@ -150,7 +150,9 @@ def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
         )
         for command, text in _commands(failure, ranks)
     )
-    hint = f'<div style="margin:4px 0 0">{escape(failure.hint)}</div>' if failure.hint else ""
+    code = rf'<code style="{_CODE}">\1</code>'
+    hint = re.sub("`([^`]+)`", code, escape(failure.hint))
+    hint = f'<div style="margin:4px 0 0">{hint}</div>' if hint else ""
     return hint + (table((), [rows]) if rows else "")
 
 
