@@ -142,23 +142,32 @@ def test_a_monitored_barrier_names_who_does_not_come(shm_world: Any) -> None:
     assert any("ranks 1,3 did not arrive" in sentence for sentence in sentences), sentences
 
 
-def test_an_interrupt_ends_a_wait(shm_world: Any) -> None:
-    def work(world: World) -> float:
-        group = dist.new_group(backend="shm")
+def test_an_interrupt_ends_a_wait(shm_world: Any, tmp_path: Path) -> None:
+    def work(world: World, flag: Path) -> float:
+        group: Any = dist.new_group(backend="shm")
+        waited = 0.0
         if world.rank() == 0:
-            started = time.monotonic()
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            pressed = []
+
+            def press() -> None:
+                while "waits for rank" not in group.describe()[0]:
+                    time.sleep(0.01)
+                pressed.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Thread(target=press).start()
             with pytest.raises(KeyboardInterrupt):
                 dist.all_reduce(torch.ones(4), group=group)
-            waited = time.monotonic() - started
+            waited = time.monotonic() - pressed[0]
+            flag.touch()
         else:
-            time.sleep(0.5)
+            while not flag.exists():
+                time.sleep(0.01)
             assert "left the group" in caught(dist.all_reduce, torch.ones(4), group=group)
-            waited = 0.0
         dist.barrier()
         return waited
 
-    assert max(shm_world.run(work)) < SOON_S
+    assert max(shm_world.run(work, tmp_path / "interrupted")) < SOON_S
 
 
 def test_waiting_takes_no_cpu_time(shm_world: Any) -> None:
