@@ -174,12 +174,12 @@ class RecoverableGroup(PythonProcessGroup):
     def disable(self) -> None:
         """Refuse all operations, instead of a rebuild: some ranks of the group do not have it."""
         self._drop_inner()
+        reason = (
+            f"group {self._name!r} no longer exists on all of its ranks. Recreate it with `dist.new_group` on each."
+        )
 
         def refuse(name: str, *_: Any) -> Any:
-            raise BrokenGroupError(
-                f"{name} failed: group {self._name!r} no longer exists on all of its ranks. Recreate it with "
-                "`dist.new_group` on every rank."
-            )
+            raise BrokenGroupError(f"{name} failed: {reason}")
 
         self.run = refuse
 
@@ -212,9 +212,8 @@ class RecoverableGroup(PythonProcessGroup):
             if self._table is not None:
                 self._table.check_collective(name, args, sequence, self._members)
         call = activity.start_call(name, self._name, sequence, peer, activity.payload_bytes(args))
-        if ring.watched:
-            own = user_frame(sys._getframe())
-            call.line = own.f_lineno if own is not None else 0
+        if ring.watched and (own := user_frame(sys._getframe())) is not None:
+            call.line = own.f_lineno
         if refusal:
             call.refusal = refusal
         try:

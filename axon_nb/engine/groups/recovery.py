@@ -24,13 +24,11 @@ from axon_nb.engine.groups.store import skip_rendezvous
 from axon_nb.engine.groups.work import fail_all_futures
 from axon_nb.engine.groups.wrapper_reset import rebuild_reducers, reset_wrappers
 from axon_nb.records.protocol.recovery import GroupRecord, RebuildReport
-from axon_nb.records.silent_ranks import PeerCall
 from axon_nb.records.waits import PendingCall
 
 __all__ = [
     "GroupWaits",
     "abort",
-    "awaited_peers",
     "common_groups",
     "disable_groups",
     "group_status",
@@ -125,22 +123,6 @@ def group_waits() -> GroupWaits:
     if native is not None:
         return _to_waits(**native_waits(native, pending, counts))
     return _to_waits(pending, counts, collectives=activity.num_collectives())
-
-
-def awaited_peers() -> tuple[PeerCall, ...]:
-    """Report what shared memory shows of the ranks that this rank waits for."""
-    groups = {group.group_name: group for group in all_groups()}
-    found = {}
-    for call in activity.pending_calls():
-        group = groups.get(call.group)
-        if group is None or group.memory is None or not call.waiting_thread:
-            continue
-        progress = group.memory.progress
-        for peer in progress.behind() if call.sequence else [call.peer]:
-            if peer >= 0:
-                seen = PeerCall(progress.members[peer], *progress.last_call(peer), progress.is_stopped(peer))
-                found[seen.rank] = seen
-    return tuple(found.values())
 
 
 def _to_waits(

@@ -75,6 +75,10 @@ class AgentStore(Store):
         self._sock = self._connect()
         self._broken = False
 
+    def __del__(self) -> None:
+        if (sock := getattr(self, "_sock", None)) is not None:
+            sock.close()
+
     @property
     def folder(self) -> Path | None:
         """The cluster's own folder, visible to all its ranks; None if there are ranks on other hosts."""

@@ -16,19 +16,37 @@ import torch
 from axon_nb.engine.collective_names import PUBLIC_NAMES, find_implicit_collective, is_public_call
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups import activity
+from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.protocol.inspection import TelemetryEvent
 from axon_nb.records.protocol.messages import message_type
 from axon_nb.records.protocol.wire import encode
+from axon_nb.records.silent_ranks import PeerCall
 from axon_nb.records.telemetry import Activity, RankState, seconds_to_tick
 
-__all__ = ["Sampler", "Telemetry", "resident_bytes"]
+__all__ = ["Sampler", "Telemetry", "awaited_peers", "resident_bytes"]
 
 _WAITING_THRESHOLD_NS = 250_000_000
 _IN_BACKWARD = " (backward)"
 _open = open  # a cell may replace the builtin
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def awaited_peers() -> tuple[PeerCall, ...]:
+    """Report what shared memory shows of the ranks that this rank waits for."""
+    groups = {group.group_name: group for group in all_groups()}
+    found = {}
+    for call in activity.pending_calls():
+        group = groups.get(call.group)
+        if group is None or group.memory is None or not call.waiting_thread:
+            continue
+        progress = group.memory.progress
+        for peer in progress.behind() if call.sequence else [call.peer]:
+            if peer >= 0:
+                seen = PeerCall(progress.members[peer], *progress.last_call(peer), progress.is_stopped(peer))
+                found[seen.rank] = seen
+    return tuple(found.values())
 
 
 class Sampler:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from axon_nb.engine.groups.abort import ABORT, stop_at
-from axon_nb.engine.groups.recovery import abort, awaited_peers, group_status, group_waits
-from axon_nb.engine.inspection.sampler import Sampler, Telemetry
+from axon_nb.engine.groups.recovery import abort, group_status, group_waits
+from axon_nb.engine.inspection.sampler import Sampler, Telemetry, awaited_peers
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.hooks import ControlHandlers
 from axon_nb.engine.kernel.interrupts import InterruptHandler

@@ -229,7 +229,6 @@ def _text(plan: MemoryPlan) -> str:
 
 
 def _html(plan: MemoryPlan) -> str:
-    """The same as HTML."""
     return html_table(f"{_title(plan)}. {_where(plan)}", *_table(plan.worst), _notes(plan))
 
 
@@ -255,7 +254,7 @@ def _figure(plan: MemoryPlan) -> Any:
     bars = [
         {
             "type": "bar",
-            "name": _label(part),
+            "name": _LABELS.get(part, part),
             "marker": {"color": paint_of(part)},
             "x": axis,
             "y": [unit.of(parts[part]) for parts in held],
@@ -276,16 +275,12 @@ def _table(rank: RankMemory) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Head and rows: the rank's memory between steps and at its peak."""
     unit = unit_for((rank.persistent.total, rank.peak.total))
     parts = zip(rank.persistent.as_dict().items(), rank.peak.as_dict().values(), strict=True)
-    shown = [(_label(part), size, highest) for (part, size), highest in parts if size or highest]
+    shown = [(_LABELS.get(part, part), size, highest) for (part, size), highest in parts if size or highest]
     rows = [*shown, ("total", rank.persistent.total, rank.peak.total)]
     return (
         ("", f"persistent, {unit.name}", f"peak, {unit.name}"),
         [(label, unit.text(size), unit.text(highest)) for label, size, highest in rows],
     )
-
-
-def _label(part: str) -> str:
-    return _LABELS.get(part, part)
 
 
 def _title(plan: MemoryPlan) -> str:
