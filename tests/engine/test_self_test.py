@@ -85,7 +85,7 @@ BROKEN = {
 def test_what_is_lost_is_named_with_the_way_to_get_it_back(tmp_path: Path, what: str) -> None:
     site, expected = BROKEN[what]
     lost = [capability for capability in _run(tmp_path, site)["capabilities"] if not capability["works"]]
-    assert [capability["name"] for capability in lost] == [expected]
+    assert [capability["name"] for capability in lost] == [expected], lost
     for capability in lost:
         assert capability["reason"]
         assert capability["lost"]

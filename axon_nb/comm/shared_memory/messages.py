@@ -17,6 +17,7 @@ from typing import Any
 
 from axon_nb.comm.errors import TensorMismatchError
 from axon_nb.comm.shared_memory.segment import futex
+from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.shared_memory.segment.progress import SLICE_S, Progress
 from axon_nb.comm.shared_memory.segment.rings import Head, InRing, OutRing
 from axon_nb.comm.shared_memory.work import SharedWork
@@ -221,24 +222,25 @@ class Messages:
             GroupLeftError: a rank left the group or died.
             SharedMemoryTimeoutError: the group's timeout expired.
         """
+        end = time.monotonic() + self._timeout_s
         try:
-            self._drive(work, deadline, time.monotonic() + self._timeout_s)
+            while (words := self._step(end, work.is_completed)) and time.monotonic() <= deadline:
+                self._sleep(words, SLICE_S)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def _drive(self, work: SharedWork, deadline: float, end: float) -> None:
-        while True:
-            words, awaited = self._advance()
-            if work.is_completed():
-                return
-            self._progress.check_wait(awaited, end)
-            if time.monotonic() > deadline:
-                return
-            if len(words) == 1:
-                futex.wait(*words[0], SLICE_S)
-            else:
-                futex.wait_any(words, SLICE_S)
+    def _step(self, end: float, is_done: Callable[[], bool] = lambda: False) -> list[tuple[int, int]]:
+        """Move all messages; return what to sleep on, empty if there is nothing to wait for."""
+        words, awaited = self._advance()
+        if words and not is_done():
+            try:
+                self._progress.check_wait(awaited, end)
+            except GroupLeftError:
+                words, _ = self._advance()  # a peer may have sent the rest, and left or died afterwards
+                if words and not is_done():
+                    raise
+        return [] if is_done() else words
 
     def fail(self, error: BaseException) -> None:
         """Fail all open messages with `error`: the group is unusable."""
@@ -283,9 +285,7 @@ class Messages:
             time.sleep(_HEAD_START_S)
             try:
                 self._idle = True  # messages that start from now on wake this thread
-                words, awaited = self._advance()
-                if words:
-                    self._progress.check_wait(awaited, time.monotonic() + self._timeout_s)
+                words = self._step(time.monotonic() + self._timeout_s)
             except BaseException as error:
                 self.fail(error)
                 words = []

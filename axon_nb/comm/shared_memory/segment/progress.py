@@ -170,7 +170,12 @@ class Progress:
         words[self.own + _AWAITED] = peer + 1
         try:
             while (seen := words[place]) < target:
-                self.check_wait((peer,), deadline)
+                try:
+                    self.check_wait((peer,), deadline)
+                except GroupLeftError:
+                    if self.left or words[place] < target:
+                        raise
+                    break  # the peer got there first, and left or died afterwards
                 if check is not None:
                     check()
                 futex.wait(address, seen, SLICE_S)
