@@ -153,7 +153,7 @@ def measured(schedule, stages, microbatches=8):
 
 
 # %%
-# %%distributed --quiet --out told
+# %%distributed --quiet --out reports
 schedules = {
     "GPipe": 4,
     "1F1B": 4,
@@ -198,7 +198,7 @@ for schedule, stages in schedules.items():
 # %%
 import pandas as pd
 
-rows, drawn = told[0]
+rows, drawn = reports[0]
 pd.DataFrame(rows).style.format({"bubble, measured": "{:.1%}", "bubble, ideal": "{:.1%}"}).hide(axis="index")
 
 # %% [markdown]

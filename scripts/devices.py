@@ -21,7 +21,7 @@ FACTORIES = frozenset({
     "arange", "empty", "eye", "frombuffer", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
     "tensor", "zeros",
 })  # fmt: skip
-"""Functions of torch that make a tensor on the CPU unless told otherwise."""
+"""Functions of torch that make a tensor on the CPU by default."""
 ON_HOST = frozenset({"frombuffer"})
 """Those of them that always make it there, and take no device."""
 NAMED = frozenset({"GradScaler", "autocast"})

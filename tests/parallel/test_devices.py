@@ -30,13 +30,13 @@ def _net() -> nn.Sequential:
 def test_inputs_that_are_not_where_the_model_is(kind: str) -> None:
     def work(world: World) -> list[str]:
         model: Any = DDP(_net(), world) if kind == "ddp" else FSDP(_net(), world, strategy=ShardingStrategy(kind))
-        told = []
+        messages = []
         for x in (torch.ones(2, 4, device="meta"), torch.ones(2, 4)):
             try:
                 model(x).sum().backward()
             except UsageError as error:
-                told.append(str(error))
-        return told
+                messages.append(str(error))
+        return messages
 
     assert World.mock(2).run(work) == [[ELSEWHERE]] * 2
 
@@ -45,13 +45,13 @@ def test_batches_that_are_not_where_the_stages_are() -> None:
     def work(world: World) -> list[str]:
         pipe = Pipeline(list(_net()), group=world, num_microbatches=2, loss=nn.functional.mse_loss)
         here, there = torch.ones(4, 4), torch.ones(4, 4, device="meta")
-        told = []
+        messages = []
         for x, y in ((there, here), (here, there), (here, here)):
             try:
                 pipe.step(x, y)
             except UsageError as error:
-                told.append(str(error))
-        return told
+                messages.append(str(error))
+        return messages
 
     assert (
         World.mock(2).run(work)

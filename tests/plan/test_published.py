@@ -56,3 +56,9 @@ def test_published_memory() -> None:
     rows = memory_rows()
     assert len(rows) >= 6
     assert max(abs(row.error) for row in rows) <= 0.10
+
+
+def test_cards_without_published_runs_say_so() -> None:
+    assert {card.name for card in CARDS.values() if card.is_fitted} == {run.card for run in load_runs()}
+    assert "assumed" in CARDS["b200"].rates.source
+    assert "assumed" not in CARDS["h100"].rates.source

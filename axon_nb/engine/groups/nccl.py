@@ -115,7 +115,7 @@ def device_problem(device: torch.device, *, rank: int) -> str:
         device: Where this rank computes.
         rank: This rank.
     """
-    if device.type == "cuda" and not torch.cuda.is_initialized():
+    if device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_initialized()):
         return ""  # nothing to lose
 
     def compute() -> float:

@@ -174,10 +174,10 @@ class RecoverableGroup(PythonProcessGroup):
     def disable(self) -> None:
         """Refuse all operations, instead of a rebuild: some ranks of the group do not have it."""
         self._drop_inner()
-        reason = f"group {self._name!r} no longer exists on all of its ranks. Recreate it with `dist.new_group`."
+        reason = f"group {self._name!r} no longer exists on all of its ranks. Recreate it with `dist.new_group`"
 
         def refuse(name: str, *_: Any) -> Any:
-            raise BrokenGroupError(f"{name} failed: {reason}")
+            raise BrokenGroupError(f"{name} failed: {reason} on every rank.")
 
         self.run = refuse
 

@@ -2,13 +2,14 @@
 
 Peaks are those of NVIDIA's datasheets for dense matrices (half of the figures "with sparsity"). What is achieved of
 them is fitted to half of the published runs in docs/published, and checked on the other half: see
-docs/plan_published.md.
+docs/plan_published.md. For cards without such runs it is an assumption, and plans say so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from axon_nb.plan.hardware.rates import Rates
 
@@ -43,46 +44,58 @@ class Card:
     """Preset of the link within a host."""
     port: str
     """Preset of its network port."""
+    is_fitted: bool = True
+    """Whether `achieved` is from published runs of this card and dtype."""
     gpus_per_host: int = 8
 
     @property
     def rates(self) -> Rates:
         """One rank's rates."""
+        basis = "" if self.is_fitted else " (assumed: no published run was compared)"
         source = (
-            f"{self.achieved:.0%} of the {self.tera_flops:g} TFLOP/s of NVIDIA's datasheet, {self.what}; "
+            f"{self.achieved:.0%}{basis} of the {self.tera_flops:g} TFLOP/s of NVIDIA's datasheet, {self.what}; "
             f"other operations at {OTHER_SHARE:g} times its {self.tera_bytes:g} TB/s"
         )
         return Rates(self.achieved * self.tera_flops * _TERA, OTHER_SHARE * self.tera_bytes * _TERA, 0.0, source)
 
 
-_A100 = {"tera_bytes": 2.039, "nvlink": "nvlink3", "port": "ib-hdr"}
-_H100 = {"tera_bytes": 3.35, "nvlink": "nvlink4", "port": "ib-ndr"}
-_GRAND_TETON = {"tera_bytes": 2.4, "nvlink": "nvlink4", "port": "ib-ndr"}
-_H200 = {"tera_bytes": 4.8, "nvlink": "nvlink4", "port": "ib-ndr"}
-_B200 = {"tera_bytes": 8.0, "nvlink": "nvlink5", "port": "ib-ndr"}
+class _Board(NamedTuple):
+    tera_bytes: float
+    nvlink: str
+    port: str
 
 
-def _card(name: str, what: str, tera_flops: float, achieved: float, others: Mapping[str, object]) -> tuple[str, Card]:
-    return name, Card(name, what, tera_flops, achieved=achieved, **others)  # type: ignore[arg-type]
+_V100 = _Board(0.9, "nvlink2", "ib-edr")
+_A100 = _Board(2.039, "nvlink3", "ib-hdr")
+_H100 = _Board(3.35, "nvlink4", "ib-ndr")
+_GRAND_TETON = _Board(2.4, "nvlink4", "ib-ndr")
+_H200 = _Board(4.8, "nvlink4", "ib-ndr")
+_B200 = _Board(8.0, "nvlink5", "ib-ndr")
+
+
+def _card(
+    name: str, what: str, tera_flops: float, achieved: float, board: _Board, *, is_fitted: bool = True
+) -> tuple[str, Card]:
+    return name, Card(name, what, tera_flops, achieved=achieved, is_fitted=is_fitted, **board._asdict())
 
 
 CARDS: Mapping[str, Card] = dict(
     (
-        _card("v100", "V100 SXM2, float16", 125.0, 0.52, {"tera_bytes": 0.9, "nvlink": "nvlink2", "port": "ib-edr"}),
+        _card("v100", "V100 SXM2, float16", 125.0, 0.52, _V100, is_fitted=False),
         _card("a100", "A100 80GB SXM, bfloat16", 312.0, 0.72, _A100),
-        _card("a100-tf32", "A100 80GB SXM, TF32", 156.0, 0.72, _A100),
+        _card("a100-tf32", "A100 80GB SXM, TF32", 156.0, 0.72, _A100, is_fitted=False),
         _card("h100", "H100 SXM, bfloat16", 989.4, 0.785, _H100),
         _card("h100-fp8", "H100 SXM, float8 linear layers", 1978.9, 0.63, _H100),
-        _card("h100-tf32", "H100 SXM, TF32", 494.7, 0.785, _H100),
+        _card("h100-tf32", "H100 SXM, TF32", 494.7, 0.785, _H100, is_fitted=False),
         _card("h100-500w", "H100 SXM limited to 500 W, with HBM2e, bfloat16", 989.4, 0.66, _GRAND_TETON),
         _card(
             "h100-500w-fp8", "H100 SXM limited to 500 W, with HBM2e, float8 linear layers", 1978.9, 0.45, _GRAND_TETON
         ),
-        _card("h200", "H200 SXM, bfloat16", 989.4, 0.785, _H200),
+        _card("h200", "H200 SXM, bfloat16", 989.4, 0.785, _H200, is_fitted=False),
         _card("h200-fp8", "H200 SXM, float8 linear layers", 1978.9, 0.63, _H200),
-        _card("h200-tf32", "H200 SXM, TF32", 494.7, 0.785, _H200),
-        _card("b200", "B200, bfloat16", 2250.0, 0.6, _B200),
-        _card("b200-tf32", "B200, TF32", 1125.0, 0.6, _B200),
+        _card("h200-tf32", "H200 SXM, TF32", 494.7, 0.785, _H200, is_fitted=False),
+        _card("b200", "B200, bfloat16", 2250.0, 0.6, _B200, is_fitted=False),
+        _card("b200-tf32", "B200, TF32", 1125.0, 0.6, _B200, is_fitted=False),
     )
 )
 """The cards, by name."""

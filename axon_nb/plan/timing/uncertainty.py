@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -60,14 +61,12 @@ def estimate_uncertainty(predict: Predict, rates: Rates, links: Mapping[str, Lin
             SPREADS["other operations"],
             lambda factor: predict(replace(rates, bytes_per_s=moved * factor), links, overlap),
         )
-    for axis, link in links.items():
-        vary(
-            f"the bandwidth along {axis}",
-            SPREADS["links"],
-            lambda factor, axis=axis, link=link: predict(  # type: ignore[misc]
-                rates, {**links, axis: _faster(link, factor)}, overlap
-            ),
-        )
+
+    def with_bandwidth(axis: str, factor: float) -> float:
+        return predict(rates, {**links, axis: _faster(links[axis], factor)}, overlap)
+
+    for axis in links:
+        vary(f"the bandwidth along {axis}", SPREADS["links"], functools.partial(with_bandwidth, axis))
     if links:
         vary(
             "how much communication is hidden",

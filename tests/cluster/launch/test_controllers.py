@@ -12,9 +12,9 @@ SHADOW = """
 import pathlib, sys
 here = pathlib.Path(__file__).parent
 if "--nodb" in sys.argv:  # a controller
-    for told in sorted(here.glob("*.txt"))[:1]:
-        text = told.read_text()
-        told.unlink()
+    for file in sorted(here.glob("*.txt"))[:1]:
+        text = file.read_text()
+        file.unlink()
         raise OSError(text)
 sys.path.remove(str(here.parent))
 del sys.modules["ipyparallel"]

@@ -184,9 +184,9 @@ REPLACED = {
 def test_a_rank_goes_on_whatever_a_cell_replaced(kernel: Kernel, what: str) -> None:
     code, undo = REPLACED[what]
     kernel.ok(f"%%distributed --ranks 1\n{code}")
-    reply = kernel.run("%%distributed\nif rank == 1: raise ValueError('told')\ndist.barrier()")
+    reply = kernel.run("%%distributed\nif rank == 1: raise ValueError('bug')\ndist.barrier()")
     assert reply.traceback.startswith("[rank 1]")
-    assert "ValueError: told" in reply.traceback
+    assert "ValueError: bug" in reply.traceback
     kernel.ok(f"%%distributed --ranks 1\n{undo}")
     after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(world_size)\nt.item()")
     assert after.lines() == ["[ranks 0-3] 4", "[ranks 0-3] 4.0"]

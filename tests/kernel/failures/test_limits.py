@@ -49,9 +49,9 @@ def test_a_rank_that_cannot_start_a_thread_while_its_cell_fails_is_not_lost(gloo
     model = "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"
     gloo.ok(f"%%distributed\n{model}\nmodel(torch.ones(1, 4)).sum().backward()")
     # A stack of 32 TiB: the system refuses each new thread, as it does at a limit of processes.
-    fails = "if rank == 0: raise ValueError('told')\nold = threading.stack_size(2**45)"
+    fails = "if rank == 0: raise ValueError('bug')\nold = threading.stack_size(2**45)"
     reply = gloo.run(f"%%distributed\n{fails}\n{WAITS[where]}")
-    assert "ValueError: told" in reply.traceback
+    assert "ValueError: bug" in reply.traceback
     gloo.ok("%%distributed --ranks 1\nthreading.stack_size(old)")
     gloo.run("%distributed repair")  # refuses if the groups have been rebuilt already
     assert gloo.ok(f"%%distributed\n{SUM}").lines() == ["[ranks 0-1] (2.0, 0)"]

@@ -30,12 +30,12 @@ kept = rank + 10
 FAIL = """
 import axon_nb, random
 cells = [
-    "if rank == 1: raise ValueError('told')\\ndist.all_reduce(torch.ones(1000))",
-    "if rank == 0: raise ValueError('told')\\nmodel(torch.ones(1, 64)).sum().backward()",
+    "if rank == 1: raise ValueError('bug')\\ndist.all_reduce(torch.ones(1000))",
+    "if rank == 0: raise ValueError('bug')\\nmodel(torch.ones(1, 64)).sum().backward()",
     "dist.barrier() if rank else dist.all_reduce(torch.ones(4))",
     "dist.recv(torch.ones(1), 1) if rank == 0 else 1 / 0",
-    "work = dist.all_reduce(torch.ones(100_000), async_op=True)\\nif rank: raise KeyError('told')\\ndist.barrier()",
-    "if rank: raise ValueError('told')\\ndist.all_gather([torch.ones(9), torch.ones(9)], torch.ones(9), group=group)",
+    "work = dist.all_reduce(torch.ones(100_000), async_op=True)\\nif rank: raise KeyError('bug')\\ndist.barrier()",
+    "if rank: raise ValueError('bug')\\ndist.all_gather([torch.ones(9), torch.ones(9)], torch.ones(9), group=group)",
 ]
 def fail(count):
     failed = 0

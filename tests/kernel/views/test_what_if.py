@@ -52,10 +52,10 @@ from axon_nb.cluster.inspection.memory import request_memory, request_plan
 from axon_nb.widgets import open as open_job
 def t_plan(*names, asked=None):
     end = time.monotonic() + 180
-    while (told := request_plan(current.require("test").state, names, asked, "")).is_pending:
+    while (found := request_plan(current.require("test").state, names, asked, "")).is_pending:
         assert time.monotonic() < end
         time.sleep(0.1)
-    return dataclasses.asdict(dataclasses.replace(told, model=None)) | {"sent": len(told.model or b"")}
+    return dataclasses.asdict(dataclasses.replace(found, model=None)) | {"sent": len(found.model or b"")}
 def t_until(condition, limit=360):
     end = time.monotonic() + limit
     while not condition():

@@ -190,7 +190,7 @@ def test_magics_of_plain_cells_that_concern_ranks() -> None:
 
 def test_quiet_and_repeated_cells_stay_so() -> None:
     text = script(
-        cell("x = [1]\nx\n", "distributed --quiet --out told"),
+        cell("x = [1]\nx\n", "distributed --quiet --out kept"),
         cell("import math\nx.append(math.pi)\nx\n", "rank 1 --repeat 3", number=2),
         cell("print(x)\n", "distributed --repeat 1 --profile", number=3),
     )

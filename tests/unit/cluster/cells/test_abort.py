@@ -91,8 +91,8 @@ def test_a_stopped_rank_is_named_with_its_last_call_and_no_deadlock_is_proven_wi
     ranks.silent.clear()
     ranks.answers[2] = runs_nothing(2)
     ranks.late[0].set_result(message(runs_nothing(2)))
-    told = [watch.step(now + seconds, [0, 1]) for seconds in range(12, 18)]
-    assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in told
+    reported = [watch.step(now + seconds, [0, 1]) for seconds in range(12, 18)]
+    assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in reported
     assert controller.stuck_reason(2) == "is still busy and does not react to interrupts"
 
 
