@@ -38,12 +38,12 @@ class Card:
     """Peak."""
     tera_bytes: float
     """Peak bandwidth of its memory, per second."""
-    achieved: float
-    """Fraction of the peak that the matrix products of a training step achieve."""
     nvlink: str
     """Preset of the link within a host."""
     port: str
     """Preset of its network port."""
+    achieved: float
+    """Fraction of the peak that the matrix products of a training step achieve."""
     is_fitted: bool = True
     """Whether `achieved` is from published runs of this card and dtype."""
     gpus_per_host: int = 8
@@ -76,7 +76,7 @@ _B200 = _Board(8.0, "nvlink5", "ib-ndr")
 def _card(
     name: str, what: str, tera_flops: float, achieved: float, board: _Board, *, is_fitted: bool = True
 ) -> tuple[str, Card]:
-    return name, Card(name, what, tera_flops, achieved=achieved, is_fitted=is_fitted, **board._asdict())
+    return name, Card(name, what, tera_flops, *board, achieved, is_fitted)
 
 
 CARDS: Mapping[str, Card] = dict(

@@ -55,6 +55,7 @@ class Progress:
         self.own_address = memory.address + self.own * WORD
         self.others = [(peer, place) for peer, place in enumerate(self.places) if peer != rank]
         self._give_up = give_up
+        self._checked_at = 0.0
         self.left = ""
         """Why this rank left the group."""
         self.words[self.own + _PID] = os.getpid()
@@ -208,8 +209,6 @@ class Progress:
         for peer in awaited:
             if not self.is_alive(peer):
                 raise PeerLostError(f"rank {self.members[peer]} died while this rank waited for it")
-
-    _checked_at = 0.0
 
     def has_left(self) -> bool:
         """Whether this rank has left the group."""
