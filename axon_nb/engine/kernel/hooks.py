@@ -70,9 +70,10 @@ def _hold_json(session: Any) -> None:
 
     def pack(content: Any) -> Any:
         try:
-            return write(content).encode("utf8", errors="surrogateescape")
+            text = write(content)
         except (TypeError, ValueError):
             return pack_any(content)
+        return text.encode("utf8", errors="replace")  # a message with a lone surrogate would be lost
 
     def unpack(data: bytes | str) -> Any:
         return read(data.decode("utf8", "replace") if isinstance(data, bytes) else data)

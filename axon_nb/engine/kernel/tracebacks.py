@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import CodeType, TracebackType
@@ -44,16 +45,27 @@ _location: list[AbortLocation] = []
 
 
 def install_short_traceback(shell: Any) -> None:
-    """Have `shell` show one line for a cell that was aborted or interrupted."""
+    """Have `shell` show one line for a cell that was aborted or interrupted, and an exception group as a traceback."""
 
     def show(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any = None) -> Any:
+        if isinstance(error, BaseExceptionGroup):  # IPython writes it to stderr, and the reply has no traceback
+            text = _render_group(error, trace)
+            shell._showtraceback(kind, error, text)
+            return text
         line, call = find_location(trace)
         _location[:] = [AbortLocation(line, call)]
         text = [f"{kind.__name__} at line {line}: {error}"]
         shell._showtraceback(kind, error, text)
         return text
 
-    shell.set_custom_exc((AbortedError, KeyboardInterrupt, asyncio.CancelledError), show)
+    shell.set_custom_exc((AbortedError, KeyboardInterrupt, asyncio.CancelledError, BaseExceptionGroup), show)
+
+
+def _render_group(group: BaseExceptionGroup[Any], trace: TracebackType | None) -> list[str]:
+    while trace is not None and trace.tb_frame.f_code is RUN_CODE:
+        trace = trace.tb_next
+    with _short_chain(group):
+        return [line.rstrip("\n") for line in traceback.format_exception(type(group), group, trace)]
 
 
 def take_abort_location() -> AbortLocation | None:

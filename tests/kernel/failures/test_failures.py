@@ -91,6 +91,29 @@ def test_an_error_without_a_text_is_named_with_its_traceback(kernel: Kernel) -> 
     assert "----> 4 if rank == 1: raise Odd()" in reply.traceback
 
 
+def test_an_exception_group_is_shown_with_its_parts(kernel: Kernel) -> None:
+    code = "if rank == 1:\n    raise ExceptionGroup('several', [ValueError('one'), TypeError('two')])\ndist.barrier()"
+    reply = kernel.run(f"%%distributed\n{code}")
+    assert reply.traceback.startswith("[rank 1]")
+    for text in (
+        "line 3, in <module>",
+        "ExceptionGroup: several (2 sub-exceptions)",
+        "ValueError: one",
+        "TypeError: two",
+    ):
+        assert text in reply.traceback
+    assert "interactiveshell.py" not in reply.traceback
+    assert reply.stderr == ""
+
+
+def test_lone_surrogates_become_question_marks(kernel: Kernel) -> None:
+    code = "class Odd:\n    def __repr__(self): return 'result \\ud800'\nprint('text \\ud800')\nOdd()"
+    assert kernel.ok(f"%%distributed\n{code}").lines() == ["[ranks 0-3] text ?", "[ranks 0-3] result ?"]
+    reply = kernel.run("%%distributed\nif rank == 1: raise ValueError('error \\ud800')\ndist.barrier()")
+    assert reply.traceback.startswith("[rank 1]")
+    assert "ValueError: error ?" in reply.traceback
+
+
 def test_of_a_recursion_the_ends_are_shown_and_how_much_is_not(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed --ranks 1\ndef down(n): return down(n + 1)\ndown(0)")
     assert "RecursionError" in reply.traceback
