@@ -70,6 +70,13 @@ def child_pids(parent: int) -> list[int]:
     return found
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP (Linux only; elsewhere False)."""
+    with contextlib.suppress(OSError, IndexError):  # it has just exited
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    return False
+
+
 def set_parent_death_signal(number: int) -> None:
     """Request the signal `number` for this process when its parent dies (Linux only; elsewhere a no-op)."""
     _prctl(_PR_SET_PDEATHSIG, int(number))
@@ -112,6 +119,15 @@ class Children:
     def add_rank(self, rank: int, pid: int) -> None:
         """Register a forked rank."""
         self.ranks[rank] = pid
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of an agent's state that are about its children."""
+        pids = [*self.ranks.values(), *([self.controller] if self.controller else [])]
+        return {
+            "ranks": dict(self.ranks),
+            "controller": self.controller,
+            "stopped": tuple(pid for pid in pids if is_stopped(pid)),
+        }
 
     def signal_rank(self, rank: int, number: int) -> bool:
         """Send a signal to one rank; return False if it is gone."""

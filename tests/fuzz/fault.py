@@ -48,6 +48,14 @@ class Fault:
     """The objects that were in a step."""
     options: str = ""
     """Of the cell's first line."""
+    undo: str = ""
+    """A cell for all ranks that takes back what the fault changed in a rank's process."""
+    stops: str = ""
+    """The process that is stopped (SIGSTOP) from the interrupt to the end of the cell: agent, controller or a rank."""
+    connects: bool = False
+    """Whether somebody else connects to the cluster's sockets, and writes to them, while the cell runs."""
+    during_repair: str = ""
+    """The process that is killed while `%distributed repair` replaces the rank that died: the kernel or a rank."""
     loses: str = ""
     """The process that is killed while the cell runs: the kernel, the agent or the controller."""
     loses_after_s: float = 0.0

@@ -7,10 +7,10 @@ import random
 import re
 from collections.abc import Callable
 
-from tests.fuzz import losses, mistakes
+from tests.fuzz import interference, losses, mistakes, tampering
 from tests.fuzz.fault import COLLECTIVES, NAMES, STOPPED, Fault
 
-__all__ = ["KINDS", "LOSSES", "POINTS", "make_fault"]
+__all__ = ["ADVERSARY", "KINDS", "LOSSES", "POINTS", "make_fault"]
 
 STAYS = ("sleep", "multiply", "recv", "barrier", "loader", "spin", "await", "swallow")
 POINTS = ("before", "forward", "after forward", "backward", "before optimizer")
@@ -148,6 +148,13 @@ KINDS: dict[str, tuple[Callable[[random.Random, str], Fault], float]] = {
     "default group": (mistakes.default_group, 0.05),
     "flood": (mistakes.flood, 0.05),
     "memory limit": (mistakes.memory_limit, 0.05),
+    "replaced": (tampering.replaced, 0.08),
+    "odd exception": (tampering.odd_exception, 0.06),
+    "limit": (tampering.limit, 0.04),
+    "skipped call": (tampering.skipped_call, 0.06),
+    "strangers": (interference.strangers(_raise), 0.03),
+    "stopped process": (interference.stopped_process, 0.03),
+    "kill during a repair": (interference.kill_during_repair(_die), 0.02),
     "kernel killed": (losses.kernel, 0.03),
     "agent killed": (losses.agent, 0.02),
     "controller killed": (losses.controller, 0.02),
@@ -155,6 +162,16 @@ KINDS: dict[str, tuple[Callable[[random.Random, str], Fault], float]] = {
 """The kinds, and how often each is chosen, beside the others."""
 LOSSES = tuple(kind for kind in KINDS if kind.endswith(" killed"))
 """The kinds after which a process has to be started again."""
+ADVERSARY = (
+    "replaced",
+    "odd exception",
+    "limit",
+    "skipped call",
+    "strangers",
+    "stopped process",
+    "kill during a repair",
+)
+"""The kinds of docs/faults.md."""
 
 
 def make_fault(seed: int, number: int, kinds: tuple[str, ...] = ()) -> Fault:

@@ -11,13 +11,13 @@ from tests.fuzz.fault import COLLECTIVES, NAMES, STOPPED, Fault
 from tests.support.kernel import Kernel, Reply
 from tests.support.processes import Footprint, until
 
-__all__ = ["agent", "controller", "kernel", "lose"]
+__all__ = ["agent", "come_back", "controller", "endless", "kernel", "lose"]
 
 _LIMIT_S = 150.0
 _HANDLE = "__import__('axon_nb').cluster.current.get().running_cell"
 
 
-def _endless(rng: random.Random) -> tuple[str, str, tuple[str, ...]]:
+def endless(rng: random.Random) -> tuple[str, str, tuple[str, ...]]:
     """A cell that ends only when it is ended: its code, what it does, and the objects in a step."""
     if rng.random() < 0.6:
         names = tuple(rng.sample(NAMES, rng.randint(1, len(NAMES))))
@@ -30,7 +30,7 @@ def _endless(rng: random.Random) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _loss(rng: random.Random, loses: str, ends: tuple[str, ...], says: str) -> Fault:
-    code, detail, names = _endless(rng)
+    code, detail, names = endless(rng)
     after_s = rng.uniform(0, 0.8)
     return Fault(f"{loses} killed", detail, code, ends, says, names=names, loses=loses, loses_after_s=after_s)
 
@@ -72,10 +72,15 @@ def lose(notebook: Kernel, cluster: Footprint, fault: Fault, request: str) -> tu
     return reply, ended
 
 
-def _attach(notebook: Kernel) -> Reply:
+def come_back(notebook: Kernel) -> None:
+    """Kill the kernel; a fresh one finds the cluster."""
     notebook.come_back()
     said = notebook.ok("%load_ext axon_nb", timeout=_LIMIT_S).stdout
     assert "is still running. Run `%distributed attach`" in said, said
+
+
+def _attach(notebook: Kernel) -> Reply:
+    come_back(notebook)
     attached = notebook.ok("%distributed attach", timeout=_LIMIT_S)
     assert "is still running on ranks 0-3. Its output continues here." in attached.stdout, attached.stdout
     assert notebook.ok("%distributed cancel").lines() == ["Interrupted the cell on ranks 0-3."]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import random
 import re
 import time
@@ -13,10 +14,11 @@ from typing import Any
 
 from tests.fuzz.fault import Fault
 from tests.fuzz.faults import make_fault
+from tests.fuzz.interference import connections, repair_with_a_kill, stopped
 from tests.fuzz.losses import lose
 from tests.fuzz.mistakes import MOST_DISPLAYED, MOST_TEXT
 from tests.support.kernel import Kernel, Reply
-from tests.support.processes import footprint
+from tests.support.processes import Footprint, footprint, until
 
 __all__ = ["CEILING_S", "SENT", "Fuzz", "Outcome"]
 
@@ -170,10 +172,18 @@ class Fuzz:
     def _strike(self, fault: Fault, outcome: Outcome) -> Reply:
         kernel = self._kernel
         self._clock.unlink(missing_ok=True)
-        cluster = footprint(kernel) if fault.loses else None
+        around = contextlib.ExitStack()
+        cluster = footprint(kernel) if fault.loses or fault.stops or fault.connects else None
+        if cluster is not None and fault.connects:
+            around.enter_context(connections(cluster))
+        with around:
+            return self._cell(fault, outcome, cluster, around)
+
+    def _cell(self, fault: Fault, outcome: Outcome, cluster: Footprint | None, around: contextlib.ExitStack) -> Reply:
+        kernel = self._kernel
         began = time.time()
         request = kernel.submit(f"%%distributed {fault.options}\n{fault.code}")
-        if cluster is not None:
+        if cluster is not None and fault.loses:
             kernel.wait_until_busy(request)
             time.sleep(fault.loses_after_s)
             began = time.time()
@@ -185,6 +195,8 @@ class Fuzz:
             kernel.wait_until_busy(request)
             for delay in fault.interrupts:
                 time.sleep(delay)  # a person's hand, not a wait for something
+                if cluster is not None and fault.stops:
+                    around.enter_context(stopped(cluster, fault.stops))
                 began = time.time()
                 kernel.interrupt()
         try:
@@ -194,6 +206,7 @@ class Fuzz:
             kernel.interrupt()
             reply = kernel.collect(request, timeout=_PATIENCE_S)
         ended = time.time()
+        around.close()
         if fault.interrupts:  # when the last came after the end of the cell, it is the next one's
             kernel.run("%%distributed\npass", timeout=_PATIENCE_S)
         at = float(self._clock.read_text()) if self._clock.exists() and not fault.interrupts else began
@@ -217,7 +230,17 @@ class Fuzz:
             self.restarts += 1
             self._since_start = 0
             self._build()
+        if fault.undo:
+            self._kernel.ok(f"%%distributed\n{fault.undo}", timeout=_PATIENCE_S)
+        if fault.undo:
+            self._kernel.run("%distributed repair", timeout=_PATIENCE_S)  # refuses if there is nothing to repair
+        if fault.stops:  # it goes on now, and replies within moments
+            assert until(lambda: self._kernel.run("%%distributed\n'alive'", timeout=_PATIENCE_S).ok)
         if fault.dies is None:
+            return
+        if fault.during_repair:
+            repair_with_a_kill(self._kernel, fault)
+            self._build()
             return
         began = time.monotonic()
         reply = self._kernel.ok("%distributed repair", timeout=_PATIENCE_S)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fuzz.fault import COLLECTIVES
-from tests.fuzz.faults import KINDS, LOSSES, POINTS, make_fault
+from tests.fuzz.faults import ADVERSARY, KINDS, LOSSES, POINTS, make_fault
 from tests.fuzz.rounds import SENT, Fuzz
 
 SEED = 20
@@ -34,6 +34,14 @@ def test_a_fault_leaves_everything_usable(fuzz: Fuzz, kind: str) -> None:
 @pytest.mark.timeout(7200)
 def test_hundreds_of_faults_leave_everything_usable(fuzz: Fuzz) -> None:
     failed = [str(outcome) for outcome in map(fuzz.round, range(LONG)) if outcome.problems]
+    assert not failed, "\n\n".join(failed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_hundreds_of_faults_of_an_adversary_leave_everything_usable(fuzz: Fuzz) -> None:
+    rounds = (fuzz.round(number, kinds=ADVERSARY) for number in range(LONG))
+    failed = [str(outcome) for outcome in rounds if outcome.problems]
     assert not failed, "\n\n".join(failed)
 
 

@@ -7,7 +7,7 @@ import glob
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +43,14 @@ class Footprint:
     folder: Path
     agent: int
     controller: int
-    ranks: tuple[int, ...]
+    pids: Mapping[int, int]
+    """By rank, of those that are alive."""
     processes: tuple[psutil.Process, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The pids of all ranks, in their order."""
+        return tuple(self.pids.values())
 
     def gone(self) -> bool:
         """Whether nothing of it is left."""
@@ -57,13 +63,13 @@ class Footprint:
 
 def footprint(kernel: Kernel) -> Footprint:
     """Of the kernel's current cluster."""
-    folder, agent, controller, ranks = kernel.value(
-        "(lambda c: (str(c.run_dir.path), *(lambda s: (s.pid, s.controller, list(s.ranks.values())))"
+    folder, agent, controller, pids = kernel.value(
+        "(lambda c: (str(c.run_dir.path), *(lambda s: (s.pid, s.controller, dict(sorted(s.ranks.items()))))"
         "(c.agent.call(__import__('axon_nb.records.protocol.agent', fromlist=['x']).GetInfo()))))"
         "(__import__('axon_nb').cluster.current.get().connection)"
     )
     tree = psutil.Process(agent)
-    return Footprint(Path(folder), agent, controller, tuple(ranks), (tree, *tree.children(recursive=True)))
+    return Footprint(Path(folder), agent, controller, pids, (tree, *tree.children(recursive=True)))
 
 
 def listening(footprint: Footprint) -> list[psutil._common.sconn]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from axon_nb.cluster.cells.consistent_cut import ConsistentCut
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
+from axon_nb.cluster.failures.report import RankError
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.records.protocol.cells import AbortReply, AbortRequest
@@ -24,6 +25,8 @@ _DEAD_ACK_TIMEOUT_S = 2.0
 """A rank that is dead or stuck will not acknowledge an abort after this long."""
 _ACK_TIMEOUT_S = 15.0
 """Any other rank will: on a busy machine that may take a while."""
+_STOPPED_AFTER_S = 0.5
+"""Ranks that have not noticed an abort for this long may be stopped (SIGSTOP)."""
 _RESEND_INTERVAL_S = 0.25
 """An abort is sent again at this interval, because code may swallow the exception and continue."""
 
@@ -36,12 +39,21 @@ class AbortController:
         ranks: The ranks of the cell.
         watch: Detects deadlocks; None: deadlocks are not detected.
         can_cut: Whether an interrupt may be a consistent cut, which needs all ranks of the world.
+        stopped: Takes the time; returns the ranks that are stopped (SIGSTOP), and the controller's pid if it is.
     """
 
     def __init__(
-        self, client: RankClient, ranks: Sequence[int], *, watch: DeadlockWatch | None = None, can_cut: bool = False
+        self,
+        client: RankClient,
+        ranks: Sequence[int],
+        *,
+        watch: DeadlockWatch | None = None,
+        can_cut: bool = False,
+        stopped: Callable[[float], tuple[AbstractSet[int], int]] = lambda now: (frozenset(), 0),
     ) -> None:
         self._client = client
+        self._ask_stopped = stopped
+        self._stopped: tuple[AbstractSet[int], int] = (frozenset(), 0)
         self._ranks = list(ranks)
         self._watch = watch
         self._can_cut = can_cut
@@ -73,7 +85,7 @@ class AbortController:
             gone: The ranks that are dead or stuck.
         """
         pending = {rank for rank, future in self._aborts if not future.done()}
-        if not pending or self._last_sent is None:
+        if not pending or self._last_sent is None or all(map(self.is_stopped, pending)):
             return True
         return now - self._last_sent > (_DEAD_ACK_TIMEOUT_S if pending <= gone else _ACK_TIMEOUT_S)
 
@@ -110,6 +122,8 @@ class AbortController:
             return
         if self.aborted_at is None:
             self.aborted_at = now
+        if now - self.aborted_at > _STOPPED_AFTER_S and unfinished:
+            self._stopped = self._ask_stopped(now)
         if now - self._interval_start >= _RESEND_INTERVAL_S:
             again, self._interval_start = bool(self._interval_start), now
             self._last_sent = now
@@ -135,13 +149,23 @@ class AbortController:
         """Whether the rank is in C code: it was sent an abort and has not noticed it."""
         return rank in self._unresponsive
 
-    def stuck_reason(self, rank: int) -> str:
-        """Describe what a rank is stuck in; reads after its name."""
-        if self._watch is not None and rank in self._watch.stopped:
-            return "is stopped (SIGSTOP) and does not react to interrupts"
-        if rank in self._unresponsive:
-            return f"is still in C code{self._unresponsive[rank]} and does not react to interrupts"
-        return "is still busy and does not react to interrupts"
+    def is_stopped(self, rank: int) -> bool:
+        """Whether nothing reaches the rank: its process is stopped (SIGSTOP), or the controller's is."""
+        ranks, controller = self._stopped
+        return rank in ranks or controller > 0
+
+    def stuck(self, rank: int) -> RankError:
+        """Describe what a rank is stuck in."""
+        ranks, controller = self._stopped
+        reason, remedy = "is still busy and does not react to interrupts", ""
+        if controller:
+            reason = "did not receive the interrupt: the controller is stopped (SIGSTOP)"
+            remedy = f"Run `kill -CONT {controller}` to let the controller continue, or `%distributed restart`."
+        elif rank in ranks or (self._watch is not None and rank in self._watch.stopped):
+            reason = "is stopped (SIGSTOP) and does not react to interrupts"
+        elif rank in self._unresponsive:
+            reason = f"is still in C code{self._unresponsive[rank]} and does not react to interrupts"
+        return RankError(rank, "stuck", "", reason, remedy=remedy)
 
     def _is_due(
         self,

@@ -23,8 +23,8 @@ from axon_nb.cluster.failures.report import cell_error, interrupt_error
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.output.wait_notice import WaitNotice
+from axon_nb.cluster.recovery.automatic import auto_repair, rebuild_if_back, replace_stuck
 from axon_nb.cluster.recovery.recovery import AgentWatch, Recovery
-from axon_nb.cluster.recovery.repair import auto_repair, replace_stuck
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import settings as process_settings
 from axon_nb.cluster.state import ClusterState
@@ -136,6 +136,7 @@ class CellManager:
         quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
         cell_code.check(code, name="cell" if cell is None else f"Cell In[{cell}]")
         chosen = resolve_ranks(options.get("ranks"), state.world_size)
+        rebuild_if_back(state)
         if process_settings.auto_repair:
             auto_repair(state)
         state.health.ensure_available(chosen)
@@ -185,7 +186,8 @@ class CellManager:
         watch = DeadlockWatch(state.client, state.live_ranks, chosen, dead=state.health.dead)
         # A cut needs Python in each operation, which NCCL's do not have.
         can_cut = state.backend != "nccl" and chosen == state.ranks
-        return AbortController(state.client, chosen, watch=watch, can_cut=can_cut)
+        stopped = AgentWatch(state.connection.agent).stopped
+        return AbortController(state.client, chosen, watch=watch, can_cut=can_cut, stopped=stopped)
 
     def recovery(self, aborted: CellRun | None = None) -> Recovery:
         """Create the recovery that rebuilds all groups; the caller steps it until it is done.

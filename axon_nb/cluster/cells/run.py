@@ -29,6 +29,8 @@ _VIEW_INTERVAL_S = 0.2
 """How often the live view is updated."""
 _GIVE_UP_S = 10.0
 """Ranks that do not reply for this long after an abort are reported as stuck, and the cell is done."""
+_STOPPED_GIVE_UP_S = 1.0
+"""Ranks that are stopped (SIGSTOP) are reported as stuck this long after an abort."""
 _SECOND_INTERRUPT_AFTER_S = 1.0
 """An interrupt counts as the second one if this much time has passed since the first."""
 _SECOND_INTERRUPT_GRACE_S = 0.5
@@ -233,10 +235,11 @@ class CellRun:
         replace = second_at is not None and now - second_at > _SECOND_INTERRUPT_GRACE_S
         if replace and self._recover is not None and all(map(self._abort.is_unresponsive, self.unfinished)):
             self.to_replace = self.unfinished
-        if self.to_replace or now - aborted_at > _GIVE_UP_S:
+        stopped = all(map(self._abort.is_stopped, self.unfinished))
+        if self.to_replace or now - aborted_at > (_STOPPED_GIVE_UP_S if stopped else _GIVE_UP_S):
             self._gave_up = True
             for rank in self.unfinished:
-                self._fail(rank, RankError(rank, "stuck", "", self._abort.stuck_reason(rank)))
+                self._fail(rank, self._abort.stuck(rank))
             return True
         return False
 

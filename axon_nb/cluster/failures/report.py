@@ -29,6 +29,8 @@ class RankError:
     """The exception's message, or what happened."""
     traceback: tuple[str, ...] = ()
     """The rank's own traceback, with terminal colours."""
+    remedy: str = ""
+    """What to do about it, as a sentence; empty: what its kind needs."""
 
     def __str__(self) -> str:
         return f"{self.ename}: {self.evalue}" if self.ename else self.evalue
@@ -118,6 +120,8 @@ def interrupt_error(
     report = _others(errors, set())
     if replaced:
         report += replaced
+    elif remedies := {error.remedy for error in errors.values() if error.remedy}:
+        report += sorted(remedies)
     elif stuck := [rank for rank in ranks if rank not in stopped]:
         report.append(
             f"{name_ranks(stuck).capitalize()} did not stop. Run `%distributed repair --ranks {format_ranks(stuck)}` "

@@ -18,8 +18,8 @@ from axon_nb.cluster.rpc import requests
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import ClusterLostError
-from axon_nb.host.client import AgentClient
-from axon_nb.records.protocol.agent import GetInfo
+from axon_nb.host.client import AgentClient, outcome
+from axon_nb.records.protocol.agent import AgentState, GetInfo
 from axon_nb.records.protocol.cells import AbortReply, AbortRequest
 from axon_nb.records.protocol.recovery import DisableGroups, OptimizerReport, Recover, RecoveryReport
 from axon_nb.records.ranks import format_ranks, name_ranks
@@ -103,10 +103,22 @@ class AgentWatch:
         self._agent = agent
         self._asked_at = 0.0
         self._reply: Future[Any] | None = None
+        self._state: AgentState | None = None
+
+    def stopped(self, now: float) -> tuple[frozenset[int], int]:
+        """Return the ranks that are stopped (SIGSTOP), and the controller's pid if it is; 0 if not."""
+        self.silent_s(now)
+        state = self._state
+        if state is None:
+            return frozenset(), 0
+        controller = state.controller if state.controller in state.stopped else None
+        return frozenset(rank for rank, pid in state.ranks.items() if pid in state.stopped), controller or 0
 
     def silent_s(self, now: float) -> float:
         """Return for how many seconds it has owed a reply."""
         if self._reply is None or self._reply.done():
+            if self._reply is not None and self._reply.exception() is None:
+                self._state = outcome(GetInfo, self._reply.result())
             if now - self._asked_at > _ASK_INTERVAL_S:
                 with contextlib.suppress(ClusterLostError):  # the cluster's health reports it
                     self._reply, self._asked_at = self._agent.send(GetInfo()), now
@@ -156,12 +168,13 @@ class Recovery:
         missing = [rank for rank in self._ranks if rank in {*health.dead, *health.stuck, *health.lost_contexts}]
         if missing:
             remaining = [rank for rank in self._ranks if rank not in missing or rank in health.lost_contexts]
-            return self._disable_groups(self._describe_missing(missing), remaining)
+            return self._disable_groups(self._describe_missing(missing), remaining, until_back=True)
         now = time.monotonic()
         if self._agent.silent_s(now) > (_PATIENCE_AFTER_INTERRUPT_S if self._interrupted() else _PATIENCE_S):
             self._abort_attempt(now)
             print(f"The process groups were not rebuilt: {AGENT_SILENT}.", file=sys.stderr)
-            return self._disable_groups(f"{AGENT_SILENT}; run `%distributed repair` once it does", self._ranks)
+            reason = f"{AGENT_SILENT}; they are rebuilt with the next cell after it does"
+            return self._disable_groups(reason, self._ranks, until_back=True)
         if not self._futures:
             return self._start_attempt(now)
         failed = [rank for rank, future in self._futures.items() if future.done() and future.exception() is not None]
@@ -227,8 +240,8 @@ class Recovery:
         repair = f"run `%distributed repair{chosen}` to replace {pronoun}"
         return f"{' and '.join(parts)}; {repair if health.remedy == REPAIR_HINT else 'run `%distributed restart`'}"
 
-    def _disable_groups(self, reason: str, ranks: Sequence[int]) -> bool:
-        self._health.groups_disabled = reason
+    def _disable_groups(self, reason: str, ranks: Sequence[int], *, until_back: bool = False) -> bool:
+        self._health.groups_disabled, self._health.rebuild_when_back = reason, until_back
         for rank in ranks:
             requests.call(self._client, rank, DisableGroups(reason))
         return True

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from axon_nb.cluster.launch.compatibility import can_replace, refusal
+from axon_nb.cluster.launch.compatibility import refusal
 from axon_nb.cluster.launch.engines import rank_environment
 from axon_nb.cluster.launch.join import await_handshake, gather, join_config, raise_if_exited, store_address
 from axon_nb.cluster.launch.launchers import fork_request
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from axon_nb.cluster.launch.connection import Connection
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["auto_repair", "copy_variables", "repair", "replace_stuck"]
+__all__ = ["copy_variables", "repair"]
 
 R = TypeVar("R")
 
@@ -81,7 +81,7 @@ def copy_variables(
 
 _REPAIR_TIMEOUT_S = 30.0
 _ABORT_TIMEOUT_S = 2.0
-_AGENT_TIMEOUT_S, _PATIENCE_AFTER_INTERRUPT_S = 10.0, 1.0
+_AGENT_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 5.0
 _POLL_S = 0.05
 
@@ -120,28 +120,6 @@ def repair(
         _replace_ranks(state, chosen, survivors, interrupted)
         copied = None if source is None else copy_variables(state, chosen, survivors, source, names)
     return RepairReport.of(chosen, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
-
-
-def auto_repair(state: ClusterState) -> None:
-    """Replace the dead ranks, if there are any and they can be replaced, and print the report."""
-    dead = state.health.dead
-    unusable = {*dead, *state.health.lost_contexts}
-    possible = state.engines == "axon" and len(unusable) < state.world_size and not state.health.disconnect_reason
-    possible = possible and can_replace(state.rank_info, state.backend)
-    if dead and possible and not state.busy and not state.health.stuck:
-        print("\n".join(repair(state, None).lines(why=True)))
-
-
-def replace_stuck(state: ClusterState, ranks: Sequence[int]) -> list[str]:
-    """Replace ranks that do not react, all of them if need be; return the lines to show, also if it fails."""
-    if not ranks or state.health.disconnect_reason:
-        return []
-    try:
-        if not state.connection.agent.responds(_PATIENCE_AFTER_INTERRUPT_S):
-            return [f"{name_ranks(ranks).capitalize()} cannot be replaced: {AGENT_SILENT}."]
-        return repair(state, ranks, all_allowed=True).lines()
-    except AxonError as error:
-        return [f"Failed to replace {name_ranks(ranks)}: {error}"]
 
 
 def _check_request(

@@ -175,10 +175,10 @@ class RankClient(ipp.Client):
         handler.on_reply(rank, message["content"])
 
     def _dispatch_iopub(self, parts: list[Any]) -> None:
-        _, frames = self.session.feed_identities(parts, copy=False)
         try:
+            _, frames = self.session.feed_identities(parts, copy=False)
             message = self.session.deserialize(frames, content=True, copy=False)
-        except Exception:
+        except Exception:  # not ours: other launchers' controllers listen on a port
             self.log.error("Invalid output message", exc_info=True)
             return
         msg_type = message["header"]["msg_type"]

@@ -106,6 +106,8 @@ class AgentState:
     """Pid of each live rank."""
     controller: int | None
     """Pid of the ipyparallel controller."""
+    stopped: tuple[int, ...]
+    """Pids of live ranks and of the controller that are stopped, as by SIGSTOP."""
     deaths: Mapping[int, Exit]
     """By rank, for dead ranks that were not replaced."""
     left_ns: int

@@ -87,13 +87,13 @@ def test_a_stopped_rank_is_named_with_its_last_call_and_no_deadlock_is_proven_wi
     assert watch.slow == stopped
     assert len(ranks.late) == 1, "requests do not pile up"
     controller = AbortController(ranks, [0, 1, 2], watch=watch)
-    assert controller.stuck_reason(2) == "is stopped (SIGSTOP) and does not react to interrupts"
+    assert controller.stuck(2).evalue == "is stopped (SIGSTOP) and does not react to interrupts"
     ranks.silent.clear()
     ranks.answers[2] = runs_nothing(2)
     ranks.late[0].set_result(message(runs_nothing(2)))
     reported = [watch.step(now + seconds, [0, 1]) for seconds in range(12, 18)]
     assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in reported
-    assert controller.stuck_reason(2) == "is still busy and does not react to interrupts"
+    assert controller.stuck(2).evalue == "is still busy and does not react to interrupts"
 
 
 def test_what_ranks_have_not_carried_out_yet_is_waited_for() -> None:
