@@ -55,8 +55,9 @@ def request_memory(state: ClusterState, names: Sequence[str], *, wait_for_estima
     """
     living = state.live_ranks
     deadline = time.monotonic() + (_PLANNER_TIMEOUT_S if wait_for_estimates else 0.0)
+    timeout_s = _PLANNER_TIMEOUT_S if wait_for_estimates else _TIMEOUT_S
     while True:
-        replies = request_all(state.connection.client, living, MemoryRequest(tuple(names)), timeout_s=_TIMEOUT_S)
+        replies = request_all(state.connection.client, living, MemoryRequest(tuple(names)), timeout_s=timeout_s)
         if time.monotonic() >= deadline or not any(reply.is_pending for reply in replies.values()):
             break
         time.sleep(_POLL_INTERVAL_S)
@@ -64,7 +65,7 @@ def request_memory(state: ClusterState, names: Sequence[str], *, wait_for_estima
     answered = sorted({*replies, *refused})
     if not answered:
         raise AxonError(
-            f"No rank replied within {_TIMEOUT_S:.0f} s. Run `%distributed status` to see what they are doing."
+            f"No rank replied within {timeout_s:.0f} s. Run `%distributed status` to see what they are doing."
         )
     if not replies:
         raise UsageError(f"{name_ranks(refused).capitalize()}: {refused[answered[0]]}")
