@@ -44,6 +44,7 @@ def missing_words(view: str, text: str) -> list[str]:
     return [word for word in words[view] if word not in text]
 
 
+@pytest.mark.timeout(300)
 def test_a_script_gets_text(script: Script) -> None:
     script.ok(f"c.run({MODEL!r}, quiet=True)")
     for view, names in {"timeline": "", "watch": "", "memory": "'model', 'optimizer', ", "shards": "'model', "}.items():
