@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 
 import pytest
 
+from axon_nb.engine.kernel.interrupts import InterruptHandler
 from tests.support.kernel import Kernel
 from tests.support.output_lines import by_rank
 
@@ -56,3 +58,20 @@ def _wait_until_the_kernel_has_it(kernel: Kernel, request: str) -> None:
         if message["msg_type"] == "execute_input" and message["parent_header"].get("msg_id") == request:
             return
     raise TimeoutError("the kernel has not begun the cell")
+
+
+def test_an_interrupt_of_a_cell_that_has_ended_spares_the_next_one() -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGRTMAX)}
+    interrupts = InterruptHandler(None, lambda frame: False)
+    try:
+        interrupts.begin_cell("first")
+        interrupts.end_cell()
+        interrupts.begin_cell("second")
+        assert not interrupts.interrupt("first")
+        assert interrupts.pending == 0
+        assert interrupts.interrupt("second")
+        assert interrupts.interrupt()
+    finally:
+        interrupts.end_cell()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

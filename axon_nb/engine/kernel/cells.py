@@ -72,7 +72,7 @@ class CellRunner:
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
         calls, draws, measured = recovery.num_calls(), RandomDraws(session.device), Measured()
-        self._interrupts.begin_cell()
+        self._interrupts.begin_cell(facts.run)
         try:
             reply = self._prepare(facts) or await run_measured(session, facts, execute, measured)
         except BaseException as error:

@@ -100,9 +100,16 @@ class InterruptHandler:
         """Interrupts sent that the main thread has not noticed because it runs C code."""
         self.rejected_runs: deque[str] = deque(maxlen=64)
         """Run ids of cells that were interrupted before they started here."""
+        self._run: str | None = None
+        self._number = 0
+        """Cells that have started here."""
+        self._target = 0
+        """The cell that an interrupt of this process was sent to; 0: there is none under way."""
 
-    def begin_cell(self) -> None:
-        """Reset the counters for a new cell."""
+    def begin_cell(self, run: str | None = None) -> None:
+        """Reset the counters for a new cell, of this run id."""
+        self._number += 1
+        self._run = run
         self.raised = self._sent = 0
         if signal.getsignal(signal.SIGINT) is not self._handler:  # an earlier cell replaced it
             self.install()
@@ -121,7 +128,8 @@ class InterruptHandler:
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
         self.pending = 0
-        if not self.running:
+        target, self._target = self._target, 0
+        if not self.running or target not in (0, self._number):  # its cell has ended, and another one has begun
             return
         cell_frame = user_frame(frame)
         if cell_frame is not None:
@@ -144,8 +152,14 @@ class InterruptHandler:
             self.task = None
 
     def interrupt(self, run: str | None = None) -> bool:
-        """Interrupt the cell; if none runs, return False, and `run` is rejected when it arrives. Thread-safe."""
-        if self.running:
+        """Interrupt the cell of this run id, or any; return whether it was.
+
+        If it does not run, it is rejected when it arrives. Thread-safe.
+        """
+        number = self._number
+        is_running = self.running and (run is None or run == self._run)
+        if is_running:
+            self._target = number
             self.pending += 1
             self._sent += 1
             current = signal.getsignal(signal.SIGINT)
@@ -154,4 +168,4 @@ class InterruptHandler:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT if by_sigint else _OWN_SIGNAL)
         elif run is not None:
             self.rejected_runs.append(run)
-        return self.running
+        return is_running
