@@ -104,7 +104,7 @@ class InterruptHandler:
         self._number = 0
         """Cells that have started here."""
         self._target = 0
-        """The cell that an interrupt of this process was sent to; 0: there is none under way."""
+        """The cell that an interrupt of this process was sent to; 0: none."""
 
     def begin_cell(self, run: str | None = None) -> None:
         """Reset the counters for a new cell, of this run id."""
