@@ -66,11 +66,15 @@ def _waits_and_is_aborted(rank: int, store: Any) -> tuple[str, str, list[float],
     if rank == 0:
         work = dist.all_reduce(tensor, group=own, async_op=True)  # rank 1 never comes
         wait_for_threads()
-        threading.Timer(0.2, lambda: groups.abort(timeout_s=60)).start()
+        abort = threading.Timer(0.2, lambda: groups.abort(timeout_s=60))
+        abort.start()
         try:
             work.wait()
         except RuntimeError as raised:
             error = str(raised)
+        abort.join()  # which would close the fresh backends otherwise
+        store.set("released", "1")
+    store.wait(["released"])  # so that it was the abort that released rank 0, and not the rebuild of rank 1
     rebuild_all(groups, 1)
     assert (own.group_name, own.group_desc) == (name, desc)
     tensor = torch.full((2,), rank + 1.0)
