@@ -32,8 +32,10 @@ def stopped_process(rng: random.Random, message: str) -> Fault:
     code, detail, names = endless(rng)
     stops = rng.choice(["agent", "controller", f"rank {rng.randrange(4)}"])
     moments = (rng.uniform(0.2, 0.8),)
-    ends = ("CellError", *STOPPED)
-    return Fault("stopped process", f"{stops} in {detail}", code, ends, "", moments, names=names, stops=stops)
+    says = {"agent": r"Ranks 0-3 stopped\.", "controller": r"the controller is stopped \(SIGSTOP\)"}.get(
+        stops, rf"\[{stops}\] is stopped \(SIGSTOP\)"
+    )
+    return Fault("stopped process", f"{stops} in {detail}", code, STOPPED, says, moments, names=names, stops=stops)
 
 
 def strangers(fails: Make) -> Make:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import textwrap
+from collections.abc import Mapping
 
 from tests.fuzz.fault import STOPPED, Fault
 
@@ -125,26 +126,16 @@ def _on_one(rank: int, code: str) -> str:
     return f"if rank == {rank}:\n{textwrap.indent(code or 'pass', '    ')}\n"
 
 
-def _undo(rank: int, code: str) -> str:
-    return _IMPORTS + _on_one(rank, code) if code else ""
-
-
 def replaced(rng: random.Random, message: str) -> Fault:
     """One rank replaces what axon_nb shares with it, then one fails or the user interrupts."""
-    odd, fails = rng.randrange(4), rng.randrange(4)
     if rng.random() < 0.2:
-        handler = rng.choice(_HANDLERS)
+        handler, odd = rng.choice(_HANDLERS), rng.randrange(4)
         code = _IMPORTS + _on_one(odd, f"signal.signal(signal.SIGINT, {handler})") + "while True: time.sleep(0.1)"
         moments = (rng.uniform(0.1, 0.8),)
         says = "KeyboardInterrupt|ZeroDivisionError"
         ends = ("CellError", *STOPPED)
         return Fault("replaced", f"handler {handler}", code, ends, says, moments)
-    what = rng.choice(list(_REPLACED))
-    code, undo = _REPLACED[what]
-    body = f"if rank == {fails}: raise ValueError({message!r})\ndist.barrier()"
-    says = rf"(?s)^\[rank {fails}\].*ValueError: {message}"
-    code = _IMPORTS + _on_one(odd, code) + body
-    return Fault("replaced", f"{what} on rank {odd}", code, ("CellError",), says, undo=_undo(odd, undo))
+    return _tampered("replaced", rng, message, _REPLACED)
 
 
 def odd_exception(rng: random.Random, message: str) -> Fault:
@@ -156,12 +147,16 @@ def odd_exception(rng: random.Random, message: str) -> Fault:
 
 def limit(rng: random.Random, message: str) -> Fault:
     """One rank reaches a limit of its process, as a rank fails."""
-    what, odd, fails = rng.choice(list(_LIMITS)), rng.randrange(4), rng.randrange(4)
-    code, undo = _LIMITS[what]
-    body = f"if rank == {fails}: raise ValueError({message!r})\ndist.barrier()"
-    says = rf"ValueError: {message}"
-    code = _IMPORTS + _on_one(odd, code) + body
-    return Fault("limit", f"{what} of rank {odd}", code, ("CellError",), says, undo=_undo(odd, undo))
+    return _tampered("limit", rng, message, _LIMITS)
+
+
+def _tampered(kind: str, rng: random.Random, message: str, ways: Mapping[str, tuple[str, str]]) -> Fault:
+    what, odd, fails = rng.choice(list(ways)), rng.randrange(4), rng.randrange(4)
+    code, undo = ways[what]
+    code = f"{_IMPORTS}{_on_one(odd, code)}if rank == {fails}: raise ValueError({message!r})\ndist.barrier()"
+    says = rf"(?s)^\[rank {fails}\].*ValueError: {message}"
+    undo = _IMPORTS + _on_one(odd, undo) if undo else ""
+    return Fault(kind, f"{what} on rank {odd}", code, ("CellError",), says, undo=undo)
 
 
 def skipped_call(rng: random.Random, message: str) -> Fault:

@@ -104,8 +104,6 @@ def install_bounded_traceback(shell: Any) -> None:
 
 def _save_without_publishing(shell: Any) -> Any:
     def save(kind: type[BaseException], error: BaseException, rendered: list[str]) -> None:
-        sys.stdout.flush()  # earlier output belongs above the traceback
-        sys.stderr.flush()
         _stand_in(error)  # ipykernel reads name and text from it
         if getattr(shell.displayhook, "msg", None) is not None:
             shell._last_traceback_during_displayhook = True

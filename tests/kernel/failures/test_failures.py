@@ -177,6 +177,15 @@ def test_a_cell_ends_whatever_it_did_to_its_streams(kernel: Kernel, what: str) -
     assert kernel.ok("%%distributed\nprint('heard')\ndist.barrier()").lines() == ["[ranks 0-3] heard"]
 
 
+@pytest.mark.parametrize("streams", ["None", "type('Broken', (), {'write': lambda self, text: len(text)})()"])
+def test_an_error_is_reported_where_streams_cannot_be_flushed(kernel: Kernel, streams: str) -> None:
+    code = f"import sys\nsys.stdout = sys.stderr = {streams}\nraise ValueError('own bug')"
+    reply = kernel.run(f"%%distributed\nif rank == 1:\n{textwrap.indent(code, '    ')}")
+    assert reply.traceback.startswith("[rank 1]")
+    assert "ValueError: own bug" in reply.traceback
+    assert kernel.ok("%%distributed\nprint('heard')\ndist.barrier()").lines() == ["[ranks 0-3] heard"]
+
+
 def test_a_stream_of_the_users_that_works_stays(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nimport io, sys\nt_own, sys.stdout = sys.stdout, io.StringIO()")
     assert kernel.ok("%%distributed\nprint('kept')").lines() == []
