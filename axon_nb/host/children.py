@@ -62,19 +62,24 @@ def child_pids(parent: int) -> list[int]:
     """Return the pids of the children of a process that have not exited (Linux only; elsewhere none)."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has just exited
-            # pid (command) state ppid …: the command may contain anything
-            state, ppid = path.read_bytes().rpartition(b")")[2].split()[:2]
-            if int(ppid) == parent and state not in (b"Z", b"X"):
+        with contextlib.suppress(OSError, ValueError):  # it has just exited
+            state, ppid = _state_and_parent(path)
+            if ppid == parent and state not in (b"Z", b"X"):
                 found.append(int(path.parent.name))
     return found
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP (Linux only; elsewhere False)."""
-    with contextlib.suppress(OSError, IndexError):  # it has just exited
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    with contextlib.suppress(OSError, ValueError):  # it has just exited
+        return _state_and_parent(Path(f"/proc/{pid}/stat"))[0] in (b"T", b"t")
     return False
+
+
+def _state_and_parent(stat: Path) -> tuple[bytes, int]:
+    # pid (command) state ppid …: the command may contain anything
+    state, parent = stat.read_bytes().rpartition(b")")[2].split()[:2]
+    return state, int(parent)
 
 
 def set_parent_death_signal(number: int) -> None:

@@ -235,7 +235,8 @@ class CellRun:
         replace = second_at is not None and now - second_at > _SECOND_INTERRUPT_GRACE_S
         if replace and self._recover is not None and all(map(self._abort.is_unresponsive, self.unfinished)):
             self.to_replace = self.unfinished
-        stopped = all(map(self._abort.is_stopped, self.unfinished))
+        # If all have replied, their output is still on its way.
+        stopped = bool(self.unfinished) and all(map(self._abort.is_stopped, self.unfinished))
         if self.to_replace or now - aborted_at > (_STOPPED_GIVE_UP_S if stopped else _GIVE_UP_S):
             self._gave_up = True
             for rank in self.unfinished:

@@ -66,9 +66,9 @@ class Health:
         self.lost_contexts: set[int] = set()
         """Ranks that lost their CUDA context, on NCCL: they run cells but cannot communicate."""
         self.groups_disabled = ""
+        """Why the process groups of all ranks are disabled; empty if they are not."""
         self.rebuild_when_back = False
         """Whether the next cell rebuilds disabled groups, if no rank is missing and the host agent responds."""
-        """Why the process groups of all ranks are disabled; empty if they are not."""
         self.leaks_reported = 0
         """How often threads that cannot be freed were reported."""
         self.disconnect_reason = ""

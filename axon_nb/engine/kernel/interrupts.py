@@ -166,6 +166,6 @@ class InterruptHandler:
             # A handler of the cell's own may stop the cell; if it does not, or there is none, ours is called.
             by_sigint = current is self._handler or (callable(current) and self._sent == 1)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT if by_sigint else _OWN_SIGNAL)
-        elif run is not None:
+        elif run is not None and run not in self.rejected_runs:  # an abort is sent again and again
             self.rejected_runs.append(run)
         return is_running

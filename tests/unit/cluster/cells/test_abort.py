@@ -9,8 +9,11 @@ from typing import Any
 
 from axon_nb.cluster.cells.abort import AbortController
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
+from axon_nb.cluster.cells.run import CellRun
+from axon_nb.cluster.output import CellOutput
+from axon_nb.cluster.output.sinks import RecordingSink
 from axon_nb.cluster.rpc.answers import Answer
-from axon_nb.records.protocol.cells import AbortReply, AbortRequest
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest, CellOutcome
 from axon_nb.records.protocol.inspection import WaitsReply
 from axon_nb.records.protocol.messages import REPLY, Request
 from axon_nb.records.protocol.wire import encode
@@ -107,3 +110,16 @@ def test_what_ranks_have_not_carried_out_yet_is_waited_for() -> None:
     assert controller.acknowledged(now + 5.0, {1}), "one that has died answers no more"
     ranks.late[1].set_result(NOTICED)
     assert controller.acknowledged(now + 0.1, set())
+
+
+def test_the_output_of_an_aborted_cell_is_waited_for_once_its_ranks_have_replied() -> None:
+    ranks: Any = Ranks()
+    controller = AbortController(ranks, [0])
+    run = CellRun(ranks, [0], CellOutput([0], RecordingSink()), controller)
+    earlier = time.monotonic() - 2.0  # longer ago than stopped ranks are waited for
+    controller.step(earlier, [0], failed_at=None, died=False, interrupted=False, timed_out=True)
+    ranks.late[0].set_result(NOTICED)
+    run.on_outcome(0, CellOutcome("ok"))
+    assert not run.step()
+    run.on_idle(0)
+    assert run.step()
