@@ -12,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
+
+from axon_nb.engine.frames import gc_paused
 
 __all__ = ["LiveTensors", "live_objects", "storages_of"]
 
@@ -87,20 +90,37 @@ def _track(cls: type, existing: Iterable[Any]) -> None:
 
 def _scan(classes: Sequence[type]) -> list[list[Any]]:
     """The objects of each class among all that were created since the rank joined."""
-    objects = gc.get_objects()
-    found: list[list[Any]] = [[] for _ in classes]
-    # Types first: there are few. type() instead of isinstance: lazy proxies answer the latter with side effects.
-    found_by_type = {
-        kind: matching
-        for kind in set(map(type, objects))
-        for matching, cls in zip(found, classes, strict=True)
-        if issubclass(kind, cls)
-    }
-    if found_by_type:
-        for item in objects:
-            if (matching := found_by_type.get(type(item))) is not None:
-                matching.append(item)
-    return found
+    subclasses = [set(_with_subclasses(cls)) for cls in classes]
+    objects = _objects_of(set().union(*subclasses))
+    return [[item for item in objects if type(item) in matching] for matching in subclasses]
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    subclass: type
+    for subclass in type.__subclasses__(cls):
+        yield from _with_subclasses(subclass)
+
+
+def _objects_of(types: Iterable[type]) -> list[Any]:
+    """All objects of exactly these types.
+
+    Before Python 3.14, other threads' tuples that are not finished are among the objects, and a reference to one makes
+    its thread fail with a SystemError (https://github.com/python/cpython/issues/127058). So the references to all
+    objects are dropped within one call of C code, where threads do not switch: `list` calls `gc.get_objects`, and
+    skips the objects of other types.
+    """
+    skipped: dict[type, tuple[()]] = dict.fromkeys(map(type, _all_objects()), ())
+    for wanted in types:
+        skipped.pop(wanted, None)
+    flatten, select = itertools.chain.from_iterable, cast(Any, skipped.get)
+    with gc_paused():  # a finalizer is Python code
+        # type() instead of isinstance: lazy proxies answer the latter with side effects.
+        return list(flatten(itertools.starmap(select, itertools.groupby(_all_objects(), type))))
+
+
+def _all_objects() -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(gc.get_objects, (None,)))
 
 
 _MAX_SCAN_SHARE = 0.001
@@ -132,11 +152,7 @@ class LiveTensors:
         """As `storages_of`, for all live tensors; returns the last result if a rescan is not due, unless `now`."""
         start = time.monotonic()
         if now or start >= self._due:
-            objects = gc.get_objects()
-            # type() instead of isinstance: lazy proxies answer the latter with side effects.
-            kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-            self._storages = storages_of((item for item in objects if type(item) in kinds), device_type)
-            del objects
+            self._storages = storages_of(_objects_of(_with_subclasses(torch.Tensor)), device_type)
             end = time.monotonic()
             self._due = end + (end - start) / _MAX_SCAN_SHARE
         return self._storages

@@ -64,8 +64,10 @@ def request_memory(state: ClusterState, names: Sequence[str], *, wait_for_estima
     refused = replies.refused
     answered = sorted({*replies, *refused})
     if not answered:
+        failures = replies.missing(replies.failed)
         raise AxonError(
-            f"No rank replied within {timeout_s:.0f} s. Run `%distributed status` to see what they are doing."
+            " ".join(failures)
+            or f"No rank replied within {timeout_s:.0f} s. Run `%distributed status` to see what they are doing."
         )
     if not replies:
         raise UsageError(f"{name_ranks(refused).capitalize()}: {refused[answered[0]]}")
@@ -77,8 +79,7 @@ def request_memory(state: ClusterState, names: Sequence[str], *, wait_for_estima
         note if len(ranks) == len(answered) else f"{name_ranks(ranks).capitalize()}: {note}"
         for note, ranks in ranks_by_note.items()
     )
-    if silent := [rank for rank in state.ranks if rank not in answered]:
-        notes = (*notes, f"{name_ranks(silent).capitalize()} did not reply.")
+    notes = (*notes, *replies.missing(state.ranks))
     return MemorySnapshot(
         measured={rank: reply.measured for rank, reply in replies.items()},
         estimated={rank: reply.estimated for rank, reply in replies.items() if reply.estimated is not None},
@@ -101,6 +102,7 @@ def request_plan(state: ClusterState, names: Sequence[str], changes: Mapping[str
 
     Raises:
         ClusterLostError: the cluster is gone.
+        UsageError: a name is neither a module nor an optimizer.
         AxonError: no rank is alive, or the rank did not reply.
     """
     if not state.running:
@@ -122,6 +124,10 @@ def request_plan(state: ClusterState, names: Sequence[str], changes: Mapping[str
 def _request_planner(state: ClusterState, ranks: Sequence[int], request: PlanRequest) -> dict[int, PlanReply]:
     replies = request_all(state.connection.client, ranks, request, timeout_s=_PLANNER_TIMEOUT_S)
     if silent := [rank for rank in ranks if rank not in replies]:
+        if replies.refused:
+            raise UsageError(next(iter(replies.refused.values())))
+        if failures := replies.missing(replies.failed):
+            raise AxonError(" ".join(failures))
         raise AxonError(
             f"{name_ranks(silent).capitalize()} did not reply within {_PLANNER_TIMEOUT_S:.0f} s. "
             "Run `%distributed status` to see what the ranks are doing."

@@ -56,7 +56,8 @@ class LayoutRequest:
         replies = request_each(state.connection.client, requests, timeout_s=_TIMEOUT_S)
         if not replies and not replies.refused:
             raise AxonError(
-                f"No rank replied within {_TIMEOUT_S:.0f} s. Run `%distributed status` to see what they are doing."
+                " ".join(replies.missing(replies.failed))
+                or f"No rank replied within {_TIMEOUT_S:.0f} s. Run `%distributed status` to see what they are doing."
             )
         notes = _notes(replies, state.ranks)
         self.cost_s = max(reply.spent_s for reply in replies.values())
@@ -86,7 +87,4 @@ def _notes(replies: Replies[LayoutsReply], ranks: Sequence[int]) -> list[str]:
         f"{name_ranks([rank for rank in refusals if refusals[rank] == reason]).capitalize()}: {reason}"
         for reason in dict.fromkeys(refusals.values())
     ]
-    silent = [rank for rank in ranks if rank not in replies and rank not in refusals]
-    if silent:
-        notes.append(f"{name_ranks(silent).capitalize()} did not reply.")
-    return notes
+    return notes + replies.missing(ranks)

@@ -57,7 +57,7 @@ class Answer(Generic[R_co]):
             raise RefusedError(content["reason"])
         if kind != REPLY:
             reason = content.get("reason", f"it sent {kind}")
-            raise ProtocolError(f"A rank failed to answer {self._kind.__name__}: {reason}")
+            raise ProtocolError(f"{self._kind.__name__} failed on the rank: {reason}")
         return decode_reply(self._kind, content)
 
     def reply(self) -> R_co | None:

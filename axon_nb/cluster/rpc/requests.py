@@ -17,6 +17,7 @@ from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.protocol.messages import RankCall, Request, arguments_of, perform
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.waits import RankWaits
 
 __all__ = ["Replies", "call", "request_all", "request_each", "request_waits"]
@@ -34,6 +35,19 @@ class Replies(dict[int, R]):
         super().__init__()
         self.refused: dict[int, str] = {}
         """By rank that refused the request, the reason."""
+        self.failed: dict[int, str] = {}
+        """By rank that failed to answer the request, the error."""
+
+    def missing(self, ranks: Iterable[int]) -> list[str]:
+        """Return a sentence for each reason for which some of `ranks` neither replied nor refused."""
+        ranks_by_reason: dict[str, list[int]] = {}
+        for rank in ranks:
+            if rank not in self and rank not in self.refused:
+                ranks_by_reason.setdefault(self.failed.get(rank, ""), []).append(rank)
+        return [
+            f"{name_ranks(found).capitalize()} did not reply{': ' if reason else ''}{reason.rstrip('.')}."
+            for reason, found in ranks_by_reason.items()
+        ]
 
 
 def request_all(client: RankClient, ranks: Iterable[int], request: Request[R], *, timeout_s: float) -> Replies[R]:
@@ -55,8 +69,8 @@ def request_each(client: RankClient, requests: Mapping[int, Request[R]], *, time
                 replies[rank] = answer.result()
             except RefusedError as refusal:
                 replies.refused[rank] = str(refusal)
-            except ProtocolError:
-                continue
+            except ProtocolError as error:
+                replies.failed[rank] = str(error)
     return replies
 
 

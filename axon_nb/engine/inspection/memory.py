@@ -63,6 +63,8 @@ def import_in_background(name: str) -> Any:
             _threads[name].start()
     found = _imported.get(name)
     if isinstance(found, Exception):
+        with _lock:  # the next request tries again
+            del _threads[name], _imported[name]
         raise ImportError(f"{name} cannot be imported: {found}") from found
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -25,6 +26,31 @@ def test_all_living_tensors_are_found_and_seldom_looked_for() -> None:
     assert 4 * 23456 not in living.storages("cpu").values(), "too early for another look"
     assert 4 * 23456 in living.storages("cpu", now=True).values()
     assert len(kept) == 2
+
+
+def test_scans_leave_the_tuples_of_other_threads_alone() -> None:
+    errors: list[BaseException] = []
+    stop = threading.Event()
+
+    def build() -> None:
+        try:
+            while not stop.is_set():
+                assert len(tuple(number for number in range(15))) == 15
+        except BaseException as error:
+            errors.append(error)
+
+    builder = threading.Thread(target=build)
+    interval, living = sys.getswitchinterval(), LiveTensors()
+    sys.setswitchinterval(1e-6)
+    builder.start()
+    try:
+        for _ in range(40):
+            living.storages("cpu", now=True)
+    finally:
+        stop.set()
+        builder.join()
+        sys.setswitchinterval(interval)
+    assert errors == []
 
 
 def test_a_cpu_rank_could_have_what_it_has_and_what_is_free() -> None:

@@ -54,9 +54,9 @@ def test_a_reply_is_the_record_that_the_request_declares() -> None:
     ("rank", "error", "says"),
     [
         (1, RefusedError, "^there is no such variable$"),
-        (2, ProtocolError, r"^A rank failed to answer MeshRequest: KeyError: 'x'$"),
+        (2, ProtocolError, r"^MeshRequest failed on the rank: KeyError: 'x'$"),
         (3, ProtocolError, r"^MeshReply has no field 'meshes'\."),
-        (4, ProtocolError, r"^A rank failed to answer MeshRequest: it sent apply_reply$"),
+        (4, ProtocolError, r"^MeshRequest failed on the rank: it sent apply_reply$"),
     ],
 )
 def test_what_is_no_reply_is_an_error_with_the_reason(rank: int, error: type[Exception], says: str) -> None:
@@ -78,3 +78,7 @@ def test_who_refuses_is_told_apart_from_who_fails_or_is_silent() -> None:
     answers = request_all(ranks, [*ANSWERS, 99], MeshRequest(), timeout_s=0.01)
     assert answers == {0: MeshReply(None)}
     assert answers.refused == {1: "there is no such variable"}
+    assert answers.missing([0, 1, 2, 5, 99])[:2] == [
+        "Rank 2 did not reply: MeshRequest failed on the rank: KeyError: 'x'.",
+        "Ranks 5,99 did not reply.",
+    ]
