@@ -103,7 +103,11 @@ class RankWorld:
         answers: dict[int, tuple[str, Any]] = {}
         limit = time.monotonic() + self._limit_s
         while len(answers) < self.size and (seconds := limit - time.monotonic()) > 0:
-            ready = wait_for_any([pipe for rank, pipe in enumerate(self._pipes) if rank not in answers], seconds)
+            try:
+                ready = wait_for_any([pipe for rank, pipe in enumerate(self._pipes) if rank not in answers], seconds)
+            except BaseException:  # the test's own timeout
+                self._kill([rank for rank in range(self.size) if rank not in answers])
+                raise
             for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 try:
                     answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
@@ -180,6 +184,7 @@ def _on_device(world: World, device: str, function: Callable[..., Any], args: An
 def _serve(rank: int, size: int, folder: str, backend: str) -> None:
     pipe = Client(f"{folder}/socket", "AF_UNIX", authkey=bytes.fromhex(os.environ[_KEY]))
     pipe.send(rank)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
