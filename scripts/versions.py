@@ -129,8 +129,8 @@ def examine(python: Path, faults: int, only: str) -> dict[str, Any]:
         "torch": build,
         "python": interpreter,
         "date": dt.date.today().isoformat(),
-        # Of the last run of all subjects: one of them says nothing about the whole.
-        "seconds": earlier["seconds"] if only and earlier else round(time.monotonic() - start),
+        # Of the last run of all subjects: some of them say nothing about the whole.
+        "seconds": earlier["seconds"] if only and kept.keys() - {only} else round(time.monotonic() - start),
         "subjects": kept,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

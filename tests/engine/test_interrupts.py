@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import signal
 import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,18 +63,48 @@ def _wait_until_the_kernel_has_it(kernel: Kernel, request: str) -> None:
     raise TimeoutError("the kernel has not begun the cell")
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Puts back the handlers that `InterruptHandler` replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGRTMAX)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 def test_an_interrupt_of_a_cell_that_has_ended_spares_the_next_one() -> None:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGRTMAX)}
     interrupts = InterruptHandler(None, lambda frame: False)
+    interrupts.begin_cell("first")
+    interrupts.end_cell()
+    interrupts.begin_cell("second")
+    assert not interrupts.interrupt("first")
+    assert interrupts.pending == 0
+    assert interrupts.interrupt("second")
+    assert interrupts.interrupt()
+    interrupts.end_cell()
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_signal_that_arrives_after_its_cell_spares_the_next_one(has_ended: bool) -> None:
+    loop = asyncio.new_event_loop()
+    interrupts = InterruptHandler(SimpleNamespace(io_loop=SimpleNamespace(asyncio_loop=loop)), lambda frame: False)
+    interrupts.begin_cell("first")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        interrupts.begin_cell("first")
-        interrupts.end_cell()
-        interrupts.begin_cell("second")
-        assert not interrupts.interrupt("first")
-        assert interrupts.pending == 0
-        assert interrupts.interrupt("second")
-        assert interrupts.interrupt()
+        assert interrupts.interrupt("first")
+        if has_ended:
+            interrupts.end_cell()
+            interrupts.begin_cell("second")
+        task = loop.create_task(asyncio.sleep(60))
+        with interrupts.track_task(task):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            loop.run_until_complete(asyncio.wait([task], timeout=0.2))
+        assert task.cancelled() != has_ended
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         interrupts.end_cell()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        task.cancel()
+        loop.run_until_complete(asyncio.wait([task]))
+        loop.close()
