@@ -7,6 +7,7 @@ path of arrows already says so. `--check` writes nothing and fails if the page i
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,7 +72,8 @@ def draw(graph: grimp.ImportGraph, package: str) -> str:
 def rooms_table(root: Path) -> str:
     """List every room with the first line of its docstring."""
     rows = ["| room | holds |", "|---|---|"]
-    for init in sorted(root.rglob("__init__.py")):
+    folders = (Path(folder) for folder, _, files in os.walk(root, followlinks=True) if "__init__.py" in files)
+    for init in sorted(folder / "__init__.py" for folder in folders):  # `magics` is a link, except in an archive
         room = init.parent.relative_to(root).as_posix()
         text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
         if room != ".":
