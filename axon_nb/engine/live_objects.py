@@ -102,7 +102,7 @@ def _with_subclasses(cls: type) -> Iterator[type]:
         yield from _with_subclasses(subclass)
 
 
-def _objects_of(types: Iterable[type]) -> list[Any]:
+def _objects_of(types: set[type]) -> list[Any]:
     """All objects of exactly these types.
 
     Before Python 3.14, other threads' tuples that are not finished are among the objects, and a reference to one makes
@@ -111,12 +111,13 @@ def _objects_of(types: Iterable[type]) -> list[Any]:
     skips the objects of other types.
     """
     skipped: dict[type, tuple[()]] = dict.fromkeys(map(type, _all_objects()), ())
-    for wanted in types:
-        skipped.pop(wanted, None)
+    for kind in types:
+        skipped.pop(kind, None)
     flatten, select = itertools.chain.from_iterable, cast(Any, skipped.get)
     with gc_paused():  # a finalizer is Python code
         # type() instead of isinstance: lazy proxies answer the latter with side effects.
-        return list(flatten(itertools.starmap(select, itertools.groupby(_all_objects(), type))))
+        found = list(flatten(itertools.starmap(select, itertools.groupby(_all_objects(), type))))
+    return [item for item in found if type(item) in types]  # another thread may have made the first of its type
 
 
 def _all_objects() -> Iterator[Any]:
@@ -152,7 +153,7 @@ class LiveTensors:
         """As `storages_of`, for all live tensors; returns the last result if a rescan is not due, unless `now`."""
         start = time.monotonic()
         if now or start >= self._due:
-            self._storages = storages_of(_objects_of(_with_subclasses(torch.Tensor)), device_type)
+            self._storages = storages_of(_objects_of(set(_with_subclasses(torch.Tensor))), device_type)
             end = time.monotonic()
             self._due = end + (end - start) / _MAX_SCAN_SHARE
         return self._storages
