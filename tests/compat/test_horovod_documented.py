@@ -10,9 +10,6 @@ import torch
 from axon_nb.comm import World
 from tests.compat.documented import CASES
 
-# torch 2.11 warns of the first sparse tensor, even if told whether to check it.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-
 
 @pytest.fixture(scope="module")
 def values(world: Any) -> list[list[Any]]:
