@@ -31,7 +31,7 @@ CASES = [
     ("%distributed config warm_up=maybe", "warm_up must be on or off; got 'maybe'."),
     ("%push nothing_of_that_name", "The notebook has no variable 'nothing_of_that_name'"),
     ("%push", "NAME"),
-    ("%pull nothing_of_that_name", "cannot send 'nothing_of_that_name': NameError"),
+    ("%pull nothing_of_that_name --ranks 0", "Rank 0 cannot send 'nothing_of_that_name': NameError"),
     ("%pull rank --as 1x", "is not a valid variable name"),
 ]
 
