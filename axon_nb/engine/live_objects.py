@@ -137,7 +137,7 @@ def storages_of(tensors: Iterable[Any], device_type: str) -> dict[int, int]:
             storage = local.untyped_storage()
             if storage.device.type == device_type and storage.nbytes():
                 found[storage.data_ptr()] = storage.nbytes()
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # sparse, fake, wrapped: no storage
+        except Exception:  # no storage: sparse, fake, wrapped, uninitialized; a subclass may raise anything
             continue
     return found
 

@@ -19,6 +19,21 @@ def test_a_storage_counts_once_whoever_views_it() -> None:
     assert sorted(found.values()) == [20, 400]
 
 
+class Refusing(torch.Tensor):
+    """A subclass whose every operation raises an error of its own."""
+
+    @classmethod
+    def __torch_function__(cls, *given: object) -> object:
+        raise LookupError("not here")
+
+
+def test_tensors_that_refuse_to_show_a_storage_are_left_out() -> None:
+    refusing = torch.zeros(7).as_subclass(Refusing)
+    uninitialized = torch.nn.LazyLinear(3).weight
+    assert list(storages_of([refusing, uninitialized, torch.zeros(5)], "cpu").values()) == [20]
+    assert LiveTensors().storages("cpu")
+
+
 def test_all_living_tensors_are_found_and_seldom_looked_for() -> None:
     kept, living = [torch.zeros(12345)], LiveTensors()
     assert 4 * 12345 in living.storages("cpu").values()
