@@ -156,12 +156,13 @@ class Messages:
         queue, ring = self._sends[peer], self._out[peer]
         while queue and ring.room():
             item = queue[0]
-            item.done += ring.put(
-                Head(item.tag, item.size, item.done, item.number, item.line), item.address + item.done
-            )
+            # Read before the piece is written: a send of one piece succeeds, however fast the receiver refuses it.
             number, expected = ring.refused()
             if number == item.number:  # send the rest too: the receiver expects it
                 item.error = self._too_long(self._progress.rank, peer, item.size, expected, item.line)
+            item.done += ring.put(
+                Head(item.tag, item.size, item.done, item.number, item.line), item.address + item.done
+            )
             if item.done >= item.size:
                 queue.popleft()
                 item.work.finish(item.error)
