@@ -48,6 +48,14 @@ def {name}(value):
     if value is not None:
         print(f"[rank {rank}] {value!r}", flush=True)
 '''
+# A DDP model keeps its group alive after destroy_process_group(), so nothing waits for Gloo's threads. One that still
+# has to free a tensor when Python ends aborts the process, on Python up to 3.13: pytorch/pytorch#179291.
+_LET_GLOO_FINISH = """
+if {dist}.get_backend() == "gloo":
+    import time
+
+    time.sleep(0.5)  # Gloo's threads may hold tensors; freeing them while Python ends would abort the process
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +267,10 @@ class _Writer:
         setup = preamble(
             self._facts, used, bound, self._imports, self._arguments, packages=self._packages, file_name=file_name
         )
-        end = f"{'torch.distributed' if 'dist' in bound else 'dist'}.destroy_process_group()\n"
+        dist_name = "torch.distributed" if "dist" in bound else "dist"
+        end = f"{dist_name}.destroy_process_group()\n"
+        if not self._facts.on_gpus:
+            end = _LET_GLOO_FINISH.lstrip().replace("{dist}", dist_name) + end
         used |= effects(ast.parse(setup).body).uses | {"dist", "asyncio"}
         head = f'"""Exported from {title}. Run it with\n\n'
         head += f"    torchrun --nproc-per-node {self._facts.num_ranks} {file_name}\n"

@@ -59,6 +59,13 @@ def test_on_gpus_each_rank_takes_its_own() -> None:
     text = script(cell("x = torch.ones(1, device=device)\n"), facts=SessionFacts(2, "nccl", 1, on_gpus=True))
     assert 'device = torch.device("cuda", local_rank % torch.cuda.device_count())' in text
     assert 'dist.init_process_group("nccl", device_id=device)' in text
+    assert "sleep" not in text
+
+
+def test_on_gloo_the_script_lets_its_threads_finish() -> None:
+    text = script(cell("x = torch.ones(1)\n"))
+    wait = text.index("    time.sleep(0.5)")
+    assert text.index('if dist.get_backend() == "gloo":') < wait < text.index("dist.destroy")
 
 
 def test_ranks_start_with_the_seed_of_the_notebooks_ranks() -> None:
