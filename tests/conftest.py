@@ -105,14 +105,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def processes_of_this_run() -> list[psutil.Process]:
-    """The processes that the tests started, directly or not, and that still run."""
+    """The processes that the tests started, directly or not, and that still run.
+
+    Without multiprocessing's fork server and resource tracker, which end when this process does.
+    """
     marker = os.environ[RUN_VARIABLE]
     mine = []
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if process.environ().get(RUN_VARIABLE) == marker:
+            is_helper = process.ppid() == os.getpid() and "multiprocessing" in " ".join(process.cmdline())
+            if process.environ().get(RUN_VARIABLE) == marker and not is_helper:
                 mine.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -1,20 +1,23 @@
-"""Real processes that form a Gloo world, or one over shared memory, and run functions as ranks, repeatedly."""
+"""Real processes that form a Gloo world, or one over shared memory, and run functions as ranks, repeatedly.
+
+They are forked from a process that has imported torch: the fork server of multiprocessing, one per worker of the tests.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import secrets
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,7 +39,17 @@ _AFTER_FAILURE_S = 20.0
 """How long the other ranks may take when one has failed: they may wait for it, and hide why it failed."""
 _IDLE_S = 20.0
 """Worlds that were not used for so long end: each process takes 250 MB, and each of its Gloo groups polls."""
-_KEY = "AXON_NB_TEST_KEY"
+_ROOT = Path(__file__).resolve().parents[2]
+_PRELOADED = [
+    "tests.support.ranks",
+    "axon_nb.parallel",
+    "numpy",
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]
 _BACKEND = os.environ.get("AXON_NB_TEST_BACKEND", "gloo")
 """`shm`: whatever runs on such worlds runs over shared memory."""
 
@@ -56,23 +69,27 @@ class RankWorld:
 
     def __init__(self, n: int, *, limit_s: float = _LIMIT_S, backend: str = _BACKEND) -> None:
         self.size, self._limit_s, self.backend = n, limit_s, backend
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
         self.used = time.monotonic()
         """When `run` was called last."""
 
     def _start(self) -> None:
         n, key = self.size, secrets.token_bytes(16)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         with Listener(f"{self._folder.name}/socket", "AF_UNIX", backlog=n, authkey=key) as listener:
             self._processes = [
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.support.ranks", str(rank), str(n), self._folder.name, self.backend],
-                    cwd=Path(__file__).resolve().parents[2],
-                    env={**os.environ, _KEY: key.hex()},
+                context.Process(
+                    target=_serve,
+                    args=(rank, n, self._folder.name, self.backend),
+                    kwargs={"key": key, "env": dict(os.environ)},
                 )
                 for rank in range(n)
             ]
+            for process in self._processes:
+                process.start()
             pipes = [listener.accept() for _ in range(n)]
         self._pipes = [pipe for _, pipe in sorted(((pipe.recv(), pipe) for pipe in pipes), key=lambda item: item[0])]
         _running.add(self)
@@ -117,7 +134,7 @@ class RankWorld:
                     limit = min(limit, time.monotonic() + _AFTER_FAILURE_S)
         missing = [rank for rank in range(self.size) if rank not in answers]
         failures = [value for _, (kind, value) in sorted(answers.items()) if kind == "raised"]
-        if missing or any(process.poll() is not None for process in self._processes):
+        if missing or any(not process.is_alive() for process in self._processes):
             self._kill(missing)
         self.used = time.monotonic()
         if failures:
@@ -126,8 +143,9 @@ class RankWorld:
         return [answers[rank][1] for rank in range(self.size)]
 
     def _kill(self, missing: list[int]) -> None:
-        for rank in missing:
-            self._processes[rank].send_signal(signal.SIGUSR1)
+        for process in (self._processes[rank] for rank in missing):
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # to write their stacks; nothing says when they have
         for process in self._processes:
             process.kill()
@@ -141,11 +159,10 @@ class RankWorld:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
+            process.join(60)
+            if process.is_alive():
                 process.kill()
-                process.wait()
+                process.join()
         self._processes, self._pipes = [], []
         self._folder.cleanup()
 
@@ -181,8 +198,11 @@ def _on_device(world: World, device: str, function: Callable[..., Any], args: An
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, function(world, *args, **kwargs))
 
 
-def _serve(rank: int, size: int, folder: str, backend: str) -> None:
-    pipe = Client(f"{folder}/socket", "AF_UNIX", authkey=bytes.fromhex(os.environ[_KEY]))
+def _serve(rank: int, size: int, folder: str, backend: str, *, key: bytes, env: dict[str, str]) -> None:
+    os.environ.clear()  # of the fork server, which may have started before a test changed a variable
+    os.environ.update(env)
+    os.chdir(_ROOT)
+    pipe = Client(f"{folder}/socket", "AF_UNIX", authkey=key)
     pipe.send(rank)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
     faulthandler.register(signal.SIGUSR1)
@@ -203,7 +223,3 @@ def _serve(rank: int, size: int, folder: str, backend: str) -> None:
             error.add_note("".join(traceback.format_exception(error)))
             answer = ("raised", error)
         pipe.send_bytes(cloudpickle.dumps(answer))
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
