@@ -136,7 +136,7 @@ def rows_of(measured: dict[str, list[tuple[float, float]]]) -> list[PairedRow]:
             continue
         operation, size = name.split()
         if int(size) == SMALL:
-            rows.append(PairedRow.of_differences(f"{operation} of {size} B, longer a call", pairs, EXTRA_US))
+            rows.append(PairedRow.of_differences(f"{operation} of {size} B, longer per call", pairs, EXTRA_US))
         else:
             rows.append(PairedRow.of_ratios(f"{operation} of {int(size) >> 20} MiB", pairs, RATIO))
     return rows

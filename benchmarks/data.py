@@ -124,10 +124,10 @@ def _speeds(kind: str, rates: dict[str, list[float]]) -> list[Row]:
     return [
         Row(f"push to {RANKS} ranks, {kind}", SIZE / 1e9 / ours["push"], "s", "ipyparallel",
             SIZE / 1e9 / theirs["push"], 1 / 8, note=f"{RANKS * ours['push']:.2f} GB/s in all"),
-        Row(f"the same, seconds a GB in all, {kind}", 1 / (RANKS * ours["push"]), "s", limit=1 / 3),
+        Row(f"the same, seconds per GB in all, {kind}", 1 / (RANKS * ours["push"]), "s", limit=1 / 3),
         Row(f"pull from one rank, {kind}", SIZE / 1e9 / ours["pull"], "s", "ipyparallel",
             SIZE / 1e9 / theirs["pull"], 1 / 3, note=f"{ours['pull']:.2f} GB/s"),
-        Row(f"the same, seconds a GB, {kind}", 1 / ours["pull"], "s", limit=1.0),
+        Row(f"the same, seconds per GB, {kind}", 1 / ours["pull"], "s", limit=1.0),
     ]  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def measure(ranks: int | None = None, *, cpu: bool = False) -> dict[str, Any]:
         for megabytes in (1, 16) if cpu else (1, 64, 256):
             name = f"all_reduce of {megabytes} MiB, GB per second on the bus"
             found[name] = _first(cluster, f"bandwidth({megabytes})")
-        # Alternating, as clocks of GPUs change while they warm up.
+        # Alternate, because GPU clocks change while they warm up.
         pairs = [(_first(cluster, "step_ms(True)"), _first(cluster, "step_ms(False)")) for _ in range(3)]
         found["step of a small DDP model with the fence, ms"] = min(with_fence for with_fence, _ in pairs)
         found["the same without it, ms"] = min(without for _, without in pairs)

@@ -38,7 +38,7 @@ def operations(kernel: Kernel, *, pairs: int, budget_s: float) -> list[PairedRow
             call = f"workloads.time_operations({{}}, {name!r}, {size}, pairs={pairs}, budget_s={budget_s})"
             measure = f"{name} of {_size(size)}"
             rows.append(
-                PairedRow.of_differences(f"{measure}, longer a call", _ask(kernel, call.format("groups")), limit)
+                PairedRow.of_differences(f"{measure}, longer per call", _ask(kernel, call.format("groups")), limit)
             )
             if size == SIZES[0]:
                 noise = _ask(kernel, call.format("plain"))

@@ -44,7 +44,7 @@ def main() -> None:
     for world in (8, 1024):
         taken, made = plans(world, repeats)
         limits = (SECONDS, MIB) if world == 1024 else (None, None)
-        note = f"{made.num_parameters:,} parameters; {made.method}; peak {made.peak_bytes / 2**30:.2f} GiB a rank"
+        note = f"{made.num_parameters:,} parameters; {made.method}; peak {made.peak_bytes / 2**30:.2f} GiB per rank"
         what = f"memory of a 7B transformer on {world} ranks"
         rows.append(Row(f"{what}, time", median(taken), "s", limit=limits[0], note=note))
         rows.append(Row(f"{what}, simulator's memory", made.simulator_bytes / 2**20, "MiB", limit=limits[1]))

@@ -25,9 +25,9 @@ from tests.support.agents import serve
 
 __all__ = ["main"]
 
-_CODE = "import sys; from benchmarks.reconfigure_ranks import be_rank; be_rank(*sys.argv[1:])"
+_CODE = "import sys; from benchmarks.reconfigure_ranks import run_rank; run_rank(*sys.argv[1:])"
 _TIMEOUT_S = 240.0
-_HEAD = ("measure", "replaced (ours)", "reconfigured in our shell", "ratio", "torch's own group")
+_HEAD = ("measure", "replaced (ours)", "reconfigured in our wrapper", "ratio", "torch's own group")
 Ranks = dict[int, Any]
 
 
@@ -81,19 +81,19 @@ def leak_rows(found: Ranks, rounds: int) -> list[list[str]]:
     for what in ("threads", "descriptors", "MiB"):
         gained = {arm: max(r[arm][1][what] - r[arm][0][what] for r in found.values()) for arm in found[0]}
         cells = [f"{gained[arm]:+.{1 if what == 'MiB' else 0}f}" for arm in ("ours", "inside", "own")]
-        name = f"{what} gained by a rank in {rounds - 1} formings of one group, {len(found)} ranks"
+        name = f"{what} gained by a rank in {rounds - 1} rebuilds of one group, {len(found)} ranks"
         rows.append([name, cells[0], cells[1], "", cells[2]])
     return rows
 
 
-def measured(rounds: int, formings: int) -> list[list[str]]:
+def measured(rounds: int, rebuilds: int) -> list[list[str]]:
     """Build the table's rows."""
     rows = []
     place = "benchmarks.reconfigure_ranks"
     for size in (2, 4):
         found = on_ranks(place, "speed", size, rounds=rounds)
         arms = {arm: slowest(found, lambda r, arm=arm: r[arm]) for arm in found[0]}  # type: ignore[misc]
-        rows.append(timed_row(f"forming one aborted group again, {size} ranks, {rounds} times", arms))
+        rows.append(timed_row(f"rebuilding one aborted group, {size} ranks, {rounds} times", arms))
     found = on_ranks("benchmarks.reconfigure_faults", "many", 4, rounds=rounds)
     arms = {arm: slowest(found, lambda r, arm=arm: r[arm]) for arm in found[0]}  # type: ignore[misc]
     rows.append(timed_row(f"five groups, four not on all ranks, 4 ranks, {rounds} times", arms))
@@ -104,9 +104,9 @@ def measured(rounds: int, formings: int) -> list[list[str]]:
                 arm: slowest(found, lambda r, arm=arm, name=name: r[name][arm])  # type: ignore[misc]
                 for arm in found[0][name]
             }
-            rows.append(timed_row(f"abort in {name} to a right sum, {size} ranks, {rounds} times", arms))
+            rows.append(timed_row(f"abort in {name} to a correct sum, {size} ranks, {rounds} times", arms))
     for size in (2, 4):
-        rows += leak_rows(on_ranks(place, "leaks", size, rounds=formings + 1), formings + 1)
+        rows += leak_rows(on_ranks(place, "leaks", size, rounds=rebuilds + 1), rebuilds + 1)
     return rows
 
 
@@ -115,13 +115,13 @@ def faults(rounds: int) -> dict[str, Ranks]:
     place = "benchmarks.reconfigure_faults"
     runs: dict[str, tuple[str, int, dict[str, Any]]] = {
         "a rank comes 5 s late": ("late", 4, {"seconds": 5}),
-        "abort after 1 s, a rank does not come": ("absent", 4, {"where": "store"}),
-        "abort after 1 s, a rank does not connect": ("absent", 4, {"where": "connecting"}),
-        "limit of 2 s, a rank does not come": ("timed_out", 4, {"seconds": 2}),
+        "abort after 1 s, a rank never arrives": ("absent", 4, {"where": "store"}),
+        "abort after 1 s, a rank never connects": ("absent", 4, {"where": "connecting"}),
+        "limit of 2 s, a rank never arrives": ("timed_out", 4, {"seconds": 2}),
         "an abort closes connections late": ("late_close", 4, {}),
         "a rank is killed and replaced": ("killed", 5, {}),
-        "aborts at random while forming, ours": ("aborts_at_random", 4, {"arm": "ours", "rounds": 2 * rounds}),
-        "aborts at random while forming, reconfigured": (
+        "aborts at random while rebuilding, ours": ("aborts_at_random", 4, {"arm": "ours", "rounds": 2 * rounds}),
+        "aborts at random while rebuilding, reconfigured": (
             "aborts_at_random", 4, {"arm": "inside", "rounds": 2 * rounds},
         ),
         "shrink to 3 ranks and grow to 4": ("resized", 4, {}),
@@ -178,8 +178,8 @@ def main() -> None:
     version = torch.__version__.split("+")[0]
     if tuple(int(number) for number in version.split(".")[:2]) < (2, 14):
         parser.error(f"torch {version} has no `_reconfigure`; use 2.14 or later")
-    rounds, formings = (3, 5) if options.quick else (20, 100)
-    result = {"machine": machine(), "rows": measured(rounds, formings), "faults": faults(rounds)}
+    rounds, rebuilds = (3, 5) if options.quick else (20, 100)
+    result = {"machine": machine(), "rows": measured(rounds, rebuilds), "faults": faults(rounds)}
     print(write(options.out, version, result))
 
 

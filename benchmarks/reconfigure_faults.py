@@ -61,7 +61,7 @@ class _StallingStore(AgentStore):
     """A store that stalls when the rank waits for what others write."""
 
     stalled = ""
-    """Stalls once, on keys that contain this."""
+    """Stalls once, on a key that contains this."""
 
     def _wait_for(self, keys: Any, timeout: timedelta) -> list[bytes]:
         if self.stalled and any(self.stalled in str(key) for key in keys):
@@ -254,7 +254,7 @@ def stuck(me: Rank, *, count: int) -> Outcome:
     out["again"] = _tried(lambda: reconfigure(own, meeting, ranks, me.rank, uuid=77, timeout=timedelta(seconds=10)))
     out["again in"] = time.monotonic() - began
     time.sleep(1.0)
-    out["released by the forming"] = sum(work.is_completed() for work in works)
+    out["released by the rebuild"] = sum(work.is_completed() for work in works)
     out["of"] = len(works)
     tensor = torch.full((64,), me.rank + 1.0)
     out["used"] = _tried(lambda: own.allreduce([tensor]).wait(timedelta(seconds=5)))

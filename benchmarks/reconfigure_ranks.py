@@ -25,7 +25,7 @@ from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.groups.store import AgentStore
 from benchmarks.reconfigured_group import LIMIT, ReconfiguredGroup, reconfigure
 
-__all__ = ["CPU", "Rank", "be_rank", "own_group", "usage"]
+__all__ = ["CPU", "Rank", "own_group", "run_rank", "usage"]
 
 CPU = torch.device("cpu")
 _LIFE_S = 400
@@ -106,10 +106,10 @@ class Rank:
             except (AbortedError, RuntimeError):
                 pass
             else:
-                raise AssertionError("the operation came to an end")
+                raise AssertionError("the operation did not fail")
         control.join(60)
         began = float(self.store.get(key))
-        self.meet()  # as the host does: all ranks have ended the cell before any group is formed
+        self.meet()  # as the notebook does: all ranks have ended the cell before any group is rebuilt
         disable_groups("")
         activity.clear()
         group.rebuild(self.epoch)
@@ -135,7 +135,7 @@ def usage() -> dict[str, float]:
     }
 
 
-def be_rank(place: str, body: str, rank: str, size: str, address: str, folder: str, arguments: str) -> None:  # noqa: PLR0917 -- a command line
+def run_rank(place: str, body: str, rank: str, size: str, address: str, folder: str, arguments: str) -> None:  # noqa: PLR0917 -- a command line
     """Entry point of a rank process: run `body(Rank, **arguments)` of module `place` and write the result to a file."""
     faulthandler.dump_traceback_later(_LIFE_S, exit=True)
     torch.set_num_threads(1)
@@ -145,7 +145,7 @@ def be_rank(place: str, body: str, rank: str, size: str, address: str, folder: s
     target.with_suffix(".part").write_text(json.dumps(result))
     target.with_suffix(".part").rename(target)
     sys.stdout.flush()
-    os._exit(0)  # a Gloo backend with closed connections cannot be freed
+    os._exit(0)  # the destructor of a Gloo backend with closed connections hangs
 
 
 def speed(me: Rank, *, rounds: int) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""Groups over shared memory against Gloo, in the same processes in turn: wall time and CPU time of each call."""
+"""Groups over shared memory against Gloo, alternating in the same processes: wall time and CPU time of each call."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def measured(ours: Call, theirs: Call, *, pairs: int, budget_s: float) -> list[l
 
 
 def rank_side(rank: int, size: int, folder: Path, *, pairs: int, budget_s: float) -> None:
-    """The life of a rank; rank 0 writes the measurements."""
+    """Run on each rank; rank 0 writes the measurements."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     register()

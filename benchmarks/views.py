@@ -31,7 +31,7 @@ tokens = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(ran
 def block(steps, on):
     if not on:
         from axon_nb.engine.inspection.spans import span_reader
-        span_reader()._steps.watch(0)  # nobody looks any more; else ranks notice that after 5 s
+        span_reader()._steps.watch(0)  # stop at once; ranks would notice only after 5 s that nobody watches
     dist.barrier()
     began = time.perf_counter()
     for _ in axon_nb.progress(range(steps), desc="steps"):
@@ -56,7 +56,7 @@ def views():
     return found + [view for view in list(spans) if view not in found]  # that of --watch is among them
 
 class Page:
-    '''Says what a page that shows all views says, and counts what it gets: in a cell of its own, as counting costs.'''
+    '''Sends what a page that shows all views would send, and counts what it receives (not while steps are timed).'''
 
     def __init__(self, session):
         self.on, self.counts, self.sizes, self._send = False, True, [], session.send
@@ -71,7 +71,7 @@ class Page:
         return self._send(stream, kind, *args, **kwargs)
 
     def say(self):
-        '''As a page does: that it is there every four seconds, and that it has got a message after each.'''
+        '''As a page does: a heartbeat every four seconds, and an acknowledgement of each message.'''
         said = {}
         while True:
             time.sleep(0.2)

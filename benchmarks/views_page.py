@@ -93,12 +93,12 @@ def _measure(page: LabPage, lab: LabServer, seconds: float) -> list[Row]:
     return [
         Row(
             "timeline of 100,000 spans, time from one appended update to the next", 1e3 * passed / max(1, count), "ms",
-            limit=UPDATE_MS, note=f"{count / passed:.1f} updates a second, all spans drawn at each; "
+            limit=UPDATE_MS, note=f"{count / passed:.1f} updates per second, all spans drawn at each; "
             f"{1e3 * busy / max(1, count):.0f} ms of the page's main thread for an update",
         ),
         Row(
             "the same, growth of the page's memory", growth, "MB", limit=GROWTH_MB,
-            note=f"after {passed:.0f} s of 10,000 more spans a second",
+            note=f"after {passed:.0f} s of 10,000 more spans per second",
         ),
         Row("the same, from a reload of JupyterLab to the view that is live again", again, "s", limit=RELOAD_S),
     ]  # fmt: skip

@@ -44,7 +44,9 @@ def make_groups() -> Groups:
     finally:
         c10d._new_process_group_helper = hooked
     if not isinstance(recoverable, RecoverableGroup) or isinstance(plain, RecoverableGroup):
-        raise RuntimeError(f"these are to be compared: {type(recoverable).__name__}, {type(plain).__name__}")
+        raise RuntimeError(
+            f"must be a recoverable and a plain group; got {type(recoverable).__name__} and {type(plain).__name__}"
+        )
     return recoverable, plain
 
 

@@ -103,7 +103,7 @@ data = TensorDataset(torch.tensor(train_x, device="cpu"), torch.tensor(train_y, 
 sampler = DistributedSampler(data)
 loader = DataLoader(data, batch_size=16, sampler=sampler)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
-print(f"{len(sampler)} of {len(data)} images, {len(loader)} steps an epoch")
+print(f"{len(sampler)} of {len(data)} images, {len(loader)} steps per epoch")
 
 # %% [markdown]
 # ## Train

@@ -127,10 +127,10 @@ if rank == 0:
 # %%
 # %%distributed
 model = DDP(fresh_model())
-train_model(model, epochs=12, every=2)  # half as many updates an epoch
+train_model(model, epochs=12, every=2)  # half as many updates per epoch
 accuracy = test_accuracy(model)
 if rank == 0:
-    print(f"with 2 batches an update: {accuracy:.1%}")
+    print(f"with 2 batches per update: {accuracy:.1%}")
 
 # %% [markdown]
 # ## Mixed precision

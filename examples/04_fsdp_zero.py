@@ -201,7 +201,7 @@ def norm_of(pieces=1, checkpointed=False, **options):
 norms = {
     "at once": norm_of(),
     "in 4 pieces": norm_of(pieces=4),
-    "computed again": norm_of(checkpointed=True),
+    "recomputed": norm_of(checkpointed=True),
     "offloaded": norm_of(cpu_offload=CPUOffload.PARAMS),
     "blocks as units": norm_of(wrap=Block),
     "bfloat16": norm_of(mixed_precision=torch.bfloat16),

@@ -41,12 +41,11 @@ with torch.no_grad():
 
 column = ColumnParallelLinear.from_linear(whole)
 row = RowParallelLinear.from_linear(whole)
-print(f"cut by columns:\n{column.weight.data.int().cpu().numpy()}\ncut by rows:\n{row.weight.data.int().cpu().numpy()}")
+print(f"by columns:\n{column.weight.data.int().cpu().numpy()}\nby rows:\n{row.weight.data.int().cpu().numpy()}")
 
-# %% [markdown]
-# The column layer gives each rank its own features, and nothing is sent. A row layer takes exactly such an input. So a
-# column layer, an activation and a row layer make an MLP with a single collective, the sum at the end. Here it is
-# beside the same two layers without sharding:
+# %% [markdown] The column layer gives each rank its own features, and nothing is sent. A row layer takes exactly such
+# an input. So a column layer, an activation and a row layer make an MLP with a single collective, the sum at the end.
+# Here it is next to the same two layers without sharding:
 
 # %%
 # %%distributed
@@ -220,12 +219,12 @@ Checkpoints(folder).save(60, model=thrifty)
 export_safetensors(thrifty, folder / "gpt.safetensors")
 
 alone = GPT(config)
-with warnings.catch_warnings(action="ignore"):  # that 1 rank resumes what 2 have saved is meant here
+with warnings.catch_warnings(action="ignore"):  # 1 rank intentionally loads what 2 ranks saved
     Checkpoints(folder, group=ProcessGroup.mock()).load(60, model=alone)
 inputs, targets = windows(text, batch=8, seq=config.context, generator=torch.Generator().manual_seed(2), device=device)
 with torch.no_grad():
     cut, one = parallel_cross_entropy(thrifty(inputs), targets), next_byte_loss(alone(inputs), targets)
-print(f"loss of the cut model {cut:.4f}, of the one that was loaded {one:.4f}")
+print(f"loss of the sharded model {cut:.4f}, of the loaded one {one:.4f}")
 dist.barrier()  # all have read it
 if rank == 0:
     shutil.rmtree(folder)

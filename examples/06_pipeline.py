@@ -74,12 +74,11 @@ for number in range(120):
     optimizer.step()
     history.append(pipe.mean_loss(losses))
     if rank == 0 and number % 20 == 19:
-        print(f"step {number + 1}: {sum(history[-20:]) / 20:.3f} nats a byte")
+        print(f"step {number + 1}: {sum(history[-20:]) / 20:.3f} nats per byte")
 assert history[-1] < 0.7 * history[0]
 
-# %% [markdown]
-# A forward alone gives the output on the last rank and `None` elsewhere. Let the model write some text: the byte that
-# the last rank picks is sent to all ranks, because the first rank needs it next.
+# %% [markdown] A forward-only pass gives the output on the last rank and `None` elsewhere. Let the model write some
+# text: the byte that the last rank picks is sent to all ranks, because the first rank needs it next.
 
 # %%
 # %%distributed
@@ -142,7 +141,7 @@ def measured(schedule, stages, microbatches=8):
     modules = [Sleeper(0.02 * world_size / stages) for _ in range(stages)]
     pipe = Pipeline.from_modules(modules, schedule=schedule, num_microbatches=microbatches, loss=nn.functional.mse_loss)
     x = torch.ones(microbatches, 8, device=device)
-    for _ in range(2):  # in the first step stages also learn what shapes they will be sent
+    for _ in range(2):  # in the first step, stages also learn the shapes that they will receive
         dist.barrier()
         position = trace.ring.position
         pipe.step(x, x)

@@ -100,9 +100,9 @@ for number in range(60):
         loss = next_byte_loss(reference(x), target)
         loss.backward()
         reference_optimizer.step()
-        print(f"step {number + 1}: {last:.6f} nats a byte on 8 ranks, {loss.item():.6f} on one")
+        print(f"step {number + 1}: {last:.6f} nats per byte on 8 ranks, {loss.item():.6f} on one")
     elif rank == 0 and number % 10 == 9:
-        print(f"step {number + 1}: {last:.3f} nats a byte")
+        print(f"step {number + 1}: {last:.3f} nats per byte")
 assert last < 0.8 * first
 
 # %%

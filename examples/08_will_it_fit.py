@@ -78,7 +78,7 @@ one
 # %%
 four = plan.memory(seven, 8, mixed_precision="bfloat16", batch=4)
 again = plan.memory(seven, 8, mixed_precision="bfloat16", batch=4, activation_checkpointing=True)
-asked = {"1 sample": one, "4 samples": four, "4 samples, computed again": again}
+asked = {"1 sample": one, "4 samples": four, "4 samples, recomputed": again}
 pd.DataFrame(
     {
         name: {
@@ -110,7 +110,7 @@ for microbatches in (8, 16, 32, 64):
     row = {
         "microbatches": microbatches,
         "bubble": f"{one_f_one_b.bubble:.1%}",
-        "bubble, two stages a rank": f"{interleaved.bubble:.1%}",
+        "bubble, two stages per rank": f"{interleaved.bubble:.1%}",
         "live at once, GPipe": gpipe.peak_live,
         "live at once, 1F1B": one_f_one_b.peak_live,
     }

@@ -72,7 +72,7 @@ def train(model, optimizer, epochs, steps):
             optimizer.zero_grad()
             axon_nb.log(loss=loss.detach(), items=len(inputs))
         if rank == 0:
-            print(f"epoch {epoch + 1}: loss {loss.item():.3f} nats a byte on rank 0")
+            print(f"epoch {epoch + 1}: loss {loss.item():.3f} nats per byte on rank 0")
 
 
 train(replicated, optimizer, epochs=4, steps=20)
@@ -163,7 +163,7 @@ with sharded.gathered():
 # %memory sharded sharded_optimizer
 
 # %% [markdown]
-# ## A pipeline, beside its ideal
+# ## A pipeline, next to its ideal
 #
 # In a pipeline each rank has some of the layers. Below the rows, the timeline draws the last step twice: as measured,
 # and as it would be with equal stages and instant messages. The remaining idle time is the *bubble*. With 8

@@ -129,7 +129,7 @@ print(f"{len(losses)} steps, {right:.1%} right")
 #
 # `%distributed export` writes the `%%distributed` cells that ran, in order: with group set-up and teardown around them.
 # Cells that ran on some ranks are under an `if`. Pushed numbers become command-line options, and arrays go into a file
-# beside the script. Of the failed cell, the script has what it did before it failed. `--live-only` leaves out code that
+# beside the script. The script keeps what the failed cell did before it failed. `--live-only` leaves out code that
 # nothing later depends on.
 
 # %%

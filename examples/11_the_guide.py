@@ -528,7 +528,7 @@ for name, strategy in stages.items():
 #   configuration is all it needs.
 # - Corrected: `train_batch_size` counts all ranks and all accumulated pieces: 64 here are 16 on each of four ranks.
 # - Completed: bfloat16, which needs no GPU and no scaling, and one of torch's optimizers: DeepSpeed's own for
-#   offloading is compiled at its first use, which needs a compiler and a minute.
+#   offloading is compiled at its first use, which needs a compiler and takes a minute.
 
 
 # %%
@@ -568,7 +568,7 @@ if find_spec("deepspeed") is None:
         print("DeepSpeed is not installed, so this section is left out: pip install 'axon_nb[frameworks]'")
 else:
     for stage in (2, 3):
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, about names of its own
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's, about its own names
             loss = train_with_deepspeed(stage)
         if rank == 0:
             print(f"DeepSpeed, ZeRO-{stage}: loss {loss:.3f}")
@@ -855,7 +855,7 @@ from torch.distributed.fsdp import fully_shard
 sharded = fully_shard(your_model())
 dcp.save({"model": get_model_state_dict(sharded)}, checkpoint_id=folder / "sharded")
 whole = {"model": {name: torch.zeros_like(value) for name, value in your_model().state_dict().items()}}
-if rank == 0:  # this rank alone, as a script without ranks would, which it then warns of
+if rank == 0:  # alone, as a script without ranks would; torch warns about that
     with warnings.catch_warnings(action="ignore"):
         dcp.load(whole, checkpoint_id=folder / "sharded", no_dist=True)
     same = all(torch.equal(value, whole["model"][name]) for name, value in your_model().state_dict().items())
@@ -960,7 +960,7 @@ with warnings.catch_warnings(action="ignore"):
 if rank == 0:
     print(f"keeps {thrifty / 1024:.0f} instead of {plain / 1024:.0f} KiB")
     print("the same gradients:", all(map(torch.equal, gradients, same)))
-    print("as the guide has it, parameters without a gradient:", sum(gradient is None for gradient in lost))
+    print("as in the guide, parameters without a gradient:", sum(gradient is None for gradient in lost))
 
 # %% [markdown]
 # `axon_nb.parallel.checkpoint_blocks(model, Block)` does this for a model without such code.
@@ -982,7 +982,7 @@ from axon_nb.parallel import Hierarchical, TopK
 
 
 def overlap_communication_computation(model):
-    """Average each gradient as soon as it is there; returns what to call before the optimizer's step."""
+    """Average each gradient as soon as it exists; returns what to call before the optimizer's step."""
     under_way = []
 
     def begin(parameter):

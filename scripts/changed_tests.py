@@ -1,4 +1,4 @@
-"""Print the tests that a change can break, a path per line; `scripts/test --changed` runs them after the quick ones.
+"""Print the tests that a change can break, one path per line; `scripts/test --changed` runs them after the quick ones.
 
     python -m scripts.changed_tests          # what differs from main, committed or not
     python -m scripts.changed_tests HEAD~3   # what differs from a commit

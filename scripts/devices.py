@@ -1,4 +1,4 @@
-"""Find tensors that are made without a device, where the rank's device is meant: in the examples and in the library.
+"""Find tensors that are created without a device although they belong on the rank's, in the examples and the library.
 
 On a rank with a GPU they would lie on the CPU, beside a model on the GPU. Each call must say `device=`, be it
 `device="cpu"`, or be followed by `.to(…)` in the same expression. Autocast and gradient scalers must not name a kind of
@@ -23,7 +23,7 @@ FACTORIES = frozenset({
 })  # fmt: skip
 """Functions of torch that make a tensor on the CPU by default."""
 ON_HOST = frozenset({"frombuffer"})
-"""Those of them that always make it there, and take no device."""
+"""Those that always create it there, and accept no device."""
 NAMED = frozenset({"GradScaler", "autocast"})
 """Functions that take the kind of device as their first argument."""
 FOLDERS = ("examples", "axon_nb/comm", "axon_nb/engine", "axon_nb/parallel")
@@ -53,7 +53,7 @@ def places(source: str) -> Iterator[tuple[int, str]]:
         of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
         has_device = any(keyword.arg in ("device", None) for keyword in node.keywords)
         if of_torch and name in FACTORIES - ON_HOST and not has_device and id(node) not in moved:
-            yield node.lineno, f'torch.{name} without a device: pass `device=device`, or `device="cpu"` if it is meant'
+            yield node.lineno, f'torch.{name} without a device: pass `device=device`, or `device="cpu"` if intended'
         elif name in NAMED and node.args and isinstance(node.args[0], ast.Constant):
             yield node.lineno, f"{name} for one kind of device: pass `device.type`"
 

@@ -44,7 +44,7 @@ _PART_LIMIT_S = 1800.0
 
 
 def absence(build: dict[str, Any], nvml: dict[str, Any]) -> str:
-    """Return one sentence why there is nothing to report; empty if torch can use a GPU.
+    """Return one sentence that says why there is nothing to report; empty if torch can use a GPU.
 
     Args:
         build: What torch's build can do; the output of the doctor's child.
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, run in parts.items():
         print(f"== {name}", flush=True)
         report[name] = run()
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")  # also if a later part hangs
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")  # kept even if a later part hangs
     failed = [name for name in parts if report[name].get("failed")]
     print(f"{out}: {', '.join(failed) + ' failed' if failed else 'everything passed'}")
     return 2 if failed else 0

@@ -19,21 +19,21 @@ TARGET = ROOT / "docs" / "design" / "hooks.md"
 HEAD = """\
 # Private hooks
 
-Rooms: all that use something of another package without a promise that it stays. The register is
+Rooms: all that use private parts of other packages, which may change without notice. The register is
 `axon_nb/records/hooks.toml`; this page, which `scripts/hooks_table.py` generates, shows it by package.
 
-- **`missing_hooks(group)`** (`axon_nb/records/hooks.py`) names what the installed versions lack of a hook. Every
-  fallback asks it, so that the register and the code cannot disagree.
-- **The self-test** ([recovery.md](recovery.md)) tries what recovery needs for real. Hooks with a *check* leave it to
-  that check to say what is lost.
+- **`missing_hooks(group)`** (`axon_nb/records/hooks.py`) names the parts of a hook that the installed versions lack.
+  Every fallback asks it, so that the register and the code cannot disagree.
+- **The self-test** ([recovery.md](recovery.md)) tries what recovery needs for real. For a hook with a *check*, that
+  check says what is lost.
 - **`axon-nb doctor`** walks the register and shows hooks that are missing, with what is lost. It leaves out packages
   that only cells import.
 - **Two tests.** `tests/engine/test_hooks.py` walks the register with the installed versions; `make versions` runs it
   with each torch. `tests/structure/test_hooks.py` finds private names in the code that have no entry.
 
 To add a hook, add a table to the register and run `make fix`. In the tables, *lost* is what users lose without it, and
-*versions* are those of the package that use it, if not all. Each hook links to the issue or pull request upstream that
-changed it or would make it unnecessary, else to its source.
+*versions* are the package's versions that need it, if not all. Each hook links to the issue or pull request upstream
+that changed it or would make it unnecessary, else to its source.
 """
 
 

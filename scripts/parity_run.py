@@ -19,7 +19,7 @@ __all__ = ["Recorder", "main", "where"]
 
 
 class Recorder:
-    """A plugin of pytest that records where each test ran, parameters taken together."""
+    """A pytest plugin that records where each test ran, with all its parameters as one test."""
 
     def __init__(self) -> None:
         self.places: dict[str, set[str]] = {}

@@ -118,7 +118,7 @@ def _run(row: dict[str, str], runs: Mapping[str, str]) -> str:
 def summary(rows: Sequence[dict[str, str]], machine: str, runs: Mapping[str, str]) -> str:
     """Say how many rows have a test that was run."""
     proven = sum(any(map(is_run, run_places(row, runs))) for row in rows)
-    return f"Of {len(rows)} lines {proven} have a test that ran ({machine}); of {len(rows) - proven} none did.\n"
+    return f"{proven} of {len(rows)} lines have a test that ran ({machine}); {len(rows) - proven} have none.\n"
 
 
 def render() -> str:

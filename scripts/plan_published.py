@@ -44,8 +44,8 @@ HEAD = """\
 
 {summary}
 
-What cards achieve is fitted to one half of the runs and checked on the other. The halves have no model and source in
-common, except the cards with a single group of runs.
+What cards achieve is fitted to one half of the runs and checked on the other. The halves share no model of the same
+source, except for cards with a single group of runs.
 
 ## Assumptions
 
@@ -53,8 +53,8 @@ One set per card, in `axon_nb/plan/hardware/cards.py`:
 
 - Matrix products achieve a fraction of the datasheet's peak, by card and dtype: the table below.
 - All other operations move the bytes of their operands and results, counted one by one, at {other:g} times the memory's
-  bandwidth. It is above 1 because caches hold part of them, and because the runs used fused norms and optimizers.
-  Fused, by `torch.compile` or by hand, {compiled:.0%} of the bytes are left.
+  bandwidth. The factor is above 1 because caches hold part of them, and because the runs used fused norms and
+  optimizers. If they are fused, by `torch.compile` or by hand, {compiled:.0%} of the bytes remain.
 - Attention counts all scores. Its kernels skip the half that a causal mask hides, and reach about half the rate of
   matrix products.
 - Within a host, collectives get {nvlink:.0%} of NVLink's bandwidth; between hosts, {network:.0%} of a port's. A group
@@ -69,9 +69,9 @@ One set per card, in `axon_nb/plan/hardware/cards.py`:
 
 ## Steps
 
-Worst first. The error is that of the predicted time. `fit` marks the half that assumptions are fitted to.
-Layouts are data x tensor x pipeline parallel, with stages per rank if several. `AC` is the part of forward that
-backward computes again.
+Worst first. The error is that of the predicted time. `fit` marks the half to which the assumptions are fitted. Layouts
+are data x tensor x pipeline parallel, with stages per rank if several. `AC` is the part of forward that backward
+recomputes.
 
 | source | model | card | layout | AC | published | predicted | error | half |
 |---|---|---|---|---:|---:|---:|---:|---|
@@ -87,7 +87,7 @@ backward computes again.
 
 {sources}
 
-Pipelines of torchtitan run 8 microbatches, its default then. Batches of the Megatron tables are split into
+Pipelines of torchtitan run 8 microbatches, its default at the time. Batches of the Megatron tables are split into
 microbatches of one sample where there is a pipeline; the paper does not give their size. Llama 3 runs 8 stages of one
 layer per rank.
 
@@ -132,21 +132,21 @@ def memory_rows() -> list[MemoryRow]:
         model_states(shapes, ShardingStrategy.FULL_SHARD, world_size=size).total_bytes / GIB for size in (8, 128)
     )
     for what, eight, many in (("eager", 82.4, 67.0), ("compiled", 77.0, 62.0), ("float8", 76.8, 61.8)):
-        name = f"Llama 3.1 8B, {what}: what 8 GPUs hold more than 128"
+        name = f"Llama 3.1 8B, {what}: extra memory on 8 GPUs compared with 128"
         rows.append(MemoryRow("titan-h100", name, eight - many, on_8 - on_128, "GiB"))
     return sorted(rows, key=lambda row: -abs(row.error))
 
 
 def summary(runs: Sequence[Run]) -> str:
-    """Return one sentence that says how right the predicted steps are."""
+    """Return one sentence that says how accurate the predicted steps are."""
     errors = {run: predicted_s(run) / run.step_s - 1 for run in runs}
     kept = [error for run, error in errors.items() if not is_fitted(run)]
     near = statistics.fmean(abs(error) <= 0.2 for error in errors.values())
     near_kept = statistics.fmean(abs(error) <= 0.2 for error in kept)
     worst = max((max(1 + error, 1 / (1 + error)) for error in errors.values()), default=1.0)
     return (
-        f"Of {len(runs)} published steps {near:.0%} are predicted within 20 %, and {near_kept:.0%} of those that "
-        f"nothing was fitted to; the worst is off by a factor of {worst:.2f}."
+        f"Of {len(runs)} published steps, {near:.0%} are predicted within 20 %, and so are {near_kept:.0%} of those "
+        f"that were not used for fitting; the worst is off by a factor of {worst:.2f}."
     )
 
 

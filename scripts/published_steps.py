@@ -67,7 +67,7 @@ class Run:
 
     def _flops_per_token(self) -> float:
         sizes = MODELS[self.model]
-        if sizes.gated:  # 6 a parameter, and causal attention
+        if sizes.gated:  # 6 per parameter, and causal attention
             parameters = sum(p.numel() for p in trace_of(sizes, 1, self.seq).model.parameters())
             return 6.0 * parameters + 6.0 * sizes.blocks * sizes.hidden * self.seq
         # Narayanan et al., 2021, appendix: with full recomputation.
@@ -142,7 +142,7 @@ def predicted_s(run: Run, achieved: float | None = None) -> float:
 
 
 def interval_s(run: Run) -> tuple[float, float]:
-    """Return between which seconds the planner expects the step."""
+    """Return the range of seconds in which the planner expects the step."""
     layout, traffic = _laid_out(run)
     rates = GPUS[run.card].compiled(COMPILED_SHARE) if run.fused else GPUS[run.card]
     found = uncertainty_of(predict_step(layout, traffic, rates, 1.0), layout, rates, 1.0)
@@ -150,7 +150,7 @@ def interval_s(run: Run) -> tuple[float, float]:
 
 
 def fitted_shares(runs: Iterable[Run]) -> Mapping[str, float]:
-    """Return by card the factor of its matrix products' rate that makes the median error of these runs vanish.
+    """Return, by card, the factor on its matrix products' rate that brings the median error of these runs to zero.
 
     H200s have the same matrix units as H100s, so their runs count for these.
     """

@@ -2,7 +2,7 @@
 
     python scripts/run_notebook.py examples/01_quickstart.py --out out
 
-Takes a py:percent file or an `.ipynb`. Ends with 1 when a cell fails that is not tagged `raises-exception`; what
+Takes a py:percent file or an `.ipynb`. Exits with status 1 if a cell fails that is not tagged `raises-exception`; what
 ran until then is saved anyway.
 """
 

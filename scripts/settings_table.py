@@ -25,7 +25,7 @@ VARIABLES = ROOT / "axon_nb" / "records" / "environment.py"
 HEAD = """\
 # Settings
 
-`%distributed config` lists all settings and marks those for which the running cluster has another value.
+`%distributed config` lists all settings and marks those whose value differs in the running cluster.
 `%distributed config keep_alive=10min output_limit=4MiB` changes settings; if one value is wrong, none changes. The
 output says what is now set and, while a cluster is running, when it takes effect.
 
@@ -33,7 +33,7 @@ Durations are in seconds unless a unit follows (`ms`, `s`, `min`, `h`, `d`), siz
 `MB`, `GB`).
 
 Settings last as long as the kernel. After a restart of the kernel, `%distributed attach` restores those that the
-cluster keeps; a value set in the new kernel before takes precedence. The cluster keeps
+cluster keeps; a value already set in the new kernel takes precedence. The cluster keeps
 {kept}.
 
 To set them for all notebooks, add lines such as `c.AxonNB.keep_alive = "10min"` to IPython's configuration file,

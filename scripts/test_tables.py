@@ -32,7 +32,7 @@ _DURATION = re.compile(r"^([\d.]+)s (setup|call|teardown) +(tests/\S+::.+)$")
 
 
 def read_durations(log: str) -> dict[str, float]:
-    """Return the seconds of each test, its setup and teardown included, from a log of ``pytest --durations 0``.
+    """Return the seconds of each test, including setup and teardown, from a log of ``pytest --durations 0``.
 
     Raises:
         ValueError: The log lists no durations.
@@ -47,7 +47,7 @@ def read_durations(log: str) -> dict[str, float]:
 
 
 def by_folder(seconds: Mapping[str, float]) -> dict[str, tuple[int, float]]:
-    """Return for each folder below `tests` the tests that took at least 5 ms, and their seconds; longest first."""
+    """Return, for each folder below `tests`, how many tests took at least 5 ms and their seconds; longest first."""
     found: dict[str, list[float]] = defaultdict(list)
     for test, taken in seconds.items():
         found[test.split("/")[1]].append(taken)
@@ -56,7 +56,7 @@ def by_folder(seconds: Mapping[str, float]) -> dict[str, tuple[int, float]]:
 
 
 def by_package(files: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return for each package the statements that ran, and all of them, from the files of coverage's JSON."""
+    """Return, for each package, the number of statements that ran and of all statements, from coverage's JSON."""
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for name, facts in files.items():
         parts = Path(name).with_suffix("").parts
@@ -109,10 +109,10 @@ def _when() -> str:
 
 
 def replace_table(page: str, name: str, lines: Iterable[str]) -> str:
-    """Return a page with other lines between ``<!-- name -->`` and ``<!-- end of name -->``.
+    """Return a page with new lines between ``<!-- name -->`` and ``<!-- end of name -->``.
 
     Raises:
-        ValueError: The page has no such place.
+        ValueError: The page has no such markers.
     """
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, found, rest = page.partition(begin)
@@ -129,7 +129,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="table", required=True)
     durations = commands.add_parser("durations")
     durations.add_argument("log", type=Path)
-    durations.add_argument("--note", default="", help="a sentence on the run, such as what else the machine did")
+    durations.add_argument("--note", default="", help="a sentence about the run, such as what else ran on the machine")
     commands.add_parser("coverage").add_argument("tier", choices=list(MARKS))
     options = parser.parse_args()
     if options.table == "durations":

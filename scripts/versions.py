@@ -1,7 +1,7 @@
 """Run version-sensitive tests with several versions of torch and Python, and write docs/versions.md.
 
-Each version gets an environment of its own with everything else as constraints.txt has it (the CUDA builds run on
-CPUs). An environment that is there is used again. Results are kept per environment, so that runs add up to one table.
+Each version gets an environment of its own; all other packages are as in constraints.txt (the CUDA builds run on CPUs).
+Existing environments are reused. Results are kept per environment, so that runs add up to one table.
 
     python scripts/versions.py 2.11.0 2.15.0            # these versions of torch, with this Python
     python scripts/versions.py 2.15.0 --python python3.13 --only "make test"
@@ -129,7 +129,7 @@ def examine(python: Path, faults: int, only: str) -> dict[str, Any]:
         "torch": build,
         "python": interpreter,
         "date": dt.date.today().isoformat(),
-        # Of the last run of all subjects: some of them say nothing about the whole.
+        # Keep the time of the last complete run: that of a partial run says nothing about the whole.
         "seconds": earlier["seconds"] if only and kept.keys() - {only} else round(time.monotonic() - start),
         "subjects": kept,
     }

@@ -60,7 +60,7 @@ def paint_of(name: str) -> str:
 
 
 def state_paint(state: Literal["ok", "error"]) -> str:
-    """Return the colour of what is as it should be, or not."""
+    """Return the colour for a good or a bad result."""
     return STATES[state][0].both
 
 

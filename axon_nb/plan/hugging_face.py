@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, made from their configs: no weights are read or downloaded."""
+"""Hugging Face models, made from their configs: no weights are read or downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["HuggingFaceModel", "hugging_face_model", "next_token_loss"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _CONFIG = "config.json"
 _MAX_SEQ = 4096
-"""Tokens in a sample if none are given, as far as the model allows."""
+"""Default number of tokens in a sample, as far as the model allows."""
 
 
 def hugging_face_model(given: Any) -> Any:
@@ -51,7 +51,7 @@ class HuggingFaceModel:
             transformers: Any = import_module("transformers")
         except ImportError as error:
             raise PlanError(
-                f"A model of Hugging Face needs transformers ({error}): install it, or give a function that makes the "
+                f"A Hugging Face model needs transformers ({error}): install it, or give a function that makes the "
                 "model."
             ) from error
         made = self._given
@@ -77,7 +77,7 @@ class HuggingFaceModel:
         """Return the tokens in a sample.
 
         Args:
-            given: As asked for; None: 4096, or as many as the model allows.
+            given: The requested number; None: 4096, or as many as the model allows.
 
         Raises:
             PlanError: the model allows fewer.

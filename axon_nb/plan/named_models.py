@@ -1,4 +1,4 @@
-"""Models for another process: given as a module, by name on the ranks or of Hugging Face, or as pipeline stages."""
+"""Models for another process: given as a module, by name on the ranks or at Hugging Face, or as pipeline stages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def model_by_name(model: Any, cluster: Any = None) -> Any:
 def _from_ranks(name: str, cluster: Any) -> CapturedModel:
     if not _is_name(name):
         raise PlanError(
-            "model must be a variable on the ranks, such as 'model' or 'trainer.model', or a model of Hugging Face, "
+            "model must be a variable on the ranks, such as 'model' or 'trainer.model', or a Hugging Face model, "
             f"such as 'meta-llama/Llama-3.1-8B'; got {name!r}."
         )
     if cluster is None:
@@ -89,7 +89,7 @@ def _is_name(text: str) -> bool:
 
 
 def join_stages(stages: Sequence[bytes]) -> bytes:
-    """Return a pickled function without arguments that makes the whole model, as `CapturedModel` has it.
+    """Return a pickled function without arguments that makes the whole model, as in `CapturedModel`.
 
     Args:
         stages: In order; each a pickled function without arguments that makes a Sequential of the stage's modules,

@@ -43,7 +43,7 @@ _HOOKS = (
 _DROPPED = frozenset(
     {
         "_compiled_call_impl",
-        "_flat_weight_refs",  # of RNNs, which make it again
+        "_flat_weight_refs",  # of RNNs, which recreate it
         "_is_fsdp_managed_module",  # with one of these three, torch refuses to shard the module again
         "_fsdp_use_orig_params",
         "_distribute_module_applied",
@@ -63,7 +63,7 @@ _DATA_PARALLEL = (
     ("torch.nn.parallel.", "DistributedDataParallel"),
     ("axon_nb.parallel.", "ShardedModel"),
 )
-"""Wrappers with the model in `module`, by package and class; by name, as most processes import few of them."""
+"""Wrappers with the model in `module`, by package and class; by name, because most processes import few of them."""
 _COMPILED = ("torch._dynamo.", "OptimizedModule")
 _FSDP2 = ("torch.distributed.", "FSDPModule")
 _RECOMPUTED = ("torch.distributed.", "CheckpointWrapper")

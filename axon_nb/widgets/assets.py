@@ -33,7 +33,7 @@ class _Module:
     names: dict[str, bool]
     """Names declared at the top level, each with whether it is exported."""
     lines: list[str]
-    """Without what pages do not need: imports, comments, empty lines and indentation."""
+    """The code without imports, comments, empty lines and indentation, which pages do not need."""
 
 
 def script(name: str) -> str:
@@ -110,7 +110,7 @@ def _code(text: str) -> Iterator[str]:
 
 
 _COMMENT = re.compile(r"/\*\*.*?\*/ ?| +// [^\"`]*$", re.MULTILINE)
-"""Comments beside code."""
+"""Comments after code on the same line."""
 _TEXT = re.compile(r'("(?:[^"\\]|\\.)*"|`[^`]*`)')
 _PATTERN = re.compile(r"[(=,] ?/")
 _SPACED = re.compile(r" ?([=,;:?{}()\[\]<>&|*!/]) ?")
@@ -118,7 +118,7 @@ _SPACED = re.compile(r" ?([=,;:?{}()\[\]<>&|*!/]) ?")
 
 
 def _without_spaces(line: str) -> str:
-    """Remove comments and the formatter's spaces from a line of code; lines with texts in texts keep theirs."""
+    """Remove comments and the formatter's spaces from a line of code; lines with nested strings keep theirs."""
     line = _COMMENT.sub("", line)
     if line.startswith(_EXPORT + _DEFAULT) or "'" in line or line.count("`") > 2 or _PATTERN.search(line):
         return line

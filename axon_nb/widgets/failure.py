@@ -1,6 +1,6 @@
 """A failed cell as a card: the root cause, its line, what each rank did, what is kept, and what to run next.
 
-It stands beside the plain text, which terminals and programs show alone. Whatever ranks report is escaped.
+It appears above the plain text, the only part that terminals and programs show. Whatever ranks report is escaped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def failure_card(failure: Failure, *, code: str, cell: int, ranks: Sequence[int]
 
 
 def failure_line(error: RankError, cell: int) -> tuple[int, int] | None:
-    """Return where a rank failed in a cell: the innermost line of it, and the outermost one; None: not in that cell.
+    """Return where a rank failed in a cell: the cell's innermost line and its outermost one; None: not in that cell.
 
     Args:
         error: With its traceback.

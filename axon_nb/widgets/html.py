@@ -105,7 +105,7 @@ def figures(entries: Iterable[tuple[str, str, str]]) -> str:
 
 
 def notice(claim: str, text: str) -> str:
-    """Return a sentence that stands out, on what is wrong."""
+    """Return a highlighted sentence about what is wrong."""
     return (
         f'<div style="margin:4px 0;padding:2px 10px;border-left:3px solid {_WARN}"><b style="font-weight:600">'
         f"{escape(claim)}</b> {escape(text)}</div>"
@@ -113,7 +113,7 @@ def notice(claim: str, text: str) -> str:
 
 
 def note_lines(notes: Iterable[str]) -> str:
-    """Return sentences for below a figure."""
+    """Return sentences to put below a figure."""
     return "".join(f'<div style="{MUTED}">{escape(note)}</div>' for note in notes)
 
 
@@ -122,8 +122,8 @@ def legend(entries: Iterable[tuple[str, str]], *, width: int = 24, height: int =
 
     Args:
         entries: (SVG, label) of each.
-        width: Of a sample in px.
-        height: Of a sample in px.
+        width: Width of a sample in px.
+        height: Height of a sample in px.
         margin: The side of an entry that has one.
     """
     return "".join(

@@ -115,7 +115,7 @@ def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = 
 
 
 def compare_cells(cluster: Cluster, ranks: Sequence[int], cells: Sequence[int]) -> None:
-    """Show two finished cells beside each other, on one scale.
+    """Show two finished cells side by side, on one scale.
 
     Args:
         cluster: The cluster.

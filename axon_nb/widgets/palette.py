@@ -1,4 +1,4 @@
-"""How what the views draw is painted, and the CSS that hands the colours to pages: see `axon_nb.records.colors`."""
+"""How views paint what they draw, and the CSS that passes the colours to pages: see `axon_nb.records.colors`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def text_color(color: str) -> str:
 
 
 def rank_color(rank: int) -> Color:
-    """Return the colour of a rank; the ninth has that of the first."""
+    """Return the colour of a rank; they repeat after eight."""
     return RANKS[rank % len(RANKS)]
 
 

@@ -26,7 +26,7 @@ _log = logging.getLogger("axon_nb.panels")
 
 
 class Panel(ABC):
-    """A view and its folded picture, which is made again after each cell."""
+    """A view and its folded picture, which is redrawn after each cell."""
 
     view: Any
     """The widget."""
@@ -75,9 +75,9 @@ class Panel(ABC):
 
 
 _MAX_SHARE = 0.004
-"""Of a rank's time, for one view. Ranks that communicate wait for the one that replies."""
+"""Share of a rank's time, for one view. Ranks that communicate wait for the one that replies."""
 _MAX_INTERVAL_S = 10.0
-"""Even for a huge model; what is shown is not older, give or take a tick."""
+"""Even for a huge model: data shown is at most this old, give or take a tick."""
 
 
 class PollSchedule:
@@ -93,7 +93,7 @@ class PollSchedule:
         self.interval_s = _round_up_to_ticks(min_interval_s)
 
     def record_cost(self, seconds: float) -> None:
-        """Adapt to the cost of the last reply; one that is costlier than the reply before it changes nothing yet."""
+        """Adapt to the cost of the last reply; a single costlier reply changes nothing yet."""
         usual_s, self._previous_cost_s = min(seconds, self._previous_cost_s), seconds
         self.interval_s = _round_up_to_ticks(max(self._min_interval_s, min(usual_s / _MAX_SHARE, _MAX_INTERVAL_S)))
 
@@ -112,7 +112,7 @@ class LivePanel(Panel):
 
     Args:
         cluster: Whose ranks are polled.
-        min_interval_s: Least number of seconds between two polls.
+        min_interval_s: Minimum number of seconds between two polls.
     """
 
     view: Any

@@ -22,7 +22,7 @@ class View(anywidget.AnyWidget):
     """A widget; subclasses name their script and style: `_esm = script(...)`, `_css = style(...)`."""
 
     def __repr__(self) -> str:
-        """Nothing: where widgets are not shown, the picture below it is."""
+        """Empty: where widgets are not shown, the picture below it is."""
         return ""
 
 
@@ -56,7 +56,7 @@ class LiveView(View):
         """Return what is shown now as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
 
     def on_op(self, op: str) -> None:
-        """Handle a message of the page that is not a heartbeat; from any thread."""
+        """Handle a message from the page other than a heartbeat; from any thread."""
 
     @property
     def watched(self) -> bool:

@@ -227,4 +227,4 @@ def test_strip_follows_the_theme_and_the_width(page: LabPage, running: Path) -> 
 def test_strip_of_a_lost_kernel_stops_and_says_so(page: LabPage, running: Path) -> None:
     wait_until_later(page, 1)
     page.restart_kernel()
-    page.page.locator(f"{STRIP} .axon-view-state", has_text="no news from the kernel").wait_for()
+    page.page.locator(f"{STRIP} .axon-view-state", has_text="no messages from the kernel").wait_for()

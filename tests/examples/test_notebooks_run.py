@@ -237,7 +237,7 @@ def test_exported_example_prints_the_same_losses(
     notebook = uncached(execute)(name)
     printed = run_exported(notebook, tmp_path)
     on_ranks = [cell for cell in notebook.cells if cell.source.startswith("%%")]
-    shown, said = streams(NotebookNode(cells=on_ranks)), "loss|nats a byte"
+    shown, said = streams(NotebookNode(cells=on_ranks)), "loss|nats per byte"
     lines = re.findall(rf"^(?:\[ranks? [0-9,-]+\] )?(.*\b(?:{said})\b.*[0-9]\.[0-9]+.*)$", shown, re.MULTILINE)
     assert not [line for line in dict.fromkeys(lines) if line not in printed and " s" not in line], printed
     if name in LOSSES:

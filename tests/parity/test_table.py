@@ -107,7 +107,7 @@ def test_a_line_counts_only_if_one_of_its_tests_was_run() -> None:
         ({"tests/x.py::test_one": "GPU: not run", "tests/x.py::test_two": "not run: needs mpiexec"}, 0),
         ({"tests/x.py::test_one": "GPU: not run", "tests/x.py::test_two": "CPU, slow tier"}, 1),
     ):
-        assert parity_table.summary([row], "here", places).startswith(f"Of 1 lines {proven} have a test that ran")
+        assert parity_table.summary([row], "here", places).startswith(f"{proven} of 1 lines have a test that ran")
 
 
 SKIPS = """

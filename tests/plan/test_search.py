@@ -60,7 +60,7 @@ def test_nothing_fits_and_all_fits() -> None:
     every = plan.search(CONFIG, 2, 80, **OPTIONS)
     assert all(one.fits for one in every.candidates)
     assert every.best is not None
-    assert not every.best.activation_checkpointing, "what fits without need not be computed again"
+    assert not every.best.activation_checkpointing, "what fits without need not be recomputed"
 
 
 def test_defaults_of_a_search() -> None:
@@ -289,7 +289,7 @@ def test_a_search_says_how_near_the_next_layouts_are() -> None:
 
     found = SearchPlan("x", (candidate(1.0), candidate(1.1), candidate(1.3), candidate(0.5, "too large")))
     assert found.near == (candidate(1.1),)
-    assert "the next takes 10.0% longer, and 1 layout is within 20%, too near to tell apart" in str(found)
+    assert "the next takes 10.0% longer, and 1 layout is within 20%, too close to tell apart" in str(found)
     alone = SearchPlan("x", (candidate(1.0), candidate(2.0)))
     assert not alone.near
     assert "the next takes 100.0% longer." in str(alone)

@@ -51,7 +51,7 @@ def calibrate(
     budget_s: float = 5.0,
     dtype: torch.dtype = torch.float32,
 ) -> Calibration:
-    """Measure each axis's link and the ranks' compute rates. Every rank must call it; it takes some seconds.
+    """Measure each axis's link and the ranks' compute rates. Every rank must call it; it takes a few seconds.
 
     In a `%%distributed` cell, under torchrun, or wherever there is a default group:
 
@@ -135,7 +135,7 @@ def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Ca
     """Run `calibrate` on a rank.
 
     Args:
-        mesh: As there.
+        mesh: As in `calibrate`.
         sent: The options, as the notebook sends them.
         **options: The options of `calibrate`, with the model and its inputs as `source`.
 

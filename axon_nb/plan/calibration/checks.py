@@ -18,17 +18,17 @@ _SHAPES = {"cpu": (384, 160, 448), "cuda": (5120, 1536, 3072)}
 """Rows, inner size and columns of a product that is not square."""
 _ELEMENTS = {"cpu": 3 << 18, "cuda": 3 << 24}
 _LEAST_SIZES = 3
-"""A line through fewer points says nothing about another one."""
+"""A line through fewer points predicts nothing about another one."""
 
 
 def check_rates(bench: AxisBenchmark, rates: Rates, *, repeats: int, dtype: torch.dtype) -> tuple[Check, ...]:
     """Measure a matrix product and an elementwise operation of other shapes than the rates were fitted to.
 
     Args:
-        bench: Of all ranks that compute.
-        rates: To check.
+        bench: Benchmark of the ranks that compute.
+        rates: The rates to check.
         repeats: Number of timings; the median counts.
-        dtype: Of the tensors.
+        dtype: The dtype of the tensors.
     """
     kind = bench.device.type if bench.device.type in _SHAPES else "cpu"
     rows, inner, columns = _SHAPES[kind]
@@ -53,7 +53,7 @@ def check_collectives(samples: Sequence[Sample]) -> Iterator[Check]:
     """Yield each measured size of each collective with what the other sizes predict for it; the ends are left out.
 
     Args:
-        samples: Of one axis.
+        samples: Samples of one axis.
     """
     for operation in dict.fromkeys(sample.operation for sample in samples):
         own = sorted((sample for sample in samples if sample.operation == operation), key=lambda one: one.bytes)

@@ -56,8 +56,8 @@ class AxisBenchmark:
             sizes: Bytes of the whole tensor.
             repeats: Number of timings; the median counts.
             budget_s: Seconds after which no further size is measured.
-            agree: Returns the maximum over all ranks of the world: groups along one axis differ a little, and all must
-                go on or none.
+            agree: Returns the maximum over all ranks of the world: groups along one axis differ a little, and either
+                all continue or none.
         """
         began = time.perf_counter()
         found: list[Sample] = []
@@ -161,7 +161,7 @@ def fit_link(axis: str, samples: Sequence[Sample], where: str) -> Link:
 
     Args:
         axis: Its name.
-        samples: Of this axis.
+        samples: Samples of this axis.
         where: What was measured, as text.
     """
     costs: dict[str, Cost] = {}

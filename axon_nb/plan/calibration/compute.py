@@ -33,9 +33,9 @@ def measure_rates(bench: AxisBenchmark, *, repeats: int, dtype: torch.dtype) -> 
     """Measure the slowest rank's rates of matrix products and of memory-bound operations.
 
     Args:
-        bench: Of all ranks that compute.
+        bench: Benchmark of the ranks that compute.
         repeats: Number of timings; the median counts.
-        dtype: Of the tensors.
+        dtype: The dtype of the tensors.
     """
     kind = bench.device.type if bench.device.type in _SIDES else "cpu"
     products, moves = [], []
@@ -60,7 +60,7 @@ def seconds_of(bench: AxisBenchmark, call: Callable[[], object], repeats: int, c
     """Return seconds per call on the slowest rank, while all ranks run it.
 
     Args:
-        bench: Of these ranks.
+        bench: Benchmark of these ranks.
         call: What to run.
         repeats: Number of timings; the median counts.
         count: Calls in each.
@@ -81,7 +81,7 @@ def measure_overlap(bench: AxisBenchmark, *, repeats: int) -> float:
     """Measure the fraction of an all_reduce, 0 to 1, that concurrent matrix products hide.
 
     Args:
-        bench: Of the ranks that communicate.
+        bench: Benchmark of the ranks that communicate.
         repeats: Number of timings.
     """
     side = 256 if bench.device.type == "cpu" else 4096
@@ -124,10 +124,10 @@ def measure_phases(
     to separate cost per element from cost per parameter.
 
     Args:
-        bench: Of all ranks; each runs the model by itself, all at once.
+        bench: Benchmark of all ranks; each runs the model alone, all at the same time.
         rates: The rates to fit.
         source: The model, its inputs and its loss.
-        trace: Of its step.
+        trace: Trace of its step.
         optimizer: Made from the parameters; None: there is no such phase.
         repeats: Steps after two warm-up steps; medians count.
 

@@ -37,7 +37,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A measurement that nothing was fitted to, and what the calibration predicts for it."""
+    """A measurement that was not used for fitting, and what the calibration predicts for it."""
 
     name: str
     measured_s: float

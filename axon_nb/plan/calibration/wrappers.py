@@ -43,9 +43,9 @@ def measure_wrappers(
     """Measure each strategy's overhead in seconds per parameter and step; 0 if a step is no slower than predicted.
 
     Args:
-        bench: Of all ranks.
+        bench: Benchmark of all ranks.
         source: The model, its inputs and its loss.
-        trace: Of its step.
+        trace: Trace of its step.
         optimizer: Made from the parameters; None: there is none.
         strategies: ``ddp``, or values of `ShardingStrategy`.
         rates: Fitted to the model.

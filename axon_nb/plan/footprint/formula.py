@@ -27,7 +27,7 @@ class ModelStates:
         request: The request.
         shapes: By coordinate along pp: shape, dtype and requires_grad of each parameter of a rank before it is sharded
             over data ranks.
-        optimizer: Whose states.
+        optimizer: The optimizer whose states are counted.
     """
 
     def __init__(self, request: MemoryRequest, shapes: Mapping[int, Sequence[Any]], optimizer: OptimizerKind) -> None:

@@ -71,7 +71,7 @@ def memory(
         world_size: Number of ranks; None: the mesh says.
         optimizer: Its name in `torch.optim`, its class, or a function that makes one from parameters.
         optimizer_options: Its keyword arguments.
-        dtype: Of parameters, such as ``"bfloat16"``; None: as the model makes them.
+        dtype: The dtype of parameters, such as ``"bfloat16"``; None: as the model makes them.
         cpu_offload: A `CPUOffload`, or its value.
         activation_checkpointing: Blocks to recompute in backward: their class or its name, a function of a module that
             returns a bool, or True for the model's equal blocks.

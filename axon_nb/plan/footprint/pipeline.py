@@ -40,8 +40,8 @@ def stages_on_rank(request: MemoryRequest, model: nn.Module, place: int) -> dict
         place: The rank's coordinate along pp.
 
     Raises:
-        CommError: the model cannot be split so, or the schedule cannot run it.
-        PlanError: the batch cannot be split so.
+        CommError: the model cannot be split in this way, or the schedule cannot run it.
+        PlanError: the batch cannot be split in this way.
     """
     schedule, num_stages, count = _numbers(request)
     check_counts(schedule, num_ranks=request.size("pp"), num_stages=num_stages, num_microbatches=count)
@@ -79,7 +79,7 @@ def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankM
 
     Raises:
         PlanError: an option does not work in a pipeline.
-        CommError: the model cannot be split so.
+        CommError: the model cannot be split in this way.
     """
     assert meshes.stages is not None
     request = setup.request

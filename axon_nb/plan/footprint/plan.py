@@ -156,7 +156,7 @@ class MemoryPlan:
 
     @property
     def interval_bytes(self) -> tuple[int, int]:
-        """Between which bytes the highest peak is expected.
+        """The range of bytes in which the highest peak is expected.
 
         Simulated peaks are within 4 % of those of real ranks on CPUs. Allocators of GPUs may need none or twice the
         fragmentation allowance. Closed-form model states are exact.

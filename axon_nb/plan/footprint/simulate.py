@@ -58,7 +58,7 @@ class _ModelSummary:
     run: BlockRun | None
     """Equal blocks of which most can be left out."""
     reason: str
-    """Why none can be, although there are many; empty: there are few, or it was not asked."""
+    """Why none can be left out, although there are many; empty: there are few, or extrapolation is off."""
     is_tensor_parallel: bool
     """Whether tp shards any layer."""
 

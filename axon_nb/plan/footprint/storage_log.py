@@ -71,7 +71,7 @@ class StorageLog(TorchDispatchMode):
         return self._stack[-1] if self._stack else self._cursor
 
     def begin(self) -> None:
-        """Clear the log; storages stay known."""
+        """Clear the log, but remember the storages."""
         self.changes.clear()
         self.start = {block: size for _, block, size in self._known.values()}
 

@@ -131,7 +131,7 @@ def make_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) ->
         meshes: The ranks.
 
     Raises:
-        UsageError: it cannot be sharded so.
+        UsageError: it cannot be sharded in this way.
     """
     request = setup.request
     is_replicated = request.strategy in ("ddp", "optimizer_state")

@@ -1,8 +1,8 @@
 """What GPUs achieve in training steps, and the links between them: one documented set of assumptions per card.
 
-Peaks are those of NVIDIA's datasheets for dense matrices (half of the figures "with sparsity"). What is achieved of
-them is fitted to half of the published runs in docs/published, and checked on the other half: see
-docs/plan_published.md. For cards without such runs it is an assumption, and plans say so.
+Peaks are those of NVIDIA's datasheets for dense matrices (half of the figures "with sparsity"). The achieved fraction
+is fitted to half of the published runs in docs/published, and checked on the other half: see docs/plan_published.md.
+For cards without such runs it is an assumption, and plans say so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OTHER_SHARE = 1.65
 """Counted bytes per second of operations other than matrix products, as a multiple of the memory's bandwidth. Above 1:
 caches hold a part of these bytes, and the published runs use fused norms and optimizers."""
 COMPILED_SHARE = 0.6
-"""Fraction of the bytes of these operations that is left when `torch.compile`, or kernels written for it, fuse them."""
+"""Fraction of the bytes of these operations that remains when `torch.compile` or hand-written kernels fuse them."""
 NVLINK_SHARE = 0.87
 """Fraction of NVLink's bandwidth that large collectives achieve within a host."""
 NETWORK_SHARE = 0.89

@@ -92,7 +92,7 @@ def resolve_links(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
     Args:
         given: A link or a preset's name for all axes; a GPU's name, for links between GPUs in hosts of 8; a mapping
             from axes to links or names of presets, where ``all`` covers the axes not listed; the result of `calibrate`;
-            None: no times are wanted.
+            None: no times are needed.
         axes: Size by axis; ranks along the last one are neighbours.
 
     Raises:

@@ -184,7 +184,7 @@ class SearchPlan:
 
     @property
     def near(self) -> tuple[Candidate, ...]:
-        """The other layouts that fit and take at most 20 % longer: predictions are about as far off."""
+        """The other layouts that fit and take at most 20 % longer, which is within the error of predictions."""
         if self.best is None:
             return ()
         limit = (1 + NEAR) * self.best.step_s
@@ -196,7 +196,7 @@ class SearchPlan:
             return ""
         longer = fitting[0].step_s / self.best.step_s - 1
         layouts = f"{len(self.near)} layout{'s are' if len(self.near) != 1 else ' is'}"
-        near = f", and {layouts} within {NEAR:.0%}, too near to tell apart" if self.near else ""
+        near = f", and {layouts} within {NEAR:.0%}, too close to tell apart" if self.near else ""
         return f"; the next takes {longer:.1%} longer{near}"
 
     def _shown(self) -> list[Candidate]:
@@ -259,7 +259,7 @@ class CandidateMesh:
     num_microbatches: tuple[int, ...] = (1,)
     """Numbers of microbatches to try."""
     reason: str = ""
-    """Why the batch cannot be split so; empty: it can."""
+    """Why the batch cannot be split in this way; empty: it can be."""
 
     @property
     def axes(self) -> dict[str, int]:

@@ -96,14 +96,14 @@ def search(
         optimizer: A function that makes it from parameters, or its name in `torch.optim`.
         mixed_precision: dtype of forward and backward, as in `FSDP`; with ``ddp``, of autocast.
         strategies: One or more, for the data axis; pipeline stages use shard_grad_op.
-        schedule: Of pipelines.
+        schedule: Pipeline schedule.
         max_tp: Largest number of ranks along ``tp``, such as the GPUs of a node.
         overlap: As in `step_time`.
-        simulate: Simulate the memory of this many of the best layouts, until those at the top are known to fit; some
+        simulate: Simulate the memory of this many of the best layouts, until those at the top are known to fit; a few
             seconds each, in a separate process. 0: all memory is estimated.
         progress: Called with the fraction done, 0 to 1, and the next step, during simulations.
         cancel: Set it to cancel the simulations.
-        estimate: Returns bytes by part of the rank of a layout that needs most.
+        estimate: Returns bytes by part, of the rank that needs most in a layout.
 
     Raises:
         UsageError: a number is invalid, or the model cannot be traced.
@@ -256,5 +256,5 @@ class _Evaluator:
         yield ZERO_2
         yield (
             "memory is an estimate with 5 % allowance for fragmentation; simulate=1 simulates the best layout, "
-            "plan.memory any"
+            "plan.memory simulates any"
         )

@@ -21,7 +21,7 @@ _MAX_FORKS = 4
 _is_nested = [False]
 """Whether a `fork_map` is running; nested calls run one after the other."""
 _ran_here = [False]
-"""Whether a function ran in this process because its forks died; in forks, backward may be refused from then on."""
+"""Whether a function ran in this process because its forks died. From then on, torch may refuse a backward in forks."""
 
 
 def fork_map(calls: Sequence[Callable[[], T]], *, progress: Callable[[int], None] | None = None) -> list[T]:

@@ -1,8 +1,8 @@
-"""Finds the blocks of a model that are proven alike, alone or in groups, and removes some of them.
+"""Finds the blocks of a model that are proven alike, singly or in groups, and removes some of them.
 
 Blocks are alike if their state is equal (`signature`), their forwards do the same with tensors from corresponding
-places, and what is done between them is equal, too (`forward_trace`). A model without some of them must do the same
-before, in and after those that stay. Models such as Gemma repeat a group: five local blocks and a global one.
+places, and the work between them is equal, too (`forward_trace`). A model without some of them must do the same before,
+in and after those that remain. Models such as Gemma repeat a group: five local blocks and a global one.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ProvenRuns:
         return None
 
     def _holds(self, trace: ForwardTrace, row: list[str], run: BlockRun, short: nn.Module, depth: int) -> bool:
-        """Return whether a shortened model does what the whole one does, without the blocks left out."""
+        """Return whether a shortened model does the same as the full one, apart from the blocks left out."""
         gone = set(run.names[depth * run.period :])
         kept = [name for name in row if name not in gone]
         other = self._traced(short, {name: short.get_submodule(name) for name in kept})
@@ -141,7 +141,7 @@ class ProvenRuns:
         try:
             return trace_forward(model, dict(blocks), lambda: self._forward(model))
         except Exception:
-            return None  # the simulation of all blocks says what is wrong
+            return None  # the simulation of all blocks reports what is wrong
 
 
 def _runs(trace: ForwardTrace, row: Mapping[str, nn.Module], states: list[Any], least: int) -> Iterator[BlockRun]:

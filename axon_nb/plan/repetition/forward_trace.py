@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_flatten
 __all__ = ["ForwardTrace", "Section", "sections", "trace_forward"]
 
 _NEAR = 2
-"""A tensor made at most so many blocks ago is named by the distance, any other one by its block."""
+"""A tensor made at most this many blocks ago is named by the distance, any other one by its block."""
 _PLAIN = (int, float, complex, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor in an operation: its storage, by order of appearance, and what it is of it."""
+    """A tensor in an operation: its storage, by order of appearance, and which view of it."""
 
     storage: int
     facts: tuple[Any, ...]
@@ -30,7 +30,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """An operation, or that a block starts or ends."""
+    """An operation, or the start or end of a block."""
 
     kind: str
     """``op``, ``enter`` or ``leave``."""

@@ -1,4 +1,4 @@
-"""What a block is: all that its modules hold, as values that can be compared with those of another block.
+"""A block's signature: all that its modules hold, as values that can be compared with those of another block.
 
 Two blocks have equal signatures if their classes, attributes, parameters, buffers and hooks are equal. What cannot be
 compared by value counts as different, unless it is one object that both hold.
@@ -33,8 +33,8 @@ def signatures(
 ) -> list[Signature]:
     """Return each block's signature.
 
-    An integer that counts blocks, such as a layer's index, is left out: no two blocks could be equal with it. What a
-    block does with it, the forward shows.
+    An integer that counts blocks, such as a layer's index, is left out: no two blocks could be equal with it. The
+    traced forward shows what a block does with it.
 
     Args:
         model: The model that contains them.
@@ -127,7 +127,7 @@ class _Reader:
 def _has_parts(value: Any) -> bool:
     if isinstance(value, Mapping | list | tuple | functools.partial | FunctionType | MethodType):
         return True
-    # Only what Python code defines holds all that it is in its attributes.
+    # Only objects of classes defined in Python hold their whole state in their attributes.
     return hasattr(value, "__dict__") and all(
         base is object or (base.__flags__ & _HEAP_TYPE and not vars(base).get("__slots__"))
         for base in type(value).__mro__

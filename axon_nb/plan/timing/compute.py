@@ -101,7 +101,7 @@ def wrapper_s(layout: ParallelLayout, rates: Rates, pp_rank: int) -> float:
 
     Args:
         layout: The layout.
-        rates: Of one rank.
+        rates: Rates of one rank.
         pp_rank: The rank along ``pp``.
     """
     if layout.size(*DATA_AXES) == 1:
@@ -121,7 +121,7 @@ def pipeline_schedule(layout: ParallelLayout, traffic: CommunicationPlan, rates:
     Args:
         layout: With stages.
         traffic: Its communication, with times.
-        rates: Of one rank.
+        rates: Rates of one rank.
     """
     stages = layout.stages
     assert stages is not None

@@ -37,7 +37,7 @@ class StepTime:
     schedule: SchedulePlan | None = field(default=None, repr=False)
     """The pipeline schedule with these stages' times; None: no pipeline."""
     uncertainty: Uncertainty | None = None
-    """Between which seconds the step is expected, and what that depends on; None: not estimated."""
+    """The range of seconds in which the step is expected, and what it depends on; None: not estimated."""
 
     @property
     def total_s(self) -> float:

@@ -59,12 +59,12 @@ def step_time(
         overlap: Fraction of overlappable communication that computation hides, 0 to 1; None: as `calibrate` measured,
             or 1.
         optimizer: A function that makes it from parameters, or its name in `torch.optim`; None: no optimizer step.
-        activation_checkpointing: Whether backward computes forward again; or which fraction of it, 0 to 1.
+        activation_checkpointing: Whether backward recomputes forward; or which fraction of it, 0 to 1.
         **layout: As in `communication`; ``inputs`` is required except for a GPTConfig.
 
     Raises:
-        UsageError: the model cannot be built or laid out so, or rates or links are missing; the message says what
-            works.
+        UsageError: the model cannot be built or laid out in this way, or rates or links are missing; the message says
+            what works.
     """
     found, share = resolve_rates(rates), _overlap(overlap, rates, links)
     given = float(activation_checkpointing) if isinstance(activation_checkpointing, bool) else activation_checkpointing
@@ -89,9 +89,9 @@ def uncertainty_of(step: StepTime, layout: ParallelLayout, rates: Rates, overlap
 
     Args:
         step: Predicted by `predict_step` with the other arguments.
-        layout: As there.
-        rates: As there.
-        overlap: As there.
+        layout: As in `predict_step`.
+        rates: As in `predict_step`.
+        overlap: As in `predict_step`.
     """
 
     def seconds(changed: Rates, links: Mapping[str, Link], hidden: float) -> float:
@@ -114,7 +114,7 @@ def predict_step(
     Args:
         layout: With its optimizer.
         traffic: Its communication, with times.
-        rates: Of one rank.
+        rates: Rates of one rank.
         overlap: Fraction of overlappable communication that computation hides, 0 to 1.
         plan: The pipeline schedule, if known: it does not depend on the strategy.
     """

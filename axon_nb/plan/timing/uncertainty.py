@@ -1,4 +1,4 @@
-"""Between which seconds a step is expected, and on which assumptions that depends most."""
+"""The range of seconds in which a step is expected, and the assumptions on which it depends most."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def estimate_uncertainty(predict: Predict, rates: Rates, links: Mapping[str, Lin
 
     Args:
         predict: Predicts the step.
-        rates: Of one rank.
+        rates: Rates of one rank.
         links: By axis.
         overlap: Fraction of overlappable communication that is hidden.
     """

@@ -95,7 +95,7 @@ class ModelSource:
         """Build the model on fake tensors.
 
         Raises:
-            UsageError: the model cannot be built so.
+            UsageError: the model cannot be built in this way.
         """
         return self._subject(mode)
 
@@ -226,7 +226,7 @@ def _without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def resolve_optimizer(given: Any) -> Callable[..., Optimizer] | None:
-    """Return what makes an optimizer: the callable given, or the class of that name in `torch.optim`; None stays None.
+    """Return what creates an optimizer: the callable given, or the class of that name in `torch.optim`; or None.
 
     Raises:
         PlanError: there is no such optimizer, or it is neither a name nor callable.
@@ -242,9 +242,7 @@ def resolve_optimizer(given: Any) -> Callable[..., Optimizer] | None:
         if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     }
     if not isinstance(given, str) or given.lower() not in known:
-        raise PlanError(
-            f"optimizer must be a class, what makes one, or one of {', '.join(sorted(known))}; got {given!r}."
-        )
+        raise PlanError(f"optimizer must be a class, a function, or one of {', '.join(sorted(known))}; got {given!r}.")
     return known[given.lower()]
 
 

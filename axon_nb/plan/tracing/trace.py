@@ -50,7 +50,7 @@ class ModelTrace:
     model: nn.Module
     """On fake tensors."""
     has_inputs: bool = False
-    """Whether the inputs are known, and so everything below."""
+    """Whether the inputs, and so all fields below, are known."""
     ready: list[str] = field(default_factory=list)
     """Names of the parameters that get a gradient, in the order in which they get it."""
     inputs: dict[str, tuple[TensorFacts, ...]] = field(default_factory=dict)

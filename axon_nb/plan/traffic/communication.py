@@ -53,7 +53,7 @@ def communication(
             sequence, parallel_loss, num_stages, at.
 
     Raises:
-        UsageError: the model cannot be built or laid out so; the message says what works.
+        UsageError: the model cannot be built or laid out in this way; the message says what works.
     """
     return traffic_of(ParallelLayout.from_options(model, world_size, layout, optimizer), links)
 

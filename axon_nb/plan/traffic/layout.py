@@ -80,9 +80,9 @@ class ParallelLayout:
     optimizer: Callable[..., Optimizer] | None = None
     """Its step is traced too."""
     activation_checkpointing: bool | float = False
-    """Fraction of forward that backward computes again; True: each child of the model saves only its input."""
+    """Fraction of forward that backward recomputes; True: each child of the model saves only its input."""
     known_trace: ModelTrace | None = None
-    """The trace, if it was made before."""
+    """The trace, if it exists already."""
     trace: ModelTrace = field(init=False)
     """One step of the whole model on one rank's batch."""
     styles: Mapping[str, str] = field(init=False)
@@ -131,7 +131,7 @@ class ParallelLayout:
             **own: Fields of `ParallelLayout` that users do not set.
 
         Raises:
-            UsageError: an option is unknown or invalid, or the model cannot be laid out so.
+            UsageError: an option is unknown or invalid, or the model cannot be laid out in this way.
         """
         check_options(options, tuple(TrafficOptions.__annotations__), named=("world_size", "links", "optimizer"))
         rest = dict(options)

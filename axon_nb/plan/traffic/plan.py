@@ -42,7 +42,7 @@ class Traffic:
     pp_rank: int = 0
     """The rank along ``pp`` that makes the calls; 0 without a pipeline."""
     seconds: float | None = None
-    """Seconds if the calls run one after the other; None: no link is known. Receives take 0 s: `send` has their
+    """Seconds if the calls run one after the other; None: no link is known. Receives take 0 s: `send` includes their
     time."""
 
     @property

@@ -26,7 +26,7 @@ _IN_CALL = frozenset({Activity.COLLECTIVE, Activity.WAITING})
 
 @dataclass(slots=True)
 class Segment:
-    """A time of one activity; all times in seconds since the cell's start."""
+    """A period of one activity; all times in seconds since the cell's start."""
 
     start: float
     end: float
@@ -42,7 +42,7 @@ class Segment:
     high: int
     """Last line seen; 0: unknown."""
     mixed: bool = False
-    """Whether shorter segments were merged: it shows what took most of the time."""
+    """Whether shorter segments were merged into it: it shows the activity that took most of the time."""
 
     def matches(self, state: RankState) -> bool:
         """Whether the sample has the same activity, and in a call also the same line."""

@@ -23,7 +23,7 @@ __all__ = ["RankStrip"]
 
 _MAX_QUEUED = 50_000
 _MAX_SEGMENTS = 32_768  # of all ranks: some 1.5 MB, half of what Jupyter's server lets through in its 3 s window
-_MAX_DELAY_NS = 2_000_000_000  # of a sample whose rank has the notebook's clock
+_MAX_DELAY_NS = 2_000_000_000  # for a sample whose rank shares the notebook's clock
 _KEEPALIVE_S = 5.0  # the browser reports a lost kernel after three times as long without a message
 
 

@@ -36,7 +36,7 @@ def cell_timeline(cluster: Cluster, ranks: Sequence[int], *, title: str) -> Iter
     Args:
         cluster: Where the cell runs.
         ranks: On which of its ranks.
-        title: Such as ``In [3]``.
+        title: Text such as ``In [3]``.
     """
     cleanup = contextlib.ExitStack()
     try:
@@ -104,7 +104,7 @@ class SavedSpans:
     def __init__(self, table: SpanTable, cell: tuple[str, int, int]) -> None:
         self._table = table
         self.last_cell = cell
-        """As `SpanStore.last_cell`: what a page shows at first."""
+        """As in `SpanStore.last_cell`: what a page shows at first."""
         self.running_since = None
         """As in `SpanFeed`: no cell runs."""
         self.first = 0
@@ -153,7 +153,7 @@ class CellViews:
     Args:
         cluster: Where it ran.
         ranks: On which of its ranks.
-        title: Such as ``In [3]``.
+        title: Text such as ``In [3]``.
     """
 
     def __init__(self, cluster: Cluster, ranks: Sequence[int], title: str) -> None:
@@ -221,7 +221,7 @@ def cell_views(cluster: Cluster, ranks: Sequence[int], *, title: str) -> Iterato
     Args:
         cluster: Where the cell runs.
         ranks: On which of its ranks.
-        title: Such as ``In [3]``.
+        title: Text such as ``In [3]``.
 
     Yields:
         The views; None if they could not be made, which is logged and never reaches the cell.

@@ -42,7 +42,7 @@ def segments(by_role: Mapping[str, int], scale: int) -> tuple[tuple[str, float],
 
 
 def describe_roles(by_role: Mapping[str, int]) -> str:
-    """Return such as ``3.00 MiB (parameters 1.00 MiB, optimizer 2.00 MiB)``."""
+    """Return text such as ``3.00 MiB (parameters 1.00 MiB, optimizer 2.00 MiB)``."""
     parts = [f"{role} {format_bytes(by_role[role])}" for role in ROLES if by_role.get(role)]
     details = f" ({', '.join(parts)})" if len(parts) > 1 else ""
     return f"{format_bytes(sum(by_role.values()))}{details}"

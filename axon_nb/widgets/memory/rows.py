@@ -15,9 +15,9 @@ from axon_nb.widgets.memory.scale import Scale
 __all__ = ["NEAR", "ODD", "SOURCES", "Cell", "MemoryRow", "MemoryRows", "describe_fullness"]
 
 NEAR = 0.9
-"""Share of its capacity from which on a rank is flagged."""
+"""Share of its capacity from which a rank is flagged."""
 ODD = 0.02
-"""Share of the axis by which a role of a rank has to be above that of the leanest rank to stand out."""
+"""Share of the axis by which a role must exceed that of the rank with the least to stand out."""
 _SMALL = 0.02
 """Roles below this share of the axis on all ranks are one column of the table."""
 SOURCES = {
@@ -34,7 +34,7 @@ class Cell:
 
     text: str
     share: float | None = None
-    """Of its bar, 0 to 1; None: it has none."""
+    """Length of its bar, 0 to 1; None: it has none."""
     token: str = ""
     """Colour of the bar, as its name in CSS."""
     flagged: bool = False
@@ -49,7 +49,7 @@ class MemoryRow:
     measured: Bar
     estimated: Bar | None
     process: Bar
-    """Resident memory; drawn against what is available to the process, if that is known."""
+    """Resident memory; drawn against what the process can use, if that is known."""
     flag: str
     """Why the rank needs attention; empty if it does not."""
     total: str
@@ -100,11 +100,11 @@ class MemoryRows:
 
     @property
     def heading(self) -> str:
-        """Such as ``model: memory of 4 ranks, 1.20 MiB on each; measured: storages of live tensors``."""
+        """Text such as ``model: memory of 4 ranks, 1.20 MiB on each; measured: storages of live tensors``."""
         uses = self._replies.measured
         totals = [use.total for use in uses.values()]
         low, high = format_bytes(min(totals, default=0)), format_bytes(max(totals, default=0))
-        each = f"{low} on each" if low == high else f"{low} to {high} on a rank"
+        each = f"{low} on each" if low == high else f"{low} to {high} per rank"
         count = f"{len(uses)} rank{'' if len(uses) == 1 else 's'}"
         title = f"{self.title}: " if self.title else ""
         return f"{title}memory of {count}, {each}; measured: {self._sources}"
@@ -198,7 +198,7 @@ class MemoryRows:
 
     @property
     def context(self) -> str:
-        """Such as ``model · 4 ranks · storages of live tensors``."""
+        """Text such as ``model · 4 ranks · storages of live tensors``."""
         count = len(self._replies.measured)
         return " · ".join(filter(None, (self.title, f"{count} rank{'' if count == 1 else 's'}", self._sources)))
 
@@ -208,7 +208,7 @@ class MemoryRows:
         return " and ".join(dict.fromkeys(SOURCES.get(use.source, use.source) for use in uses))
 
     def notes(self, *, flags: bool = True) -> list[str]:
-        """Return sentences on ranks that need attention, if `flags`, and on what is unknown."""
+        """Return sentences about ranks that need attention, if `flags`, and about what is unknown."""
         found = [f"Rank {row.rank}: {row.flag}" for row in self.rows() if row.flag and flags]
         uses = self._replies.measured
         without = [rank for rank, use in uses.items() if "activations" not in use.by_role]

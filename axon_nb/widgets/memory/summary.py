@@ -30,7 +30,7 @@ def figures(rows: MemoryRows) -> list[dict[str, str]]:
 
 
 def notice(rows: MemoryRows) -> tuple[str, str] | None:
-    """Return a claim on the rank that is nearly full, and what makes it so; None: there is room on all ranks."""
+    """Return a claim about the rank that is nearly full, and what fills it; None: all ranks have room."""
     uses = rows.measured
     near = [use for use in uses.values() if describe_fullness(use)]
     if not near:

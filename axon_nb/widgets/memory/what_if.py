@@ -40,7 +40,7 @@ _LABELS = {
 }
 _PIPELINE_FIELDS = ("pp", "tp", "num_microbatches")
 _FAR = 20
-"""A capacity of more than this multiple of the predicted memory is written, but not drawn: bars would be too short."""
+"""A capacity above this multiple of the predicted memory is shown as text only: bars would be too short."""
 _EMPTY = {"dtype": "unchanged", "mixed_precision": "none"}
 
 
@@ -156,7 +156,7 @@ def _moments(prediction: MemoryPrediction) -> list[tuple[str, Mapping[str, int]]
 
 
 def describe_setup(setup: MemorySetup) -> str:
-    """Return such as ``full_shard on 8 ranks, adam, batch 4, computing in bfloat16, checkpointing``."""
+    """Return text such as ``full_shard on 8 ranks, adam, batch 4, computing in bfloat16, checkpointing``."""
     ranks = f"{setup.world_size} rank{'' if setup.world_size == 1 else 's'}"
     parts = [f"{setup.strategy} on {ranks}", setup.optimizer, f"batch {setup.batch}"]
     if setup.strategy == "hybrid_shard":

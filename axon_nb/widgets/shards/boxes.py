@@ -19,7 +19,7 @@ _AREA = 3000.0
 """Approximate area of a drawing in square units; its sides stay between `_MIN_SIDE` and `_MAX_SIDE`."""
 _CHAR_WIDTH = 6.2
 _PALE = 0.55
-"""Opacity of the colours of every other eight ranks."""
+"""Opacity of the colours in every second group of eight ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Drawing:
     height: float
     boxes: tuple[Box, ...]
     empty: str
-    """Which ranks hold nothing of the tensor, such as ``rank 3: nothing``; empty: all have a part."""
+    """Which ranks hold no part of the tensor, such as ``rank 3: nothing``; empty: all have a part."""
 
 
 def draw(tensor: PlacedTensor) -> Drawing:
@@ -63,7 +63,7 @@ def draw(tensor: PlacedTensor) -> Drawing:
     for number, part in enumerate(parts):
         y, box_height = _interval(part, vertical, rows, height)
         x, box_width = _interval(part, horizontal, columns, width)
-        if is_independent:  # strips beside one another
+        if is_independent:  # strips side by side
             x, box_width = width * number / len(parts), width / len(parts)
         boxes.append(_box(tensor, part, (x, y, box_width, box_height)))
     without = [rank for part in tensor.parts if part.is_empty for rank in part.ranks]

@@ -1,4 +1,4 @@
-"""Tensors of repeated blocks as one row: `blocks.0-31.norm.weight` stands for 32 that are alike but for a number."""
+"""Tensors of repeated blocks as one row: `blocks.0-31.norm.weight` stands for 32 that differ only by a number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from axon_nb.widgets.shards.tensors import PlacedTensor
 __all__ = ["Alike", "fold"]
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<=[A-Za-z])\d+(?=\.|$)")
-"""A number of its own in a name, or at the end of one of its parts: `blocks.12.up`, `block12.up`."""
+"""A number that is a part of a name, or ends one: `blocks.12.up`, `block12.up`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Mesh:
     """Ranks row by row; the last axis goes from left to right."""
 
     title: str
-    """Such as ``mesh: dp 2 × tp 4``, or ``ranks`` if no mesh has all of them."""
+    """Text such as ``mesh: dp 2 × tp 4``, or ``ranks`` if no mesh has all of them."""
     columns: int
     ranks: tuple[int, ...]
     places: tuple[str, ...]

@@ -29,7 +29,7 @@ _MAX_ROWS = 60
 
 
 def shown_shape(tensor: PlacedTensor) -> str:
-    """Return such as ``64 × 32 float32``."""
+    """Return text such as ``64 × 32 float32``."""
     return f"{' × '.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
 
 
@@ -41,10 +41,10 @@ def local_sizes(tensor: PlacedTensor) -> str:
 
 
 def heading(title: str, tensors: Sequence[PlacedTensor]) -> str:
-    """Return such as ``model: 12 tensors on 4 ranks, 1.20 MiB in all, 307 KiB on each rank``."""
+    """Return text such as ``model: 12 tensors on 4 ranks, 1.20 MiB in all, 307 KiB on each rank``."""
     total_bytes = bytes_by_rank(tensors)
     low, high = min(total_bytes.values(), default=0), max(total_bytes.values(), default=0)
-    each = f"{format_bytes(low)} on each" if low == high else f"{format_bytes(low)} to {format_bytes(high)} on a rank"
+    each = f"{format_bytes(low)} on each" if low == high else f"{format_bytes(low)} to {format_bytes(high)} per rank"
     count = f"{len(tensors)} tensor{'' if len(tensors) == 1 else 's'}"
     ranks = f"{len(total_bytes)} rank{'' if len(total_bytes) == 1 else 's'}"
     return f"{title}: {count} on {ranks}, {format_bytes(sum(total_bytes.values()))} in all, {each}"

@@ -130,7 +130,7 @@ def describe_placement(tensor: PlacedTensor) -> str:
             dim = int(placement[6:-1])
             parts.append(f"{_DIM_NAMES.get(len(tensor.shape), {}).get(dim, f'dim {dim}')} over {over}")
         elif placement.startswith("Partial"):
-            parts.append(f"summands over {over}" if "sum" in placement else f"{placement} over {over}")
+            parts.append(f"partial sums over {over}" if "sum" in placement else f"{placement} over {over}")
         elif count > 1:
             parts.append(f"copies over {over}")
     text = ", ".join(parts) or ranks

@@ -74,7 +74,7 @@ class ShardsView(LiveView):
             return self._bundle
 
     def make_content(self) -> dict[str, Any]:
-        """Return the tensors; they refer to drawings by number, as many are alike."""
+        """Return the tensors; they refer to drawings by number, because many are alike."""
         drawings: dict[str, int] = {}
         rows = [_row(tensor, drawings) for tensor in self._tensors]
         return {

@@ -1,4 +1,4 @@
-"""Two cells beside each other: what took longer, and both on one scale, as a page and as text."""
+"""Two cells side by side: what took longer, and both on one scale, as a page and as text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEAD = "mean of the ranks"
 
 
 def comparison_bundle(cells: Sequence[tuple[str, SpanTable]], ranks: Sequence[int]) -> dict[str, str]:
-    """Return two cells beside each other as `text/html` and `text/plain`.
+    """Return two cells side by side as `text/html` and `text/plain`.
 
     Args:
         cells: Title, such as ``In [7]``, and the spans of each of the two cells.
@@ -35,7 +35,7 @@ def comparison_bundle(cells: Sequence[tuple[str, SpanTable]], ranks: Sequence[in
     """
     titles = [title for title, _ in cells]
     summaries = [summarize(table) for _, table in cells]
-    heading = f"{titles[0]} beside {titles[1]}"
+    heading = f"{titles[0]} compared with {titles[1]}"
     rows = _rows(*summaries)
     head = (_HEAD, *titles, "change")
     body = html.table(

@@ -1,4 +1,4 @@
-"""What a timeline says in numbers and words: figures, the notice on what costs most, the table of ranks, pipelines."""
+"""A timeline in numbers and words: figures, the notice about what costs most, the table of ranks, pipelines."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ _MAX_BOXES = 1000
 """Of all pipelines together, measured and ideal; they take 35 kB of a message."""
 _MAX_NAMES = 3
 _MIN_ABOVE_IDEAL = 1.05
-"""Length of a pipeline's step in ideal ones from which on the difference is reported."""
+"""Length of a pipeline's step, in ideal steps, from which the difference is reported."""
 _MIN_EXPOSED, _MIN_OWN_CODE = 0.1, 0.25
-"""Shares of the ranks' time from which on exposed communication and own code are reported."""
+"""Shares of the ranks' time from which exposed communication and own code are reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,13 @@ def _notice(table: SpanTable, facts: TimelineFacts, steps: Sequence[PipelineStep
             name,
         )
     if total and own_code >= _MIN_OWN_CODE * total:
-        text = f"{own_code / total:.0%} of the ranks' time is in no forward, backward or optimizer step."
-        return Notice("Own code takes long.", text, "own code")
+        text = f"{own_code / total:.0%} of the ranks' time is spent outside forward, backward and optimizer steps."
+        return Notice("Own code takes a lot of time.", text, "own code")
     return None
 
 
 def _most_exposed(table: SpanTable) -> str:
-    """Return the name of the communication that is longest beside no computation; empty: there is none."""
+    """Return the name of the communication that is exposed longest; empty: there is none."""
     columns = table.columns
     names = np.array([name for _, name, _ in table.labels], dtype=object)[columns["label"]]
     communicates = table.of_kind("collective", "p2p")
@@ -228,7 +228,7 @@ def format_duration(seconds: float) -> str:
 
 
 def omitted_pipelines(summary: TimelineSummary) -> list[str]:
-    """Return a sentence if there are more pipelines than are shown."""
+    """Return a sentence if not all pipelines are shown."""
     count = len(summary.steps) - MAX_PIPELINES
     pipelines = "1 older pipeline is" if count == 1 else f"{count} older pipelines are"
     return [f"{pipelines} left out."] if count > 0 else []
@@ -258,7 +258,7 @@ def step_seconds(spans: Sequence[Span]) -> float:
 
 
 def _above_ideal(step: PipelineStep) -> str:
-    """Return how much longer a step took than the ideal one; empty: hardly any longer."""
+    """Return how much longer a step took than the ideal one; empty: hardly longer."""
     measured, ideal = step_seconds(step.measured), step_seconds(step.ideal)
     return format_duration(measured - ideal) if measured > _MIN_ABOVE_IDEAL * ideal else ""
 

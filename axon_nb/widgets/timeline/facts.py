@@ -16,7 +16,7 @@ __all__ = ["RankFacts", "Straggler", "TimelineFacts", "running_cell", "timeline_
 _COMPUTING = ("forward", "backward", "optimizer")
 _COMMUNICATING = ("collective", "p2p")
 _MIN_WAITING = 0.02
-"""Share of all ranks' time from which on waiting for late ranks is reported."""
+"""Share of all ranks' time from which waiting for late ranks is reported."""
 _MIN_COLLECTIVES = 5
 _STRAGGLER_SHARE = 0.5
 """A rank is a straggler if this share of that waiting was for it, and at least twice an even share."""
@@ -81,7 +81,7 @@ class RankFacts:
 
     @property
     def known(self) -> float:
-        """For how long it is known what the rank did, waiting included."""
+        """How long the rank's activity is known, including waiting."""
         return self.computing + self.own_code + self.waiting
 
 
@@ -172,7 +172,7 @@ def _rank_facts(
 def running_cell(
     columns: dict[str, npt.NDArray[np.int64]], is_own: npt.NDArray[np.bool_], since: int | None
 ) -> Intervals:
-    """Return what is known of the running cell of one rank: up to the end of its last span."""
+    """Return the known part of one rank's running cell: up to the end of its last span."""
     ends = columns["end"][is_own]
     known = [(since, int(ends.max()))] if since is not None and len(ends) and ends.max() > since else []
     return np.array([start for start, _ in known], dtype=np.int64), np.array([end for _, end in known], dtype=np.int64)
@@ -195,7 +195,7 @@ _MIN_STEPS = 2
 def _step(table: SpanTable) -> tuple[float, float] | None:
     """Return mean and standard deviation of the time from one optimizer step to the next, over all ranks.
 
-    Of several optimizers that step one after the other only the first counts.
+    If several optimizers step one after the other, only the first counts.
     """
     columns = table.columns
     is_step, is_pass = table.of_kind("optimizer"), table.of_kind("forward", "backward")

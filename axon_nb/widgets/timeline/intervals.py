@@ -49,7 +49,7 @@ def union_ns(intervals: Intervals) -> int:
 
 
 def subtract(intervals: Intervals, holes: Intervals) -> Intervals:
-    """Return what of the intervals' union is in none of the holes, in order."""
+    """Return the part of the intervals' union outside all holes, in order."""
     points = np.sort(np.concatenate((*intervals, *holes)), kind="stable")
     (is_inside, is_hole), _ = coverage(intervals, holes)
     kept = is_inside & ~is_hole & (points[:-1] < points[1:])

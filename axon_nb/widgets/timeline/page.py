@@ -105,7 +105,7 @@ def _describe(rank: RankFacts | None) -> str:
     if rank is None:
         return "no span"
     parts = [f"{name} {cell}" for (name, _), cell in zip(COLUMNS, rank_cells(rank), strict=True) if cell != "–"]
-    return ", ".join(parts) or "nothing but its cell"
+    return ", ".join(parts) or "only its cell"
 
 
 def _sentences(summary: TimelineSummary) -> list[str]:
@@ -120,7 +120,7 @@ def _spans(count: int, noun: str) -> str:
 
 def _losses(table: SpanTable) -> list[str]:
     dropped = f"{_spans(table.dropped, 'older span')} dropped." if table.dropped else ""
-    lost = f"{_spans(table.lost, 'span')} lost: too many came at once." if table.lost else ""
+    lost = f"{_spans(table.lost, 'span')} lost: too many arrived at once." if table.lost else ""
     return [note for note in (dropped, lost) if note]
 
 

@@ -32,7 +32,7 @@ class TimelinePanel(Panel):
         self._picture_end = -1
 
     def picture(self) -> dict[str, str]:
-        """Return what the view shows now; made again only if spans were added, as it takes all spans."""
+        """Return what the view shows now; made again only if spans were added, because it reads all of them."""
         if self._feed.store.end != self._picture_end:
             self._picture_end = self._feed.store.end
             self._picture = self.view.to_bundle()

@@ -102,7 +102,7 @@ class Timeline:
 
     @property
     def title(self) -> str:
-        """Such as ``In [3]``; empty for everything."""
+        """Text such as ``In [3]``; empty for everything."""
         return "" if self._cell is None else f"In [{self._cell}]"
 
     def table(self) -> SpanTable:
@@ -151,4 +151,4 @@ class Timeline:
         return timeline_bundle(self.table(), self._ranks, title=self.title)["text/plain"]
 
     def _ipython_display_(self) -> None:
-        """Show nothing: it was shown when it was made."""
+        """Show nothing: the view was shown when this was created."""

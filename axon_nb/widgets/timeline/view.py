@@ -59,7 +59,7 @@ class TimelineView(View):
     _css = style("timeline")
 
     tools = traitlets.Unicode(script("timeline/tools/tools")).tag(sync=True)
-    """The script of what a page needs only when it is used; a page loads it then."""
+    """The script of features that a page loads only when they are used."""
     config = traitlets.Dict().tag(sync=True)
     """What does not change: ranks, title, paints."""
     snapshot = traitlets.Bytes(b"").tag(sync=True)
@@ -80,7 +80,7 @@ class TimelineView(View):
         self._restart = True
         self._last_heartbeat: float | None = None
         self._last_sent = self._last_acked = self._last_given_up = 0
-        """Numbers of the last message that was sent, acknowledged by a page, and given up."""
+        """Numbers of the last message sent, of the last acknowledged by a page, and of the last given up."""
         self._hold_until = 0.0
         self._sent_at = 0.0
         self._sent_state: tuple[Any, ...] = ()
@@ -126,7 +126,7 @@ class TimelineView(View):
         self.send({"op": "append"}, buffers=[message])
 
     def _check_loop(self) -> None:
-        """Note when the kernel's event loop runs and so receives messages, which it does not while a cell blocks it."""
+        """Record when the kernel's event loop runs: it receives no messages while a cell blocks it."""
         if self._loop is None:
             self._loop_ran_at = time.monotonic()
             return
@@ -173,7 +173,7 @@ class TimelineView(View):
         return state
 
     def on_message(self, message: dict[str, Any]) -> None:
-        """Handle a message of a page; from the notebook's thread."""
+        """Handle a message from a page; on the notebook's thread."""
         self._last_heartbeat = self._loop_ran_at = time.monotonic()
         if message.get("op") == "ack":
             self._last_acked = max(self._last_acked, int(message.get("number", self._last_sent)))

@@ -1,6 +1,6 @@
 """A curve as a picture with axes that needs no script: shapes in an SVG, and the labels of its ticks around it.
 
-It looks right on light and dark pages, as its text is the page's.
+It looks right on light and dark pages, because its text is the page's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ WIDTH, HEIGHT = 300, 90
 """Of the picture, in units."""
 _NUM_TICKS = 4
 _ZERO_SHARE = 0.4
-"""Of the highest value that the lowest one is below if the axis of plain numbers begins at zero."""
+"""The axis of plain numbers begins at zero if the lowest value is below this share of the highest."""
 _MIN_RELATIVE = 0.02
-"""Of the highest value that the axis spans, so that noise does not fill it."""
+"""The axis spans at least this share of the highest value, so that noise does not fill it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def heading(store: JobStore) -> str:
-    """Return such as ``4 ranks, In [5] is running: 12.3 steps/s, 394 items/s, 31 % of the time in communication``."""
+    """Return text such as ``4 ranks, In [5] is running: 12.3 steps/s, 31 % of the time in communication``."""
     count = len(store.rows())
     ranks = f"{count} rank{'' if count == 1 else 's'}"
     state = f"In [{store.cell}] is running" if store.cell else "no cell is running"
@@ -75,7 +75,7 @@ def heading(store: JobStore) -> str:
 
 
 def context(store: JobStore) -> str:
-    """Return such as ``In [5] · 4 ranks · 394 items/s``."""
+    """Return text such as ``In [5] · 4 ranks · 394 items/s``."""
     count = len(store.rows())
     parts = [f"In [{store.cell}]" if store.cell else "a cell" if store.cell == 0 else "no cell is running"]
     parts.append(f"{count} rank{'' if count == 1 else 's'}")
@@ -122,7 +122,7 @@ def rank_cells(row: RankRow) -> tuple[str, str, str, str, str]:
     )
 
 
-RANK_TITLES = ("rank", "what it does", "step", "steps/s", "communication", "memory")
+RANK_TITLES = ("rank", "activity", "step", "steps/s", "communication", "memory")
 """Columns of the table of ranks."""
 _MAX_RANKS = 256
 

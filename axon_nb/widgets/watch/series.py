@@ -33,7 +33,7 @@ class Series:
         self.latest: dict[int, tuple[float, float]] = {}
         """The last step of each rank, and its value there."""
         self.not_finite: dict[int, float] = {}
-        """Ranks with a value that is not finite, and the step of the first one."""
+        """Ranks with a value that is not finite, and the step of the first such value."""
         self._limit = limit
         self._points: dict[int, tuple[float, float, float, int]] = {}
 

@@ -30,17 +30,17 @@ class MergedBar:
     high: float
     """Progress of the fastest rank."""
     text: str
-    """Such as ``30/100, rank 2 (fastest: 41/100), 12.1it/s, 5.8 s left``."""
+    """Text such as ``30/100, rank 2 (fastest: 41/100), 12.1it/s, 5.8 s left``."""
     is_over: bool
     """Whether it has ended on all ranks."""
     count: str = ""
     """Of the slowest rank, such as ``30/100``."""
     rate: str = ""
-    """Such as ``12.1 it/s``; empty: unknown, or it has ended."""
+    """Text such as ``12.1 it/s``; empty: unknown, or it has ended."""
     left: str = ""
-    """Such as ``5.8 s left`` or ``done after 12.0 s``."""
+    """Text such as ``5.8 s left`` or ``done after 12.0 s``."""
     behind: str = ""
-    """Such as ``rank 2 is 11 behind``; empty: all ranks are about as far."""
+    """Text such as ``rank 2 is 11 behind``; empty: all ranks are about as far."""
 
 
 def merge_bars(bars: Mapping[int, Sequence[Bar]]) -> list[MergedBar]:
@@ -144,7 +144,7 @@ class JobStore:
         self._start: float | None = None
 
     def stop(self) -> None:
-        """Note that the cluster has stopped; what ranks did last stays, in the past."""
+        """Record that the cluster has stopped; the ranks' last states stay, in the past tense."""
         self.cell = None
         self._states = {
             rank: state if state.startswith("stopped") else f"stopped; was {state}"
@@ -178,7 +178,7 @@ class JobStore:
         if row.run < self._run:
             self._has_earlier_run = True
             return
-        # A later run is that of a replaced rank, which does not know of the steps before it started.
+        # A later run is that of a replaced rank, which knows no steps from before it started.
         for name, value in row.values.items():
             if name not in self.metrics and len(self.metrics) >= _MAX_NAMES:
                 self._omitted_names.add(name)
@@ -232,7 +232,7 @@ class JobStore:
         return merge_bars({rank: report.bars for rank, report in self.reports.items()})
 
     def notes(self) -> list[str]:
-        """Return sentences on what is missing and what is not finite."""
+        """Return sentences about missing and non-finite values."""
         found = []
         for series in self.metrics.values():
             if series.not_finite:

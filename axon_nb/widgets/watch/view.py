@@ -146,7 +146,7 @@ class WatchPanel(LivePanel):
         return sum(reply.cost_s for reply in replies)
 
     def on_cluster_stopped(self) -> None:
-        """Show that no cell runs anymore; what ranks did last stays."""
+        """Show that no cell runs anymore; the ranks' last states stay."""
         self.view.stop()
 
 

@@ -179,7 +179,7 @@ def test_one_cell_and_some_ranks_can_be_chosen(ready: Kernel, tmp_path: Path) ->
     reply = ready.ok(f"%timeline --cell {number} --ranks 1,2")
     assert reply.displays[0]["text/plain"].splitlines()[0].startswith(f"In [{number}]: 2 ranks, ")
     both = ready.ok(f"%timeline --cell {number},{number} --ranks 1,2").displays[0]["text/plain"].splitlines()
-    assert both[0] == f"In [{number}] beside In [{number}]"
+    assert both[0] == f"In [{number}] compared with In [{number}]"
     assert any(line.split()[0] == "cell" and line.endswith("(+0%)") for line in both[1:])
     ready.ok(f"%timeline --cell {number} --ranks 2 --save {tmp_path}/one.csv")
     assert {line.split(",")[0] for line in (tmp_path / "one.csv").read_text().splitlines()[1:]} == {"2"}

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 _NAME = re.compile(r"`(test_\w+)`")
 _WEAKNESS = re.compile(r"^\| ([NC]\d+) \| [^|]+ \| ([^|]+) \|$", re.MULTILINE)
-_PROVEN = ("mended", "follows")
+_PROVEN = ("fixed", "follows")
 _PROOF = re.compile(r"`test_|N\d")
 _DEFINED = re.compile(r"^def (test_\w+)\(", re.MULTILINE)
 

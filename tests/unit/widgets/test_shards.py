@@ -60,7 +60,7 @@ def test_kinds_are_told_apart_in_words() -> None:
         Shard("x", "tensor", r, (3,), (3,), (0,), ("Partial(sum)",), "float32", "cpu", 12, 0, ("dp",), (2,), (r,))
         for r in (0, 1)
     ]
-    assert describe_placement(merge_shards(summand)[0]) == "summands over dp (2)"
+    assert describe_placement(merge_shards(summand)[0]) == "partial sums over dp (2)"
     padded = [
         Shard(
             "x", "tensor", r, (3,), (2 - r,), (2 * r,), ("Shard(0)",), "float32", "cpu", 8, 4 * r, ("dp",), (2,), (r,)

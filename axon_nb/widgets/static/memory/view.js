@@ -62,7 +62,7 @@ function drawPage(page, data) {
 }
 
 /**
- * Replace what an element holds, and stay where it was scrolled to.
+ * Replace the children of an element, and keep its scroll position.
  *
  * @param {HTMLElement} node
  * @param {Node[]} children
@@ -95,7 +95,7 @@ function render({ model, el }) {
   model.on("change:what_if", whatIf.draw);
   draw();
   whatIf.draw();
-  // Plan the current setup once somebody looks; after a reload the prediction is there already.
+  // Plan the current setup once somebody looks; after a reload the prediction already exists.
   if (!whatIf.root.hidden && whatIf.isEmpty) model.send({ op: "what_if", setup: null });
   const stopHeartbeats = sendHeartbeats(model, page.root);
   return () => {

@@ -81,7 +81,7 @@ export function difference(fields, values) {
 }
 
 /**
- * Text for what is being done, with the share that is done if it is known.
+ * Text for the work in progress, with the share that is done if it is known.
  *
  * @param {string} doing
  * @param {number | null} share
@@ -155,7 +155,7 @@ function buildElements() {
   const [verdict, bars, changes] = [element("div"), element("div"), element("div", { class: "axon-view-scroll" })];
   const notes = element("div", { class: "axon-view-muted" });
   const line = element("div", { class: "axon-memory-doing" }, reset, bar, doing);
-  const explained = "a step is simulated beside the notebook; nothing of the run changes";
+  const explained = "a step is simulated in a separate process; the run is not affected";
   const title = element("div", { class: "axon-memory-title" }, element("b", {}, "What if"), " ");
   title.append(element("small", { class: "axon-view-muted" }, explained));
   const form = element("div", {}, controls, line);

@@ -20,7 +20,7 @@
  * @property {string} local bytes per rank, as text
  * @property {number} bytes in all
  * @property {string} total the same, as text
- * @property {number} drawing index, as many tensors are alike
+ * @property {number} drawing index, because many tensors are alike
  */
 
 /** @typedef {{tensors: Tensor[], drawings: Drawing[]}} Tensors */
@@ -192,7 +192,7 @@ export function nestedTreemap(tensors, width, height) {
 }
 
 /**
- * The last parts of a name that fit into so many letters; empty: not even the last one does.
+ * The last parts of a name that fit into this many letters; empty: not even the last one fits.
  *
  * @param {string} name
  * @param {number} letters

@@ -52,7 +52,7 @@ export function makeMesh({ title, columns, cells }, selected, onSelect) {
 }
 
 /**
- * Make the parts of a drawing pale that a rank does not hold.
+ * Fade the parts of a drawing that a rank does not hold.
  *
  * @param {Element} root
  * @param {number} selected rank; -1: none, all are as they are

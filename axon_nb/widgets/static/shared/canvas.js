@@ -36,7 +36,7 @@ const PATTERNS = {
   ],
   "kind-other": [[0, 4, 8, 4]],
 };
-/** Lines over colours, drawn only for who wants patterns; forward has none. */
+/** Lines over colours, drawn only if patterns are on; forward has none. */
 const MIN_ROUNDED = 6; // pixels of the page
 const RADIUS = 2;
 const FOOT = 2;

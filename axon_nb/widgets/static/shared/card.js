@@ -3,7 +3,7 @@
 
 import { element, setText } from "./dom.js";
 
-/** @typedef {{name: string, value: string, remark: string}} Figure a number with its name and what qualifies it */
+/** @typedef {{name: string, value: string, remark: string}} Figure a number with its name and a remark */
 
 /** @typedef {{claim: string, text: string, state?: "ok" | "warn" | "error"}} Notice */
 
@@ -20,7 +20,7 @@ export function makeHead(title) {
 }
 
 /** @type {Record<string, string>} */
-const STATE_WORDS = { live: "live", ended: "ended", idle: "idle", lost: "no news from the kernel" };
+const STATE_WORDS = { live: "live", ended: "ended", idle: "idle", lost: "no messages from the kernel" };
 
 /**
  * Show how a view is doing.

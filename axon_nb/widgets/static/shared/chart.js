@@ -29,7 +29,7 @@ const LETTER = 6.4; // pixels
 const MIN_LEFT = 26;
 
 /**
- * The frame of a chart whose tick labels have at most so many letters.
+ * The frame of a chart whose tick labels have at most this many letters.
  *
  * @param {number} width
  * @param {number} height

@@ -66,7 +66,7 @@ export function inkOn(color) {
 const PATTERNS_KEY = "axon_nb.patterns";
 
 /**
- * Show patterns in a view as the user last chose; `toggle` changes that, and returns whether they are shown.
+ * Show patterns in a view if the user last chose so; `toggle` changes that, and returns whether they are shown.
  *
  * @param {HTMLElement} root
  */

@@ -92,7 +92,7 @@ export function drawAxis(canvas, theme, marks, { top, bottom, ratio }) {
 }
 
 /**
- * A range whose length is changed by a factor, with one time at the same place in it.
+ * A range scaled by a factor around one time, which keeps its place.
  *
  * @param {TimeRange} range
  * @param {number} factor below 1 to zoom in

@@ -64,7 +64,7 @@ export class TimeView {
       this.#theme = null;
       this.onAppearanceChange();
     });
-    // The present moves on between messages, too, and a rank that falls silent sends none.
+    // Time moves on between messages, too, and a rank that falls silent sends none.
     const timer = setInterval(() => !this.store.finished && this.request(), redrawMs);
     shared.views.set(root, this.request);
     this.request();

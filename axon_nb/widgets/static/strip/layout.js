@@ -99,7 +99,7 @@ export function rowRuns(segments, { from, to, width, now, config }) {
   const scale = width / (to - from);
   const shares = new PixelShares(1, width, config.paints.length);
   const last = segments.length - 1;
-  // The last sample of an open segment may be before `from`, yet the segment reaches into the view.
+  // The last sample of an open segment may be before `from`, although the segment reaches into the view.
   for (let i = Math.min(firstEndingAfter(segments, from), Math.max(0, last)); i <= last; i++) {
     const segment = segments[i];
     if (segment.start > to) break;

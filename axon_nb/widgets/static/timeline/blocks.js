@@ -1,5 +1,5 @@
 // @ts-check
-// Spans by time: blocks of spans that a search can skip, and the range that all of them are in.
+// Spans by time: blocks of spans that a search can skip, and the range that covers all of them.
 
 /** @import { TimeRange } from "../shared/time_axis.js" */
 /** @import { Store } from "./store.js" */

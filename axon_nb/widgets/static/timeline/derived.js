@@ -1,5 +1,5 @@
 // @ts-check
-// What follows from spans: where a backward can only wait, and how far each rank is known.
+// Derived from spans: where a backward can only wait, and up to when each rank is known.
 
 /** @import { Config, Store } from "./store.js" */
 
@@ -14,7 +14,7 @@
  *   isStepping: boolean}} RankState
  */
 
-const MAX_REMEMBERED = 256; // of each rank: spans arrive at most so many others later than those that they are within
+const MAX_REMEMBERED = 256; // per rank: a span arrives at most this many spans after the one that contains it
 const MAX_TAILS = 150_000;
 const MAX_STEPS = 10_000;
 
@@ -32,7 +32,7 @@ export class Derived {
   }
 
   /**
-   * Add the spans that have come since the last call.
+   * Add the spans that have arrived since the last call.
    *
    * @param {Store} store
    */
@@ -108,7 +108,7 @@ export class Derived {
   }
 
   /**
-   * Take a communication into account.
+   * Account for a communication.
    *
    * @param {Backward} backward
    * @param {number} start

@@ -115,10 +115,10 @@ const MAX_LABELLED = 3000; // visible spans that may be written on
 export const MIN_SHARE = 0.004; // of a pixel that is drawn
 
 /**
- * Each kind's share of each pixel; line 2 * row + lane is a lane of a row, over the ranks of the row. In the lane of communication, the time
- * before the last rank has started is waiting, and in the lane of code the tails of backwards are; what is left of a
- * cell is the rank's own code. Also returns how many spans were `found`, the indices of `cells`, and those of
- * `labelled` spans, or null if there are too many.
+ * Each kind's share of each pixel; line 2 * row + lane is a lane of a row, over the ranks of the row. In the lane of
+ * communication, the time before the last rank has started is waiting, and so are the tails of backwards in the lane
+ * of code. What is left of a cell is the rank's own code. Also returns how many spans were `found`, the indices of
+ * `cells`, and those of `labelled` spans, or null if there are too many.
  *
  * @param {Store} store
  * @param {SpanSelection & TimeRange & {width: number, derived: Derived, rows?: Rows}} options width: device pixels
@@ -170,7 +170,7 @@ export function pixelShares(store, options) {
 }
 
 /**
- * Cover what is known of the running cell, whose span comes when it has ended.
+ * Cover the known part of the running cell, whose span arrives only when it has ended.
  *
  * @param {PixelShares} pixels
  * @param {Store} store

@@ -1,5 +1,5 @@
 // @ts-check
-// Which spans are missing, in words.
+// Which spans are missing, as text.
 
 /** @import { Store } from "./store.js" */
 
@@ -20,6 +20,6 @@ export function losses({ dropped, missing, lost }) {
   const notes = [];
   if (dropped) notes.push(`${spans(dropped, "older span")} dropped`);
   if (missing) notes.push(`${spans(missing, "older span")} not loaded again`);
-  if (lost) notes.push(`${spans(lost, "span")} lost: too many came at once`);
+  if (lost) notes.push(`${spans(lost, "span")} lost: too many arrived at once`);
   return notes.join(" · ");
 }

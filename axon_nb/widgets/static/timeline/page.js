@@ -163,7 +163,7 @@ export function build(config, el) {
 }
 
 /**
- * Show in words what a timeline shows.
+ * Describe a timeline as text.
  *
  * @param {ReturnType<typeof build>} parts
  * @param {{store: Store, range: TimeRange, found: number, ranks: number[], isLost: boolean}} shown found: visible spans

@@ -1,5 +1,5 @@
 // @ts-check
-// The rows of a timeline: one for each rank; many ranks are folded into groups, but for those that matter.
+// The rows of a timeline: one per rank; many ranks are folded into groups, except for those that matter.
 
 /** @typedef {{name: string, ranks: number[], block: number}} Row block: number of its group, which can be folded; or -1 */
 
@@ -26,7 +26,7 @@ export function everyRow(ranks) {
 }
 
 /**
- * Rows of many ranks: a row for each group of neighbours, or for each rank of an open one; some ranks stand above them.
+ * Rows of many ranks: one per group of neighbours, or per rank of an open group; some ranks have rows above them.
  *
  * @param {number[]} ranks
  * @param {Set<number>} open numbers of groups

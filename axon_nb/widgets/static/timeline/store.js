@@ -36,7 +36,7 @@ import { updateBlocks } from "./blocks.js";
 /**
  * @typedef {object} Facts
  * @property {Figure[]} figures
- * @property {(Notice & {filter: string}) | null} notice on what costs most, and the words that show it
+ * @property {(Notice & {filter: string}) | null} notice about what costs most, and the words that show it
  * @property {Record<string, number>} shares of the ranks' time by kind, 0 to 1
  * @property {{title: string, token: string}[]} columns of the table
  * @property {{rank: number, cells: Cell[]}[]} rows

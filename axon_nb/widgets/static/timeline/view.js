@@ -164,7 +164,7 @@ class TimelineView extends TimeView {
   }
 
   /**
-   * Call a function with what is loaded only when it is used.
+   * Call a function with the tools, which are loaded at their first use.
    *
    * @param {(tools: Tools) => void} use
    */
@@ -246,7 +246,7 @@ class TimelineView extends TimeView {
     }
   }
 
-  /** Fold many ranks into groups, but for those that are late. */
+  /** Fold many ranks into groups, except for late ones. */
   #foldRows() {
     const { ranks } = this.config;
     const late = lateRanks(this.store.facts);

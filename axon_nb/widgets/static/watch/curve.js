@@ -39,7 +39,7 @@ const HEIGHT = 128; // pixels
 const TICK_WIDTH = 80;
 const MIN_SMOOTHED = 10; // points
 
-/** A curve on a page; `update` draws it again, and the cursor stays where it is. */
+/** A curve on a page; `update` redraws it without moving the cursor. */
 export class CurveChart {
   #points = decode();
   /** @type {Look} */
@@ -103,7 +103,7 @@ export class CurveChart {
   }
 
   /**
-   * Move the cursor to the point nearest to a step; null: nowhere. Returns what it says there; empty: nothing.
+   * Move the cursor to the point nearest to a step; null: nowhere. Returns the text for that point; empty: none.
    *
    * @param {number | null} step
    */

@@ -26,8 +26,8 @@ export function decode(bytes) {
 }
 
 const TICKS = 4;
-const ZERO_SHARE = 0.4; // of the highest value that the lowest one is below if the axis begins at zero
-const MIN_RELATIVE = 0.02; // of the highest value, so that noise does not fill the axis
+const ZERO_SHARE = 0.4; // the axis begins at zero if the lowest value is below this share of the highest
+const MIN_RELATIVE = 0.02; // at least this share of the highest value, so that noise does not fill the axis
 const USUAL = 0.955; // of the points are within the axis if the others are far off
 const FAR = 2.5; // times the span of the usual ones
 

@@ -180,7 +180,7 @@ def test_one_sentence_says_what_costs_most() -> None:
     assert notice_of(*cells, *work, *alone, *waits, *beside) == (
         "all_gather is exposed. Ranks spend 30% of their time in communication while they compute nothing."
     )
-    assert notice_of(*cells, *work).startswith("Own code takes long. 40% of the ranks' time")
+    assert notice_of(*cells, *work).startswith("Own code takes a lot of time. 40% of the ranks' time")
     assert notice_of(*cells, *(span(rank, 0, 95, "forward") for rank in range(4))) == "None"
 
 
@@ -275,7 +275,7 @@ def test_two_cells_are_compared_on_one_scale() -> None:
     rows = {line.split()[0]: line.split()[1:] for line in bundle["text/plain"].splitlines()[2:]}
     assert rows["cell"] == ["100", "ms", "50", "ms", "−50", "ms", "(−50%)"]
     assert rows["forward"] == ["20", "ms", "10", "ms", "−10", "ms", "(−50%)"]
-    assert "In [7] beside In [9]" in bundle["text/html"]
+    assert "In [7] compared with In [9]" in bundle["text/html"]
     assert bundle["text/html"].count("<img") == 4
 
 

@@ -13,7 +13,7 @@ import { forEachBetween } from "../blocks.js";
 const REACH = 120; // seconds, in which all ranks call a collective
 
 /**
- * The spans that belong to a span, with itself; empty: it stands alone.
+ * The spans that belong together with a span, including itself; empty: there are none.
  *
  * @param {Store} store
  * @param {number} index

@@ -137,7 +137,7 @@ export class Selection {
   }
 
   /**
-   * Measure a stretch of time; with the shift key beside the one before.
+   * Measure a stretch of time; with the shift key, compare it with the previous one.
    *
    * @param {TimeRange} range
    * @param {boolean} hasShift

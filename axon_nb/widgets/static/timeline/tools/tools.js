@@ -1,5 +1,5 @@
 // @ts-check
-// What a timeline needs only when it is used; its page loads this then.
+// Features of a timeline that its page loads only when they are used.
 
 import { create } from "../../shared/dom.js";
 import { drawPicture } from "./picture.js";
