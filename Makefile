@@ -29,10 +29,10 @@ lab: $(INSTALLED)  ## open the examples in JupyterLab
 quick: check  ## the checks, and the tests that start no ranks
 	scripts/test quick
 
-test: check  ## quick, and one real path for every promise to users (tests/promises.toml)
-	scripts/test
+test: check  ## quick, one real path for every promise to users, and what changed since the last landing; CI runs it
+	CHANGED_LIMIT_S=$${CHANGED_LIMIT_S:-400} scripts/test --changed
 
-test-all: check  ## everything that each commit must pass; CI runs it
+test-all: check  ## everything, before a part is called done
 	scripts/test all
 
 soak: check fuzz  ## hours: 1,000 random faults, all notebooks and exports, hundreds of interrupts

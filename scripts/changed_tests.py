@@ -1,6 +1,6 @@
 """Print the tests that a change can break, one path per line; `scripts/test --changed` runs them after the quick ones.
 
-    python -m scripts.changed_tests          # what differs from main, committed or not
+    python -m scripts.changed_tests          # what differs from the last landing (.ci/landed), committed or not
     python -m scripts.changed_tests HEAD~3   # what differs from a commit
 
 Coverage cannot tell: most code runs in kernels and forked ranks. So a table says which tests run which package. What it
@@ -10,15 +10,20 @@ does not list, such as pyproject.toml, can break everything.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["TESTS", "select"]
+__all__ = ["DURATIONS", "TESTS", "affordable", "changed_since", "select"]
 
 ROOT = Path(__file__).resolve().parents[1]
+LANDED = ROOT / ".ci" / "landed"
+"""Names the commit that the present work started from."""
+DURATIONS = ROOT / "tests" / "durations.json"
+"""Seconds by file; `scripts/test_tables.py` writes it."""
 KERNEL = "tests/kernel"
 VIEWS = f"{KERNEL}/views"
 TESTS: dict[str, tuple[str, ...]] = {
@@ -70,6 +75,29 @@ def select(changed: Iterable[str]) -> list[str]:
     return sorted(path for path in found if not any(str(folder) in found for folder in Path(path).parents))
 
 
+def affordable(paths: Iterable[str], changed: Iterable[str], limit_s: float) -> tuple[list[str], list[str]]:
+    """Split selected tests into files to run and files for which the time is too short.
+
+    Args:
+        paths: Files and folders, as `select` returns them.
+        changed: Changed paths: of the selected files these come first, then the shortest.
+        limit_s: Seconds that all files to run may take together, one after the other.
+    """
+    seconds: dict[str, float] = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    found = [
+        file for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("test_*.py"))
+    ]
+    first = set(changed)
+    names = sorted(
+        {str(file.relative_to(ROOT)) for file in found}, key=lambda name: (name not in first, seconds.get(name, 1.0))
+    )
+    taken, left_out, spent = [], [], 0.0
+    for name in names:
+        spent += seconds.get(name, 1.0)
+        (taken if spent <= limit_s else left_out).append(name)
+    return taken, left_out
+
+
 def _tests_of(path: str) -> list[str]:
     """The tests in a file, or those that use it: by an import, or as a conftest.py above them."""
     file = Path(path)
@@ -83,20 +111,30 @@ def _tests_of(path: str) -> list[str]:
     return [test for user in users for test in _tests_of(user)]
 
 
+def changed_since(base: str | None = None) -> list[str]:
+    """Return the paths that differ from a commit, committed or not.
+
+    Args:
+        base: The commit; None: the last landing. A checkout that lacks that commit has no changes.
+    """
+    if base is None:
+        base = LANDED.read_text(encoding="utf-8").strip()
+        if not (ROOT / ".git").exists() or _git("cat-file", "-e", f"{base}^{{commit}}").returncode:
+            return []
+    changed = _git("diff", "--name-only", "--merge-base", base, check=True).stdout.splitlines()
+    return changed + _git("ls-files", "--others", "--exclude-standard", check=True).stdout.splitlines()
+
+
 def main() -> int:
     """Print the selection."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", nargs="?", default="main", help="what to compare with")
-    base = parser.parse_args().base
-    changed = _git("diff", "--name-only", f"{base}...") if base != "HEAD" else []
-    changed += _git("diff", "--name-only", "HEAD") + _git("ls-files", "--others", "--exclude-standard")
-    print("\n".join(select(changed)))
+    parser.add_argument("base", nargs="?", help="what to compare with (default: the last landing)")
+    print("\n".join(select(changed_since(parser.parse_args().base))))
     return 0
 
 
-def _git(*command: str) -> list[str]:
-    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+def _git(*command: str, check: bool = False) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=check)
 
 
 if __name__ == "__main__":

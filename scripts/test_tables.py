@@ -4,7 +4,8 @@
     python -m scripts.test_tables durations out/tests.log
     python -m scripts.test_tables coverage quick    # runs that tier under coverage; or test
 
-Each replaces its own table and leaves the rest of the page.
+Each replaces its own table and leaves the rest of the page. With the durations of all tests, tests/durations.json is
+written as well, by which tests are scheduled.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import Any
 from benchmarks.report import machine
 from scripts.generated_page import ROOT
 
-__all__ = ["by_folder", "by_package", "main", "read_durations", "replace_table"]
+__all__ = ["by_file", "by_folder", "by_package", "main", "read_durations", "replace_table"]
 
+BY_FILE = ROOT / "tests" / "durations.json"
 PAGE = ROOT / "docs" / "tests.md"
 MARKS = {"quick": "quick and not slow", "test": "(quick or promise) and not slow"}
 NUM_SLOWEST = 40
@@ -40,7 +42,7 @@ def read_durations(log: str) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for line in log.splitlines():
         if found := _DURATION.match(line):
-            seconds[found[3]] += float(found[1])
+            seconds[found[3].rpartition("@")[0] or found[3]] += float(found[1])  # pytest-xdist appends the group
     if not seconds:
         raise ValueError("The log lists no durations: run pytest with `--durations 0`.")
     return dict(seconds)
@@ -53,6 +55,14 @@ def by_folder(seconds: Mapping[str, float]) -> dict[str, tuple[int, float]]:
         found[test.split("/")[1]].append(taken)
     sums = {folder: (len(each), sum(each)) for folder, each in found.items()}
     return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
+
+
+def by_file(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each file, to a tenth, by path."""
+    found: dict[str, float] = defaultdict(float)
+    for test, taken in seconds.items():
+        found[test.partition("::")[0]] += taken
+    return {file: round(found[file], 1) for file in sorted(found)}
 
 
 def by_package(files: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
@@ -78,6 +88,7 @@ def _durations(log: str, note: str) -> list[str]:
     slowest = sorted(seconds.items(), key=lambda item: -item[1])[:NUM_SLOWEST]
     lines = [f"{_when()} {note}".rstrip(), ""]
     if "= slowest durations =" in log:  # all, not the slowest alone
+        BY_FILE.write_text(json.dumps(by_file(seconds), indent=0) + "\n", encoding="utf-8")
         folders = by_folder(seconds).items()
         lines += [*_table(("folder", "tests", "seconds"), ((f"`{f}`", n, f"{s:.0f}") for f, (n, s) in folders)), ""]
     rows = ((f"`{test.removeprefix('tests/')}`", f"{taken:.0f}") for test, taken in slowest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -9,11 +10,14 @@ import tempfile
 import time
 import tomllib
 import uuid
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+
+from scripts.changed_tests import DURATIONS
 
 RUN_VARIABLE = "AXON_NB_TEST_RUN"
 """Set in the environment of this run and so of every process that it starts, however deep."""
@@ -43,8 +47,11 @@ QUICK = (
 """What starts no ranks; of `MOCKED` those on mock worlds, too."""
 MOCKED = ("tests/comm/", "tests/compat/", "tests/parallel/")
 
+WORLDS = (*MOCKED, "tests/frameworks/")
+"""What runs on processes that form a group: all on the same ones, by their number."""
 _private_folder = pytest.StashKey[Path]()
-_leftovers = pytest.StashKey[list[str]]()
+LEFTOVERS = pytest.StashKey[dict[str, str]]()
+"""Processes that the tests left running, by description, and the test in which each was started."""
 
 
 def is_xdist_worker(config: pytest.Config) -> bool:
@@ -82,7 +89,8 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tiers of `make quick` and `make test`, and skip what this machine cannot run.
 
-    In CI a missing browser is a failure instead.
+    In CI a missing browser is a failure instead. Tests that share what is slow to start are a group, which one of
+    pytest-xdist's workers runs; groups that take longest come first.
     """
     kinds = tomllib.loads((Path(__file__).parent / "promises.toml").read_text(encoding="utf-8")).values()
     promised = {test for kind in kinds for tests in kind.values() for test in tests}
@@ -90,7 +98,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_browser = pytest.mark.skip(reason=f"needs a browser: one of {', '.join(CHROMIUM_NAMES)} on the PATH")
     has_gpu = Path("/dev/nvidiactl").exists()
     has_browser = any(map(shutil.which, CHROMIUM_NAMES)) or bool(os.environ.get("CI"))
+    changed = tuple(os.environ.get("AXON_NB_TEST_CHANGED", "").split())
     for item in items:
+        if changed and item.nodeid.startswith(changed):
+            item.add_marker(pytest.mark.changed)
         mocked = item.nodeid.startswith(MOCKED) and "mock" in item.nodeid.partition("[")[2]
         if mocked or item.nodeid.startswith(QUICK):
             item.add_marker(pytest.mark.quick)
@@ -102,6 +113,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("browser") and not has_browser:
             item.add_marker(no_browser)
+        item.add_marker(pytest.mark.xdist_group(_group_of(item)))
+    _sort_by_group(items)
+
+
+def _group_of(item: pytest.Item) -> str:
+    if "shared_kernel" in getattr(item, "fixturenames", ()):
+        return "kernel"
+    if item.nodeid.startswith("tests/browser/"):
+        return "browser"
+    if item.nodeid.startswith(WORLDS) and not item.get_closest_marker("quick"):
+        return "worlds"
+    return item.nodeid.partition("::")[0]
+
+
+def _sort_by_group(items: list[pytest.Item]) -> None:
+    """Sort tests by group, those that take longest first, and keep the order of files and within files."""
+    seconds: dict[str, float] = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    tests = Counter(item.nodeid.partition("::")[0] for item in items)
+    groups = {item: _group_of(item) for item in items}
+    cost: Counter[str] = Counter()
+    for item, group in groups.items():
+        file = item.nodeid.partition("::")[0]
+        cost[group] += seconds.get(file, 1.0) / tests[file]
+    items.sort(key=lambda item: (-cost[groups[item]], groups[item]))
 
 
 def processes_of_this_run() -> list[psutil.Process]:
@@ -132,10 +167,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     limit = time.monotonic() + LEFTOVER_LIMIT
     while (left := processes_of_this_run()) and time.monotonic() < limit:
         psutil.wait_procs(left, timeout=0.2)
-    session.config.stash[_leftovers] = lines = []
+    session.config.stash[LEFTOVERS] = lines = {}
     for process in left:
         try:
-            lines.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            test = process.environ().get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
+            lines[f"{process.pid}: {' '.join(process.cmdline())}"] = test.rpartition("@")[0] or test
             process.kill()
         except psutil.NoSuchProcess:
             continue
@@ -146,7 +182,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """List the processes that the tests left running."""
-    if lines := config.stash.get(_leftovers, []):
+    if lines := config.stash.get(LEFTOVERS, {}):
         terminalreporter.section("processes left running by the tests (now killed): the run fails", red=True)
-        for line in lines:
-            terminalreporter.write_line(line)
+        for line, test in lines.items():
+            terminalreporter.write_line(f"{line} (started in {test or 'no test'})")
