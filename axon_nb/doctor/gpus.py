@@ -25,7 +25,7 @@ NVML = ("-m", "axon_nb.doctor.nvml")
 _HANGING_ABORTS = {"2.17.1": "pytorch#119215", "2.25.1": "pytorch#149153"}
 """Versions of NCCL whose abort is known to hang, with the reports."""
 
-_NONE = "none; ranks compute on CPUs and communicate with Gloo"
+_NONE = "none; ranks compute on CPUs and communicate through shared memory"
 
 
 def gpus(nvml: Answer, build: Answer, owners: Mapping[int, str]) -> Section:
@@ -164,7 +164,7 @@ def _absent(nvml: Answer) -> Finding:
         )  # fmt: skip
     if here and container.kind() in ("docker", "podman"):
         return Finding(
-            "NVIDIA", "none, although libcuda is installed", "note", "Ranks compute on CPUs and communicate with Gloo.",
+            "NVIDIA", "none, although libcuda is installed", "note", "Ranks compute on CPUs.",
             "If the host has GPUs, start the container with `--gpus all`.",
         )  # fmt: skip
     return Finding("NVIDIA", f"{_NONE} (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else _NONE)

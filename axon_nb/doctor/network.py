@@ -51,7 +51,7 @@ def _loopback() -> Finding:
             "Ranks on Gloo or NCCL cannot communicate, and launchers other than `axon` cannot start ranks.",
             "Run `ip link set lo up` as root.",
         )  # fmt: skip
-    return Finding("loopback", f"{LOOPBACK} works; Gloo uses it between ranks on one host")
+    return Finding("loopback", f"{LOOPBACK} works; ranks on one host that use Gloo or NCCL need it")
 
 
 def _outgoing_ip() -> str:
