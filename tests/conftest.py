@@ -11,6 +11,7 @@ import time
 import tomllib
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -86,7 +87,8 @@ def pytest_runtest_setup() -> None:
         ranks.end_idle_worlds()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before pytest-xdist reads the groups, and after tests were deselected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Mark the tiers of `make quick` and `make test`, and skip what this machine cannot run.
 
     In CI a missing browser is a failure instead. Tests that share what is slow to start are a group, which one of
@@ -114,6 +116,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("browser") and not has_browser:
             item.add_marker(no_browser)
         item.add_marker(pytest.mark.xdist_group(_group_of(item)))
+    yield
     _sort_by_group(items)
 
 
