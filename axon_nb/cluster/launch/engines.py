@@ -246,6 +246,10 @@ def _raise_if_dead(connection: Connection, exit_codes: dict[int, int]) -> None:
 
 def _raise_if_exited(launcher: Any, hint: str) -> None:
     """Check the processes that ipyparallel's own launchers started on this host."""
+    # A set of engines drops those whose exit it noticed, which it does while an event loop runs, as in a notebook.
+    for identifier in (getattr(launcher, "stop_data", None) or {}).get("engines", {}):
+        output = _last_lines(launcher.outputs.get(identifier) or "")
+        raise StartError(f"Engine {identifier} exited while starting: {output or 'it printed nothing'}{hint}")
     for part in _parts(launcher):
         process = getattr(part, "process", None)
         if process is not None and (not process.is_running() or _is_zombie(process)):
@@ -273,5 +277,9 @@ def _last_output(launcher: Any) -> str:
 
 
 def _output(part: Any) -> str:
-    text = str(part.get_output()).strip().splitlines()
+    return _last_lines(str(part.get_output()))
+
+
+def _last_lines(output: str) -> str:
+    text = output.strip().splitlines()
     return " | ".join([line for line in text if "Error" in line][-1:] or text[-5:])
