@@ -50,6 +50,7 @@ MOCKED = ("tests/comm/", "tests/compat/", "tests/parallel/")
 
 WORLDS = (*MOCKED, "tests/frameworks/")
 """What runs on processes that form a group: all on the same ones, by their number."""
+_failed = pytest.StashKey[bool]()
 _private_folder = pytest.StashKey[Path]()
 LEFTOVERS = pytest.StashKey[dict[str, str]]()
 """Processes that the tests left running, by description, and the test in which each was started."""
@@ -85,6 +86,21 @@ def pytest_runtest_setup() -> None:
     """End what earlier tests shared and nobody uses any more; the memory of the machine is shared by all workers."""
     if (ranks := sys.modules.get("tests.support.ranks")) is not None:
         ranks.end_idle_worlds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Note that a test failed."""
+    report = yield
+    item.stash[_failed] = item.stash.get(_failed, False) or report.failed
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """After a failure, end all that tests share: the next one gets a fresh kernel, browser or cluster."""
+    if item.stash.get(_failed, False):
+        item.session._setupstate.teardown_exact(None)  # as pytest itself does after the last test
 
 
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist reads the groups, and after tests were deselected

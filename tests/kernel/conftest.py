@@ -9,6 +9,9 @@ import pytest
 
 from tests.support.kernel import FreshCluster, Kernel
 
+_PROBE_S = 20.0
+"""How long ranks that no cell uses may take to answer."""
+
 
 @pytest.fixture(scope="session")
 def shared_kernel() -> Iterator[Kernel]:
@@ -17,12 +20,13 @@ def shared_kernel() -> Iterator[Kernel]:
         kernel.ok("%load_ext axon_nb")
         kernel.ok("%distributed start -n 4 --name shared")
         yield kernel
+        _stop_cluster(kernel)
 
 
 @pytest.fixture
 def kernel(shared_kernel: Kernel) -> Kernel:
     """The shared kernel, with 4 ranks that answer."""
-    reply = shared_kernel.run("%%distributed\n1")
+    reply = shared_kernel.run("%%distributed\n1", timeout=_PROBE_S)
     if not reply.ok:
         shared_kernel.ok("%distributed restart")
     return shared_kernel
@@ -46,6 +50,10 @@ def fresh_cluster(kernel_for_clusters: Kernel) -> Iterator[FreshCluster]:
         return kernel
 
     yield start
+    _stop_cluster(kernel)
+
+
+def _stop_cluster(kernel: Kernel) -> None:
     try:
         kernel.run("%distributed stop", timeout=60)
     except TimeoutError:  # the test left a cell running

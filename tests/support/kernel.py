@@ -26,9 +26,9 @@ from tests.kernel.cells.labelled import merged, ranks_of
 __all__ = ["FreshCluster", "Kernel", "Reply"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_TIMEOUT_S = 180.0
+_TIMEOUT_S = 150.0
 """For what must happen: a busy machine takes its time, and a wait that succeeds costs nothing. Longer than the start
-timeout of a cluster (120 s), so that a start that hangs fails with its own reason before the test gives up."""
+timeout of a cluster (120 s), and shorter than pytest's for a test (240 s), so that each fails with its own reason."""
 _SHUTDOWN_S = 60.0
 """After half of this Jupyter terminates a kernel that was asked to end."""
 
