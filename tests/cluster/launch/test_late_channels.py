@@ -36,14 +36,14 @@ with contextlib.ExitStack() as stack:
 """
 
 REPAIR = """
-import os, time, axon_nb
+import os, axon_nb
 from tests.cluster.launch.late_port import delay
+from tests.support.processes import until
 
 cluster = axon_nb.start(2, devices="cpu", name="late")
 pid = cluster.run("os.getpid()", ranks=[1], quiet=True)[1] if cluster.run("import os", quiet=True).ok else 0
 cluster.signal(1, 9)
-while not cluster.health.dead:
-    time.sleep(0.02)
+assert until(lambda: cluster.health.dead)
 with delay(cluster.connection.run_dir.engine_file, "mux", seconds=2.0), \
      delay(cluster.connection.run_dir.engine_file, "iopub", seconds=1.5):
     cluster.repair()
@@ -69,23 +69,23 @@ with delay(first.connection.run_dir.client_file, "iopub", seconds=2.0):
 
 
 KILLED = """
-import os, signal, threading, time, axon_nb, psutil
+import os, signal, threading, axon_nb, psutil
 from tests.cluster.launch.late_port import delay
+from tests.support.processes import until
 
 def kill_the_newcomer(known):
-    while not (new := {child.pid for child in agent.children()} - known):
-        time.sleep(0.01)
-    while 1 not in client.registered:
-        time.sleep(0.01)
-    os.kill(new.pop(), signal.SIGKILL)
+    newcomers = lambda: {child.pid for child in agent.children()} - known
+    assert until(newcomers)  # until then the dead rank is registered
+    assert until(lambda: 1 in client.registered)
+    (new,) = newcomers()
+    os.kill(new, signal.SIGKILL)
 
 cluster = axon_nb.start(3, devices="cpu", name="late")
 run_dir, client = cluster.connection.run_dir, cluster.client
 agent = psutil.Process(cluster.rank_info[0].pid).parent()
 cluster.run("import torch, torch.distributed as dist")
 cluster.signal(1, 9)
-while not cluster.health.dead:
-    time.sleep(0.02)
+assert until(lambda: cluster.health.dead)
 known = {child.pid for child in agent.children()}
 with delay(run_dir.engine_file, "mux", seconds=100.0):
     thread = threading.Thread(target=kill_the_newcomer, args=(known,))
@@ -97,13 +97,13 @@ with delay(run_dir.engine_file, "mux", seconds=100.0):
     thread.join()
 """
 KILLED_JOINING = """
-import time, axon_nb
+import axon_nb
+from tests.support.processes import until
 
 cluster = axon_nb.start(3, devices="cpu", name="late")
 cluster.run("import torch, torch.distributed as dist")
 cluster.signal(1, 9)
-while not cluster.health.dead:
-    time.sleep(0.02)
+assert until(lambda: cluster.health.dead)
 startup = cluster.connection.run_dir.profile / "startup" / "00-die.py"
 startup.write_text('''
 import threading

@@ -9,7 +9,7 @@ import psutil
 from tests.support.kernel import Kernel
 from tests.support.processes import until
 
-__all__ = ["MEET", "PRESSED", "meet_when", "spins", "touch_when", "waiting"]
+__all__ = ["MEET", "PRESSED", "meet_when", "sleeps", "spins", "touch_when", "waiting"]
 
 _TOUCH = """
 import axon_nb
@@ -67,3 +67,15 @@ def spins(pid: int, *, seconds: float = 0.5) -> bool:
 
     before = used()
     return until(lambda: used() - before > seconds, timeout=120)
+
+
+def sleeps(pid: int, *, seconds: float = 0.5) -> bool:
+    """Wait until the main thread of a process has slept for some time; whether it came to that."""
+    stat, asleep = Path(f"/proc/{pid}/task/{pid}/stat"), 0
+
+    def has_slept() -> bool:
+        nonlocal asleep
+        asleep = asleep + 1 if stat.read_text().rpartition(")")[2].split()[0] == "S" else 0
+        return asleep * 0.02 >= seconds
+
+    return until(has_slept, timeout=100)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
 
-from tests.kernel.recovery.moments import PRESSED, spins, touch_when
+from tests.kernel.recovery.moments import PRESSED, sleeps, spins, touch_when
 from tests.support.kernel import FreshCluster, Kernel, Reply
 from tests.support.processes import until
 
@@ -115,14 +116,34 @@ IN_C = {
 }
 
 
-def press_in_c_code(kernel: Kernel, code: str, ranks: Collection[int], folder: Path) -> str:
+WAIT_IN_C = """%%distributed
+import ctypes, os, signal
+t_fifo = os.open({fifo!r}, os.O_RDWR)
+def t_wait_in_c():
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        ctypes.CDLL(None).read(t_fifo, ctypes.create_string_buffer(1), 1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+"""
+"""Defines a function that waits in C code, whatever signals arrive, until somebody writes a byte into the FIFO."""
+
+
+def press_in_c_code(
+    kernel: Kernel,
+    code: str,
+    ranks: Collection[int],
+    folder: Path,
+    *,
+    are_there: Callable[[int], bool] = spins,
+) -> str:
     """Send the cell, and press stop when all ranks have begun it and these are in C code; the request."""
     kernel.ok("%%distributed --quiet --out pids\nimport hashlib, os\nos.getpid()")
     pids = kernel.value("dict(pids.values)")
     # By files: what a rank prints stays there when it keeps the interpreter's lock.
     request = kernel.submit(f"%%distributed\nopen({str(folder)!r} + f'/{{rank}}', 'w').close()\n{code}")
     assert until(lambda: all((folder / str(rank)).exists() for rank in pids), timeout=120)
-    assert all(spins(pids[rank]) for rank in ranks)
+    assert all(are_there(pids[rank]) for rank in ranks)
     kernel.interrupt()
     return request
 
@@ -197,15 +218,20 @@ def test_groups_disabled_by_a_rank_that_was_stuck_are_rebuilt_once_it_is_back(
     fresh_cluster: FreshCluster, tmp_path: Path
 ) -> None:
     kernel = fresh_cluster(2)
-    kernel.ok("%%distributed\nimport hashlib\nkept = rank + 1")
-    call = "hashlib.pbkdf2_hmac('sha256', b'x', b'y', 60_000_000)"
-    reply = kernel.collect(press_in_c_code(kernel, f"if rank == 1:\n    {call}\ndist.barrier()", [1], tmp_path))
+    kernel.ok("%%distributed\nkept = rank + 1")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    kernel.ok(WAIT_IN_C.format(fifo=str(fifo)))
+    code = "if rank == 1:\n    t_wait_in_c()\ndist.barrier()"
+    reply = kernel.collect(press_in_c_code(kernel, code, [1], tmp_path, are_there=sleeps))
     assert "Rank 1 did not stop. Run `%distributed repair --ranks 1` to replace it" in reply.traceback
     refused = kernel.run("%distributed repair")
     assert "Rank 1 is stuck in an earlier cell and cannot rejoin" in refused.traceback
     assert "run `%distributed repair --ranks 1` to replace it." in refused.traceback
     refused = kernel.run("%%distributed --ranks 0\ndist.all_reduce(torch.ones(1))")
     assert "rank 1 is stuck in an earlier cell; run `%distributed repair --ranks 1`" in refused.traceback
+    with fifo.open("r+b", buffering=0) as writer:
+        writer.write(b"x")
     sums = "%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), kept - rank"
     first: list[str] = []
 
@@ -214,6 +240,6 @@ def test_groups_disabled_by_a_rank_that_was_stuck_are_rebuilt_once_it_is_back(
         first[:] = reply.lines()
         return reply.ok
 
-    assert until(is_back, timeout=400)
+    assert until(is_back)
     assert first == ["Rebuilt the process groups. All ranks keep their state.", "[ranks 0-1] (2.0, 1)"]
     assert "All ranks are alive" in kernel.run("%distributed repair").traceback

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 
 from tests.support.kernel import Kernel
@@ -113,9 +114,11 @@ def test_a_killed_kernels_ranks_are_gone_after_the_keep_alive(new_kernel: MakeKe
     kernel.ok("%load_ext axon_nb\n%distributed config keep_alive=5")
     kernel.ok("%distributed start -n 2")
     left = footprint(kernel)
-    own = (left.agent, left.controller, *left.ranks)
+    own = [process for process in left.processes if process.pid in (left.agent, left.controller, *left.ranks)]
+    killed_at = time.monotonic()
     kernel.kill()
-    assert not any(ended(process) for process in left.processes if process.pid in own)
+    assert until(lambda: any(map(ended, own)))
+    assert time.monotonic() - killed_at >= 5.0, "all of them live as long as that"
     assert until(left.gone)
 
 

@@ -51,6 +51,7 @@ for t_model, t_optimizer in ((t_plain, t_plain_steps), (t_sharded, t_steps)):
 @pytest.fixture(scope="module")
 def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.ok(ASK)
+    shared_kernel.ok("%%distributed --quiet\nimport axon_nb")
     yield shared_kernel
     shared_kernel.ok(CLOSE_PANELS)
 
@@ -99,8 +100,7 @@ def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
     bars = reported(ready, "[dataclasses.asdict(report.bars[0]) for report in t_found.reports.values()]")
     assert [(bar["desc"], bar["done"], bar["total"], bar["is_over"]) for bar in bars] == [("t_loop", 0, 10, False)] * 4
     # Communication is under way all the time on the ranks that wait.
-    ready.ok("import time\ntime.sleep(0.2)\nt_later = t_ask(t_found.reports)")
-    assert reported(ready, "t_later.reports[0].communication") > 0.9
+    ready.ok("_ = t_until(lambda _: (t_ask(t_found.reports).reports[0].communication or 0) > 0.9)")
     ready.ok("t_job.cancel()")
     assert reported(ready, "t_until(lambda found: found.cell is None).cell") is None
     ready.ok("_ = t_job.wait(100)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -50,25 +51,25 @@ def test_a_rank_that_does_not_answer_is_named_and_comes_back(
     late, there = VIEWS[command]
     said = [""]
 
-    def says(words: str, times: int) -> bool:
+    def says(words: str, *, any_late: bool) -> bool:
         said[0] = shown(shared_kernel, command)
-        return words in said[0] and said[0].count("not reply") == times
+        return words in said[0] and ("not reply" in said[0]) == any_late
 
     os.kill(ranks[LATE], signal.SIGSTOP)
     try:
-        # A busy machine may make another rank late, too, for a moment; one that is silent for long is disconnected.
-        assert until(lambda: says(late, 1), timeout=25), said
+        # A busy machine may make another rank late, too; one that is silent for long is disconnected.
+        assert until(lambda: says(late, any_late=True), timeout=25), said
     finally:
         os.kill(ranks[LATE], signal.SIGCONT)
-    assert until(lambda: says(there, 0)), said
+    assert until(lambda: says(there, any_late=False)), said
 
 
 def test_spans_of_a_rank_that_does_not_answer_come_the_next_time(shared_kernel: Kernel, ranks: tuple[int, ...]) -> None:
     shared_kernel.ok("%%distributed --quiet\ndist.barrier()")
-    others = [rank for rank in range(4) if rank != LATE]
     os.kill(ranks[LATE], signal.SIGSTOP)
     try:
-        assert until(lambda: shared_kernel.ok(LAST_CELL).lines() == [str(others)], timeout=25)
+        # A busy machine may make another rank late, too.
+        assert until(lambda: LATE not in json.loads(shared_kernel.ok(LAST_CELL).stdout), timeout=25)
     finally:
         os.kill(ranks[LATE], signal.SIGCONT)
     assert until(lambda: shared_kernel.ok(LAST_CELL).lines() == [str([*range(4)])])
