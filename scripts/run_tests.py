@@ -64,7 +64,7 @@ def main() -> int:
     os.environ["AXON_NB_TEST_CHANGED"] = "\n".join(changed)
     folder = OUT / "failures" / dt.datetime.now().strftime("%Y%m%d-%H%M%S")
     selection = ["-m", TIERS[tier]] if TIERS[tier] else []
-    parallel = ["--numprocesses", os.environ.get("WORKERS", "3"), "--dist", "loadgroup", "--no-loadscope-reorder"]
+    parallel = ["--numprocesses", os.environ.get("WORKERS", "3"), "--dist", "loadscope", "--no-loadscope-reorder"]
     status = _pytest([*parallel, "--durations", "25", f"--maxfail={MAX_FAILURES + 1}", *selection, *options], folder)
     records = _read(folder / "failures.jsonl")
     flaky: list[dict[str, Any]] = []

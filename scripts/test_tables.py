@@ -42,7 +42,7 @@ def read_durations(log: str) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for line in log.splitlines():
         if found := _DURATION.match(line):
-            seconds[found[3].rpartition("@")[0] or found[3]] += float(found[1])  # pytest-xdist appends the group
+            seconds[found[3]] += float(found[1])
     if not seconds:
         raise ValueError("The log lists no durations: run pytest with `--durations 0`.")
     return dict(seconds)

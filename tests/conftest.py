@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -103,12 +104,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         item.session._setupstate.teardown_exact(None)  # as pytest itself does after the last test
 
 
-@pytest.hookimpl(wrapper=True)  # before pytest-xdist reads the groups, and after tests were deselected
+@pytest.hookimpl(wrapper=True)  # marks before tests are deselected, and sorts what is left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Mark the tiers of `make quick` and `make test`, and skip what this machine cannot run.
 
-    In CI a missing browser is a failure instead. Tests that share what is slow to start are a group, which one of
-    pytest-xdist's workers runs; groups that take longest come first.
+    In CI a missing browser is a failure instead.
     """
     kinds = tomllib.loads((Path(__file__).parent / "promises.toml").read_text(encoding="utf-8")).values()
     promised = {test for kind in kinds for tests in kind.values() for test in tests}
@@ -131,31 +131,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(no_gpu)
         if item.get_closest_marker("browser") and not has_browser:
             item.add_marker(no_browser)
-        item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     yield
     _sort_by_group(items)
 
 
-def _group_of(item: pytest.Item) -> str:
-    if "shared_kernel" in getattr(item, "fixturenames", ()):
-        return "kernel"
-    if item.nodeid.startswith("tests/browser/"):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker run a group; `--dist loadgroup` does nothing with pytest 9.2 (pytest-xdist 3.8 sets `_nodeid`)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group_of(nodeid)
+
+    return Groups(config, log)
+
+
+def _group_of(nodeid: str) -> str:
+    """The tests of a file are a group, and so are those that share a browser, and processes that form a world."""
+    if nodeid.startswith("tests/browser/"):
         return "browser"
-    if item.nodeid.startswith(WORLDS) and not item.get_closest_marker("quick"):
+    if nodeid.startswith(WORLDS) and "mock" not in nodeid.partition("[")[2]:
         return "worlds"
-    return item.nodeid.partition("::")[0]
+    return nodeid.partition("::")[0]
 
 
 def _sort_by_group(items: list[pytest.Item]) -> None:
     """Sort tests by group, those that take longest first, and keep the order of files and within files."""
     seconds: dict[str, float] = json.loads(DURATIONS.read_text(encoding="utf-8"))
-    tests = Counter(item.nodeid.partition("::")[0] for item in items)
-    groups = {item: _group_of(item) for item in items}
-    cost: Counter[str] = Counter()
-    for item, group in groups.items():
-        file = item.nodeid.partition("::")[0]
-        cost[group] += seconds.get(file, 1.0) / tests[file]
-    items.sort(key=lambda item: (-cost[groups[item]], groups[item]))
+    files = [item.nodeid.partition("::")[0] for item in items]
+    tests, cost = Counter(files), Counter[str]()
+    for item, file in zip(items, files, strict=True):
+        cost[_group_of(item.nodeid)] += seconds.get(file, 1.0) / tests[file]
+    items.sort(key=lambda item: (-cost[group := _group_of(item.nodeid)], group))
 
 
 def processes_of_this_run() -> list[psutil.Process]:
@@ -190,7 +198,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for process in left:
         try:
             test = process.environ().get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
-            lines[f"{process.pid}: {' '.join(process.cmdline())}"] = test.rpartition("@")[0] or test
+            lines[f"{process.pid}: {' '.join(process.cmdline())}"] = test
             process.kill()
         except psutil.NoSuchProcess:
             continue

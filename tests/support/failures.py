@@ -69,7 +69,7 @@ class Recorder:
             return
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = (crash.message if crash else str(report.longrepr)).strip().partition("\n")[0][:300]
-        test = report.nodeid.rpartition("@")[0] or report.nodeid  # pytest-xdist appends the group
+        test = report.nodeid
         evidence = dict(report.user_properties).get("evidence", "")
         self._add(kind="failure", test=test, when=report.when, reason=reason, evidence=evidence)
         print(f"\nFAILED {test} ({report.when}): {reason}", file=sys.__stdout__, flush=True)
