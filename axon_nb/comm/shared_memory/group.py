@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from axon_nb.comm.errors import CommError
 from axon_nb.comm.shared_memory.collectives import calls
 from axon_nb.comm.shared_memory.collectives.calls import Calls
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
@@ -92,12 +93,20 @@ class SharedMemoryGroup(CollectiveOperations):
             max_bytes=max_bytes,
         )
         self._line = line
+        self._pid = os.getpid()
         self._runs_in_wait = runs_in_wait
         self._rounds = Rounds(self._progress, seconds, place)
         self._calls = Calls(self._rounds)
         self._order = Order(f"axon_nb-{name}", self._leave, self._progress.has_left)
         self._messages = Messages(self._progress, f"axon_nb-{name}-messages", seconds, self._leave)
         self._batch: list[SharedWork] | None = None
+
+    def _raise_if_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise CommError(
+                "This process was forked from a rank, and only the rank can communicate in its groups: "
+                "return the data to the rank, or start processes with their own group, as torchrun does."
+            )
 
     def _leave(self, error: BaseException) -> None:
         if not isinstance(error, GroupLeftError) or not self._progress.left:
@@ -135,6 +144,7 @@ class SharedMemoryGroup(CollectiveOperations):
         return self.recv(tensors, ANY, tag)
 
     def _message(self, keep: list[Any]) -> SharedWork:
+        self._raise_if_forked()
         self._progress.raise_if_left()
         work = SharedWork(keep[:1])
         work.run_in_wait(functools.partial(self._messages.drive, work))
@@ -155,11 +165,15 @@ class SharedMemoryGroup(CollectiveOperations):
 
     def abort(self) -> None:
         """Abort all waits in this group, on all its ranks; callable from any thread."""
+        if os.getpid() != self._pid:
+            return  # a forked child must not end its parent's group
         self._progress.leave("it was aborted")
         self._messages.fail(GroupLeftError("the group was aborted"))
 
     def shutdown(self) -> None:
         """Leave the group and stop its threads. Peers that wait for this rank are notified."""
+        if os.getpid() != self._pid:
+            return
         self._progress.leave("", closed=True)
         self._order.close()
         self._messages.close()

@@ -38,6 +38,7 @@ class CollectiveOperations(PythonProcessGroup):
     _line: Callable[[], int]
     _runs_in_wait: bool
     _batch: list[SharedWork] | None
+    _raise_if_forked: Callable[[], None]
 
     def _begin(self, name: str, job: Job, outputs: list[Tensor], opts: Any) -> SharedWork:
         if is_profiling():
@@ -46,6 +47,7 @@ class CollectiveOperations(PythonProcessGroup):
 
     def _start(self, job: Job, outputs: list[Tensor], opts: Any) -> SharedWork:
         """Run an operation: on this thread if the caller waits and nothing is queued, else on the helper thread."""
+        self._raise_if_forked()
         waits = opts is not None and not getattr(opts, "asyncOp", True)
         # Hide the operation's own steps from torch's modes, such as one that counts calls.
         unseen = not _num_modes() and not _num_function_modes()
@@ -65,9 +67,10 @@ class CollectiveOperations(PythonProcessGroup):
             self._batch.append(work)
         return work
 
-    def _sums(self, tensor: Tensor, opts: Any) -> tuple[int, Any]:
+    def _sums(self, tensor: Tensor, opts: Any) -> tuple[int, Any, Any]:
+        """Return the number of the reduce operation, its arithmetic, and what this rank multiplies its elements by."""
         number, factor = reduce_number(dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts))
-        return number, arithmetic(tensor.dtype, number, factor, self._size)
+        return number, arithmetic(tensor.dtype, number, self._size), factor
 
     def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> SharedWork:
         """Reduce tensors in place."""
@@ -75,13 +78,16 @@ class CollectiveOperations(PythonProcessGroup):
         line, call = self._line(), self._calls.all_reduce
         if len(tensors) == 1:
             tensor = tensors[0]
-            number, sums = self._sums(tensor, opts)
-            return self._begin("all_reduce", lambda: call(tensor, number, sums, line), tensors, opts)
-        number_of = [(tensor, *self._sums(tensor, opts)) for tensor in tensors]
+            number, sums, factor = self._sums(tensor, opts)
+            if factor is None:
+                return self._begin("all_reduce", lambda: call(tensor, number, sums, line), tensors, opts)
+        items = [(tensor, *self._sums(tensor, opts)) for tensor in tensors]
 
         def job() -> None:
-            for tensor, number, sums in number_of:
-                call(tensor, number, sums, line)
+            for tensor, number, sums, factor in items:
+                scaled = _scaled(tensor, factor)
+                call(scaled, number, sums, line)
+                _store(scaled, tensor)
 
         return self._begin("all_reduce", job, tensors, opts)
 
@@ -100,8 +106,15 @@ class CollectiveOperations(PythonProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> SharedWork:
         """Reduce tensors into the root's."""
         (tensor,), line, root = listed(tensors), self._line(), _root(opts)
-        number, sums = self._sums(tensor, opts)
-        return self._begin("reduce", lambda: self._calls.reduce(tensor, number, sums, root, line), [tensor], opts)
+        number, sums, factor = self._sums(tensor, opts)
+
+        def job() -> None:
+            scaled = _scaled(tensor, factor)
+            self._calls.reduce(scaled, number, sums, root, line)
+            if root == self._own_rank:
+                _store(scaled, tensor)
+
+        return self._begin("reduce", job, [tensor], opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
         """Gather each rank's tensor on all ranks; `outputs[0][rank]` receives that of `rank`."""
@@ -160,9 +173,13 @@ class CollectiveOperations(PythonProcessGroup):
         """Reduce tensors, one per rank."""
         (output,), parts, line = outputs, inputs[0], self._line()
         check_sizes("reduce_scatter", parts, output.nbytes, self._size)
-        number, sums = self._sums(output, opts)
-        call = self._calls.reduce_scatter
-        return self._begin("reduce_scatter", lambda: call(output, parts, number, sums, line), outputs, opts)
+        number, sums, factor = self._sums(output, opts)
+
+        def job() -> None:
+            scaled = [_scaled(part, factor) for part in parts]
+            self._calls.reduce_scatter(output, scaled, number, sums, line)
+
+        return self._begin("reduce_scatter", job, outputs, opts)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedWork:
         """Reduce a tensor and scatter it in equal parts."""
@@ -179,8 +196,8 @@ class CollectiveOperations(PythonProcessGroup):
             items.append((output, tensor, *self._sums(output, opts)))
 
         def job() -> None:
-            for output, tensor, number, sums in items:
-                self._calls.reduce_scatter_single(output, tensor, number, sums, line)
+            for output, tensor, number, sums, factor in items:
+                self._calls.reduce_scatter_single(output, _scaled(tensor, factor), number, sums, line)
 
         return self._begin("reduce_scatter_single", job, outputs, opts)
 
@@ -213,6 +230,7 @@ class CollectiveOperations(PythonProcessGroup):
         Raises:
             SharedMemoryTimeoutError: ranks did not arrive within `timeout`.
         """
+        self._raise_if_forked()
         line, work = self._line(), SharedWork([])
         seconds = timeout.total_seconds() if timeout is not None else self._rounds.timeout_s
         self._order.put(lambda: self._calls.monitored_barrier(seconds, line), work)
@@ -229,6 +247,21 @@ class CollectiveOperations(PythonProcessGroup):
 def listed(tensors: Any) -> list[Tensor]:
     """Return one or several tensors as a list."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _scaled(tensor: Tensor, factor: Any) -> Tensor:
+    """Return the tensor times a factor, as a new one; without a factor, the tensor."""
+    if factor is None:
+        return tensor
+    with torch.no_grad():
+        scaled: Tensor = (tensor * factor).to(tensor.dtype)
+    return scaled
+
+
+def _store(result: Tensor, tensor: Tensor) -> None:
+    if result is not tensor:
+        with torch.no_grad():
+            tensor.copy_(result)
 
 
 def _root(opts: Any) -> int:

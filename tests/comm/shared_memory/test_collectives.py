@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -234,3 +235,45 @@ def test_objects_subsets_and_threads(shm_world: Any) -> None:
         return dist.get_backend()
 
     assert shm_world.run(work) == ["shm"] * N
+
+
+@pytest.mark.parametrize("count", [4, 50_000])
+def test_each_rank_multiplies_its_own_elements(shm_world: Any, count: int) -> None:
+    def work(world: World) -> list[float]:
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import _make_nccl_premul_sum
+
+        own = _make_nccl_premul_sum(world.rank() + 1.0)
+        summed, rooted, part = torch.ones(count), torch.ones(count), torch.empty(count)
+        dist.all_reduce(summed, own)
+        dist.reduce(rooted, 0, own)
+        dist.reduce_scatter_tensor(part, torch.ones(count * N), own)
+        found = [summed, part, *([rooted] if world.rank() == 0 else [])]
+        return sorted({float(value) for tensor in found for value in (tensor.min(), tensor.max())})
+
+    assert shm_world.run(work) == [[10.0]] * N
+
+
+def test_a_forked_child_is_refused_and_changes_nothing(shm_world: Any) -> None:
+    def work(world: World) -> tuple[str, float]:
+        import torch.distributed as dist
+
+        refused = ""
+        if world.rank() == 0:
+            reader, writer = os.pipe()
+            if (child := os.fork()) == 0:
+                try:
+                    dist.all_reduce(torch.full((4,), 100.0))
+                except RuntimeError as error:
+                    os.write(writer, str(error).encode())
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            refused = os.read(reader, 1000).decode()
+        tensor = torch.full((4,), world.rank() + 1.0)
+        dist.all_reduce(tensor)
+        return refused, tensor.max().item()
+
+    answers = shm_world.run(work)
+    assert "This process was forked from a rank" in answers[0][0]
+    assert [result for _, result in answers] == [10.0] * N

@@ -57,14 +57,13 @@ class Arithmetic:
     Args:
         dtype: Of the tensors.
         operation: Number of the reduce operation.
-        factor: What PREMUL_SUM multiplies every rank's elements with.
         size: Number of ranks.
 
     Raises:
         TensorError: the operation is not defined for the dtype.
     """
 
-    def __init__(self, dtype: torch.dtype, operation: int, factor: Any, size: int) -> None:
+    def __init__(self, dtype: torch.dtype, operation: int, size: int) -> None:
         if not is_defined(dtype, operation):
             raise TensorError(f"{_NAMES[operation]} is not defined for {str(dtype).removeprefix('torch.')}.")
         self._dtype, self._size = dtype, size
@@ -72,7 +71,6 @@ class Arithmetic:
         self._kernel = _KERNELS[operation]
         self._torch_kernel: Any = _TORCH_KERNELS.get(operation)
         self._average = operation == _AVG
-        self._factor = factor
         self.reduce: Callable[[Any, Sequence[tuple[Any, int]], int], None] = (
             self._with_torch if self._numpy is None else self._with_numpy
         )
@@ -82,9 +80,6 @@ class Arithmetic:
         dtype, kernel = self._numpy, self._kernel
         parts = [np.frombuffer(buffer, dtype, count, offset) for buffer, offset in sources]
         out = np.frombuffer(target[0], dtype, count, target[1])
-        if self._factor is not None:
-            factor = self._factor.numpy() if isinstance(self._factor, torch.Tensor) else self._factor
-            parts = [(part * factor).astype(dtype) for part in parts]
         with np.errstate(all="ignore"):
             if len(parts) == 1:
                 out[:] = parts[0]
@@ -106,8 +101,6 @@ class Arithmetic:
             torch.frombuffer(buffer, dtype=self._dtype, count=count, offset=offset).float()
             for buffer, offset in sources
         ]
-        if self._factor is not None:
-            parts = [part * self._factor for part in parts]
         total = parts[0]
         for part in parts[1:]:
             self._torch_kernel(total, part, out=total)
@@ -128,10 +121,6 @@ def is_defined(dtype: torch.dtype, operation: int) -> bool:
 
 
 @functools.lru_cache(256)
-def _cached(dtype: torch.dtype, operation: int, size: int) -> Arithmetic:
-    return Arithmetic(dtype, operation, None, size)
-
-
-def arithmetic(dtype: torch.dtype, operation: int, factor: Any, size: int) -> Arithmetic:
+def arithmetic(dtype: torch.dtype, operation: int, size: int) -> Arithmetic:
     """Return the `Arithmetic` for these arguments."""
-    return _cached(dtype, operation, size) if factor is None else Arithmetic(dtype, operation, factor, size)
+    return Arithmetic(dtype, operation, size)

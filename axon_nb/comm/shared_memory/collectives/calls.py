@@ -57,7 +57,7 @@ class Calls:
         if tensor.is_sparse:
             self._sum_sparse(tensor, number, line)
             return
-        rounds, staged = self._rounds, stage(tensor)
+        rounds, staged = self._rounds, stage(tensor, writes=True)
         count, size = staged.count, staged.size
         rounds.begin(fact_of("all_reduce", count, dtype=tensor.dtype, reduce=number), line)
         if size <= reduction.DIRECT_BYTES and size <= rounds.layout.slot_bytes:
@@ -105,7 +105,8 @@ class Calls:
 
     def reduce(self, tensor: Tensor, number: int, sums: Arithmetic, root: int, line: int) -> None:
         """Reduce into the root's."""
-        staged, rounds = stage(tensor), self._rounds
+        rounds = self._rounds
+        staged = stage(tensor, writes=rounds.rank == root)
         rounds.begin(fact_of("reduce", staged.count, dtype=tensor.dtype, root=root, reduce=number), line)
         buffer = flat_buffer(staged) if rounds.rank == root else None
         item = tensor.element_size()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from axon_nb.comm.errors import TensorError, TensorMismatchError
 
@@ -27,8 +28,11 @@ class Staged:
     """The elements of a tensor as one contiguous block of memory.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor: dense, of a class that holds its elements itself.
         reads: Whether its current elements are needed.
+
+    Raises:
+        TensorError: it has no memory in this process, or less than its elements take.
     """
 
     __slots__ = ("_copy", "_tensor", "address", "count", "size")
@@ -46,7 +50,7 @@ class Staged:
                 if reads:
                     self._copy.copy_(tensor)
             tensor = self._copy
-        self.address = tensor.data_ptr()
+        self.address = _address(tensor) if self.size else 0
 
     def store(self) -> None:
         """Copy the block back into the tensor if it is a copy."""
@@ -55,15 +59,64 @@ class Staged:
                 self._tensor.copy_(self._copy)
 
 
-def stage(tensor: torch.Tensor, *, reads: bool = True) -> Staged:
+def stage(tensor: torch.Tensor, *, reads: bool = True, writes: bool | None = None) -> Staged:
     """Return the block of memory of a tensor.
 
+    Args:
+        tensor: Any tensor.
+        reads: Whether its current elements are needed.
+        writes: Whether `store` will change it; None: if its elements are not needed.
+
     Raises:
-        TensorError: it is sparse or has no memory.
+        TensorError: it is not dense, has no memory here, or several of its elements share memory that is written to.
     """
-    if tensor.layout is not torch.strided:
-        raise TensorError(f"A tensor must be dense to be communicated; got layout {tensor.layout}.")
+    if type(tensor) is not torch.Tensor:
+        tensor = _unwrapped(tensor)
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        kind = next((name for name in ("nested", "quantized", "meta") if getattr(tensor, f"is_{name}")), tensor.layout)
+        raise TensorError(f"A tensor must be dense and have memory to be communicated; got a tensor that is {kind}.")
+    if (not reads if writes is None else writes) and not tensor.is_contiguous() and _overlaps(tensor):
+        raise TensorError("Elements of an expanded tensor share memory: communicate a copy, such as x.contiguous().")
     return Staged(tensor, reads=reads)
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that holds the elements; wait for it if it is the result of a functional collective.
+
+    Raises:
+        TensorError: none does in this process alone, as with a DTensor.
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):
+        held: torch.Tensor = tensor.trigger_wait()
+        return held
+    if isinstance(tensor, torch.nn.Parameter) or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return tensor
+    local = " Use .to_local() or .full_tensor()." if hasattr(tensor, "to_local") else ""
+    raise TensorError(f"A {type(tensor).__name__} cannot be communicated: it wraps other tensors.{local}")
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as `expand` makes them; other overlaps torch finds when it copies."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a contiguous tensor's first element.
+
+    Raises:
+        TensorError: the tensor has no memory, or its storage was freed or shrunk.
+    """
+    try:
+        address = tensor.data_ptr()
+        held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    except RuntimeError as error:  # such as that of a function that torch.func transforms
+        raise TensorError(f"A {type(tensor).__name__} has no memory that can be communicated: {error}") from None
+    if not address or held < tensor.nbytes:
+        raise TensorError(
+            f"A tensor of {tensor.nbytes:,} bytes has {max(held, 0) if address else 0:,} bytes of memory: its storage "
+            "was freed or resized."
+        )
+    return address
 
 
 def stage_all(tensors: list[torch.Tensor], *, reads: bool = True) -> list[Staged]:
