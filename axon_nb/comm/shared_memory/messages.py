@@ -223,9 +223,9 @@ class Messages:
             GroupLeftError: a rank left the group or died.
             SharedMemoryTimeoutError: the group's timeout expired.
         """
-        end = time.monotonic() + self._timeout_s
+        work.end = work.end or time.monotonic() + self._timeout_s  # a wait may come in slices
         try:
-            while (words := self._step(end, work.is_completed)) and time.monotonic() <= deadline:
+            while (words := self._step(work.end, work.is_completed)) and time.monotonic() <= deadline:
                 self._sleep(words, SLICE_S)
         except BaseException as error:
             self.fail(error)

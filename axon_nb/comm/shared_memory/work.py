@@ -31,6 +31,9 @@ class SharedWork(Work):
         self._over = False
         self._lock = threading.Lock()
         self._sleepers: list[threading.Lock] = []
+        self._hand_over: Callable[[], None] | None = None
+        self.end = 0.0
+        """When a wait for a message times out, on `time.monotonic`; 0: nobody has waited yet."""
         self._base: Any = None
         self._future: Any = None
         self.source = -1
@@ -38,13 +41,20 @@ class SharedWork(Work):
         self.keep: Any = None
         """Objects that must live as long as the operation."""
 
-    def run_in_wait(self, drive: Callable[[float], None]) -> None:
+    def run_in_wait(self, drive: Callable[[float], None], hand_over: Callable[[], None] | None = None) -> None:
         """Let the thread that waits drive the operation.
 
         Args:
             drive: Drives the operation until it is done, or until a deadline on `time.monotonic`.
+            hand_over: Lets the helper thread run it instead, as `drive` may exceed its deadline; None: it does not.
         """
-        self._drive = drive
+        self._drive, self._hand_over = drive, hand_over
+
+    def leave_to_helper(self) -> None:
+        """Let the helper thread run the operation, so that a wait with a timeout can end before it."""
+        if self._drive is not None and (hand_over := self._hand_over) is not None:
+            self._drive = None
+            hand_over()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the operation as done; called once, from any thread."""
@@ -67,6 +77,12 @@ class SharedWork(Work):
         Raises:
             RuntimeError: it failed, or `timeout` expired; the operation then continues.
         """
+        if not self._over and timeout is not None and timeout > timedelta(0):
+            self.leave_to_helper()
+        return self.wait_slice(timeout)
+
+    def wait_slice(self, timeout: timedelta | None = None) -> bool:
+        """Wait as `wait` does, but run the operation on this thread, even if that takes longer than `timeout`."""
         if not self._over:
             deadline = float("inf")
             if timeout is not None and timeout > timedelta(0):
@@ -172,14 +188,15 @@ class JoinedWork(SharedWork):
         super().__init__([])
         self._works = works
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until all are done.
-
-        Raises:
-            RuntimeError: one failed, or `timeout` expired.
-        """
+    def leave_to_helper(self) -> None:
+        """Let helper threads run all operations."""
         for work in self._works:
-            work.wait(timeout)
+            work.leave_to_helper()
+
+    def wait_slice(self, timeout: timedelta | None = None) -> bool:
+        """Wait until all are done, as `SharedWork.wait_slice` does."""
+        for work in self._works:
+            work.wait_slice(timeout)
         return True
 
     def is_completed(self) -> bool:

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Work
 
 from axon_nb.comm.errors import CommError
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
+from axon_nb.comm.shared_memory.work import SharedWork
 from axon_nb.engine.groups.abort import ABORT, AbortedError, run_in_helper
 from axon_nb.engine.groups.activity import Call
 from axon_nb.errors import UsageError
@@ -100,9 +101,14 @@ class RecoverableWork(Work):
         return True
 
     def _wait_sliced(self, end: float | None) -> None:
+        wait = self._inner.wait
+        if isinstance(self._inner, SharedWork):
+            wait = self._inner.wait_slice
+            if end is not None:
+                self._inner.leave_to_helper()
         while True:
             try:
-                self._inner.wait(_SLICE)
+                wait(_SLICE)
                 return
             except RuntimeError as error:
                 if "Operation timed out" not in str(error):
