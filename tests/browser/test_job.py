@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
+from tests.support.browser.reloads import reload_until_shown
+
 if TYPE_CHECKING:
     from tests.support.browser.lab_page import LabPage
     from tests.support.browser.lab_server import LabServer
@@ -120,8 +122,7 @@ def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPa
     page.save()
     page.run_cell(5)
     _wait_updates(page, _updates(page) + 2)
-    page.reload()
-    page.page.wait_for_selector(f"{PANEL} tr[data-rank='3']")
+    reload_until_shown(page, f"{PANEL} tr[data-rank='3']", MEMORY)
     _wait_updates(page, _updates(page) + 2)
     memory = int(page.page.locator(MEMORY).get_attribute("data-updates") or 0)
     page.wait_until(f"(n) => Number(document.querySelector('{MEMORY}').dataset.updates) > n", memory)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
+from tests.support.browser.reloads import reload_until_shown
+
 if TYPE_CHECKING:
     from tests.support.browser.lab_page import LabPage
     from tests.support.browser.lab_server import LabServer
@@ -150,21 +152,11 @@ def test_reload_while_the_cell_runs_brings_the_strip_back(page: LabPage, running
     wait_until_later(page, 3)
     page.save()
     before = int(page.page.locator(CANVAS).get_attribute("data-segments") or 0)
-    reload_until_shown(page)
+    reload_until_shown(page, CANVAS)  # of Python alone; what a cell for ranks lets through is in `kernel_requests`
     page.wait_until(f"(count) => Number(document.querySelector('{CANVAS}').dataset.segments) > count", before)
     running.touch()
     page.page.locator(f"{STRIP} .axon-view-state", has_text="ended").wait_for()
     wait_until_failed(page)
-
-
-def reload_until_shown(page: LabPage) -> None:
-    """Load the page again; once more where the kernel was late: within 4 s ipywidgets gives up until the cell is over.
-
-    In cells for ranks that is no matter, see `axon_nb.magics.kernel_requests`; this one is of Python alone.
-    """
-    page.reload()
-    while not page.is_shown(CANVAS, limit=30):
-        page.reload()
 
 
 def test_strip_obeys_keys_and_pointer(page: LabPage, running: Path) -> None:

@@ -73,7 +73,6 @@ def _ask(page: LabPage) -> None:
     page.wait_until("(s) => document.querySelector(s).disabled", ".axon-memory-reset")
 
 
-@pytest.mark.slow
 def test_memory_is_asked_and_results_are_shown_again(lab: LabServer, page: LabPage) -> None:
     cells = ["%load_ext axon_nb\n%distributed start -n 2", MODEL, "%memory model", STEP, "result.show()"]
     lab.write_notebook("what_if.ipynb", [*cells, "%distributed stop"])

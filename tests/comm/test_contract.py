@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from axon_nb import comm
 from axon_nb.comm import ReduceOp, World
 from axon_nb.comm import world as query
+from tests.support.cases.pairwise import pairwise
 from tests.support.ranks import RankWorld
 
 N = 4
@@ -30,6 +31,11 @@ DTYPES = [
     torch.complex64,
 ]
 LAYOUTS = ["dense", "transposed", "strided", "empty", "scalar"]
+CASES = [
+    *pairwise(["mock", "gloo", "shm"], DTYPES, LAYOUTS),
+    *(pytest.param("nccl", dtype, layout, marks=pytest.mark.gpu) for dtype in DTYPES for layout in LAYOUTS),
+]
+"""Each dtype with each layout on one backend at least; with NCCL all."""
 
 
 def value(dtype: torch.dtype, layout: str, rank: int) -> torch.Tensor:
@@ -69,8 +75,7 @@ def sensible(dtype: torch.dtype, op: ReduceOp) -> bool:
     return not (dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("world", "dtype", "layout"), CASES, indirect=["world"], ids=str)
 def test_all_reduce(world: Any, dtype: torch.dtype, layout: str) -> None:
     ops = [op for op in ReduceOp if sensible(dtype, op)]
 
@@ -87,8 +92,7 @@ def test_all_reduce(world: Any, dtype: torch.dtype, layout: str) -> None:
             torch.testing.assert_close(tensor, reduced(dtype, layout, op), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("world", "dtype", "layout"), CASES, indirect=["world"], ids=str)
 def test_collectives_that_move_tensors(world: Any, dtype: torch.dtype, layout: str) -> None:
     def work(world: World) -> Any:
         own = value(dtype, layout, world.rank())

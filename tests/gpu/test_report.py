@@ -79,6 +79,7 @@ def test_the_readme_shows_the_reports_newest_first(tmp_path: Path) -> None:
     assert len(lines) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_drills_on_cpus_end_by_abort_and_by_timeout() -> None:
     (found,) = drill(["a receive without a send"], ["abort", "timeout"], gloo=True).values()
@@ -91,6 +92,7 @@ def test_drills_on_cpus_end_by_abort_and_by_timeout() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_figures_can_be_measured_on_cpus(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"

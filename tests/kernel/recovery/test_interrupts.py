@@ -13,6 +13,7 @@ import pytest
 from tests.kernel.recovery.stop_button import LIMIT_S, STOPPED, check_next_cell
 from tests.kernel.recovery.together import PLACE, are_together, begin_together, place_everywhere, told_apart
 from tests.kernel.recovery.trained_model import SETUP
+from tests.support.cases.pairwise import pairwise
 from tests.support.kernel import Kernel, Reply
 from tests.support.processes import until
 
@@ -136,23 +137,19 @@ FORMS = {
 STEPS = {"a step": "step()", "a barrier": "dist.barrier()", "no communication": "time.sleep(0.01)"}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("what", STEPS)
-def test_code_that_swallows_is_ended_by_an_interrupt(trained: Kernel, form: str, what: str) -> None:
-    endless = form == "bare except"  # swallows for ever, and ends only between its own lines
+@pytest.mark.parametrize(
+    ("end", "what", "form"), pairwise(["an interrupt", "another rank raises"], list(STEPS), list(FORMS))
+)
+def test_code_that_swallows_is_ended(trained: Kernel, end: str, what: str, form: str) -> None:
     code = FORMS[form].format(STEPS[what])
-    reply = interrupted(trained, code.replace("except: pass", "except: seen = None") if endless else code)
-    assert reply.ename == "CellInterrupt", reply.traceback
-    assert check_next_cell(trained) == ""
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("what", STEPS)
-def test_code_that_swallows_is_ended_when_another_rank_raises(trained: Kernel, form: str, what: str) -> None:
-    code = FORMS[form].format(STEPS[what])
-    reply = trained.run(f"%%distributed\nif rank == 1: raise ValueError('bug')\n{code}", timeout=LIMIT_S)
-    assert reply.traceback.startswith("[rank 1]"), reply.traceback
-    assert "ValueError: bug" in reply.traceback
+    if end == "an interrupt":
+        endless = form == "bare except"  # swallows for ever, and ends only between its own lines
+        reply = interrupted(trained, code.replace("except: pass", "except: seen = None") if endless else code)
+        assert reply.ename == "CellInterrupt", reply.traceback
+    else:
+        reply = trained.run(f"%%distributed\nif rank == 1: raise ValueError('bug')\n{code}", timeout=LIMIT_S)
+        assert reply.traceback.startswith("[rank 1]"), reply.traceback
+        assert "ValueError: bug" in reply.traceback
     assert check_next_cell(trained) == ""
 
 

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from axon_nb.comm import GradSyncStrategy, NotInGroupError, ProcessGroup, TensorMismatchError, World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP
+from tests.parallel.conftest import WORLDS, make
+from tests.support.cases.pairwise import pairwise
 from tests.support.training.models import batch, blocks, loss_of
 
 SIZE = 12
@@ -37,11 +39,15 @@ def part(world: World) -> slice:
     return slice(world.rank() * count, (world.rank() + 1) * count)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 5e-6)], ids=["f64", "f32"])
-@pytest.mark.parametrize("strategy", [GradSyncStrategy.OVERLAPPED, GradSyncStrategy.SYNCHRONOUS])
-def test_weights_are_those_of_one_process(
-    world: Any, dtype: torch.dtype, tolerance: float, strategy: GradSyncStrategy
-) -> None:
+@pytest.mark.parametrize(
+    ("world", "strategy", "dtype"),
+    pairwise(WORLDS, [GradSyncStrategy.OVERLAPPED, GradSyncStrategy.SYNCHRONOUS], [torch.float64, torch.float32]),
+    indirect=["world"],
+    ids=str,
+)
+def test_weights_are_those_of_one_process(world: Any, strategy: GradSyncStrategy, dtype: torch.dtype) -> None:
+    tolerance = {torch.float64: 1e-10, torch.float32: 5e-6}[dtype]
+
     def work(world: World) -> list[torch.Tensor]:
         model = DDP(blocks().to(dtype), world, bucket_size_mb=0.001, strategy=strategy)
         return trained(model, part(world), dtype=dtype)
@@ -140,8 +146,6 @@ def test_sync_gradients_after_an_automatic_sync_changes_nothing(two: Any) -> Non
 
 
 def test_uneven_inputs_with_join(gloo_worlds: Any) -> None:
-    from tests.parallel.conftest import make
-
     def work(world: World) -> list[float]:
         model: Any = DDP(nn.Linear(1, 1, bias=False).double())
         gradients = []
