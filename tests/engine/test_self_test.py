@@ -10,19 +10,28 @@ import sys
 import threading
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
-from axon_nb.engine.self_test.catalog import CHECKS, is_timeout
+from axon_nb.engine.self_test import runner, verdict
+from axon_nb.engine.self_test.catalog import CHECKS, failed, is_timeout, passed
 from axon_nb.engine.self_test.locking import hold_lock
-from axon_nb.records.compatibility import TESTED, install_command
+from axon_nb.records.compatibility import TESTED, Capability, install_command
 
 pytestmark = pytest.mark.timeout(600)
 
 COMMAND = [sys.executable, "-m", "axon_nb.engine.self_test", "--json"]
+ATTEMPTS = 3
+"""How often checks may time out: on a busy machine that says nothing of the versions."""
+ONE_CHECK = """
+import axon_nb.engine.self_test.catalog as catalog
+catalog.CHECKS = catalog.CHECKS[-1:]
+"""
+"""For tests of everything around the checks."""
 
 
 def _environment(folder: Path, site: str = "") -> dict[str, str]:
@@ -31,13 +40,22 @@ def _environment(folder: Path, site: str = "") -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
 
 
-def _run(folder: Path, site: str = "") -> dict[str, Any]:
-    done = subprocess.run(
-        COMMAND, env=_environment(folder, site), capture_output=True, text=True, timeout=200, check=False
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == int(any(not capability["works"] for capability in found["capabilities"]))
+def _run(folder: Path, site: str = "", *, only: Sequence[str] = (), **variables: str) -> dict[str, Any]:
+    """What the self-test finds; it runs again while a check times out, at most `ATTEMPTS` times in all."""
+    command = [*COMMAND, "--only", *only] if only else COMMAND
+    for _ in range(ATTEMPTS):
+        environment = {**_environment(folder, site), **variables}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert done.returncode == int(any(not capability["works"] for capability in found["capabilities"]))
+        if not any(is_timeout(capability["reason"]) for capability in found["capabilities"]):
+            break
+        command = [*command, "--fresh"]
     return found
+
+
+def _lost(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [capability for capability in found["capabilities"] if not capability["works"]]
 
 
 def _saved(folder: Path) -> list[Path]:
@@ -46,7 +64,7 @@ def _saved(folder: Path) -> list[Path]:
 
 def test_everything_works_with_the_installed_versions_and_is_tested_once(tmp_path: Path) -> None:
     found = _run(tmp_path)
-    assert [capability for capability in found["capabilities"] if not capability["works"]] == []
+    assert _lost(found) == []
     assert [capability["name"] for capability in found["capabilities"]] == [check.name for check in CHECKS]
     (saved,) = _saved(tmp_path)
     written = saved.stat().st_mtime_ns
@@ -79,20 +97,66 @@ BROKEN = {
     "no reset of a pipeline's stage": (STAGE_FAILS, "pipeline_reset"),
     "a crash where mock worlds are made": (MOCK_CRASHES, "mock_worlds"),
 }
+NEIGHBORS = {
+    "interrupts": ["optimizer_steps", "interrupts", "kernel_hooks"],
+    "pipeline_reset": ["fsdp2_reset", "pipeline_reset", "pipeline_spans"],
+    "mock_worlds": ["mock_worlds", "simulation"],
+}
+"""What uses something similar and works nevertheless."""
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_what_is_lost_is_named_with_the_way_to_get_it_back(tmp_path: Path, what: str) -> None:
-    site, expected = BROKEN[what]
-    lost = [capability for capability in _run(tmp_path, site)["capabilities"] if not capability["works"]]
+def _assert_only_lost(lost: list[dict[str, Any]], expected: str) -> None:
     assert [capability["name"] for capability in lost] == [expected], lost
     for capability in lost:
         assert capability["reason"]
         assert capability["lost"]
         assert capability["fix"] == install_command("torch")
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_lost_is_named_with_the_way_to_get_it_back(tmp_path: Path, what: str) -> None:
+    site, expected = BROKEN[what]
+    found = _run(tmp_path, site, only=NEIGHBORS[expected])
+    assert [capability["name"] for capability in found["capabilities"]] == NEIGHBORS[expected]
+    _assert_only_lost(_lost(found), expected)
+    assert _saved(tmp_path) == [], "what some checks find is no verdict"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BROKEN)
+def test_all_else_works_until_it_is_back(tmp_path: Path, what: str) -> None:
+    site, expected = BROKEN[what]
+    _assert_only_lost(_lost(_run(tmp_path, site)), expected)
     (saved,) = _saved(tmp_path)
-    os.utime(saved, (0, 0))  # an old failure may have passed: it is tried again
-    assert [capability for capability in _run(tmp_path)["capabilities"] if not capability["works"]] == []
+    os.utime(saved, (0, 0))
+    assert _lost(_run(tmp_path)) == []
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the verdicts of this process, in which every check passes at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(runner, "run", lambda only: [passed(check) for check in CHECKS])
+    folder = verdict.cache_folder()
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_an_old_failure_may_have_passed_and_is_tried_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(only: Sequence[str]) -> list[Capability]:
+        return [failed(CHECKS[0], "AttributeError: gone"), *map(passed, CHECKS[1:])]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runner, "run", fail)
+        assert [capability.name for capability in verdict.current_verdict(in_process=True).lost] == [CHECKS[0].name]
+    assert verdict.current_verdict(in_process=True).lost, "of this start"
+    (saved,) = _saved(tmp_path)
+    os.utime(saved, (0, 0))
+    assert not verdict.current_verdict(in_process=True).lost
+    assert _saved(tmp_path) == [saved]
+    assert saved.parent == cache
 
 
 def test_folders_of_tests_that_were_killed_are_removed(tmp_path: Path) -> None:
@@ -102,8 +166,7 @@ def test_folders_of_tests_that_were_killed_are_removed(tmp_path: Path) -> None:
     for name in (f"axon_nb-self-test-{gone.pid}-x", f"axon_nb-self-test-{os.getpid()}-y", "other"):
         (temporary / name).mkdir(parents=True)
         os.utime(temporary / name, (0, 0))
-    environment = {**_environment(tmp_path), "TMPDIR": str(temporary)}
-    subprocess.run(COMMAND, env=environment, capture_output=True, timeout=200, check=True)
+    assert _lost(_run(tmp_path, only=["simulation"], TMPDIR=str(temporary))) == []
     left = {path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")}
     assert left == {f"axon_nb-self-test-{os.getpid()}-y", "other"}
 
@@ -112,26 +175,24 @@ def _age(path: Path, *, used_days: float, tested_days: float) -> None:
     os.utime(path, (time.time() - used_days * 86400, time.time() - tested_days * 86400))
 
 
-def test_verdicts_of_builds_that_nobody_uses_are_removed_with_the_next_one(tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "axon_nb" / "self_test"
-    folder.mkdir(parents=True)
+def test_verdicts_of_builds_that_nobody_uses_are_removed_with_the_next_one(cache: Path, tmp_path: Path) -> None:
     days = {"old": (40.0, 40.0), "used": (29.0, 400.0), "new": (2.0, 2.0), "under test": (40.0, 40.0)}
     for name, (used, tested) in days.items():
         for suffix in ("json", "lock"):
-            (folder / f"{name}.{suffix}").touch()
-            _age(folder / f"{name}.{suffix}", used_days=used, tested_days=tested)
+            (cache / f"{name}.{suffix}").touch()
+            _age(cache / f"{name}.{suffix}", used_days=used, tested_days=tested)
     for name in (".half", "begun.lock", "users.txt"):
-        (folder / name).touch()
-        _age(folder / name, used_days=40, tested_days=40)
-    with (folder / "under test.lock").open() as lock:
+        (cache / name).touch()
+        _age(cache / name, used_days=40, tested_days=40)
+    with (cache / "under test.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _run(tmp_path)
+        verdict.current_verdict(in_process=True)
     (saved,) = [path for path in _saved(tmp_path) if path.name.startswith("torch-")]
     kept = {f"{name}.{suffix}" for name in ("used", "new", "under test") for suffix in ("json", "lock")}
-    assert {path.name for path in folder.iterdir()} == {*kept, saved.name, f"{saved.stem}.lock", "users.txt"}
+    assert {path.name for path in cache.iterdir()} == {*kept, saved.name, f"{saved.stem}.lock", "users.txt"}
     _age(saved, used_days=40, tested_days=40)
     written = saved.stat().st_mtime_ns
-    _run(tmp_path)
+    verdict.current_verdict(in_process=True)
     assert time.time() - saved.stat().st_atime < 86400, "in use"
     assert saved.stat().st_mtime_ns == written
 
@@ -177,7 +238,7 @@ def _is_open(handle: Path, inode: int) -> bool:
 
 
 def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> None:
-    environment = _environment(tmp_path)
+    environment = _environment(tmp_path, ONE_CHECK)
     processes = [
         subprocess.Popen(COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(3)
     ]
@@ -208,7 +269,9 @@ def test_a_check_that_took_too_long_says_nothing_of_the_versions(reason: str, la
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where a folder should be")
-    assert [capability for capability in _run(tmp_path)["capabilities"] if not capability["works"]] == []
+    found = _run(tmp_path, ONE_CHECK)
+    assert [capability["name"] for capability in found["capabilities"]] == [CHECKS[-1].name]
+    assert _lost(found) == []
 
 
 def test_the_floors_that_are_declared_are_those_that_were_tested() -> None:

@@ -1,4 +1,4 @@
-"""`python -m axon_nb.engine.self_test [--json] [--fresh] [--hooks]`: run the self-test and show its verdict."""
+"""`python -m axon_nb.engine.self_test [--json] [--fresh] [--hooks] [--only CHECK ...]`: run the self-test, show it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import sys
 from typing import Any
 
-from axon_nb.engine.self_test.verdict import current_verdict, run_and_save
+from axon_nb.engine.self_test.catalog import CHECKS
+from axon_nb.engine.self_test.verdict import current_verdict, run_and_save, run_checks
 
 
 def main() -> int:
@@ -16,8 +17,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--fresh", action="store_true", help="run the test even if a verdict is cached")
     parser.add_argument("--hooks", action="store_true", help="check every private hook, too")
+    names = [check.name for check in CHECKS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help="run these checks; cache no verdict")
     options = parser.parse_args()
-    verdict = run_and_save() if options.fresh else current_verdict(in_process=True)
+    if options.only:
+        verdict = run_checks(options.only)
+    else:
+        verdict = run_and_save() if options.fresh else current_verdict(in_process=True)
     hooks = _hooks() if options.hooks else {}  # after the test, which forks this process
     if options.json:
         print(json.dumps(verdict.to_json() | hooks))

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import ipykernel._version
@@ -29,7 +29,15 @@ from axon_nb.records.compatibility import Capability, Verdict, are_tested
 from axon_nb.records.environment import USER_CACHE
 from axon_nb.records.hooks import REGISTER
 
-__all__ = ["cache_folder", "cached_verdict", "current_verdict", "run_and_save", "start_in_child", "startup_verdict"]
+__all__ = [
+    "cache_folder",
+    "cached_verdict",
+    "current_verdict",
+    "run_and_save",
+    "run_checks",
+    "start_in_child",
+    "startup_verdict",
+]
 
 _TIMEOUT_S = 90.0
 _FAILURE_VALID_S = 60.0
@@ -83,13 +91,21 @@ def cached_verdict() -> Verdict | None:
     return verdict
 
 
-def run_and_save() -> Verdict:
-    """Run the test in processes forked from this one, which must not have run a torch operation yet."""
+def run_checks(only: Sequence[str] = ()) -> Verdict:
+    """Run every check, or those of these names, in processes forked from this one; save nothing.
+
+    This process must not have run a torch operation yet.
+    """
     from axon_nb.engine.self_test.runner import run
 
     start = time.monotonic()
-    capabilities = run()
-    verdict = Verdict(torch.__version__, platform.python_version(), time.monotonic() - start, tuple(capabilities))
+    capabilities = run(only)
+    return Verdict(torch.__version__, platform.python_version(), time.monotonic() - start, tuple(capabilities))
+
+
+def run_and_save() -> Verdict:
+    """Run every check as `run_checks` does, and save the verdict."""
+    verdict = run_checks()
     # On a starved machine a check times out: that says nothing about versions that are known to work.
     if not (verdict.lost and are_tested(_versions()) and all(is_timeout(item.reason) for item in verdict.lost)):
         with contextlib.suppress(OSError):
