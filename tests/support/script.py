@@ -18,16 +18,17 @@ from typing import Any
 
 import psutil
 
-__all__ = ["Answer", "Finished", "Script", "command_lines", "family", "run_script", "script_environment"]
+__all__ = ["MARK", "Answer", "Finished", "Script", "command_lines", "family", "run_script", "script_environment"]
 
 ROOT = Path(__file__).resolve().parents[2]
-_MARK = "AXON_NB_TEST_SCRIPT"
+MARK = "AXON_NB_TEST_SCRIPT"
+"""The environment variable by which `family` finds what a script started."""
 
 
 def script_environment(**changes: str) -> dict[str, str]:
     """The environment of a script; all that it starts carries a mark, by which `family` finds it."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, _MARK: uuid.uuid4().hex, **changes}
+    return {**os.environ, "PYTHONPATH": path, MARK: uuid.uuid4().hex, **changes}
 
 
 def family(mark: str) -> list[psutil.Process]:
@@ -37,7 +38,7 @@ def family(mark: str) -> list[psutil.Process]:
         try:
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if process.environ().get(_MARK) == mark:
+            if process.environ().get(MARK) == mark:
                 members.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -73,7 +74,7 @@ def run_script(code: str, *, timeout: float = 150.0, **changes: str) -> Finished
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, check=False
     )
-    return Finished(done.returncode, done.stdout, done.stderr, env[_MARK])
+    return Finished(done.returncode, done.stdout, done.stderr, env[MARK])
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Script:
 
     def __init__(self, cwd: Path, **changes: str) -> None:
         env = script_environment(**changes)
-        self.mark = env[_MARK]
+        self.mark = env[MARK]
         self._errors = open(cwd / f"{self.mark}.err", "w+")  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("child.py"))],

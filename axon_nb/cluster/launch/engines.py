@@ -247,17 +247,22 @@ def _raise_if_dead(connection: Connection, exit_codes: dict[int, int]) -> None:
 def _raise_if_exited(launcher: Any, hint: str) -> None:
     """Check the processes that ipyparallel's own launchers started on this host."""
     # A set of engines drops those whose exit it noticed, which it does while an event loop runs, as in a notebook.
-    for identifier in (getattr(launcher, "stop_data", None) or {}).get("engines", {}):
-        output = _last_lines(launcher.outputs.get(identifier) or "")
-        raise StartError(f"Engine {identifier} exited while starting: {output or 'it printed nothing'}{hint}")
-    for part in _parts(launcher):
+    stopped = getattr(launcher, "stop_data", None)
+    for identifier in list(stopped.get("engines", ())) if isinstance(stopped, dict) else []:
+        raise _exit_error(f"Engine {identifier}", _last_lines(launcher.outputs.get(identifier) or ""), hint)
+    for identifier, part in _parts(launcher).items():
         process = getattr(part, "process", None)
         if process is not None and (not process.is_running() or _is_zombie(process)):
-            raise StartError(f"An engine exited while starting: {_output(part) or 'it printed nothing'}{hint}")
+            raise _exit_error(f"Engine {identifier}" if identifier else "An engine", _output(part), hint)
 
 
-def _parts(launcher: Any) -> list[Any]:
-    return list(getattr(launcher, "launchers", {}).values()) or [launcher]
+def _exit_error(engine: str, output: str, hint: str) -> StartError:
+    return StartError(f"{engine} exited while starting: {output or 'it printed nothing'}{hint}")
+
+
+def _parts(launcher: Any) -> dict[str, Any]:
+    """Return the launcher of each engine by its identifier; a launcher that starts all with one process itself."""
+    return dict(getattr(launcher, "launchers", {})) or {"": launcher}
 
 
 def _is_zombie(process: psutil.Process) -> bool:
@@ -271,13 +276,17 @@ def _is_zombie(process: psutil.Process) -> bool:
 def _last_output(launcher: Any) -> str:
     """Return what a process of ipyparallel's own launchers on this host printed last; empty if there is none."""
     with contextlib.suppress(Exception):  # other launchers, and files that do not exist yet
-        parts = [part for part in _parts(launcher) if getattr(part, "process", None) is not None]
+        parts = [part for part in _parts(launcher).values() if getattr(part, "process", None) is not None]
         return next(filter(None, map(_output, parts)), "")
     return ""
 
 
 def _output(part: Any) -> str:
-    return _last_lines(str(part.get_output()))
+    # Not `get_output` first: if ipyparallel's thread removes the file meanwhile, that loses the text for both.
+    try:
+        return _last_lines(Path(part.output_file).read_text(errors="replace"))
+    except OSError:  # ipyparallel has read and removed it
+        return _last_lines(str(part.get_output()))
 
 
 def _last_lines(output: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from tests.support.kernel import Kernel
 from tests.support.output_lines import by_rank
 from tests.support.processes import until
-from tests.support.script import Script, command_lines, family
+from tests.support.script import MARK, Script, command_lines, family, script_environment
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +87,44 @@ def test_stop_leaves_nothing_when_all_live(tmp_path: Path) -> None:
     assert not family(script.mark)
 
 
-def test_engines_that_cannot_start_are_told_soon_and_with_the_reason(tmp_path: Path) -> None:
+NOTICED = {
+    "by ipyparallel first": """
+import asyncio
+from ipyparallel.cluster.launcher import LocalEngineSetLauncher
+
+start_all = LocalEngineSetLauncher.start
+
+async def start(self, n):
+    started = start_all(self, n)
+    while self.launchers:  # in a script ipyparallel's event loop runs until this is over
+        await asyncio.sleep(0.01)
+    return started
+
+LocalEngineSetLauncher.start = start
+""",
+    "by axon_nb alone": """
+from ipyparallel.cluster.launcher import LocalEngineLauncher
+
+LocalEngineLauncher._start_waiting = lambda self: None
+""",
+}
+
+
+@pytest.mark.parametrize("noticed", NOTICED)
+def test_engines_that_cannot_start_are_told_soon_and_with_the_reason(tmp_path: Path, noticed: str) -> None:
     """The host agent runs already when the environment turns bad, so that the engines alone meet it."""
     with Script(tmp_path) as script:
         script.ok(
             "import os, axon_nb\nfrom axon_nb.cluster.launch import prewarm\n"
             "from axon_nb.cluster.settings import settings\n"
-            "prewarm.start()\nassert prewarm.wait_until_idle(140)\nsettings.set('start_timeout=100')\n"
+            "prewarm.start()\nassert prewarm.wait_until_idle(140)\nsettings.set('start_timeout=10min')\n"
             "os.environ['PYTHONHOME'] = '/nowhere'"
         )
+        script.ok(NOTICED[noticed])
         answer = script.run("axon_nb.start(2, engines='local', devices='cpu')")
         assert answer.kinds[0] == "StartError"
-        assert "encodings" in answer.message
+        reason = r"Engine [01] exited while starting: ModuleNotFoundError: No module named 'encodings'"
+        assert re.fullmatch(reason, answer.message), answer.message
         assert until(lambda: not script.others())
 
 
@@ -115,14 +142,17 @@ LocalEngineSetLauncher.launcher_class = Engine
 """
 
 
-@pytest.mark.parametrize("failing", ["1", "01"])
+@pytest.mark.parametrize("failing", ["0", "1", "01"])
 def test_engines_that_exit_in_a_notebook_are_noticed_with_the_reason(tmp_path: Path, failing: str) -> None:
-    """ipyparallel notices the exit, too: its loop runs in a notebook, and drops the engine from its set."""
-    with Kernel(cwd=tmp_path, env={"FAILING": failing}) as kernel:
+    """The exit is noticed by ipyparallel, too: its loop runs in a notebook, and drops the engine from its set."""
+    with Kernel(cwd=tmp_path, env=(env := script_environment(FAILING=failing))) as kernel:
         kernel.ok(FAILING)
-        kernel.ok("%load_ext axon_nb\n%distributed config start_timeout=60")
+        kernel.ok("%load_ext axon_nb\n%distributed config start_timeout=10min warm_up=off")
+        # The kernel's own limit is a quarter of that.
         reply = kernel.run("%distributed start -n 2 --engines local --devices cpu")
-        assert reply.status == "error"
-        assert "exited while starting" in reply.traceback
-        assert any(f"no card for {engine}" in reply.traceback for engine in failing)
-        assert "registered within" not in reply.traceback
+        assert reply.ename == "StartError"
+        said = re.fullmatch(r"Engine (\d) exited while starting: OSError: no card for (\d)", reply.evalue)
+        assert said, reply.evalue
+        assert said[1] == said[2]
+        assert said[1] in failing
+        assert until(lambda: [process.pid for process in family(env[MARK])] == [kernel.pid])
