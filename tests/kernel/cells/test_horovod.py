@@ -144,7 +144,6 @@ def test_an_interrupt_ends_a_loop_and_the_next_cell_works(horovod: Kernel) -> No
     assert all("True" in line for line in after.lines())
 
 
-@pytest.mark.slow
 def test_the_script_runs_as_a_cell(horovod: Kernel) -> None:
     reply = horovod.ok(f"%%distributed\n{SCRIPT.read_text()}")
     (weights,) = [line for line in reply.lines() if "weights" in line]
