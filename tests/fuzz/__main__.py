@@ -1,4 +1,7 @@
-"""The long fuzz: `make fuzz FAULTS=1000 SEED=1`; one round again, alone: `make fuzz SEED=1 ONLY=38`."""
+"""The long fuzz: `make fuzz FAULTS=1000 SEED=1`; one round again, alone: `make fuzz SEED=1 ONLY=38`.
+
+A run of 1,000 faults or more writes the record, `benchmarks/results/fuzz.md`; a shorter one writes into `out/fuzz`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import time
 from pathlib import Path
 
 from tests.fuzz.faults import KINDS
-from tests.fuzz.figures import write_figures
+from tests.fuzz.figures import figures_folder, write_figures
 from tests.fuzz.rounds import Fuzz
 
 
@@ -21,12 +24,12 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="this round alone; nothing is written")
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=[], help="only these kinds of faults")
     parser.add_argument("--minutes", type=float, help="stop after so long")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, help="folder for the figures, whatever the number of faults")
     options = parser.parse_args()
     numbers = range(options.faults) if options.only is None else [options.only]
     end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-    with tempfile.TemporaryDirectory() as folder, Fuzz(
-        options.seed, Path(folder), kinds=tuple(options.kinds)
+    with tempfile.TemporaryDirectory() as scratch, Fuzz(
+        options.seed, Path(scratch), kinds=tuple(options.kinds)
     ) as fuzz:  # fmt: skip
         for number in numbers:
             if time.monotonic() > end:
@@ -38,7 +41,8 @@ def main() -> int:
                 fault = outcome.fault
                 print(f"{number:5} {fault.kind}: {fault.detail}, {outcome.control_s:.2f} s", flush=True)
     if options.only is None:
-        print(write_figures(fuzz.outcomes, seed=options.seed, restarts=fuzz.restarts, folder=options.out))
+        folder = options.out or figures_folder(len(fuzz.outcomes), all_kinds=not options.kinds)
+        print(write_figures(fuzz.outcomes, seed=options.seed, restarts=fuzz.restarts, folder=folder))
     return int(any(outcome.problems for outcome in fuzz.outcomes))
 
 

@@ -11,8 +11,11 @@ from typing import Any
 from benchmarks.report import machine, median, percentile
 from tests.fuzz.rounds import Outcome
 
-__all__ = ["write_figures"]
+__all__ = ["figures_folder", "write_figures"]
 
+RECORD = Path("benchmarks/results")
+RECORD_FAULTS = 1000
+SCRATCH = Path("out/fuzz")
 
 _LEGEND = (
     "4 ranks with DDP, FSDP2, tensor parallel and two pipelines alive throughout; time from the fault (the last press "
@@ -32,6 +35,16 @@ def _row(kind: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "steps_apart": sum(outcome.apart for outcome in outcomes),
         "failures": sum(bool(outcome.problems) for outcome in outcomes),
     }
+
+
+def figures_folder(num_faults: int, *, all_kinds: bool) -> Path:
+    """Return where a run's figures go: to the record if it had 1,000 faults of all kinds, else where git ignores them.
+
+    Args:
+        num_faults: How many rounds ran.
+        all_kinds: Whether the run drew from all kinds of faults.
+    """
+    return RECORD if num_faults >= RECORD_FAULTS and all_kinds else SCRATCH
 
 
 def write_figures(outcomes: Sequence[Outcome], *, seed: int, restarts: int, folder: Path) -> str:

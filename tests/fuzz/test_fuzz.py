@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.fuzz.fault import COLLECTIVES
 from tests.fuzz.faults import ADVERSARY, KINDS, LOSSES, POINTS, make_fault
+from tests.fuzz.figures import RECORD, figures_folder
 from tests.fuzz.rounds import SENT, Fuzz
 
 SEED = 20
@@ -59,3 +61,15 @@ def test_a_long_run_has_every_kind_and_every_place() -> None:
 def test_what_is_sent_as_cells_has_every_collective() -> None:
     text = "".join(path.read_text() for path in SENT)
     assert all(f'"{name}": ' in text for name in COLLECTIVES)
+
+
+def test_only_a_long_run_of_all_kinds_writes_the_record() -> None:
+    assert figures_folder(1000, all_kinds=True) == RECORD
+    assert RECORD not in {figures_folder(999, all_kinds=True), figures_folder(1000, all_kinds=False)}
+
+
+def test_the_record_is_of_a_long_run() -> None:
+    (total,) = [
+        line for line in (Path(__file__).parents[2] / RECORD / "fuzz.md").read_text().splitlines() if "| all |" in line
+    ]
+    assert int(total.split("|")[2]) >= 1000
