@@ -172,14 +172,15 @@ def test_an_interrupt_ends_a_wait(shm_world: Any, tmp_path: Path) -> None:
 
 def test_waiting_takes_no_cpu_time(shm_world: Any) -> None:
     def work(world: World) -> float:
+        """CPU seconds per second that this rank waits."""
         dist.barrier()
-        began = time.process_time()
+        began, cpu = time.monotonic(), time.process_time()
         if world.rank() == 0:
             time.sleep(2)
         dist.all_reduce(torch.ones(4))
-        return time.process_time() - began
+        return (time.process_time() - cpu) / (time.monotonic() - began)
 
-    assert max(shm_world.run(work)) < 0.3
+    assert max(shm_world.run(work)) < 0.15
 
 
 def test_failures_leave_no_thread_no_descriptor_and_no_memory(shm_world: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -67,15 +68,32 @@ def test_receives_that_nobody_waits_for_go_on(shm_world: Any) -> None:
     shm_world.run(work)
 
 
-def test_a_message_that_is_too_long(shm_world: Any) -> None:
+@pytest.mark.parametrize("first", ["the send", "the receive"])
+def test_a_message_that_is_too_long_fails_at_the_receiver(shm_world: Any, first: str) -> None:
     def work(world: World) -> str:
         import torch.distributed as dist
 
-        group = dist.new_group(backend="shm")
+        group: Any = dist.new_group(backend="shm")
+        ring = group._messages._out[1]
+        put = ring.put
+
+        def put_and_be_refused(head: Any, address: int) -> int:
+            """Return from writing the piece when the receiver has refused it: no receiver is faster."""
+            count: int = put(head, address)
+            limit = time.monotonic() + 60
+            while ring.refused()[0] != head.number and time.monotonic() < limit:
+                time.sleep(0.001)
+            assert ring.refused() == (head.number, 16)
+            return count
+
         sentence = ""
         if world.rank() == 0:
+            if first == "the receive":
+                ring.put = put_and_be_refused
             dist.send(torch.ones(10), 1, group=group)
-        elif world.rank() == 1:
+        if first == "the send":
+            dist.barrier()
+        if world.rank() == 1:
             with pytest.raises(RuntimeError) as caught:
                 dist.recv(torch.ones(4), 0, group=group)
             sentence = str(caught.value)

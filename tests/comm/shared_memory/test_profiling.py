@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ import torch
 from axon_nb.comm import World
 
 
+def _waits_in_barrier(line: str) -> bool:
+    return "barrier" in line and "waits for rank 1" in line
+
+
 def test_each_operation_is_recorded_until_it_is_done(shm_world: Any) -> None:
     def work(world: World) -> dict[str, tuple[int, float]]:
-        import time
-
         import torch.distributed as dist
         from torch.profiler import ProfilerActivity, profile
 
+        group: Any = dist.group.WORLD
         rank, size = world.rank(), world.world_size()
         tensor, out = torch.ones(size), torch.zeros(size)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -25,7 +29,10 @@ def test_each_operation_is_recorded_until_it_is_done(shm_world: Any) -> None:
             handle = dist.broadcast(tensor, 0, async_op=True)
             handle.wait()
             if rank == 1:
-                time.sleep(0.2)
+                limit = time.monotonic() + 60
+                while not _waits_in_barrier(group.describe()[0]) and time.monotonic() < limit:
+                    time.sleep(0.005)
+                time.sleep(0.2)  # rank 0 waits at least so long
             dist.barrier()
             messages = [dist.isend(tensor, (rank + 1) % size), dist.irecv(out, (rank - 1) % size)]
             for message in messages:
