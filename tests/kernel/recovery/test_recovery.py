@@ -110,7 +110,7 @@ def test_weights_after_a_failed_step_are_those_of_an_undisturbed_run(fresh_clust
                 )
                 assert "ValueError: bug" in reply.traceback
         kernel.ok("%%distributed\nfor _ in range(3): step()")
-        sums.append(kernel.ok("%%distributed\nprint(*[value.hex() for value in weights()])").stdout)
+        sums.append(kernel.ok("%%distributed\nprint(*[value.hex() for value in weights()])").lines())
     assert sums[0] == sums[1]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from axon_nb.comm.errors import TensorError, TensorMismatchError
 
@@ -86,8 +85,8 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         TensorError: none does in this process alone, as with a DTensor.
     """
-    if isinstance(tensor, AsyncCollectiveTensor):
-        held: torch.Tensor = tensor.trigger_wait()
+    if (wait := getattr(tensor, "trigger_wait", None)) is not None:  # AsyncCollectiveTensor, whose module is private
+        held: torch.Tensor = wait()
         return held
     if isinstance(tensor, torch.nn.Parameter) or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return tensor
