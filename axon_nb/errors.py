@@ -45,8 +45,10 @@ class UsageError(AxonError, ValueError):
 class NoClusterError(UsageError):
     """The command needs a cluster, but none is running."""
 
-    def __init__(self, command: str = "This") -> None:
-        super().__init__(f"{command} needs a cluster, but none is running. Run `%distributed start` first.")
+    def __init__(self, command: str = "This", *, kept: str = "") -> None:
+        super().__init__(f"{command} needs a cluster, but none is running. Run `%distributed start` first.{kept}")
+        self.kept = kept
+        """What other kernels left running, as a sentence; empty if nothing."""
 
 
 class StartError(AxonError, RuntimeError):

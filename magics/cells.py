@@ -17,7 +17,7 @@ from IPython.display import display
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.failures.report import Failure
-from axon_nb.cluster.session import current, start
+from axon_nb.cluster.session import current, kept, start
 from axon_nb.errors import CellError, UsageError
 from axon_nb.magics.arguments import HelpRequest, LineParser, parse
 from axon_nb.magics.measure import Measures, add_measures, read_measures
@@ -225,7 +225,7 @@ def _prompt(shell: Any) -> int:
 
 
 def _cluster() -> Cluster:
-    cluster = current.get()
+    cluster = current.get() or kept.take_over()
     if cluster is None:
         cluster = start.start()
         count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"

@@ -13,6 +13,7 @@ from IPython.display import display
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.inspection.status import ClusterStatus
 from axon_nb.cluster.session import current, start
+from axon_nb.cluster.session.discovery import stop_detached
 from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpRequest, LineParser, parse, unknown_command
 from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_session
@@ -37,6 +38,9 @@ def _start_parser() -> LineParser:
     parser.add_argument("--name", default=None, help="name of the cluster")
     parser.add_argument(
         "--interface", default=None, help="network interface through which ranks on other hosts connect"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="stop ranks that this notebook left running even while a cell runs there"
     )
     return parser
 
@@ -68,6 +72,7 @@ class DistributedMagics(Magics):
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|shm|gloo|nccl] [--engines LAUNCHER] [--name NAME]
+              [--force]: end ranks that were left even while a cell runs there
         start -n N --engines ssh --interface eth0: start ranks on several hosts
         auto on|off: run plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
         doctor [--json]: check versions, GPUs, limits, network and clusters of this machine; a fix for each problem
@@ -116,6 +121,7 @@ class DistributedMagics(Magics):
             engines=options.engines,
             name=options.name,
             interface=options.interface,
+            force=options.force,
         )
         display(cluster)
 
@@ -147,6 +153,9 @@ class DistributedMagics(Magics):
 
     def _stop(self, words: list[str]) -> None:
         parse(LineParser("%distributed stop", "Stop the cluster."), words)
+        if current.get() is None and (lines := stop_detached()):
+            print("\n".join(lines))
+            return
         cluster = current.require("%distributed stop")
         cluster.stop()
         current.drop(cluster)

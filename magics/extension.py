@@ -64,7 +64,7 @@ def load(shell: InteractiveShell) -> None:
         count = f"{entry.num_ranks} rank{'' if entry.num_ranks == 1 else 's'}"
         print(
             f"The cluster {entry.name!r} ({count}) of this notebook is still running. Run `%distributed attach` to "
-            "reconnect, or `%distributed start` to stop it and start a new one."
+            "reconnect, or `%distributed start` to stop it and start a new one. A cell on ranks reconnects, too."
         )
     elif settings.warm_up:
         prewarm.start()

@@ -61,8 +61,8 @@ def _from_ranks(name: str, cluster: Any) -> CapturedModel:
     if cluster is None:
         try:
             cluster = import_module("axon_nb").current_cluster()
-        except NoClusterError:
-            raise NoClusterError(f"A plan for the ranks' variable {name!r}") from None
+        except NoClusterError as error:
+            raise NoClusterError(f"A plan for the ranks' variable {name!r}", kept=error.kept) from None
     if not hasattr(cluster, "run"):
         raise PlanError(f"cluster must be a Cluster, such as axon_nb.current_cluster(); got {cluster!r}.")
     call = CaptureModel(look=Expression(f"lambda: {name}"), name=name)

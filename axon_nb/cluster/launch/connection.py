@@ -22,7 +22,7 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import SESSION_NAME
 from axon_nb.records.protocol.joining import ENGINE_ENTRY
 
-__all__ = ["Connection", "default_name", "kernel_id", "open_existing", "open_new"]
+__all__ = ["Connection", "default_name", "in_kernel", "kernel_id", "open_existing", "open_new"]
 
 
 def _kernel_file() -> str:
@@ -30,6 +30,11 @@ def _kernel_file() -> str:
     if app is not None and app.IPKernelApp.initialized():
         return Path(app.IPKernelApp.instance().connection_file).stem
     return ""
+
+
+def in_kernel() -> bool:
+    """Whether this process is a notebook's kernel."""
+    return bool(_kernel_file())
 
 
 def kernel_id() -> str:

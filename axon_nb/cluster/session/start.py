@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.failures.deaths import describe_death
@@ -17,6 +18,7 @@ from axon_nb.cluster.launch.placement import LOOPBACK, Layout, interface_ip, pla
 from axon_nb.cluster.rpc.handshake import wait_for_output
 from axon_nb.cluster.session import current
 from axon_nb.cluster.session.discovery import find, running, stop_detached
+from axon_nb.cluster.session.kept import raise_if_busy
 from axon_nb.cluster.session.reattach import reattach_cells
 from axon_nb.cluster.settings import Settings, settings, settings_facts
 from axon_nb.cluster.state import ClusterState
@@ -56,6 +58,7 @@ def start(
     engines: str | None = None,
     name: str | None = None,
     interface: str | None = None,
+    force: bool = False,
 ) -> Cluster:
     """Start a cluster and make it the current one. Returns once every rank is in the group and has passed a barrier.
 
@@ -67,9 +70,10 @@ def start(
         name: Name of the cluster, unique among the user's clusters; None: the notebook's name, or ``default``.
         interface: Network interface of this host, or its IPv4 address, on which ranks on other hosts reach it; None:
             all ranks are on this host, and only Unix sockets and loopback are opened.
+        force: Whether to stop ranks that this notebook left running even while a cell runs there.
 
     Raises:
-        UsageError: the request cannot be satisfied.
+        UsageError: the request cannot be satisfied, or a cell runs on ranks that this notebook left running.
         StartError: the ranks failed to start.
     """
     _refuse_on_a_rank("start")
@@ -87,6 +91,8 @@ def start(
             f"The cluster {existing.name!r} with {ranks} is running. Run `%distributed stop` to stop it, or "
             "`%distributed restart` to restart its ranks."
         )
+    if not force:
+        raise_if_busy()
     for line in stop_detached():
         print(line)
     if several_hosts and chosen in ON_THIS_HOST:
@@ -230,7 +236,7 @@ def _live_ranks(connection: Connection, engines: str, num_ranks: int) -> set[int
 def restart() -> Cluster:
     """Stop the current cluster and start one with the same options; variables on ranks are lost."""
     old = current.require("restart")
-    options = {
+    options: dict[str, Any] = {
         "devices": old.layout.visible or ("cpu" if old.layout.devices[0] == "cpu" else "auto"),
         "backend": old.backend,
         "engines": old.engines,

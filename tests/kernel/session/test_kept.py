@@ -1,0 +1,114 @@
+"""Ranks that a notebook left at a kernel restart: nothing but `start` and `stop` ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernel import Kernel
+from tests.support.processes import footprint, until
+
+MakeKernel = Callable[..., Kernel]
+
+LINE = (
+    "Reconnected to the cluster 'default' (2 ranks) that this notebook had left running. Its ranks hold kept, numbers."
+)
+TICKS = "import os, time\nprint('go', flush=True)\nwhile not os.path.exists('stop'): time.sleep(0.05)\nprint('ended')"
+
+
+def leave(kernel: Kernel, cell: str = "") -> None:
+    """Start two ranks with variables, restart the kernel, during `cell` if there is one, and load the extension."""
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+    kernel.ok("%%distributed\nkept = rank + 10\nnumbers = torch.ones(3)")
+    if cell:
+        kernel.wait_for_output(kernel.submit(f"%%distributed\n{cell}"), "go", ranks=[0, 1])
+    kernel.restart(now=True)
+    kernel.ok("%load_ext axon_nb")
+
+
+def test_a_cell_after_a_restart_runs_on_the_ranks_that_were_left(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    leave(kernel)
+    reply = kernel.ok("%%distributed\nkept")
+    assert reply.lines()[0] == LINE
+    assert sorted(reply.lines()[1:]) == ["[rank 0] 10", "[rank 1] 11"]
+    assert kernel.ok("%%distributed\nnumbers.sum().item()").lines() == ["[ranks 0-1] 3.0"], "said once"
+
+
+@pytest.mark.parametrize(
+    "command", ["%distributed status", "%distributed stacks", "%distributed vars", "%pull kept", "%shards numbers"]
+)
+def test_commands_reconnect(new_kernel: MakeKernel, command: str) -> None:
+    kernel = new_kernel()
+    leave(kernel)
+    before = footprint_by_agent(kernel)
+    assert kernel.ok(command).lines()[0] == LINE
+    assert kernel.ok("%%distributed\nkept == rank + 10").lines() == ["[ranks 0-1] True"]
+    assert before == sorted(footprint(kernel).ranks)
+
+
+def footprint_by_agent(kernel: Kernel) -> list[int]:
+    """The pids of the ranks that run, without reconnecting."""
+    listed = "__import__('axon_nb.cluster.session.discovery', fromlist=['x']).own_detached()[0]"
+    return sorted(kernel.value(f"[info['pid'] for info in {listed}.run_dir.read_info()['rank_info']]"))
+
+
+def test_a_cell_waits_for_the_one_that_still_runs_and_shows_its_output(new_kernel: MakeKernel, tmp_path: Path) -> None:
+    kernel = new_kernel()
+    leave(kernel, TICKS)
+    request = kernel.submit("%%distributed\nkept - rank")
+    kernel.wait_for_output(request, "Queued behind the cell that is running on ranks 0-1.")
+    (tmp_path / "stop").touch()
+    reply = kernel.collect(request)
+    assert reply.ok
+    assert LINE in reply.lines()
+    kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)
+    assert "Cell In[3] is still running on ranks 0-1. Its output continues here." in reply.lines()
+    assert {"[ranks 0-1] ended", "[ranks 0-1] 10"} <= set(reply.lines())
+
+
+def test_start_refuses_while_a_cell_runs_there(new_kernel: MakeKernel, tmp_path: Path) -> None:
+    kernel = new_kernel()
+    leave(kernel, TICKS)
+    before = footprint_by_agent(kernel)
+    refused = kernel.run("%distributed start -n 2")
+    assert refused.ename == "UsageError"
+    assert "A cell is still running on ranks 0-1 of the cluster 'default'" in refused.traceback
+    assert "`%distributed attach` to get it back, or `%distributed start --force` to stop it" in refused.traceback
+    assert footprint_by_agent(kernel) == before
+    reply = kernel.ok("%distributed start -n 2 --force")
+    assert reply.lines() == ["Stopped the cluster 'default' (2 ranks) that this notebook had left running."]
+    assert not set(footprint(kernel).ranks) & set(before)
+
+
+def test_a_cell_that_start_refused_to_end_comes_back(new_kernel: MakeKernel, tmp_path: Path) -> None:
+    kernel = new_kernel()
+    leave(kernel, TICKS)
+    assert kernel.run("%distributed start -n 2").ename == "UsageError"
+    request = kernel.submit("%distributed attach")
+    reply = kernel.collect(request)
+    assert reply.lines()[0] == "Cell In[3] is still running on ranks 0-1. Its output continues here."
+    (tmp_path / "stop").touch()
+    kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)
+    assert "[ranks 0-1] ended" in reply.lines()
+
+
+def test_stop_ends_what_was_left_and_commands_then_say_that_there_is_none(new_kernel: MakeKernel) -> None:
+    kernel = new_kernel()
+    leave(kernel)
+    stopped = kernel.ok("%distributed stop")
+    assert stopped.lines() == ["Stopped the cluster 'default' (2 ranks) that this notebook had left running."]
+    assert "needs a cluster, but none is running" in kernel.run("%distributed status").evalue
+
+
+def test_a_message_that_there_is_none_names_what_another_kernel_left(new_kernel: MakeKernel) -> None:
+    one, two = new_kernel(), new_kernel()
+    one.ok("%load_ext axon_nb\n%distributed start -n 2 --name alpha")
+    one.kill()
+    two.ok("%load_ext axon_nb")
+    hint = "'alpha' (2 ranks). Run `%distributed attach alpha` to reconnect."
+    assert until(lambda: hint in two.run("%distributed status").evalue)
+    assert hint.partition(".")[0] in two.run("%pull x").evalue
+    two.ok("%distributed attach alpha\n%distributed stop")
