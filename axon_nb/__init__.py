@@ -94,7 +94,7 @@ def current_cluster() -> Cluster:
     Raises:
         NoClusterError: none is running.
     """
-    cluster: Cluster = import_module("axon_nb.cluster.session.current").require("axon_nb.current_cluster()")
+    cluster: Cluster = import_module("axon_nb.cluster.session.kept").require("axon_nb.current_cluster()")
     return cluster
 
 

@@ -27,7 +27,7 @@ def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None)
         NoClusterError: none is running.
         UsageError: nothing with that name can be shown.
     """
-    chosen = cluster or import_module("axon_nb.cluster.session.current").require("axon_nb.show.shards()")
+    chosen = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.shards()")
     if not names:
         raise UsageError("axon_nb.show.shards() needs the name of a variable on the ranks, such as 'model'.")
     import_module("axon_nb.widgets.open").show_shards(chosen, _checked(names), gradients=gradients)
@@ -44,7 +44,7 @@ def memory(*names: str, cluster: Cluster | None = None) -> None:
         NoClusterError: none is running.
         UsageError: a name does not exist on the ranks.
     """
-    chosen = cluster or import_module("axon_nb.cluster.session.current").require("axon_nb.show.memory()")
+    chosen = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.memory()")
     import_module("axon_nb.widgets.open").show_memory(chosen, _checked(names))
 
 
@@ -75,7 +75,7 @@ def timeline(
         NoClusterError: none is running.
         UsageError: a rank does not exist, or there are no spans of that cell.
     """
-    chosen = cluster or import_module("axon_nb.cluster.session.current").require("axon_nb.show.timeline()")
+    chosen = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.timeline()")
     rows = import_module("axon_nb.records.ranks").resolve_ranks(ranks, chosen.world_size)
     shown: Timeline = import_module("axon_nb.widgets.open").show_timeline(chosen, rows, cell=cell)
     return shown
@@ -90,5 +90,5 @@ def watch(*, cluster: Cluster | None = None) -> None:
     Raises:
         NoClusterError: none is running.
     """
-    chosen = cluster or import_module("axon_nb.cluster.session.current").require("axon_nb.show.watch()")
+    chosen = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.watch()")
     import_module("axon_nb.widgets.open").show_watch(chosen)

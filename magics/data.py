@@ -9,7 +9,7 @@ from typing import Any
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from axon_nb.cluster.history import identity_check
-from axon_nb.cluster.session import current
+from axon_nb.cluster.session import kept
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
 from axon_nb.records.ranks import resolve_ranks
@@ -46,7 +46,7 @@ class DataMagics(Magics):
         """
         options = parse(_parser("%push", "Send notebook variables to ranks."), line)
         variables = self._notebook_variables(options)
-        current.require("%push").push(variables, ranks=options.ranks)
+        kept.require("%push").push(variables, ranks=options.ranks)
 
     @line_magic
     def scatter(self, line: str) -> None:
@@ -56,7 +56,7 @@ class DataMagics(Magics):
         """
         options = parse(_parser("%scatter", "Split notebook variables, one part per rank.", dim=True), line)
         variables = self._notebook_variables(options)
-        current.require("%scatter").scatter(variables, ranks=options.ranks, dim=options.dim)
+        kept.require("%scatter").scatter(variables, ranks=options.ranks, dim=options.dim)
 
     @line_magic
     def pull(self, line: str) -> None:
@@ -69,7 +69,7 @@ class DataMagics(Magics):
         parser = _fetch_parser("%pull", "Fetch variables from ranks.")
         parser.add_argument("--shards", action="store_true", help="fetch distributed tensors as each rank's shard")
         options = parse(parser, line)
-        cluster = current.require("%pull")
+        cluster = kept.require("%pull")
         ranks = resolve_ranks(options.ranks, cluster.world_size)
         single = options.ranks is not None and len(ranks) == 1
 
@@ -87,7 +87,7 @@ class DataMagics(Magics):
         Example: `%gather predictions --as all_predictions`. It joins the parts that %scatter made.
         """
         options = parse(_fetch_parser("%gather", "Fetch variables and join them.", dim=True), line)
-        cluster = current.require("%gather")
+        cluster = kept.require("%gather")
         self._bind(
             options, lambda name: cluster.gather(name, ranks=options.ranks, dim=options.dim, arrays=options.numpy)
         )

@@ -12,7 +12,7 @@ from IPython.display import display
 
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.inspection.status import ClusterStatus
-from axon_nb.cluster.session import current, start
+from axon_nb.cluster.session import current, kept, start
 from axon_nb.cluster.session.discovery import stop_detached
 from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpRequest, LineParser, parse, unknown_command
@@ -127,11 +127,11 @@ class DistributedMagics(Magics):
 
     def _status(self, words: list[str]) -> Any:
         parse(LineParser("%distributed status", "Show the ranks."), words)
-        return ClusterStatus(current.require("%distributed status").info())
+        return ClusterStatus(kept.require("%distributed status").info())
 
     def _vars(self, words: list[str]) -> Any:
         parse(LineParser("%distributed vars", "Show the variables of the ranks."), words)
-        return current.require("%distributed vars").variables()
+        return kept.require("%distributed vars").variables()
 
     def _diff(self, words: list[str]) -> Any:
         parser = LineParser("%distributed diff", "Show where a variable differs between ranks.")
@@ -139,7 +139,7 @@ class DistributedMagics(Magics):
         help_text = "the rank to compare with (default: 0)"
         parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help=help_text)
         options = parse(parser, words)
-        differences = current.require("%distributed diff").diff(options.name, options.source)
+        differences = kept.require("%distributed diff").diff(options.name, options.source)
         if len(differences):
             return differences
         print(f"{options.name!r} is the same on all ranks.")
@@ -149,14 +149,14 @@ class DistributedMagics(Magics):
         parser = LineParser("%distributed stacks", "Show where each rank is.")
         parser.add_argument("--ranks", default=None, help="which ranks (default: all)")
         options = parse(parser, words)
-        print(current.require("%distributed stacks").stacks(options.ranks))
+        print(kept.require("%distributed stacks").stacks(options.ranks))
 
     def _stop(self, words: list[str]) -> None:
         parse(LineParser("%distributed stop", "Stop the cluster."), words)
         if current.get() is None and (lines := stop_detached()):
             print("\n".join(lines))
             return
-        cluster = current.require("%distributed stop")
+        cluster = kept.require("%distributed stop")
         cluster.stop()
         current.drop(cluster)
         count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"
@@ -164,6 +164,7 @@ class DistributedMagics(Magics):
 
     def _restart(self, words: list[str]) -> None:
         parse(LineParser("%distributed restart", "Stop all ranks and start new ones."), words)
+        kept.require("%distributed restart")
         display(start.restart())
 
     def _repair(self, words: list[str]) -> None:
@@ -172,7 +173,7 @@ class DistributedMagics(Magics):
         parser.add_argument("--from", dest="source", type=_number, default=None, metavar="R", help="copy R's variables")
         parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
         options = parse(parser, words)
-        cluster = current.require("%distributed repair")
+        cluster = kept.require("%distributed repair")
         print(cluster.repair(options.ranks, source=options.source, names=options.names))
 
     def _sync(self, words: list[str]) -> None:
@@ -180,7 +181,7 @@ class DistributedMagics(Magics):
         parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help="copy R's (default: 0)")
         parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
         options = parse(parser, words)
-        print(current.require("%distributed sync").sync(options.source, options.names))
+        print(kept.require("%distributed sync").sync(options.source, options.names))
 
     def _attach(self, words: list[str]) -> CellHandle | None:
         options = parse(_attach_parser(), words)
@@ -191,7 +192,7 @@ class DistributedMagics(Magics):
 
     def _cancel(self, words: list[str]) -> None:
         parse(LineParser("%distributed cancel", "Interrupt the cells that run in the background."), words)
-        ranks = current.require("%distributed cancel").cancel()
+        ranks = kept.require("%distributed cancel").cancel()
         print(f"Interrupted the cell on {name_ranks(ranks)}." if ranks else "No cell is running.")
 
     def _export(self, words: list[str]) -> None:

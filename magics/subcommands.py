@@ -10,7 +10,7 @@ from IPython.core.error import StdinNotImplementedError
 
 from axon_nb.cluster import history as journal
 from axon_nb.cluster.inspection.debugger import PostMortem
-from axon_nb.cluster.session import current
+from axon_nb.cluster.session import current, kept
 from axon_nb.cluster.transfer.broadcast import seed
 from axon_nb.errors import AxonError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, parse
@@ -51,7 +51,7 @@ def _seed(words: list[str]) -> None:
     options = parse(parser, words)
     if not options.value.isdecimal():
         raise UsageError(f"%distributed seed: SEED must be an integer, 0 or more; got {options.value!r}.")
-    print(seed(current.require("%distributed seed").cells, int(options.value), per_rank=options.per_rank))
+    print(seed(kept.require("%distributed seed").cells, int(options.value), per_rank=options.per_rank))
 
 
 def _debug(words: list[str]) -> None:
@@ -61,7 +61,7 @@ def _debug(words: list[str]) -> None:
     )
     parser.add_argument("--ranks", metavar="RANK", default=None, help="which rank (default: the first that failed)")
     options = parse(parser, words)
-    debugger = PostMortem(current.require("%distributed debug").cells, options.ranks)
+    debugger = PostMortem(kept.require("%distributed debug").cells, options.ranks)
     print(f"Rank {debugger.rank}: {debugger.error}. Use the commands of pdb: u, d, p NAME, l, w; q quits.")
     print(debugger.start(), end="")
     ended = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from axon_nb.cluster.session import current
+from axon_nb.cluster.session import kept
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
 from axon_nb.records.ranks import resolve_ranks
@@ -32,7 +32,7 @@ class ViewMagics(Magics):
         The view is updated by later cells until it is opened again for the same names.
         """
         options = parse(_shards_parser(), line)
-        cluster = current.require("%shards")
+        cluster = kept.require("%shards")
         from axon_nb.widgets.open import show_shards
 
         show_shards(cluster, options.names, gradients=options.gradients)
@@ -51,7 +51,7 @@ class JobViewMagics(Magics):
         The panel is updated by later cells until it is opened again; its button interrupts the running cell.
         """
         parse(LineParser("%watch", "Show a running job live."), line)
-        cluster = current.require("%watch")
+        cluster = kept.require("%watch")
         from axon_nb.widgets.open import show_watch
 
         show_watch(cluster)
@@ -67,7 +67,7 @@ class JobViewMagics(Magics):
         parser = LineParser("%memory", "Show what each rank's memory holds.")
         parser.add_argument("names", nargs="*", metavar="NAME")
         options = parse(parser, line)
-        cluster = current.require("%memory")
+        cluster = kept.require("%memory")
         from axon_nb.widgets.open import show_memory
 
         show_memory(cluster, options.names)
@@ -109,7 +109,7 @@ class TimelineMagics(Magics):
         Example: `%timeline --ranks 0-1`, or `%timeline --save trace.json`.
         """
         options = parse(_parser(), line)
-        cluster = current.require("%timeline")
+        cluster = kept.require("%timeline")
         ranks = resolve_ranks(options.ranks, cluster.world_size)
         cells = _cells(options.cell)
         if len(cells) == 2:

@@ -12,7 +12,6 @@ import atexit
 import sys
 import threading
 import weakref
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.launch import prewarm
@@ -36,21 +35,17 @@ def get() -> Cluster | None:
 
 
 def require(command: str) -> Cluster:
-    """Return the current cluster, or reconnect to the one that this notebook's previous kernel left running.
+    """Return the current cluster.
 
     Args:
         command: What needs it, such as ``%push``; named in the error.
 
     Raises:
         NoClusterError: there is none.
-        UsageError: the notebook left several, or one of another version.
     """
     cluster = get()
     if cluster is None:
-        kept = import_module("axon_nb.cluster.session.kept")
-        cluster = kept.take_over()
-        if cluster is None:
-            raise NoClusterError(f"`{command}`", kept=kept.others())
+        raise NoClusterError(f"`{command}`")
     return cluster
 
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from axon_nb.cluster.launch.connection import kernel_id
-from axon_nb.errors import UsageError
+from axon_nb.cluster.launch.connection import kernel_id, open_existing
+from axon_nb.cluster.rpc.requests import request_all
+from axon_nb.errors import StartError, UsageError
 from axon_nb.host.query import AgentQuery
 from axon_nb.host.run_dir import RunDir, list_run_dirs
 from axon_nb.records.protocol.agent import GetInfo, Stop
+from axon_nb.records.protocol.cells import CellsRequest
 from axon_nb.records.protocol.version import Version, read_version, refuse_attach
+from axon_nb.records.ranks import name_ranks
 
-__all__ = ["ClusterEntry", "find", "own_detached", "running", "stop_detached"]
+__all__ = ["ClusterEntry", "find", "own_detached", "raise_if_busy", "running", "stop_detached"]
 
 _REPLY_TIMEOUT_S = 60.0
 """On a busy machine an agent may take a while to reply."""
 _STOP_TIMEOUT_S = 10.0
+_RANK_TIMEOUT_S = 2.0
+"""The control thread of a rank replies in milliseconds, unless C code holds the GIL or the process is stopped."""
+_REGISTRATION_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +120,36 @@ def find(name: str | None) -> ClusterEntry:
     if reason := refuse_attach(entries[0].name, entries[0].version):
         raise UsageError(reason)
     return entries[0]
+
+
+def raise_if_busy() -> None:
+    """Refuse to end a kept cluster in which a cell runs.
+
+    Raises:
+        UsageError: a cell runs there, or a rank does not say.
+    """
+    for entry in own_detached():
+        if entry.has_world and not refuse_attach(entry.name, entry.version):
+            busy = _busy_ranks(entry)
+            if busy:
+                raise UsageError(
+                    f"A cell is still running on {name_ranks(busy)} of the cluster {entry.name!r}, which this notebook "
+                    "had left running. Run `%distributed attach` to get it back, or `%distributed start --force` to "
+                    "stop it and start new ranks."
+                )
+
+
+def _busy_ranks(entry: ClusterEntry) -> list[int]:
+    try:
+        connection = open_existing(entry.run_dir)
+    except (StartError, OSError):  # it is ending
+        return []
+    try:
+        forked = set(connection.agent.hello_reply.ranks) - set(connection.agent.exits)
+        alive = forked or set(range(entry.num_ranks))  # other launchers
+        connection.client.wait_registered(alive, _REGISTRATION_TIMEOUT_S)
+        asked = [rank for rank in sorted(alive) if rank in connection.client.registered]
+        replies = request_all(connection.client, asked, CellsRequest(), timeout_s=_RANK_TIMEOUT_S)
+        return [rank for rank in asked if rank not in replies or replies[rank].running]
+    finally:
+        connection.close()

@@ -17,8 +17,7 @@ from axon_nb.cluster.launch.open_files import raise_if_too_few
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout, interface_ip, plan_layout
 from axon_nb.cluster.rpc.handshake import wait_for_output
 from axon_nb.cluster.session import current
-from axon_nb.cluster.session.discovery import find, running, stop_detached
-from axon_nb.cluster.session.kept import raise_if_busy
+from axon_nb.cluster.session.discovery import find, raise_if_busy, running, stop_detached
 from axon_nb.cluster.session.reattach import reattach_cells
 from axon_nb.cluster.settings import Settings, settings, settings_facts
 from axon_nb.cluster.state import ClusterState

@@ -54,10 +54,7 @@ class CollectiveOperations(PythonProcessGroup):
         if waits and self._batch is None and unseen:
             if self._runs_in_wait:
                 work = SharedWork(outputs)
-                work.run_in_wait(
-                    functools.partial(self._order.run_or_put, job, work),
-                    hand_over=functools.partial(self._order.put, job, work),
-                )
+                work.run_in_wait(functools.partial(self._order.run_or_put, job, work))
                 return work
             if self._order.run_now(job):
                 return done_work()

@@ -86,7 +86,7 @@ class Order:
                 it.
         """
         if in_wait:
-            work.run_in_wait(functools.partial(self._take_over, work), hand_over=lambda: None)
+            work.run_in_wait(functools.partial(self._take_over, work), is_queued=True)
         with self._lock:
             self._jobs.append((job, work))
             if self._helper is None:

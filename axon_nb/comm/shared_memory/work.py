@@ -31,7 +31,7 @@ class SharedWork(Work):
         self._over = False
         self._lock = threading.Lock()
         self._sleepers: list[threading.Lock] = []
-        self._hand_over: Callable[[], None] | None = None
+        self._is_queued = False
         self.end = 0.0
         """When a wait for a message times out, on `time.monotonic`; 0: nobody has waited yet."""
         self._base: Any = None
@@ -41,20 +41,19 @@ class SharedWork(Work):
         self.keep: Any = None
         """Objects that must live as long as the operation."""
 
-    def run_in_wait(self, drive: Callable[[float], None], hand_over: Callable[[], None] | None = None) -> None:
+    def run_in_wait(self, drive: Callable[[float], None], *, is_queued: bool = False) -> None:
         """Let the thread that waits drive the operation.
 
         Args:
             drive: Drives the operation until it is done, or until a deadline on `time.monotonic`.
-            hand_over: Lets the helper thread run it instead, as `drive` may exceed its deadline; None: it does not.
+            is_queued: Whether the helper thread runs the operation otherwise. Such a drive may exceed its deadline.
         """
-        self._drive, self._hand_over = drive, hand_over
+        self._drive, self._is_queued = drive, is_queued
 
     def leave_to_helper(self) -> None:
-        """Let the helper thread run the operation, so that a wait with a timeout can end before it."""
-        if self._drive is not None and (hand_over := self._hand_over) is not None:
+        """Let the helper thread run a queued operation, so that a wait with a timeout can end before it."""
+        if self._is_queued:
             self._drive = None
-            hand_over()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the operation as done; called once, from any thread."""

@@ -88,14 +88,14 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     if (wait := getattr(tensor, "trigger_wait", None)) is not None:  # AsyncCollectiveTensor, whose module is private
         held: torch.Tensor = wait()
         return held
-    if isinstance(tensor, torch.nn.Parameter) or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return tensor
     local = " Use .to_local() or .full_tensor()." if hasattr(tensor, "to_local") else ""
     raise TensorError(f"A {type(tensor).__name__} cannot be communicated: it wraps other tensors.{local}")
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as `expand` makes them; other overlaps torch finds when it copies."""
+    """Whether elements share memory, as `expand` makes them; torch checks no more before it copies into a tensor."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
