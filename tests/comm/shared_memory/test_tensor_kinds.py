@@ -26,6 +26,13 @@ def dtensor(rank: int) -> Any:
     return distribute_tensor(torch.full((4,), rank + 1.0), init_device_mesh("cpu", (2,)), [Replicate()])
 
 
+def batched(rank: int) -> Any:
+    """What a function sees that `torch.func.vmap` maps."""
+    seen: list[Any] = []
+    torch.func.vmap(lambda row: seen.append(row) or row)(torch.full((2, 4), rank + 1.0))
+    return seen[0]
+
+
 def fake(rank: int) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -53,7 +60,10 @@ def two(rank: int) -> Any:
 
 REFUSED: dict[str, Make] = {
     "DTensor": dtensor,
+    "parameter of FSDP2": lambda rank: torch.nn.Parameter(dtensor(rank)),
     "FakeTensor": fake,
+    "batched by vmap": batched,
+    "quantized": lambda rank: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
     "wrapper subclass": two,
     "meta": lambda rank: torch.ones(4, device="meta"),
     "nested": lambda rank: torch.nested.nested_tensor([torch.ones(2), torch.ones(2)]),
@@ -65,7 +75,9 @@ REFUSED: dict[str, Make] = {
 }
 ACCEPTED: dict[str, Make] = {
     "plain": lambda rank: torch.full((4,), rank + 1.0),
-    "parameter": lambda rank: torch.nn.Parameter(torch.full((4,), rank + 1.0)).detach(),
+    "parameter": lambda rank: torch.nn.Parameter(torch.full((4,), rank + 1.0)),
+    "sparse": lambda rank: torch.full((4,), rank + 1.0).to_sparse(),
+    "imaginary parts": lambda rank: torch.complex(torch.zeros(4), torch.full((4,), rank + 1.0)).imag,
     "subclass with memory": lambda rank: torch.full((4,), rank + 1.0).as_subclass(Named),
     "negative view": lambda rank: torch.complex(torch.zeros(4), torch.full((4,), -rank - 1.0)).conj().imag,
     "every second": lambda rank: torch.full((8,), rank + 1.0)[::2],
@@ -89,6 +101,12 @@ OPERATIONS: dict[str, Callable[[Any, int], Any]] = {
     "reduce_scatter_tensor": lambda tensor, rank: dist.reduce_scatter_tensor(tensor, torch.ones(8)),
     "scatter": lambda tensor, rank: dist.scatter(tensor, [torch.ones(4), torch.ones(4)] if rank == 0 else None),
     "gather": lambda tensor, rank: dist.gather(tensor, [torch.ones(4), torch.ones(4)] if rank == 0 else None),
+    "reduce_scatter": lambda tensor, rank: dist.reduce_scatter(tensor, [torch.ones(4), torch.ones(4)]),
+    "reduce_scatter inputs": lambda tensor, rank: dist.reduce_scatter(torch.ones(4), [tensor, tensor]),
+    "all_to_all": lambda tensor, rank: dist.all_to_all([tensor, tensor], [torch.ones(4), torch.ones(4)]),
+    "batch_isend_irecv": lambda tensor, rank: [
+        work.wait() for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1 - rank)])
+    ],
     "send": lambda tensor, rank: dist.send(tensor, 1 - rank),
     "recv": lambda tensor, rank: dist.recv(tensor, 1 - rank),
     "all_to_all_single": lambda tensor, rank: dist.all_to_all_single(tensor, torch.ones(4)),
@@ -110,7 +128,7 @@ def attempt(world: Any, make: Make, operation: Callable[[Any, int], Any]) -> tup
 def sums(world: Any, make: Make) -> list[float]:
     tensor = make(dist.get_rank())
     dist.all_reduce(tensor)
-    return list(torch.as_tensor(tensor).flatten().tolist())
+    return list((tensor.to_dense() if tensor.is_sparse else torch.as_tensor(tensor)).flatten().tolist())
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ if rank == 0:
 elif rank == 1:
     while not os.path.exists({there!r}):
         time.sleep(0.02)
-print(rank, "timed out" in str(error), repr(error))
+print(rank, "timed out" in str(error).lower(), repr(error))
 """
 
 

@@ -17,7 +17,7 @@ def reload_until_shown(page: LabPage, *selectors: str) -> None:
     """Load the page again until all of these are visible, three times at most.
 
     Where the kernel or the page was late, one reload is not enough. ipywidgets waits 4 s for the states of its widgets,
-    then gives up until the cell is over; anywidget gives up on a view that has not begun within 2 s.
+    then gives up until the cell is over; anywidget gives up on a view that has not started within 2 s.
     """
     missing: list[str] = []
     for _ in range(RELOADS):
