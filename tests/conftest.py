@@ -97,11 +97,28 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """After a failure, end all that tests share: the next one gets a fresh kernel, browser or cluster."""
     if item.stash.get(_failed, False):
-        item.session._setupstate.teardown_exact(None)  # as pytest itself does after the last test
+        _end_all_shared(item.session)
+    try:
+        return (yield)
+    except BaseException:  # a fixture failed to end: its kernel may be as busy as after a failed test
+        _end_all_shared(item.session)
+        raise
+
+
+def _end_all_shared(session: pytest.Session) -> None:
+    kernels = sys.modules.get("tests.support.kernel")
+    if kernels is None:
+        session._setupstate.teardown_exact(None)  # as pytest itself does after the last test
+        return
+    kernels.discard_all()
+    try:
+        session._setupstate.teardown_exact(None)
+    except* kernels.DiscardedError:  # a fixture asked its kernel to clean up
+        pass
 
 
 @pytest.hookimpl(wrapper=True)  # marks before tests are deselected, and sorts what is left

@@ -119,7 +119,7 @@ def test_what_is_lost_is_named_with_the_way_to_get_it_back(tmp_path: Path, what:
     found = _run(tmp_path, site, only=NEIGHBORS[expected])
     assert [capability["name"] for capability in found["capabilities"]] == NEIGHBORS[expected]
     _assert_only_lost(_lost(found), expected)
-    assert _saved(tmp_path) == [], "what some checks find is no verdict"
+    assert _saved(tmp_path) == [], "a verdict needs all checks"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernel import Kernel, Reply
+from tests.support.kernel import PROBE_S, Kernel, Reply
 
 LIMIT_S = 500.0
 """Seconds that a cell may take: it may import a framework, or build what one needs; no test is about speed."""
@@ -82,7 +82,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 @pytest.fixture
 def two(two_ranks: Kernel) -> Kernel:
     """The shared kernel, with two ranks that answer."""
-    if not two_ranks.run("%%distributed\nflat(net()).numel()").ok:
+    if not two_ranks.run("%%distributed\nflat(net()).numel()", timeout=PROBE_S).ok:
         two_ranks.ok("%distributed restart")
         two_ranks.ok(SETUP)
     return two_ranks

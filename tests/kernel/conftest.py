@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernel import FreshCluster, Kernel
-
-_PROBE_S = 20.0
-"""How long ranks that no cell uses may take to answer."""
+from tests.support.kernel import PROBE_S, FreshCluster, Kernel
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +23,7 @@ def shared_kernel() -> Iterator[Kernel]:
 @pytest.fixture
 def kernel(shared_kernel: Kernel) -> Kernel:
     """The shared kernel, with 4 ranks that answer."""
-    reply = shared_kernel.run("%%distributed\n1", timeout=_PROBE_S)
+    reply = shared_kernel.run("%%distributed\n1", timeout=PROBE_S)
     if not reply.ok:
         shared_kernel.ok("%distributed restart")
     return shared_kernel
@@ -56,7 +53,7 @@ def fresh_cluster(kernel_for_clusters: Kernel) -> Iterator[FreshCluster]:
 def _stop_cluster(kernel: Kernel) -> None:
     try:
         kernel.run("%distributed stop", timeout=60)
-    except TimeoutError:  # the test left a cell running
+    except TimeoutError:  # the test passed and left a cell running
         kernel.come_back()
         kernel.ok("%load_ext axon_nb\n%distributed attach\n%distributed stop")
 

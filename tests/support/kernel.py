@@ -7,102 +7,71 @@ import contextlib
 import os
 import queue
 import re
+import signal
 import sys
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 from jupyter_core.paths import jupyter_runtime_dir
 
 from axon_nb.host.run_dir import base_dir
-from tests.kernel.cells.labelled import merged, ranks_of
+from tests.kernel.cells.labelled import ranks_of
+from tests.support.records.cell_reply import Reply, belongs, text_of
+from tests.support.script import MARK, family
 
-__all__ = ["FreshCluster", "Kernel", "Reply"]
+__all__ = ["PROBE_S", "DiscardedError", "FreshCluster", "Kernel", "Reply", "discard_all"]
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_TIMEOUT_S = 150.0
-"""For what must happen: a busy machine takes its time, and a wait that succeeds costs nothing. Longer than the start
-timeout of a cluster (120 s), and shorter than pytest's for a test (240 s), so that each fails with its own reason."""
+_TIMEOUT_S = 100.0
+"""For what must happen: a busy machine takes its time, and a wait that succeeds costs nothing."""
+_START_S = 130.0
+"""For cells that start a cluster: a start that hangs gives its own reason after 120 s."""
+_STARTS = re.compile(r"%distributed (re)?start\b|axon_nb\.start\(")
+_MARGIN_S = 10.0
+"""A wait ends so long before pytest's limit for the test, which would not say what was waited for."""
+PROBE_S = 20.0
+"""How long ranks that no cell uses may take to answer."""
 _SHUTDOWN_S = 60.0
 """After half of this Jupyter terminates a kernel that was asked to end."""
 
 
-@dataclass
-class Reply:
-    """Everything that one execute request gave back."""
-
-    status: str = ""
-    stdout: str = ""
-    stderr: str = ""
-    result: str = ""
-    """text/plain of the Out[] value."""
-    ename: str = ""
-    evalue: str = ""
-    traceback: str = ""
-    """As shown, without colours."""
-    displays: list[dict[str, Any]] = field(default_factory=list)
-    """Mime bundles in order; an update replaces what it updates."""
-    arrivals: list[tuple[float, str, str]] = field(default_factory=list)
-    """(time, message type, text) of each message."""
-    seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        """Whether the cell succeeded."""
-        return self.status == "ok"
-
-    def lines(self) -> list[str]:
-        """The lines of stdout; a line of several ranks is one, also when it came from some of them too late for that.
-
-        What was shown how often and when is in `stdout` and `arrivals`.
-        """
-        return merged(self.stdout)
-
-    def take(self, message: dict[str, Any], ids: dict[str, int]) -> None:
-        """Add one output message."""
-        kind, content, text = message["msg_type"], message["content"], _text_of(message)
-        self.arrivals.append((time.time(), kind, text))
-        if kind == "stream":
-            setattr(self, content["name"], getattr(self, content["name"]) + text)
-        elif kind == "execute_result":
-            self.result = content["data"].get("text/plain", "")
-        elif kind in ("display_data", "update_display_data"):
-            identity = content.get("transient", {}).get("display_id")
-            if kind == "update_display_data" and identity in ids:
-                self.displays[ids[identity]] = content["data"]
-            else:
-                if identity:
-                    ids[identity] = len(self.displays)
-                self.displays.append(content["data"])
-        elif kind == "error":
-            self.ename, self.evalue = content["ename"], content["evalue"]
-            self.traceback = _ANSI.sub("", "\n".join(content["traceback"]))
+class DiscardedError(Exception):
+    """The kernel was discarded, and runs nothing any more."""
 
 
 class Kernel:
     """One kernel process and a client of it."""
 
     def __init__(self, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+        self._mark, self._is_discarded = uuid.uuid4().hex, False
+        _living.add(self)
         # Unix sockets: a port that is free when the kernel's are chosen may be taken when it comes to open them.
         sockets = Path(jupyter_runtime_dir()) / f"k{uuid.uuid4().hex[:12]}"
         sockets.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.manager = KernelManager(transport="ipc", ip=str(sockets), shutdown_wait_time=_SHUTDOWN_S)
         argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         self.manager._kernel_spec = KernelSpec(argv=argv, display_name="test", language="python")
-        self.manager.start_kernel(env={**os.environ, **(env or {})}, cwd=str(cwd or Path.cwd()))
+        self.manager.start_kernel(env={**os.environ, **(env or {}), MARK: self._mark}, cwd=str(cwd or Path.cwd()))
         self._early: list[dict[str, Any]] = []
-        self._connect()
+        self._cells: dict[str, str] = {}
+        try:
+            self._connect()
+        except BaseException:
+            self.discard()
+            self.__exit__(None, None, None)
+            raise
 
     def _connect(self) -> None:
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=_TIMEOUT_S)
+        self.client.wait_for_ready(timeout=_end_of(_TIMEOUT_S) - time.monotonic())
 
     @property
     def pid(self) -> int:
@@ -111,7 +80,10 @@ class Kernel:
 
     def submit(self, code: str) -> str:
         """Send a cell; returns the request's id for `collect`."""
-        return str(self.client.execute(code))
+        self._raise_if_discarded()
+        request = str(self.client.execute(code))
+        self._cells[request] = code
+        return request
 
     def collect(self, request: str, *, timeout: float = _TIMEOUT_S) -> Reply:
         """Everything that belongs to the request, until the kernel is idle and has replied.
@@ -119,32 +91,34 @@ class Kernel:
         Raises:
             TimeoutError: it was not over in `timeout` seconds.
         """
-        reply, ids, end, began = Reply(), dict[str, int](), time.monotonic() + timeout, time.monotonic()
+        code, began = self._cells.get(request, ""), time.monotonic()
+        if _STARTS.search(code):
+            timeout = max(timeout, _START_S)
+        reply, ids, end = Reply(), dict[str, int](), _end_of(timeout)
         early, self._early = self._early, []
         for message in early:
-            if _belongs(message, request):
+            if belongs(message, request):
                 reply.take(message, ids)
             else:
                 self._early.append(message)
         idle = False
         while not (idle and reply.status):
             if time.monotonic() > end:
-                raise TimeoutError(
-                    f"the cell is not over after {timeout} s; so far:\n{reply.stdout}\n{reply.traceback}"
-                )
+                took = time.monotonic() - began
+                raise TimeoutError(f"this cell is not over after {took:.0f} s:\n{code}\nso far:\n{reply.shown()}")
             if not idle and (message := self._get(self.client.get_iopub_msg)):
-                if not _belongs(message, request):
+                if not belongs(message, request):
                     continue
                 reply.take(message, ids)
                 idle = message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
             answer = self._get(self.client.get_shell_msg) if idle else None
-            if answer and _belongs(answer, request):
+            if answer and belongs(answer, request):
                 reply.status = answer["content"]["status"]
         reply.seconds = time.monotonic() - began
         return reply
 
-    @staticmethod
-    def _get(channel: Any) -> dict[str, Any] | None:
+    def _get(self, channel: Any) -> dict[str, Any] | None:
+        self._raise_if_discarded()
         try:
             return dict(channel(timeout=0.2))
         except queue.Empty:
@@ -156,12 +130,12 @@ class Kernel:
         Raises:
             TimeoutError: it was not within `timeout` seconds.
         """
-        ids, end = dict[str, int](), time.monotonic() + timeout
+        ids, end = dict[str, int](), _end_of(timeout)
         while not until():
             if time.monotonic() > end:
-                raise TimeoutError(f"still waiting after {timeout} s; so far:\n{reply.stdout}\n{reply.stderr}")
+                raise TimeoutError(f"still waiting for output of a cell that is over; so far:\n{reply.shown()}")
             message = self._get(self.client.get_iopub_msg)
-            if message is not None and _belongs(message, request):
+            if message is not None and belongs(message, request):
                 reply.take(message, ids)
 
     def wait_for_output(
@@ -178,27 +152,27 @@ class Kernel:
         Raises:
             TimeoutError: it did not come.
         """
-        end, missing = time.monotonic() + timeout, set(ranks)
+        end, missing = _end_of(timeout), set(ranks)
         while time.monotonic() < end:
             message = self._get(self.client.get_iopub_msg)
-            if message is None or not _belongs(message, request):
+            if message is None or not belongs(message, request):
                 continue
             self._early.append(message)
-            shown = _text_of(message)
+            shown = text_of(message)
             for line in shown.splitlines():
                 missing -= ranks_of(line) if text in line else set()
             if not missing and text in shown:
                 return
-        reported = "".join(map(_text_of, self._early))
-        raise TimeoutError(f"no {text!r} of ranks {sorted(missing)} after {timeout} s; so far:\n{reported}")
+        reported = "".join(map(text_of, self._early))
+        raise TimeoutError(f"no {text!r}, or not of ranks {sorted(missing)}; so far:\n{reported}")
 
     def settle(self) -> None:
         """Return when the kernel has noticed all that was sent to it before, presses of the stop button included."""
-        request, end = self.client.kernel_info(), time.monotonic() + _TIMEOUT_S
+        request, end = self.client.kernel_info(), _end_of(_TIMEOUT_S)
         while time.monotonic() < end:
-            if (answer := self._get(self.client.get_shell_msg)) is not None and _belongs(answer, request):
+            if (answer := self._get(self.client.get_shell_msg)) is not None and belongs(answer, request):
                 return
-        raise TimeoutError(f"the kernel says nothing for {_TIMEOUT_S} s")
+        raise TimeoutError("the kernel does not answer a request for its info")
 
     def run(self, code: str, *, timeout: float = _TIMEOUT_S) -> Reply:
         """Run a cell to its end, whatever becomes of it."""
@@ -220,6 +194,7 @@ class Kernel:
 
     def restart(self, *, now: bool) -> None:
         """Restart the kernel, politely or by force."""
+        self._raise_if_discarded()
         self.client.stop_channels()
         self._early.clear()
         self.manager.restart_kernel(now=now)
@@ -234,6 +209,21 @@ class Kernel:
         """SIGKILL, then a fresh kernel for the same notebook, as Jupyter's restarter makes one."""
         self.kill()
         self.restart(now=True)
+
+    def discard(self) -> None:
+        """SIGKILL the kernel and all that it started, its clusters included; later uses raise `DiscardedError`."""
+        self._is_discarded = True
+        end = time.monotonic() + _TIMEOUT_S
+        while left := family(self._mark):  # one may start another while it is killed
+            assert time.monotonic() < end, left
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.02)
+
+    def _raise_if_discarded(self) -> None:
+        if self._is_discarded:
+            raise DiscardedError("the kernel was killed after a test that failed")
 
     def shutdown(self) -> None:
         """The menu's "Shut Down Kernel"."""
@@ -250,14 +240,26 @@ class Kernel:
         if self.manager.is_alive():
             self.manager.shutdown_kernel(now=False)
         self.manager.cleanup_resources()
+        _living.discard(self)
+
+
+_living: weakref.WeakSet[Kernel] = weakref.WeakSet()
+
+
+def discard_all() -> None:
+    """Kill each kernel of this process, and all that it started: a test has failed, and may have left it busy."""
+    for kernel in list(_living):
+        kernel.discard()
 
 
 FreshCluster = Callable[[int], Kernel]
 """Starts a cluster of so many ranks; returns its kernel."""
 
 
-def _belongs(message: dict[str, Any], request: str) -> bool:
-    return bool(message["parent_header"].get("msg_id") == request)
+def _end_of(timeout: float) -> float:
+    """When a wait ends that begins now: earlier if pytest's limit for the test (an alarm) comes before that."""
+    left = signal.getitimer(signal.ITIMER_REAL)[0]
+    return time.monotonic() + (min(timeout, max(left - _MARGIN_S, 0.0)) if left else timeout)
 
 
 def _crash_reports() -> str:
@@ -267,8 +269,3 @@ def _crash_reports() -> str:
         texts = ((file, file.read_text(errors="replace")) for file in base_dir().rglob("*.crash"))
         reports.extend(f"{file}:\n{text}" for file, text in texts if text)
     return "\n".join(reports)
-
-
-def _text_of(message: dict[str, Any]) -> str:
-    content = message["content"]
-    return str(content.get("text", content.get("data", {}).get("text/plain", "")))

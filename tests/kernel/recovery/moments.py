@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import psutil
@@ -9,7 +10,7 @@ import psutil
 from tests.support.kernel import Kernel
 from tests.support.processes import until
 
-__all__ = ["MEET", "PRESSED", "meet_when", "sleeps", "spins", "touch_when", "waiting"]
+__all__ = ["MEET", "PRESSED", "meet_when", "sleeps_masked", "spins", "touch_when", "waiting"]
 
 _TOUCH = """
 import axon_nb
@@ -69,13 +70,15 @@ def spins(pid: int, *, seconds: float = 0.5) -> bool:
     return until(lambda: used() - before > seconds, timeout=120)
 
 
-def sleeps(pid: int, *, seconds: float = 0.5) -> bool:
-    """Wait until the main thread of a process has slept for some time; whether it came to that."""
-    stat, asleep = Path(f"/proc/{pid}/task/{pid}/stat"), 0
+def sleeps_masked(pid: int, *, seconds: float = 0.5) -> bool:
+    """Wait until the main thread of a process has slept for some time with SIGINT masked; whether it came to that."""
+    status, asleep = Path(f"/proc/{pid}/task/{pid}/status"), 0
 
     def has_slept() -> bool:
         nonlocal asleep
-        asleep = asleep + 1 if stat.read_text().rpartition(")")[2].split()[0] == "S" else 0
+        facts = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+        masked = int(facts["SigBlk"], 16) >> (signal.SIGINT - 1) & 1
+        asleep = asleep + 1 if masked and facts["State"].startswith("S") else 0
         return asleep * 0.02 >= seconds
 
     return until(has_slept, timeout=100)

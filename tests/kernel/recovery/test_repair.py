@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.recovery.moments import PRESSED, sleeps, spins, touch_when
+from tests.kernel.recovery.moments import PRESSED, sleeps_masked, spins, touch_when
 from tests.support.kernel import FreshCluster, Kernel, Reply
 from tests.support.processes import until
 
@@ -142,7 +142,7 @@ def press_in_c_code(
     pids = kernel.value("dict(pids.values)")
     # By files: what a rank prints stays there when it keeps the interpreter's lock.
     request = kernel.submit(f"%%distributed\nopen({str(folder)!r} + f'/{{rank}}', 'w').close()\n{code}")
-    assert until(lambda: all((folder / str(rank)).exists() for rank in pids), timeout=120)
+    assert until(lambda: all((folder / str(rank)).exists() for rank in pids), timeout=100)
     assert all(are_there(pids[rank]) for rank in ranks)
     kernel.interrupt()
     return request
@@ -150,7 +150,7 @@ def press_in_c_code(
 
 def press_again(kernel: Kernel, request: str, noticed: Path) -> Reply:
     """Press a second time: presses within a second of the first, when that was noticed, are the same wish."""
-    assert until(noticed.exists, timeout=120)
+    assert until(noticed.exists, timeout=100)
     time.sleep(1.2)
     kernel.interrupt()
     return kernel.collect(request)
@@ -223,7 +223,7 @@ def test_groups_disabled_by_a_rank_that_was_stuck_are_rebuilt_once_it_is_back(
     os.mkfifo(fifo)
     kernel.ok(WAIT_IN_C.format(fifo=str(fifo)))
     code = "if rank == 1:\n    t_wait_in_c()\ndist.barrier()"
-    reply = kernel.collect(press_in_c_code(kernel, code, [1], tmp_path, are_there=sleeps))
+    reply = kernel.collect(press_in_c_code(kernel, code, [1], tmp_path, are_there=sleeps_masked))
     assert "Rank 1 did not stop. Run `%distributed repair --ranks 1` to replace it" in reply.traceback
     refused = kernel.run("%distributed repair")
     assert "Rank 1 is stuck in an earlier cell and cannot rejoin" in refused.traceback

@@ -17,13 +17,16 @@ from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.job import request_job
 from axon_nb.widgets import open as open_job
 def t_ask(before={}):
-    while True:  # a busy rank may answer late
+    import time
+    end = time.monotonic() + 25
+    while time.monotonic() < end:  # a busy rank may answer late
         found = request_job(current.require("test").state, before)
         if len(found.reports) == 4:
             return found
+    raise TimeoutError(f"reports of all ranks; the last ones: {found}")
 def t_until(reached):
     import time
-    end = time.monotonic() + 100
+    end = time.monotonic() + 45
     while time.monotonic() < end:
         found = t_ask()
         if reached(found):

@@ -1,0 +1,81 @@
+"""What a kernel sends back for one execute request."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.kernel.cells.labelled import merged
+
+__all__ = ["Reply", "belongs", "text_of"]
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Reply:
+    """Everything that one execute request gave back."""
+
+    status: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    result: str = ""
+    """text/plain of the Out[] value."""
+    ename: str = ""
+    evalue: str = ""
+    traceback: str = ""
+    """As shown, without colours."""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    """Mime bundles in order; an update replaces what it updates."""
+    arrivals: list[tuple[float, str, str]] = field(default_factory=list)
+    """(time, message type, text) of each message."""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the cell succeeded."""
+        return self.status == "ok"
+
+    def lines(self) -> list[str]:
+        """The lines of stdout; a line of several ranks is one, also when it came from some of them too late for that.
+
+        What was shown how often and when is in `stdout` and `arrivals`.
+        """
+        return merged(self.stdout)
+
+    def shown(self) -> str:
+        """All of its text, a traceback included."""
+        return "\n".join(filter(None, [self.stdout, self.stderr, self.traceback]))
+
+    def take(self, message: dict[str, Any], ids: dict[str, int]) -> None:
+        """Add one output message."""
+        kind, content, text = message["msg_type"], message["content"], text_of(message)
+        self.arrivals.append((time.time(), kind, text))
+        if kind == "stream":
+            setattr(self, content["name"], getattr(self, content["name"]) + text)
+        elif kind == "execute_result":
+            self.result = content["data"].get("text/plain", "")
+        elif kind in ("display_data", "update_display_data"):
+            identity = content.get("transient", {}).get("display_id")
+            if kind == "update_display_data" and identity in ids:
+                self.displays[ids[identity]] = content["data"]
+            else:
+                if identity:
+                    ids[identity] = len(self.displays)
+                self.displays.append(content["data"])
+        elif kind == "error":
+            self.ename, self.evalue = content["ename"], content["evalue"]
+            self.traceback = _ANSI.sub("", "\n".join(content["traceback"]))
+
+
+def belongs(message: dict[str, Any], request: str) -> bool:
+    """Whether a message answers the request."""
+    return bool(message["parent_header"].get("msg_id") == request)
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """The text that a message of output shows."""
+    content = message["content"]
+    return str(content.get("text", content.get("data", {}).get("text/plain", "")))
