@@ -30,12 +30,12 @@ from axon_nb.engine.groups.store import AgentStore
 from axon_nb.engine.inspection import gradients
 from axon_nb.engine.inspection.job import count_training_steps
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
-from axon_nb.engine.kernel import hooks, post_mortem, streams
+from axon_nb.engine.kernel import hooks, post_mortem
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.cells import CellRunner
 from axon_nb.engine.kernel.completion import CompletionService
 from axon_nb.engine.kernel.control import control_handlers
-from axon_nb.engine.kernel.interrupts import InterruptHandler
+from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler
 from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
 from axon_nb.engine.kernel.shell import (
     install_exits,
@@ -43,8 +43,10 @@ from axon_nb.engine.kernel.shell import (
     install_restored_names,
     install_shell_commands,
 )
-from axon_nb.engine.kernel.streams import OutputBudget
 from axon_nb.engine.kernel.tracebacks import install_bounded_traceback, install_short_traceback
+from axon_nb.engine.output import streams
+from axon_nb.engine.output.budget import OutputBudget
+from axon_nb.engine.output.forked_children import install_fork_defaults
 from axon_nb.engine.self_test import start_in_child, startup_verdict
 from axon_nb.engine.session import RankSession, set_current
 from axon_nb.host.resources import usable_cores
@@ -154,6 +156,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     recovery.sync_group_count(device if config.backend == "nccl" else "cpu")
     install_dist_hooks()
     namespace.inject_names(kernel.shell.user_ns, config, device)
+    install_fork_defaults(OWN_SIGNAL)
     install_restored_names(kernel.shell, lambda: namespace.inject_names(kernel.shell.user_ns, config, device))
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()

@@ -15,8 +15,9 @@ from axon_nb.engine.kernel.measure import Measured, run_measured
 from axon_nb.engine.kernel.post_mortem import release_failure
 from axon_nb.engine.kernel.random_state import RandomDraws
 from axon_nb.engine.kernel.shell import describe_exit
-from axon_nb.engine.kernel.streams import OutputBudget
 from axon_nb.engine.kernel.tracebacks import restore_error, take_abort_location
+from axon_nb.engine.output.budget import OutputBudget
+from axon_nb.engine.output.nested_errors import fail_if_nested
 from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts
 from axon_nb.records.protocol.wire import decode, encode
@@ -87,11 +88,11 @@ class CellRunner:
             session.cell = None
             self._budget.end()
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
+        aborted_at = fail_if_nested(reply, take_abort_location())
         value = getattr(getattr(shell, "last_execution_result", None), "result", None)
         has_value = reply["status"] == "ok" and value is not None
         if has_value and facts.token is not None:
             self._keep_value(facts.token, value)
-        aborted_at = take_abort_location()
         is_ok = reply["status"] == "ok"
         end_report = CellEnd(
             seconds=(end - start) / 1e9,

@@ -21,7 +21,7 @@ from typing import Any
 
 from axon_nb.engine.user_frame import user_frame
 
-__all__ = ["InterruptHandler", "clear_forced_interrupt", "force_interrupt"]
+__all__ = ["OWN_SIGNAL", "InterruptHandler", "clear_forced_interrupt", "force_interrupt"]
 
 _parse_exception_table: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
 
@@ -70,7 +70,7 @@ def _guarded_ranges(code: CodeType) -> tuple[tuple[int, int], ...]:
     return tuple((entry.start, entry.end) for entry in entries)
 
 
-_OWN_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+OWN_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 """Interrupts a cell that has replaced the handler of SIGINT; no library uses it."""
 _MAX_SWALLOWED = 3
 """After this many interrupts without effect, the next is raised where nothing can catch it."""
@@ -124,7 +124,7 @@ class InterruptHandler:
     def install(self) -> None:
         """Install the handler; call it on the main thread."""
         signal.signal(signal.SIGINT, self._handler)
-        signal.signal(_OWN_SIGNAL, self._handler)
+        signal.signal(OWN_SIGNAL, self._handler)
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
         self.pending = 0
@@ -165,7 +165,7 @@ class InterruptHandler:
             current = signal.getsignal(signal.SIGINT)
             # A handler of the cell's own may stop the cell; if it does not, or there is none, ours is called.
             by_sigint = current is self._handler or (callable(current) and self._sent == 1)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT if by_sigint else _OWN_SIGNAL)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT if by_sigint else OWN_SIGNAL)
         elif run is not None and run not in self.rejected_runs:  # an abort is sent again and again
             self.rejected_runs.append(run)
         return is_running

@@ -27,6 +27,7 @@ from typing import Any
 
 from axon_nb.engine.collective_names import is_public_call
 from axon_nb.engine.groups.abort import AbortedError
+from axon_nb.engine.output.nested_errors import install_callback_errors, is_nested, note_error
 from axon_nb.engine.user_frame import RUN_CODE
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.cells import AbortLocation
@@ -97,6 +98,7 @@ def install_bounded_traceback(shell: Any) -> None:
     """Have `shell` render only the ends of long tracebacks, and only for the reply."""
     if not missing_hooks("kernel.failures", shell=shell):
         shell._showtraceback = _save_without_publishing(shell)
+        install_callback_errors(shell)
         shell.events.register("post_run_cell", _reply_with_stand_in)
     if not missing_hooks("kernel.tracebacks", shell=shell):
         shell.InteractiveTB.structured_traceback = bound_traceback(shell.InteractiveTB.structured_traceback)
@@ -104,6 +106,9 @@ def install_bounded_traceback(shell: Any) -> None:
 
 def _save_without_publishing(shell: Any) -> Any:
     def save(kind: type[BaseException], error: BaseException, rendered: list[str]) -> None:
+        if is_nested(shell):
+            note_error(error, str(_stand_in(error)), rendered, call=find_location(error.__traceback__)[1])
+            return
         _stand_in(error)  # ipykernel reads name and text from it
         if getattr(shell.displayhook, "msg", None) is not None:
             shell._last_traceback_during_displayhook = True

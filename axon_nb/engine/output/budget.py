@@ -1,0 +1,155 @@
+"""Limits what a rank prints during one cell, and how often it is sent."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from axon_nb.engine.output.streams import drain
+
+__all__ = ["OutputBudget"]
+
+_FIRST_FLUSH_S = 0.004
+_STEADY_FLUSH_S = 0.05
+_PAUSE_S = 0.2
+_TAIL_LINES = 40
+_MIN_REDRAW_S = 0.05
+_MAX_REDRAW_LENGTH = 2048
+"""In characters; a longer line with a carriage return is not a progress bar."""
+
+
+class OutputBudget:
+    """Limits what `sys.stdout` and `sys.stderr` send during one cell, and sends the last dropped lines at its end."""
+
+    def __init__(self, kernel: Any, limit: int) -> None:
+        self._kernel = kernel
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._remaining = limit
+        self._streams = {name: _LimitedStream(getattr(sys, name), self) for name in ("stdout", "stderr")}
+
+    def begin(self, limit: int | None = None) -> None:
+        """Reset the budget for a new cell, to `limit` characters (None: the previous limit)."""
+        with self._lock:
+            self._limit = limit or self._limit
+            self._remaining = self._limit
+
+    def end(self) -> None:
+        """Send pending output at the end of a cell, the last dropped lines, and how much was dropped."""
+        self._restore_streams()
+        drain(wait=True)
+        for name, stream in self._streams.items():
+            stream.flush_redraw()
+            dropped = stream.take_dropped()
+            if dropped:
+                self._send(name, *dropped)
+
+    def _restore_streams(self) -> None:
+        """Replace `sys.stdout` and `sys.stderr` if the cell broke them: ipykernel replies only if it can flush both."""
+        for name, own in self._streams.items():
+            try:
+                getattr(sys, name).flush()
+            except Exception:
+                setattr(sys, name, own.stream)
+
+    def spend(self, size: int) -> bool:
+        """Use up `size` characters of the budget; return whether they may be sent."""
+        with self._lock:
+            self._remaining -= size
+            return self._remaining >= 0
+
+    def _send(self, name: str, lines: int, size: int, tail: str) -> None:
+        content = {"name": name, "text": tail, "dropped": {"lines": lines, "bytes": size}}
+        kernel = self._kernel
+        self._streams[name].stream.flush()
+        kernel.session.send(
+            kernel.iopub_socket,
+            "stream",
+            content,
+            parent=kernel.get_parent("shell"),
+            ident=f"engine.{kernel.engine_id}.{name}".encode(),
+        )
+
+
+class _LimitedStream:
+    """Wraps the methods of a stream in place, so that existing references to it stay valid."""
+
+    def __init__(self, stream: Any, budget: OutputBudget) -> None:
+        self.stream = stream
+        self._budget = budget
+        self._write = stream.write
+        self._flush = stream.flush
+        self._pending = False
+        self._last = 0.0
+        self._dropped_lines = 0
+        self._dropped_size = 0
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._partial = ""
+        self._last_redraw = 0.0
+        self._pending_redraw = ""
+        stream.write = self.write
+        stream.flush = self.flush
+
+    def write(self, text: str) -> int | None:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        now = time.monotonic()
+        if _is_redraw(text):
+            # A bar that runs for hours must not use up the cell's budget, nor one in a tight loop the bandwidth.
+            if now - self._last_redraw < _MIN_REDRAW_S:
+                self._pending_redraw = text
+                return len(text)
+            self._last_redraw = now
+            self._pending_redraw = ""
+        else:
+            self.flush_redraw()
+            if not self._budget.spend(len(text)):
+                return self._drop(text)
+        return self._forward(text, now)
+
+    def flush_redraw(self) -> None:
+        """Send the last state of a bar that was redrawn too soon after the previous one."""
+        if self._pending_redraw:
+            text, self._pending_redraw = self._pending_redraw, ""
+            self._forward(text, time.monotonic())
+
+    def _forward(self, text: str, now: float) -> int | None:
+        # The first text after a pause is sent at once, continuous output in larger pieces.
+        self.stream.flush_interval = _FIRST_FLUSH_S if now - self._last > _PAUSE_S else _STEADY_FLUSH_S
+        self._last = now
+        self._pending = True
+        return self._write(text)  # type: ignore[no-any-return]
+
+    def flush(self) -> None:
+        """Send pending output."""
+        drain()  # values and displays are sent after a flush, so earlier output of C code must come first
+        # ipykernel flushes both streams several times per request, and each flush waits for a thread.
+        if self._pending:
+            self._pending = False
+            self._flush()
+
+    def _drop(self, text: str) -> int:
+        self._dropped_size += len(text)
+        self._dropped_lines += text.count("\n")
+        *lines, self._partial = (self._partial + text)[-65536:].split("\n")
+        self._tail.extend(lines)
+        return len(text)
+
+    def take_dropped(self) -> tuple[int, int, str] | None:
+        if not self._dropped_size:
+            return None
+        tail = "\n".join([*self._tail, self._partial])[-16384:]
+        kept = tail.count("\n")
+        lines, size = max(0, self._dropped_lines - kept), max(0, self._dropped_size - len(tail))
+        self._dropped_size = self._dropped_lines = 0
+        self._tail.clear()
+        self._partial = ""
+        return lines, size, tail
+
+
+def _is_redraw(text: str) -> bool:
+    """Whether this text redraws a progress bar, as tqdm does."""
+    return text[:1] == "\r" and len(text) <= _MAX_REDRAW_LENGTH and "\n" not in text

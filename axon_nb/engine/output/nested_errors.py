@@ -1,0 +1,103 @@
+"""Errors that IPython shows and swallows: of `%run`, of `get_ipython().run_cell(…)`, and of its callbacks.
+
+In a notebook they appear where they happen, and front ends that run notebooks stop there. On a rank they are written
+to standard error at once, and the cell fails when it ends.
+
+IPython prints the arguments of a callback that fails, among them the metadata of our request; here only its name is
+shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from axon_nb.engine.groups.abort import AbortedError
+from axon_nb.engine.user_frame import user_frame
+from axon_nb.records.protocol.cells import AbortLocation
+
+__all__ = ["NestedError", "fail_if_nested", "install_callback_errors", "is_nested", "note_error"]
+
+_ABORTS = (AbortedError, KeyboardInterrupt, asyncio.CancelledError)
+_NOTE = "The traceback is above: what the cell had called failed, and the cell continued."
+
+
+@dataclass(frozen=True, slots=True)
+class NestedError:
+    """The first error of a cell that was shown and swallowed."""
+
+    name: str
+    text: str
+    aborted_at: AbortLocation | None
+    """Where the cell was if it was aborted or interrupted."""
+
+    def fail(self, reply: dict[str, Any]) -> None:
+        """Make a cell's reply an error."""
+        traceback = [f"{self.name}: {self.text}", *([] if self.aborted_at else [_NOTE])]
+        reply.update(status="error", ename=self.name, evalue=self.text, traceback=traceback)
+
+
+_errors: list[NestedError] = []
+_in_callback: list[bool] = []
+
+
+def is_nested(shell: Any) -> bool:
+    """Whether the error that IPython is about to show is not the one with which the cell ends."""
+    if getattr(shell.displayhook, "msg", None) is not None:  # a value that cannot be shown: ipykernel's reply has it
+        return False
+    return bool(_in_callback) or user_frame(inspect.currentframe()) is not None
+
+
+def note_error(error: BaseException, text: str, rendered: list[str], *, call: str) -> None:
+    """Show an error that IPython will swallow, and remember that the cell has failed.
+
+    Args:
+        error: The error.
+        text: What `str` gives for it.
+        rendered: Its traceback.
+        call: The torch.distributed function that it was raised in; empty if none.
+    """
+    where = None
+    if isinstance(error, _ABORTS):
+        frame: FrameType | None = user_frame(inspect.currentframe())
+        where = AbortLocation(None if frame is None else frame.f_lineno, call)
+    else:
+        sys.stderr.write("\n".join(rendered) + "\n")
+    _errors.append(NestedError(type(error).__name__, text, where))
+
+
+def fail_if_nested(reply: dict[str, Any], aborted_at: AbortLocation | None) -> AbortLocation | None:
+    """Make the reply of a cell that has ended an error if there was such an error; return where it was aborted."""
+    first = _errors[0] if _errors else None
+    _errors.clear()
+    if first is None:
+        return aborted_at
+    if reply["status"] == "ok":
+        first.fail(reply)
+    return aborted_at or first.aborted_at
+
+
+def install_callback_errors(shell: Any) -> None:
+    """Have IPython's events show the errors of their callbacks without the arguments."""
+    events = shell.events
+
+    def trigger(event: str, *args: Any, **kwargs: Any) -> None:
+        for function in list(events.callbacks[event]):
+            try:
+                function(*args, **kwargs)
+            except KeyboardInterrupt:
+                shell.showtraceback()
+            except Exception:
+                name = getattr(function, "__qualname__", type(function).__name__)
+                sys.stderr.write(f"Error in the callback {name} of IPython's event {event}:\n")
+                _in_callback.append(True)
+                try:
+                    shell.showtraceback()
+                finally:
+                    _in_callback.pop()
+
+    events.trigger = trigger

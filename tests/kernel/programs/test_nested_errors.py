@@ -1,0 +1,79 @@
+"""Errors that IPython shows and swallows: they appear where they happen, and the cell fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.support.kernel import Kernel, Reply
+
+WORKS = "%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()"
+
+
+def shown(reply: Reply) -> str:
+    """What the cell wrote to stderr, without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", reply.stderr)
+
+
+def test_a_script_that_fails_on_one_rank_is_the_cause(kernel: Kernel, tmp_path: Path) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text("if dist.get_rank() == 1:\n    raise ValueError('no data')\ndist.all_reduce(torch.ones(1))\n")
+    reply = kernel.run(f"%%distributed\n%run -i {script}")
+    assert reply.ename == "CellError"
+    assert "[rank 1]\nValueError: no data" in reply.traceback
+    assert "[rank 1]" in shown(reply)
+    assert "no data" in shown(reply)
+    assert "bad.py" in shown(reply)
+    assert kernel.ok(WORKS).lines() == ["[ranks 0-3] 4.0"]
+
+
+def test_a_script_that_fails_alone_fails_the_cell(kernel: Kernel, tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text("print('begins')\n1/0\n")
+    reply = kernel.run(f"%%distributed --ranks 2\n%run {script}\nprint('goes on')")
+    assert reply.ename == "CellError"
+    assert "ZeroDivisionError: division by zero" in shown(reply)
+    assert "ZeroDivisionError: division by zero" in reply.traceback
+    assert reply.lines() == ["[rank 2] begins", "[rank 2] goes on"]
+
+
+def test_a_cell_within_a_cell_that_fails(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\nr = get_ipython().run_cell('1/0')\nprint('goes on')")
+    assert reply.ename == "CellError"
+    assert "ZeroDivisionError: division by zero" in shown(reply)
+    assert reply.lines() == ["[ranks 0-3] goes on"]
+    assert kernel.ok(WORKS).lines() == ["[ranks 0-3] 4.0"]
+
+
+def test_the_error_of_the_cell_itself_comes_besides(kernel: Kernel) -> None:
+    reply = kernel.run("%%rank 0\nr = get_ipython().run_cell('1/0')\nraise KeyError('its own')")
+    assert "ZeroDivisionError" in shown(reply)
+    assert "KeyError: 'its own'" in reply.traceback
+    assert "ZeroDivisionError" not in reply.traceback
+
+
+def test_a_callback_that_fails_is_named_without_our_metadata(kernel: Kernel) -> None:
+    kernel.ok(
+        "%%rank 1\ndef failing(*args): raise OSError('disk')\nget_ipython().events.register('pre_run_cell', failing)"
+    )
+    try:
+        reply = kernel.run("%%rank 1\n5")
+        assert reply.ename == "CellError"
+        assert "Error in the callback failing of IPython's event pre_run_cell:" in shown(reply)
+        assert "OSError: disk" in shown(reply)
+        everything = reply.stdout + reply.stderr + reply.traceback
+        assert "cell_meta" not in everything
+        assert "axon_nb'" not in everything
+    finally:
+        kernel.run("%%rank 1\nget_ipython().events.unregister('pre_run_cell', failing)")
+    assert kernel.ok("%%rank 1\n5").lines() == ["[rank 1] 5"]
+
+
+def test_an_interrupted_script_is_an_interrupt(kernel: Kernel, tmp_path: Path) -> None:
+    script = tmp_path / "long.py"
+    script.write_text("print('go', flush=True)\nimport time\ntime.sleep(600)\n")
+    request = kernel.submit(f"%%distributed\n%run {script}")
+    kernel.wait_for_output(request, "go", ranks=range(4))
+    kernel.interrupt()
+    assert kernel.collect(request).ename in ("CellInterrupt", "KeyboardInterrupt")
+    assert kernel.ok(WORKS).lines() == ["[ranks 0-3] 4.0"]
