@@ -19,7 +19,7 @@ from axon_nb.errors import StartError
 from axon_nb.host.children import Children, Death, adopt_orphans
 from axon_nb.host.connections import CommandConnection, Connection, Listener, ProgramOutput, StoreConnection
 from axon_nb.host.deaths import LastOutput, OomCounter, describe_controller_exit, last_line
-from axon_nb.host.fork import ForkRequest, Preload, become_rank, signals_blocked
+from axon_nb.host.fork import EXIT_LIMIT_S, ForkRequest, Preload, become_rank, exit_mark, signals_blocked
 from axon_nb.host.resources import NVML
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
@@ -33,6 +33,7 @@ __all__ = ["Agent", "AgentOptions"]
 
 _FIRST_CONTACT_TIMEOUT_S = 180.0
 _TERM_GRACE_S = 1.0
+_EXIT_POLL_S = 0.05
 _LONGEST_WAIT_S = 3600.0  # selectors cannot wait as long as a month
 
 
@@ -109,10 +110,12 @@ class Agent:
                 if not self.children.any_alive:
                     return
                 # Ranks get a moment to clean up; the controller has nothing to save.
+                if self._stopping <= now and self.children.exiting(EXIT_LIMIT_S):
+                    self._stopping = now + _EXIT_POLL_S
                 if now >= self._stopping or not self.children.ranks:
                     self.children.kill_all()
                     self._stopping = now + _TERM_GRACE_S
-            elif (self._deadline is not None and now >= self._deadline) or self._orphaned:
+            elif (self._deadline is not None and now >= self._deadline) or self._starter not in (None, os.getppid()):
                 self._begin_stop()
             idle = not self._preload.step(busy=bool(self._waiting_forks or self.children.ranks))
             if self._preload.ready and self._waiting_forks:
@@ -194,10 +197,6 @@ class Agent:
             self._deadline = time.monotonic() + (0.0 if self.info is None else self.info.keep_alive_s)
 
     @property
-    def _orphaned(self) -> bool:
-        return self._starter is not None and os.getppid() != self._starter
-
-    @property
     def _owned(self) -> bool:
         return any(isinstance(peer, CommandConnection) and peer.owner for peer in self._peers)
 
@@ -277,7 +276,7 @@ class Agent:
             except OSError as error:
                 peer.send_message({"id": number, "error": f"{type(error).__name__}: {error}"})
                 continue
-            self.children.add_rank(request.rank, pid)
+            self.children.add_rank(request.rank, pid, exit_mark(request.log))
             self._deaths.pop(request.rank, None)
             peer.send_message({"id": number, **encode(messages.Forked(pid))})
 

@@ -13,6 +13,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ class Children:
     """Pid of each live rank, by rank."""
     controller: int | None = None
     """Pid of the ipyparallel controller while it runs."""
+    exit_marks: dict[int, Path] = field(default_factory=dict)
+    """By rank, the file that exists once it has begun to exit by itself."""
 
     def spawn_controller(self, argv: list[str], log: Path) -> None:
         """Start the ipyparallel controller in its own session, with its output in `log`."""
@@ -121,9 +124,15 @@ class Children:
         process.returncode = 0  # `reap` waits for it by pid: Popen must not wait as well
         self.controller = process.pid
 
-    def add_rank(self, rank: int, pid: int) -> None:
-        """Register a forked rank."""
+    def add_rank(self, rank: int, pid: int, exit_mark: Path) -> None:
+        """Register a forked rank, which creates the file `exit_mark` when it begins to exit by itself."""
         self.ranks[rank] = pid
+        self.exit_marks[rank] = exit_mark
+
+    def exiting(self, limit_s: float) -> bool:
+        """Whether a rank began to exit by itself less than `limit_s` seconds ago."""
+        marks = [self.exit_marks[rank] for rank in self.ranks]
+        return any(mark.exists() and time.time() - mark.stat().st_mtime < limit_s for mark in marks)
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of an agent's state that are about its children."""

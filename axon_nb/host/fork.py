@@ -1,17 +1,23 @@
-"""What a forked rank does first (detach from the agent, set its environment, run the engine), and preloading for it.
+"""How a forked rank begins (detached from the agent, with its environment) and ends, and preloading for it.
+
+It must not return into the agent's code, so it ends with `os._exit`, after what Python does when a process ends: exit
+handlers run, and open files are written.
 
 The agent imports modules in steps of its event loop, so that forked ranks already have them.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
+import io
 import os
 import random
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,9 +27,12 @@ from typing import Any, NoReturn
 from axon_nb.host.children import set_parent_death_signal
 from axon_nb.records.protocol.agent import Fork
 
-__all__ = ["ForkRequest", "Preload", "become_rank", "signals_blocked"]
+__all__ = ["EXIT_LIMIT_S", "ForkRequest", "Preload", "become_rank", "exit_mark", "signals_blocked"]
 
 _OOM_SCORE = "300"
+EXIT_LIMIT_S = 5.0
+"""How long the exit handlers of a rank may take, in seconds."""
+_DESCRIPTORS = (0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,7 @@ def become_rank(request: ForkRequest, agent_pid: int, inherited: Iterable[Any]) 
     try:
         _detach_from_agent(agent_pid, inherited)
         _redirect_stdio(request.log)
+        exit_mark(request.log).unlink(missing_ok=True)
         _apply(request)
         module, _, function = request.entry.partition(":")
         getattr(importlib.import_module(module), function)(request.argv)
@@ -86,10 +96,7 @@ def become_rank(request: ForkRequest, agent_pid: int, inherited: Iterable[Any]) 
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        _end_process(code, exit_mark(request.log))
 
 
 def _detach_from_agent(agent_pid: int, inherited: Iterable[Any]) -> None:
@@ -131,6 +138,60 @@ def _apply(request: ForkRequest) -> None:
     if "numpy" in sys.modules:
         # NumPy's global generator was seeded in the agent: without this all ranks would draw the same numbers.
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        # As in processes that torchrun starts, whose generators on CPUs have different seeds.
+        sys.modules["torch"].default_generator.seed()
+
+
+def exit_mark(log: Path) -> Path:
+    """The file that exists once the rank with this log has begun to exit by itself."""
+    return log.with_suffix(".exit")
+
+
+def _end_process(code: int, mark: Path) -> NoReturn:
+    """Run Python's exit handlers, write and close files, and exit with `code` within `EXIT_LIMIT_S` seconds.
+
+    Args:
+        code: The exit code.
+        mark: A file to create first, so that the agent waits.
+    """
+    limit = threading.Timer(EXIT_LIMIT_S, os._exit, (code,))
+    limit.daemon = True
+    with contextlib.suppress(BaseException):
+        mark.touch()
+        limit.start()
+        atexit._run_exitfuncs()
+    with contextlib.suppress(BaseException):
+        _close_files()
+    with contextlib.suppress(BaseException):
+        _end_resource_tracker()
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _close_files() -> None:
+    """Close the files that are open for writing, those that write into others first."""
+    files = [one for one in gc.get_objects() if isinstance(one, io.IOBase)]
+    for file in sorted(files, key=_layer):
+        with contextlib.suppress(Exception):
+            if not file.closed and file.writable() and file.fileno() not in _DESCRIPTORS:
+                file.close()
+
+
+def _layer(file: io.IOBase) -> int:
+    # Text goes into compressed files, and both into buffers.
+    if isinstance(file, io.TextIOWrapper):
+        return 0
+    return 2 if isinstance(file, io.BufferedWriter | io.BufferedRandom) else 1
+
+
+def _end_resource_tracker() -> None:
+    """Close the pipe of multiprocessing's resource tracker, which then removes shared memory and semaphores."""
+    module: Any = sys.modules.get("multiprocessing.resource_tracker")
+    if module is not None:
+        module._resource_tracker._stop()
 
 
 _REQUIRED = (
