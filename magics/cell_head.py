@@ -5,16 +5,18 @@ A `%%distributed` cell becomes an awaited call, so that widgets stay responsive 
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
 
 from IPython.core.getipython import get_ipython
 
+from axon_nb.cluster.cells.source import RANK_MAGICS
+from axon_nb.engine.user_frame import user_frame
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import parse_ranks
 
 __all__ = [
-    "RANK_MAGICS",
     "AutoMode",
     "CellHead",
     "auto_mode",
@@ -24,8 +26,6 @@ __all__ = [
     "target_rank",
 ]
 
-RANK_MAGICS = ("distributed", "rank")
-"""The cell magics that send a cell to ranks."""
 _RANKS = re.compile(r"--ranks[\s=]+(\S+)")
 
 
@@ -84,8 +84,11 @@ _HELP_LINE = re.compile(rf"^(%(?:{_OURS})\s+[^\s?].*?)\s*\?{{1,2}}\s*$")
 
 
 def awaited_cells(lines: list[str]) -> list[str]:
-    """An input transformer: a cell that starts with one of our magics becomes one awaited call; others stay."""
-    if not lines or not lines[0].startswith("%%"):
+    """An input transformer: a cell that starts with one of our magics becomes one awaited call; others stay.
+
+    A cell within a cell stays, too: `%%time` and `%%capture` run what is below them without an event loop.
+    """
+    if not lines or not lines[0].startswith("%%") or user_frame(inspect.currentframe()) is not None:
         return lines
     name, _, arguments = lines[0][2:].strip().partition(" ")
     shell = get_ipython()

@@ -10,7 +10,11 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from axon_nb.errors import UsageError
 
-__all__ = ["CellSyntaxError", "check", "is_empty", "mentions", "with_head"]
+__all__ = ["RANK_MAGICS", "CellSyntaxError", "check", "inner_magic", "is_empty", "mentions", "with_head"]
+
+
+RANK_MAGICS = ("distributed", "rank")
+"""The cell magics that send a cell to ranks."""
 
 
 class CellSyntaxError(UsageError):
@@ -25,8 +29,22 @@ class CellSyntaxError(UsageError):
 
 
 def with_head(body: str, head: str) -> str:
-    """Return the cell as ranks compile it: the magic's line becomes a comment, so line numbers match the notebook's."""
+    """Return the cell as ranks compile it: the magic's line becomes a comment, so line numbers match the notebook's.
+
+    A body that starts with another cell magic, such as ``%%time``, stays as it is, because IPython expects that magic
+    in the first line.
+    """
+    if inner := inner_magic(body):
+        if inner in RANK_MAGICS:
+            raise UsageError(f"The cell has two lines that choose ranks, {head.split()[0]} and %%{inner}: keep one.")
+        return body.lstrip()
     return f"# {head.rstrip()}\n{body}"
+
+
+def inner_magic(body: str) -> str:
+    """Return the name of the cell magic that a cell's body starts with; empty if there is none."""
+    match = re.match(r"\s*%%(\w+)", body)
+    return match.group(1) if match else ""
 
 
 def check(code: str, *, name: str = "cell") -> None:
