@@ -10,6 +10,7 @@ from axon_nb.cluster.failures.report import REPAIR_HINT
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout
+from axon_nb.cluster.output.between_cells import BetweenCells
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.settings import Settings, settings_facts
 from axon_nb.records.protocol.agent import SetInfo
@@ -40,8 +41,19 @@ class ClusterState:
         replaceable = facts.engines == "axon" and compatibility.can_replace(facts.rank_info, layout.backend)
         way_back = REPAIR_HINT if replaceable else compatibility.RESTART
         self.health = Health(facts.name, lambda: list(self.active_cells), remedy=way_back)
+        self.between_cells = BetweenCells(self.ranks, limit_bytes=settings.output_limit)
+        """Output that belongs to no running cell."""
+        connection.client.on_output(self._on_output)
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)
+
+    def _on_output(self, rank: int, msg_type: str, content: dict[str, Any]) -> None:
+        # A thread that an earlier cell has started prints while another cell runs: it shows that, too.
+        for run in list(self.active_cells):
+            if rank in run.unfinished:
+                run.on_output(rank, msg_type, content, {})
+                return
+        self.between_cells.feed(rank, msg_type, content)
 
     @property
     def name(self) -> str:

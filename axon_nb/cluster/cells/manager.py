@@ -177,6 +177,9 @@ class CellManager:
             recover=lambda: self.recovery(run),
             notice=None if quiet else WaitNotice(sink),
         )
+        run.on_late_output = self.state.between_cells.feed
+        if not quiet:
+            self.state.between_cells.show(sink)
         with self._lock:
             self.state.active_cells.append(run)
         return run

@@ -67,7 +67,8 @@ class CellRun:
         self.lost = ""
         """Why the cluster is gone; empty while it is there."""
         self.on_late_reply: Callable[[int], None] = lambda rank: None
-        """Called from the IO thread if a rank finishes the cell after it was reported as stuck."""
+        self.on_late_output: Callable[[int, str, dict[str, Any]], None] = lambda rank, msg_type, content: None
+        """Both are called from the IO thread if a rank that was reported as stuck finishes the cell, or prints."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `step` has something to do."""
         self.replies: dict[int, CellEnd] = {}
@@ -91,8 +92,7 @@ class CellRun:
         self._recovery: Steppable | None = None
         self._communicated = False
         self._view_due = 0.0
-        self._gave_up = False
-        self._finished = False
+        self._gave_up = self._finished = False
 
     def reattach(self, run: str, fetch: Callable[[float], None], *, seconds: float) -> None:
         """Take over a cell that was sent `seconds` ago; each step calls `fetch` with the time, to get new messages."""
@@ -115,7 +115,9 @@ class CellRun:
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
         """Process something that a rank printed or displayed; called from the IO thread."""
-        if msg_type not in self._hidden and self.output.feed(rank, msg_type, content, metadata):
+        if self._finished:
+            self.on_late_output(rank, msg_type, content)
+        elif msg_type not in self._hidden and self.output.feed(rank, msg_type, content, metadata):
             self.wake()
 
     def on_idle(self, rank: int) -> None:
@@ -175,8 +177,7 @@ class CellRun:
         with self._lock:
             self._progress[rank].error = error
             self.failed_order.append(rank)
-            if self._first_failure is None:
-                self._first_failure = time.monotonic()
+            self._first_failure = self._first_failure or time.monotonic()
 
     def interrupt(self) -> None:
         """Interrupt the cell on the user's behalf; a second interrupt also replaces ranks that are in C code."""
@@ -262,9 +263,8 @@ class CellRun:
             times.append(self._view_due)
         if self.timeout_s is not None and not self.timed_out:
             times.append(self._started_at + self.timeout_s)
-        if self._first_failure is not None or self.interrupted_at is not None or self._abort.aborting:
-            times.append(now + _BUSY_POLL_S)
-        if any(progress.replied_at and not progress.idle for progress in self._progress.values()):
+        deciding = self._first_failure is not None or self.interrupted_at is not None or self._abort.aborting
+        if deciding or any(progress.replied_at and not progress.idle for progress in self._progress.values()):
             times.append(now + _BUSY_POLL_S)
         return max(0.0, min(times) - now)
 

@@ -36,7 +36,8 @@ def with_head(body: str, head: str) -> str:
     """
     if inner := inner_magic(body):
         if inner in RANK_MAGICS:
-            raise UsageError(f"The cell has two lines that choose ranks, {head.split()[0]} and %%{inner}: keep one.")
+            outer = head.partition(" ")[0]
+            raise UsageError(f"The cell has two lines that choose ranks, {outer} and %%{inner}: keep one.")
         return body.lstrip()
     return f"# {head.rstrip()}\n{body}"
 

@@ -36,6 +36,9 @@ class ActiveCell(Protocol):
     def unfinished(self) -> list[int]:
         """The ranks that have not finished the cell."""
 
+    def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
+        """Process something that a rank printed or displayed; called from the IO thread."""
+
     def on_death(self, rank: int, reason: str) -> None:
         """Record that the rank's process died; called from any thread."""
 

@@ -8,6 +8,7 @@ one string at each chunk. The register lists the hooks as `rpc.client` and `rpc.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -27,6 +28,8 @@ __all__ = ["CellHandler", "RankClient", "connect", "forget_engine"]
 R = TypeVar("R")
 
 _QUERY_INTERVAL_S = 0.5
+_ENGINE = re.compile(rb"engine\.(\d+)\.")
+"""The topic of an engine's output."""
 _TELEMETRY = message_type(TelemetryEvent)
 
 
@@ -49,6 +52,7 @@ class RankClient(ipp.Client):
     def __init__(self, connection_file: Path, **kwargs: Any) -> None:
         self._cells: dict[str, tuple[int, CellHandler]] = {}
         self._on_telemetry: Callable[[TelemetryEvent], None] | None = None
+        self._on_output: Callable[[int, str, dict[str, Any]], None] = lambda rank, msg_type, content: None
         self._registered = threading.Condition()
         self._queried_at = 0.0
         super().__init__(str(connection_file), **kwargs)
@@ -156,6 +160,10 @@ class RankClient(ipp.Client):
         """Call `handler`, on the IO thread, with each telemetry message."""
         self._on_telemetry = handler
 
+    def on_output(self, handler: Callable[[int, str, dict[str, Any]], None]) -> None:
+        """Call `handler`, on the IO thread, with rank, type and content of output that belongs to no running cell."""
+        self._on_output = handler
+
     def on_registration(self, handler: Callable[[dict[str, Any]], None]) -> None:
         """Call `handler`, on the IO thread, when an engine registers or unregisters."""
         self._registration_callbacks.append(handler)
@@ -176,7 +184,7 @@ class RankClient(ipp.Client):
 
     def _dispatch_iopub(self, parts: list[Any]) -> None:
         try:
-            _, frames = self.session.feed_identities(parts, copy=False)
+            idents, frames = self.session.feed_identities(parts, copy=False)
             message = self.session.deserialize(frames, content=True, copy=False)
         except Exception:  # not ours: other launchers' controllers listen on a port
             self.log.error("Invalid output message", exc_info=True)
@@ -193,6 +201,8 @@ class RankClient(ipp.Client):
         elif msg_type == _TELEMETRY:
             if self._on_telemetry is not None:
                 self._on_telemetry(decode(TelemetryEvent, message["content"]))
+        elif match := _ENGINE.match(idents[0] if idents else b""):
+            self._on_output(int(match.group(1)), msg_type, message["content"])
         else:
             ipp.Client._dispatch_iopub.__wrapped__(self, message)
 

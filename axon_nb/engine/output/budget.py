@@ -33,14 +33,21 @@ class OutputBudget:
 
     def begin(self, limit: int | None = None) -> None:
         """Reset the budget for a new cell, to `limit` characters (None: the previous limit)."""
+        self._send_rest()
         with self._lock:
             self._limit = limit or self._limit
             self._remaining = self._limit
 
     def end(self) -> None:
-        """Send pending output at the end of a cell, the last dropped lines, and how much was dropped."""
+        """Send pending output at the end of a cell; what comes before the next one has a budget, too."""
         self._restore_streams()
         drain(wait=True)
+        self._send_rest()
+        with self._lock:
+            self._remaining = self._limit
+
+    def _send_rest(self) -> None:
+        """Send the last dropped lines, and how much was dropped."""
         for name, stream in self._streams.items():
             stream.flush_redraw()
             dropped = stream.take_dropped()
