@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from axon_nb.compat import accelerate, deepspeed, environment
 from axon_nb.compat import environment as dynamo_rules
 from axon_nb.compat.import_hooks import after_import
+from axon_nb.compat.progress_bars import install_text_bars
 from axon_nb.engine.groups import abort, wrapper_reset
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
@@ -31,6 +32,7 @@ def install_frameworks(session: RankSession) -> None:
     if config.device == "cpu":
         synchronise = functools.partial(accelerate.synchronise_on_cpus, world_size=config.world_size)
         after_import("accelerate.state", synchronise)
+    install_text_bars()
     after_import("torch._dynamo.trace_rules", dynamo_rules.skip_axon_nb_code)
     launch = functools.partial(accelerate.call_on_ranks, world_size=config.world_size)
     after_import("accelerate.launchers", launch)

@@ -14,6 +14,7 @@ from axon_nb.cluster.output.live_area import LiveArea
 from axon_nb.cluster.output.merge import Choice
 from axon_nb.cluster.output.parser import OutputParser
 from axon_nb.cluster.output.printer import Printer
+from axon_nb.cluster.output.shown import ShownOutput
 from axon_nb.cluster.output.sinks import Sink, is_in_place
 
 __all__ = ["CellOutput"]
@@ -53,6 +54,7 @@ class CellOutput:
         self._budget = Budget(limit_bytes, paced=in_place)
         self._parser = OutputParser(ranks, self._budget, quiet=quiet, in_place=in_place)
         self._clears = PendingClears()
+        self._shown = ShownOutput()
         self._live = LiveArea(sink)
         self._printer = Printer(sink, self._live)
         self._due: float | None = None
@@ -122,14 +124,20 @@ class CellOutput:
             self._last_flush, self._due = now, None
             self._parser.settle(now, final=final)
             batch = self._next_batch(now, final=final)
-            cleared, wait, batch = self._clears.apply(batch)
+            cleared, batch = self._clears.apply(batch)
+            if cleared and not (self._shown.includes(cleared) or self._live.includes(cleared)):
+                cleared = set()
+            if cleared:
+                batch = self._shown.clear(cleared, batch)
+            else:
+                self._shown.add(batch)
             finished_bars, self._parser.finished_bars = self._parser.finished_bars, []
             rows = self._live.showable(self._parser.live_rows(now), self._parser.queue.oldest(now - 2 * HOLD_S))
             if cleared:
                 self._budget.reset(sum(item.size for _, item, _ in batch if item.kind in ("stdout", "stderr")))
             notes = self._omission_notes() if final else []
         if cleared:
-            self._printer.clear(sorted(cleared), wait=wait)
+            self._printer.clear(sorted(cleared), wait=bool(batch))
         for rank, key, text in finished_bars:
             self._live.finish([rank], text, key)
         self._printer.print(batch, rows, now)

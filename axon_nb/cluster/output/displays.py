@@ -1,7 +1,8 @@
 """Displays and `clear_output` calls of ranks.
 
 Displays are mime bundles that are cheap to compare; display ids are made unique per rank. There is at most one clear
-per flush, and no rank loses output that it did not clear itself.
+per flush, and no rank loses output that it did not clear itself. Widgets of ranks have no model in the notebook: their
+text is shown instead.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from axon_nb.cluster.output.rows import close_colours, strip_control
 from axon_nb.cluster.output.sinks import valid_text
 
 __all__ = ["Bundle", "PendingClears", "read_bundle"]
+
+
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_WIDGET_NOTE = "(a widget of a rank: its text)"
 
 
 class Bundle(NamedTuple):
@@ -52,6 +57,9 @@ def read_bundle(rank: int, msg_type: str, content: dict[str, Any]) -> Bundle | N
     data = content.get("data")
     if not isinstance(data, dict) or (not data and msg_type != "update_display_data"):
         return None
+    if _WIDGET in data:
+        data = {mime: value for mime, value in data.items() if mime not in (_WIDGET, "text/html")}
+        data["text/plain"] = f"{data.get('text/plain', 'a widget')} {_WIDGET_NOTE}"
     own_id = (content.get("transient") or {}).get("display_id")
     display_id = f"{own_id}-rank{rank}" if own_id else None
     update = msg_type == "update_display_data"
@@ -68,17 +76,17 @@ class PendingClears:
     def __init__(self) -> None:
         self._waiting: set[int] = set()
 
-    def apply(self, batch: Sequence[Choice]) -> tuple[set[int], bool, list[Choice]]:
+    def apply(self, batch: Sequence[Choice]) -> tuple[set[int], list[Choice]]:
         """Apply the clears in a batch.
 
         Args:
             batch: Items in order, including clears.
 
         Returns:
-            The ranks whose clear takes effect now, whether output follows at once, and the items left to show.
+            The ranks whose clear takes effect now, and the items left to show.
         """
         if not self._waiting and not any(item.kind == "clear" for _, item, _ in batch):
-            return set(), False, list(batch)
+            return set(), list(batch)
         cleared, deferred, seen = set[int](), set[int](), set[int]()
         remaining = []
         for ranks, item, order in reversed(batch):
@@ -92,4 +100,4 @@ class PendingClears:
                 remaining.append(Choice(not_cleared, item, order))
         cleared |= self._waiting & seen
         self._waiting = (self._waiting - cleared) | deferred
-        return cleared, bool(remaining), remaining[::-1]
+        return cleared, remaining[::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -54,6 +55,8 @@ class LiveArea:
         """Whether an update is waiting for that."""
         self._sink = sink
         self._finished: list[tuple[list[int], str]] = []
+        self._closed: deque[tuple[list[int], str]] = deque(maxlen=_MAX_FINISHED_ROWS)
+        """The last rows of areas that are closed."""
         self._members: set[tuple[int, str, int]] = set()
         self._left: dict[tuple[int, str, int], str] = {}
         self._shown = ""
@@ -168,15 +171,22 @@ class LiveArea:
         text = "\n".join(f"{label(ranks)} {_truncate(row)}" for ranks, row in self._finished)
         if text != self._shown:
             self._publish(text)
+        self._closed += self._finished
         self._finished.clear()
         self._members.clear()
         self._shown = self._display_id = ""
         self._output_below = None
 
+    def includes(self, ranks: set[int]) -> bool:
+        """Whether a row of one of the ranks is shown."""
+        finished = any(rank in ranks for others, _ in [*self._closed, *self._finished] for rank in others)
+        return finished or any(rank in ranks for rank, _, _ in self._members)
+
     def clear(self, ranks: Iterable[int]) -> None:
         """Start over after the cell's output was cleared by `ranks`; finished rows of other ranks are shown again."""
-        cleared = set(ranks)
-        remaining = [([rank for rank in others if rank not in cleared], text) for others, text in self._finished]
+        cleared, finished = set(ranks), [*self._closed, *self._finished]
+        self._closed.clear()
+        remaining = [([rank for rank in others if rank not in cleared], text) for others, text in finished]
         self._finished = [(others, text) for others, text in remaining if others]
         self._members.clear()
         self._left.clear()

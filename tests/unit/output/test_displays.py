@@ -143,6 +143,9 @@ def test_clear_output(wait: bool) -> None:
 def test_clears_of_one_flush_are_one() -> None:
     bench = Bench()
     for rank in range(4):
+        bench.print(rank, f"before the steps of {rank}\n")
+    bench.pass_time(1)
+    for rank in range(4):
         for step in range(10):
             bench.clear(rank, wait=True)
             bench.print(rank, f"step {step} of {rank}\n")
@@ -170,6 +173,58 @@ def test_a_clear_leaves_the_other_ranks_lines_of_that_moment() -> None:
     bench.print(1, "one\n")
     bench.clear(0)
     assert bench.end() == ["[rank 1] one"]
+
+
+def test_a_clear_leaves_what_other_ranks_have_shown_before() -> None:
+    bench = Bench([0, 1])
+    bench.print(1, "one\n")
+    bench.show(1, {"image/png": "one's figure"}, display_id="a")
+    bench.pass_time(1)
+    for step in range(3):
+        bench.clear(0, wait=True)
+        bench.print(0, f"zero at {step}\n")
+        bench.pass_time(1)
+    bench.show(1, {"image/png": "one's new figure"}, "update_display_data", display_id="a")
+    bench.pass_time(1)
+    bench.clear(0, wait=True)
+    bench.print(0, "zero at last\n")
+    bench.output.flush(final=True)
+    after = bench.sink.records[max(i for i, (kind, _) in enumerate(bench.sink.records) if kind == "clear") + 1 :]
+    assert "".join(text for kind, text in after if kind == "stdout") == "[rank 1] one\n[rank 1]\n[rank 0] zero at last\n"
+    assert [payload[0] for kind, payload in after if kind == "display"] == [{"image/png": "one's new figure"}]
+
+
+def test_figures_that_ranks_redraw_keep_their_places() -> None:
+    bench = Bench([0, 1])
+    for step in range(3):
+        for rank in (1, 0):
+            bench.clear(rank, wait=True)
+            bench.print(rank, f"{rank} at {step}\n")
+            bench.pass_time(1)
+    assert bench.end() == ["[rank 1] 1 at 2", "[rank 0] 0 at 2"]
+
+
+def test_a_clear_keeps_only_the_end_of_much_output() -> None:
+    bench = Bench([0, 1], limit_bytes=8 << 20)
+    for i in range(300):
+        bench.print(1, f"line {i} " + "x" * 10_000 + "\n")
+        bench.pass_time(0.1)
+    bench.clear(0)
+    bench.print(0, "shown before\n")
+    bench.pass_time(1)
+    bench.clear(0, wait=True)
+    bench.print(0, "zero\n")
+    lines = bench.end()
+    assert lines[0] == "[rank 1] … earlier output is not shown again …"
+    assert lines[-1] == "[rank 0] zero"
+    assert lines[-2].startswith("[rank 1] line 299 ")
+    assert sum(map(len, lines)) < 3 << 20
+
+
+def test_a_widget_is_shown_as_text() -> None:
+    bench = Bench([0])
+    bench.show(0, {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "IntSlider(value=0)"})
+    assert bench.end() == ["[rank 0] IntSlider(value=0) (a widget of a rank: its text)"]
 
 
 def test_a_clear_takes_the_ranks_bar_and_unfinished_line_along() -> None:
