@@ -15,11 +15,12 @@ from typing import Any
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult
 from IPython.core.getipython import get_ipython
 
+from axon_nb.cluster.cells.source import RANK_MAGICS
 from axon_nb.cluster.inspection import completion
 from axon_nb.cluster.session import current
 from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpRequest
-from axon_nb.magics.cell_head import RANK_MAGICS, target_rank
+from axon_nb.magics.cell_head import target_rank
 from axon_nb.magics.cells import cell_parser
 
 __all__ = ["after_cell", "cancel_refresh", "rank_matcher"]

@@ -22,9 +22,9 @@ def install_text_bars() -> None:
 
 
 def _draw_tqdm_as_text(module: ModuleType) -> None:
-    from tqdm.std import tqdm
+    from tqdm.std import tqdm  # type: ignore[import-untyped]
 
-    class TextBar(tqdm):  # type: ignore[type-arg]
+    class TextBar(tqdm):
         """A text bar with the parameters of `tqdm.notebook.tqdm`."""
 
         def __init__(self, *args: Any, display: bool = True, **kwargs: Any) -> None:

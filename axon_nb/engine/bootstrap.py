@@ -38,6 +38,7 @@ from axon_nb.engine.kernel.control import control_handlers
 from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler
 from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
 from axon_nb.engine.kernel.shell import (
+    install_cell_names,
     install_exits,
     install_pager,
     install_restored_names,
@@ -157,6 +158,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     install_dist_hooks()
     namespace.inject_names(kernel.shell.user_ns, config, device)
     install_fork_defaults(OWN_SIGNAL)
+    install_cell_names(kernel.shell)
     install_restored_names(kernel.shell, lambda: namespace.inject_names(kernel.shell.user_ns, config, device))
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()

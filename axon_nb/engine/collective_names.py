@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 import torch.distributed as dist
 
 from axon_nb.engine.frames import main_frame
-from axon_nb.engine.user_frame import user_frame
+from axon_nb.engine.user_frame import inner_function, user_frame
 from axon_nb.records.waits import COLLECTIVE_FUNCTIONS, PUBLIC_NAMES
 
 __all__ = [
@@ -115,7 +115,7 @@ def describe_awaited_call(name: str, line: int = 0) -> str:
     call = find_implicit_collective(frame, user) or public_call(frame)[0]
     if call in _SINGLE_OPERATIONS and call != name:
         return ""
-    return f"{call} at line {user.f_lineno}" if call else ""
+    return f"{call} at line {user.f_lineno}{inner_function(frame, user)}" if call else ""
 
 
 def describe_call(name: str) -> str:
@@ -123,4 +123,4 @@ def describe_call(name: str) -> str:
     frame = sys._getframe(1)
     user = user_frame(frame)
     call = find_implicit_collective(frame, user) or public_call(frame)[0] or PUBLIC_NAMES.get(name, name)
-    return f"{call} at line {user.f_lineno}" if user is not None else call
+    return f"{call} at line {user.f_lineno}{inner_function(frame, user)}" if user is not None else call

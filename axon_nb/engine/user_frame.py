@@ -1,13 +1,16 @@
-"""Finds the frame of the cell itself on a stack. The notebook uses it too, so nothing here imports torch."""
+"""Finds the frames of user code on a stack. The notebook uses it too, so nothing here imports torch."""
 
 from __future__ import annotations
 
+import functools
 import os
+import sysconfig
+from pathlib import Path
 from types import CodeType, FrameType
 
 from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["RUN_CODE", "user_frame"]
+__all__ = ["RUN_CODE", "describe_inner", "inner_function", "library_of", "user_frame"]
 
 RUN_CODE: CodeType = InteractiveShell.run_code.__code__
 """The code object under which a cell's own frames run."""
@@ -23,3 +26,37 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = caller
     return None
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_FOLDERS = tuple(
+    os.path.join(path, "") for path in dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
+)
+
+
+@functools.lru_cache(4096)  # called for each frame of each thread
+def library_of(filename: str) -> str:
+    """The package that a file belongs to, ``Python`` for the standard library; empty for user code."""
+    if filename.startswith(os.path.join(_PACKAGE, "")):
+        return os.path.basename(_PACKAGE)
+    for folder in _FOLDERS:
+        if filename.startswith(folder):
+            first = filename.removeprefix(folder).split(os.sep)
+            return first[0].removesuffix(".py") if "packages" in folder else "Python"
+    return "Python" if filename.startswith("<frozen") else ""
+
+
+def inner_function(frame: FrameType | None, cell: FrameType | None) -> str:
+    """Describe the innermost function of the user between `frame` and the frame of the cell; see `describe_inner`."""
+    while frame is not None and frame is not cell:
+        if not library_of(frame.f_code.co_filename):
+            return describe_inner(frame.f_code, frame.f_lineno, "" if cell is None else cell.f_code.co_filename)
+        frame = frame.f_back
+    return ""
+
+
+def describe_inner(code: CodeType, line: int, cell_file: str) -> str:
+    """Describe a function that a cell has called: `` (step, train.py line 40)``, or `` (step, line 3)`` in the cell."""
+    name = "" if code.co_name.startswith("<") else f"{code.co_name}, "
+    file = "" if code.co_filename == cell_file else f"{os.path.basename(code.co_filename)} "
+    return f" ({name}{file}line {line})"

@@ -131,6 +131,8 @@ class RankWaits:
     """Number of the call that the main thread waits for; 0 if unknown."""
     threads: tuple[str, ...] = ()
     """Names of running threads that the user started: they may communicate too."""
+    within: str = ""
+    """The user's innermost function, such as `` (step, line 3)``; empty if that is the cell itself."""
 
     @property
     def blocked_in(self) -> PendingCall | None:
@@ -141,8 +143,8 @@ class RankWaits:
 
     @property
     def place(self) -> str:
-        """Call and line, such as ``all_reduce at line 4``."""
-        return f"{self.via or self.call}{f' at line {self.line}' if self.line else ''}"
+        """Call and line, such as ``all_reduce at line 4 (step, train.py line 40)``."""
+        return f"{self.via or self.call}{f' at line {self.line}{self.within}' if self.line else ''}"
 
 
 def _missing_peers(own: RankWaits, call: PendingCall, reports: Mapping[int, RankWaits]) -> set[int]:
@@ -295,6 +297,4 @@ def describe_slow_ranks(reports: Mapping[int, RankWaits], after_s: float) -> str
 
 def _where(late: list[RankWaits]) -> str:
     places = {own.place if own.call else f"line {own.line}" for own in late if own.running and own.line}
-    if len(places) == 1 and all(own.running for own in late):
-        return f" ({places.pop()})"
-    return ""
+    return f" ({places.pop()})" if len(places) == 1 and all(own.running for own in late) else ""

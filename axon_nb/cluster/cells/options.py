@@ -81,7 +81,7 @@ def was_aborted(name: str, message: str, *, aborting: bool) -> bool:
 
 def describe_abort(at: AbortLocation | None) -> str:
     """Describe what a rank did when its cell was aborted; reads after its name."""
-    line = f" at line {at.line}" if at is not None and at.line else ""
+    line = f" at line {at.line}{at.within}" if at is not None and at.line else ""
     return f"waited in {at.call}{line}" if at is not None and at.call else f"was interrupted{line}"
 
 

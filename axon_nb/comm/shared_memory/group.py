@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -38,11 +40,15 @@ Tensor = torch.Tensor
 Job = Callable[[], None]
 
 
-_OURS = tuple(
-    os.path.join(os.path.dirname(file), "")
-    for file in (torch.__file__, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LIBRARIES = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        os.path.dirname(torch.__file__),
+        str(Path(__file__).resolve().parents[2]),
+        *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")),
+    )
 )
-_foreign: dict[CodeType, bool] = {}
+_is_user_code: dict[CodeType, bool] = {}
 _registered: list[str] = []
 
 
@@ -211,14 +217,14 @@ def _ignore(error: BaseException) -> None:
 
 
 def caller_line() -> int:
-    """Return the line of user code that called torch or axon_nb; 0: none."""
+    """Return the line of user code that the current thread is in; 0: none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        foreign = _foreign.get(code)
-        if foreign is None:
-            foreign = _foreign[code] = not code.co_filename.startswith(_OURS)
-        if foreign:
+        is_user = _is_user_code.get(code)
+        if is_user is None:
+            is_user = _is_user_code[code] = not code.co_filename.startswith((*_LIBRARIES, "<frozen"))
+        if is_user:
             return frame.f_lineno
         frame = frame.f_back
     return 0

@@ -18,7 +18,7 @@ from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.user_frame import user_frame
+from axon_nb.engine.user_frame import inner_function, user_frame
 from axon_nb.records.protocol.inspection import TelemetryEvent
 from axon_nb.records.protocol.messages import message_type
 from axon_nb.records.protocol.wire import encode
@@ -99,6 +99,11 @@ class Sampler:
         if not name and call.endswith(_IN_BACKWARD):
             name = "the backward pass of a DDP model"
         return name, wait.number if wait else 0
+
+    def within(self) -> str:
+        """Describe the innermost function of the user; empty if that is the cell itself."""
+        frame = main_frame()
+        return inner_function(frame, user_frame(frame))
 
     def _locate(self, frame: FrameType | None) -> tuple[int | None, str, int]:
         """(cell line, communication call, identity of that call's frame)."""

@@ -132,6 +132,7 @@ def control_handlers(
             via=via,
             waited=waited,
             threads=tuple(user_threads()),
+            within=sampler.within() if state.line else "",
         )
         return WaitsReply(waits, groups.collectives, awaited_peers())
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
+from IPython.core.interactiveshell import InteractiveShell
+
 from axon_nb.engine.user_frame import user_frame
 
 __all__ = ["OWN_SIGNAL", "InterruptHandler", "clear_forced_interrupt", "force_interrupt"]
@@ -72,8 +74,18 @@ def _guarded_ranges(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 OWN_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 """Interrupts a cell that has replaced the handler of SIGINT; no library uses it."""
+_SHOW_ERROR = InteractiveShell.showtraceback.__code__
 _MAX_SWALLOWED = 3
 """After this many interrupts without effect, the next is raised where nothing can catch it."""
+
+
+def _shows_error(frame: FrameType | None, cell_frame: FrameType) -> bool:
+    """Whether IPython shows the error of something that the cell has called, such as `%run`: that has ended."""
+    while frame is not None and frame is not cell_frame:
+        if frame.f_code is _SHOW_ERROR:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class InterruptHandler:
@@ -133,7 +145,7 @@ class InterruptHandler:
             return
         cell_frame = user_frame(frame)
         if cell_frame is not None:
-            if self._defers(frame):
+            if self._defers(frame) or (self._sent <= _MAX_SWALLOWED and _shows_error(frame, cell_frame)):
                 return
             self.raised += 1
             if self.raised > _MAX_SWALLOWED:

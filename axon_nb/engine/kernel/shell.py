@@ -22,6 +22,7 @@ from axon_nb.engine.kernel.tracebacks import find_location
 
 __all__ = [
     "describe_exit",
+    "install_cell_names",
     "install_exits",
     "install_pager",
     "install_restored_names",
@@ -29,8 +30,8 @@ __all__ = [
     "redirect_pager",
 ]
 
-_CELL_FILE_LINE = re.compile(r"^\S*File:\S*\s+\S*ipykernel_\d+/\S*\n?", re.MULTILINE)
-"""The line that names a cell's file: that file does not exist, and its name differs between ranks."""
+_CELL_FILE_LINE = re.compile(r"^\S*File:\S*\s+\S*Cell In\[\d+\].*\n?", re.MULTILINE)
+"""The line that names a cell's file, which does not exist."""
 
 _pager_streams: list[TextIO] = []
 
@@ -43,6 +44,24 @@ def redirect_pager(stream: TextIO) -> Iterator[None]:
         yield
     finally:
         _pager_streams.remove(stream)
+
+
+def install_cell_names(shell: Any) -> None:
+    """Have `shell` name the file of a cell ``Cell In[3]``: equal warnings and tracebacks of ranks are then one.
+
+    ipykernel's names contain the process id.
+    """
+    codes: dict[str, str] = {}
+
+    def get_code_name(raw_code: str, transformed_code: str, number: int) -> str:
+        first = name = f"Cell In[{number}]"
+        count = 1
+        while codes.setdefault(name, transformed_code) != transformed_code:  # other code had this number before
+            count += 1
+            name = f"{first} ({count})"
+        return name
+
+    shell.compile.get_code_name = get_code_name
 
 
 def install_pager(shell: Any) -> None:

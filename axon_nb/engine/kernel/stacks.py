@@ -6,41 +6,20 @@ after it has finished the cell.
 
 from __future__ import annotations
 
-import functools
 import linecache
 import os
-import sysconfig
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from axon_nb.engine.frames import code_by_thread, gc_paused, main_frame
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.user_frame import RUN_CODE, user_frame
+from axon_nb.engine.user_frame import RUN_CODE, library_of, user_frame
 from axon_nb.records.stacks import StackFrame
 
-__all__ = ["cell_stack", "library_of", "user_threads"]
-
-_PACKAGE = str(Path(__file__).resolve().parents[2])
-_FOLDERS = tuple(
-    os.path.join(path, "") for path in dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
-)
-
-
-@functools.lru_cache(4096)  # called for each frame of each thread
-def library_of(filename: str) -> str:
-    """The package that a file belongs to, ``Python`` for the standard library; empty for user code."""
-    if filename.startswith(os.path.join(_PACKAGE, "")):
-        return os.path.basename(_PACKAGE)
-    for folder in _FOLDERS:
-        if filename.startswith(folder):
-            first = filename.removeprefix(folder).split(os.sep)
-            return first[0].removesuffix(".py") if "packages" in folder else "Python"
-    return "Python" if filename.startswith("<frozen") else ""
-
+__all__ = ["cell_stack", "user_threads"]
 
 _MAX_FRAMES = 5000
 _FIRST_FRAMES, _LAST_FRAMES = 15, 25

@@ -28,7 +28,7 @@ from typing import Any
 from axon_nb.engine.collective_names import is_public_call
 from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.engine.output.nested_errors import install_callback_errors, is_nested, note_error
-from axon_nb.engine.user_frame import RUN_CODE
+from axon_nb.engine.user_frame import RUN_CODE, describe_inner, library_of
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.cells import AbortLocation
 
@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 _location: list[AbortLocation] = []
+_ABORTS = (AbortedError, KeyboardInterrupt, asyncio.CancelledError)
 
 
 def install_short_traceback(shell: Any) -> None:
@@ -53,13 +54,13 @@ def install_short_traceback(shell: Any) -> None:
             text = _render_group(error, trace)
             shell._showtraceback(kind, error, text)
             return text
-        line, call = find_location(trace)
-        _location[:] = [AbortLocation(line, call)]
-        text = [f"{kind.__name__} at line {line}: {error}"]
+        where = abort_location(trace)
+        _location[:] = [where]
+        text = [f"{kind.__name__} at line {where.line}{where.within}: {error}"]
         shell._showtraceback(kind, error, text)
         return text
 
-    shell.set_custom_exc((AbortedError, KeyboardInterrupt, asyncio.CancelledError, BaseExceptionGroup), show)
+    shell.set_custom_exc((*_ABORTS, BaseExceptionGroup), show)
 
 
 def _render_group(group: BaseExceptionGroup[Any], trace: TracebackType | None) -> list[str]:
@@ -76,16 +77,24 @@ def take_abort_location() -> AbortLocation | None:
 
 def find_location(trace: TracebackType | None) -> tuple[int | None, str]:
     """The cell's line and the torch.distributed function that it called, from a traceback."""
-    line, call = None, ""
+    found = abort_location(trace)
+    return found.line, found.call
+
+
+def abort_location(trace: TracebackType | None) -> AbortLocation:
+    """Where a cell was, from the traceback of the error that ended it."""
+    line, call, within, cell_file = None, "", "", ""
     while trace is not None:
         frame = trace.tb_frame
-        if frame.f_back is not None and frame.f_back.f_code is RUN_CODE:
-            line = trace.tb_lineno
         code = frame.f_code
+        if frame.f_back is not None and frame.f_back.f_code is RUN_CODE:
+            line, cell_file, within = trace.tb_lineno, code.co_filename, ""
+        elif not library_of(code.co_filename):
+            within = describe_inner(code, trace.tb_lineno, cell_file)
         if not call and is_public_call(code):
             call = code.co_name
         trace = trace.tb_next
-    return line, call
+    return AbortLocation(line, call, within)
 
 
 _MAX_REPEATS = 10
@@ -107,7 +116,7 @@ def install_bounded_traceback(shell: Any) -> None:
 def _save_without_publishing(shell: Any) -> Any:
     def save(kind: type[BaseException], error: BaseException, rendered: list[str]) -> None:
         if is_nested(shell):
-            note_error(error, str(_stand_in(error)), rendered, call=find_location(error.__traceback__)[1])
+            note_error(error, str(_stand_in(error)), rendered, abort_location(error.__traceback__))
             return
         _stand_in(error)  # ipykernel reads name and text from it
         if getattr(shell.displayhook, "msg", None) is not None:
@@ -158,6 +167,9 @@ def bound_traceback(render: Any) -> Any:
     def rendered(kind: Any, error: Any, trace: Any = None, tb_offset: int | None = None, context: int = 5) -> list[str]:
         if kind is None:
             kind, error, trace = sys.exc_info()
+        if isinstance(error, _ABORTS):  # IPython asks for no custom traceback under `%run`
+            where = abort_location(trace)
+            return [f"{type(error).__name__} at line {where.line}{where.within}: {error}"]
         shown = _stand_in(error) if isinstance(error, BaseException) else error
         with _short_chain(error) as left_out:
             if isinstance(trace, TracebackType):

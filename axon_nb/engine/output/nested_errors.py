@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -52,19 +52,22 @@ def is_nested(shell: Any) -> bool:
     return bool(_in_callback) or user_frame(inspect.currentframe()) is not None
 
 
-def note_error(error: BaseException, text: str, rendered: list[str], *, call: str) -> None:
+def note_error(error: BaseException, text: str, rendered: list[str], inner: AbortLocation) -> None:
     """Show an error that IPython will swallow, and remember that the cell has failed.
 
     Args:
         error: The error.
         text: What `str` gives for it.
         rendered: Its traceback.
-        call: The torch.distributed function that it was raised in; empty if none.
+        inner: Where it was raised, in what the cell had called.
     """
+    if sys.exc_info()[1] is None:  # `%tb` shows an earlier error
+        sys.stderr.write("\n".join(rendered) + "\n")
+        return
     where = None
     if isinstance(error, _ABORTS):
         frame: FrameType | None = user_frame(inspect.currentframe())
-        where = AbortLocation(None if frame is None else frame.f_lineno, call)
+        where = replace(inner, line=None if frame is None else frame.f_lineno)
     else:
         sys.stderr.write("\n".join(rendered) + "\n")
     _errors.append(NestedError(type(error).__name__, text, where))

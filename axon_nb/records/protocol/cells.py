@@ -100,6 +100,8 @@ class AbortLocation:
     line: int | None
     call: str
     """The torch.distributed function that it had called; empty if none."""
+    within: str = ""
+    """The innermost function of the user there, such as `` (step, line 3)``; empty if the cell itself called it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ def test_a_script_that_fails_on_one_rank_is_the_cause(kernel: Kernel, tmp_path: 
     reply = kernel.run(f"%%distributed\n%run -i {script}")
     assert reply.ename == "CellError"
     assert "[rank 1]\nValueError: no data" in reply.traceback
+    assert "[ranks 0,2-3] waited in all_reduce at line 2 (bad.py line 3)" in reply.traceback
     assert "[rank 1]" in shown(reply)
     assert "no data" in shown(reply)
     assert "bad.py" in shown(reply)
