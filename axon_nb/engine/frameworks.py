@@ -49,13 +49,13 @@ _NAME = "axon_nb"
 
 
 def install_dist_hooks() -> None:
-    """Replace `init_process_group`, `destroy_process_group` and `mp.spawn`; call it once the default group exists."""
+    """Replace functions that create, end and start ranks; call it once the default group exists."""
     c10d = dist.distributed_c10d
     init = _attach_or_init(c10d.init_process_group)
     destroy = _refuse_default_destroy(c10d.destroy_process_group)
     for module in (dist, c10d):
         vars(module).update(init_process_group=init, destroy_process_group=destroy)
-    vars(mp).update(spawn=_refuse_spawn)
+    vars(mp).update(spawn=_refuse_start("spawn"), start_processes=_refuse_start("start_processes"))
 
 
 def _attach_or_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -90,8 +90,11 @@ def _refuse_default_destroy(original: Callable[..., None]) -> Callable[..., None
     return destroy_process_group
 
 
-def _refuse_spawn(*args: Any, **kwargs: Any) -> None:
-    """Reject `mp.spawn`."""
-    raise UsageError(
-        "mp.spawn(fn, nprocs=n) starts ranks, but this cell already runs on every rank. Call fn(rank, ...) instead."
-    )
+def _refuse_start(name: str) -> Callable[..., None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise UsageError(
+            f"mp.{name}(fn, nprocs=n) starts ranks, but this cell already runs on every rank. Call fn(rank, ...) "
+            "instead."
+        )
+
+    return refuse

@@ -48,11 +48,12 @@ def failure_of(run: CellRun, replaced: Sequence[str], *, way_back: str) -> BaseE
         return interrupt_error(run.errors, run.ranks, replaced)
     if not run.errors and not run.explanation:
         return None
+    threads = [name for end in run.replies.values() for name in end.threads]
     return cell_error(
         run.errors,
         first=run.failed_order,
         explanation=run.explanation,
-        hint=context_hint(run.errors) or hint_for(run.errors.values(), remedy=way_back),
+        hint=context_hint(run.errors) or hint_for(run.errors.values(), remedy=way_back, threads=threads),
         timeout_s=run.timeout_s if run.timed_out else None,
     )
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+
+from IPython.core.getipython import get_ipython
 
 from axon_nb.cluster.failures.report import REPAIR_HINT, RankError
 from axon_nb.records.protocol.cells import CellEnd
@@ -56,17 +59,48 @@ _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _NO_COMPILER = re.compile(r"No working C\+\+ compiler|Ninja is required to load C\+\+|ninja not being installed")
 
 
-def hint_for(errors: Iterable[RankError], *, remedy: str = REPAIR_HINT) -> str:
+_NO_NAME = re.compile(r"name '(\w+)' is not defined")
+_SYNC_BATCH_NORM = "SyncBatchNorm expected input tensor to be on GPU"
+_MISMATCHES = ("CollectiveMismatchError", "TensorMismatchError")
+
+
+def _missing_name(error: RankError) -> str:
+    """Return what to do about a name that only the notebook has; empty if it has none of that name."""
+    match = _NO_NAME.search(error.evalue) if error.ename == "NameError" else None
+    shell = get_ipython()
+    if match is None or shell is None or match[1] not in shell.user_ns:
+        return ""
+    name, value = match[1], shell.user_ns[match[1]]
+    if isinstance(value, ModuleType):
+        return f"Only the notebook has imported `{name}`: import it in a `%%distributed` cell."
+    if callable(value) and hasattr(value, "__qualname__"):
+        return (
+            f"Only the notebook has defined `{name}`: run its definition in a `%%distributed` cell, or `%push {name}`."
+        )
+    return f"Only the notebook has `{name}`: `%push {name}` sends it to the ranks."
+
+
+def hint_for(errors: Iterable[RankError], *, remedy: str = REPAIR_HINT, threads: Iterable[str] = ()) -> str:
     """Return a sentence or two on what to do about the errors; empty if there is nothing to add.
 
     Args:
         errors: The failures of a cell.
         remedy: How to get a dead or stuck rank back; see `Health.remedy`.
+        threads: Names of the user's threads that communicated in the cell.
     """
     hints: list[str] = []
     all_errors = list(errors)
     modules = [_NO_MODULE.search(error.evalue) for error in all_errors if error.ename == "ModuleNotFoundError"]
     hints += dict.fromkeys(sentence for match in modules if match and (sentence := missing_package(match[1])))
+    hints += dict.fromkeys(filter(None, map(_missing_name, all_errors)))
+    if any(_SYNC_BATCH_NORM in error.evalue for error in all_errors):
+        hints.append("torch's SyncBatchNorm has no CPU version: use `axon_nb.parallel.SyncBatchNorm`.")
+    names = ", ".join(dict.fromkeys(threads))
+    if names and any(error.ename in _MISMATCHES for error in all_errors):
+        hints.append(
+            f"Threads of the ranks ({names}) communicate in the same group as the main thread, in any order: give them "
+            "a group with `dist.new_group()`, such as `dcp.async_save(…, process_group=group)`."
+        )
     if any(_NO_COMPILER.search(error.evalue) for error in all_errors):
         hints.append("This cell compiles C++: install a compiler (`apt install g++`) and ninja (`pip install ninja`).")
     if {error.kind for error in all_errors} & {"died", "stuck"}:

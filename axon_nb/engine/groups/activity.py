@@ -28,6 +28,7 @@ from axon_nb.records.ranks import name_ranks
 
 __all__ = [
     "Call",
+    "calling_threads",
     "clear",
     "clear_exclusive_ranks",
     "current_wait",
@@ -76,12 +77,20 @@ _numbers = itertools.count(1)
 _open: dict[int, Call] = {}
 _started = 0
 _collectives = 0
+_threads: set[str] = set()
 
 
 def reset_collectives() -> None:
     """Count collectives from zero: a cell starts."""
     global _collectives
     _collectives = 0
+    _threads.clear()
+
+
+def calling_threads() -> tuple[str, ...]:
+    """Return the names of the user's threads that communicated in this cell, besides the main thread."""
+    # Autograd's threads, which Python does not know, communicate for the main thread.
+    return tuple(sorted(name for name in _threads if not name.startswith(("Dummy-", "axon_nb"))))
 
 
 def peer_of(name: str, args: tuple[Any, ...]) -> int:
@@ -107,6 +116,8 @@ def start_call(name: str, group: str, sequence: int, peer: int, size: int) -> Ca
     """Record that a call starts; for the arguments see `Call`."""
     global _started, _collectives
     _collectives += sequence > 0
+    if threading.get_ident() != threading.main_thread().ident:
+        _threads.add(threading.current_thread().name)
     call = Call(name, group, sequence, peer, size, time.monotonic_ns(), next(_numbers))
     _open[call.number] = call
     _started = call.number

@@ -103,6 +103,7 @@ class CellRunner:
             cpu_seconds=measured.cpu_seconds if is_ok else None,
             repetitions=measured.repetitions if is_ok else None,
             profile=measured.profile if is_ok else None,
+            threads=() if is_ok else activity.calling_threads(),
         )
         reply[KEY] = encode(end_report)
         describe_exit(reply, shell)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_dtensor, is_sharded
@@ -79,6 +80,8 @@ def sharded_over(value: Any) -> set[int]:
         contents = [parameter for group in value.param_groups for parameter in group["params"]]
     if (is_sharded(value) and not is_dtensor(value)) or any(map(is_dtensor, contents)):
         raise UsageError("a sharded module or optimizer cannot leave its ranks; pull its state_dict()")
+    if isinstance(value, DistributedDataParallel):
+        raise UsageError("a DDP model needs its process group, which only ranks have; pull its `.module`")
     for tensor in _tensors(value):
         if is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements):
             ranks.update(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist())

@@ -156,6 +156,8 @@ class CellEnd:
     repetitions: tuple[float, ...] | None = None
     """Seconds of each run, with `--repeat`."""
     profile: Profile | None = None
+    threads: tuple[str, ...] = ()
+    """Names of the user's threads that communicated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +167,7 @@ class CellOutcome:
     status: str
     """``ok``, or anything else for a cell that failed."""
     ename: str = ""
-    """Class of the error."""
     evalue: str = ""
-    """Its message."""
     traceback: tuple[str, ...] = ()
     end: CellEnd = field(default_factory=CellEnd)
 

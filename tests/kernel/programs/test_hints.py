@@ -1,0 +1,70 @@
+"""Hints on what programs of others run into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+ONLY_HERE = {
+    "a_value = 5": "Only the notebook has `a_value`: `%push a_value` sends it to the ranks.",
+    "def a_function(): pass": "run its definition in a `%%distributed` cell, or `%push a_function`.",
+    "import colorsys as a_module": "Only the notebook has imported `a_module`: import it in a `%%distributed` cell.",
+}
+
+
+@pytest.mark.parametrize("code", ONLY_HERE)
+def test_a_name_that_only_the_notebook_has(kernel: Kernel, code: str) -> None:
+    kernel.ok(code)
+    name = next(word for word in code.replace("(", " ").split() if word.startswith("a_"))
+    assert ONLY_HERE[code] in kernel.run(f"%%distributed\n{name}").traceback
+    assert "Only the notebook" not in kernel.run(f"%%distributed\n{name}_of_nobody").traceback
+
+
+def test_a_function_can_be_pushed(kernel: Kernel) -> None:
+    kernel.ok("def pushed(x):\n    return 2 * x\n%push pushed")
+    assert kernel.ok("%%rank 1\npushed(4)").lines() == ["[rank 1] 8"]
+
+
+def test_sync_batch_norm_on_cpus(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed\ntorch.nn.SyncBatchNorm(3)(torch.ones(2, 3))")
+    assert "use `axon_nb.parallel.SyncBatchNorm`" in reply.traceback
+
+
+def test_a_ddp_model_is_pulled_as_its_module(kernel: Kernel) -> None:
+    kernel.ok(
+        "%%distributed\nfrom torch.nn.parallel import DistributedDataParallel\n"
+        "replica = DistributedDataParallel(torch.nn.Linear(2, 2))"
+    )
+    assert "pull its `.module`" in kernel.run("%pull replica").evalue
+    kernel.ok("%pull replica.module --ranks 0 --as pulled")
+    kernel.ok("%%distributed\ndel replica")
+
+
+@pytest.mark.parametrize("call", ["mp.spawn(print, nprocs=2)", "mp.start_processes(print, nprocs=2)"])
+def test_processes_that_would_be_ranks_are_refused(kernel: Kernel, call: str) -> None:
+    reply = kernel.run(f"%%distributed\nimport torch.multiprocessing as mp\n{call}")
+    assert "this cell already runs on every rank. Call fn(rank, ...) instead." in reply.traceback
+
+
+def test_a_thread_in_the_group_of_the_main_thread(kernel: Kernel) -> None:
+    reply = kernel.run(
+        "%%distributed\nimport threading\n"
+        "def beside():\n    dist.all_reduce(torch.ones(3))\n"
+        "thread = threading.Thread(target=beside, name='beside')\n"
+        "if rank == 0:\n    thread.start()\n    thread.join()\n"
+        "dist.all_reduce(torch.ones(5))\nif rank != 0:\n    thread.start()\n    thread.join()"
+    )
+    assert "Threads of the ranks (beside) communicate in the same group as the main thread" in reply.traceback
+
+
+def test_an_asynchronous_checkpoint_in_a_group_of_its_own(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.ok(
+        "%%distributed\nimport torch.distributed.checkpoint as dcp\nfrom torch.distributed.fsdp import fully_shard\n"
+        "model, group = fully_shard(torch.nn.Linear(4, 4)), dist.new_group()\n"
+        f"saved = dcp.async_save({{'model': model.state_dict()}}, checkpoint_id={str(tmp_path)!r}, process_group=group)\n"
+        "for _ in range(20):\n    model(torch.ones(2, 4)).sum().backward()\n"
+        "_ = saved.result()"
+    )
