@@ -7,6 +7,7 @@ sequences, which the notebook interprets.
 from __future__ import annotations
 
 import functools
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +23,7 @@ def install_text_bars() -> None:
 
 
 def _draw_tqdm_as_text(module: ModuleType) -> None:
-    from tqdm.std import tqdm  # type: ignore[import-untyped]
+    tqdm: Any = sys.modules["tqdm.std"].tqdm
 
     class TextBar(tqdm):
         """A text bar with the parameters of `tqdm.notebook.tqdm`."""

@@ -64,7 +64,8 @@ def test_an_asynchronous_checkpoint_in_a_group_of_its_own(kernel: Kernel, tmp_pa
     kernel.ok(
         "%%distributed\nimport torch.distributed.checkpoint as dcp\nfrom torch.distributed.fsdp import fully_shard\n"
         "model, group = fully_shard(torch.nn.Linear(4, 4)), dist.new_group()\n"
-        f"saved = dcp.async_save({{'model': model.state_dict()}}, checkpoint_id={str(tmp_path)!r}, process_group=group)\n"
+        f"state, folder = {{'model': model.state_dict()}}, {str(tmp_path)!r}\n"
+        "saved = dcp.async_save(state, checkpoint_id=folder, process_group=group)\n"
         "for _ in range(20):\n    model(torch.ones(2, 4)).sum().backward()\n"
         "_ = saved.result()"
     )
