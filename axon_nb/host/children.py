@@ -26,6 +26,7 @@ __all__ = [
     "run_controller",
     "set_parent_death_signal",
     "signal_group",
+    "signal_started",
 ]
 
 _PR_SET_PDEATHSIG = 1
@@ -64,23 +65,33 @@ def child_pids(parent: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):  # it has just exited
-            state, ppid = _state_and_parent(path)
-            if ppid == parent and state not in (b"Z", b"X"):
+            state, ppid, _ = _state(path)
+            if int(ppid) == parent and state not in (b"Z", b"X"):
                 found.append(int(path.parent.name))
     return found
+
+
+def signal_started(number: int) -> None:
+    """Send a signal to all other processes in this process's group: the children that it has started (Linux only)."""
+    own = os.getpgrp()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):  # it has just exited, or belongs to another user
+            pid = int(path.parent.name)
+            if _state(path)[2] == str(own).encode() and pid != os.getpid():
+                os.kill(pid, number)
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP (Linux only; elsewhere False)."""
     with contextlib.suppress(OSError, ValueError):  # it has just exited
-        return _state_and_parent(Path(f"/proc/{pid}/stat"))[0] in (b"T", b"t")
+        return _state(Path(f"/proc/{pid}/stat"))[0] in (b"T", b"t")
     return False
 
 
-def _state_and_parent(stat: Path) -> tuple[bytes, int]:
-    # pid (command) state ppid …: the command may contain anything
-    state, parent = stat.read_bytes().rpartition(b")")[2].split()[:2]
-    return state, int(parent)
+def _state(stat: Path) -> list[bytes]:
+    """State, parent and process group."""
+    # pid (command) state ppid pgrp …: the command may contain anything
+    return stat.read_bytes().rpartition(b")")[2].split()[:3]
 
 
 def set_parent_death_signal(number: int) -> None:

@@ -10,7 +10,7 @@ from axon_nb.cluster.cells.deadlock import DeadlockWatch
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.records.protocol.cells import AbortReply, AbortRequest
+from axon_nb.records.protocol.aborts import AbortReply, AbortRequest
 from axon_nb.records.protocol.inspection import StatusRequest
 from axon_nb.records.telemetry import RankState
 
@@ -129,7 +129,7 @@ class AbortController:
             self._last_sent = now
             for rank in unfinished:
                 self._read_reply(rank)
-                self._last_aborts[rank] = self._client.request(rank, AbortRequest(self.run, again))
+                self._last_aborts[rank] = self._client.request(rank, AbortRequest(self.run, again, interrupted))
                 self._aborts.append((rank, self._last_aborts[rank]))
 
     def _read_reply(self, rank: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.records.protocol.cells import StopRequest
+from axon_nb.records.protocol.aborts import StopRequest
 from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
 
 __all__ = ["ConsistentCut", "cut_sequence_number", "progressing_group"]

@@ -19,8 +19,8 @@ from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import ClusterLostError
 from axon_nb.host.client import AgentClient, outcome
+from axon_nb.records.protocol.aborts import AbortReply, AbortRequest
 from axon_nb.records.protocol.agent import AgentState, GetInfo
-from axon_nb.records.protocol.cells import AbortReply, AbortRequest
 from axon_nb.records.protocol.recovery import DisableGroups, OptimizerReport, Recover, RecoveryReport
 from axon_nb.records.ranks import format_ranks, name_ranks
 

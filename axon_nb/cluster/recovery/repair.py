@@ -22,8 +22,8 @@ from axon_nb.cluster.recovery.recovery import AGENT_SILENT, next_epoch
 from axon_nb.cluster.recovery.report import Copied, RepairReport
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import AxonError, StartError, UsageError
+from axon_nb.records.protocol.aborts import AbortRequest
 from axon_nb.records.protocol.agent import Signal
-from axon_nb.records.protocol.cells import AbortRequest
 from axon_nb.records.protocol.joining import Join
 from axon_nb.records.protocol.messages import RankCall
 from axon_nb.records.protocol.recovery import DisableGroups, FindLostShards, GroupRecord, ListGroups, RecoverAfterRepair

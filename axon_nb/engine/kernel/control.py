@@ -7,6 +7,7 @@ requests are passed to the memory planner, which is imported in the background.
 from __future__ import annotations
 
 import dataclasses
+import signal
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,7 +21,9 @@ from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.stacks import cell_stack, user_threads
 from axon_nb.engine.session import current
 from axon_nb.errors import UsageError
-from axon_nb.records.protocol.cells import AbortReply, AbortRequest, CellsReply, CellsRequest, StopRequest
+from axon_nb.host.children import signal_started
+from axon_nb.records.protocol.aborts import AbortReply, AbortRequest, StopRequest
+from axon_nb.records.protocol.cells import CellsReply, CellsRequest
 from axon_nb.records.protocol.contents import (
     LayoutsReply,
     LayoutsRequest,
@@ -116,6 +119,8 @@ def control_handlers(
         ABORT.set()
         pending = interrupts.pending
         interrupted = interrupts.interrupt(request.run)
+        if interrupted and request.by_user and not request.again:
+            signal_started(signal.SIGINT)
         abort(again=request.again)
         return AbortReply(interrupted, pending, sampler.sample().line if pending else None)
 

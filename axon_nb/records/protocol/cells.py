@@ -1,4 +1,4 @@
-"""Cells: the metadata of one, the reply at its end, and requests that abort a running one or fetch its output."""
+"""Cells: the metadata of one, the reply at its end, and requests that fetch the output of a running one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from axon_nb.records.protocol.wire import Packed, decode
 __all__ = [
     "KEY",
     "AbortLocation",
-    "AbortReply",
-    "AbortRequest",
     "CellEnd",
     "CellFacts",
     "CellOutcome",
@@ -29,7 +27,6 @@ __all__ = [
     "Omitted",
     "Profile",
     "ProfiledOperation",
-    "StopRequest",
     "execute_content",
     "read_outcome",
 ]
@@ -181,38 +178,6 @@ def read_outcome(reply: Mapping[str, Any]) -> CellOutcome:
     status = reply.get("status", "error")
     ename, evalue = reply.get("ename", ""), reply.get("evalue", "" if status == "ok" else status)
     return CellOutcome(status, ename, evalue, tuple(reply.get("traceback", ())), decode(CellEnd, reply.get(KEY, {})))
-
-
-@dataclass(frozen=True, slots=True)
-class AbortReply:
-    """What an abort found."""
-
-    interrupted: bool
-    """Whether a cell was interrupted."""
-    pending: int
-    """Earlier interrupts that the main thread has not handled yet: it is in C code."""
-    line: int | None
-    """Line of the cell, if there are pending interrupts."""
-
-
-@dataclass(frozen=True, slots=True)
-class AbortRequest(Request[AbortReply]):
-    """Abort the cell, and every wait in a group, until the groups are rebuilt."""
-
-    run: str | None = None
-    """The cell's run: a rank that has not started it rejects it. None: any cell."""
-    again: bool = False
-    """Whether the groups were closed by an earlier abort: only wake waiting threads."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequest(Request[None]):
-    """Stop before a certain collective, the same on all ranks: a consistent cut."""
-
-    group: str
-    """Name of the group; empty: count the collectives of all groups."""
-    at: int
-    """Number of the last collective that may start."""
 
 
 @dataclass(frozen=True, slots=True)

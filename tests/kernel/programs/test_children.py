@@ -101,3 +101,40 @@ def test_lines_of_children_are_whole_and_the_output_of_the_rank_is_not_repeated(
     assert reply.stdout.count("before") == 1
     lines = [line for line in reply.lines() if "] line" in line]
     assert sorted(lines) == sorted(f"[rank 3] line {n} {i}" for n in range(4) for i in range(50))
+
+
+def test_an_interrupt_ends_the_children(kernel: Kernel) -> None:
+    request = kernel.submit(
+        "%%distributed\nimport subprocess, time\nfrom multiprocessing import Process\n"
+        "child = Process(target=time.sleep, args=(600,))\nchild.start()\n"
+        "other = subprocess.Popen(['sleep', '600'])\nprint('started', flush=True)\nchild.join()"
+    )
+    kernel.wait_for_output(request, "started", ranks=range(4))
+    kernel.interrupt()
+    assert kernel.collect(request).status == "error"
+    reply = kernel.ok("%%distributed\nchild.join(60); (child.exitcode, other.wait(60))")
+    assert reply.lines()[-1] == "[ranks 0-3] (1, -2)"
+
+
+STARTED_OTHERWISE = {
+    "joblib": "import joblib\nresult = joblib.Parallel(2)(joblib.delayed(abs)(-i) for i in range(3))",
+    "forkserver": (
+        "from multiprocessing import get_context\nwith get_context('forkserver').Pool(2) as pool:\n"
+        "    result = pool.map(abs, [0, -1, -2])"
+    ),
+    "DataLoader": (
+        "from torch.utils.data import DataLoader\n"
+        "result = [int(batch) for batch in DataLoader(range(3), num_workers=2)]"
+    ),
+    "threads": (
+        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(2) as pool:\n"
+        "    result = list(pool.map(abs, [0, -1, -2]))"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", STARTED_OTHERWISE)
+def test_other_ways_to_start_workers(kernel: Kernel, how: str) -> None:
+    if how == "joblib":
+        pytest.importorskip("joblib")
+    assert kernel.ok(f"%%distributed\n{STARTED_OTHERWISE[how]}\nresult").lines() == ["[ranks 0-3] [0, 1, 2]"]

@@ -250,7 +250,8 @@ def test_a_kernel_killed_half_way_through_a_recovery(new_kernel: MakeKernel, wha
     kernel = new_kernel()
     start(kernel)
     records = (
-        "from axon_nb.records.protocol.cells import AbortRequest, CellsRequest\n"
+        "from axon_nb.records.protocol.aborts import AbortRequest\n"
+        "from axon_nb.records.protocol.cells import CellsRequest\n"
         "from axon_nb.records.protocol.recovery import RecoverAfterRepair\n"
     )
     kernel.ok(f"{records}cluster = __import__('axon_nb').cluster.current.get()\n{HALF_WAY[what]}")

@@ -13,7 +13,8 @@ from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.output.sinks import RecordingSink
 from axon_nb.cluster.rpc.answers import Answer
-from axon_nb.records.protocol.cells import AbortReply, AbortRequest, CellOutcome
+from axon_nb.records.protocol.aborts import AbortReply, AbortRequest
+from axon_nb.records.protocol.cells import CellOutcome
 from axon_nb.records.protocol.inspection import WaitsReply
 from axon_nb.records.protocol.messages import REPLY, Request
 from axon_nb.records.protocol.wire import encode

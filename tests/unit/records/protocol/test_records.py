@@ -15,6 +15,7 @@ import pytest
 
 import axon_nb.records.protocol as room
 from axon_nb.records.protocol import wire
+from axon_nb.records.protocol.aborts import AbortReply, AbortRequest, StopRequest
 from axon_nb.records.protocol.agent import (
     Closed,
     Command,
@@ -25,16 +26,7 @@ from axon_nb.records.protocol.agent import (
     decode_event,
     encode_event,
 )
-from axon_nb.records.protocol.cells import (
-    KEY,
-    AbortReply,
-    AbortRequest,
-    CellEnd,
-    CellOutcome,
-    DebuggerCommand,
-    StopRequest,
-    read_outcome,
-)
+from axon_nb.records.protocol.cells import KEY, CellEnd, CellOutcome, DebuggerCommand, read_outcome
 from axon_nb.records.protocol.contents import CaptureModel
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import StatusRequest, TelemetryEvent
