@@ -14,6 +14,7 @@ import resource
 import shutil
 import signal
 import socket
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,7 @@ from axon_nb.engine.kernel.control import control_handlers
 from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler
 from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
 from axon_nb.engine.kernel.shell import (
+    install_autoreload,
     install_cell_names,
     install_exits,
     install_pager,
@@ -96,9 +98,31 @@ def run_engine(argv: list[str]) -> None:
     """Run an ipyparallel engine in this process until it exits; the entry point of a forked rank."""
     from ipyparallel.engine.app import IPEngine
 
+    class RankEngine(IPEngine):
+        """An engine that does not take an error of a signal handler for the end of its loop, and exits silently."""
+
+        def start(self) -> None:
+            try:
+                self.loop.run_sync(self._start)
+            except KeyboardInterrupt:
+                pass
+            except Exception as error:
+                if name := _signal_of(error):
+                    raise RuntimeError(f"the handler of {name} raised between cells: {error!r}") from error
+                raise
+
     start_in_child()
     streams.enable_crash_reports()
-    IPEngine.launch_instance(argv=argv, out_stream_factory=streams.RankStream)
+    RankEngine.launch_instance(argv=argv, out_stream_factory=streams.RankStream)
+
+
+def _signal_of(error: BaseException) -> str:
+    """Return the name of the signal whose Python handler raised the error; empty if none did."""
+    codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    for number in signal.valid_signals():
+        if getattr(signal.getsignal(number), "__code__", None) in codes:
+            return signal.Signals(number).name
+    return ""
 
 
 def describe() -> EngineInfo:
@@ -159,6 +183,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     namespace.inject_names(kernel.shell.user_ns, config, device)
     install_fork_defaults(OWN_SIGNAL)
     install_cell_names(kernel.shell)
+    install_autoreload(kernel.shell)
     install_restored_names(kernel.shell, lambda: namespace.inject_names(kernel.shell.user_ns, config, device))
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()

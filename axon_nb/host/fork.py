@@ -94,7 +94,7 @@ def become_rank(request: ForkRequest, agent_pid: int, inherited: Iterable[Any]) 
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
-        traceback.print_exc()
+        traceback.print_exc(file=sys.__stderr__)  # the engine's own stream sends over a connection that is closed
     finally:
         _end_process(code, exit_mark(request.log))
 

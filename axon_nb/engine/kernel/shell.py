@@ -22,6 +22,7 @@ from axon_nb.engine.kernel.tracebacks import find_location
 
 __all__ = [
     "describe_exit",
+    "install_autoreload",
     "install_cell_names",
     "install_exits",
     "install_pager",
@@ -119,6 +120,19 @@ def install_restored_names(shell: Any, predefine: Callable[[], None]) -> None:
         install_exits(shell)
 
     shell.run_code, shell.reset = run_code, reset_namespace
+
+
+def install_autoreload(shell: Any) -> None:
+    """Have `%autoreload` read new modules after each cell, so that it can update their classes when they are edited.
+
+    It does so before each cell. In a notebook a cell that edits the file comes between; ranks do not run that.
+    """
+
+    def read_modules(*_: Any) -> None:
+        if (magics := shell.magics_manager.registry.get("AutoreloadMagics")) is not None:
+            magics.pre_run_cell(None)
+
+    shell.events.register("post_run_cell", read_modules)
 
 
 _NOTE = "The cell stopped on this rank and counts as failed; the rank keeps running with its state."
