@@ -18,7 +18,7 @@ from axon_nb.cluster.cells.options import CellOptions
 from axon_nb.cluster.cells.result import CellResult, measurements
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.cells.values import last_values
-from axon_nb.cluster.failures.hints import context_hint, hint_for, lost_contexts, shared_draws_hint
+from axon_nb.cluster.failures.hints import context_hint, hint_for, left_calls_hint, lost_contexts, shared_draws_hint
 from axon_nb.cluster.failures.report import cell_error, interrupt_error
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
@@ -228,6 +228,8 @@ class CellManager:
             raise ClusterLostError(f"The cluster {state.name!r} {run.lost} while the cell was running. {hint}")
         state.health.track_stuck(run)
         replaced = replace_stuck(state, run.to_replace)
+        if left := left_calls_hint(run.replies):
+            print(left, file=sys.stderr)
         failure = failure_of(run, replaced, way_back=state.health.remedy)
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure

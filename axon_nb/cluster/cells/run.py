@@ -141,6 +141,7 @@ class CellRun:
         self.replies[rank] = end
         progress.seconds, progress.has_value = end.seconds, end.has_value
         self._communicated = self._communicated or bool(end.calls)
+        self.needs_recovery = self.needs_recovery or bool(end.left)
         if outcome.status == "ok":
             pass
         elif was_aborted(outcome.ename, outcome.evalue, aborting=self._abort.aborting):
@@ -156,8 +157,7 @@ class CellRun:
 
     def on_death(self, rank: int, reason: str) -> None:
         """Record that a rank's process is gone; `reason` reads after its name. Called from any thread."""
-        progress = self._progress.get(rank)
-        if progress is None:
+        if (progress := self._progress.get(rank)) is None:
             return
         progress.gone_at = progress.gone_at or time.monotonic()
         if progress.replied_at:

@@ -14,7 +14,7 @@ from axon_nb.records.protocol.cells import CellEnd
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = ["context_hint", "hint_for", "lost_contexts", "missing_package", "shared_draws_hint"]
+__all__ = ["context_hint", "hint_for", "left_calls_hint", "lost_contexts", "missing_package", "shared_draws_hint"]
 
 _REQUIREMENTS = {
     "accelerate": "axon_nb[frameworks]",
@@ -162,6 +162,17 @@ def shared_draws_hint(reports: Mapping[int, CellEnd], ranks: Sequence[int]) -> s
         f"Hint: {name_ranks(ranks)} drew the same random numbers: {', and '.join(reasons)}. "
         "Run `%distributed seed 0 --per-rank` to give each rank its own."
     )
+
+
+def left_calls_hint(reports: Mapping[int, CellEnd]) -> str:
+    """Return what it means that ranks left calls before they were over; empty if none did."""
+    left = [f"rank {rank} left {call}" for rank, end in sorted(reports.items()) for call in end.left]
+    if not left:
+        return ""
+    sentence = (
+        f"{', '.join(left)} before it was over: the process groups were rebuilt, so the next cell starts in step."
+    )
+    return sentence[0].upper() + sentence[1:]
 
 
 # Errors after which, as CUDA documents, the process is in an inconsistent state: only a new process can use the GPU.

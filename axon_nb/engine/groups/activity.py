@@ -34,6 +34,8 @@ __all__ = [
     "current_wait",
     "finish_call",
     "is_exclusive",
+    "left_calls",
+    "note_left",
     "num_calls",
     "num_collectives",
     "payload_bytes",
@@ -78,6 +80,7 @@ _open: dict[int, Call] = {}
 _started = 0
 _collectives = 0
 _threads: set[str] = set()
+_left: list[str] = []
 
 
 def reset_collectives() -> None:
@@ -85,6 +88,17 @@ def reset_collectives() -> None:
     global _collectives
     _collectives = 0
     _threads.clear()
+    _left.clear()
+
+
+def note_left(call: Call, error: BaseException) -> None:
+    """Record that this rank has left a call before it was over, because a signal handler of the user raised `error`."""
+    _left.append(f"{describe_call(call.name)} ({type(error).__name__})")
+
+
+def left_calls() -> tuple[str, ...]:
+    """Return the calls that this rank has left in this cell, such as ``all_reduce at line 3 (TimeoutError)``."""
+    return tuple(_left)
 
 
 def calling_threads() -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from axon_nb.comm.errors import CommError
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.shared_memory.work import SharedWork
 from axon_nb.engine.groups.abort import ABORT, AbortedError, run_in_helper
-from axon_nb.engine.groups.activity import Call
+from axon_nb.engine.groups.activity import Call, note_left
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import is_suppressed, ring
 
@@ -92,6 +92,9 @@ class RecoverableWork(Work):
                 self._on_finish(self._call)
             if "gloo" in str(error) and "timed out" not in str(error).lower():
                 raise AbortedError(f"lost a peer while waiting in {self._call.name}: {str(error)[-120:]}") from None
+            raise
+        except Exception as error:  # a signal handler of the user raised it
+            note_left(self._call, error)
             raise
         finally:
             self._call.waiting_thread = 0

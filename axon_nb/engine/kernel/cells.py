@@ -104,6 +104,7 @@ class CellRunner:
             repetitions=measured.repetitions if is_ok else None,
             profile=measured.profile if is_ok else None,
             threads=() if is_ok else activity.calling_threads(),
+            left=activity.left_calls(),
         )
         reply[KEY] = encode(end_report)
         describe_exit(reply, shell)

@@ -155,6 +155,8 @@ class CellEnd:
     profile: Profile | None = None
     threads: tuple[str, ...] = ()
     """Names of the user's threads that communicated."""
+    left: tuple[str, ...] = ()
+    """Calls that the rank left before they were over, such as ``all_reduce at line 3 (TimeoutError)``."""
 
 
 @dataclass(frozen=True, slots=True)
