@@ -21,13 +21,14 @@ from axon_nb.comm.shared_memory.collectives import calls
 from axon_nb.comm.shared_memory.collectives.calls import Calls
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
 from axon_nb.comm.shared_memory.collectives.staging import stage
-from axon_nb.comm.shared_memory.messages import ANY, Messages
+from axon_nb.comm.shared_memory.messages import Messages
 from axon_nb.comm.shared_memory.operations import CollectiveOperations, listed
 from axon_nb.comm.shared_memory.order import Order
 from axon_nb.comm.shared_memory.profiling import is_profiling, record
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.shared_memory.segment.forming import form
 from axon_nb.comm.shared_memory.segment.progress import Progress
+from axon_nb.comm.shared_memory.transfers import ANY
 from axon_nb.comm.shared_memory.work import JoinedWork, SharedWork
 from axon_nb.torch_api import torch_api
 

@@ -12,68 +12,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from axon_nb.comm.errors import TensorMismatchError
 from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.shared_memory.segment.progress import SLICE_S, Progress
 from axon_nb.comm.shared_memory.segment.rings import Head, InRing, OutRing
+from axon_nb.comm.shared_memory.transfers import ANY, Arrival, Receive, Send
 from axon_nb.comm.shared_memory.work import SharedWork
 
-__all__ = ["ANY", "Messages"]
+__all__ = ["Messages"]
 
-ANY = -1
 _HEAD_START_S = 0.002
 """How long the helper leaves new messages to the thread that started them, which may be about to wait for them."""
 _IDLE_S = 3600.0
-
-
-@dataclass(slots=True, eq=False)
-class _Send:
-    work: SharedWork
-    address: int
-    size: int
-    tag: int
-    line: int
-    number: int
-    done: int = 0
-    error: BaseException | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Receive:
-    work: SharedWork
-    address: int
-    size: int
-    source: int
-    tag: int
-    finish: Callable[[], None] | None
-    """Copies a received message to its destination; None: it is already there."""
-
-    def fits(self, tag: int, source: int) -> bool:
-        return self.tag == tag and self.source in (ANY, source)
-
-
-@dataclass(slots=True, eq=False)
-class _Arrival:
-    """A message that is arriving, or has arrived before its receive."""
-
-    source: int
-    head: Head
-    """Of its first piece."""
-    receive: _Receive | None
-    kept: Any = None
-    """Memory of this process, for a message that arrived before its receive."""
-    done: int = 0
-
-    def target(self) -> int:
-        """Address for the next piece; 0: discard it, because the message is longer than expected."""
-        if self.kept is not None:
-            return ctypes.addressof(self.kept) + self.done
-        assert self.receive is not None
-        return self.receive.address + self.done if self.head.total <= self.receive.size else 0
 
 
 class Messages:
@@ -93,11 +45,11 @@ class Messages:
         self._out = [OutRing(memory, rank, peer) for peer in self._peers]
         self._in = [InRing(memory, peer, rank) for peer in self._peers]
         self._lock = threading.RLock()
-        self._sends: list[deque[_Send]] = [deque() for _ in self._peers]
+        self._sends: list[deque[Send]] = [deque() for _ in self._peers]
         self._sent = [0 for _ in self._peers]
-        self._receives: list[_Receive] = []
-        self._arriving: list[_Arrival | None] = [None for _ in self._peers]
-        self._kept: list[_Arrival] = []
+        self._receives: list[Receive] = []
+        self._arriving: list[Arrival | None] = [None for _ in self._peers]
+        self._kept: list[Arrival] = []
         self._helper: threading.Thread | None = None
         self._kick = ctypes.c_uint64(0)
         self._idle = False
@@ -107,14 +59,14 @@ class Messages:
         """Start a send; it completes when the message is in the ring."""
         with self._lock:
             self._sent[peer] += 1
-            self._sends[peer].append(_Send(work, address, size, tag, line, self._sent[peer]))
+            self._sends[peer].append(Send(work, address, size, tag, line, self._sent[peer]))
             self._push(peer)
 
     def receive(
         self, work: SharedWork, address: int, size: int, *, source: int, tag: int, finish: Callable[[], None] | None
     ) -> None:
         """Start a receive from a rank, or from `ANY`."""
-        item = _Receive(work, address, size, source, tag, finish)
+        item = Receive(work, address, size, source, tag, finish)
         with self._lock:
             for arrival in self._kept:
                 if arrival.receive is None and item.fits(arrival.head.tag, arrival.source):
@@ -126,7 +78,7 @@ class Messages:
             for peer in self._peers if source == ANY else (source,):
                 self._pull(peer)
 
-    def _deliver(self, arrival: _Arrival) -> None:
+    def _deliver(self, arrival: Arrival) -> None:
         """Complete a receive whose message has arrived."""
         item, head, source = arrival.receive, arrival.head, arrival.source
         assert item is not None
@@ -180,14 +132,14 @@ class Messages:
                 if arrival.receive is not None:
                     self._deliver(arrival)
 
-    def _begin(self, head: Head, peer: int) -> _Arrival:
+    def _begin(self, head: Head, peer: int) -> Arrival:
         for item in self._receives:
             if item.fits(head.tag, peer):
                 self._receives.remove(item)
                 if head.total > item.size:
                     self._in[peer].refuse(head.number, item.size)
-                return _Arrival(peer, head, item)
-        arrival = _Arrival(peer, head, None, kept=(ctypes.c_char * max(1, head.total))())
+                return Arrival(peer, head, item)
+        arrival = Arrival(peer, head, None, kept=(ctypes.c_char * max(1, head.total))())
         self._kept.append(arrival)
         return arrival
 

@@ -14,12 +14,12 @@ import pytest
 
 from axon_nb.comm.shared_memory import order as order_module
 from axon_nb.comm.shared_memory.order import Order
-from axon_nb.comm.shared_memory.segment import progress as progress_module
+from axon_nb.comm.shared_memory.segment import pages as pages_module
 from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
 from axon_nb.comm.shared_memory.segment.progress import Progress
 from axon_nb.comm.shared_memory.work import SharedWork
 
-_MODULES = (order_module.__file__, progress_module.__file__)
+_MODULES = (order_module.__file__, pages_module.__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,152 @@
+"""The control pages: one per rank, with its progress, its calls and why it left; only the rank itself writes there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from axon_nb.comm.shared_memory.segment import futex
+from axon_nb.comm.shared_memory.segment.announcement import in_words, operation_of
+from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory, process_state, start_time
+
+__all__ = ["AWAITED", "LEFT", "PID", "READY", "SINCE", "START", "STEPS", "ControlPages"]
+
+STEPS = 1 << 20
+"""Progress units per collective."""
+
+LEFT, PID, START, READY, AWAITED, SINCE, _REASON = 8, 9, 10, 11, 12, 13, 14
+"""Words of a page; the first is the progress."""
+_CALLS, _CALL_WORDS, _NUM_CALLS = 64, 8, 8
+_TEXT, _TEXT_BYTES = 2048, 1024
+_PLACE, _PLACE_TEXT, _PLACE_BYTES = 128, 3072, 256
+
+
+class ControlPages:
+    """The control pages of a group, as this rank writes its own and reads all.
+
+    Args:
+        memory: The group's memory.
+        rank: This process's rank in the group.
+        members: Global ranks of the group.
+    """
+
+    def __init__(self, memory: SharedMemory, rank: int, members: Sequence[int]) -> None:
+        self.memory = memory
+        self.rank, self.size = rank, memory.layout.size
+        self.members = members
+        self.words = memory.words
+        self.places = [memory.layout.control(peer) // WORD for peer in range(self.size)]
+        """Address of each rank's progress word, which begins its control page."""
+        self.own = self.places[rank]
+        self.own_address = memory.address + self.own * WORD
+        self.others = [(peer, place) for peer, place in enumerate(self.places) if peer != rank]
+
+    def _raise_word(self, word: int, value: int) -> None:
+        """Write a word of this rank's page, after everything that was written before."""
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        self.words[self.own + word] = value
+
+    def announce(self, sequence: int, fact: int, line: int) -> None:
+        """Announce what this rank does in collective number `sequence`."""
+        words, place = self.words, self.own + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
+        words[place] = 0
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        words[place + 1] = fact
+        words[place + 2] = line
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        words[place] = sequence
+
+    def call_of(self, rank: int, sequence: int) -> tuple[int, int]:
+        """Return the word and line of `rank` in collective number `sequence`; zeros if it has not announced them."""
+        words, place = self.words, self.places[rank] + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
+        if words[place] != sequence:  # from an earlier collective, or being written
+            return 0, 0
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        fact, line = words[place + 1], words[place + 2]
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        return (fact, line) if words[place] == sequence else (0, 0)
+
+    def name_place(self, sequence: int, place: str) -> None:
+        """Say where in the user's code this rank makes the call of collective number `sequence`."""
+        words, index = self.words, self.own + _PLACE
+        words[index] = 0
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        text = place.encode()[:_PLACE_BYTES]
+        page = self.memory.layout.control(self.rank) + _PLACE_TEXT
+        self.memory.bytes[page : page + len(text)] = text
+        words[index + 1] = len(text)
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        words[index] = sequence
+
+    def place_of(self, rank: int, sequence: int) -> str:
+        """Where `rank` makes the call of collective number `sequence`; empty if it has not said so."""
+        words, index = self.words, self.places[rank] + _PLACE
+        if words[index] != sequence:
+            return ""
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        page = self.memory.layout.control(rank) + _PLACE_TEXT
+        text = self.memory.bytes[page : page + min(words[index + 1], _PLACE_BYTES)].decode(errors="replace")
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        return text if words[index] == sequence else ""
+
+    def same_call(self, sequence: int, fact: int) -> bool:
+        """Whether all ranks, which have announced their calls, make the same call in collective number `sequence`."""
+        words, offset = self.words, _CALLS + 1 + sequence % _NUM_CALLS * _CALL_WORDS
+        return all(words[place + offset] == fact for place in self.places)
+
+    def is_alive(self, peer: int) -> bool:
+        """Whether the process of a rank is alive, as far as known; True before it has arrived."""
+        place = self.places[peer]
+        pid, started = self.words[place + PID], self.words[place + START]
+        return not pid or not started or start_time(pid) == started
+
+    def _give_reason(self, reason: str) -> None:
+        page = self.memory.layout.control(self.rank) + _TEXT
+        text = reason.encode()[:_TEXT_BYTES]
+        self.memory.bytes[page : page + len(text)] = text
+        self.words[self.own + _REASON] = len(text)
+
+    def reason_of(self, peer: int) -> str:
+        """Why a rank left the group."""
+        page = self.memory.layout.control(peer) + _TEXT
+        size = min(self.words[self.places[peer] + _REASON], _TEXT_BYTES)
+        return self.memory.bytes[page : page + size].decode(errors="replace")
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"rank {self.members[rank]}" for rank in ranks)
+
+    def behind(self) -> list[int]:
+        """Return the group ranks that have made less progress than this one."""
+        own = self.words[self.own]
+        return [peer for peer, place in self.others if self.words[place] < own]
+
+    def last_call(self, rank: int) -> tuple[str, int, bool]:
+        """Return the operation and line of a rank's last collective, and whether it waits there; "" and 0: none."""
+        place = self.places[rank]
+        fact, line = self.call_of(rank, self.words[place] // STEPS)
+        return operation_of(fact) if fact else "", line, bool(self.words[place + AWAITED])
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the process of a rank is stopped, as by SIGSTOP."""
+        return process_state(self.words[self.places[rank] + PID]) in ("T", "t")
+
+    def describe(self) -> list[str]:
+        """Describe each rank's call; works in any process that maps the memory, even if the rank is stuck."""
+        lines = []
+        for rank, place in enumerate(self.places):
+            sequence, step = divmod(self.words[place], STEPS)
+            fact, line = self.call_of(rank, sequence)
+            awaited = self.words[place + AWAITED]
+            text = f"rank {self.members[rank]}: collective {sequence}, step {step}"
+            text += f", {in_words(fact, self.members)} at line {line}" if fact else ""
+            text += f", waits for rank {self.members[awaited - 1]}" if awaited else ""
+            lines.append(text)
+        return lines
