@@ -128,9 +128,13 @@ class SharedMemoryGroup(CollectiveOperations):
     def _send(self, tensors: Any, peer: int, tag: int) -> SharedWork:
         (tensor,) = listed(tensors)
         staged = stage(tensor)
-        work = self._message([tensor, staged])
-        self._messages.send(work, staged.address, staged.size, peer=peer, tag=tag, line=self._line())
-        return self._left_to_helper(work)
+        line, work = self._line(), self._message([tensor, staged])
+        try:
+            self._messages.send(work, staged.address, staged.size, peer=peer, tag=tag, line=line)
+            return self._left_to_helper(work)
+        except BaseException as error:
+            self._messages.fail(error)
+            raise
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SharedWork:
         """Receive a tensor from a rank."""
@@ -143,8 +147,12 @@ class SharedMemoryGroup(CollectiveOperations):
         staged = stage(tensor, reads=False)
         work = self._message([tensor, staged])
         store = None if staged.address == tensor.data_ptr() else staged.store
-        self._messages.receive(work, staged.address, staged.size, source=source, tag=tag, finish=store)
-        return self._left_to_helper(work)
+        try:
+            self._messages.receive(work, staged.address, staged.size, source=source, tag=tag, finish=store)
+            return self._left_to_helper(work)
+        except BaseException as error:
+            self._messages.fail(error)
+            raise
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SharedWork:
         """Receive a tensor from any rank; the handle's `source_rank` identifies the sender."""

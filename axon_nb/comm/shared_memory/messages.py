@@ -58,9 +58,14 @@ class Messages:
     def send(self, work: SharedWork, address: int, size: int, *, peer: int, tag: int, line: int) -> None:
         """Start a send; it completes when the message is in the ring."""
         with self._lock:
-            self._sent[peer] += 1
-            self._sends[peer].append(Send(work, address, size, tag, line, self._sent[peer]))
-            self._push(peer)
+            try:
+                self._raise_if_left()
+                self._sent[peer] += 1
+                self._sends[peer].append(Send(work, address, size, tag, line, self._sent[peer]))
+                self._push(peer)
+            except BaseException as error:
+                self.leave(error)  # before another thread moves what an interrupt left half-done
+                raise
 
     def receive(
         self, work: SharedWork, address: int, size: int, *, source: int, tag: int, finish: Callable[[], None] | None
@@ -68,15 +73,27 @@ class Messages:
         """Start a receive from a rank, or from `ANY`."""
         item = Receive(work, address, size, source, tag, finish)
         with self._lock:
-            for arrival in self._kept:
-                if arrival.receive is None and item.fits(arrival.head.tag, arrival.source):
-                    arrival.receive = item
-                    if arrival.done >= arrival.head.total:
-                        self._deliver(arrival)
-                    return
-            self._receives.append(item)
-            for peer in self._peers if source == ANY else (source,):
-                self._pull(peer)
+            try:
+                self._raise_if_left()
+                self._accept(item)
+            except BaseException as error:
+                self.leave(error)
+                raise
+
+    def _raise_if_left(self) -> None:
+        if self._progress.left:
+            raise GroupLeftError(self._progress.left)
+
+    def _accept(self, item: Receive) -> None:
+        for arrival in self._kept:
+            if arrival.receive is None and item.fits(arrival.head.tag, arrival.source):
+                arrival.receive = item
+                if arrival.done >= arrival.head.total:
+                    self._deliver(arrival)
+                return
+        self._receives.append(item)
+        for peer in self._peers if item.source == ANY else (item.source,):
+            self._pull(peer)
 
     def _deliver(self, arrival: Arrival) -> None:
         """Complete a receive whose message has arrived."""
@@ -143,23 +160,32 @@ class Messages:
         self._kept.append(arrival)
         return arrival
 
-    def _advance(self) -> tuple[list[tuple[int, int]], list[int]]:
+    def _advance(self, is_done: Callable[[], bool]) -> tuple[list[tuple[int, int]], list[int]]:
         """Move all messages; return what to sleep on and which ranks to wait for, empty if nothing is open."""
-        words, awaited = [], []
         with self._lock:
-            for peer in self._peers:
-                seen = self._in[peer].sent()
+            try:
+                if not is_done():
+                    self._raise_if_left()
+                return self._move()
+            except BaseException as error:
+                self.leave(error)
+                raise
+
+    def _move(self) -> tuple[list[tuple[int, int]], list[int]]:
+        words, awaited = [], []
+        for peer in self._peers:
+            seen = self._in[peer].sent()
+            if self._is_wanted(peer):
+                self._pull(peer)
                 if self._is_wanted(peer):
-                    self._pull(peer)
-                    if self._is_wanted(peer):
-                        words.append((self._in[peer].bell, seen))
-                        awaited.append(peer)
-                seen = self._out[peer].taken()
+                    words.append((self._in[peer].bell, seen))
+                    awaited.append(peer)
+            seen = self._out[peer].taken()
+            if self._sends[peer]:
+                self._push(peer)
                 if self._sends[peer]:
-                    self._push(peer)
-                    if self._sends[peer]:
-                        words.append((self._out[peer].bell, seen))
-                        awaited.append(peer)
+                    words.append((self._out[peer].bell, seen))
+                    awaited.append(peer)
         return words, awaited
 
     def _is_wanted(self, peer: int) -> bool:
@@ -185,12 +211,12 @@ class Messages:
 
     def _step(self, end: float, is_done: Callable[[], bool] = lambda: False) -> list[tuple[int, int]]:
         """Move all messages; return what to sleep on, empty if there is nothing to wait for."""
-        words, awaited = self._advance()
+        words, awaited = self._advance(is_done)
         if words and not is_done():
             try:
                 self._progress.check_wait(awaited, end)
             except GroupLeftError:
-                words, _ = self._advance()  # a peer may have sent the rest, and left or died afterwards
+                words, _ = self._advance(is_done)  # a peer may have sent the rest, and left or died afterwards
                 if words and not is_done():
                     raise
         return [] if is_done() else words
@@ -207,6 +233,7 @@ class Messages:
             for queue in self._sends:
                 queue.clear()
             self._receives.clear()
+            self._kept.clear()
             self._arriving = [None for _ in self._peers]
         for work in open_works:
             work.finish(error)
@@ -214,8 +241,9 @@ class Messages:
     def attend(self) -> None:
         """Have the helper thread move open messages, after a head start for a thread that waits."""
         if self._helper is None:
-            self._helper = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._helper.start()
+            helper = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            helper.start()
+            self._helper = helper
         elif self._idle:
             self._ring()
 

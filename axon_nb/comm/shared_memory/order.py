@@ -47,16 +47,35 @@ class Order:
         self._closed = False
 
     def run_now(self, job: Job) -> bool:
-        """Run `job` on this thread if nothing is queued; return whether it ran."""
-        with self._lock:
-            if self._is_busy or self._jobs:
-                return False
-            self._is_busy = True
+        """Run `job` on this thread if nothing is queued; return whether it ran.
+
+        An interrupt can arrive at any line, here and in the other methods that a caller's thread runs. What it leaves
+        half-done is never continued: this rank leaves the group.
+        """
         try:
+            with self._lock:
+                if self._is_busy or self._jobs:
+                    return False
+                self._is_busy = True
             self._run(job)
+        except BaseException as error:
+            self._leave_after(error)
+            raise
+        return True
+
+    def _run(self, job: Job) -> None:
+        """Run a job whose turn it is."""
+        try:
+            job()
+        except BaseException as error:
+            self._leave_after(error)  # before the next job begins
+            raise
         finally:
             self._done()
-        return True
+
+    def _leave_after(self, error: BaseException) -> None:
+        if not isinstance(error, HARMLESS):
+            self.leave(error)
 
     def _done(self) -> None:
         with self._lock:
@@ -71,10 +90,10 @@ class Order:
                 work.run_in_wait(lambda _: None)
                 self.put(job, work)
                 return
+            work.finish()
         except BaseException as error:
             work.finish(error)
             raise
-        work.finish()
 
     def put(self, job: Job, work: SharedWork, *, in_wait: bool = False) -> None:
         """Queue `job` for the helper thread; it runs after all earlier jobs and completes `work`.
@@ -85,49 +104,44 @@ class Order:
             in_wait: Whether a thread that waits for `work` may run the job when its turn comes before the helper takes
                 it.
         """
-        if in_wait:
-            work.run_in_wait(functools.partial(self._take_over, work), is_queued=True)
-        with self._lock:
-            self._jobs.append((job, work))
-            if self._helper is None:
-                self._helper = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._helper.start()
-            self._changed.notify()
+        try:
+            if in_wait:
+                work.run_in_wait(functools.partial(self._take_over, work), is_queued=True)
+            with self._lock:
+                self._jobs.append((job, work))
+                if self._helper is None:
+                    helper = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                    helper.start()
+                    self._helper = helper
+                self._changed.notify()
+        except BaseException as error:
+            self.leave(error)
+            work.finish(error)
+            raise
 
     def _take_over(self, work: SharedWork, deadline: float) -> None:
         """Run the job of `work` on this thread if it is next."""
-        with self._lock:
-            if self._is_busy or not self._jobs or self._jobs[0][1] is not work:
-                return
-            job, _ = self._jobs.popleft()
-            self._is_busy = True
-        failure: BaseException | None = None
         try:
+            with self._lock:
+                if self._is_busy or not self._jobs or self._jobs[0][1] is not work:
+                    return
+                self._is_busy = True
+                job, _ = self._jobs.popleft()
             self._run(job)
+            work.finish()
         except BaseException as error:
-            failure = error
+            self._leave_after(error)
+            work.finish(error)
             raise
-        finally:
-            self._done()
-            work.finish(failure)
 
     def close(self) -> None:
         """Stop the helper thread after the jobs that are queued."""
         with self._lock:
             self._closed = True
             helper = self._helper
-            self._changed.notify()
+            self._changed.notify_all()  # an interrupt may have left a second helper
         if helper is not None and helper is not threading.current_thread():
             helper.join(5)
-
-    def _run(self, job: Job) -> None:
-        try:
-            job()
-        except HARMLESS:
-            raise
-        except BaseException as error:
-            self.leave(error)
-            raise
 
     def _next(self) -> tuple[Job, SharedWork] | None:
         """Wait for the next job, and for the job before it to finish; None: the queue is closed."""
@@ -138,7 +152,7 @@ class Order:
                         return None
                     self._changed.wait()
                 elif self._is_busy and not self._has_left():
-                    # An interrupt inside `run_now` may leave the queue busy; this rank then leaves the group.
+                    # An interrupt may leave the queue busy; this rank has then left the group.
                     self._changed.wait(_SLICE_S)
                 else:
                     self._is_busy = True
@@ -152,6 +166,5 @@ class Order:
                 self._run(job)
             except BaseException as error:
                 failure = error
-            self._done()
             work.finish(failure)
             del item, job, work, failure

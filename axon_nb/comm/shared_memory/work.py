@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
+
 __all__ = ["JoinedWork", "SharedWork", "done_work"]
 
 _SLICE_S = 0.05
@@ -56,7 +58,9 @@ class SharedWork(Work):
             self._drive = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark the operation as done; called once, from any thread."""
+        """Mark the operation as done; the first call counts, from any thread."""
+        if error is not None and not isinstance(error, Exception):  # an interrupt is for the thread that it interrupted
+            error = GroupLeftError(f"this rank left the group after a {type(error).__name__}")
         with self._lock:
             if self._over:
                 return
@@ -101,6 +105,8 @@ class SharedWork(Work):
                 return
             self._sleepers.append(sleeper)
         while not sleeper.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
+            if self.is_completed():  # an interrupt ended `finish`
+                return
             if time.monotonic() >= deadline:
                 with self._lock:
                     if sleeper in self._sleepers:

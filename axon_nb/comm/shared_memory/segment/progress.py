@@ -169,9 +169,9 @@ class Progress(ControlPages):
             reason: Why; peers report it.
             closed: Nothing failed, this rank just no longer needs the group: only waits for this rank are aborted.
         """
-        if self.left:
+        if self.left and self.words[self.own + LEFT]:
             return
-        self.left = reason or "this rank has destroyed the group"
+        self.left = self.left or reason or "this rank has destroyed the group"
         self._give_reason(reason)
         self._raise_word(LEFT, _CLOSED if closed else _FAILED)
         for place in self.places:
