@@ -54,6 +54,8 @@ class Messages:
         self._kick = ctypes.c_uint64(0)
         self._idle = False
         self._closed = False
+        self.checked_at = 0.0
+        """When the helper thread last checked which ranks are dead."""
 
     def send(self, work: SharedWork, address: int, size: int, *, peer: int, tag: int, line: int) -> None:
         """Start a send; it completes when the message is in the ring."""
@@ -201,20 +203,24 @@ class Messages:
             GroupLeftError: a rank left the group or died.
             SharedMemoryTimeoutError: the group's timeout expired.
         """
-        work.end = work.end or time.monotonic() + self._timeout_s  # a wait may come in slices
+        if not work.end:  # a wait may come in slices
+            work.checked_at = time.monotonic()
+            work.end = work.checked_at + self._timeout_s
         try:
-            while (words := self._step(work.end, work.is_completed)) and time.monotonic() <= deadline:
+            while (words := self._step(work.end, work, work.is_completed)) and time.monotonic() <= deadline:
                 self._sleep(words, SLICE_S)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def _step(self, end: float, is_done: Callable[[], bool] = lambda: False) -> list[tuple[int, int]]:
+    def _step(
+        self, end: float, wait: SharedWork | Messages, is_done: Callable[[], bool] = lambda: False
+    ) -> list[tuple[int, int]]:
         """Move all messages; return what to sleep on, empty if there is nothing to wait for."""
         words, awaited = self._advance(is_done)
         if words and not is_done():
             try:
-                self._progress.check_wait(awaited, end)
+                wait.checked_at = self._progress.check_wait(awaited, end, wait.checked_at)
             except GroupLeftError:
                 words, _ = self._advance(is_done)  # a peer may have sent the rest, and left or died afterwards
                 if words and not is_done():
@@ -266,7 +272,7 @@ class Messages:
             time.sleep(_HEAD_START_S)
             try:
                 self._idle = True  # messages that start from now on wake this thread
-                words = self._step(time.monotonic() + self._timeout_s)
+                words = self._step(time.monotonic() + self._timeout_s, self)
             except BaseException as error:
                 self.fail(error)
                 words = []

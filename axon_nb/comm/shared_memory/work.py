@@ -36,6 +36,8 @@ class SharedWork(Work):
         self._is_queued = False
         self.end = 0.0
         """When a wait for a message times out, on `time.monotonic`; 0: nobody has waited yet."""
+        self.checked_at = 0.0
+        """When such a wait last checked which ranks are dead."""
         self._base: Any = None
         self._future: Any = None
         self.source = -1

@@ -1,14 +1,17 @@
 """The progress of each rank, and all waits for it.
 
 A rank's control page holds its progress: 2^20 times the number of its collective, plus the step in it. The word only
-grows, and only its rank writes it; other ranks sleep on it. Every 50 ms a wait checks whether to go on. It ends if this
-rank or a peer has left the group, a peer is dead, the timeout has expired, or the group's callback raises.
+grows, and only its rank writes it; other ranks sleep on it. Every 50 ms each wait checks whether to go on. It ends if
+this rank or a peer has left the group, a peer is dead, the timeout has expired, or the group's callback raises.
 """
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
+import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from axon_nb.comm.shared_memory.segment import futex
@@ -23,6 +26,8 @@ _LOOKS = 40
 SLICE_S = 0.05
 """Longest sleep between two checks."""
 _FAILED, _CLOSED = 1, 2
+_NEVER = 1 << 63
+"""More than the progress of any rank."""
 
 
 class Progress(ControlPages):
@@ -40,11 +45,12 @@ class Progress(ControlPages):
     ) -> None:
         super().__init__(memory, rank, members)
         self._give_up = give_up
-        self._checked_at = 0.0
         self.left = ""
         """Why this rank left the group."""
         self.words[self.own + PID] = os.getpid()
         self.words[self.own + START] = start_time(os.getpid())
+        # A rank that ends before its peers, without destroying the group, is not taken for dead.
+        multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self), os.getpid()), exitpriority=-1)
         self._raise_word(READY, 1)
         futex.wake(self.own_address)
 
@@ -90,12 +96,13 @@ class Progress(ControlPages):
             if words[place] >= target:
                 return
         address = self.memory.address + place * WORD
-        words[self.own + SINCE] = time.monotonic_ns()
+        words[self.own + SINCE] = since = time.monotonic_ns()
         words[self.own + AWAITED] = peer + 1
+        checked_at = since * 1e-9
         try:
             while (seen := words[place]) < target:
                 try:
-                    self.check_wait((peer,), deadline)
+                    checked_at = self.check_wait((peer,), deadline, checked_at, target=target)
                 except GroupLeftError:
                     if self.left or words[place] < target:
                         raise
@@ -106,32 +113,48 @@ class Progress(ControlPages):
         finally:
             words[self.own + AWAITED] = 0
 
-    def check_wait(self, awaited: Sequence[int], deadline: float) -> None:
+    def check_wait(
+        self, awaited: Sequence[int], deadline: float, checked_at: float, *, target: int = _NEVER, by_all: bool = True
+    ) -> float:
         """Raise if waiting is pointless.
 
         Args:
-            awaited: Group ranks that this one waits for; if one is dead, the wait ends.
+            awaited: Group ranks that this one waits for.
             deadline: Deadline on `time.monotonic`.
+            checked_at: When this wait last checked who is dead, on `time.monotonic`, or when it began.
+            target: The progress that all ranks must make for the wait to end.
+            by_all: Whether the death of any rank ends the wait, not only of `awaited`.
+
+        Returns:
+            When it last checked who is dead.
 
         Raises:
             GroupLeftError: a rank left the group or died.
             SharedMemoryTimeoutError: the deadline passed.
         """
         self.raise_if_left()
-        for peer in awaited:
-            if self.words[self.places[peer] + LEFT]:
-                raise GroupLeftError(f"rank {self.members[peer]} has destroyed the group")
+        words = self.words
+        for peer, place in self.others:
+            if words[place + LEFT] and (peer in awaited or words[place] < target != _NEVER):
+                raise GroupLeftError(f"rank {self.members[peer]} {self.reason_of(peer) or 'has destroyed the group'}")
         if self._give_up is not None:
             self._give_up()
         now = time.monotonic()
         if now > deadline:
             raise SharedMemoryTimeoutError(f"timed out while waiting for {self._names(awaited)}")
-        if now - self._checked_at < SLICE_S:
-            return
-        self._checked_at = now
-        for peer in awaited:
-            if not self.is_alive(peer):
-                raise PeerLostError(f"rank {self.members[peer]} died while this rank waited for it")
+        if now - checked_at < SLICE_S:
+            return checked_at
+        for peer in range(self.size) if by_all else awaited:
+            if self._is_needed(peer, awaited, target) and not self.is_alive(peer):
+                if peer in awaited:
+                    raise PeerLostError(f"rank {self.members[peer]} died while this rank waited for it")
+                if self._is_needed(peer, awaited, target):  # it did not get there before it died
+                    raise PeerLostError(f"rank {self.members[peer]} died")
+        return now
+
+    def _is_needed(self, peer: int, awaited: Sequence[int], target: int) -> bool:
+        place = self.places[peer]
+        return peer in awaited or (self.words[place] < target and not self.words[place + LEFT])
 
     def raise_if_left(self) -> None:
         """Raise if a rank left the group after a failure.
@@ -154,8 +177,9 @@ class Progress(ControlPages):
             SharedMemoryTimeoutError: the deadline passed.
         """
         for peer, place in self.others:
+            checked_at = time.monotonic()
             while not self.words[place + READY]:
-                self.check_wait((peer,), deadline)
+                checked_at = self.check_wait((peer,), deadline, checked_at)
                 futex.wait(self.memory.address + place * WORD, 0, SLICE_S)
 
     def has_left(self) -> bool:
@@ -167,7 +191,7 @@ class Progress(ControlPages):
 
         Args:
             reason: Why; peers report it.
-            closed: Nothing failed, this rank just no longer needs the group: only waits for this rank are aborted.
+            closed: Nothing failed, this rank just no longer needs the group: only waits that need it are aborted.
         """
         if self.left and self.words[self.own + LEFT]:
             return
@@ -176,3 +200,10 @@ class Progress(ControlPages):
         self._raise_word(LEFT, _CLOSED if closed else _FAILED)
         for place in self.places:
             futex.wake(self.memory.address + place * WORD)
+
+
+def _close(reference: weakref.ref[Progress], pid: int) -> None:
+    """Leave a group because the process ends, unless an exception ends it."""
+    progress = reference()
+    if progress is not None and os.getpid() == pid and not hasattr(sys, "last_value"):
+        progress.leave("has ended", closed=True)
