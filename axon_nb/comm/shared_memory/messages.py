@@ -181,7 +181,8 @@ class Messages:
                 self._pull(peer)
                 if self._is_wanted(peer):
                     words.append((self._in[peer].bell, seen))
-                    awaited.append(peer)
+                    if self._is_wanted(peer, ()):
+                        awaited.append(peer)
             seen = self._out[peer].taken()
             if self._sends[peer]:
                 self._push(peer)
@@ -190,11 +191,12 @@ class Messages:
                     awaited.append(peer)
         return words, awaited
 
-    def _is_wanted(self, peer: int) -> bool:
+    def _is_wanted(self, peer: int, others: tuple[int, ...] = (ANY,)) -> bool:
+        """Whether a receive waits for `peer`, or for a source in `others`."""
         arrival = self._arriving[peer]
         if arrival is not None and arrival.receive is not None:
             return True
-        return any(item.source in (ANY, peer) for item in self._receives)
+        return any(item.source == peer or item.source in others for item in self._receives)
 
     def drive(self, work: SharedWork, deadline: float) -> None:
         """Move messages until `work` is done.
@@ -220,7 +222,8 @@ class Messages:
         words, awaited = self._advance(is_done)
         if words and not is_done():
             try:
-                wait.checked_at = self._progress.check_wait(awaited, end, wait.checked_at)
+                from_any = any(item.source == ANY for item in self._receives)
+                wait.checked_at = self._progress.check_wait(awaited, end, wait.checked_at, from_any=from_any)
             except GroupLeftError:
                 words, _ = self._advance(is_done)  # a peer may have sent the rest, and left or died afterwards
                 if words and not is_done():

@@ -74,7 +74,7 @@ def test_ranks_that_end_before_others_harm_nobody(tmp_path: Path) -> None:
         until(lambda: group.progress.words[group.progress.places[2] + 8])
         assert rank or until(lambda: not group.progress.is_alive(2))
         if rank == 1:
-            until(lambda: (folder / "waits").exists())
+            until((folder / "waits").exists)
             time.sleep(0.3)  # several checks
             dist.send(torch.full((1,), 5.0), 0)
             return []
@@ -89,3 +89,32 @@ def test_ranks_that_end_before_others_harm_nobody(tmp_path: Path) -> None:
         first, second, sentence = world.answer(0)
     assert (first, second) == (1.0, 5.0)
     assert sentence == "rank 2 has ended"
+
+
+def test_a_receive_from_any_source_goes_on_while_a_sender_lives(tmp_path: Path) -> None:
+    def work(world: World, folder: Path) -> Any:
+        rank = world.rank()
+        group: Any = dist.new_group(backend="shm")
+        if rank == 3:
+            until((folder / "waits").exists)
+            os._exit(1)
+        if rank == 2:
+            until((folder / "waits").exists)
+            dist.destroy_process_group(group)
+            return None
+        if rank == 1:
+            until((folder / "waits").exists)
+            assert until(lambda: not group.progress.is_alive(3))
+            assert until(lambda: group.progress.words[group.progress.places[2] + 8])
+            time.sleep(0.3)  # several checks
+            dist.send(torch.full((1,), 5.0), 0, group=group)
+            dist.destroy_process_group(group)
+            return None
+        handle: Any = dist.irecv(tensor := torch.zeros(1), group=group)
+        (folder / "waits").touch()
+        handle.wait()
+        return tensor.item(), handle.source_rank(), failure(lambda: dist.recv(torch.zeros(1), group=group))
+
+    with RankWorld(4, backend="shm") as world:
+        world.begin(work, tmp_path)
+        assert world.answer(0) == (5.0, 1, "every other rank died or destroyed the group")

@@ -114,7 +114,13 @@ class Progress(ControlPages):
             words[self.own + AWAITED] = 0
 
     def check_wait(
-        self, awaited: Sequence[int], deadline: float, checked_at: float, *, target: int = _NEVER, by_all: bool = True
+        self,
+        awaited: Sequence[int],
+        deadline: float,
+        checked_at: float,
+        *,
+        target: int = _NEVER,
+        from_any: bool = False,
     ) -> float:
         """Raise if waiting is pointless.
 
@@ -123,7 +129,8 @@ class Progress(ControlPages):
             deadline: Deadline on `time.monotonic`.
             checked_at: When this wait last checked who is dead, on `time.monotonic`, or when it began.
             target: The progress that all ranks must make for the wait to end.
-            by_all: Whether the death of any rank ends the wait, not only of `awaited`.
+            from_any: Whether a message from any rank may end the wait: it then goes on while another rank lives, unless
+                that rank is in `awaited`.
 
         Returns:
             When it last checked who is dead.
@@ -141,10 +148,13 @@ class Progress(ControlPages):
             self._give_up()
         now = time.monotonic()
         if now > deadline:
-            raise SharedMemoryTimeoutError(f"timed out while waiting for {self._names(awaited)}")
-        if now - checked_at < SLICE_S:
+            raise SharedMemoryTimeoutError(f"timed out while waiting for {self._names(awaited) or 'a message'}")
+        is_due = now - checked_at >= SLICE_S
+        if from_any and all(words[p + LEFT] or (is_due and not self.is_alive(peer)) for peer, p in self.others):
+            raise PeerLostError("every other rank died or destroyed the group")
+        if not is_due:
             return checked_at
-        for peer in range(self.size) if by_all else awaited:
+        for peer in awaited if from_any else range(self.size):
             if self._is_needed(peer, awaited, target) and not self.is_alive(peer):
                 if peer in awaited:
                     raise PeerLostError(f"rank {self.members[peer]} died while this rank waited for it")
