@@ -170,9 +170,9 @@ class CollectiveOperations(PythonProcessGroup):
         return self._begin("scatter", lambda: self._calls.scatter(output, parts, root, line), outputs, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SharedWork:
-        """Reduce tensors, one per rank."""
+        """Reduce tensors, one per rank, which may differ in size."""
         (output,), parts, line = outputs, inputs[0], self._line()
-        check_sizes("reduce_scatter", parts, output.nbytes, self._size)
+        check_sizes("reduce_scatter", parts, output.nbytes, self._size, only=self._own_rank)
         number, sums, factor = self._sums(output, opts)
 
         def job() -> None:

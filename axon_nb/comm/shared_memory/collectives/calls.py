@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import TensorError
-from axon_nb.comm.shared_memory.collectives import movement, reduction
+from axon_nb.comm.shared_memory.collectives import movement, reduction, uneven
 from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
 from axon_nb.comm.shared_memory.collectives.staging import flat_buffer, scratch_buffer, stage, stage_all
-from axon_nb.comm.shared_memory.segment.announcement import REDUCE_OPERATIONS, fact_of
+from axon_nb.comm.shared_memory.segment.announcement import REDUCE_OPERATIONS, UNEVEN, fact_of
 from axon_nb.comm.shared_memory.segment.errors import SharedMemoryTimeoutError
 
 __all__ = ["Calls", "is_waited_for"]
@@ -151,12 +151,16 @@ class Calls:
         target.store()
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], number: int, sums: Arithmetic, line: int) -> None:
-        """Reduce the tensors for this rank."""
+        """Reduce the tensors for this rank; they may have another size than those for other ranks."""
         target, sources, rounds = stage(output, reads=False), stage_all(list(parts)), self._rounds
-        rounds.begin(fact_of("reduce_scatter", target.count, dtype=output.dtype, reduce=number), line)
-        places = [source.address for source in sources]
-        buffer, item = flat_buffer(target), output.element_size()
-        reduction.reduce_scatter(rounds, places, buffer=buffer, count=target.count, item=item, sums=sums)
+        places, counts = [source.address for source in sources], [source.count for source in sources]
+        buffer, item, is_even = flat_buffer(target), output.element_size(), len(set(counts)) == 1
+        count, root = (target.count, -1) if is_even else (sum(counts), UNEVEN)
+        rounds.begin(fact_of("reduce_scatter", count, dtype=output.dtype, root=root, reduce=number), line)
+        if is_even:
+            reduction.reduce_scatter(rounds, places, buffer=buffer, count=count, item=item, sums=sums)
+        else:
+            uneven.reduce_scatter(rounds, places, counts, buffer=buffer, item=item, sums=sums)
         target.store()
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, number: int, sums: Arithmetic, line: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from axon_nb.comm.errors import TensorMismatchError
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
+from axon_nb.comm.shared_memory.collectives.uneven import table_bytes
 from axon_nb.comm.shared_memory.segment.futex import copy
 
 __all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatter"]
@@ -117,7 +118,7 @@ def all_to_all(
         TensorMismatchError: two ranks disagree about what one sends to the other; raised on all ranks.
     """
     n, own, base = rounds.size, rounds.rank, rounds.address
-    table = -(-2 * n * 8 // _ALIGN) * _ALIGN
+    table = table_bytes(2 * n)
     piece = (rounds.layout.slot_bytes - table) // n // _ALIGN * _ALIGN
 
     def write(i: int) -> None:
@@ -150,14 +151,7 @@ def all_to_all(
             f"{place}: rank {members[source]} sends {tables[source, target]:,} bytes to rank {members[target]}, "
             f"which expects {tables[target, n + source]:,}; split sizes must match."
         )
-    for i in range(1, pieces):
-        write(i)
-        rounds.post(i + 1)
-        rounds.wait(-1, i)
-        read(i - 1)
-    if pieces > 1:
-        rounds.wait(-1, pieces)
-    read(pieces - 1)
+    rounds.move(pieces, write, read)
     rounds.end(pieces)
     if sent[own] and targets[own] != sources[own]:
         copy(targets[own], sources[own], sent[own])

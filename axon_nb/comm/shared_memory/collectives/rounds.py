@@ -153,6 +153,13 @@ class Rounds:
             write(0)
         self.post(1)
         self.wait_for_peers()
+        self.move(pieces, write, read, peer)
+        self.end(pieces)
+
+    def move(
+        self, pieces: int, write: Callable[[int], None] | None, read: Callable[[int], None] | None, peer: int = -1
+    ) -> None:
+        """Move all pieces, the first of which is written and posted; like `run`."""
         for piece in range(1, pieces):
             if write:
                 write(piece)
@@ -164,7 +171,6 @@ class Rounds:
             self.wait(peer, pieces)
         if read:
             read(pieces - 1)
-        self.end(pieces)
 
 
 def _place(operation: str, line: int) -> str:

@@ -160,12 +160,12 @@ def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list
     return [count * row for count in splits]
 
 
-def check_sizes(name: str, parts: Sequence[torch.Tensor], size: int, ranks: int) -> None:
-    """Raise if a list does not have one tensor of `size` bytes per rank."""
+def check_sizes(name: str, parts: Sequence[torch.Tensor], size: int, ranks: int, *, only: int = -1) -> None:
+    """Raise if a list does not have one tensor of `size` bytes per rank; `only`: the tensors of others may differ."""
     if len(parts) != ranks:
         raise TensorMismatchError(f"{name} needs {ranks} tensors, one per rank; got {len(parts)}.")
     for rank, part in enumerate(parts):
-        if part.nbytes != size:
+        if part.nbytes != size and only in (-1, rank):
             raise TensorMismatchError(
                 f"{name}: the tensor for rank {rank} has {part.nbytes:,} bytes; must be {size:,}."
             )

@@ -18,6 +18,7 @@ __all__ = [
     "MAX_RANKS",
     "OPERATIONS",
     "REDUCE_OPERATIONS",
+    "UNEVEN",
     "dtype_code",
     "fact_of",
     "in_words",
@@ -41,6 +42,8 @@ OPERATIONS = (
 REDUCE_OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 """By number, as in torch's `ReduceOp.RedOpType`."""
 MAX_RANKS = 1000
+UNEVEN = 1022
+"""In the place of the root: a reduce_scatter of parts that differ in size; the count is that of all parts."""
 
 _NUMBERS = {name: number for number, name in enumerate(OPERATIONS, 1)}
 _COUNT_BITS, _ROOT_BITS, _DTYPE_BITS, _REDUCE_BITS = 38, 10, 6, 4
@@ -143,6 +146,8 @@ def _passed(fact: int, members: Sequence[int], *, root: bool, reduction: bool) -
     number = _field(fact, _ROOT, _ROOT_BITS)
     if root and 0 < number <= len(members):
         text += f" with root rank {members[number - 1]}"
+    if number == UNEVEN + 1:
+        text += " in uneven parts"
     number = _field(fact, _REDUCE, _REDUCE_BITS)
     return f"{text} with {REDUCE_OPERATIONS[number - 1]}" if reduction and number else text
 
