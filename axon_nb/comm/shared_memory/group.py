@@ -25,10 +25,11 @@ from axon_nb.comm.shared_memory.messages import Messages
 from axon_nb.comm.shared_memory.operations import CollectiveOperations, listed
 from axon_nb.comm.shared_memory.order import Order
 from axon_nb.comm.shared_memory.profiling import is_profiling, record
+from axon_nb.comm.shared_memory.segment.announcement import dtype_code
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.shared_memory.segment.forming import form
 from axon_nb.comm.shared_memory.segment.progress import Progress
-from axon_nb.comm.shared_memory.transfers import ANY
+from axon_nb.comm.shared_memory.transfers import ANY, Receive
 from axon_nb.comm.shared_memory.work import JoinedWork, SharedWork
 from axon_nb.torch_api import torch_api
 
@@ -130,7 +131,8 @@ class SharedMemoryGroup(CollectiveOperations):
         staged = stage(tensor)
         line, work = self._line(), self._message([tensor, staged])
         try:
-            self._messages.send(work, staged.address, staged.size, peer=peer, tag=tag, line=line)
+            code = dtype_code(tensor.dtype)
+            self._messages.send(work, staged.address, staged.size, dtype=code, peer=peer, tag=tag, line=line)
             return self._left_to_helper(work)
         except BaseException as error:
             self._messages.fail(error)
@@ -148,7 +150,8 @@ class SharedMemoryGroup(CollectiveOperations):
         work = self._message([tensor, staged])
         store = None if staged.address == tensor.data_ptr() else staged.store
         try:
-            self._messages.receive(work, staged.address, staged.size, source=source, tag=tag, finish=store)
+            code = dtype_code(tensor.dtype)
+            self._messages.receive(Receive(work, staged.address, staged.size, code, source, tag, store))
             return self._left_to_helper(work)
         except BaseException as error:
             self._messages.fail(error)

@@ -18,7 +18,7 @@ from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.shared_memory.segment.progress import SLICE_S, Progress
 from axon_nb.comm.shared_memory.segment.rings import Head, InRing, OutRing
-from axon_nb.comm.shared_memory.transfers import ANY, Arrival, Receive, Send
+from axon_nb.comm.shared_memory.transfers import ANY, Arrival, Receive, Send, refusal
 from axon_nb.comm.shared_memory.work import SharedWork
 
 __all__ = ["Messages"]
@@ -57,23 +57,20 @@ class Messages:
         self.checked_at = 0.0
         """When the helper thread last checked which ranks are dead."""
 
-    def send(self, work: SharedWork, address: int, size: int, *, peer: int, tag: int, line: int) -> None:
+    def send(self, work: SharedWork, address: int, size: int, *, dtype: int, peer: int, tag: int, line: int) -> None:
         """Start a send; it completes when the message is in the ring."""
         with self._lock:
             try:
                 self._raise_if_left()
                 self._sent[peer] += 1
-                self._sends[peer].append(Send(work, address, size, tag, line, self._sent[peer]))
+                self._sends[peer].append(Send(work, address, size, dtype, tag, line, self._sent[peer]))
                 self._push(peer)
             except BaseException as error:
                 self.leave(error)  # before another thread moves what an interrupt left half-done
                 raise
 
-    def receive(
-        self, work: SharedWork, address: int, size: int, *, source: int, tag: int, finish: Callable[[], None] | None
-    ) -> None:
-        """Start a receive from a rank, or from `ANY`."""
-        item = Receive(work, address, size, source, tag, finish)
+    def receive(self, item: Receive) -> None:
+        """Start a receive."""
         with self._lock:
             try:
                 self._raise_if_left()
@@ -104,9 +101,10 @@ class Messages:
         if arrival.kept is not None:
             self._kept.remove(arrival)
         item.work.source = source
-        if head.total > item.size:
-            self._in[source].refuse(head.number, item.size)
-            item.work.finish(self._too_long(source, self._progress.rank, head.total, item.size, head.line))
+        if not item.accepts(head):
+            self._in[source].refuse(head.number, item.size, item.dtype)
+            sent, taken = (head.total, head.dtype), (item.size, item.dtype)
+            item.work.finish(self._refusal(source, self._progress.rank, head.line, sent=sent, taken=taken))
             return
         if arrival.kept is not None:
             futex.copy(item.address, ctypes.addressof(arrival.kept), head.total)
@@ -114,13 +112,9 @@ class Messages:
             item.finish()
         item.work.finish()
 
-    def _too_long(self, source: int, target: int, sent: int, taken: int, line: int) -> TensorMismatchError:
+    def _refusal(self, source: int, target: int, line: int, **sizes: tuple[int, int]) -> TensorMismatchError:
         members = self._progress.members
-        place = f" at line {line}" if line else ""
-        return TensorMismatchError(
-            f"send{place}: rank {members[source]} sends {sent:,} bytes, but rank {members[target]} receives into "
-            f"{taken:,} bytes; the receiver's tensor must be as large as the sender's."
-        )
+        return TensorMismatchError(refusal(members[source], members[target], line, **sizes))
 
     def _push(self, peer: int) -> None:
         """Write as much as fits into the ring to `peer`; the caller holds the lock."""
@@ -128,12 +122,12 @@ class Messages:
         while queue and ring.room():
             item = queue[0]
             # Read before the piece is written: a send of one piece succeeds, however fast the receiver refuses it.
-            number, expected = ring.refused()
+            number, *taken = ring.refused()
             if number == item.number:  # send the rest too: the receiver expects it
-                item.error = self._too_long(self._progress.rank, peer, item.size, expected, item.line)
-            item.done += ring.put(
-                Head(item.tag, item.size, item.done, item.number, item.line), item.address + item.done
-            )
+                sent = (item.size, item.dtype)
+                item.error = self._refusal(self._progress.rank, peer, item.line, sent=sent, taken=(taken[0], taken[1]))
+            head = Head(item.tag, item.size, item.done, item.number, item.line, item.dtype)
+            item.done += ring.put(head, item.address + item.done)
             if item.done >= item.size:
                 queue.popleft()
                 item.work.finish(item.error)
@@ -155,8 +149,8 @@ class Messages:
         for item in self._receives:
             if item.fits(head.tag, peer):
                 self._receives.remove(item)
-                if head.total > item.size:
-                    self._in[peer].refuse(head.number, item.size)
+                if not item.accepts(head):
+                    self._in[peer].refuse(head.number, item.size, item.dtype)
                 return Arrival(peer, head, item)
         arrival = Arrival(peer, head, None, kept=(ctypes.c_char * max(1, head.total))())
         self._kept.append(arrival)

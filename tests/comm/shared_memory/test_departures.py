@@ -16,6 +16,7 @@ from axon_nb.comm.shared_memory.messages import Messages
 from axon_nb.comm.shared_memory.segment.errors import PeerLostError
 from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
 from axon_nb.comm.shared_memory.segment.progress import SLICE_S, Progress
+from axon_nb.comm.shared_memory.transfers import Receive
 from axon_nb.comm.shared_memory.work import SharedWork
 
 PEER = """
@@ -33,7 +34,7 @@ if sys.argv[2] == "post":
 elif sys.argv[2] == "send":
     value = ctypes.c_uint64(42)
     messages = Messages(progress, "peer", 60.0, lambda error: None)
-    messages.send(SharedWork([]), ctypes.addressof(value), 8, peer=0, tag=0, line=0)
+    messages.send(SharedWork([]), ctypes.addressof(value), 8, dtype=1, peer=0, tag=0, line=0)
 os._exit(0)
 """
 
@@ -66,14 +67,14 @@ def wait_for_step(progress: Progress) -> int:
 
 def wait_for_message(progress: Progress) -> int:
     messages, work, value = Messages(progress, "test", 60.0, lambda _: None), SharedWork([]), ctypes.c_uint64()
-    messages.receive(work, ctypes.addressof(value), 8, source=1, tag=0, finish=None)
+    messages.receive(Receive(work, ctypes.addressof(value), 8, 1, 1, 0, None))
     messages.drive(work, time.monotonic() + 60)
     return value.value
 
 
 def leave_message_to_helper(progress: Progress) -> int:
     messages, work, value = Messages(progress, "test", 60.0, lambda _: None), SharedWork([]), ctypes.c_uint64()
-    messages.receive(work, ctypes.addressof(value), 8, source=1, tag=0, finish=None)
+    messages.receive(Receive(work, ctypes.addressof(value), 8, 1, 1, 0, None))
     messages.attend()
     work.wait()
     messages.close()

@@ -52,7 +52,7 @@ WORDS = {
     "other sizes": ["ranks 0-1,3 passed 4 float32", "rank 2 passed 8 float32"],
     "large and small": ["ranks 0-1,3 passed 4 float32", "rank 2 passed 5,000,000 float32"],
     "other dtypes": ["rank 1 passed 4 int64", "ranks 0,2-3 passed 4 int32"],
-    "other roots": ["rank 3 passed 16 bytes with root rank 3", "ranks 0-2 passed 16 bytes with root rank 0"],
+    "other roots": ["rank 3 passed 4 float32 with root rank 3", "ranks 0-2 passed 4 float32 with root rank 0"],
     "other reduce operations": ["rank 0 passed 4 float32 with MAX", "ranks 1-3 passed 4 float32 with SUM"],
 }
 

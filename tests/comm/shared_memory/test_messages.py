@@ -83,7 +83,7 @@ def test_a_message_that_is_too_long_fails_at_the_receiver(shm_world: Any, first:
             limit = time.monotonic() + 60
             while ring.refused()[0] != head.number and time.monotonic() < limit:
                 time.sleep(0.001)
-            assert ring.refused() == (head.number, 16)
+            assert ring.refused()[:2] == (head.number, 16)
             return count
 
         sentence = ""

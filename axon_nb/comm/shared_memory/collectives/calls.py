@@ -98,7 +98,7 @@ class Calls:
     def broadcast(self, tensor: Tensor, root: int, line: int) -> None:
         """Copy the root's."""
         staged = stage(tensor, reads=self._rounds.rank == root)
-        self._rounds.begin(fact_of("broadcast", staged.size, root=root), line)
+        self._rounds.begin(fact_of("broadcast", staged.count, dtype=tensor.dtype, root=root), line)
         movement.broadcast(self._rounds, staged.address, staged.size, root)
         if self._rounds.rank != root:
             staged.store()
@@ -117,7 +117,7 @@ class Calls:
     def all_gather(self, parts: Sequence[Tensor], tensor: Tensor, line: int) -> None:
         """Copy all to all."""
         staged, targets = stage(tensor), stage_all(list(parts), reads=False)
-        self._rounds.begin(fact_of("all_gather", staged.size), line)
+        self._rounds.begin(fact_of("all_gather", staged.count, dtype=tensor.dtype), line)
         movement.all_gather(self._rounds, staged.address, staged.size, [target.address for target in targets])
         for target in targets:
             target.store()
@@ -126,7 +126,7 @@ class Calls:
         """Gather the tensors of all ranks on all ranks, into one tensor."""
         staged, target = stage(tensor), stage(output, reads=False)
         size = staged.size
-        self._rounds.begin(fact_of("all_gather", size), line)
+        self._rounds.begin(fact_of("all_gather", staged.count, dtype=tensor.dtype), line)
         places = (
             range(target.address, target.address + size * self._rounds.size, size) if size else [0] * self._rounds.size
         )
@@ -136,7 +136,7 @@ class Calls:
     def gather(self, parts: Sequence[Tensor], tensor: Tensor, root: int, line: int) -> None:
         """Copy all to the root."""
         staged, targets = stage(tensor), stage_all(list(parts), reads=False)
-        self._rounds.begin(fact_of("gather", staged.size, root=root), line)
+        self._rounds.begin(fact_of("gather", staged.count, dtype=tensor.dtype, root=root), line)
         places = [target.address for target in targets] if targets else None
         movement.gather(self._rounds, staged.address, staged.size, places, root)
         for target in targets:
@@ -145,7 +145,7 @@ class Calls:
     def scatter(self, output: Tensor, parts: Sequence[Tensor], root: int, line: int) -> None:
         """Scatter the root's tensors, one per rank."""
         target, sources = stage(output, reads=False), stage_all(list(parts))
-        self._rounds.begin(fact_of("scatter", target.size, root=root), line)
+        self._rounds.begin(fact_of("scatter", target.count, dtype=output.dtype, root=root), line)
         places = [source.address for source in sources] if sources else None
         movement.scatter(self._rounds, places, target.size, target.address, root)
         target.store()
@@ -175,7 +175,7 @@ class Calls:
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], line: int) -> None:
         """Exchange tensors."""
         targets, sources = stage_all(list(outputs), reads=False), stage_all(list(inputs))
-        self._rounds.begin(fact_of("all_to_all", 0), line)
+        self._rounds.begin(fact_of("all_to_all", 0, dtype=outputs[0].dtype), line)
         movement.all_to_all(
             self._rounds,
             [source.address for source in sources],
@@ -191,7 +191,7 @@ class Calls:
     ) -> None:
         """Exchange parts of one tensor."""
         target, source = stage(output, reads=False), stage(tensor)
-        self._rounds.begin(fact_of("all_to_all", 0), line)
+        self._rounds.begin(fact_of("all_to_all", 0, dtype=output.dtype), line)
         sources = [source.address + sum(sent[:rank]) for rank in range(len(sent))]
         targets = [target.address + sum(taken[:rank]) for rank in range(len(taken))]
         movement.all_to_all(self._rounds, sources, sent, targets, taken)

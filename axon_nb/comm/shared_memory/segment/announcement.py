@@ -20,6 +20,7 @@ __all__ = [
     "REDUCE_OPERATIONS",
     "UNEVEN",
     "dtype_code",
+    "dtype_name",
     "fact_of",
     "in_words",
     "mismatch",
@@ -68,7 +69,7 @@ def fact_of(operation: str, count: int, *, dtype: torch.dtype | None = None, roo
     Args:
         operation: One of `OPERATIONS`.
         count: Number of elements of `dtype`, or of bytes without a dtype.
-        dtype: The dtype that is reduced.
+        dtype: Of the elements.
         root: Group rank of the root.
         reduce: Number of the reduce operation.
     """
@@ -97,8 +98,8 @@ def in_words(fact: int, members: Sequence[int]) -> str:
     if reduce:
         words += f"({REDUCE_OPERATIONS[reduce - 1]})"
     count = _field(fact, 0, _COUNT_BITS)
-    if words not in ("all_to_all", "barrier"):
-        words += f" of {count:,} {_unit(fact)}"
+    if words != "barrier":
+        words += f" of {_unit(fact)}" if words == "all_to_all" else f" of {count:,} {_unit(fact)}"
     if 0 < root <= len(members):
         words += f" {'to' if words.startswith(('gather', 'reduce')) else 'from'} rank {members[root - 1]}"
     return words
@@ -142,7 +143,7 @@ def mismatch(calls: Sequence[tuple[int, str]], members: Sequence[int]) -> str:
 
 def _passed(fact: int, members: Sequence[int], *, root: bool, reduction: bool) -> str:
     """What a rank passes, such as ``4 float32 with root rank 1``."""
-    text = f"{_field(fact, 0, _COUNT_BITS):,} {_unit(fact)}"
+    text = _unit(fact) if operation_of(fact) == "all_to_all" else f"{_field(fact, 0, _COUNT_BITS):,} {_unit(fact)}"
     number = _field(fact, _ROOT, _ROOT_BITS)
     if root and 0 < number <= len(members):
         text += f" with root rank {members[number - 1]}"
@@ -153,10 +154,14 @@ def _passed(fact: int, members: Sequence[int], *, root: bool, reduction: bool) -
 
 
 def _unit(fact: int) -> str:
-    dtype = _field(fact, _DTYPE, _DTYPE_BITS)
-    if not dtype:
-        return "bytes"
-    return str(_DTYPES[dtype - 1]).removeprefix("torch.") if dtype <= len(_DTYPES) else "?"
+    return dtype_name(_field(fact, _DTYPE, _DTYPE_BITS)) or "bytes"
+
+
+def dtype_name(code: int) -> str:
+    """What users call the dtype of a number that `dtype_code` returned."""
+    if not code:
+        return ""
+    return str(_DTYPES[code - 1]).removeprefix("torch.") if code <= len(_DTYPES) else "another dtype"
 
 
 def reduce_number(operation: Any) -> tuple[int, Any]:

@@ -28,6 +28,8 @@ class Head:
     """Number of the message in its ring, from 1."""
     line: int
     """Line of the cell that sends it; 0: unknown."""
+    dtype: int
+    """Number of the dtype of its elements."""
 
 
 class OutRing:
@@ -59,9 +61,10 @@ class OutRing:
         """Number of pieces taken."""
         return self._words[self._taken]
 
-    def refused(self) -> tuple[int, int]:
-        """Number of the last message that the receiver refused as too long, and the size that it expected."""
-        return self._words[self._taken + 1], self._words[self._taken + 2]
+    def refused(self) -> tuple[int, int, int]:
+        """Number of the last message that the receiver refused, and the size and dtype that it expected."""
+        words, place = self._words, self._taken
+        return words[place + 1], words[place + 2], words[place + 3]
 
     def put(self, head: Head, address: int) -> int:
         """Add the piece of a message at `head.offset`, read from `address`; return its size in bytes."""
@@ -75,6 +78,7 @@ class OutRing:
         words[place + 2] = head.offset
         words[place + 3] = head.number
         words[place + 4] = head.line
+        words[place + 5] = head.dtype
         copy(self._pieces[sent % RING], address, count)
         if futex.NEEDS_FENCE:
             futex.fence()
@@ -110,7 +114,7 @@ class InRing:
         if futex.NEEDS_FENCE:
             futex.fence()
         place = self._heads + taken % RING * _LINE_WORDS
-        return Head(words[place], words[place + 1], words[place + 2], words[place + 3], words[place + 4])
+        return Head(*words[place : place + 6])
 
     def take(self, head: Head, address: int) -> int:
         """Copy that piece to `address` (0: discard it), and remove it; return its size in bytes."""
@@ -124,9 +128,10 @@ class InRing:
         futex.wake(self._taken_address)
         return count
 
-    def refuse(self, number: int, size: int) -> None:
-        """Report to the sender that a message is longer than the expected `size` bytes."""
+    def refuse(self, number: int, size: int, dtype: int) -> None:
+        """Report to the sender that a message is longer than the expected `size` bytes, or not of the `dtype`."""
         self._words[self._taken + 2] = size
+        self._words[self._taken + 3] = dtype
         if futex.NEEDS_FENCE:
             futex.fence()
         self._words[self._taken + 1] = number
