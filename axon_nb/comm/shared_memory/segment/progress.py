@@ -179,8 +179,12 @@ class Progress(ControlPages):
             if words[place + LEFT] == _FAILED:
                 raise GroupLeftError(f"rank {self.members[peer]} left the group: {self.reason_of(peer)}")
 
-    def wait_until_ready(self, deadline: float) -> None:
+    def wait_until_ready(self, deadline: float, check: Callable[[], None] = lambda: None) -> None:
         """Wait until every rank has mapped the memory.
+
+        Args:
+            deadline: Deadline on `time.monotonic`.
+            check: Called with every periodic check; raises to abort the wait.
 
         Raises:
             GroupLeftError: a rank left the group or died.
@@ -189,6 +193,7 @@ class Progress(ControlPages):
         for peer, place in self.others:
             checked_at = time.monotonic()
             while not self.words[place + READY]:
+                check()
                 checked_at = self.check_wait((peer,), deadline, checked_at)
                 futex.wait(self.memory.address + place * WORD, 0, SLICE_S)
 
