@@ -11,12 +11,10 @@ import numpy as np
 
 from axon_nb.comm.errors import TensorMismatchError
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
-from axon_nb.comm.shared_memory.collectives.uneven import table_bytes
+from axon_nb.comm.shared_memory.collectives.uneven import part_bytes, table_bytes
 from axon_nb.comm.shared_memory.segment.futex import copy
 
 __all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatter"]
-
-_ALIGN = 64
 
 
 def _pieces(size: int, piece: int) -> int:
@@ -87,7 +85,7 @@ def gather(rounds: Rounds, source: int, size: int, targets: Sequence[int] | None
 
 def scatter(rounds: Rounds, sources: Sequence[int] | None, size: int, target: int, root: int) -> None:
     """Copy `size` bytes at each of the root's `sources` to `target` of the rank with that index."""
-    piece = rounds.layout.slot_bytes // rounds.size // _ALIGN * _ALIGN
+    piece = part_bytes(rounds.layout.slot_bytes, rounds.size)
     base = rounds.address
 
     def write(i: int) -> None:
@@ -119,7 +117,7 @@ def all_to_all(
     """
     n, own, base = rounds.size, rounds.rank, rounds.address
     table = table_bytes(2 * n)
-    piece = (rounds.layout.slot_bytes - table) // n // _ALIGN * _ALIGN
+    piece = part_bytes(rounds.layout.slot_bytes, n, table)
 
     def write(i: int) -> None:
         place = base + rounds.slot(own, i) + table

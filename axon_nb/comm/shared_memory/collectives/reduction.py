@@ -11,6 +11,7 @@ from typing import Any
 
 from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
+from axon_nb.comm.shared_memory.collectives.uneven import part_bytes
 from axon_nb.comm.shared_memory.segment.futex import copy
 
 __all__ = ["DIRECT_BYTES", "all_reduce", "all_reduce_small", "reduce", "reduce_scatter"]
@@ -135,7 +136,7 @@ def reduce_scatter(
         sums: The arithmetic.
     """
     n, own, base = rounds.size, rounds.rank, rounds.address
-    piece = rounds.layout.slot_bytes // n // 64 * 64 // item
+    piece = part_bytes(rounds.layout.slot_bytes, n) // item
     pieces = max(1, -(-count // piece))
     stride = piece * item
 

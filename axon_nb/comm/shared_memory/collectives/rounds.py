@@ -21,6 +21,8 @@ __all__ = ["Rounds"]
 
 _AHEAD = 5
 """How many failed collectives a rank may be ahead of the slowest one; its announcements are still readable then."""
+_MORE_STEPS = 3
+"""A collective has fewer steps than pieces and these."""
 _ANNOUNCE_S, _EXPLAIN_S = 0.25, 2.0
 """If calls differ, how long a rank waits for others to announce their calls, and then to say where they make them, so
 that the error names all of them."""
@@ -137,6 +139,9 @@ class Rounds:
     def end(self, pieces: int) -> None:
         """End the collective, which has used this many slots."""
         self._first_slot = (self._first_slot + pieces) % SLOTS
+        if pieces > STEPS - _MORE_STEPS:  # its steps are in the range of the next collectives: skip their numbers
+            self.sequence += (pieces + _MORE_STEPS) // STEPS
+            self._met = self.sequence
 
     def run(
         self, pieces: int, write: Callable[[int], None] | None, read: Callable[[int], None] | None, peer: int = -1

@@ -1,4 +1,4 @@
-"""Sizes that differ between ranks: the table that all compare, and reduce_scatter of uneven parts."""
+"""Parts of several ranks in one slot: their size, the table of sizes that differ, and reduce_scatter of such parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
 from axon_nb.comm.shared_memory.segment.futex import copy
 
-__all__ = ["reduce_scatter", "table_bytes"]
+__all__ = ["part_bytes", "reduce_scatter", "table_bytes"]
 
 _ALIGN = 64
 
@@ -20,6 +20,11 @@ _ALIGN = 64
 def table_bytes(entries: int) -> int:
     """Return the bytes that a table of so many sizes takes at the start of a slot."""
     return -(-entries * 8 // _ALIGN) * _ALIGN
+
+
+def part_bytes(slot: int, ranks: int, table: int = 0) -> int:
+    """Return the bytes of a slot that each rank's part of a piece takes, behind a table."""
+    return (slot - table) // ranks // _ALIGN * _ALIGN
 
 
 def reduce_scatter(

@@ -74,14 +74,15 @@ class Layout:
 
         Args:
             size: Number of ranks.
-            limit: Maximum size of the memory in bytes; 0: the usual size. The result exceeds it if pieces of one page
-                do not fit.
+            limit: Maximum size of the memory in bytes; 0: the usual size. The result exceeds it if the smallest
+                slots and pieces do not fit.
         """
+        least = _rounded(size * (_LINE + 2 * WORD) + _LINE)  # a line for each rank, behind two numbers for each
         slot = min(_MAX_SLOT_BYTES, max(_MIN_SLOT_BYTES, _SLOTS_BYTES // (size * SLOTS) // _PAGE * _PAGE))
         piece = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, _rounded(_MESSAGES_BYTES // (size * size * RING))))
         layout = cls(size, slot, piece)
-        while limit and layout.total > limit and slot > _PAGE:
-            slot, piece = max(_PAGE, slot // 2), max(_PAGE, piece // 2)
+        while limit and layout.total > limit and (slot > least or piece > _PAGE):
+            slot, piece = max(least, _rounded(slot // 2)), _rounded(piece // 2)
             layout = cls(size, slot, piece)
         return layout
 
