@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -16,7 +17,7 @@ from axon_nb.comm.errors import CommError
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.shared_memory.work import SharedWork
 from axon_nb.engine.groups.abort import ABORT, AbortedError, run_in_helper
-from axon_nb.engine.groups.activity import Call, note_left
+from axon_nb.engine.groups.activity import Call, finish_call, note_left
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import is_suppressed, ring
 
@@ -61,6 +62,8 @@ class RecoverableWork(Work):
         self._keep_alive = keep_alive
         self._on_finish = on_finish
         self._timeout = timeout
+        if type(inner) is SharedWork and inner.runs_without_wait:  # its handle may be dropped, or only polled
+            inner.when_done(functools.partial(finish_call, call))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation.
@@ -81,6 +84,8 @@ class RecoverableWork(Work):
         try:
             self._wait_sliced(end) if self._sliced else self._wait_in_helper(end)
         except RuntimeError as error:
+            if isinstance(self._inner, SharedWork) and self._inner.is_completed():
+                finish_call(self._call)  # it failed; otherwise, only this wait did
             if isinstance(error, AbortedError):
                 raise
             if ABORT.is_set():
@@ -190,6 +195,9 @@ class RecoverableWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the operation has finished."""
+        if not self._done and isinstance(self._inner, SharedWork) and self._inner.is_success():
+            self._done = True
+            self._on_finish(self._call)
         return self._done or bool(self._inner.is_completed())
 
     def is_success(self) -> bool:
