@@ -115,7 +115,9 @@ class ControlPages:
         self.words[self.own + _REASON] = len(text)
 
     def reason_of(self, peer: int) -> str:
-        """Why a rank left the group."""
+        """Why a rank left the group, as the caller has seen."""
+        if futex.NEEDS_FENCE:
+            futex.fence()
         page = self.memory.layout.control(peer) + _TEXT
         size = min(self.words[self.places[peer] + _REASON], _TEXT_BYTES)
         return self.memory.bytes[page : page + size].decode(errors="replace")

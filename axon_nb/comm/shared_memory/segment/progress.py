@@ -142,7 +142,7 @@ class Progress(ControlPages):
         self.raise_if_left()
         words = self.words
         for peer, place in self.others:
-            if words[place + LEFT] and (peer in awaited or words[place] < target != _NEVER):
+            if words[place + LEFT] and (peer in awaited or self._is_behind(place, target)):
                 raise GroupLeftError(f"rank {self.members[peer]} {self.reason_of(peer) or 'has destroyed the group'}")
         if self._give_up is not None:
             self._give_up()
@@ -155,16 +155,19 @@ class Progress(ControlPages):
         if not is_due:
             return checked_at
         for peer in awaited if from_any else range(self.size):
-            if self._is_needed(peer, awaited, target) and not self.is_alive(peer):
+            if not self.is_alive(peer):
+                place = self.places[peer]
                 if peer in awaited:
                     raise PeerLostError(f"rank {self.members[peer]} died while this rank waited for it")
-                if self._is_needed(peer, awaited, target):  # it did not get there before it died
+                if not words[place + LEFT] and (target == _NEVER or self._is_behind(place, target)):
                     raise PeerLostError(f"rank {self.members[peer]} died")
         return now
 
-    def _is_needed(self, peer: int, awaited: Sequence[int], target: int) -> bool:
-        place = self.places[peer]
-        return peer in awaited or (self.words[place] < target and not self.words[place + LEFT])
+    def _is_behind(self, place: int, target: int) -> bool:
+        """Whether a rank that is gone, as the caller has seen, left before it reached `target`."""
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        return self.words[place] < target != _NEVER
 
     def raise_if_left(self) -> None:
         """Raise if a rank left the group after a failure.
@@ -196,6 +199,8 @@ class Progress(ControlPages):
                 check()
                 checked_at = self.check_wait((peer,), deadline, checked_at)
                 futex.wait(self.memory.address + place * WORD, 0, SLICE_S)
+        if futex.NEEDS_FENCE:
+            futex.fence()
 
     def has_left(self) -> bool:
         """Whether this rank has left the group."""

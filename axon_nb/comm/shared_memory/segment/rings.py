@@ -64,7 +64,10 @@ class OutRing:
     def refused(self) -> tuple[int, int, int]:
         """Number of the last message that the receiver refused, and the size and dtype that it expected."""
         words, place = self._words, self._taken
-        return words[place + 1], words[place + 2], words[place + 3]
+        number = words[place + 1]
+        if futex.NEEDS_FENCE:
+            futex.fence()
+        return number, words[place + 2], words[place + 3]
 
     def put(self, head: Head, address: int) -> int:
         """Add the piece of a message at `head.offset`, read from `address`; return its size in bytes."""
