@@ -16,7 +16,7 @@ from axon_nb.comm.shared_memory.collectives.calls import Calls
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
 from axon_nb.comm.shared_memory.collectives.staging import check_sizes, check_whole, split_bytes
 from axon_nb.comm.shared_memory.order import Order
-from axon_nb.comm.shared_memory.profiling import is_profiling, record
+from axon_nb.comm.shared_memory.profiling import count, is_profiling, record
 from axon_nb.comm.shared_memory.segment.announcement import reduce_number
 from axon_nb.comm.shared_memory.work import SharedWork, done_work
 from axon_nb.comm.torch_group import PythonProcessGroup
@@ -40,17 +40,20 @@ class CollectiveOperations(PythonProcessGroup):
     _batch: list[SharedWork] | None
     _raise_if_forked: Callable[[], None]
 
-    def _begin(self, name: str, job: Job, outputs: list[Tensor], opts: Any) -> SharedWork:
+    def _begin(self, name: str, job: Job, outputs: list[Tensor], opts: Any, operator: str = "") -> SharedWork:
         if is_profiling():
-            return record(name, lambda: self._start(job, outputs, opts))
-        return self._start(job, outputs, opts)
+            return record(name, lambda: self._start(name, job, outputs, opts, operator), operator)
+        return self._start(name, job, outputs, opts, operator)
 
-    def _start(self, job: Job, outputs: list[Tensor], opts: Any) -> SharedWork:
+    def _start(self, name: str, job: Job, outputs: list[Tensor], opts: Any, operator: str) -> SharedWork:
         """Run an operation: on this thread if the caller waits and nothing is queued, else on the helper thread."""
         self._raise_if_forked()
         waits = opts is not None and not getattr(opts, "asyncOp", True)
         # Hide the operation's own steps from torch's modes, such as one that counts calls.
-        unseen = not _num_modes() and not _num_function_modes()
+        num_modes = _num_modes()
+        unseen = not num_modes and not _num_function_modes()
+        if num_modes:
+            count(name, outputs, operator)
         if waits and self._batch is None and unseen:
             if self._runs_in_wait:
                 work = SharedWork(outputs)
@@ -89,7 +92,7 @@ class CollectiveOperations(PythonProcessGroup):
                 call(scaled, number, sums, line)
                 _store(scaled, tensor)
 
-        return self._begin("all_reduce", job, tensors, opts)
+        return self._begin("all_reduce", job, tensors, opts, "allreduce_coalesced_" if len(tensors) > 1 else "")
 
     allreduce_coalesced = allreduce
 
@@ -130,7 +133,8 @@ class CollectiveOperations(PythonProcessGroup):
             for number, tensor in enumerate(inputs):
                 self._calls.all_gather([row[number] for row in outputs], tensor, line)
 
-        return self._begin("all_gather", job, [tensor for row in outputs for tensor in row], opts)
+        tensors = [tensor for row in outputs for tensor in row]
+        return self._begin("all_gather", job, tensors, opts, "allgather_coalesced_")
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedWork:
         """Gather each rank's tensor on all ranks, into one tensor."""
@@ -151,7 +155,7 @@ class CollectiveOperations(PythonProcessGroup):
             for output, tensor in zip(outputs, inputs, strict=True):
                 self._calls.all_gather_single(output, tensor, line)
 
-        return self._begin("all_gather_single", job, outputs, opts)
+        return self._begin("all_gather_single", job, outputs, opts, "allgather_into_tensor_coalesced_")
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
         """Gather each rank's tensor on the root."""
@@ -199,7 +203,8 @@ class CollectiveOperations(PythonProcessGroup):
             for output, tensor, number, sums, factor in items:
                 self._calls.reduce_scatter_single(output, _scaled(tensor, factor), number, sums, line)
 
-        return self._begin("reduce_scatter_single", job, outputs, opts)
+        operator = "reduce_scatter_tensor_coalesced_" if len(outputs) > 1 else ""
+        return self._begin("reduce_scatter_single", job, outputs, opts, operator)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SharedWork:
         """Exchange tensors, one with each rank."""

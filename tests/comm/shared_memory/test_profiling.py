@@ -1,12 +1,18 @@
-"""Operations over shared memory are in the traces of torch.profiler, from their start to their end."""
+"""Operations over shared memory are in the traces of torch.profiler from start to end, and are counted as Gloo's."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
 
 from axon_nb.comm import World
 
@@ -17,9 +23,6 @@ def _waits_in_barrier(line: str) -> bool:
 
 def test_each_operation_is_recorded_until_it_is_done(shm_world: Any) -> None:
     def work(world: World) -> dict[str, tuple[int, float]]:
-        import torch.distributed as dist
-        from torch.profiler import ProfilerActivity, profile
-
         group: Any = dist.group.WORLD
         rank, size = world.rank(), world.world_size()
         tensor, out = torch.ones(size), torch.zeros(size)
@@ -54,9 +57,6 @@ def test_each_operation_is_recorded_until_it_is_done(shm_world: Any) -> None:
 
 def test_a_refused_operation_ends_its_record(shm_world: Any) -> None:
     def work(world: World) -> list[str]:
-        import torch.distributed as dist
-        from torch.profiler import ProfilerActivity, profile
-
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             with pytest.raises(RuntimeError):
                 dist.all_gather([torch.ones(2)] * world.world_size(), torch.ones(3))
@@ -64,3 +64,47 @@ def test_a_refused_operation_ends_its_record(shm_world: Any) -> None:
         return sorted(event.name for event in profiler.events() if event.name.startswith("shm:"))
 
     assert all(names[-1:] == ["shm:barrier"] for names in shm_world.run(work))
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(4), group=group),
+    "asynchronous": lambda group: dist.all_reduce(torch.ones(4), group=group, async_op=True).wait(),
+    "broadcast": lambda group: dist.broadcast(torch.ones(4), 0, group=group),
+    "reduce": lambda group: dist.reduce(torch.ones(4), 0, group=group),
+    "all_gather": lambda group: dist.all_gather([torch.ones(4) for _ in range(4)], torch.ones(4), group=group),
+    "all_gather_into_tensor": lambda group: dist.all_gather_into_tensor(torch.ones(16), torch.ones(4), group=group),
+    "gather": lambda group: dist.gather(
+        torch.ones(4), [torch.ones(4) for _ in range(4)] if dist.get_rank() == 0 else None, group=group
+    ),
+    "scatter": lambda group: dist.scatter(
+        torch.ones(4), [torch.ones(4) for _ in range(4)] if dist.get_rank() == 0 else None, group=group
+    ),
+    "reduce_scatter": lambda group: dist.reduce_scatter(torch.ones(4), [torch.ones(4) for _ in range(4)], group=group),
+    "reduce_scatter_tensor": lambda group: dist.reduce_scatter_tensor(torch.ones(4), torch.ones(16), group=group),
+    "all_to_all_single": lambda group: dist.all_to_all_single(torch.ones(4), torch.ones(4), group=group),
+    "functional": lambda group: funcol.wait_tensor(funcol.all_reduce(torch.ones(4), "sum", group)),
+    "barrier": lambda group: dist.barrier(group=group),
+}
+
+
+def test_comm_debug_mode_and_profilers_count_calls_as_on_gloo(shm_world: Any) -> None:
+    def work(world: World) -> list[tuple[str, Any, Any]]:
+        found = []
+        gloo = dist.new_group(backend="gloo")
+        for name, call in CALLS.items():
+            counts: list[tuple[dict[str, int], dict[str, int]]] = []
+            for group in (dist.group.WORLD, gloo):
+                with CommDebugMode() as mode:
+                    call(group)
+                with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                    call(group)
+                operators = Counter(event.name for event in profiler.events() if event.name.startswith("c10d::"))
+                counts.append(({str(key): count for key, count in mode.get_comm_counts().items()}, dict(operators)))
+            found.append((name, *counts))
+        dist.destroy_process_group(gloo)
+        return found
+
+    for found in shm_world.run(work):
+        for name, ours, theirs in found:
+            assert ours == theirs, name
+        assert sum(bool(ours[0]) for _, ours, _ in found) == len(CALLS) - 1  # a barrier is not counted
