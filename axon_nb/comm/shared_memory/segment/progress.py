@@ -49,8 +49,7 @@ class Progress(ControlPages):
         """Why this rank left the group."""
         self.words[self.own + PID] = os.getpid()
         self.words[self.own + START] = start_time(os.getpid())
-        # A rank that ends before its peers, without destroying the group, is not taken for dead.
-        multiprocessing.util.Finalize(self, _close, args=(weakref.ref(self), os.getpid()), exitpriority=-1)
+        _close_at_exit(self)
         self._raise_word(READY, 1)
         futex.wake(self.own_address)
 
@@ -222,8 +221,21 @@ class Progress(ControlPages):
             futex.wake(self.memory.address + place * WORD)
 
 
-def _close(reference: weakref.ref[Progress], pid: int) -> None:
-    """Leave a group because the process ends, unless an exception ends it."""
-    progress = reference()
-    if progress is not None and os.getpid() == pid and not hasattr(sys, "last_value"):
-        progress.leave("has ended", closed=True)
+_open: weakref.WeakSet[Progress] = weakref.WeakSet()
+_closing_pids: list[int] = []
+
+
+def _close_at_exit(progress: Progress) -> None:
+    """A rank whose program ends before that of its peers, without destroying the group, is not taken for dead."""
+    _open.add(progress)
+    if _closing_pids != [os.getpid()]:  # once per process; multiprocessing also ends what it forks without atexit
+        _closing_pids[:] = [os.getpid()]
+        multiprocessing.util.Finalize(None, _close_all, exitpriority=-1)
+
+
+def _close_all() -> None:
+    if hasattr(sys, "last_value"):  # an exception ends the program
+        return
+    for progress in list(_open):
+        if progress.words[progress.own + PID] == os.getpid():
+            progress.leave("has ended", closed=True)
