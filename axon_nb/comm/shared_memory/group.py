@@ -141,7 +141,8 @@ class SharedMemoryGroup(CollectiveOperations):
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SharedWork:
         """Receive a tensor from a rank."""
         if is_profiling():
-            return record("recv", lambda: self._recv(tensors, source, tag))
+            operator = "recv_any_source_" if source == ANY else ""
+            return record("recv", lambda: self._recv(tensors, source, tag), operator)
         return self._recv(tensors, source, tag)
 
     def _recv(self, tensors: Any, source: int, tag: int) -> SharedWork:

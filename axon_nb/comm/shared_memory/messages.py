@@ -122,10 +122,10 @@ class Messages:
         while queue and ring.room():
             item = queue[0]
             # Read before the piece is written: a send of one piece succeeds, however fast the receiver refuses it.
-            number, *taken = ring.refused()
+            number, size, dtype = ring.refused()
             if number == item.number:  # send the rest too: the receiver expects it
-                sent = (item.size, item.dtype)
-                item.error = self._refusal(self._progress.rank, peer, item.line, sent=sent, taken=(taken[0], taken[1]))
+                sent, taken = (item.size, item.dtype), (size, dtype)
+                item.error = self._refusal(self._progress.rank, peer, item.line, sent=sent, taken=taken)
             head = Head(item.tag, item.size, item.done, item.number, item.line, item.dtype)
             item.done += ring.put(head, item.address + item.done)
             if item.done >= item.size:

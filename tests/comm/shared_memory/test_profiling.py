@@ -66,6 +66,17 @@ def test_a_refused_operation_ends_its_record(shm_world: Any) -> None:
     assert all(names[-1:] == ["shm:barrier"] for names in shm_world.run(work))
 
 
+def _send_around(group: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for receive in (
+        lambda: dist.recv(torch.ones(1), (rank - 1) % size, group),
+        lambda: dist.recv(torch.ones(1), group=group),
+    ):
+        handle: Any = dist.isend(torch.ones(1), (rank + 1) % size, group)
+        receive()
+        handle.wait()
+
+
 CALLS: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(4), group=group),
     "asynchronous": lambda group: dist.all_reduce(torch.ones(4), group=group, async_op=True).wait(),
@@ -84,6 +95,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "all_to_all_single": lambda group: dist.all_to_all_single(torch.ones(4), torch.ones(4), group=group),
     "functional": lambda group: funcol.wait_tensor(funcol.all_reduce(torch.ones(4), "sum", group)),
     "barrier": lambda group: dist.barrier(group=group),
+    "messages": _send_around,
 }
 
 
@@ -107,4 +119,4 @@ def test_comm_debug_mode_and_profilers_count_calls_as_on_gloo(shm_world: Any) ->
     for found in shm_world.run(work):
         for name, ours, theirs in found:
             assert ours == theirs, name
-        assert sum(bool(ours[0]) for _, ours, _ in found) == len(CALLS) - 1  # a barrier is not counted
+        assert sum(bool(ours[0]) for _, ours, _ in found) == len(CALLS) - 2  # barriers and messages are not counted

@@ -149,7 +149,9 @@ class Progress(ControlPages):
         if now > deadline:
             raise SharedMemoryTimeoutError(f"timed out while waiting for {self._names(awaited) or 'a message'}")
         is_due = now - checked_at >= SLICE_S
-        if from_any and all(words[p + LEFT] or (is_due and not self.is_alive(peer)) for peer, p in self.others):
+        if (from_any and self.others) and all(
+            words[place + LEFT] or (is_due and not self.is_alive(peer)) for peer, place in self.others
+        ):
             raise PeerLostError("every other rank died or destroyed the group")
         if not is_due:
             return checked_at
