@@ -166,7 +166,8 @@ def prepare_move(tensor: torch.Tensor) -> WireTensor:
         return WireTensor(tensor, dense)
     if not dense.numel():  # torch cannot view some strides of empty NumPy arrays as bytes
         return WireTensor(tensor, torch.empty(0, dtype=torch.uint8, device=dense.device))
-    return WireTensor(tensor, dense.reshape(-1).view(torch.uint8))
+    flat = dense.as_strided((dense.numel(),), (1,))  # one element may have any stride
+    return WireTensor(tensor, flat.view(torch.uint8))
 
 
 def prepare_reduce(tensor: torch.Tensor, op: ReduceOp, what: str) -> WireTensor:

@@ -85,8 +85,9 @@ def _tensor_facts(tensors: list[Any], *, shape: str) -> dict[str, Any]:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    dense = tensor.detach().cpu().contiguous().reshape(-1)
-    return bytes(dense.view(torch.uint8).numpy()) if dense.numel() else b""
+    dense = tensor.detach().cpu().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # one element may have any stride
+    return bytes(flat.view(torch.uint8).numpy()) if dense.numel() else b""
 
 
 def _digest(parts: Any) -> str:

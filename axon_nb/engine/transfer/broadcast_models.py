@@ -113,7 +113,8 @@ def _digest(value: Any) -> str:
 
 def _broadcast(tensor: torch.Tensor, source: int) -> None:
     """Broadcast in place, as bytes, because Gloo lacks some dtypes."""
-    buffer = tensor.detach().to(_transfer_device(tensor)).contiguous().reshape(-1).view(torch.uint8)
+    dense = tensor.detach().to(_transfer_device(tensor)).contiguous()
+    buffer = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
     for chunk in buffer.split(_CHUNK_BYTES):
         dist.broadcast(chunk, source)
     if current().config.rank != source:

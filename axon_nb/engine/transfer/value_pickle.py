@@ -133,7 +133,7 @@ class _ValuePickler(cloudpickle.Pickler):
         memory = self._memory.get(key) if tensor.numel() else None
         dense = tensor.detach().resolve_conj().resolve_neg().cpu().permute(order).contiguous()
         if memory is None:
-            flat = dense.reshape(-1)
+            flat = dense.as_strided((dense.numel(),), (1,))  # one element may have any stride
             data = flat.view(torch.uint8).numpy() if flat.numel() else b""
             memory = self._memory[key] = _TensorMemory(data)
         dtype = str(tensor.dtype).removeprefix("torch.")

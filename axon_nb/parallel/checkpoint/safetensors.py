@@ -107,5 +107,6 @@ def _header(state: dict[str, Any]) -> bytes:
 
 def _bytes(tensor: torch.Tensor) -> Any:
     assert sys.byteorder == "little", "the format is little-endian"
-    rows = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    dense = tensor.detach().cpu().contiguous()
+    rows = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
     return rows.numpy().data
