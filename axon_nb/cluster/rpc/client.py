@@ -190,7 +190,9 @@ class RankClient(ipp.Client):
             self.log.error("Invalid output message", exc_info=True)
             return
         msg_type = message["header"]["msg_type"]
-        entry = self._cells.get((message["parent_header"] or {}).get("msg_id", ""))
+        parent = message["parent_header"] or {}
+        entry = self._cells.get(parent.get("msg_id", ""))
+        is_from_cell = parent.get("msg_type") == "execute_request"  # not what libraries print while an engine starts
         if entry is not None:
             rank, handler = entry
             if msg_type == "status":
@@ -201,7 +203,7 @@ class RankClient(ipp.Client):
         elif msg_type == _TELEMETRY:
             if self._on_telemetry is not None:
                 self._on_telemetry(decode(TelemetryEvent, message["content"]))
-        elif match := _ENGINE.match(idents[0] if idents else b""):
+        elif (match := _ENGINE.match(idents[0] if idents else b"")) and is_from_cell:
             self._on_output(int(match.group(1)), msg_type, message["content"])
         else:
             ipp.Client._dispatch_iopub.__wrapped__(self, message)

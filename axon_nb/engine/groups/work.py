@@ -83,23 +83,9 @@ class RecoverableWork(Work):
             self._call.wait_started_ns = time.monotonic_ns()
         try:
             self._wait_sliced(end) if self._sliced else self._wait_in_helper(end)
-        except RuntimeError as error:
-            if isinstance(self._inner, SharedWork) and self._inner.is_completed():
-                finish_call(self._call)  # it failed; otherwise, only this wait did
-            if isinstance(error, AbortedError):
-                raise
-            if ABORT.is_set():
-                raise AbortedError(f"aborted while waiting in {self._call.name}") from None
-            if isinstance(error, GroupLeftError):
-                raise AbortedError(f"lost a peer while waiting in {self._call.name}: {error}") from None
-            if isinstance(error, CommError):  # all ranks raise it, and the group stays usable
-                self._done = True
-                self._on_finish(self._call)
-            if "gloo" in str(error) and "timed out" not in str(error).lower():
-                raise AbortedError(f"lost a peer while waiting in {self._call.name}: {str(error)[-120:]}") from None
-            raise
-        except Exception as error:  # a signal handler of the user raised it
-            note_left(self._call, error)
+        except Exception as error:
+            if (described := self._describe(error)) is not error:
+                raise described from None
             raise
         finally:
             self._call.waiting_thread = 0
@@ -107,6 +93,27 @@ class RecoverableWork(Work):
             self._done = True
             self._on_finish(self._call)
         return True
+
+    def _describe(self, error: Exception) -> Exception:
+        """Return the error that a wait raises for one of the inner work, which may be the same."""
+        if not isinstance(error, RuntimeError):  # a signal handler of the user raised it
+            note_left(self._call, error)
+            return error
+        name = self._call.name
+        if isinstance(self._inner, SharedWork) and self._inner.is_completed():
+            finish_call(self._call)  # it failed; otherwise, only this wait did
+        if isinstance(error, AbortedError):
+            return error
+        if ABORT.is_set():
+            return AbortedError(f"aborted while waiting in {name}")
+        if isinstance(error, GroupLeftError):
+            return AbortedError(f"lost a peer while waiting in {name}: {error}")
+        if isinstance(error, CommError):  # all ranks raise it, and the group stays usable
+            self._done = True
+            self._on_finish(self._call)
+        if "gloo" in str(error) and "timed out" not in str(error).lower():
+            return AbortedError(f"lost a peer while waiting in {name}: {str(error)[-120:]}")
+        return error
 
     def _wait_sliced(self, end: float | None) -> None:
         wait = self._inner.wait
