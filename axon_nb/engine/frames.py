@@ -27,9 +27,9 @@ os.register_at_fork(before=_pause_lock.acquire, after_in_parent=_pause_lock.rele
 
 
 @contextlib.contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pause garbage collection for a few microseconds; a no-op on the main thread and since Python 3.12."""
-    if not _COLLECTS_ON_ALLOCATION or threading.current_thread() is threading.main_thread():
+def gc_paused(*, on_main: bool = False) -> Iterator[None]:
+    """Pause garbage collection for a moment; a no-op since Python 3.12, and on the main thread unless `on_main`."""
+    if not _COLLECTS_ON_ALLOCATION or (not on_main and threading.current_thread() is threading.main_thread()):
         yield
         return
     with _pause_lock:  # otherwise the first thread to leave would re-enable it for the second

@@ -110,11 +110,11 @@ def _objects_of(types: set[type]) -> list[Any]:
     objects are dropped within one call of C code, where threads do not switch: `list` calls `gc.get_objects`, and
     skips the objects of other types.
     """
-    skipped: dict[type, tuple[()]] = dict.fromkeys(map(type, _all_objects()), ())
-    for kind in types:
-        skipped.pop(kind, None)
-    flatten, select = itertools.chain.from_iterable, cast(Any, skipped.get)
-    with gc_paused():  # a finalizer is Python code
+    with gc_paused(on_main=True):  # finalizers and callbacks of the collector are Python code
+        skipped: dict[type, tuple[()]] = dict.fromkeys(map(type, _all_objects()), ())
+        for kind in types:
+            skipped.pop(kind, None)
+        flatten, select = itertools.chain.from_iterable, cast(Any, skipped.get)
         # type() instead of isinstance: lazy proxies answer the latter with side effects.
         found = list(flatten(itertools.starmap(select, itertools.groupby(_all_objects(), type))))
     return [item for item in found if type(item) in types]  # another thread may have made the first of its type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 
@@ -54,8 +55,12 @@ def test_scans_leave_the_tuples_of_other_threads_alone() -> None:
         except BaseException as error:
             errors.append(error)
 
+    def callback(phase: str, info: dict[str, int]) -> None:  # as Hypothesis has one: threads switch in it
+        sum(range(100))
+
     builder = threading.Thread(target=build)
     interval, living = sys.getswitchinterval(), LiveTensors()
+    gc.callbacks.append(callback)
     sys.setswitchinterval(1e-6)
     builder.start()
     try:
@@ -65,6 +70,7 @@ def test_scans_leave_the_tuples_of_other_threads_alone() -> None:
         stop.set()
         builder.join()
         sys.setswitchinterval(interval)
+        gc.callbacks.remove(callback)
     assert errors == []
 
 
