@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = [
     "AXES",
     "SINGLE_AXIS_STRATEGIES",
+    "STAGE_UNITS",
     "STRATEGIES",
+    "UNSHARDED",
     "ZERO_2",
     "LayoutOptions",
     "check_callable",
@@ -108,6 +110,10 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "optimi
 """Values of `ShardingStrategy`, and ``ddp`` for torch's DistributedDataParallel."""
 SINGLE_AXIS_STRATEGIES = tuple(name for name in STRATEGIES if name != "hybrid_shard")
 """Strategies whose only data axis is dp."""
+UNSHARDED = ("ddp", "optimizer_state")
+"""Strategies that keep all parameters on each rank."""
+STAGE_UNITS = "FSDP units: the modules of each pipeline stage."
+"""What is gathered together in a pipeline, as a note of plans."""
 _HYBRID_AXES = {"replicate", "shard"}
 
 

@@ -15,7 +15,7 @@ from axon_nb.parallel import make_mesh
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.plan.hardware.rates import Rates, Work
 from axon_nb.plan.tracing.subject import ModelSource
-from axon_nb.plan.tracing.trace import trace_model
+from axon_nb.plan.tracing.trace import owner, trace_model
 from tests.support.ranks import RankWorld
 
 CONFIG = GPTConfig(vocab=96, context=32, hidden=64, heads=4, blocks=3)
@@ -40,15 +40,18 @@ def test_flops_match_the_paper() -> None:
     assert trace.total("backward").flops == backward
 
 
-def test_work_is_split_by_child() -> None:
+def test_work_is_split_by_module() -> None:
     trace = trace_model(ModelSource(CONFIG, batch=BATCH), optimizer=torch.optim.AdamW)
+    assert trace.blocks == {f"block{i}" for i in range(CONFIG.blocks)}
     for phase in ("forward", "backward"):
-        found = trace.work[phase]
-        blocks = {found[f"block{i}"].flops for i in range(CONFIG.blocks)}
+        found = dict.fromkeys(trace.parts, 0.0)
+        for path, work in trace.work[phase].items():
+            found[owner(path, trace.parts) or "head"] += work.flops
+        blocks = {found[name] for name in trace.blocks}
         assert len(blocks) == 1
         assert blocks != {0.0}
-        assert found["head"].flops > 0
-        assert sum(work.flops for work in found.values()) == trace.total(phase).flops
+        assert found["head"] > 0
+        assert sum(found.values()) == trace.total(phase).flops
     assert trace.total("optimizer").ops > 0
     assert trace.total("optimizer").flops == 0
     parameters = dict(trace.model.named_parameters())

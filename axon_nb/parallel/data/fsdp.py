@@ -38,7 +38,8 @@ class FSDP(ShardedModel):
         strategy: What is sharded. OPTIMIZER_STATE creates a `ZeRO1`.
         mesh: For HYBRID_SHARD a 2-D mesh of (replicas, shards), for the others a 1-D mesh.
         wrap: Which submodules are gathered as a unit, besides the model: classes, a function called with each module,
-            or a minimum number of parameters. None: the direct children that have parameters.
+            or a minimum number of parameters. None: the decoder layers of a Hugging Face model (the classes that it
+            names in `_no_split_modules`); otherwise its direct children, or the repeated blocks inside them.
         mixed_precision: dtype of parameters in forward and backward, such as `torch.bfloat16`, with gradients reduced
             in float32; or torch's `MixedPrecisionPolicy` to choose each. None: unchanged.
         cpu_offload: What is kept in host memory.

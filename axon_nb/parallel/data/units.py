@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from axon_nb.comm.group import GroupLike, rank_device, resolve
 from axon_nb.errors import UsageError
 from axon_nb.parallel.activation_checkpoint import ModuleKinds, matches
+from axon_nb.parallel.data.blocks import named_blocks, repeated_blocks
 from axon_nb.parallel.strategies import ShardingStrategy
 
-__all__ = ["Wrap", "local_device", "make_units", "resolve_mesh"]
+__all__ = ["Wrap", "describe_units", "local_device", "make_units", "resolve_mesh"]
 
 Wrap = ModuleKinds | int | None
 """Classes, a function called with each module, a minimum number of parameters, or None."""
@@ -30,7 +33,7 @@ def make_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
 
     Args:
         model: The model whose submodules are considered.
-        wrap: As in `FSDP`; None: the direct children that have parameters.
+        wrap: As in `FSDP`.
 
     Raises:
         UsageError: the minimum number of parameters is below 1.
@@ -47,15 +50,34 @@ def make_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     return [unit for unit in _select(model, wrap) if is_whole(unit)]
 
 
+def describe_units(units: Iterable[nn.Module]) -> str:
+    """Describe units by class and number, and how to choose others."""
+    kinds = Counter(type(unit).__name__ for unit in units)
+    shown = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    what = f"{shown}, and one of all other parameters" if kinds else "the whole model is one"
+    return f"FSDP units: {what}. To choose others, give wrap=."
+
+
 def _select(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     if wrap is None:
-        return [child for child in _children(model) if any(True for _ in child.parameters())]
+        return named_blocks(model) or _children_or_blocks(model)
     if isinstance(wrap, int):
         if wrap < 1:
             raise UsageError(f"wrap must be at least 1 parameter; got {wrap}.")
         return _by_size(model, wrap)
     inner = [module for module in reversed(list(model.modules())) if module is not model]
     return [module for module in inner if matches(module, wrap) and not isinstance(module, _CONTAINERS)]
+
+
+def _children_or_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the direct children that have parameters; instead of a child, the repeated blocks inside it."""
+    blocks = repeated_blocks(model)
+    found: list[nn.Module] = []
+    for child in _children(model):
+        inside = set(map(id, child.modules()))
+        whole = [child] if any(True for _ in child.parameters()) else []
+        found += [block for block in blocks if id(block) in inside] or whole
+    return found
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.activation_checkpoint import checkpoint_blocks
+from axon_nb.parallel.data.blocks import equal_row
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.optimizer_kind import OptimizerKind
 from axon_nb.plan.errors import PlanError
@@ -24,7 +25,7 @@ from axon_nb.plan.footprint.fake_world import NO_VALUES
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
 from axon_nb.plan.models import CapturedModel, TensorSpec
-from axon_nb.plan.repetition.alike import BlockRun, equal_row, shorten
+from axon_nb.plan.repetition.alike import BlockRun, shorten
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda
 from axon_nb.plan.tracing.subject import checked_module_filter, resolve_optimizer
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from axon_nb.plan.arguments import check_callable, check_choice, check_int, check_number
+from axon_nb.plan.arguments import UNSHARDED, check_callable, check_choice, check_int, check_number
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import check_model, dtype_name
 
@@ -106,7 +106,7 @@ class MemoryRequest:
 
     def _check_combinations(self) -> None:
         """Check options against each other."""
-        unsharded = self.strategy in ("ddp", "optimizer_state")
+        unsharded = self.strategy in UNSHARDED
         if unsharded and self.cpu_offload in ("params", "full"):
             raise PlanError(
                 f"cpu_offload={self.cpu_offload!r} does not work with {self.strategy}, which keeps all parameters on "

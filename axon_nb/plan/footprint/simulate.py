@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from axon_nb.parallel.data.units import make_units
-from axon_nb.plan.arguments import ZERO_2
+from axon_nb.parallel.data.units import describe_units, make_units
+from axon_nb.plan.arguments import STAGE_UNITS, UNSHARDED, ZERO_2
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import fake_tensors, fake_world
 from axon_nb.plan.footprint.formula import ModelStates
@@ -61,6 +61,8 @@ class _ModelSummary:
     """Why none can be left out, although there are many; empty: there are few, or extrapolation is off."""
     is_tensor_parallel: bool
     """Whether tp shards any layer."""
+    units: str
+    """Its FSDP units, and how to choose others; empty: there are none."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def _summarize(setup: TrainingSetup) -> _ModelSummary:
         meshes = RankMeshes.of(request)
         with fake_tensors():
             model = setup.model()
+            units = _units(request, model)
             run, reason = _proven_run(setup, model) if request.extrapolate and meshes.stages is None else (None, "")
             num_parameters = sum(parameter.numel() for parameter in model.parameters())
             if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -140,7 +143,18 @@ def _summarize(setup: TrainingSetup) -> _ModelSummary:
                 places = range(request.size("pp"))
                 shapes = {place: local_shapes(stages_on_rank(request, model, place).values()) for place in places}
             held = sum(math.prod(shape) for place in shapes.values() for shape, _, _ in place)
-            return _ModelSummary(type(model).__name__, num_parameters, shapes, run, reason, held < num_parameters)
+            return _ModelSummary(
+                type(model).__name__, num_parameters, shapes, run, reason, held < num_parameters, units
+            )
+
+
+def _units(request: MemoryRequest, model: nn.Module) -> str:
+    """Describe the FSDP units of a model that is sharded in this way."""
+    if request.strategy in UNSHARDED or request.is_unwrapped:
+        return ""
+    if request.size("pp") > 1:
+        return STAGE_UNITS if request.size("dp") > 1 else ""
+    return describe_units(make_units(model, checked_module_filter(model, request.wrap, "wrap")))
 
 
 def _proven_run(setup: TrainingSetup, model: nn.Module) -> tuple[BlockRun | None, str]:
@@ -226,6 +240,8 @@ def _notes(request: MemoryRequest, summary: _ModelSummary) -> tuple[str, ...]:
     ]
     if request.strategy == "shard_grad_op":
         notes.append(f"{ZERO_2}.")
+    if summary.units:
+        notes.append(summary.units)
     if summary.reason:
         notes.append(f"All blocks were simulated: {summary.reason}, so none can stand for another.")
     if request.size("tp") > 1 and not summary.is_tensor_parallel:

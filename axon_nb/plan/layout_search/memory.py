@@ -14,6 +14,8 @@ from axon_nb.parallel.memory import model_states
 from axon_nb.parallel.optimizer_kind import OptimizerKind
 from axon_nb.parallel.pipeline.schedule_analysis import PipelineMemoryStats
 from axon_nb.parallel.strategies import ShardingStrategy
+from axon_nb.plan.arguments import UNSHARDED
+from axon_nb.plan.tracing.trace import owner
 from axon_nb.plan.traffic.data_parallel import LocalTensor
 from axon_nb.plan.traffic.layout import ParallelLayout
 
@@ -22,6 +24,8 @@ __all__ = ["ALLOWANCE", "MemoryEstimator", "estimate_memory"]
 MemoryEstimator = Callable[[ParallelLayout], dict[str, int]]
 """Returns bytes by part of the rank that needs most."""
 
+DIVIDED = ("column", "heads")
+"""Styles whose outputs are a rank's part."""
 ALLOWANCE = 0.05
 """Fragmentation allowance of CUDA's allocator, as a fraction of everything else; as in `axon_nb.plan.memory`."""
 
@@ -30,12 +34,13 @@ def estimate_memory(layout: ParallelLayout) -> dict[str, int]:
     """Estimate bytes by part of the rank along ``pp`` that needs most.
 
     - ``model states`` are exact (`axon_nb.parallel.memory`).
-    - ``unsharded parameters``: the two largest units, which FSDP holds at once, or all if they stay unsharded until
-      backward.
-    - ``gradients``: the largest unit's before and during reduction; all gradients of pipeline stages, until the last
-      microbatch; DDP's buckets.
-    - ``activations``: what forward saves of a rank's batch; with activation checkpointing, the children's outputs and
-      the largest child's activations. Divided by ``tp`` where it shards; a pipeline counts its live microbatches.
+    - ``unsharded parameters``: the two largest units, which FSDP holds at once, and what is in no unit; or all if they
+      stay unsharded until backward.
+    - ``gradients``: the largest unit's before and during reduction, and of what is in no unit; all gradients of
+      pipeline stages, until the last microbatch; DDP's buckets.
+    - ``activations``: what forward saves of a rank's batch; with activation checkpointing, the inputs of the equal
+      blocks, the largest block's activations, and what is outside. Divided by ``tp`` where it shards; a pipeline counts
+      its live microbatches.
     - ``temporary``: a gradient of the size of the largest output.
     - ``fragmentation``: an allowance on GPUs.
 
@@ -93,7 +98,7 @@ def _states(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> int:
 def _unsharded(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> tuple[int, int]:
     """Bytes of unsharded parameters, and of their gradients on top of the model states."""
     num_ranks = layout.size(layout.data_axis)
-    if layout.strategy in ("ddp", "optimizer_state"):
+    if layout.strategy in UNSHARDED:
         cast = sum(p.elements * layout.mixed_precision.itemsize for p in parameters) if layout.mixed_precision else 0
         return cast, sum(p.nbytes for p in parameters if p.has_grad) if num_ranks > 1 else 0
     if num_ranks == 1 and layout.mixed_precision is None:
@@ -102,32 +107,23 @@ def _unsharded(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> tup
     trained: dict[str, int] = {}
     reduced: dict[str, int] = {}
     for p in parameters:
-        name, computed = p.name.partition(".")[0], (layout.mixed_precision or p.dtype).itemsize
+        name, computed = owner(p.name, layout.units), (layout.mixed_precision or p.dtype).itemsize
         units[name] = units.get(name, 0) + p.elements * computed
         if p.has_grad:
             trained[name] = trained.get(name, 0) + p.elements * computed
             reduced[name] = reduced.get(name, 0) + p.elements * p.dtype.itemsize
     if layout.stages is not None:
         return sum(units.values()), sum(reduced.values())
+    # The model's own unit stays unsharded from the start of forward to the end of backward.
+    root, root_trained, root_reduced = (sizes.pop("", 0) for sizes in (units, trained, reduced))
     stays_unsharded = layout.strategy in ("shard_grad_op", "no_shard")
     largest = sorted(units.values(), reverse=True)
-    return sum(largest if stays_unsharded else largest[:2]), max(trained.values(), default=0) + max(
-        reduced.values(), default=0
-    )
-
-
-def _children(layout: ParallelLayout, pp_rank: int) -> list[str]:
-    """The model's children on one rank along ``pp``; what is outside all children counts for the last one."""
-    trace, stages = layout.trace, layout.stages
-    names = ("", *(name for name, _ in trace.model.named_children()))
-    if stages is None:
-        return list(names)
-    owner, last = stages.rank_of_child, stages.rank_of_stage[stages.num_stages - 1]
-    return [name for name in names if owner.get(name, last) == pp_rank]
+    gradients = max((trained[name] + reduced[name] for name in trained), default=0)
+    return root + sum(largest if stays_unsharded else largest[:2]), root_trained + max(root_reduced, gradients)
 
 
 def _saved(layout: ParallelLayout) -> dict[str, int]:
-    """Bytes that forward saves on one rank along ``tp``, by child.
+    """Bytes that forward saves on one rank along ``tp``, by saving module.
 
     Tensors computed from a column layer's output are sharded until a row layer reduces them. With sequence parallelism
     the rest is sharded along the sequence, except what column layers have gathered (Korthikanti et al., 2022, section
@@ -136,23 +132,31 @@ def _saved(layout: ParallelLayout) -> dict[str, int]:
     found: dict[str, int] = {}
     styles = layout.styles
     for (keeper, sources), size in layout.trace.saved.items():
-        is_sharded = any(styles.get(source) == "column" for source in sources)
+        is_sharded = any(styles.get(source) in DIVIDED for source in sources)
         if layout.sequence and not is_sharded:
             is_sharded = any(source in styles for source in sources) and not styles.get(keeper, "").startswith("column")
-        child = keeper.partition(".")[0]
-        found[child] = found.get(child, 0) + (size // layout.size("tp") if is_sharded else size)
+        found[keeper] = found.get(keeper, 0) + (size // layout.size("tp") if is_sharded else size)
     return found
+
+
+def _on_rank(layout: ParallelLayout, path: str, pp_rank: int) -> bool:
+    """Whether a rank along ``pp`` holds a module; the last one also has the loss."""
+    return layout.stages is None or layout.stages.rank_of(path) == pp_rank
 
 
 def _activations(layout: ParallelLayout, pp_rank: int) -> int:
     trace, stages = layout.trace, layout.stages
-    children, each = _children(layout, pp_rank), _saved(layout)
-    saved = {name: each.get(name, 0) for name in children}
+    saved = {keeper: size for keeper, size in _saved(layout).items() if _on_rank(layout, keeper, pp_rank)}
+    parts = sum(saved.values()), 0
     if layout.activation_checkpointing:
-        kept = sum(sum(fact.nbytes for fact in trace.outputs.get(name, ())) for name in children if name)
-        parts = kept + saved.get("", 0), max((size for name, size in saved.items() if name), default=0)
-    else:
-        parts = sum(saved.values()), 0
+        inside: dict[str, int] = {}
+        for keeper, size in saved.items():
+            block = owner(keeper, trace.blocks)
+            inside[block] = inside.get(block, 0) + size
+        outside = inside.pop("", 0)
+        # Each block's input, as large as its output, is all that is kept of it.
+        kept = sum(sum(fact.nbytes for fact in trace.outputs.get(name, ())) for name in inside)
+        parts = outside + kept, max(inside.values(), default=0)
     if stages is None:
         return sum(parts)
     live = trace.cached(
@@ -169,9 +173,10 @@ def _activations(layout: ParallelLayout, pp_rank: int) -> int:
 
 
 def _temporary(layout: ParallelLayout, pp_rank: int) -> int:
-    largest = layout.trace.largest_outputs
     sizes = [
-        largest.get(name, 0) // (layout.size("tp") if name in layout.sharded_children else 1)
-        for name in _children(layout, pp_rank)
+        fact.nbytes // (layout.size("tp") if layout.divides_part(name) else 1)
+        for name, facts in layout.trace.outputs.items()
+        if _on_rank(layout, name, pp_rank)
+        for fact in facts
     ]
     return max(sizes, default=0) // (1 if layout.stages is None else layout.stages.num_microbatches)

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
+from axon_nb.parallel.data.units import Wrap
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.plan.arguments import (
     SINGLE_AXIS_STRATEGIES,
@@ -61,6 +62,7 @@ def search(
     loss: Callable[..., torch.Tensor] | None = None,
     optimizer: Callable[..., Optimizer] | str = "AdamW",
     mixed_precision: torch.dtype | str | None = None,
+    wrap: Wrap | str = None,
     strategies: Sequence[Any] | str = ("ddp", "shard_grad_op", "full_shard"),
     schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
     max_tp: int = _NODE,
@@ -95,6 +97,7 @@ def search(
         loss: Function of output and target, or of the output alone.
         optimizer: A function that makes it from parameters, or its name in `torch.optim`.
         mixed_precision: dtype of forward and backward, as in `FSDP`; with ``ddp``, of autocast.
+        wrap: Which modules are FSDP units, as in `FSDP`; a class may be given by name. Pipeline stages have their own.
         strategies: One or more, for the data axis; pipeline stages use shard_grad_op.
         schedule: Pipeline schedule.
         max_tp: Largest number of ranks along ``tp``, such as the GPUs of a node.
@@ -121,7 +124,7 @@ def search(
     chosen = resolve_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
     wires = "h100" if links is None else links
     evaluator = _Evaluator(
-        source, make, dtype, PipelineSchedule.of(schedule), kinds, chosen, wires, overlap, memory_gib * _GIB
+        source, make, dtype, wrap, PipelineSchedule.of(schedule), kinds, chosen, wires, overlap, memory_gib * _GIB
     )
     traces = TraceInterpolator(source, make, dtype)
     found: list[Candidate] = []
@@ -134,14 +137,14 @@ def search(
     plan = SearchPlan(
         f"{num_gpus} GPUs of {each}, {samples} samples per step",
         tuple(sorted(found, key=lambda one: one.sort_key)),
-        tuple(evaluator.notes(int(num_gpus))),
+        (*traces.units(wrap), *evaluator.notes(int(num_gpus))),
         int(samples),
         round(memory_gib * _GIB),
     )
     if not simulate:
         return plan
     options = {"seq": seq, "inputs": inputs, "target": target, "loss": loss, "optimizer": optimizer}
-    options |= {"mixed_precision": mixed_precision, "schedule": evaluator.schedule.value}
+    options |= {"mixed_precision": mixed_precision, "schedule": evaluator.schedule.value, "wrap": wrap}
     return Simulations(model, options, memory_gib * _GIB, progress, cancel).simulate_best(plan, simulate)
 
 
@@ -172,6 +175,7 @@ class _Evaluator:
     source: ModelSource
     optimizer: Callable[..., Optimizer] | None
     dtype: torch.dtype | None
+    wrap: Wrap | str
     schedule: PipelineSchedule
     strategies: Sequence[str]
     rates: Rates
@@ -211,6 +215,7 @@ class _Evaluator:
             mesh.axes,
             self._strategies(mesh.pp, mesh.dp)[0],
             mixed_precision=self.dtype,
+            wrap=self.wrap if mesh.pp == 1 else None,
             schedule=self.schedule,
             num_microbatches=num_microbatches if mesh.pp > 1 else None,
             optimizer=self.optimizer,

@@ -7,18 +7,18 @@ in and after those that remain. Models such as Gemma repeat a group: five local 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from axon_nb.parallel.data.blocks import num_parameters, rows_of_blocks
 from axon_nb.plan.repetition.forward_trace import ForwardTrace, sections, trace_forward
 from axon_nb.plan.repetition.signature import signatures
 
-__all__ = ["BlockRun", "ProvenRuns", "equal_row", "shorten"]
+__all__ = ["BlockRun", "ProvenRuns", "shorten"]
 
-_ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MAX_PERIOD = 16
 """Blocks in the largest group that is looked for."""
 
@@ -40,31 +40,6 @@ class BlockRun:
     def __str__(self) -> str:
         of = f"groups of {self.period} blocks" if self.period > 1 else "blocks"
         return f"{self.depth} equal {of}"
-
-
-def _rows(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
-    """Yield consecutive modules of one class in one container, by name."""
-    for path, container in model.named_modules():
-        if not isinstance(container, _ROWS):
-            continue
-        row: dict[str, nn.Module] = {}
-        for name, child in container.named_children():
-            if row and type(child) is not type(next(iter(row.values()))):
-                yield row
-                row = {}
-            row[f"{path}.{name}" if path else name] = child
-        yield row
-
-
-def _size(blocks: Sequence[nn.Module]) -> int:
-    return sum(parameter.numel() for block in blocks for parameter in block.parameters())
-
-
-def equal_row(model: nn.Module) -> list[nn.Module] | None:
-    """Return the modules of one class, at least two in a row, that have the most parameters; None: there are none."""
-    found = [list(row.values()) for row in _rows(model) if len(row) > 1]
-    best = max(found, key=_size, default=None)
-    return best if best and _size(best) else None
 
 
 def shorten(model: nn.Module, run: BlockRun, depth: int) -> None:
@@ -105,9 +80,9 @@ class ProvenRuns:
             depth: How many groups such a model has to have to prove that the others can be left out.
         """
         rows: list[dict[str, nn.Module]] = []
-        for row in _rows(self._model):
+        for row in rows_of_blocks(self._model):
             is_inner = any(next(iter(row), "").startswith(f"{name}.") for outer in rows for name in outer)
-            if len(row) >= least and _size(list(row.values())) and not is_inner:
+            if len(row) >= least and num_parameters(list(row.values())) and not is_inner:
                 rows.append(row)
         if not rows:
             return None
@@ -118,7 +93,9 @@ class ProvenRuns:
             self.reason = "its forward cannot be traced block by block"
             return None
         runs = [run for row in rows for run in _runs(trace, row, states[tuple(row)], least)]
-        for run in sorted(runs, key=lambda run: -_size([blocks[name] for name in run.names[depth * run.period :]])):
+        for run in sorted(
+            runs, key=lambda run: -num_parameters([blocks[name] for name in run.names[depth * run.period :]])
+        ):
             row_names = next(list(row) for row in rows if run.names[0] in row)
             if self._holds(trace, row_names, run, make(run, depth), depth):
                 return run

@@ -7,6 +7,7 @@ import math
 from axon_nb.plan.hardware.rates import Rates, Work
 from axon_nb.plan.pipeline.plan import SchedulePlan, StageTimes
 from axon_nb.plan.pipeline.schedule import schedule
+from axon_nb.plan.tracing.trace import owner
 from axon_nb.plan.traffic.layout import DATA_AXES, ParallelLayout
 from axon_nb.plan.traffic.pipeline_parallel import boundaries
 from axon_nb.plan.traffic.plan import CommunicationPlan
@@ -26,7 +27,7 @@ def compute_work(layout: ParallelLayout, pp_rank: int) -> dict[str, Work]:
     """
     stages = layout.stages
     if stages is None:
-        return {phase: _of_children(layout, phase, None) for phase in _PHASES}
+        return {phase: _of_modules(layout, phase, None) for phase in _PHASES}
     found = {phase: Work() for phase in _PHASES}
     for stage in stages.on_rank(pp_rank):
         for phase in _PHASES:
@@ -34,16 +35,29 @@ def compute_work(layout: ParallelLayout, pp_rank: int) -> dict[str, Work]:
     return found
 
 
-def _of_children(layout: ParallelLayout, phase: str, names: tuple[str, ...] | None) -> Work:
-    """The work of some children; None: of the whole model."""
-    tp = layout.size("tp")
-    total = Work()
-    for child, work in layout.trace.work.get(phase, {}).items():
-        if names is None or child in names:
-            total += work.scaled(1 / tp) if child in layout.sharded_children else work
+def _of_modules(layout: ParallelLayout, phase: str, names: tuple[str, ...] | None) -> Work:
+    """The work in some modules; None: of the whole model."""
+    total = _sum(layout, phase, names)
     if layout.activation_checkpointing and phase == "backward":
-        total += _of_children(layout, "forward", names).times(float(layout.activation_checkpointing))
+        blocks_only = layout.activation_checkpointing is True
+        total += _sum(layout, "forward", names, blocks_only=blocks_only).times(float(layout.activation_checkpointing))
     return total
+
+
+def _sum(layout: ParallelLayout, phase: str, names: tuple[str, ...] | None, *, blocks_only: bool = False) -> Work:
+    """The work of one rank along ``tp``: matrix products are divided where their module is, the rest with its part."""
+    tp, trace = layout.size("tp"), layout.trace
+    key = phase, names, blocks_only, tp, frozenset(layout.styles.items())
+    if key not in trace.sums:
+        total = Work()
+        for path, work in trace.work.get(phase, {}).items():
+            if (names is None or owner(path, names) in names) and (not blocks_only or owner(path, trace.blocks)):
+                shares = [
+                    1 / tp if is_divided else 1.0 for is_divided in (layout.divides(path), layout.divides_part(path))
+                ]
+                total += work.scaled(*shares)
+        trace.sums[key] = total
+    return trace.sums[key]
 
 
 def _of_stage(layout: ParallelLayout, stage: int, phase: str) -> Work:
@@ -51,7 +65,7 @@ def _of_stage(layout: ParallelLayout, stage: int, phase: str) -> Work:
     stages = layout.stages
     assert stages is not None
     names = stages.children[stage] + (("",) if stage == stages.num_stages - 1 else ())
-    return _of_children(layout, phase, names).scaled(1 / stages.num_microbatches)
+    return _of_modules(layout, phase, names).scaled(1 / stages.num_microbatches)
 
 
 def optimizer_work(layout: ParallelLayout, pp_rank: int) -> Work:

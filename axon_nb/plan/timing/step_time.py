@@ -59,7 +59,8 @@ def step_time(
         overlap: Fraction of overlappable communication that computation hides, 0 to 1; None: as `calibrate` measured,
             or 1.
         optimizer: A function that makes it from parameters, or its name in `torch.optim`; None: no optimizer step.
-        activation_checkpointing: Whether backward recomputes forward; or which fraction of it, 0 to 1.
+        activation_checkpointing: True: backward recomputes the forward of the model's equal blocks; or a fraction of
+            the whole forward, 0 to 1.
         **layout: As in `communication`; ``inputs`` is required except for a GPTConfig.
 
     Raises:
@@ -67,8 +68,9 @@ def step_time(
             what works.
     """
     found, share = resolve_rates(rates), _overlap(overlap, rates, links)
-    given = float(activation_checkpointing) if isinstance(activation_checkpointing, bool) else activation_checkpointing
-    again = check_number("activation_checkpointing", given, rule="True, False or a fraction of forward", most=1.0)
+    again = activation_checkpointing
+    if not isinstance(again, bool):
+        again = check_number("activation_checkpointing", again, rule="True, False or a fraction of forward", most=1.0)
     laid_out = ParallelLayout.from_options(model, world_size, layout, optimizer, activation_checkpointing=again)
     if not laid_out.trace.has_inputs:
         raise UsageError(
@@ -189,7 +191,10 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
             "the last bucket or unit, and all FSDP gathers but the first unit"
         )
     if layout.size("tp") > 1:
-        yield "tp divides the work of the children that it shards evenly; none of its communication is hidden"
+        yield (
+            "tp divides the matrix products that it shards, and the other operations of their blocks, evenly; none of "
+            "its communication is hidden"
+        )
     if layout.stages is not None:
         yield "a microbatch takes its share of the batch's time; senders do not wait for delivery"
     yield "all ranks are equally fast and otherwise idle; data loading is free"

@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
+from axon_nb.parallel.data.units import describe_units, make_units
 from axon_nb.plan.hardware.rates import Work
-from axon_nb.plan.tracing.subject import ModelSource
+from axon_nb.plan.tracing.subject import ModelSource, checked_module_filter
 from axon_nb.plan.tracing.trace import ModelTrace, TensorFacts, trace_model
 
 __all__ = ["TraceInterpolator", "interpolate"]
@@ -52,6 +53,17 @@ class TraceInterpolator:
             found = self._interpolated(batch) if batch > 1 and len(self._ends) == 2 else None
             self._made[batch] = found or self._traced(batch)
         return self._made[batch]
+
+    def units(self, wrap: Any) -> tuple[str, ...]:
+        """Describe the FSDP units of the model, if it was traced.
+
+        Args:
+            wrap: As in `FSDP`; a class may be given by name.
+        """
+        model = next((trace.model for trace in self._made.values()), None)
+        if model is None:
+            return ()
+        return (describe_units(make_units(model, checked_module_filter(model, wrap, "wrap"))),)
 
     def _interpolated(self, batch: int) -> ModelTrace | None:
         low, high = self._ends

@@ -65,10 +65,10 @@ class OpCounter(TorchDispatchMode):
             self._track_sources(tensors_in((args, kwargs)), tensors_in(result))
         if self.phase and not func.is_view:
             place = self.found.setdefault(self.phase, {})
-            child = "" if self.phase == "optimizer" else self._child()
+            path = "" if self.phase == "optimizer" else self._module()
             if self.phase == "optimizer":
                 self.uses.update(map(id, tensors_in((args, kwargs))))
-            place[child] = place.get(child, Work()) + _work_of(func._overloadpacket, args, kwargs, result)
+            place[path] = place.get(path, Work()) + _work_of(func._overloadpacket, args, kwargs, result)
         return result
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,12 +95,6 @@ class OpCounter(TorchDispatchMode):
         for tensor in tensors_in(output):
             self._alive.append(tensor)
             self._sources[tensor.untyped_storage()._cdata] = frozenset((name,))
-
-    def _child(self) -> str:
-        for name in self.tracker.parents:
-            if name.startswith(self._prefix):
-                return str(name[len(self._prefix) :].partition(".")[0])
-        return ""
 
     def _module(self) -> str:
         """The innermost running module."""

@@ -5,10 +5,9 @@ Nothing is allocated or computed, so models of any size can be traced on a lapto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,12 +17,21 @@ from torch.optim import Optimizer
 from torch.utils.module_tracker import ModuleTracker
 
 from axon_nb.errors import UsageError
+from axon_nb.parallel.data.blocks import equal_row
+from axon_nb.parallel.data.units import make_units
 from axon_nb.plan.hardware.rates import Work
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda, patched_apply
 from axon_nb.plan.tracing.op_counter import OpCounter, tensors_in
 from axon_nb.plan.tracing.subject import ModelSource, first_line
 
-__all__ = ["ModelTrace", "TensorFacts", "trace_model"]
+__all__ = ["ModelTrace", "TensorFacts", "owner", "trace_model"]
+
+
+def owner(path: str, names: Container[str]) -> str:
+    """Return the innermost of some modules that holds the module at a path; empty: none of them does."""
+    while path and path not in names:
+        path = path.rpartition(".")[0]
+    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +71,11 @@ class ModelTrace:
     grad_uses: dict[str, int] = field(default_factory=dict)
     """How often the optimizer's step reads each parameter's gradient; empty without an optimizer."""
     work: dict[str, dict[str, Work]] = field(default_factory=dict)
-    """By phase, then by child of the model; work outside all children has an empty name."""
+    """By phase, then by innermost module; work outside the model, and that of the optimizer, has an empty name."""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """Results of `cached`."""
+    """Results of `cached`, which do not depend on the batch."""
+    sums: dict[Any, Work] = field(default_factory=dict, init=False, repr=False)
+    """Known sums of `work`."""
 
     def cached(self, name: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` computes, once per name.
@@ -84,13 +94,27 @@ class ModelTrace:
         found: list[tuple[str, nn.Parameter]] = self.cached("parameters", lambda: list(self.model.named_parameters()))
         return found
 
-    @cached_property
-    def largest_outputs(self) -> dict[str, int]:
-        """By child of the model: bytes of the largest tensor that a module in it returns; the model itself is ""."""
-        found: dict[str, int] = {}
-        for name, facts in self.outputs.items():
-            child = name.partition(".")[0]
-            found[child] = max([found.get(child, 0), *(fact.nbytes for fact in facts)])
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the model's children and blocks, which divide its work."""
+
+        def named() -> tuple[str, ...]:
+            inside = set(map(id, (*make_units(self.model, None), *self.model.children())))
+            return tuple(name for name, module in self.model.named_modules() if id(module) in inside)
+
+        found: tuple[str, ...] = self.cached("parts", named)
+        return found
+
+    @property
+    def blocks(self) -> frozenset[str]:
+        """Names of the model's equal blocks: those that activation checkpointing recomputes."""
+
+        def named() -> frozenset[str]:
+            row = equal_row(self.model) or []
+            kinds = {type(block) for block in row}
+            return frozenset(name for name, module in self.model.named_modules() if type(module) in kinds)
+
+        found: frozenset[str] = self.cached("blocks", named)
         return found
 
     def total(self, phase: str) -> Work:

@@ -9,8 +9,9 @@ from typing import Any, Unpack
 import torch
 from torch.optim import Optimizer
 
-from axon_nb.parallel.data.units import make_units
+from axon_nb.parallel.data.units import describe_units
 from axon_nb.parallel.strategies import ShardingStrategy
+from axon_nb.plan.arguments import STAGE_UNITS, UNSHARDED
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import resolve_links
 from axon_nb.plan.traffic import data_parallel as data
@@ -70,6 +71,8 @@ def _notes(layout: ParallelLayout) -> Iterator[str]:
         yield "inputs= is missing: gradients are assumed to become ready in reverse parameter order"
     if layout.size("tp") > 1 and not layout.styles:
         yield "tp shards no layer of this model, so all tp ranks do the same work; give tp_plan="
+    if layout.has_units:
+        yield STAGE_UNITS if layout.stages is not None else describe_units(layout.units.values())
     if layout.size(*DATA_AXES) > 1:
         yield "this is a step that averages gradients; accumulation steps send less"
     if layout.stages is not None:
@@ -78,7 +81,6 @@ def _notes(layout: ParallelLayout) -> Iterator[str]:
 
 def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
     stages, tp = layout.stages, layout.size("tp")
-    rank_of_child = stages.rank_of_child if stages is not None else None
     if layout.styles:
         rows = tuple(
             tensor_parallel_traffic(
@@ -88,7 +90,7 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
                 sequence=layout.sequence,
                 parallel_loss=layout.parallel_loss,
                 parts=stages.num_microbatches if stages is not None else 1,
-                rank_of_child=rank_of_child,
+                stages=stages,
             )
         )
         yield from rows
@@ -111,7 +113,7 @@ def _recomputed(rows: Sequence[Traffic]) -> Iterator[Traffic]:
 
 def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Iterator[Traffic]:
     axis, num_ranks = layout.data_axis, layout.size(layout.data_axis)
-    if layout.strategy in ("ddp", "optimizer_state"):
+    if layout.strategy in UNSHARDED:
         trace = layout.trace
         buffers = [
             LocalTensor(name, tuple(buffer.shape), buffer.dtype) for name, buffer in trace.model.named_buffers()
@@ -133,7 +135,7 @@ def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Ite
                 waits=layout.device == "cpu",
             )
         return
-    units = data.group_into_units(_unit_names(layout), parameters, _needs_backward(layout))
+    units = data.group_into_units(list(layout.units), parameters, _needs_backward(layout))
     strategy = ShardingStrategy(layout.strategy)
     shard, replicate = (axis, num_ranks), None
     if strategy is ShardingStrategy.HYBRID_SHARD:
@@ -147,24 +149,6 @@ def _data_rows(layout: ParallelLayout, parameters: Sequence[LocalTensor]) -> Ite
     yield from data.fsdp(
         units, strategy, shard=shard, replicate=replicate, param_dtype=dtype, reduce_dtype=reduce_dtype
     )
-
-
-def _unit_names(layout: ParallelLayout) -> list[str]:
-    """Names of the modules that are FSDP units of their own."""
-    model = layout.trace.model
-
-    def named() -> list[str]:
-        if layout.stages is None:
-            inner = make_units(model, layout.wrap)
-        else:
-            inner = [child for child in model.children() if any(True for _ in child.parameters())]
-        chosen = set(map(id, inner))
-        return [name for name, module in model.named_modules() if id(module) in chosen]
-
-    found: list[str] = (
-        named() if layout.wrap is not None else layout.trace.cached(("units", layout.stages is None), named)
-    )
-    return found
 
 
 def _needs_backward(layout: ParallelLayout) -> set[str] | None:

@@ -13,6 +13,7 @@ import torch
 
 from axon_nb.parallel.memory import partition_parameters
 from axon_nb.parallel.strategies import ShardingStrategy
+from axon_nb.plan.tracing.trace import owner
 from axon_nb.plan.traffic.plan import Traffic, grouped
 
 __all__ = ["FSDPUnit", "LocalTensor", "ddp", "fill_buckets", "fsdp", "group_into_units", "zero1"]
@@ -215,9 +216,7 @@ def group_into_units(
     members: dict[str, list[LocalTensor]] = {name: [] for name in inner}
     root: list[LocalTensor] = []
     for tensor in parameters:
-        path = tensor.name
-        while path and path not in members:
-            path = path.rpartition(".")[0]
+        path = owner(tensor.name, members)
         (members[path] if path else root).append(tensor)
     made = [FSDPUnit(name, tuple(tensor), backward is None or name in backward) for name, tensor in members.items()]
     return [FSDPUnit("", tuple(root)), *made]

@@ -10,13 +10,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
-from axon_nb.parallel.data.units import Wrap
+from axon_nb.parallel.data.units import Wrap, make_units
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule
 from axon_nb.parallel.tensor.styles import STYLES, automatic_plan, check_divisible
 from axon_nb.plan.arguments import (
+    UNSHARDED,
     LayoutOptions,
     check_callable,
     check_choice,
@@ -29,7 +31,7 @@ from axon_nb.plan.arguments import (
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.named_models import model_by_name
 from axon_nb.plan.tracing.subject import ModelSource, checked_module_filter, resolve_dtype, resolve_optimizer
-from axon_nb.plan.tracing.trace import ModelTrace, trace_model
+from axon_nb.plan.tracing.trace import ModelTrace, owner, trace_model
 from axon_nb.plan.traffic.data_parallel import LocalTensor
 from axon_nb.plan.traffic.pipeline_parallel import StageAssignment, assign_stages
 from axon_nb.plan.traffic.tensor_parallel import local_parameters
@@ -80,7 +82,7 @@ class ParallelLayout:
     optimizer: Callable[..., Optimizer] | None = None
     """Its step is traced too."""
     activation_checkpointing: bool | float = False
-    """Fraction of forward that backward recomputes; True: each child of the model saves only its input."""
+    """Fraction of forward that backward recomputes; True: the equal blocks save only their inputs."""
     known_trace: ModelTrace | None = None
     """The trace, if it exists already."""
     trace: ModelTrace = field(init=False)
@@ -159,19 +161,50 @@ class ParallelLayout:
             return [self.parameters]
         found: list[list[LocalTensor]] = [[] for _ in range(self.size("pp"))]
         for parameter in self.parameters:
-            found[self.stages.rank_of_child[parameter.name.partition(".")[0]]].append(parameter)
+            found[self.stages.rank_of(parameter.name)].append(parameter)
         return found
 
     @cached_property
-    def sharded_children(self) -> frozenset[str]:
-        """Children of the model that ``tp`` shards."""
-        return frozenset(name.partition(".")[0] for name in self.styles)
+    def _divided(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Modules whose matrix products ``tp`` divides, as their parents or themselves; and parts that hold any."""
+        named = frozenset(self.styles) | frozenset(name.rpartition(".")[0] for name in self.styles) - {""}
+        return named, frozenset(owner(name, self.trace.parts) for name in self.styles)
+
+    def divides(self, path: str) -> bool:
+        """Whether ``tp`` divides a module's matrix products: it is sharded, or a module beside or below it is."""
+        return bool(self.styles) and not self._divided[0].isdisjoint((path, path.rpartition(".")[0]))
+
+    def divides_part(self, path: str) -> bool:
+        """Whether ``tp`` shards a module of the same block, or of the same child of the model."""
+        return bool(self.styles) and owner(path, self.trace.parts) in self._divided[1]
 
     @cached_property
     def boundary_shares(self) -> dict[str, int]:
         """Number of ``tp`` ranks over which a child's output is sharded, by child; others are whole on each rank."""
         children = [name for name, _ in self.trace.model.named_children()][:-1]
         return dict.fromkeys(children, self.size("tp")) if self.sequence and self.styles else {}
+
+    @property
+    def has_units(self) -> bool:
+        """Whether the model is sharded by FSDP."""
+        return self.strategy not in UNSHARDED and self.size(*DATA_AXES) > 1
+
+    @cached_property
+    def units(self) -> dict[str, nn.Module]:
+        """Modules that are FSDP units of their own, by name."""
+
+        def named() -> dict[str, nn.Module]:
+            model = self.trace.model
+            if self.stages is None:
+                inner = make_units(model, self.wrap)
+            else:
+                inner = [child for child in model.children() if any(True for _ in child.parameters())]
+            chosen = set(map(id, inner))
+            return {name: module for name, module in model.named_modules() if id(module) in chosen}
+
+        key = "units", self.stages is None
+        found: dict[str, nn.Module] = named() if self.wrap is not None else self.trace.cached(key, named)
+        return found
 
     @property
     def data_axis(self) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of_rank
 from axon_nb.parallel.pipeline.stages import balance, child_costs, split_sections
-from axon_nb.plan.tracing.trace import ModelTrace
+from axon_nb.plan.tracing.trace import ModelTrace, owner
 from axon_nb.plan.traffic.plan import Traffic
 
 __all__ = ["StageAssignment", "assign_stages", "boundaries", "pipeline_traffic"]
@@ -43,10 +43,14 @@ class StageAssignment:
         return {stage: rank for rank in range(self.num_ranks) for stage in self.on_rank(rank)}
 
     @cached_property
-    def rank_of_child(self) -> dict[str, int]:
-        """The rank of each child of the model."""
+    def _rank_of_child(self) -> dict[str, int]:
         ranks = self.rank_of_stage
         return {name: ranks[stage] for stage, names in enumerate(self.children) for name in names}
+
+    def rank_of(self, path: str) -> int:
+        """The rank that holds a module or parameter; the last stage's for what is in none."""
+        last = self.rank_of_stage[self.num_stages - 1]
+        return self._rank_of_child.get(owner(path, self._rank_of_child), last)
 
 
 def assign_stages(

@@ -15,6 +15,7 @@ from torch import nn
 
 from axon_nb.plan.tracing.trace import ModelTrace, TensorFacts
 from axon_nb.plan.traffic.data_parallel import LocalTensor
+from axon_nb.plan.traffic.pipeline_parallel import StageAssignment
 from axon_nb.plan.traffic.plan import Traffic, grouped
 
 __all__ = ["SHARDED_DIM", "local_parameters", "tensor_parallel_traffic"]
@@ -40,7 +41,7 @@ def tensor_parallel_traffic(
     sequence: bool,
     parallel_loss: bool,
     parts: int = 1,
-    rank_of_child: Mapping[str, int] | None = None,
+    stages: StageAssignment | None = None,
     axis: str = "tp",
 ) -> Iterator[Traffic]:
     """Yield what ranks along the axis send each other.
@@ -52,18 +53,18 @@ def tensor_parallel_traffic(
         sequence: Whether activations between blocks are sharded along the sequence.
         parallel_loss: Whether the loss takes logits sharded over the vocabulary.
         parts: Number of microbatches.
-        rank_of_child: Rank along ``pp`` of each child of the model; None: no pipeline.
+        stages: How the model is split over ``pp``; None: it is not.
         axis: Its name.
     """
     calls: dict[tuple[int, str, str, str], list[int]] = {}
     for name, style in styles.items():
-        pp_rank = 0 if rank_of_child is None else rank_of_child[name.partition(".")[0]]
+        pp_rank = 0 if stages is None else stages.rank_of(name)
         for call in _calls(trace, name, style, styles, sequence=sequence):
             once = call.purpose == _NORMS
             sizes = [call.size] if once else [call.size // parts] * parts
             calls.setdefault((pp_rank, call.phase, call.operation, call.purpose), []).extend(sizes)
     if parallel_loss:
-        pp_rank = 0 if rank_of_child is None else max(rank_of_child.values())
+        pp_rank = 0 if stages is None else stages.rank_of("")
         tokens = _tokens(trace)
         for size in (tokens * 4, 2 * tokens * 4):
             key = (pp_rank, _FORWARD, "all_reduce", "loss of sharded logits")
