@@ -59,6 +59,34 @@ def test_other_planners_take_configs() -> None:
     assert found.communication.calls("dp", "reduce_scatter") == 2 + 1  # blocks, and what is outside of them
 
 
+def test_a_search_shards_checkpoints_and_divides_decoder_layers() -> None:
+    config = _config(num_hidden_layers=6, hidden_size=128, intermediate_size=352, vocab_size=256)
+    options: dict[str, Any] = {"rates": 1e12, "links": "nvlink4", "seq": 32, "global_batch": 32}
+    found = plan.search(config, 4, 80, **options)
+    assert "FSDP units: 6 LlamaDecoderLayer, and one of all other parameters" in str(found)
+    sharded = [one for one in found.candidates if (one.dp, one.strategy) == (4, "full_shard")]
+    fsdp = {one.activation_checkpointing: one for one in sharded}
+    assert fsdp[True].memory["activations"] < 0.5 * fsdp[False].memory["activations"]
+    assert fsdp[True].step_s > fsdp[False].step_s
+    whole = plan.search(config, 4, 80, wrap=lambda module: False, **options)
+    one = next(c for c in whole.candidates if (c.dp, c.strategy) == (4, "full_shard"))
+    assert one.memory["unsharded parameters"] > 2 * fsdp[False].memory["unsharded parameters"]
+    assert "FSDP units: the whole model is one" in str(whole)
+    divided = [c for c in found.candidates if c.tp == 2 and c.pp == 1 and c.fits]
+    assert divided
+    halves = [c for c in divided if c.strategy == "full_shard" and not c.activation_checkpointing]
+    assert halves[0].memory["model states"] < 1.2 * fsdp[False].memory["model states"]
+
+
+@pytest.mark.parametrize("again", [None, True], ids=["plain", "checkpointed"])
+def test_the_estimate_of_a_search_is_near_the_simulation(again: Any) -> None:
+    config = _config(num_hidden_layers=6, hidden_size=256, intermediate_size=704, vocab_size=512)
+    found = plan.search(config, 2, 80, rates=1e12, links="nvlink4", seq=32, global_batch=32, strategies="full_shard")
+    one = next(c for c in found.candidates if c.dp == 2 and c.activation_checkpointing is bool(again))
+    real = plan.memory(config, seq=32, fragmentation=0.05, **one.layout(32))
+    assert one.memory_bytes == pytest.approx(real.peak_bytes, rel=0.2)
+
+
 def test_names_and_paths(tmp_path: Path) -> None:
     assert isinstance(hugging_face_model("meta-llama/Llama-3.1-70B"), HuggingFaceModel)
     for other in ("model", "trainer.model", 7, len):

@@ -45,7 +45,8 @@ def parallelize(
         model: A model of plain tensors.
         plan: Maps patterns of module names, where ``*`` matches anything including dots, to styles: ``column`` (shards
             output features), ``row`` (shards input features, after a column layer), ``column+gather`` and
-            ``split+row`` (replicated on the unsharded side), ``sequence`` (a norm), ``share`` (a module whose column
+            ``split+row`` (replicated on the unsharded side), ``sequence`` (a norm), ``heads`` (a norm of
+            single heads), ``share`` (a module whose column
             layers use one input: fewer sums), ``gather`` and ``split`` (of positions, at the input or output of any
             module), or one of torch's own. ``auto``: modules known to compute the same when sharded, see
             `axon_nb.parallel.tensor.styles`; the rest is not sharded.

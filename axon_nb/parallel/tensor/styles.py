@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.parallel.models import GPT, Attention, Block, Embedding, Head
 from axon_nb.parallel.tensor.functions import split_sequence
+from axon_nb.parallel.tensor.named_plans import named_units
 
 __all__ = ["STYLES", "automatic_plan", "check_divisible", "create_style"]
 
@@ -28,6 +30,7 @@ STYLES = {
     "row": "shard the input features, as a column layer before provides them; sum the outputs",
     "split+row": "shard the input features of a replicated input; sum the outputs",
     "sequence": "apply a norm to this rank's positions",
+    "heads": "apply a norm to this rank's heads: (batch, positions, heads, head size)",
     "share": "compute one backward sum for several column layers inside that use the same input",
     "gather": "like share, and also gather the positions of the input",
     "split": "keep this rank's positions of the output",
@@ -72,6 +75,7 @@ def create_style(name: str, module: nn.Module, *, sequence: bool, inside: bool) 
         "row": lambda: RowwiseParallel(input_layouts=replicated if embedding else Shard(-1), output_layouts=between),
         "split+row": lambda: RowwiseParallel(input_layouts=replicated, output_layouts=between),
         "sequence": lambda: SequenceParallel(use_local_output=True),
+        "heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
         "gather": lambda: PrepareModuleInput(
             input_layouts=(_POSITIONS,), desired_input_layouts=(replicated,), use_local_output=False
         ),
@@ -141,8 +145,8 @@ def automatic_plan(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return styles by module, and reasons by known module that cannot be sharded.
 
-    Known are the modules of `axon_nb.parallel.models.GPT`, and two linear layers with an elementwise activation between
-    them inside an `nn.Sequential`.
+    Known are the modules of `axon_nb.parallel.models.GPT`, those in the `tp_plan` of a Hugging Face model, and two
+    linear layers with an elementwise activation between them inside an `nn.Sequential`.
 
     Raises:
         TensorError: `sequence` is set for another model than that GPT, or its sizes are not divisible.
@@ -154,25 +158,30 @@ def automatic_plan(
         )
     plan: dict[str, str] = {}
     skipped: dict[str, str] = {}
+    units = list(named_units(model))
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for unit in _units(module, parallel_loss=parallel_loss):
-            unit_plan = {f"{prefix}{name}" if name else path: style for name, style in unit.items()}
-            try:
-                for name, style in unit_plan.items():
-                    inner = model.get_submodule(name)
-                    parent = model.get_submodule(name.rpartition(".")[0])
-                    check_divisible(name, inner, style, parent=parent, num_ranks=num_ranks)
-            except TensorError as error:
-                if sequence:
-                    raise
-                # All of the unit or nothing: a column layer alone would pass only a part to its unsharded row layer.
-                skipped |= dict.fromkeys(unit_plan, str(error))
-                continue
-            plan |= unit_plan
+        units += [_full_names(path, unit) for unit in _units(module, parallel_loss=parallel_loss)]
         if sequence:
-            plan |= {f"{prefix}{name}" if name else path: style for name, style in _sequence_styles(module).items()}
+            plan |= _full_names(path, _sequence_styles(module))
+    for unit in units:
+        try:
+            for name, style in unit.items():
+                inner = model.get_submodule(name)
+                parent = model.get_submodule(name.rpartition(".")[0])
+                check_divisible(name, inner, style, parent=parent, num_ranks=num_ranks)
+        except TensorError as error:
+            if sequence:
+                raise
+            # All of the unit or nothing: a column layer alone would pass only a part to its unsharded row layer.
+            skipped |= dict.fromkeys(unit, str(error))
+            continue
+        plan |= unit
     return plan, skipped
+
+
+def _full_names(path: str, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return styles with the names of modules in the model."""
+    return {".".join(filter(None, (path, name))): style for name, style in styles.items()}
 
 
 def _units(module: nn.Module, *, parallel_loss: bool) -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axon_nb.plan.errors import PlanError
-from axon_nb.plan.tracing.fake_tensors import lazy_chunks, patched_apply, skip_init
+from axon_nb.plan.tracing.fake_tensors import as_with_data, lazy_chunks, patched_apply, skip_init
 from axon_nb.records.hooks import missing_hooks
 
 __all__ = [
@@ -131,8 +131,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 @contextlib.contextmanager
 def _skip_needless_work() -> Iterator[None]:
-    """Inside, torch skips work that takes time and changes no size."""
-    with patched_apply(), skip_init(), lazy_chunks(), _dtensor_caches():
+    """Inside, torch skips work that takes time and changes no size, and nothing else differs from a real step."""
+    with patched_apply(), skip_init(), lazy_chunks(), _dtensor_caches(), as_with_data():
         yield
 
 

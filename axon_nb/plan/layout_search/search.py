@@ -175,7 +175,7 @@ class _Evaluator:
     source: ModelSource
     optimizer: Callable[..., Optimizer] | None
     dtype: torch.dtype | None
-    wrap: Wrap | str
+    wrap: Any
     schedule: PipelineSchedule
     strategies: Sequence[str]
     rates: Rates

@@ -8,7 +8,9 @@ so such requests get the available device.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import functools
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WithoutCuda", "lazy_chunks", "patched_apply", "skip_init"]
+__all__ = ["WithoutCuda", "as_with_data", "lazy_chunks", "patched_apply", "skip_init"]
 
 _MODULE, _NAME = "torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty"
 
@@ -127,6 +129,46 @@ def skip_init() -> Iterator[None]:
 
 def _unchanged(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return tensor
+
+
+@contextlib.contextmanager
+def as_with_data() -> Iterator[None]:
+    """Inside, models of transformers take the path that they take with data.
+
+    On fake tensors transformers 5 makes a mask of all pairs of positions, because several samples might be packed into
+    one; it also copies keys and values for each query head. Grouped products take any dtype, which torch's shape
+    function does not (2.13).
+    """
+    with contextlib.ExitStack() as stack:
+        products: Any = importlib.import_module("torch._meta_registrations")
+        common = getattr(products, _GROUPED, None)
+        if common is not None:
+            stack.enter_context(_replaced(products, _GROUPED, functools.partial(_grouped_product, common)))
+        if "transformers" in sys.modules and importlib.util.find_spec(_MASKS) is not None:
+            masks = importlib.import_module(_MASKS)
+            if hasattr(masks, _PACKED):
+                stack.enter_context(_replaced(masks, _PACKED, lambda *_, **__: None))
+        yield
+
+
+_GROUPED = "_meta_grouped_mm_common"
+_MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _grouped_product(common: Callable[..., Any], mat_a: torch.Tensor, mat_b: torch.Tensor, **options: Any) -> Any:
+    if options.get("scale_a") is not None or mat_a.dtype == torch.bfloat16:
+        return common(mat_a, mat_b, **options)
+    return common(mat_a.to(torch.bfloat16), mat_b.to(torch.bfloat16), **options).to(mat_a.dtype)
 
 
 _OTHER_DEVICES = ("cpu", "meta")

@@ -89,7 +89,7 @@ def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], 
         yield _Call(_FORWARD, "all_gather", "features of the output", output.nbytes)
     if (style in ("row", "split+row") and sequence) or (style == "split" and output.requires_grad):
         yield _Call(_BACKWARD, "all_gather", "gradient of the output", output.nbytes)
-    if style == "sequence":
+    if style in ("sequence", "heads"):
         # DTensor keeps them as partial sums and all-reduces them each time that they are read.
         for own, parameter in module.named_parameters():
             size = parameter.numel() * parameter.dtype.itemsize
