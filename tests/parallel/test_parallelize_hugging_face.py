@@ -11,7 +11,7 @@ from axon_nb.comm import World
 from axon_nb.parallel import parallelize
 from axon_nb.parallel.tensor.styles import automatic_plan
 from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
-from tests.plan.footprint.hugging_face import FAMILIES, config_of
+from tests.support.hugging_face import FAMILIES, config_of
 from tests.support.ranks import RankWorld
 
 pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from axon_nb.plan.hardware.rates import Rates
 
-__all__ = ["CARDS", "COMPILED_SHARE", "GPUS", "NETWORK_SHARE", "NVLINK_SHARE", "OTHER_SHARE", "Card"]
+__all__ = ["CARDS", "COMPILED_SHARE", "GPUS", "ISSUE_S", "NETWORK_SHARE", "NVLINK_SHARE", "OTHER_SHARE", "Card"]
 
 _TERA = 1e12
 OTHER_SHARE = 1.65
@@ -21,6 +21,8 @@ OTHER_SHARE = 1.65
 caches hold a part of these bytes, and the published runs use fused norms and optimizers."""
 COMPILED_SHARE = 0.6
 """Fraction of the bytes of these operations that remains when `torch.compile` or hand-written kernels fuse them."""
+ISSUE_S = 5e-6
+"""Seconds in which Python and the driver issue an operation: an assumption, no published run depends on it."""
 NVLINK_SHARE = 0.87
 """Fraction of NVLink's bandwidth that large collectives achieve within a host."""
 NETWORK_SHARE = 0.89
@@ -56,7 +58,8 @@ class Card:
             f"{self.achieved:.0%}{basis} of the {self.tera_flops:g} TFLOP/s of NVIDIA's datasheet, {self.what}; "
             f"other operations at {OTHER_SHARE:g} times its {self.tera_bytes:g} TB/s"
         )
-        return Rates(self.achieved * self.tera_flops * _TERA, OTHER_SHARE * self.tera_bytes * _TERA, 0.0, source)
+        flops_per_s, bytes_per_s = self.achieved * self.tera_flops * _TERA, OTHER_SHARE * self.tera_bytes * _TERA
+        return Rates(flops_per_s, bytes_per_s, source=source, issue_s=ISSUE_S)
 
 
 class _Board(NamedTuple):
@@ -101,4 +104,4 @@ CARDS: Mapping[str, Card] = dict(
 """The cards, by name."""
 
 GPUS: Mapping[str, Rates] = {name: card.rates for name, card in CARDS.items()}
-"""One rank's rates, by GPU name; without kernel launches."""
+"""One rank's rates, by GPU name."""

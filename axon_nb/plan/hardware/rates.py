@@ -59,6 +59,9 @@ class Rates:
     wrappers: Mapping[str, float] = field(default_factory=dict)
     """By strategy: seconds per parameter that its wrapper adds to a step (hooks, DTensor dispatch), besides
     communication and copies. Measured with a model."""
+    issue_s: float = 0.0
+    """Seconds in which the host issues an operation, while the device computes: a phase takes at least as long as that
+    of all its operations."""
 
     def __post_init__(self) -> None:
         for name, given, what in (
@@ -70,7 +73,8 @@ class Rates:
             ),
         ):
             check_number(name, given, rule=what, least=1e-9)
-        check_number("launch_s", self.launch_s, rule="seconds per operation, 0 or more")
+        for name in ("launch_s", "issue_s"):
+            check_number(name, getattr(self, name), rule="seconds per operation, 0 or more")
 
     def seconds(self, work: Work, phase: str) -> float:
         """Return the seconds that some work takes.
@@ -80,18 +84,19 @@ class Rates:
             phase: One of `PHASES`.
         """
         factor = self.factors.get(phase, 1.0)
-        return self.busy_s(work) * factor + work.ops * self.launches.get(phase, self.launch_s * factor)
+        computing = self.busy_s(work) * factor + work.ops * self.launches.get(phase, self.launch_s * factor)
+        return max(computing, work.ops * self.issue_s)
 
     def compiled(self, share: float) -> Rates:
         """Return the same with other operations fused by a compiler.
 
         Args:
-            share: Fraction of their bytes that is left, above 0 and up to 1.
+            share: Fraction of their bytes, and of the time to issue operations, that is left; above 0 and up to 1.
         """
         if self.bytes_per_s is None:
             return self
         source = f"{self.source}; {share:.0%} of the bytes of other operations, as they are compiled"
-        return replace(self, bytes_per_s=self.bytes_per_s / share, source=source)
+        return replace(self, bytes_per_s=self.bytes_per_s / share, issue_s=share * self.issue_s, source=source)
 
     def busy_s(self, work: Work) -> float:
         """Return the same without factors and launches."""

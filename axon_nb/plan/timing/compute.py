@@ -51,7 +51,9 @@ def _sum(layout: ParallelLayout, phase: str, names: tuple[str, ...] | None, *, b
     if key not in trace.sums:
         total = Work()
         for path, work in trace.work.get(phase, {}).items():
-            if (names is None or owner(path, names) in names) and (not blocks_only or owner(path, trace.blocks)):
+            if (names is None or path in names or owner(path, names)) and (
+                not blocks_only or owner(path, trace.blocks)
+            ):
                 shares = [
                     1 / tp if is_divided else 1.0 for is_divided in (layout.divides(path), layout.divides_part(path))
                 ]

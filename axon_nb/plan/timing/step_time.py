@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
 from axon_nb.plan.arguments import ZERO_2, check_number
+from axon_nb.plan.hardware.cards import COMPILED_SHARE
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import resolve_rates
 from axon_nb.plan.hardware.rates import Rates
@@ -42,6 +43,7 @@ def step_time(
     overlap: float | None = None,
     optimizer: Callable[..., Optimizer] | str | None = "AdamW",
     activation_checkpointing: bool | float = False,
+    compiled: bool = False,
     **layout: Unpack[TrafficOptions],
 ) -> StepTime:
     """Predict a step's time: compute, exposed communication, and the pipeline bubble.
@@ -61,6 +63,8 @@ def step_time(
         optimizer: A function that makes it from parameters, or its name in `torch.optim`; None: no optimizer step.
         activation_checkpointing: True: backward recomputes the forward of the model's equal blocks; or a fraction of
             the whole forward, 0 to 1.
+        compiled: Whether `torch.compile` fuses what is not a matrix product: fewer bytes move, and fewer operations are
+            issued.
         **layout: As in `communication`; ``inputs`` is required except for a GPTConfig.
 
     Raises:
@@ -68,6 +72,8 @@ def step_time(
             what works.
     """
     found, share = resolve_rates(rates), _overlap(overlap, rates, links)
+    if compiled:
+        found = found.compiled(COMPILED_SHARE)
     again = activation_checkpointing
     if not isinstance(again, bool):
         again = check_number("activation_checkpointing", again, rule="True, False or a fraction of forward", most=1.0)
@@ -131,7 +137,7 @@ def predict_step(
         layout.title,
         found[slowest],
         sum(phase.flops for phase in work.values()),
-        tuple(_assumptions(layout, rates, overlap)),
+        (*_assumptions(layout, rates, overlap), *_unknown(layout, rates, sum(found[slowest].values()))),
         traffic,
         plan,
     )
@@ -177,6 +183,11 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
         moving = f"other operations {format_bytes(round(rates.bytes_per_s))}/s"
         moving += f" and {1e6 * rates.launch_s:.3g} us per launch" if rates.launch_s else ""
     yield f"rates ({rates.source}): {format_flops(rates.flops_per_s)}, {moving}"
+    if rates.issue_s:
+        yield (
+            f"the host issues an operation in {1e6 * rates.issue_s:.3g} us (assumed), which is hidden where computing "
+            "takes longer; CUDA graphs avoid it: dataclasses.replace(rates, issue_s=0)"
+        )
     if rates.factors:
         factors = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
         yield f"scaled by the measured model's factors: {factors}"
@@ -198,6 +209,14 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
     if layout.stages is not None:
         yield "a microbatch takes its share of the batch's time; senders do not wait for delivery"
     yield "all ranks are equally fast and otherwise idle; data loading is free"
+
+
+def _unknown(layout: ParallelLayout, rates: Rates, total_s: float) -> Iterator[str]:
+    """Name the operations whose FLOPs are unknown, if their bytes alone take 1 % of the step."""
+    limit = 0.01 * total_s * rates.bytes_per_s if rates.bytes_per_s else 0.0
+    names = sorted(name for name, moved in layout.trace.unknown.items() if moved >= limit)
+    if names:
+        yield f"only the bytes of {', '.join(names)} are counted: their FLOPs are unknown, so the step takes longer"
 
 
 def _overlap(given: float | None, *calibrations: Any) -> float:

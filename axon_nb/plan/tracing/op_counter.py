@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,8 +16,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from axon_nb.plan.hardware.rates import Work
 
 __all__ = ["OpCounter", "tensors_in"]
-
-aten = torch.ops.aten
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -32,11 +31,33 @@ def _attention_back(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
-# torch counts only the attention kernels of GPUs.
-_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_back,
+def _grouped(first: Any, second: Any, *_: Any, **__: Any) -> int:
+    """Each row, or each summand, is in one group."""
+    groups = first.shape[0] if first.ndim == second.ndim == 3 else 1
+    return int(2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1])
+
+
+def _grouped_back(first: Any, second: Any, *_: Any, **__: Any) -> int:
+    return 2 * _grouped(first, second)
+
+
+# torch counts only the attention kernels of GPUs, and no grouped products (2.13).
+_FORMULAS: Mapping[str, Callable[..., int]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_back,
+    "aten._grouped_mm": _grouped,
+    "aten._scaled_grouped_mm": _grouped,
+    "transformers.grouped_mm_fallback": _grouped,
+    "transformers.grouped_mm_fallback_backward": _grouped_back,
 }
+_MOVING = ("aten.", "prim.", "prims.", "rngprims.")
+"""Namespaces of the operations whose time is that of the bytes they move, apart from those below."""
+_COMPUTING = re.compile(r"aten\.(linalg_|_linalg_|_fft_|_cdist|cdist|_trilinear|.*lstm|.*gru|.*rnn|cholesky|.*solve)")
+"""Those that compute more than they move, by other formulas than ours."""
+
+
+def _is_unknown(name: str) -> bool:
+    return not name.startswith(_MOVING) or _COMPUTING.match(name) is not None
 
 
 class OpCounter(TorchDispatchMode):
@@ -55,6 +76,8 @@ class OpCounter(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []  # so that no storage reuses another's address
         self.uses: Counter[int] = Counter()
         """How often the optimizer's step reads each tensor, by id."""
+        self.unknown: dict[str, float] = {}
+        """Bytes that operations move of which only the bytes are known, by name."""
         self.tracker: Any = None
         self._prefix = f"{type(model).__name__}."
 
@@ -68,7 +91,10 @@ class OpCounter(TorchDispatchMode):
             path = "" if self.phase == "optimizer" else self._module()
             if self.phase == "optimizer":
                 self.uses.update(map(id, tensors_in((args, kwargs))))
-            place[path] = place.get(path, Work()) + _work_of(func._overloadpacket, args, kwargs, result)
+            work = _work_of(func._overloadpacket, args, kwargs, result)
+            place[path] = place.get(path, Work()) + work
+            if work.bytes and _is_unknown(name := str(func._overloadpacket)):
+                self.unknown[name] = self.unknown.get(name, 0.0) + work.bytes
         return result
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -105,6 +131,6 @@ class OpCounter(TorchDispatchMode):
 def _work_of(packet: Any, args: Any, kwargs: Any, result: Any) -> Work:
     if packet in flop_registry:
         return Work(flops=float(flop_registry[packet](*args, **kwargs, out_val=result)), ops=1)
-    if packet in _FORMULAS:
-        return Work(flops=float(_FORMULAS[packet](*args, **kwargs)), ops=1)
+    if (formula := _FORMULAS.get(str(packet))) is not None:
+        return Work(flops=float(formula(*args, **kwargs)), ops=1)
     return Work(bytes=float(sum(tensor.nbytes for tensor in tensors_in((args, kwargs, result)))), ops=1)

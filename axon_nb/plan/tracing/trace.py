@@ -72,6 +72,8 @@ class ModelTrace:
     """How often the optimizer's step reads each parameter's gradient; empty without an optimizer."""
     work: dict[str, dict[str, Work]] = field(default_factory=dict)
     """By phase, then by innermost module; work outside the model, and that of the optimizer, has an empty name."""
+    unknown: dict[str, float] = field(default_factory=dict)
+    """Bytes moved by operations whose FLOPs are unknown, by name."""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
     """Results of `cached`, which do not depend on the batch."""
     sums: dict[Any, Work] = field(default_factory=dict, init=False, repr=False)
@@ -168,6 +170,7 @@ def trace_model(
         for handle in handles:
             handle.remove()
     trace.work, trace.saved, trace.has_inputs = counted.found, dict(counted.saved), True
+    trace.unknown = counted.unknown
     names = {id(parameter.grad): name for name, parameter in trace.parameters}
     trace.grad_uses = {name: counted.uses[key] for key, name in names.items() if key in counted.uses}
     return trace

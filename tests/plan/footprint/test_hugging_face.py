@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
 
+from axon_nb.comm import World
+from axon_nb.parallel import FSDP, checkpoint_blocks
 from axon_nb.parallel.data.units import make_units
 from axon_nb.plan.footprint.plan import MemoryPlan
-from axon_nb.plan.hugging_face import HuggingFaceModel
+from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
 from axon_nb.plan.process.worker import run_in_process
-from tests.plan.footprint.hugging_face import FAMILIES, LAYERS, config_of, measured, request_of
+from tests.plan.footprint.allocator import allocated
 from tests.plan.many import plans
+from tests.support.hugging_face import FAMILIES, LAYERS, config_of
 from tests.support.ranks import RankWorld
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+BATCH, SEQ, RANKS = 2, 64, 2
+
+
+def request_of(family: str, **more: Any) -> MemoryRequest:
+    """The request of a plan."""
+    options: dict[str, Any] = {"mesh": {"dp": RANKS}, "strategy": "full_shard", "ranks": (0,), **more}
+    model = HuggingFaceModel(config_of(family))
+    return MemoryRequest(model, batch=BATCH, seq=SEQ, device="cpu", optimizer="adam", **options)
+
+
+def measured(world: World, family: str, again: bool) -> dict[str, Any]:
+    """Train it on this rank, and measure a step."""
+
+    def made() -> tuple[Callable[[], None], Callable[[], Any]]:
+        torch.manual_seed(0)
+        model: Any = HuggingFaceModel(config_of(family))()
+        if again:
+            kind = FAMILIES[family][2]
+            checkpoint_blocks(model, lambda module: type(module).__name__ == kind)
+        tokens = torch.randint(1, 512, (BATCH, SEQ))
+        sharded = FSDP(model, world)
+        optimizer = sharded.optimizer(torch.optim.Adam)
+
+        def step() -> None:
+            next_token_loss(sharded(tokens), tokens).backward()
+            optimizer.step()
+
+        return step, optimizer.zero_grad
+
+    return allocated(made, warm_ups=1, steps=4)
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,12 @@
-"""Small models of Hugging Face's families, as plan requests and on real ranks."""
+"""Small configs of Hugging Face's families of models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
+__all__ = ["FAMILIES", "LAYERS", "config_of"]
 
-from axon_nb.comm import World
-from axon_nb.parallel import FSDP, checkpoint_blocks
-from axon_nb.plan.footprint.request import MemoryRequest
-from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
-from tests.plan.footprint.allocator import allocated
-
-__all__ = ["FAMILIES", "LAYERS", "SEQ", "config_of", "measured", "request_of"]
-
-BATCH, SEQ, RANKS, LAYERS = 2, 64, 2, 3
+LAYERS = 3
 _COMMON: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -74,32 +65,3 @@ def config_of(family: str, **more: Any) -> Any:
 
     kind, sizes, _ = FAMILIES[family]
     return getattr(transformers, kind)(**{**_COMMON, **sizes, **more})
-
-
-def request_of(family: str, **more: Any) -> MemoryRequest:
-    """The request of a plan."""
-    options: dict[str, Any] = {"mesh": {"dp": RANKS}, "strategy": "full_shard", "ranks": (0,), **more}
-    model = HuggingFaceModel(config_of(family))
-    return MemoryRequest(model, batch=BATCH, seq=SEQ, device="cpu", optimizer="adam", **options)
-
-
-def measured(world: World, family: str, again: bool) -> dict[str, Any]:
-    """Train it on this rank, and measure a step."""
-
-    def made() -> tuple[Callable[[], None], Callable[[], Any]]:
-        torch.manual_seed(0)
-        model: Any = HuggingFaceModel(config_of(family))()
-        if again:
-            kind = FAMILIES[family][2]
-            checkpoint_blocks(model, lambda module: type(module).__name__ == kind)
-        tokens = torch.randint(1, 512, (BATCH, SEQ))
-        sharded = FSDP(model, world)
-        optimizer = sharded.optimizer(torch.optim.Adam)
-
-        def step() -> None:
-            next_token_loss(sharded(tokens), tokens).backward()
-            optimizer.step()
-
-        return step, optimizer.zero_grad
-
-    return allocated(made, warm_ups=1, steps=4)
