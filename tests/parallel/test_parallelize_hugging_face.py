@@ -11,8 +11,8 @@ from axon_nb.comm import World
 from axon_nb.parallel import parallelize
 from axon_nb.parallel.tensor.styles import automatic_plan
 from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
-from tests.support.hugging_face import FAMILIES, config_of
 from tests.support.ranks import RankWorld
+from tests.support.training.hugging_face import FAMILIES, config_of
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -18,8 +18,8 @@ from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
 from axon_nb.plan.process.worker import run_in_process
 from tests.plan.footprint.allocator import allocated
 from tests.plan.many import plans
-from tests.support.hugging_face import FAMILIES, LAYERS, config_of
 from tests.support.ranks import RankWorld
+from tests.support.training.hugging_face import FAMILIES, LAYERS, config_of
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
