@@ -158,11 +158,12 @@ def automatic_plan(
         )
     plan: dict[str, str] = {}
     skipped: dict[str, str] = {}
+    positions: dict[str, str] = {}
     units = list(named_units(model))
     for path, module in model.named_modules():
         units += [_full_names(path, unit) for unit in _units(module, parallel_loss=parallel_loss)]
         if sequence:
-            plan |= _full_names(path, _sequence_styles(module))
+            positions |= _full_names(path, _sequence_styles(module))
     for unit in units:
         try:
             for name, style in unit.items():
@@ -176,7 +177,7 @@ def automatic_plan(
             skipped |= dict.fromkeys(unit, str(error))
             continue
         plan |= unit
-    return plan, skipped
+    return plan | positions, skipped
 
 
 def _full_names(path: str, styles: Mapping[str, str]) -> dict[str, str]:
