@@ -7,8 +7,9 @@ What this rank waits for in torch's own groups follows from the recorder's opera
 
 On NCCL a collective is only queued on the GPU; the thread stops later, when it needs a value. Which of the queued
 operations that value depends on cannot be seen from outside: an `irecv` for the next step may stay pending for long
-while nothing waits for it. So a wait counts in two places only: `torch.cuda.synchronize`, which needs all of them, and
-a blocking function of torch.distributed, such as `barrier`, which needs the one started last.
+while nothing waits for it. So a wait counts in three places only: `torch.cuda.synchronize` and the fence of an
+optimizer step, which need all of them, and a blocking function of torch.distributed, such as `barrier`, which needs
+the one started last.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from torch._C import _distributed_c10d
 
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups.native import NativeGroups
+from axon_nb.engine.groups.nccl import poll_until
 
-__all__ = ["Recording", "dump", "is_synchronizing", "native_waits", "parse"]
+__all__ = ["Recording", "dump", "native_waits", "parse", "synchronizes_in"]
 
 _BYTES = {
     "Bool": 1,
@@ -118,7 +120,7 @@ def native_waits(
 ) -> dict[str, Any]:
     """Return the arguments of a `GroupWaits`: calls in progress, and the number of collectives started by group.
 
-    While the main thread is in `torch.cuda.synchronize` and an operation is in progress, the reply has ``call``, too.
+    While the main thread waits for all work on its GPU and an operation is in progress, the reply has ``call``, too.
 
     Args:
         native: The groups.
@@ -130,14 +132,24 @@ def native_waits(
     recording = parse(dump(recorder), groups, since_ns=native.rebuilt_at_ns)
     own = list(recording.pending)
     counts = {**counts, **recording.counts}
-    if own and not pending and is_synchronizing(main_frame()):
-        return {"pending": own, "counts": counts, "call": f"torch.cuda.synchronize() behind {own[0]['name']}"}
+    if own and not pending and (place := synchronizes_in(main_frame())):
+        return {"pending": own, "counts": counts, "call": f"{place} behind {own[0]['name']}"}
     newest = [call for call in own if call["sequence"]][-1:]
     return {"pending": [*pending, *newest], "counts": counts}
 
 
-def is_synchronizing(frame: FrameType | None) -> bool:
-    """Whether the innermost `frame` waits for all work queued on its GPU."""
+_CALLS_OF_A_POLL = 3
+"""How many frames deep a poll may be in a call: it asks the event, or looks for an abort."""
+
+
+def synchronizes_in(frame: FrameType | None) -> str:
+    """Return the function in which the innermost `frame` waits for all work queued on its GPU; empty if it does not."""
     if frame is None:
-        return False
-    return frame.f_code.co_name == "synchronize" and frame.f_code.co_filename.endswith(_CUDA_FILE)
+        return ""
+    if frame.f_code.co_name == "synchronize" and frame.f_code.co_filename.endswith(_CUDA_FILE):
+        return "torch.cuda.synchronize()"
+    for _ in range(_CALLS_OF_A_POLL):
+        if frame is not None and frame.f_code is poll_until.__code__:
+            return "optimizer.step()"
+        frame = None if frame is None else frame.f_back
+    return ""

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.engine.groups import flight_recorder
-from axon_nb.engine.groups.flight_recorder import is_synchronizing, native_waits
+from axon_nb.engine.groups.flight_recorder import native_waits, synchronizes_in
+from axon_nb.engine.groups.nccl import poll_until
 from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
 from tests.engine.groups.native_ranks import groups_on, run_on_ranks
 
@@ -70,6 +71,46 @@ def test_a_dump_tells_who_is_in_which_collective(tmp_path: Path) -> None:
     )
 
 
+def _waits_in_the_fence(rank: int, store: Any) -> dict[str, Any]:
+    """Rank 1 leaves out a collective; rank 0 stands in the fence of an optimizer step behind it."""
+    groups = groups_on(store)
+    groups.rebuilt_at_ns = 0
+    seen: list[dict[str, Any]] = []
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(5), async_op=True)
+
+        def look() -> None:
+            end = time.monotonic() + 60
+            while not seen or ("call" not in seen[-1] and time.monotonic() < end):
+                seen.append(native_waits(groups, [], {}, recorder="fr"))
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        poll_until(lambda: not watcher.is_alive())
+    else:
+        seen.append(native_waits(groups, [], {}, recorder="fr"))
+    store.set(f"seen{rank}", "1")
+    store.wait(["seen0", "seen1"])
+    if rank == 1:
+        dist.all_reduce(torch.ones(5))
+    else:
+        work.wait()
+    return seen[-1]
+
+
+def test_a_rank_in_the_fence_of_a_step_waits_for_the_rank_that_left_out_a_collective(tmp_path: Path) -> None:
+    results = run_on_ranks(_waits_in_the_fence, 2, tmp_path, TORCH_FR_BUFFER_SIZE="100")
+    waiting, finished = results[0], results[1]
+    calls = tuple(PendingCall(**{**call, "ranks": tuple(call["ranks"])}) for call in waiting["pending"])
+    reports = {
+        0: RankWaits(0, True, 7, waiting["call"], calls, waiting["counts"]),
+        1: RankWaits(1, False, None, "", (), finished["counts"]),
+    }
+    assert explain_deadlock(reports, [0, 1], 0.0) == (
+        "rank 0 waits in optimizer.step() behind allreduce at line 7 for rank 1, which has finished the cell."
+    )
+
+
 def test_no_recorder_and_an_empty_one_tell_nothing() -> None:
     empty = flight_recorder.parse(b"", {"0": [0, 1]})
     assert (empty.pending, dict(empty.counts)) == ((), {"0": 0})
@@ -100,13 +141,14 @@ def test_a_send_and_a_recv_name_the_global_rank_of_the_other_side() -> None:
 @pytest.mark.parametrize(
     ("file", "name", "expected"),
     [
-        ("/somewhere/torch/cuda/__init__.py", "synchronize", True),
-        ("/somewhere/torch/cuda/streams.py", "synchronize", False),  # of one stream
-        ("/somewhere/torch/cuda/__init__.py", "current_device", False),
-        ("cell", "synchronize", False),
+        ("/somewhere/torch/cuda/__init__.py", "synchronize", "torch.cuda.synchronize()"),
+        ("/somewhere/torch/cuda/streams.py", "synchronize", ""),  # of one stream
+        ("/somewhere/torch/cuda/__init__.py", "current_device", ""),
+        ("cell", "synchronize", ""),
+        ("cell", "poll_until", ""),
     ],
 )
-def test_only_waiting_for_the_whole_gpu_counts_as_waiting(file: str, name: str, expected: bool) -> None:
+def test_only_waiting_for_the_whole_gpu_counts_as_waiting(file: str, name: str, expected: str) -> None:
     go_on, begun = threading.Lock(), threading.Event()
     go_on.acquire()
     names = {"wait": go_on.__enter__, "begin": begun.set}
@@ -117,8 +159,8 @@ def test_only_waiting_for_the_whole_gpu_counts_as_waiting(file: str, name: str, 
     end = time.monotonic() + 60
     while (found := _innermost(thread)) is None or (found.f_code.co_name != name and time.monotonic() < end):
         pass
-    assert is_synchronizing(found) is expected
-    assert is_synchronizing(None) is False
+    assert synchronizes_in(found) == expected
+    assert synchronizes_in(None) == ""
     go_on.release()
     thread.join()
 
