@@ -76,8 +76,9 @@ TORCH ?= 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0
 versions: $(INSTALLED)  ## test with several versions of torch: TORCH="2.14.1 2.15.0", PYTHON=python3.13; writes docs/versions.md
 	$(VENV)/bin/python scripts/versions.py $(TORCH) --python $(PYTHON)
 
-gpu-report: $(INSTALLED)  ## on a machine with GPUs: tests, drills, figures and plans, into docs/gpu_reports and the README
-	$(VENV)/bin/python -m scripts.gpu_report; status=$$?; $(VENV)/bin/python -m scripts.gpu_status; exit $$status
+gpu-report:  ## on a machine with GPUs, with the Python that is there: tests, drills and figures, into docs/gpu_reports
+	$(PYTHON) scripts/gpu_box.py --out out/gpu_report; status=$$?; \
+	test $$status = 1 || $(PYTHON) -m scripts.gpu_status --add out/gpu_report/report.json; exit $$status
 
 dist: $(INSTALLED)  ## build the source archive and the wheel under dist/, and check them
 	rm -rf dist

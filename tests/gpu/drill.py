@@ -1,7 +1,7 @@
 """Each way to end each kind of hang, on two processes: what ends, when, and whether the GPU still works.
 
-    python -m tests.gpu.drill --out FILE            # NCCL, on this machine's GPUs
-    python -m tests.gpu.drill --out FILE --gloo     # the same processes on CPUs, with Gloo
+    python -m tests.gpu.drill            # NCCL, on this machine's GPUs
+    python -m tests.gpu.drill --gloo     # the same processes on CPUs, with Gloo
 
 A hang ends by an *abort* (as when a cell fails), by *destroying* the group from another thread, or by its *timeout*.
 """
@@ -162,9 +162,8 @@ def _take(way: str, box: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the table as JSON; return 1 if an abort left a hang."""
+    """Print the table as a line of JSON; return 1 if an abort left a hang."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--gloo", action="store_true")
     parser.add_argument("--kind", choices=list(KINDS))
     parser.add_argument("--way", choices=WAYS)
@@ -177,11 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     table = drill(kinds, [options.way] if options.way else WAYS, gloo=options.gloo)
     aborts = {kind: ways.get("abort", {}) for kind, ways in table.items()}
     left = {kind: "an abort did not end it" for kind, end in aborts.items() if end.get("ended") is False}
-    text = json.dumps({"table": table, "failed": left}, indent=1)
-    if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps({"table": table, "failed": left}))
     return 1 if left else 0
 
 
