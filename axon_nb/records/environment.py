@@ -149,11 +149,10 @@ NCCL_RECOVERY = Variables(
     (
         "TORCH_DIST_USE_NCCL2",
         "TORCH_NCCL_USE_COMM_NONBLOCKING",
-        "TORCH_NCCL_NONBLOCKING_TIMEOUT",
         "TORCH_FR_BUFFER_SIZE",
     )
 )
-"""NCCL ranks set them to `0`, `1`, `30` and `1000`, as recovery needs, unless already set."""
+"""NCCL ranks set them to `0`, `1` and `1000`, as recovery needs, unless already set."""
 
 DEEPSPEED_ACCELERATOR = Variable("DS_ACCELERATOR", default="cpu")
 """DeepSpeed's accelerator. CPU ranks set it to `cpu` unless already set."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.script import Script
 
@@ -98,3 +99,31 @@ def test_nccl_with_two_ranks_on_one_card_is_refused(tmp_path: Path) -> None:
         answer = script.run("import axon_nb\naxon_nb.start(2, backend='nccl', devices='0')")
         assert "UsageError" in answer.kinds
         assert "NCCL needs one GPU per rank, but there are 2 ranks and 1 free GPU." in answer.message
+
+
+RING = """
+last, block = world_size - 1, torch.full((64 << 20,), float(rank), device=device)
+got = torch.empty_like(block)
+work = dist.isend(block, (rank + 1) % world_size)
+dist.recv(got, (rank - 1) % world_size)
+work.wait()
+got[0].item()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_ring_of_unbatched_sends_does_not_wait_for_itself(tmp_path: Path) -> None:
+    with Script(tmp_path) as script:
+        script.ok("import axon_nb\nc = axon_nb.start(backend='nccl')\nn = c.world_size")
+        assert script.value(f"dict(c.run({RING!r}, timeout=60).values) == {{r: (r - 1) % n for r in range(n)}}")
+
+
+def test_a_rebuilt_group_keeps_the_options_of_nccl(nccl: Script) -> None:
+    made = """
+options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+group = dist.new_group([0], pg_options=options)
+group._get_backend(device).options.is_high_priority_stream
+"""
+    assert nccl.value(f"c.run({made!r})[0]") is True
+    nccl.run("c.run('raise ValueError')")
+    assert nccl.value("c.run('group._get_backend(device).options.is_high_priority_stream')[0]") is True

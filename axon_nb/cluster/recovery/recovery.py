@@ -182,8 +182,12 @@ class Recovery:
             if not all(future.done() for future in self._aborts):
                 return False  # a late one would break the rebuilt groups
             if not failed:
-                self._health.groups_disabled = ""
                 reports = {rank: future.result() for rank, future in self._futures.items()}
+                if lost := {rank: one.rebuilt.lost_device for rank, one in reports.items() if one.rebuilt.lost_device}:
+                    print("\n".join(lost.values()), file=sys.stderr)
+                    self._health.lost_contexts.update(lost)
+                    return False
+                self._health.groups_disabled = ""
                 self._report_abandoned([report.rebuilt.abandoned for report in reports.values()])
                 for line in dict.fromkeys(line for report in reports.values() for line in report.rebuilt.not_reset):
                     print(line, file=sys.stderr)

@@ -167,6 +167,9 @@ def _replace_ranks(
         # The next repair would take the exit of one that is left for that of its successor.
         state.connection.agent.kill_ranks(chosen, _KILL_TIMEOUT_S)
         raise StartError(f"{error} Run `%distributed repair` to try again.") from None
+    if lost := {rank: infos[rank].lost_device for rank in survivors if infos[rank].lost_device}:
+        state.health.lost_contexts.update(lost)
+        raise StartError(f"The process groups were not rebuilt. {' '.join(lost.values())}")
     for rank in chosen:
         state.mark_replaced(rank, infos[rank])
     state.health.groups_disabled = ""

@@ -141,6 +141,25 @@ class NativeGroups:
         groups = [group for group in list(c10d._world.pg_names) if self._kind.owns(backend_of(group, self.device))]
         return sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
 
+    def timeout_of(self, group: dist.ProcessGroup) -> timedelta:
+        """Return the timeout of a group's operations."""
+        options = getattr(backend_of(group, self.device), "options", None)
+        timeout: timedelta = getattr(options, "_timeout", self._timeout)
+        return timeout
+
+    def exchange(self, epoch: int, text: str) -> dict[int, str]:
+        """Return what each rank says, by rank, without communication on the device; collective over all ranks.
+
+        Args:
+            epoch: Number of the rebuild.
+            text: What this rank says.
+        """
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = PrefixStore(f"epoch{epoch}/said/", self._root)
+        store.set(str(rank), text)
+        wait_for_peers(store, rank, size, raise_if_cancelled=raise_if_aborted)
+        return {peer: store.get(str(peer)).decode() for peer in range(size)}
+
     def num_collectives(self) -> int:
         """Return how many collectives this rank has started in its current backends, as torch counts them."""
         return sum(int(backend_of(group, self.device)._get_sequence_number_for_group()) for group in self.all())
@@ -227,7 +246,7 @@ class NativeGroups:
         store = PrefixStore(f"epoch{epoch}/{group.group_name}/", self._root)
         wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=raise_if_aborted)
         backend = connect_in_helper(
-            lambda: self._kind.connect(store, group, ranks, self._timeout, self.device),
+            lambda: self._kind.connect(store, group, ranks, self.timeout_of(group), self.device),
             raise_if_cancelled=raise_if_aborted,
             timeout_s=self._kind.connect_timeout_s,
             dispose=self._kind.abort,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axon_nb.engine.groups.abort import ABORT, AbortedError, connect_in_helper
+from axon_nb.engine.groups.abort import ABORT, AbortedError, run_in_helper
 from axon_nb.engine.groups.native import BackendKind, NativeGroups, backend_of
 from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
@@ -49,6 +49,8 @@ ABORT_TIMEOUT_S = 5.0
 
 _CONNECT_TIMEOUT_S = 30.0
 _DEVICE_TIMEOUT_S = 10.0
+_BUSY_S = 2.0
+"""A device that takes calls for this long, and raises no error, is only busy."""
 
 REQUIRED = {
     # Otherwise torch's watchdog terminates the process when an aborted collective fails.
@@ -69,14 +71,13 @@ DEFAULTS = {
     "TORCH_DIST_USE_NCCL2": "0",
     # A blocking connect has no handle that could be aborted.
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
-    # While a call waits for a communicator to connect, torch holds its lock, and an abort waits for it: this ends both.
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
     # Deadlock detection reads torch's flight recorder.
     "TORCH_FR_BUFFER_SIZE": "1000",
 }
 """Set on NCCL ranks unless the user has set it."""
 
 
+_MAX_POLL_S = 1e-3
 _groups: list[NativeGroups] = []
 
 
@@ -105,33 +106,51 @@ def set_interface(ip: str, environ: MutableMapping[str, str] = os.environ) -> No
             environ.setdefault(NCCL_INTERFACE.name, f"={name}")  # "=": this one alone, not each that begins like it
 
 
-def device_problem(device: torch.device, *, rank: int) -> str:
-    """Return what to do if this rank's device does not compute any more; empty if it does.
+def device_problem(device: torch.device, *, rank: int, launch: Callable[[], Callable[[], bool]] | None = None) -> str:
+    """Return what to do if this rank cannot use its device any more; empty if it can, or if the device is only busy.
 
     A rank that dies can take the CUDA contexts of ranks with it that have mapped its memory. The test runs in a helper
-    thread, because a lost context may hang.
+    thread, because a call on a lost context may hang. It needs no memory, and is not queued behind other work.
 
     Args:
         device: Where this rank computes.
         rank: This rank.
+        launch: Starts something on the device, and returns a function that says whether it is done.
     """
-    if device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_initialized()):
-        return ""  # nothing to lose
+    if launch is None:
+        if device.type != "cuda" or not torch.cuda.is_initialized():
+            return ""  # nothing to lose
+        launch = lambda: _record_beside_queue(device)  # noqa: E731
+    why = _why_unusable(launch)
+    return f"Rank {rank} cannot use {device} any more ({why}). Run `%distributed repair --ranks {rank}`." if why else ""
 
-    def compute() -> float:
-        return (torch.ones(1, device=device) + 1).item()
 
-    try:
-        connect_in_helper(
-            compute,
-            raise_if_cancelled=lambda: None,
-            timeout_s=_DEVICE_TIMEOUT_S,
-            dispose=lambda _: None,
-        )
-    except RuntimeError as error:
-        why = str(error).partition("\n")[0]
-        return f"Rank {rank} cannot use {device} any more ({why}). Run `%distributed repair --ranks {rank}`."
-    return ""
+def _record_beside_queue(device: torch.device) -> Callable[[], bool]:
+    done = torch.cuda.Event()
+    done.record(torch.cuda.Stream(device))
+    return done.query
+
+
+def _why_unusable(launch: Callable[[], Callable[[], bool]]) -> str:
+    answered_at = [began := time.monotonic()]
+    found: list[str] = []
+
+    def look() -> None:
+        try:
+            done = launch()
+            while not done() and time.monotonic() - began < _BUSY_S:
+                answered_at[0] = time.monotonic()
+                time.sleep(_MAX_POLL_S)
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error).partition("\n")[0])
+
+    run_in_helper(look)
+    while not found:
+        if time.monotonic() - answered_at[0] > _DEVICE_TIMEOUT_S:
+            return f"it has not answered for {_DEVICE_TIMEOUT_S:g} s"
+        time.sleep(_MAX_POLL_S)
+    return found[0]
 
 
 def install_native_groups(
@@ -152,16 +171,15 @@ def _owns(backend: Any) -> bool:
 
 
 def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], timeout: timedelta, device: torch.device) -> Any:
-    torch.cuda.set_device(device)  # a setting per thread, and this is a helper thread
-    options: Any = dist.ProcessGroupNCCL.Options()  # used by both classes
+    earlier = backend_of(group, device)
+    options = earlier.options  # the group's own: NCCL's configuration, the priority of its stream
     options._timeout = timeout
     options.global_ranks_in_group = ranks
     options.group_name = group.group_name
     # The group's class, which is the same on all its ranks.
-    kind = type(backend_of(group, device))
-    backend = _make(kind, store, group, options, device)
+    backend = _make(type(earlier), store, group, options, device)
     torch_api().begin_sequence(backend)
-    backend.eager_connect_single_device(device)  # does nothing if the constructor has connected
+    _start(backend, device)
     return backend
 
 
@@ -179,8 +197,31 @@ def _abort(backend: Any) -> None:
 
 
 def _start(backend: Any, device: torch.device) -> None:
+    """Connect a backend with a sum of one element; return when all ranks have connected.
+
+    Not by `eager_connect_single_device`: after it every unbatched send and receive uses the communicator of the
+    collectives, one after the other, and a ring of them that runs under torchrun may hang. It also returns before the
+    connection is there.
+    """
+    with _beside_queue(device):
+        tensor = torch.ones(1, device=device)
+        work = backend.allreduce([tensor])
+        while not work.is_completed():
+            time.sleep(_MAX_POLL_S)
+        work.wait()
+        if tensor.item() != backend.size():
+            raise RuntimeError("the sum that connects a group is wrong")
+
+
+@contextlib.contextmanager
+def _beside_queue(device: torch.device) -> Iterator[None]:
+    """Run CUDA calls on a stream of their own, so that they do not wait for queued work."""
+    if device.type != "cuda":
+        yield
+        return
     torch.cuda.set_device(device)  # a setting per thread, and this is a helper thread
-    backend.eager_connect_single_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
 
 
 NCCL = BackendKind(
@@ -195,7 +236,6 @@ NCCL = BackendKind(
 
 
 _MIN_POLL_S = 20e-6
-_MAX_POLL_S = 1e-3
 
 
 def install_fence() -> Callable[[], None]:

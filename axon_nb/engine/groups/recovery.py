@@ -157,21 +157,23 @@ def list_groups() -> list[GroupRecord]:
             ranks=tuple(sorted(c10d._world.pg_group_ranks[group])),
             desc=str(group.group_desc or ""),
             backend=str(dist.get_backend(group)),
-            timeout_s=group.timeout.total_seconds() if isinstance(group, RecoverableGroup) else 0.0,
+            timeout_s=_timeout(group).total_seconds(),
         )
         for group in sorted(rebuildable_groups(), key=lambda group: (len(group.group_name), group.group_name))
         if group is not default
     ]
 
 
+def _timeout(group: Any) -> timedelta:
+    native = nccl.groups()
+    return group.timeout if isinstance(group, RecoverableGroup) or native is None else native.timeout_of(group)
+
+
 def recreate_groups(groups: Sequence[GroupRecord]) -> None:
     """Create, on a replacement rank, the groups of its predecessor: with their names and in their order."""
     for group in groups:
-        options: dict[str, Any] = {
-            "backend": group.backend,
-            "group_desc": group.desc or None,
-            "timeout": timedelta(seconds=group.timeout_s) if group.timeout_s else None,
-        }
+        options: dict[str, Any] = {"backend": group.backend, "group_desc": group.desc or None}
+        options["timeout"] = timedelta(seconds=group.timeout_s)
         if group.name.isdigit():
             c10d._world.group_count = int(group.name)
             with skip_rendezvous():
@@ -192,6 +194,8 @@ def join_groups(groups: Sequence[GroupRecord], *, epoch: int) -> None:
     """
     native = nccl.groups()
     if native is not None:
+        if problems := list(filter(None, native.exchange(epoch, "").values())):
+            raise RuntimeError(problems[0])
         native.rebuild(c10d._get_default_group(), epoch)
     complete = common_groups({group.name: group.ranks for group in groups})
     own = [group for group in groups if group.name in complete]
@@ -280,6 +284,11 @@ def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
         return RebuildReport(0, 0, 0, ())
     groups_state.epoch, groups_state.rebuilding = epoch, True
     native = nccl.groups()
+    problem = nccl.device_problem(rank_device(resolve(None)), rank=dist.get_rank())
+    # A rank without its device would fail in the first collective, and keep the others waiting there.
+    if native is not None and any(native.exchange(epoch, problem).values()):
+        groups_state.rebuilding = False
+        return RebuildReport(0, 0, 0, (), lost_device=problem)
     num_groups = _rebuild_groups(epoch)
     wrappers, not_reset = reset_wrappers()
     if replaced:
@@ -287,6 +296,4 @@ def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
         clear_cached_groups()
     sync_group_count(native.device if native is not None else "cpu")
     groups_state.rebuilding = False
-    if problem := nccl.device_problem(rank_device(resolve(None)), rank=dist.get_rank()):
-        not_reset.append(problem)
-    return RebuildReport(num_groups, wrappers, abandoned_count(), tuple(not_reset))
+    return RebuildReport(num_groups, wrappers, abandoned_count(), tuple(filter(None, [*not_reset, problem])))

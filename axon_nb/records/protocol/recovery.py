@@ -66,6 +66,8 @@ class RebuildReport:
     """Aborted groups that this process still holds, with their threads."""
     not_reset: tuple[str, ...]
     """A sentence for each kind of wrapper that could not be reset."""
+    lost_device: str = ""
+    """On NCCL: what to do about this rank's device, which it cannot use any more. No rank has then rebuilt a group."""
 
 
 @dataclass(frozen=True, slots=True)

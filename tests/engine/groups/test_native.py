@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_a_newcomer_finds_the_groups_of_its_predecessor(tmp_path: Path) -> None:
     results = run_on_ranks(_is_replaced, 2, tmp_path)
     both = {"ranks": (0, 1)}
     registry = [
-        {"name": "1", "desc": "mine", "backend": GLOO.torch_name, "timeout_s": 0.0, **both},
+        {"name": "1", "desc": "mine", "backend": GLOO.torch_name, "timeout_s": 60.0, **both},
         {"name": "2", "desc": "beside", "backend": "gloo", "timeout_s": 60.0, **both},
     ]
     assert results[1] == (registry, [3.0] * 8)
@@ -236,3 +237,15 @@ def test_the_wait_for_peers_lasts_until_the_last_has_come(alone: Any) -> None:
     threading.Timer(0.2, lambda: alone.set("here1", "1")).start()
     wait_for_peers(alone, 0, 2, raise_if_cancelled=lambda: None, timeout_s=60)
     assert time.monotonic() - begun >= 0.1
+
+
+def _keeps_its_timeout(rank: int, store: Any) -> list[float]:
+    groups = groups_on(store)
+    own = dist.new_group([0, 1], timeout=timedelta(seconds=7))
+    rebuild_all(groups, 1)
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in (own, dist.group.WORLD)]
+
+
+def test_a_rebuilt_group_keeps_its_timeout(tmp_path: Path) -> None:
+    timeouts = [7.0, LIMIT.total_seconds()]
+    assert run_on_ranks(_keeps_its_timeout, 2, tmp_path) == {0: timeouts, 1: timeouts}

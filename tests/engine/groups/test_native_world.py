@@ -6,6 +6,7 @@ import dataclasses
 import io
 import operator
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,3 +141,21 @@ def _is_debugged(rank: int, store: Any) -> Any:
 def test_groups_that_torch_wraps_to_debug_them_are_rebuilt(tmp_path: Any) -> None:
     results = run_on_ranks(_is_debugged, 2, tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert results == dict.fromkeys((0, 1), ("_ProcessGroupWrapper", True, 1, 2.0))
+
+
+PROBLEM = "Rank 1 cannot use cuda:0 any more (a lost context). Run `%distributed repair --ranks 1`."
+
+
+def _loses_its_device(rank: int, store: Any) -> list[Any]:
+    join_native(rank, store, SIZE)
+    before = recovery.num_calls()
+    nccl.device_problem = lambda *_, rank: PROBLEM if rank == 1 else ""  # type: ignore[assignment]
+    lost = recovery.recover(3)
+    untouched = recovery.num_calls() == before
+    nccl.device_problem = lambda *_, rank: ""  # type: ignore[assignment]
+    return [lost.groups, lost.lost_device, untouched, recovery.recover(4).groups, _sum()]
+
+
+def test_a_rank_that_lost_its_device_is_named_before_any_rank_communicates(tmp_path: Path) -> None:
+    found = run_on_ranks(_loses_its_device, SIZE, tmp_path)
+    assert found == {rank: [0, PROBLEM if rank == 1 else "", True, 1, float(SIZE)] for rank in range(SIZE)}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 from axon_nb.engine.groups import nccl
 from axon_nb.torch_api import torch_api
+from tests.engine.groups.native_ranks import run_on_ranks
 
 # In a process of its own: without a GPU torch ends the process when such a backend is freed.
 MAKE_BACKEND = """
@@ -71,9 +75,54 @@ def test_the_sockets_use_the_interface_that_leads_to_the_store() -> None:
 def test_a_device_that_does_not_compute_is_named_with_the_way_back() -> None:
     assert nccl.device_problem(torch.device("cpu"), rank=1) == ""
     assert nccl.device_problem(torch.device("cuda", 0), rank=1) == ""  # not in use
-    problem = nccl.device_problem(torch.device("meta"), rank=1)  # has no values to read back
-    assert problem.startswith("Rank 1 cannot use meta any more (")
+    problem = nccl.device_problem(torch.device("cuda", 0), rank=1, launch=_lost)
+    assert problem.startswith("Rank 1 cannot use cuda:0 any more (CUDA error: unspecified launch failure). ")
     assert problem.endswith("Run `%distributed repair --ranks 1`.")
+
+
+def _lost() -> Callable[[], bool]:
+    raise RuntimeError("CUDA error: unspecified launch failure\nCompile with TORCH_USE_CUDA_DSA")
+
+
+def test_a_device_with_a_long_queue_is_not_lost_and_one_that_hangs_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_BUSY_S", 0.5)
+    monkeypatch.setattr(nccl, "_DEVICE_TIMEOUT_S", 0.2)
+    device = torch.device("cuda", 0)
+    assert nccl.device_problem(device, rank=1, launch=lambda: lambda: False) == ""
+    assert nccl.device_problem(device, rank=1, launch=lambda: lambda: True) == ""
+    hang = threading.Event()
+    problem = nccl.device_problem(device, rank=1, launch=lambda: hang.wait)
+    hang.set()
+    assert problem.startswith("Rank 1 cannot use cuda:0 any more (it has not answered for ")
+
+
+def _connects(rank: int, store: Any) -> dict[str, Any]:
+    """Rank 1 connects later than rank 0: over a Gloo backend, which has no eager connect."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    done = threading.Event()
+
+    def connect() -> None:
+        nccl.NCCL.start(backend, torch.device("cpu"))
+        done.set()
+
+    if rank == 0:
+        threading.Thread(target=connect, daemon=True).start()
+        early = done.wait(1.0)
+        store.set("go on", "1")
+        return {"early": early, "late": done.wait(60)}
+    store.wait(["go on"])
+    connect()
+    return {"late": done.is_set()}
+
+
+def test_a_connection_is_there_when_all_ranks_have_connected_and_not_before(tmp_path: Path) -> None:
+    assert run_on_ranks(_connects, 2, tmp_path) == {0: {"early": False, "late": True}, 1: {"late": True}}
+
+
+def test_slow_ranks_have_the_time_that_torch_gives_them() -> None:
+    environ: dict[str, str] = {}
+    nccl.set_environment(environ, one_host=True)
+    assert "TORCH_NCCL_NONBLOCKING_TIMEOUT" not in environ  # 30 min in torch
 
 
 def test_a_gloo_rank_has_no_nccl_groups() -> None:
