@@ -82,8 +82,7 @@ def _state(label: str, value: str, card: Mapping[str, Any], owners: Mapping[int,
     if card["mig"]:
         return Finding(
             label, f"{value}, MIG on with {len(card['instances'])} instances", "note",
-            "A process can use one instance only, so ranks on this GPU share its first, or the one that "
-            "CUDA_VISIBLE_DEVICES names.",
+            "Each rank uses one instance, and NCCL does not connect them: such ranks use Gloo.",
             f"To use all of it, run `nvidia-smi -i {number} -mig 0` as root while nothing runs on it.",
         )  # fmt: skip
     if card["exclusive"]:

@@ -138,17 +138,22 @@ class Gpu:
 
 
 def list_gpus(nodes: Sequence[Path] = NODES) -> list[Gpu]:
-    """Return the GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order; empty without a driver.
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` names, in its order, and the instances of those that are cut (MIG).
 
     Args:
         nodes: Files that exist where there is a driver.
     """
     query = (f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
     cards = dict(card for line in _ask(*query, nodes=nodes) if (card := _parse(line)))
+    instances = instances_of(_ask("-L", nodes=nodes)) if cards else {}
     visible = os.environ.get(VISIBLE_GPUS.name)
-    if visible is None:
-        return list(cards.values())
-    return choose(visible, cards, instances_of(_ask("-L", nodes=nodes)) if _MIG in visible else {})
+    chosen = list(cards.values()) if visible is None else choose(visible, cards, instances)
+    return [part for gpu in chosen for part in _parts(gpu, cards, instances)]
+
+
+def _parts(gpu: Gpu, cards: Mapping[str, Gpu], instances: Mapping[str, tuple[str, str]]) -> list[Gpu]:
+    names = [name for name, (card, _) in instances.items() if cards.get(card) == gpu]
+    return [part for name in names for part in _instance(name, cards, instances)] or [gpu]
 
 
 def unlisted_gpus(nodes: Sequence[Path] = NODES) -> list[str]:
@@ -163,11 +168,11 @@ def unlisted_gpus(nodes: Sequence[Path] = NODES) -> list[str]:
 
 
 def choose(visible: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple[str, str]]) -> list[Gpu]:
-    """Return the GPUs that a value of `CUDA_VISIBLE_DEVICES` makes visible, in its order, as CUDA does.
+    """Return the GPUs that a value of `CUDA_VISIBLE_DEVICES` names, in its order, as CUDA reads it.
 
     An entry is a number, the UUID of a card or its beginning, or a MIG instance. The first unknown entry ends the list.
-    If a card is named twice, or an entry is ambiguous, no GPU is visible. A process sees one instance and no card
-    besides it.
+    If a card is named twice, or an entry is ambiguous, no GPU is visible. A process would see only the first of several
+    instances, but each rank has a value for itself.
 
     Args:
         visible: The value.
@@ -184,8 +189,6 @@ def choose(visible: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple
             break
         if len(matching) > 1 or matching[0] in chosen:
             return []
-        if chosen and (matching[0].mig or chosen[0].mig):
-            break
         chosen.append(matching[0])
     return chosen
 

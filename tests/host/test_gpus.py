@@ -87,10 +87,10 @@ def test_without_nvidia_smi_gpus_are_found_through_nvml(driver: Path, monkeypatc
     assert [(gpu.index, gpu.name, gpu.busy) for gpu in found] == [
         (0, "NVIDIA H100 80GB HBM3", False),
         (1, "NVIDIA H100 80GB HBM3", True),
-        (2, "NVIDIA H100 80GB HBM3", False),
+        *[(2, "NVIDIA H100 80GB HBM3 MIG 3g.40gb", False)] * 2,
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2,GPU-0")
-    assert [gpu.index for gpu in list_gpus([driver])] == [2, 0]
+    assert [gpu.selector for gpu in list_gpus([driver])] == ["MIG-20", "MIG-21", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-21")
     (instance,) = list_gpus([driver])
     assert (instance.index, instance.selector, instance.name) == (2, "MIG-21", "NVIDIA H100 80GB HBM3 MIG 3g.40gb")
@@ -106,7 +106,9 @@ def test_a_driver_whose_gpus_nothing_lists_is_named(tmp_path: Path, monkeypatch:
     node.touch()
     assert unlisted_gpus([node]) == [str(node)]
     monkeypatch.setattr(resources.unlisted_gpus, "__defaults__", ([node],))
-    (note,) = plan_layout(2).notes
+    layout = plan_layout(2)
+    (note,) = layout.notes
+    assert layout.visible == ""  # libraries would compute on it
     assert note == (
         f"There is a GPU driver ({node}), but neither nvidia-smi nor nvidia-ml-py lists a GPU: the ranks use CPUs. "
         "Run `%distributed doctor` to see why."

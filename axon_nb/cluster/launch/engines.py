@@ -68,7 +68,12 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
     options: dict[str, Any] = {"engine_set_id": "ranks"}
     env = rank_environment(layout)
     if engines == "axon":
-        options |= {"agent": connection.agent, "rank_env": env}
+        options |= {
+            "agent": connection.agent,
+            "rank_env": [rank_environment(layout, rank) for rank in range(layout.num_ranks)],
+        }
+    elif layout.visible_by_rank:
+        raise UsageError(f"--engines {engines} gives all ranks one MIG instance: use `--engines axon`, or `-n 1`.")
     else:
         if connection.ip != LOOPBACK:
             env.pop("OMP_NUM_THREADS")  # each host has its own number of cores; torch's threads are set on joining
@@ -206,11 +211,11 @@ def launcher_class(engines: str) -> Any:
     return known[engines.lower()].load()
 
 
-def rank_environment(layout: Layout) -> dict[str, str]:
-    """Return the environment variables that ranks get besides the notebook's own."""
+def rank_environment(layout: Layout, rank: int = 0) -> dict[str, str]:
+    """Return the environment variables that a rank gets besides the notebook's own."""
     env = {"OMP_NUM_THREADS": str(layout.threads)}
-    if layout.visible is not None:
-        env["CUDA_VISIBLE_DEVICES"] = layout.visible
+    if (visible := layout.visible_to(rank)) is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the layout numbers GPUs as nvidia-smi does
     return env
 

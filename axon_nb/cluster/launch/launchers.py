@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ipyparallel.cluster.launcher import ControllerLauncher, EngineLauncher
 from traitlets import Any as AnyTrait
-from traitlets import Dict, Float, Unicode
+from traitlets import Float, Unicode
+from traitlets import List as ListTrait
 
 from axon_nb.cluster.launch.placement import LOOPBACK
 from axon_nb.cluster.rpc.client import forget_engine
@@ -140,7 +141,9 @@ class ForkedEngineSetLauncher(EngineLauncher):
     """Engines forked from the host agent, with fixed ids: engine i gets id i."""
 
     agent = AnyTrait(help="The notebook's connection to the host agent; None: find or start one.")
-    rank_env = Dict(help="Environment variables of the ranks besides the notebook's own.")
+    rank_env: ListTrait[dict[str, str]] = ListTrait(
+        help="Environment variables of each rank besides the notebook's own."
+    )
     fork_timeout = Float(120.0, config=True, help="Timeout in seconds for the agent to get ready and fork.")
     work_dir = Unicode(".")
 
@@ -167,7 +170,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
 
     def _request(self, rank: int) -> Fork:
         folder = os.path.abspath(self.work_dir)
-        env = {**self.environment, **self.rank_env}
+        env = {**self.environment, **(self.rank_env[rank] if self.rank_env else {})}
         return fork_request(rank, Path(self.connection_files["engine"]), env, folder, self.engine_args)
 
     def _find_agent(self) -> AgentClient:

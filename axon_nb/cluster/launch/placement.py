@@ -33,11 +33,17 @@ class Layout:
     devices: tuple[str, ...]
     """torch device of each rank: ``cpu`` or ``cuda:<index into visible>``."""
     visible: str | None
-    """Value of CUDA_VISIBLE_DEVICES on ranks; None: unchanged."""
+    """Value of CUDA_VISIBLE_DEVICES on ranks, or of all of them together; None: unchanged."""
     threads: int
     """Intra-op threads of torch on each rank."""
     notes: tuple[str, ...] = ()
     """What the user should know, one sentence each."""
+    visible_by_rank: tuple[str, ...] = ()
+    """The value of each rank if they differ: a process sees one MIG instance, and no card besides it."""
+
+    def visible_to(self, rank: int) -> str | None:
+        """Return the value of CUDA_VISIBLE_DEVICES on a rank; None: unchanged."""
+        return self.visible_by_rank[rank] if self.visible_by_rank else self.visible
 
 
 def plan_layout(
@@ -46,8 +52,8 @@ def plan_layout(
     """Choose devices and backend.
 
     Args:
-        n: Number of ranks; None: one per free GPU, or min(4, max(2, cores)) without GPUs.
-        devices: ``auto``, ``cpu``, or GPU numbers such as ``2,5``, or the visible MIG instance.
+        n: Number of ranks; None: one per free GPU, or min(4, max(2, cores)) without GPUs or on a single one.
+        devices: ``auto``, ``cpu``, or GPU numbers such as ``2,5``, or MIG instances.
         backend: ``auto``, ``shm``, ``gloo`` or ``nccl``.
         threads: Intra-op threads per rank; 0: usable cores / ranks, at least 1.
         several_hosts: Whether ranks may be on other hosts; they are assumed to have GPUs if this one has.
@@ -62,14 +68,20 @@ def plan_layout(
     if several_hosts:
         return _several_hosts(n, devices=devices, backend=backend, threads=threads)
     notes: list[str] = []
-    gpus = [] if devices == "cpu" else _choose_gpus(devices, list_gpus(), notes)
-    if not gpus and devices != "cpu" and (files := unlisted_gpus()):
+    listed = [] if devices == "cpu" else list_gpus()
+    gpus = [] if devices == "cpu" else _choose_gpus(devices, listed, notes)
+    files = [] if gpus or devices == "cpu" else unlisted_gpus()
+    if files:
         notes.append(
             f"There is a GPU driver ({', '.join(files)}), but neither nvidia-smi nor nvidia-ml-py lists a GPU: the "
             "ranks use CPUs. Run `%distributed doctor` to see why."
         )
     cores = usable_cores()
-    num_ranks = n if n is not None else (len(gpus) or min(4, max(2, cores)))
+    slices = any(gpu.mig for gpu in gpus) and len(gpus) > 1
+    if slices and backend == "nccl":
+        raise UsageError("NCCL does not connect MIG instances: use `--backend gloo`, or `--devices` with one of them.")
+    few = not gpus or (len(gpus) == 1 and devices == "auto" and backend != "nccl")
+    num_ranks = n if n is not None else min(4, max(2, cores)) if few else len(gpus)
     if backend == "nccl" and num_ranks > len(gpus):
         raise UsageError(
             f"NCCL needs one GPU per rank, but there are {num_ranks} ranks and {len(gpus)} free "
@@ -78,13 +90,40 @@ def plan_layout(
             else "NCCL needs GPUs, and none is free here. Use `--backend gloo`."
         )
     if backend == "auto":
-        backend = ("nccl" if len(gpus) >= num_ranks else "gloo") if gpus else _cpu_backend()
-    if gpus and len(gpus) < num_ranks:
-        through = "shared memory" if backend == "shm" else "Gloo"
-        notes.append(f"{num_ranks} ranks share {len(gpus)} GPU{'s' * (len(gpus) > 1)} ({through}).")
-    rank_devices = tuple(f"cuda:{rank % len(gpus)}" if gpus else "cpu" for rank in range(num_ranks))
-    visible = ",".join(gpu.selector for gpu in gpus) if gpus else ("" if devices == "cpu" else None)
-    return Layout(num_ranks, backend, rank_devices, visible, threads or max(1, cores // num_ranks), tuple(notes))
+        alone = len(gpus) >= num_ranks and (not slices or num_ranks == 1)
+        backend = ("nccl" if alone else "gloo") if gpus else _cpu_backend()
+    if gpus and (len(gpus) < num_ranks or slices):
+        notes.append(_sharing(num_ranks, gpus, backend, more=few and n is None))
+    threads = threads or max(1, cores // num_ranks)
+    if not gpus:  # a GPU that no rank uses is hidden: libraries would compute on it
+        hidden = devices == "cpu" or bool(listed or files)
+        return Layout(num_ranks, backend, ("cpu",) * num_ranks, "" if hidden else None, threads, tuple(notes))
+    own = [gpus[rank % len(gpus)].selector for rank in range(num_ranks)] if slices else []
+    rank_devices = tuple("cuda:0" if slices else f"cuda:{rank % len(gpus)}" for rank in range(num_ranks))
+    visible = ",".join(gpu.selector for gpu in gpus)
+    return Layout(num_ranks, backend, rank_devices, visible, threads, tuple(notes), tuple(own))
+
+
+def _sharing(num_ranks: int, gpus: Sequence[Gpu], backend: str, *, more: bool) -> str:
+    """Say in a sentence which GPUs the ranks use, and through what they communicate.
+
+    Args:
+        num_ranks: Number of ranks.
+        gpus: What they use.
+        backend: How they communicate.
+        more: Whether there are more ranks than GPUs although nobody asked for it.
+    """
+    through = {"shm": "shared memory", "nccl": "NCCL"}.get(backend, "Gloo")
+    instances = all(gpu.mig for gpu in gpus) and len(gpus) > 1
+    what = f"{len(gpus)} {'MIG instance' if instances else 'GPU'}{'s' * (len(gpus) > 1)}"
+    if num_ranks > len(gpus):
+        alone = " Use `-n 1` for one rank, on NCCL." if more else ""
+        return f"{num_ranks} ranks share {what} ({through}).{alone}"
+    return (
+        f"{num_ranks} ranks use {what}, one each ({through})."
+        if num_ranks == len(gpus)
+        else (f"{num_ranks} of {what} are used ({through}).")
+    )
 
 
 def _cpu_backend() -> str:
@@ -116,18 +155,18 @@ def _choose_gpus(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
             plural = "s" * (len(busy) > 1)
             notes.append(f"Skipping GPU{plural} {numbers} (in use); pass `--devices {busy[0].index}` to use it anyway.")
         return [gpu for gpu in gpus if not gpu.busy]
-    by_name = {str(gpu.index): gpu for gpu in gpus} | {gpu.selector: gpu for gpu in gpus}
     chosen: list[Gpu] = []
     for item in map(str.strip, devices.split(",")):
         if not (item.isascii() and item.isdigit()) and not item.startswith("MIG-"):
             raise UsageError(f"--devices must be `auto`, `cpu` or GPU numbers such as `0,2`; got {devices}.")
-        gpu = by_name.get(str(int(item)) if item.isdigit() else item)
-        if gpu is None:
+        # The number of a card stands for all its instances.
+        found = [gpu for gpu in gpus if (gpu.index == int(item) if item.isdigit() else gpu.mig == item)]
+        if not found:
             visible = ", ".join(gpu.selector for gpu in gpus) or "none"
             raise UsageError(f"--devices {devices}: GPU {item} is not visible here; visible: {visible}.")
-        if gpu in chosen:
+        if found[0] in chosen:
             raise UsageError(f"--devices {devices}: GPU {item} is listed twice.")
-        chosen.append(gpu)
+        chosen += found
     return chosen
 
 

@@ -258,8 +258,8 @@ def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int], int
         client.unregister(rank)  # its id is free only once the controller has forgotten it
     if not client.wait_unregistered(ranks, _REPAIR_TIMEOUT_S):
         raise StartError(f"The controller did not unregister {name_ranks(ranks)} within {_REPAIR_TIMEOUT_S:.0f} s.")
-    env = rank_environment(state.layout)
     for rank in ranks:
+        env = rank_environment(state.layout, rank)
         connection.agent.call(fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
     end = time.monotonic() + _REPAIR_TIMEOUT_S
     while not client.wait_registered(ranks, _POLL_S):

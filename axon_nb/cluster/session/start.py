@@ -62,7 +62,7 @@ def start(
     """Start a cluster and make it the current one. Returns once every rank is in the group and has passed a barrier.
 
     Args:
-        n: Number of ranks; None: one per free GPU, or min(4, max(2, cores)) without GPUs.
+        n: Number of ranks; None: one per free GPU, or min(4, max(2, cores)) without GPUs or on a single one.
         devices: ``auto``, ``cpu``, or GPU numbers such as ``2,5``.
         backend: ``auto``, ``shm``, ``gloo`` or ``nccl``.
         engines: ipyparallel launcher; None: ``axon`` (forked ranks) on Linux, ``local`` elsewhere.

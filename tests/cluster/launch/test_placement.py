@@ -8,12 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from axon_nb.cluster.launch.engines import rank_environment
 from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.errors import UsageError
 from axon_nb.host.resources import usable_cores
 from tests.support.nvidia_smi import A100X4, MIG, Driver
 
 CORES = usable_cores()
+FEW = min(4, max(2, CORES))
+"""Ranks that share one card, or the CPU, when nobody says how many."""
 
 
 @pytest.fixture
@@ -118,7 +121,9 @@ def test_a_mig_instance_is_what_ranks_see(driver: Driver) -> None:
     name = "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"
     driver.shows(name)
     layout = plan_layout(None)
-    assert (layout.num_ranks, layout.backend, layout.devices, layout.visible) == (1, "nccl", ("cuda:0",), name)
+    assert (layout.num_ranks, layout.backend, layout.visible) == (FEW, "gloo", name)
+    layout = plan_layout(1)
+    assert (layout.backend, layout.devices, layout.visible) == ("nccl", ("cuda:0",), name)
     assert plan_layout(2).notes == ("2 ranks share 1 GPU (Gloo).",)
     assert plan_layout(1, devices=name) == plan_layout(1, devices="1") == layout
     with pytest.raises(UsageError, match=f"GPU MIG-x is not visible here; visible: {name}"):
@@ -127,10 +132,40 @@ def test_a_mig_instance_is_what_ranks_see(driver: Driver) -> None:
         plan_layout(1, devices=f"1,{name}")
 
 
+SEVEN = "GPU 0: NVIDIA H100 (UUID: GPU-0)\n" + "".join(
+    f"  MIG 1g.10gb     Device  {number}: (UUID: MIG-{number})\n" for number in range(7)
+)
+
+
+def test_seven_instances_give_seven_ranks_that_see_one_each(driver: Driver) -> None:
+    driver.prints("0, GPU-0, NVIDIA H100, 81920, 70000\n", listing=SEVEN)
+    layout = plan_layout(None)
+    assert (layout.num_ranks, layout.backend, set(layout.devices)) == (7, "gloo", {"cuda:0"})
+    seen = [rank_environment(layout, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(7)]
+    assert seen == [f"MIG-{number}" for number in range(7)]
+    assert layout.notes == ("7 ranks use 7 MIG instances, one each (Gloo).",)
+    assert plan_layout(None, devices=layout.visible or "") == plan_layout(None, devices="0") == layout  # as a restart
+    more = plan_layout(9)
+    assert [more.visible_to(rank) for rank in (6, 7, 8)] == ["MIG-6", "MIG-0", "MIG-1"]
+    assert more.notes == ("9 ranks share 7 MIG instances (Gloo).",)
+    assert plan_layout(2).notes == ("2 of 7 MIG instances are used (Gloo).",)
+    with pytest.raises(UsageError, match="NCCL does not connect MIG instances"):
+        plan_layout(None, backend="nccl")
+    assert plan_layout(None, backend="nccl", devices="MIG-3").visible == "MIG-3"
+
+
+def test_a_single_card_gives_several_ranks_and_one_line_says_so(driver: Driver) -> None:
+    driver.prints("0, GPU-0, NVIDIA GeForce RTX 4060 Laptop GPU, 8188, 4\n")
+    layout = plan_layout(None)
+    assert (layout.num_ranks, layout.backend, set(layout.devices)) == (FEW, "gloo", {"cuda:0"})
+    assert layout.notes == (f"{FEW} ranks share 1 GPU (Gloo). Use `-n 1` for one rank, on NCCL.",)
+    assert plan_layout(1).backend == plan_layout(None, backend="nccl").backend == "nccl"
+
+
 def test_all_cards_in_use_means_the_cpu_and_that_is_said(driver: Driver) -> None:
     driver.shows("1")
     layout = plan_layout(2)
-    assert (layout.backend, layout.devices) == ("shm", ("cpu", "cpu"))
+    assert (layout.backend, layout.devices, layout.visible) == ("shm", ("cpu", "cpu"), "")
     assert "Skipping GPU 1 (in use)" in layout.notes[0]
 
 
@@ -178,7 +213,7 @@ def test_every_plan_holds_together(driver: Driver, used: list[int], n: int | Non
         assert backend == "nccl"
         assert len(free) < (n or len(free) or 1)
         return
-    assert len(layout.devices) == layout.num_ranks == (n or len(free) or layout.num_ranks)
+    assert len(layout.devices) == layout.num_ranks == (n or (len(free) if len(free) > 1 else layout.num_ranks))
     assert layout.threads >= 1
     assert [int(card) for card in (layout.visible or "").split(",") if card] == free
     places = [int(device.removeprefix("cuda:")) for device in layout.devices if device != "cpu"]

@@ -69,10 +69,10 @@ INSTANCES = [
     (SECOND, [(1, SECOND)]),
     (OTHER, [(3, OTHER)]),
     (f" {OTHER} ", [(3, OTHER)]),
-    (f"{SECOND},{OTHER}", [(1, SECOND)]),
-    (f"{SECOND},0", [(1, SECOND)]),
+    (f"{SECOND},{OTHER}", [(1, SECOND), (3, OTHER)]),
+    (f"{SECOND},0", [(1, SECOND), (0, "")]),
     (f"{FIRST},{FIRST}", []),
-    (f"0,{FIRST},2", [(0, "")]),
+    (f"0,{FIRST},2", [(0, ""), (1, FIRST), (2, "")]),
     (f"MIG-none,{FIRST}", []),
     (FIRST[:12], []),
     ("MIG-", []),
@@ -80,7 +80,8 @@ INSTANCES = [
     ("MIG-GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10/1/0", []),
     ("MIG-GPU-8d2b6a44/1/0", []),
     ("MIG-GPU-8d2b6a44-7c1e-4f0b-8a3a-2b9e0c4d5f21", []),
-    ("GPU-8d2b", [(1, "")]),
+    ("GPU-8d2b", [(1, FIRST), (1, SECOND)]),
+    ("2,3", [(2, ""), (3, OTHER)]),
 ]
 """A value, and the number of each card with the instance that is used of it."""
 
