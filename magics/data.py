@@ -34,19 +34,25 @@ def _fetch_parser(prog: str, description: str, *, dim: bool = False) -> LinePars
     return parser
 
 
+def _add_as_is(parser: LineParser) -> None:
+    parser.add_argument("--as-is", action="store_true", help="keep arrays on a GPU, such as CuPy's, instead of NumPy's")
+
+
 @magics_class
 class DataMagics(Magics):
     """Moves variables between the notebook and ranks."""
 
     @line_magic
     def push(self, line: str) -> None:
-        """Send notebook variables to ranks: `%push x y [--ranks 0,2-3]`.
+        """Send notebook variables to ranks: `%push x y [--ranks 0,2-3] [--as-is]`.
 
         Example: `%push images labels`. Functions bring the notebook's names that they use, unless a rank has them.
         """
-        options = parse(_parser("%push", "Send notebook variables to ranks."), line)
+        parser = _parser("%push", "Send notebook variables to ranks.")
+        _add_as_is(parser)
+        options = parse(parser, line)
         variables = self._notebook_variables(options)
-        kept.require("%push").push(variables, ranks=options.ranks)
+        kept.require("%push").push(variables, ranks=options.ranks, as_is=options.as_is)
 
     @line_magic
     def scatter(self, line: str) -> None:
@@ -60,7 +66,7 @@ class DataMagics(Magics):
 
     @line_magic
     def pull(self, line: str) -> None:
-        """Fetch variables from ranks: `%pull x [--ranks R] [--as NAME] [--force] [--shards] [--numpy]`.
+        """Fetch variables from ranks: `%pull x [--ranks R] [--as NAME] [--force] [--shards] [--numpy] [--as-is]`.
 
         Example: `%pull losses --ranks 0`. Binds a dict from rank to value, or the value itself if --ranks names a
         single rank. A distributed tensor is fetched in full, or with --shards as each rank's shard. A notebook variable
@@ -68,6 +74,7 @@ class DataMagics(Magics):
         """
         parser = _fetch_parser("%pull", "Fetch variables from ranks.")
         parser.add_argument("--shards", action="store_true", help="fetch distributed tensors as each rank's shard")
+        _add_as_is(parser)
         options = parse(parser, line)
         cluster = kept.require("%pull")
         ranks = resolve_ranks(options.ranks, cluster.world_size)
@@ -75,7 +82,7 @@ class DataMagics(Magics):
 
         def fetch(name: str) -> Any:
             source: Any = ranks[0] if single else ranks
-            value = cluster.pull(name, ranks=source, shards=options.shards, arrays=options.numpy)
+            value = cluster.pull(name, ranks=source, shards=options.shards, arrays=options.numpy, as_is=options.as_is)
             return value if single else _ByRank(value)
 
         self._bind(options, fetch)

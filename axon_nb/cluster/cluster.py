@@ -123,14 +123,29 @@ class Cluster:
         """Run a cell in the background and return a handle at once; its output goes to the current notebook cell."""
         return self.cells.run_noblock(code, **options)
 
-    def push(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None) -> None:
-        """Send variables (tensors, arrays, anything that pickles) to the namespace of ranks; `ranks` as for `run`."""
+    def push(
+        self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None, as_is: bool = False
+    ) -> None:
+        """Send variables (tensors, arrays, anything that pickles) to the namespace of ranks.
+
+        Args:
+            variables: Their values by name.
+            ranks: Which, as for `run`.
+            as_is: Whether arrays on a GPU of other libraries than torch, such as CuPy's, stay such arrays; else NumPy
+                arrays arrive.
+        """
         chosen = resolve_ranks(ranks, self.world_size)
-        push_pull.push(self.cells, dict.fromkeys(chosen, variables))
+        push_pull.push(self.cells, dict.fromkeys(chosen, variables), as_is=as_is)
         history.record_push(variables, chosen)
 
     def pull(
-        self, name: str, *, ranks: str | int | Iterable[int] | None = None, shards: bool = False, arrays: bool = False
+        self,
+        name: str,
+        *,
+        ranks: str | int | Iterable[int] | None = None,
+        shards: bool = False,
+        arrays: bool = False,
+        as_is: bool = False,
     ) -> Any:
         """Fetch a variable, or the value of an expression, with its tensors on the CPU.
 
@@ -139,6 +154,8 @@ class Cluster:
             ranks: One rank, or which, as for `run`.
             shards: Whether to return each rank's own part of a distributed tensor, rather than the full tensor.
             arrays: Whether to return tensors as NumPy arrays; otherwise the first tensor loads torch here.
+            as_is: Whether arrays on a GPU of other libraries than torch, such as CuPy's, stay such arrays; else NumPy
+                arrays arrive, and nothing but NumPy is needed here.
 
         Returns:
             The values by rank, or the value itself if `ranks` is one number.
@@ -147,7 +164,7 @@ class Cluster:
             UsageError: a rank does not have it, or it cannot be pickled.
         """
         chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
-        values, _ = push_pull.pull(self.cells, chosen, name, shards=shards, arrays=arrays)
+        values, _ = push_pull.pull(self.cells, chosen, name, shards=shards, arrays=arrays, as_is=as_is)
         return values[chosen[0]] if isinstance(ranks, int) else values
 
     def scatter(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None, dim: int = 0) -> None:

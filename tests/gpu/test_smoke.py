@@ -192,3 +192,7 @@ def test_arrays_of_cupy_are_summed_pulled_and_compared(card: Script) -> None:
     cell = "import cupy\nfrom axon_nb import comm\na = cupy.full(3, rank + 1.0)\ncomm.all_reduce_sum(a)\na.tolist()"
     assert set(map(str, values(card, cell).values())) == {"[10.0, 10.0, 10.0]"}
     assert card.value("(lambda a: (type(a).__module__, a.tolist()))(c.pull('a', ranks=1))") == ("numpy", [10.0] * 3)
+    card.ok("c.run('a[2] += rank == 2')")
+    assert card.value("c.diff('a')[['rank', 'first at', 'values']].values.tolist()") == [[2, "[2]", "10.0 / 11.0"]]
+    facts = card.value("c.variables().set_index('name').loc['a', ['shape', 'device', 'ranks']].tolist()")
+    assert facts == ["3", "cuda:0", "differs on rank 2"]

@@ -26,12 +26,13 @@ _OTHER_RANKS = "OtherRanksNeededError"
 _UNREACHABLE = SharedBlockUnavailableError.__name__
 
 
-def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]]) -> None:
+def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]], *, as_is: bool = False) -> None:
     """Set variables in the namespaces of ranks; return when each rank has them.
 
     Args:
         cells: The cells of the cluster.
         variables: The variables of each rank; a mapping that several ranks share is sent once.
+        as_is: Whether arrays of other libraries on a device, such as CuPy's, stay such arrays.
 
     Raises:
         UsageError: a name is not valid, or a value cannot be pickled or is too large.
@@ -44,7 +45,7 @@ def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]]) -> None
     task = f"receive {', '.join(names)}"
     cells.state.health.ensure_available(list(variables))
     _report_queue(cells.state, variables)
-    packed = {id(own): _packed(own) for own in variables.values()}
+    packed = {id(own): _packed(own, as_is=as_is) for own in variables.values()}
     local = ranks_on_this_host(cells.state, variables)
     _check_memory(sum(block_size(parts) for parts in packed.values()), what=", ".join(names))
     with contextlib.ExitStack() as open_blocks:
@@ -62,7 +63,13 @@ def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]]) -> None
 
 
 def pull(
-    cells: CellManager, ranks: Sequence[int], expression: str, *, shards: bool = False, arrays: bool = False
+    cells: CellManager,
+    ranks: Sequence[int],
+    expression: str,
+    *,
+    shards: bool = False,
+    arrays: bool = False,
+    as_is: bool = False,
 ) -> tuple[dict[int, Any], bool]:
     """Fetch the value of a name or expression from each rank.
 
@@ -72,6 +79,7 @@ def pull(
         expression: The name or expression.
         shards: Whether each rank sends its own shard of a distributed tensor; else the full tensor is gathered.
         arrays: Whether tensors arrive as NumPy arrays.
+        as_is: Whether arrays of other libraries on a device arrive as such; this process then needs the library.
 
     Returns:
         The values by rank, and whether they are copies of one value that was gathered from several ranks.
@@ -93,7 +101,7 @@ def pull(
         while True:
             blocks = {rank: open_blocks.enter_context(SharedBlock()) for rank in local}
             addresses = {rank: blocks[rank].address if rank in blocks else None for rank in ranks}
-            call = SendValue(expression, addresses, tuple(participants), shards, arrays)
+            call = SendValue(expression, addresses, tuple(participants), shards, arrays, as_is)
             try:
                 unreached = _run(cells, participants, call, task)
             except _NeedsRanksError as error:
@@ -129,16 +137,16 @@ def _loaded(rank: int, expression: str, source: SharedBlock | bytes) -> Any:
         ) from None
 
 
-def _packed(variables: Mapping[str, Any]) -> list[Any]:
+def _packed(variables: Mapping[str, Any], *, as_is: bool) -> list[Any]:
     from axon_nb.engine.transfer.value_pickle import pack
 
     try:
-        return pack(dict(variables), with_names=True)
+        return pack(dict(variables), with_names=True, as_is=as_is)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     for name, value in variables.items():
         try:
-            pack(value, with_names=True)
+            pack(value, with_names=True, as_is=as_is)
         except Exception as error:
             raise UsageError(f"{name!r} cannot be sent to ranks: {type(error).__name__}: {error}") from None
     raise UsageError(f"{', '.join(variables)} cannot be sent to ranks: {reason}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from axon_nb.engine.foreign_arrays import array_device, as_numpy
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import device_mesh_type, format_placement, is_dtensor
@@ -52,6 +53,8 @@ def _facts(value: Any) -> dict[str, Any]:
     if numpy is not None and isinstance(value, numpy.ndarray):
         digest = "" if value.dtype.hasobject else _digest([value.tobytes()]) if value.nbytes <= _MAX_DIGEST else ""
         return _record(shape=_shape(value.shape), dtype=str(value.dtype), size=value.nbytes, digest=digest)
+    if (device := array_device(value)) is not None:
+        return _array_facts(value, device)
     if pandas is not None and isinstance(value, (pandas.DataFrame, pandas.Series)):
         digest = _digest([pandas.util.hash_pandas_object(value).to_numpy().tobytes()])
         size = value.memory_usage(deep=True)
@@ -62,6 +65,15 @@ def _facts(value: Any) -> dict[str, Any]:
         digest = _digest([text.encode()]) if len(text) <= _MAX_REPR and not isinstance(value, (set, frozenset)) else ""
         return _record(shape=shape, size=sys.getsizeof(value), digest=digest)
     return _record()
+
+
+def _array_facts(value: Any, device: str) -> dict[str, Any]:
+    """Describe an array of another library, such as CuPy's."""
+    size = int(getattr(value, "nbytes", 0))
+    found = as_numpy(value) if size <= _MAX_DIGEST else None
+    shape, dtype = (value.shape, value.dtype) if found is None else (found.shape, found.dtype)
+    digest = "" if found is None else _digest([found.tobytes()])
+    return _record(shape=_shape(shape), dtype=str(dtype), device=device, size=size, digest=digest)
 
 
 def _shape(shape: Any) -> str:
@@ -128,12 +140,23 @@ def variable_parts(name: str) -> VariableParts:
     numpy, pandas = sys.modules.get("numpy"), sys.modules.get("pandas")
     if numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
         return VariableParts({"": value})
+    if array_device(value) is not None:
+        if (size := int(getattr(value, "nbytes", 0))) > _MAX_BYTES:
+            return VariableParts({}, refused=_too_large(size))
+        return VariableParts({"": as_numpy(value)})
     if pandas is not None and isinstance(value, pandas.DataFrame):
         return VariableParts({f"column {column}": value[column].to_numpy() for column in value.columns})
     try:
-        return VariableParts({}, text=repr(value)[:_MAX_TEXT])
+        text = repr(value)
     except Exception as error:
         return VariableParts({}, refused=f"cannot be shown: {type(error).__name__}")
+    # Equal beginnings are not equal values.
+    rest = f"… ({len(text):,} characters, digest {_digest([text.encode()])})" if len(text) > _MAX_TEXT else ""
+    return VariableParts({}, text=text[:_MAX_TEXT] + rest)
+
+
+def _too_large(size: int) -> str:
+    return f"has {size >> 20} MiB; at most {_MAX_BYTES >> 20} MiB can be compared. Name a part of it"
 
 
 def _arrays(tensors: dict[str, Any]) -> VariableParts:
@@ -145,8 +168,7 @@ def _arrays(tensors: dict[str, Any]) -> VariableParts:
     local = {name: (t.to_local() if is_dtensor(t) else t).detach().cpu() for name, t in tensors.items()}
     size = sum(tensor.numel() * tensor.element_size() for tensor in local.values())
     if size > _MAX_BYTES:
-        why = f"has {size >> 20} MiB; at most {_MAX_BYTES >> 20} MiB can be compared. Name a part of it"
-        return VariableParts({}, refused=why)
+        return VariableParts({}, refused=_too_large(size))
     # NumPy has neither bfloat16 nor float8.
     plain = {name: t if t.dtype.itemsize > 2 or not t.is_floating_point() else t.float() for name, t in local.items()}
     return VariableParts({name: tensor.numpy() for name, tensor in plain.items()})

@@ -1,7 +1,8 @@
 """Values as parts that travel without a copy: a pickle (protocol 5), and the memory of tensors, arrays and tables.
 
 The notebook uses it as well, and imports torch only when a tensor arrives. If torch cannot be imported, a tensor
-arrives as a NumPy array (bfloat16 as float32).
+arrives as a NumPy array (bfloat16 as float32). An array of another library on a device, such as CuPy's, is sent as a
+NumPy array: the other side may have neither the library nor a GPU.
 
 Functions of cells arrive in the namespace of the receiving process, as if they were defined in a cell there. By itself,
 cloudpickle would give each function a private copy of the names it uses, which later cells could not reassign.
@@ -20,6 +21,8 @@ from typing import Any
 
 import cloudpickle
 from IPython.core.getipython import get_ipython
+
+from axon_nb.engine.foreign_arrays import as_numpy, is_on_device
 
 __all__ = ["namespace", "pack", "reduce_function", "unpack"]
 
@@ -108,9 +111,10 @@ class _TensorMemory:
 
 
 class _ValuePickler(cloudpickle.Pickler):
-    def __init__(self, file: Any, buffer_callback: Any, *, with_names: bool) -> None:
+    def __init__(self, file: Any, buffer_callback: Any, *, with_names: bool, as_is: bool) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self._with_names = with_names
+        self._as_is = as_is
         self._memory: dict[Any, _TensorMemory] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -120,6 +124,8 @@ class _ValuePickler(cloudpickle.Pickler):
             return _identity, (pickle.PickleBuffer(obj.data),)
         if kind is types.FunctionType and obj.__globals__ is namespace():
             return reduce_function(obj, with_names=self._with_names)
+        if not self._as_is and is_on_device(obj):
+            return _identity, (as_numpy(obj),)
         torch = sys.modules.get("torch")
         if torch is not None and kind in (torch.Tensor, torch.nn.Parameter) and _is_dense(torch, obj):
             return self._reduce_tensor(torch, obj)
@@ -174,12 +180,13 @@ def _make_array(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 
 
-def pack(value: Any, *, with_names: bool = False) -> list[Any]:
+def pack(value: Any, *, with_names: bool = False, as_is: bool = False) -> list[Any]:
     """Pack a value into parts: the pickle, then memory that the value still owns; do not change it until it is sent.
 
     Args:
         value: Anything that cloudpickle can pickle.
         with_names: Whether functions of cells take along the global names that they use.
+        as_is: Whether arrays of other libraries on a device stay such arrays.
     """
     stream, memory = io.BytesIO(), []
 
@@ -190,7 +197,7 @@ def pack(value: Any, *, with_names: bool = False) -> list[Any]:
         memory.append(raw)
         return False
 
-    _ValuePickler(stream, keep_in_band, with_names=with_names).dump(value)
+    _ValuePickler(stream, keep_in_band, with_names=with_names, as_is=as_is).dump(value)
     return [stream.getbuffer(), *memory]
 
 

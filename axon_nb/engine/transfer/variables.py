@@ -158,6 +158,7 @@ def send_value(
     *,
     shards: bool = False,
     arrays: bool = False,
+    as_is: bool = False,
 ) -> None:
     """Send the value of a name or expression to the notebook.
 
@@ -169,6 +170,7 @@ def send_value(
         shards: Whether each rank sends its own shard of a distributed tensor. If not, the first of `addresses` that
             holds a shard sends the full tensor, and the others send nothing.
         arrays: Whether to convert tensors to NumPy arrays.
+        as_is: Whether arrays of other libraries on a device, such as CuPy's, stay such arrays.
 
     Raises:
         OtherRanksNeededError: the value is sharded over ranks that do not run this.
@@ -192,7 +194,7 @@ def send_value(
     if own not in addresses:
         return
     value = to_cpu(to_local(value))
-    parts = pack(to_numpy(value) if arrays else value)
+    parts = pack(to_numpy(value) if arrays else value, as_is=as_is)
     address = addresses[own]
     if address is None:
         session.pending_value = join_parts(parts)

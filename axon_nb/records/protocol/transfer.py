@@ -54,6 +54,8 @@ class SendValue(RankCall[None]):
     """Whether each rank sends its own shard of a distributed tensor; else one of them sends the full tensor."""
     arrays: bool = False
     """Whether to convert tensors to NumPy arrays."""
+    as_is: bool = False
+    """Whether arrays of other libraries on a device stay such arrays."""
 
 
 @dataclass(frozen=True, slots=True)
