@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -201,11 +202,16 @@ class RecoverableWork(Work):
             self._resolve(failed=True)
 
     def is_completed(self) -> bool:
-        """Whether the operation has finished."""
+        """Whether the operation has finished; a received tensor then has its values."""
         if not self._done and isinstance(self._inner, SharedWork) and self._inner.is_success():
             self._done = True
             self._on_finish(self._call)
-        return self._done or bool(self._inner.is_completed())
+        if self._done or not self._inner.is_completed():
+            return self._done
+        if self._call.sequence == 0 and not self._call.refusal:  # it may have to be copied back from host memory
+            with contextlib.suppress(RuntimeError):  # `wait` raises it again
+                self.wait()
+        return True
 
     def is_success(self) -> bool:
         """Whether it succeeded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,34 @@ from tests.engine.groups.native_ranks import run_on_ranks
 from tests.support.stand_in_device import install
 
 
-def _exchange(rank: int, store: Any) -> dict[str, Any]:
+def _join(rank: int, store: Any, backend: str) -> torch.device:
     dist.destroy_process_group()
     device = install()
     place: dict[str, Any] = {"store": store, "rank": rank, "world_size": 2, "device": device}
-    init_default_group("gloo", **place, timeout_s=60, recoverable=True)
+    init_default_group(backend, **place, timeout_s=60, recoverable=True)
+    return device
+
+
+def _polls(rank: int, store: Any) -> list[list[float]]:
+    """Rank 1 asks whether its message is there, and never waits for it."""
+    device = _join(rank, store, "shm")
+    if rank == 0:
+        dist.send(torch.arange(6.0).view(2, 3).to(device), 1)
+        return []
+    buffer = torch.zeros(2, 3).to(device)
+    work = dist.irecv(buffer, 0)
+    end = time.monotonic() + 60
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(0.001)
+    return _values(buffer)
+
+
+def test_a_tensor_whose_arrival_is_polled_has_its_values(tmp_path: Path) -> None:
+    assert run_on_ranks(_polls, 2, tmp_path) == {0: [], 1: [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]}
+
+
+def _exchange(rank: int, store: Any) -> dict[str, Any]:
+    device = _join(rank, store, "gloo")
     peer, found = 1 - rank, {}
     values = torch.arange(6.0).view(2, 3)
 
