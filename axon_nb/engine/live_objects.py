@@ -1,8 +1,8 @@
 """Finds the live objects of some torch classes, and the storages of all live tensors.
 
 A scan of all objects of a process takes 20 to 100 ms, more than the rest of a recovery. So each class is scanned for
-once, when its objects are first requested, and tracked from then on: its constructor registers new objects. Modules
-changed by `fully_shard` are in a table of torch's own.
+once, when its objects are first requested, and tracked from then on: its constructor registers new objects. A class
+without one is scanned for each time. Modules changed by `fully_shard` are in a table of torch's own.
 
 Storages of tensors need a scan of every object, so they are searched for rarely.
 """
@@ -55,7 +55,8 @@ def live_objects(*kinds: tuple[str, str]) -> list[list[Any]]:
     ]
     scanned = dict(zip(unknown, _scan(unknown), strict=True)) if unknown else {}
     for kind, cls in classes.items():
-        if cls in scanned and kind != _FSDP:  # `fully_shard` changes the class of existing modules
+        # `fully_shard` changes the class of existing modules, and CUDAGraph has no constructor in Python.
+        if cls in scanned and kind != _FSDP and any(name in vars(cls) for name in _CONSTRUCTORS):
             _track(cls, scanned[cls])
     found = []
     for kind, cls in classes.items():

@@ -11,16 +11,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from axon_nb.compat import deepspeed
+from axon_nb.engine.groups import nccl
 from axon_nb.engine.live_objects import live_objects
 from axon_nb.torch_api import torch_api
 
-__all__ = ["rebuild_reducer", "rebuild_reducers", "reset_modules", "reset_wrappers", "track_engines", "track_wrappers"]
+__all__ = [
+    "graphs_to_capture",
+    "rebuild_reducer",
+    "rebuild_reducers",
+    "reset_modules",
+    "reset_wrappers",
+    "track_engines",
+    "track_wrappers",
+]
 
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _SCHEDULES = ("torch.distributed.pipelining.schedules", "_PipelineSchedule")
 _DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
+_GRAPHS = ("torch.cuda.graphs", "CUDAGraph")
 
 
 def track_wrappers() -> None:
@@ -51,8 +61,20 @@ def reset_wrappers() -> tuple[int, list[str]]:
             reset_modules(*modules)
         except Exception as error:  # this torch lacks a hook; the self-test has reported it
             failed.append(f"{kind} could not be reset ({type(error).__name__}: {error}). Create them again.")
+    failed += graphs_to_capture() if nccl.groups() is not None else []
     count = len(ddp) + len(fsdp) + len(schedules)
     return count + deepspeed.reset_engines(*live_objects(_DEEPSPEED)), failed
+
+
+def graphs_to_capture(kind: tuple[str, str] = _GRAPHS) -> list[str]:
+    """Return a sentence if this process holds CUDA graphs: they would launch collectives on freed communicators.
+
+    Args:
+        kind: Module and class of the graphs.
+    """
+    if not any(live_objects(kind)):
+        return []
+    return ["CUDA graphs still hold the communicators of before: capture those that contain collectives again."]
 
 
 def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[Any]) -> None:
