@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.silent_ranks import describe_silent_ranks
 from axon_nb.records.waits import RankWaits, describe_slow_ranks, explain_deadlock
 
@@ -103,14 +104,23 @@ class DeadlockWatch:
         if len(reports) < len(replies):
             return ""
         self.slow = describe_slow_ranks(reports, _SLOW_AFTER_S)
-        text = explain_deadlock(reports, self._cell_ranks, _WAITING_AFTER_S)
-        if text is None:
+        text = explain_deadlock(reports, self._cell_ranks, _WAITING_AFTER_S) or _describe_overdue(replies)
+        if not text:
             self._suspect = None
             return ""
         picture = {rank: [call.number for call in report.pending] for rank, report in reports.items()}
         proven = self._suspect is not None and self._suspect[1] == picture
         self._suspect = (text, picture)
         return text if proven else ""
+
+
+def _describe_overdue(replies: Mapping[int, WaitsReply | None]) -> str:
+    """Name a collective that is past its group's timeout, if what it waits for cannot be seen."""
+    late = {rank: reply.overdue for rank, reply in replies.items() if reply is not None and reply.overdue}
+    if not late:
+        return ""
+    first = min(late)
+    return f"{name_ranks(late)}: {late[first]}. Nothing shows what it waits for."
 
 
 def _correct_running(report: RankWaits, unfinished: Collection[int]) -> RankWaits:

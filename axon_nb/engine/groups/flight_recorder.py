@@ -30,8 +30,9 @@ from torch._C import _distributed_c10d
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups.native import NativeGroups
 from axon_nb.engine.groups.nccl import poll_until
+from axon_nb.records.waits import PUBLIC_NAMES
 
-__all__ = ["Recording", "dump", "native_waits", "parse", "synchronizes_in"]
+__all__ = ["Recording", "dump", "native_waits", "overdue", "parse", "synchronizes_in"]
 
 _BYTES = {
     "Bool": 1,
@@ -136,6 +137,26 @@ def native_waits(
         return {"pending": own, "counts": counts, "call": f"{place} behind {own[0]['name']}"}
     newest = [call for call in own if call["sequence"]][-1:]
     return {"pending": [*pending, *newest], "counts": counts}
+
+
+def overdue(native: NativeGroups, *, recorder: str = "nccl") -> str:
+    """Return which collective has exceeded the timeout of its group; empty if none has.
+
+    torch's own handling of timeouts is off on NCCL, because it ends the process. Sends and receives may be waited for
+    much later.
+
+    Args:
+        native: The groups.
+        recorder: As for `dump`.
+    """
+    groups = {str(group.group_name): group for group in native.all()}
+    ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    for call in parse(dump(recorder), ranks, since_ns=native.rebuilt_at_ns).pending:
+        limit_s = native.timeout_of(groups[call["group"]]).total_seconds()
+        if call["sequence"] and call["seconds"] > limit_s:
+            name = PUBLIC_NAMES.get(call["name"], call["name"])
+            return f"{name} has been in progress for {call['seconds']:.0f} s, and its group's timeout is {limit_s:g} s"
+    return ""
 
 
 _CALLS_OF_A_POLL = 3

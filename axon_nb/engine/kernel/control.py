@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from axon_nb.engine.groups import nccl
 from axon_nb.engine.groups.abort import ABORT, stop_at
+from axon_nb.engine.groups.flight_recorder import overdue
 from axon_nb.engine.groups.recovery import abort, group_status, group_waits
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry, awaited_peers
 from axon_nb.engine.kernel.cell_log import CellLog
@@ -139,7 +141,9 @@ def control_handlers(
             threads=tuple(user_threads()),
             within=sampler.within() if state.line else "",
         )
-        return WaitsReply(waits, groups.collectives, awaited_peers())
+        native = nccl.groups()
+        late = overdue(native) if native is not None and waits.running else ""
+        return WaitsReply(waits, groups.collectives, awaited_peers(), late)
 
     def stacks(request: StacksRequest) -> StacksReply:
         return StacksReply(sampler.sample(), tuple(cell_stack(current(), interrupts)))

@@ -67,6 +67,8 @@ class WaitsReply:
     """Collectives that the cell started, over all groups."""
     peers: tuple[PeerCall, ...] = ()
     """What shared memory shows of the ranks that it waits for."""
+    overdue: str = ""
+    """On NCCL: a collective that has exceeded the timeout of its group; reads after the rank and a colon."""
 
 
 @dataclass(frozen=True, slots=True)

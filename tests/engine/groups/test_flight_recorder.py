@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.engine.groups import flight_recorder
-from axon_nb.engine.groups.flight_recorder import native_waits, synchronizes_in
+from axon_nb.engine.groups.flight_recorder import native_waits, overdue, synchronizes_in
 from axon_nb.engine.groups.nccl import poll_until
 from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
 from tests.engine.groups.native_ranks import groups_on, run_on_ranks
@@ -109,6 +110,31 @@ def test_a_rank_in_the_fence_of_a_step_waits_for_the_rank_that_left_out_a_collec
     assert explain_deadlock(reports, [0, 1], 0.0) == (
         "rank 0 waits in optimizer.step() behind allreduce at line 7 for rank 1, which has finished the cell."
     )
+
+
+def _is_overdue(rank: int, store: Any) -> list[str]:
+    """Rank 1 comes late to a collective of a group whose timeout is over."""
+    groups = groups_on(store)
+    groups.rebuilt_at_ns = 0
+    said = [overdue(groups, recorder="fr")]
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(5), async_op=True)
+        time.sleep(1.1)
+        said.append(overdue(groups, recorder="fr"))
+        groups.timeout_of = lambda group: timedelta(seconds=1)  # type: ignore[method-assign]
+        said.append(overdue(groups, recorder="fr"))
+        store.set("late", "1")
+        work.wait()
+    else:
+        store.wait(["late"])
+        dist.all_reduce(torch.ones(5))
+    return said
+
+
+def test_a_collective_past_the_timeout_of_its_group_is_named(tmp_path: Path) -> None:
+    results = run_on_ranks(_is_overdue, 2, tmp_path, TORCH_FR_BUFFER_SIZE="100")
+    late = "all_reduce has been in progress for 1 s, and its group's timeout is 1 s"
+    assert results == {0: ["", "", late], 1: [""]}
 
 
 def test_no_recorder_and_an_empty_one_tell_nothing() -> None:

@@ -1,0 +1,22 @@
+"""A collective that is past its group's timeout, and nothing shows why: the cell ends and says so."""
+
+from __future__ import annotations
+
+from tests.support.script import Script
+
+LATE = "all_reduce has been in progress for 1801 s, and its group's timeout is 1800 s"
+# As a rank on NCCL reports it; groups on CPUs end at their timeout by themselves.
+REPORT = f"""
+from axon_nb.engine.groups import nccl
+from axon_nb.engine.kernel import control
+control.nccl = type("Groups", (), {{"groups": staticmethod(lambda: object() if rank == 1 else None)}})
+control.overdue = lambda native: {LATE!r} if late else ""
+late = False
+"""
+
+
+def test_a_cell_that_is_past_the_timeout_of_a_group_ends(script: Script) -> None:
+    script.ok(f"c.run({REPORT!r}, quiet=True)")
+    answer = script.run("c.run('late = rank == 1\\nimport time\\nwhile late: time.sleep(0.1)', quiet=True)", timeout=60)
+    assert f"rank 1: {LATE}. Nothing shows what it waits for." in answer.message
+    script.ok("c.stop()\nc = axon_nb.start(2, devices='cpu', name='script')")
