@@ -50,7 +50,8 @@ class Kernel:
     """One kernel process and a client of it."""
 
     def __init__(self, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
-        self._mark, self._is_discarded = uuid.uuid4().hex, False
+        self.mark, self._is_discarded = uuid.uuid4().hex, False
+        """The first is in the environment of the kernel and of all that it starts."""
         _living.add(self)
         # Unix sockets: a port that is free when the kernel's are chosen may be taken when it comes to open them.
         sockets = Path(jupyter_runtime_dir()) / f"k{uuid.uuid4().hex[:12]}"
@@ -58,7 +59,7 @@ class Kernel:
         self.manager = KernelManager(transport="ipc", ip=str(sockets), shutdown_wait_time=_SHUTDOWN_S)
         argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         self.manager._kernel_spec = KernelSpec(argv=argv, display_name="test", language="python")
-        self.manager.start_kernel(env={**os.environ, **(env or {}), MARK: self._mark}, cwd=str(cwd or Path.cwd()))
+        self.manager.start_kernel(env={**os.environ, **(env or {}), MARK: self.mark}, cwd=str(cwd or Path.cwd()))
         self._early: list[dict[str, Any]] = []
         self._cells: dict[str, str] = {}
         try:
@@ -214,7 +215,7 @@ class Kernel:
         """SIGKILL the kernel and all that it started, its clusters included; later uses raise `DiscardedError`."""
         self._is_discarded = True
         end = time.monotonic() + _TIMEOUT_S
-        while left := family(self._mark):  # one may start another while it is killed
+        while left := family(self.mark):  # one may start another while it is killed
             assert time.monotonic() < end, left
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -45,23 +45,29 @@ class BetweenCells:
         with self._lock:
             pending, self._pending = self._pending, None
         if pending is not None:
-            self._sink.target = sink
-            sink.stream("stdout", _HEAD)
+            self._sink.target, self._sink.has_head = sink, False
             pending.flush(final=True)
 
 
 class _DelegatingSink:
-    """Shows indented text in a sink that is only known when there is a cell."""
+    """Shows a head and indented text in a sink that is only known when there is a cell."""
 
     target: Sink
-
+    has_head = False
     in_place = True
 
     def stream(self, name: StreamName, text: str) -> None:
+        self._show_head(name)
         self.target.stream(name, "".join(_INDENT + line for line in text.splitlines(keepends=True)))
 
     def display(self, data: dict[str, Any], metadata: dict[str, Any], *, display_id: str | None, update: bool) -> None:
+        self._show_head("stdout")
         self.target.display(data, metadata, display_id=display_id, update=update)
 
     def clear(self, *, wait: bool) -> None:
         """Nothing: what other cells have shown stays."""
+
+    def _show_head(self, name: StreamName) -> None:
+        if not self.has_head:
+            self.has_head = True
+            self.target.stream(name, _HEAD)

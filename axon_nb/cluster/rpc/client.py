@@ -192,7 +192,8 @@ class RankClient(ipp.Client):
         msg_type = message["header"]["msg_type"]
         parent = message["parent_header"] or {}
         entry = self._cells.get(parent.get("msg_id", ""))
-        is_from_cell = parent.get("msg_type") == "execute_request"  # not what libraries print while an engine starts
+        # Not what libraries print while an engine starts; output of an earlier client's cells is fetched from a log.
+        is_from_cell = parent.get("msg_type") == "execute_request" and parent.get("session") == self.session.session
         if entry is not None:
             rank, handler = entry
             if msg_type == "status":

@@ -13,7 +13,7 @@ import pytest
 from tests.support.kernel import Kernel
 from tests.support.output_lines import by_rank
 from tests.support.processes import until
-from tests.support.script import MARK, Script, command_lines, family, script_environment
+from tests.support.script import Script, command_lines, family, script_environment
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ LocalEngineSetLauncher.launcher_class = Engine
 @pytest.mark.parametrize("failing", ["0", "1", "01"])
 def test_engines_that_exit_in_a_notebook_are_noticed_with_the_reason(tmp_path: Path, failing: str) -> None:
     """The exit is noticed by ipyparallel, too: its loop runs in a notebook, and drops the engine from its set."""
-    with Kernel(cwd=tmp_path, env=(env := script_environment(FAILING=failing))) as kernel:
+    with Kernel(cwd=tmp_path, env=script_environment(FAILING=failing)) as kernel:
         kernel.ok(FAILING)
         kernel.ok("%load_ext axon_nb\n%distributed config start_timeout=10min warm_up=off")
         # The kernel's own limit is a quarter of that.
@@ -155,4 +155,4 @@ def test_engines_that_exit_in_a_notebook_are_noticed_with_the_reason(tmp_path: P
         assert said, reply.evalue
         assert said[1] == said[2]
         assert said[1] in failing
-        assert until(lambda: [process.pid for process in family(env[MARK])] == [kernel.pid])
+        assert until(lambda: [process.pid for process in family(kernel.mark)] == [kernel.pid])
