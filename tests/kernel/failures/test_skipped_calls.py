@@ -41,7 +41,7 @@ CASES = {
     ),
     "all_gather of different sizes": (
         "dist.all_gather([torch.zeros(2 + rank) for _ in range(2)], torch.zeros(2 + rank))",
-        r"all_gather.*(2 float32|8 bytes).*(3 float32|12 bytes)",
+        r"all_gather.*[23] float32.*[23] float32|all_gather.*(8|12) bytes.*(8|12) bytes",
     ),
     "different operations of different sizes": (
         (
