@@ -58,5 +58,5 @@ def inner_function(frame: FrameType | None, cell: FrameType | None) -> str:
 def describe_inner(code: CodeType, line: int, cell_file: str) -> str:
     """Describe a function that a cell has called: `` (step, train.py line 40)``, or `` (step, line 3)`` in the cell."""
     name = "" if code.co_name.startswith("<") else f"{code.co_name}, "
-    file = "" if code.co_filename == cell_file else f"{os.path.basename(code.co_filename)} "
+    file = "" if code.co_filename == cell_file else f"{os.path.basename(code.co_filename).strip('<>')} "
     return f" ({name}{file}line {line})"

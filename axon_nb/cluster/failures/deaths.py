@@ -93,7 +93,7 @@ def _stacks(report: str) -> list[tuple[bool, Frames]]:
 
 
 def _is_library(file: str) -> bool:
-    return not file.startswith("Cell In[") and not file.startswith("<") and "/axon_nb/" not in file
+    return not file.startswith("<") and "/axon_nb/" not in file
 
 
 def _function(file: str, name: str) -> str:

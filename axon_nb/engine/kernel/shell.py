@@ -48,18 +48,17 @@ def redirect_pager(stream: TextIO) -> Iterator[None]:
 
 
 def install_cell_names(shell: Any) -> None:
-    """Have `shell` name the file of a cell ``Cell In[3]``: equal warnings and tracebacks of ranks are then one.
+    """Have `shell` name the file of a cell ``<Cell In[3]>``: equal warnings and tracebacks of ranks are then one.
 
-    ipykernel's names contain the process id.
+    ipykernel's names contain the process id. Without the brackets pdb would look for a file.
     """
     codes: dict[str, str] = {}
 
     def get_code_name(raw_code: str, transformed_code: str, number: int) -> str:
-        first = name = f"Cell In[{number}]"
-        count = 1
+        name, count = f"<Cell In[{number}]>", 1
         while codes.setdefault(name, transformed_code) != transformed_code:  # other code had this number before
             count += 1
-            name = f"{first} ({count})"
+            name = f"<Cell In[{number}] ({count})>"
         return name
 
     shell.compile.get_code_name = get_code_name

@@ -63,7 +63,7 @@ def test_warnings_and_printed_tracebacks_are_one_for_all_ranks(kernel: Kernel) -
     warning = next(line for line in reply.stderr.splitlines() if "careful" in line)
     assert "Cell In[" in warning
     assert ":3: UserWarning: careful" in warning
-    assert 'File "Cell In[' in reply.stderr
+    assert 'File "<Cell In[' in reply.stderr
     assert "ipykernel_" not in reply.stderr
 
 
