@@ -242,6 +242,7 @@ def test_the_wait_for_peers_lasts_until_the_last_has_come(alone: Any) -> None:
 def _keeps_its_timeout(rank: int, store: Any) -> list[float]:
     groups = groups_on(store)
     own = dist.new_group([0, 1], timeout=timedelta(seconds=7))
+    dist.barrier(group=own)  # the other rank may still be connecting, and a rebuild closes connections
     rebuild_all(groups, 1)
     return [group._get_backend(CPU).options._timeout.total_seconds() for group in (own, dist.group.WORLD)]
 
