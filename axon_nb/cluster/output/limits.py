@@ -18,8 +18,8 @@ RATE = 400_000
 """Maximum number of bytes in any second. Jupyter's server drops all messages of a kernel that sends 1 MB/s of text."""
 _MAX_FINAL_BYTES = 2_000_000
 """Maximum number of bytes sent at once at the end of a cell: the server averages its 1 MB/s over 3 s."""
-_MIN_DISPLAY_COST = 4000
-"""Minimum cost of a display, in bytes: the server also limits messages, to 1000 per second."""
+_MIN_DISPLAY_COST = 1000
+"""Minimum cost of a display and its label, in bytes: the server also limits messages, to 1000 per second."""
 _DISPLAY_FACTOR = 32
 """The limit of displays, as a multiple of the limit of text: runaway output is text, pictures are intended."""
 _MAX_DISPLAYS = 1000
