@@ -61,8 +61,9 @@ class Settings:
     )
     """Intra-op threads of torch on each rank. 0 shares the usable cores of a host evenly among its ranks."""
     group_memory: int = _setting(0, byte_count(1 << 20, zero="the default"), TakesEffect.NEXT_START, per_cluster=True)
-    """How much memory the ranks of one process group share at most (`--backend shm`). Less makes large tensors slower:
-    they go through it in smaller pieces. 0 is the usual size: 36 MiB for 2 ranks, 81 MiB for 16."""
+    """How much memory the process groups of a rank share with others at most (`--backend shm`): each new group gets
+    at most half of what is left. Less makes large tensors slower: they go through it in smaller pieces. 0 is the usual
+    size: 20 to 81 MiB for a group, by its number of ranks, and 256 MiB in all, above which new groups are small."""
     auto_repair: bool = _setting(False, Switch(), TakesEffect.NOW)
     """Whether dead ranks are replaced with new, empty ones before the next cell runs."""
     debug: bool = _setting(True, Switch(), TakesEffect.NEXT_CELL)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from axon_nb.comm.errors import TensorMismatchError
 from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
+from axon_nb.comm.shared_memory.segment.memory import WORD
 from axon_nb.comm.shared_memory.segment.progress import SLICE_S, Progress
 from axon_nb.comm.shared_memory.segment.rings import Head, InRing, OutRing
 from axon_nb.comm.shared_memory.transfers import ANY, Arrival, Receive, Send, refusal
@@ -204,7 +205,8 @@ class Messages:
             work.end = work.checked_at + self._timeout_s
         try:
             while (words := self._step(work.end, work, work.is_completed)) and time.monotonic() <= deadline:
-                self._sleep(words, SLICE_S)
+                if not self._has_changed(words):
+                    self._sleep(words, SLICE_S)
         except BaseException as error:
             self.fail(error)
             raise
@@ -274,6 +276,16 @@ class Messages:
                 self.fail(error)
                 words = []
             self._sleep([(kick, rung), *words], SLICE_S if words else _IDLE_S)
+
+    def _has_changed(self, words: Sequence[tuple[int, int]]) -> bool:
+        """Look at words for a moment; whether one has changed."""
+        content, start = self._progress.words, self._progress.memory.address
+        places = [((address - start) // WORD, value) for address, value in words]
+        for _ in range(self._progress.looks // (2 * len(places))):
+            for place, value in places:
+                if content[place] != value:
+                    return True
+        return False
 
     @staticmethod
     def _sleep(words: Sequence[tuple[int, int]], seconds: float) -> None:

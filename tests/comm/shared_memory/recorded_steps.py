@@ -20,8 +20,8 @@ UNIT = 1 << 40
 Step = tuple[Any, ...]
 Part = tuple[int, int, int]
 """Rank, slot, third of the slot."""
-Tag = tuple[int, int, int]
-"""Collective, piece, and how often this part of it has been written."""
+Tag = tuple[int, int]
+"""Collective and piece."""
 
 
 class Recorder:
@@ -30,10 +30,10 @@ class Recorder:
     def __init__(self, rank: int) -> None:
         self.rank, self.size, self.members = rank, N, list(range(N))
         self.memory = self.layout = self
-        self.slot_bytes, self.bytes, self.address = SLOT, None, 0
+        self.slot_bytes = self.chunk_bytes = SLOT
+        self.bytes, self.address = None, 0
         self.steps: list[Step] = []
         self.sequence = 0
-        self.written: dict[tuple[int, int, Part], int] = {}
 
     def raise_if_left(self) -> None:
         self.steps.append(("check",))
@@ -61,29 +61,26 @@ class Recorder:
         return True
 
     def parts(self, address: int, size: int) -> Iterator[tuple[Part, int]]:
-        """The parts at an address that `RecordedRounds.slot` made, and their piece."""
+        """The parts at an address that `RecordedRounds.slot` made, and their piece; none at other addresses."""
+        if size <= 0 or address < UNIT * 1000:
+            return
         place, offset = divmod(address, UNIT)
         (rank, slot), piece = divmod(place // 1000, SLOTS), place % 1000
         for third in range(offset // PART, -(-(offset + size) // PART)):
             yield (rank, slot, third), piece
 
     def copy(self, target: int, source: int, size: int) -> None:
-        if size > 0 and target >= UNIT * 1000:
-            self.writes(target, size)
-        if size > 0 and source >= UNIT * 1000:
-            self.reads(source, size, again=self.name == "all_reduce")
-
-    name = ""
+        self.writes(target, size)
+        self.reads(source, size)
 
     def writes(self, address: int, size: int) -> None:
         for part, piece in self.parts(address, size):
-            key = (self.sequence, piece, part)
-            self.written[key] = self.written.get(key, 0) + 1
-            self.merge("write", (part, (self.sequence, piece, self.written[key])))
+            self.merge("write", (part, (self.sequence, piece)))
 
-    def reads(self, address: int, size: int, *, again: bool = False) -> None:
+    def reads(self, address: int, size: int) -> None:
         for part, piece in self.parts(address, size):
-            self.merge("read", (part, (self.sequence, piece, 2 if again else 1)))
+            if part[0] - N != self.rank:
+                self.merge("read", (part, (self.sequence, piece)))
 
     def merge(self, kind: str, item: tuple[Part, Tag]) -> None:
         """What happens without a post or a wait in between is one step that takes time."""
@@ -95,6 +92,7 @@ class Recorder:
     def reduce(self, target: Any, sources: list[tuple[Any, int]], count: int) -> None:
         for _, address in sources:
             self.reads(address, count * 4)
+        self.writes(target[1], count * 4)
 
 
 class RecordedRounds(rounds.Rounds):
@@ -105,9 +103,7 @@ class RecordedRounds(rounds.Rounds):
 
 
 def all_reduce(r: Any, recorder: Recorder, pieces: int) -> None:
-    recorder.name = "all_reduce"
     reduction.all_reduce(r, 0, target=None, count=pieces * SLOT // 4, item=4, sums=recorder)  # type: ignore[arg-type]
-    recorder.name = ""
 
 
 def small_all_reduce(r: Any, recorder: Recorder, pieces: int) -> None:
@@ -135,7 +131,7 @@ def reduce(r: Any, recorder: Recorder, pieces: int) -> None:
 
 
 def reduce_scatter(r: Any, recorder: Recorder, pieces: int) -> None:
-    reduction.reduce_scatter(r, [0] * N, buffer=None, count=pieces * PART // 4, item=4, sums=recorder)  # type: ignore[arg-type]
+    reduction.reduce_scatter(r, [0] * N, own_part=b"1", buffer=None, count=pieces * PART // 4, item=4, sums=recorder)  # type: ignore[arg-type]
 
 
 Call = tuple[Callable[[Any, Recorder, int], None], int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm import World
-from axon_nb.comm.errors import CollectiveMismatchError, InvalidArgumentError
+from axon_nb.comm.errors import CollectiveMismatchError, CommError, InvalidArgumentError
 from axon_nb.comm.shared_memory.segment.forming import form
+from axon_nb.comm.shared_memory.segment.progress import open_bytes
 from tests.support.ranks import RankWorld
 
 SOON_S = 5.0
@@ -260,8 +262,27 @@ def test_what_each_rank_is_in_can_be_read_while_one_is_stopped() -> None:
 
 
 def test_a_limit_that_is_too_small_for_the_group_is_refused() -> None:
-    sentence = (
-        r"A group of 8 ranks needs at least 1472 KiB of shared memory, but group_memory is 1 MiB: raise it, or set"
-    )
-    with pytest.raises(InvalidArgumentError, match=sentence):
+    with pytest.raises(InvalidArgumentError, match=r"A group of 8 ranks needs at least 1472 KiB of shared memory, but"):
         form(dist.HashStore(), rank=0, members=list(range(8)), key="memory", timeout_s=1.0, max_bytes=1 << 20)
+
+
+def test_the_limit_bounds_the_memory_of_all_groups() -> None:
+    def work(world: World) -> list[Any]:
+        # On Gloo, the groups of this test are the only ones over shared memory.
+        limit, store, members = 4 << 20, dist.distributed_c10d._get_default_store(), [0, 1]
+        groups: list[Any] = []
+        for number in range(40):
+            try:
+                key = f"bounded-{number}"
+                groups.append(form(store, rank=world.rank(), members=members, key=key, timeout_s=30, max_bytes=limit))
+            except CommError as error:
+                return [open_bytes(), limit, str(error), [group.memory.layout for group in groups]]
+        raise AssertionError("40 groups of at least 128 KiB fit into 4 MiB")
+
+    with RankWorld(2) as world:
+        first, second = world.run(work)
+    assert first == second  # also the layouts: the first rank decides
+    total, limit, sentence, layouts = first
+    assert limit - 256 * 1024 < total <= limit
+    assert re.search(r"but group_memory is 4 MiB, of which other groups take \d+ [KM]iB: raise it", sentence)
+    assert layouts[0].total > 4 * layouts[-1].total

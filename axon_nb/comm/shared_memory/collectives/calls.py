@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from axon_nb.comm.errors import TensorError
 from axon_nb.comm.shared_memory.collectives import movement, reduction, uneven
 from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
-from axon_nb.comm.shared_memory.collectives.staging import flat_buffer, scratch_buffer, stage, stage_all
+from axon_nb.comm.shared_memory.collectives.staging import Staged, flat_buffer, scratch_buffer, stage, stage_all
 from axon_nb.comm.shared_memory.segment.announcement import REDUCE_OPERATIONS, UNEVEN, fact_of
 from axon_nb.comm.shared_memory.segment.errors import SharedMemoryTimeoutError
 
@@ -39,6 +40,14 @@ def is_waited_for() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _own_part(source: Staged, target: Staged) -> Any:
+    """Return a block as a buffer; empty if it is small, or if writing to `target` changes it."""
+    if source.size <= reduction.DIRECT_BYTES:
+        return b""
+    is_apart = source.address + source.size <= target.address or target.address + target.size <= source.address
+    return flat_buffer(source) if is_apart else b""
 
 
 class Calls:
@@ -158,7 +167,10 @@ class Calls:
         count, root = (target.count, -1) if is_even else (sum(counts), UNEVEN)
         rounds.begin(fact_of("reduce_scatter", count, dtype=output.dtype, root=root, reduce=number), line)
         if is_even:
-            reduction.reduce_scatter(rounds, places, buffer=buffer, count=count, item=item, sums=sums)
+            own_part = _own_part(sources[rounds.rank], target)
+            reduction.reduce_scatter(
+                rounds, places, own_part=own_part, buffer=buffer, count=count, item=item, sums=sums
+            )
         else:
             uneven.reduce_scatter(rounds, places, counts, buffer=buffer, item=item, sums=sums)
         target.store()
@@ -168,8 +180,11 @@ class Calls:
         target, source, rounds = stage(output, reads=False), stage(tensor), self._rounds
         rounds.begin(fact_of("reduce_scatter", target.count, dtype=output.dtype, reduce=number), line)
         places = [source.address + rank * target.size for rank in range(rounds.size)]
-        buffer, item = flat_buffer(target), output.element_size()
-        reduction.reduce_scatter(rounds, places, buffer=buffer, count=target.count, item=item, sums=sums)
+        buffer, item, start = flat_buffer(target), output.element_size(), rounds.rank * target.size
+        own_part = _own_part(source, target)[start : start + target.size]
+        reduction.reduce_scatter(
+            rounds, places, own_part=own_part, buffer=buffer, count=target.count, item=item, sums=sums
+        )
         target.store()
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], line: int) -> None:

@@ -28,9 +28,9 @@ def barrier(rounds: Rounds) -> None:
 
 def all_gather(rounds: Rounds, source: int, size: int, targets: Sequence[int]) -> None:
     """Copy `size` bytes at `source` of each rank to that rank's address in `targets`."""
-    piece, own = rounds.layout.slot_bytes, rounds.rank
+    piece, own, base = rounds.piece_bytes(size), rounds.rank, rounds.address
     others = [(rank, target) for rank, target in enumerate(targets) if rank != own]
-    base = rounds.address
+    copies_own = targets[own] != source
 
     def write(i: int) -> None:
         copy(base + rounds.slot(own, i), source + i * piece, min(piece, size - i * piece))
@@ -39,10 +39,10 @@ def all_gather(rounds: Rounds, source: int, size: int, targets: Sequence[int]) -
         count = min(piece, size - i * piece)
         for rank, target in others:
             copy(target + i * piece, base + rounds.slot(rank, i), count)
+        if copies_own:
+            copy(targets[own] + i * piece, source + i * piece, count)
 
     rounds.run(_pieces(size, piece), write, read)
-    if targets[own] != source:
-        copy(targets[own], source, size)
 
 
 def broadcast(rounds: Rounds, address: int, size: int, root: int) -> None:

@@ -45,9 +45,8 @@ def all_reduce_small(rounds: Rounds, address: int, *, size: int, count: int, sum
 def all_reduce(rounds: Rounds, address: int, *, target: Any, count: int, item: int, sums: Arithmetic) -> None:
     """Reduce elements in place.
 
-    Each rank reduces its part of a piece from all slots, puts it into its own slot, where nobody else reads or writes
-    that part, and collects the parts of the others. Step `i` writes piece `i`, reduces piece `i - 1` and collects piece
-    `i - 2`.
+    Each rank writes all but its own part of a piece into its slot, reduces its own part of all ranks into the gap, and
+    collects the parts of the others. Step `i` writes piece `i`, reduces piece `i - 1` and collects piece `i - 2`.
 
     Args:
         rounds: The group.
@@ -58,33 +57,35 @@ def all_reduce(rounds: Rounds, address: int, *, target: Any, count: int, item: i
         sums: The arithmetic.
     """
     n, own, base, buffer = rounds.size, rounds.rank, rounds.address, rounds.buffer
-    piece = rounds.layout.slot_bytes // item
+    piece = rounds.piece_bytes(count * item) // item
     pieces = -(-count // piece)
 
-    def bounds(i: int) -> tuple[int, list[int]]:
+    def edges_of(i: int) -> list[int]:
+        """The offsets in bytes of the parts of a piece, and its end."""
         length = min(piece, count - i * piece)
-        return length, [rank * length // n for rank in range(n + 1)]
+        return [rank * length // n * item for rank in range(n + 1)]
 
     for i in range(pieces + 2):
         if i < pieces:
-            copy(base + rounds.slot(own, i), address + i * piece * item, bounds(i)[0] * item)
+            edges, place, slot = edges_of(i), address + i * piece * item, base + rounds.slot(own, i)
+            copy(slot, place, edges[own])
+            copy(slot + edges[own + 1], place + edges[own + 1], edges[n] - edges[own + 1])
         if i > 1:
             rounds.wait(-1, i)
         if 0 < i <= pieces:
-            _, edges = bounds(i - 1)
-            start, length = edges[own] * item, edges[own + 1] - edges[own]
-            if length:
+            edges, offset = edges_of(i - 1), (i - 1) * piece * item
+            start, size = edges[own], edges[own + 1] - edges[own]
+            if size:
                 sources = [(buffer, rounds.slot(rank, i - 1) + start) for rank in range(n)]
-                done = (i - 1) * piece * item + start
-                sums.reduce((target, done), sources, length)
-                copy(base + rounds.slot(own, i - 1) + start, address + done, length * item)
+                gap, sources[own] = sources[own], (target, offset + start)
+                sums.reduce(gap, sources, size // item)
+                copy(address + offset + start, base + gap[1], size)
         if i > 1:
-            _, edges = bounds(i - 2)
-            place = address + (i - 2) * piece * item
+            edges, place = edges_of(i - 2), address + (i - 2) * piece * item
             for rank in range(n):
                 if rank != own:
-                    start = edges[rank] * item
-                    copy(place + start, base + rounds.slot(rank, i - 2) + start, edges[rank + 1] * item - start)
+                    start = edges[rank]
+                    copy(place + start, base + rounds.slot(rank, i - 2) + start, edges[rank + 1] - start)
         rounds.post(i + 1)
         if i == 0:
             rounds.wait_for_peers()
@@ -104,7 +105,7 @@ def reduce(rounds: Rounds, address: int, *, buffer: Any, count: int, item: int, 
         root: Group rank of the root.
     """
     own, base = rounds.rank, rounds.address
-    piece = rounds.layout.slot_bytes // item
+    piece = rounds.piece_bytes(count * item) // item
     pieces = max(1, -(-count // piece))
 
     def write(i: int) -> None:
@@ -123,32 +124,37 @@ def reduce(rounds: Rounds, address: int, *, buffer: Any, count: int, item: int, 
 
 
 def reduce_scatter(
-    rounds: Rounds, sources: Sequence[int], *, buffer: Any, count: int, item: int, sums: Arithmetic
+    rounds: Rounds, sources: Sequence[int], *, own_part: Any, buffer: Any, count: int, item: int, sums: Arithmetic
 ) -> None:
     """Reduce the elements that all ranks have for this one.
 
     Args:
         rounds: The group.
         sources: By rank, the address of this rank's `count` elements for it.
+        own_part: Its elements for itself as a buffer; empty if the result overwrites them.
         buffer: Where the result goes.
         count: Elements for one rank.
         item: Bytes of one.
         sums: The arithmetic.
     """
     n, own, base = rounds.size, rounds.rank, rounds.address
-    piece = part_bytes(rounds.layout.slot_bytes, n) // item
+    piece = part_bytes(rounds.piece_bytes(count * item * n), n) // item
     pieces = max(1, -(-count // piece))
     stride = piece * item
+    skips_own = len(own_part) > 0
 
     def write(i: int) -> None:
         place, length = base + rounds.slot(own, i), min(piece, count - i * piece) * item
         for rank in range(n):
-            copy(place + rank * stride, sources[rank] + i * stride, length)
+            if rank != own or not skips_own:
+                copy(place + rank * stride, sources[rank] + i * stride, length)
 
     def read(i: int) -> None:
         length = min(piece, count - i * piece)
         if length > 0:
             parts = [(rounds.buffer, rounds.slot(rank, i) + own * stride) for rank in range(n)]
+            if skips_own:
+                parts[own] = (own_part, i * stride)
             sums.reduce((buffer, i * stride), parts, length)
 
     rounds.run(pieces, write, read)

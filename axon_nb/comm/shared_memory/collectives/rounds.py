@@ -132,6 +132,11 @@ class Rounds:
         ranks = [progress.members[peer] for peer, place in progress.others if progress.words[place] <= self._base]
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
+    def piece_bytes(self, size: int) -> int:
+        """Return how many bytes of a rank's `size` bytes one piece takes."""
+        layout = self.layout
+        return layout.slot_bytes if size <= layout.slot_bytes else layout.chunk_bytes
+
     def slot(self, rank: int, piece: int) -> int:
         """Return the address of a piece of a rank's data."""
         return self.layout.slot(rank, (self._first_slot + piece) % SLOTS)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
 
@@ -13,13 +14,15 @@ from axon_nb.comm.errors import CommError, InvalidArgumentError
 from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.errors import SharedMemoryTimeoutError
 from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
-from axon_nb.comm.shared_memory.segment.progress import Progress
+from axon_nb.comm.shared_memory.segment.progress import Progress, is_crowded, open_bytes
 from axon_nb.records.units import exact_bytes
 
 __all__ = ["ForeignHostError", "form"]
 
 _PIECE_S = 0.005
 _KIB = 1024
+_USUAL_BYTES = 256 << 20
+"""Maximum size of the memory of all groups of a rank, unless it is set; further groups get the smallest possible."""
 _ONE_HOST = ": all ranks must run on one host, in one container and as one user. Use the backend gloo instead"
 
 
@@ -46,7 +49,8 @@ def form(
         key: The store's key for the memory's address; use a new one each time.
         timeout_s: Seconds to wait for the other ranks.
         give_up: Called repeatedly; raises to abort the wait.
-        max_bytes: Maximum size of the memory; 0: the usual size.
+        max_bytes: Maximum size of the memory of all groups of the first rank, each of which gets at most half of what
+            is left; 0: the usual size.
 
     Raises:
         InvalidArgumentError: the memory does not fit into `max_bytes`.
@@ -58,18 +62,12 @@ def form(
     if not futex.is_supported():
         raise ForeignHostError("Shared memory between ranks needs Linux on x86-64 or aarch64.")
     deadline = time.monotonic() + timeout_s
-    layout = Layout.of(len(members), max_bytes)
-    if 0 < max_bytes < layout.total:
-        raise InvalidArgumentError(
-            f"A group of {len(members)} ranks needs at least {exact_bytes(-(-layout.total // _KIB) * _KIB)} of shared "
-            f"memory, but group_memory is {exact_bytes(max_bytes)}: raise it, or set it to 0 for the usual size."
-        )
     failure = _Failure(store, f"{key}/failed", f"Rank {members[rank]}")
-    size = exact_bytes(layout.total)
     descriptor = -1
     try:
         if rank == 0:
-            with failure.reported(f"cannot create {size} of shared memory for the group"):
+            layout = _layout(len(members), max_bytes, failure)
+            with failure.reported(f"cannot create {exact_bytes(layout.total)} of shared memory for the group"):
                 descriptor = SharedMemory.create(layout)
             store.set(key, SharedMemory.address_of(descriptor))
         else:
@@ -83,7 +81,8 @@ def form(
             address = bytes(store.get(key)).decode()
             with failure.reported(f"cannot open the shared memory of rank {members[0]}", _ONE_HOST, ForeignHostError):
                 descriptor = SharedMemory.open(address)
-        with failure.reported(f"cannot map {size} of shared memory for the group"):
+            layout = Layout.read(descriptor, len(members))
+        with failure.reported(f"cannot map {exact_bytes(layout.total)} of shared memory for the group"):
             memory = SharedMemory(descriptor, layout)
         progress = Progress(memory, rank, members, give_up)
         progress.wait_until_ready(deadline, failure.check)
@@ -91,6 +90,21 @@ def form(
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _layout(size: int, max_bytes: int, failure: _Failure) -> Layout:
+    """Return the layout of a group of `size` ranks; see `form`."""
+    used = open_bytes()
+    room = (max_bytes or _USUAL_BYTES) - used
+    layout = Layout.of(size, max(1, room // 2), is_crowded=is_crowded(size))
+    if max_bytes and layout.total > room:
+        others = f", of which other groups take {exact_bytes(used)}" if used else ""
+        failure.raise_everywhere(
+            InvalidArgumentError,
+            f"A group of {size} ranks needs at least {exact_bytes(-(-layout.total // _KIB) * _KIB)} of shared memory, "
+            f"but group_memory is {exact_bytes(max_bytes)}{others}: raise it, or set it to 0 for the usual size.",
+        )
+    return layout
 
 
 class _Failure:
@@ -111,9 +125,12 @@ class _Failure:
         try:
             yield
         except OSError as error:
-            reason = f"{self._name} {what} ({error.strerror or error}){rule}."
-            self._store.set(self._key, reason)
-            raise kind(reason) from error
+            self.raise_everywhere(kind, f"{self._name} {what} ({error.strerror or error}){rule}.", error)
+
+    def raise_everywhere(self, kind: type[CommError], reason: str, cause: Exception | None = None) -> NoReturn:
+        """Raise a reason here, and as a `CommError` on the other ranks."""
+        self._store.set(self._key, reason)
+        raise kind(reason) from cause
 
     def check(self) -> None:
         """Raise if another rank cannot join."""

@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,11 @@ SLOTS = 4
 """Maximum number of pieces of a rank's data in memory at a time; see docs/design/shared_memory.md."""
 RING = 4
 """Maximum number of pieces of messages from one rank to another in memory at a time."""
-_MAX_SLOT_BYTES, _MIN_SLOT_BYTES = 4 << 20, 256 << 10
+_MAX_SLOT_BYTES, _MIN_SLOT_BYTES = 2 << 20, 256 << 10
+_CROWDED_SLOT_BYTES = 4 << 20
+"""Maximum size of a slot if ranks share processors: each piece costs a switch between them."""
+_CHUNK_BYTES = 512 << 10
+"""Maximum size of a chunk, which stays in the processor's cache from the writer to the readers."""
 _SLOTS_BYTES = 64 << 20
 """Bytes for all slots together, unless slots would become too small."""
 _MAX_PIECE_BYTES, _MIN_PIECE_BYTES = 256 << 10, 16 << 10
@@ -34,6 +39,8 @@ _MESSAGES_BYTES = 16 << 20
 """Bytes for all pairs together, unless pieces would become too small."""
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
+_HEADER, _HEADER_WORDS = 32 * WORD, 3
+"""Where the first rank's control page holds the layout."""
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
@@ -66,25 +73,39 @@ class Layout:
     size: int
     """Number of ranks."""
     slot_bytes: int
+    chunk_bytes: int
+    """Bytes of a rank's data that a step of a collective moves if they do not fit into one slot."""
     piece_bytes: int
 
     @classmethod
-    def of(cls, size: int, limit: int = 0) -> Layout:
+    def of(cls, size: int, limit: int = 0, *, is_crowded: bool = False) -> Layout:
         """Return the layout for `size` ranks.
 
         Args:
             size: Number of ranks.
             limit: Maximum size of the memory in bytes; 0: the usual size. The result exceeds it if the smallest
                 slots and pieces do not fit.
+            is_crowded: Whether ranks share processors.
         """
         least = _rounded(size * (_LINE + 2 * WORD) + _LINE)  # a line for each rank, behind two numbers for each
-        slot = min(_MAX_SLOT_BYTES, max(_MIN_SLOT_BYTES, _SLOTS_BYTES // (size * SLOTS) // _PAGE * _PAGE))
+        most, chunk = (_CROWDED_SLOT_BYTES, _CROWDED_SLOT_BYTES) if is_crowded else (_MAX_SLOT_BYTES, _CHUNK_BYTES)
+        slot = min(most, max(_MIN_SLOT_BYTES, _SLOTS_BYTES // (size * SLOTS) // _PAGE * _PAGE))
         piece = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, _rounded(_MESSAGES_BYTES // (size * size * RING))))
-        layout = cls(size, slot, piece)
+        layout = cls(size, slot, min(slot, chunk), piece)
         while limit and layout.total > limit and (slot > least or piece > _PAGE):
             slot, piece = max(least, _rounded(slot // 2)), _rounded(piece // 2)
-            layout = cls(size, slot, piece)
+            layout = cls(size, slot, min(slot, chunk), piece)
         return layout
+
+    @classmethod
+    def read(cls, descriptor: int, size: int) -> Layout:
+        """Return the layout that the creator of a file for `size` ranks chose."""
+        header = os.pread(descriptor, _HEADER_WORDS * WORD, _HEADER)
+        return cls(size, *struct.unpack(f"<{_HEADER_WORDS}q", header))
+
+    def _write(self, descriptor: int) -> None:
+        header = struct.pack(f"<{_HEADER_WORDS}q", self.slot_bytes, self.chunk_bytes, self.piece_bytes)
+        os.pwrite(descriptor, header, _HEADER)
 
     def control(self, rank: int) -> int:
         """The control page of a rank."""
@@ -161,6 +182,7 @@ class SharedMemory:
         try:
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, layout.total)
+            layout._write(descriptor)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
             os.close(descriptor)
