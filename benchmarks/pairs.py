@@ -54,13 +54,15 @@ class PairedRow(Row):
         return cells
 
     @classmethod
-    def of_ratios(cls, measure: str, pairs: Sequence[tuple[float, float]], limit: float | None) -> PairedRow:
+    def of_ratios(
+        cls, measure: str, pairs: Sequence[tuple[float, float]], limit: float | None, *, peer: str = "plain Gloo"
+    ) -> PairedRow:
         """Create from (ours, peer) in seconds; measures the ratio."""
         ratios = [ours / peer for ours, peer in pairs]
         low, high = interval(ratios)
-        ours, peer = (median([pair[i] for pair in pairs]) * 1e3 for i in (0, 1))
+        ours, peer_ms = (median([pair[i] for pair in pairs]) * 1e3 for i in (0, 1))
         return cls(
-            measure, ours, "ms", "plain Gloo", peer, limit, low=low, high=high, pairs=len(pairs),
+            measure, ours, "ms", peer, peer_ms, limit, low=low, high=high, pairs=len(pairs),
             median_ratio=median(ratios),
         )  # fmt: skip
 

@@ -1,70 +1,85 @@
-"""Groups over shared memory against Gloo, alternating in the same processes: wall time and CPU time of each call."""
+"""The groups of a cluster, over shared memory, against Gloo as torchrun starts it, measured in turn.
+
+The limit of a call is the time of the copies that it cannot do without, made by all ranks at once on tensors of the
+same size: a rank copies its data into memory that others read, and theirs out of it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from axon_nb.comm.shared_memory.group import BACKEND, register
 from benchmarks.pairs import PairedRow
 from benchmarks.report import write
 
-SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+ROOT = Path(__file__).resolve().parents[1]
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (4, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send and recv")
-LIMITS = {4: 0.3, 4 << 10: 0.3, 64 << 10: 0.3, 1 << 20: 0.5, 16 << 20: 0.6}
+COPIES: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 1 + (n - 1) / n + (n + 1) / (2 * n),
+    "all_gather": lambda n: n + 1,
+    "reduce_scatter": lambda n: (n - 1) / n + (n + 1) / (2 * n),
+    "broadcast": lambda n: 1,
+    "send and recv": lambda n: 2,
+}
+"""How often a rank copies its tensor at least, by number of ranks; a sum of n values counts as (n + 1) / 2 copies."""
 Call = Callable[[], object]
 
 
-def call_of(name: str, size: int, group: dist.ProcessGroup) -> Call:
-    """One operation on float32 tensors of `size` bytes."""
-    n, rank = group.size(), group.rank()
-    tensor, whole = torch.ones(size // 4), torch.ones(max(n, size // 4 // n * n))
-    part, gathered = torch.ones(whole.numel() // n), torch.ones(n * tensor.numel())
+@functools.lru_cache(maxsize=1)
+def call_of(name: str, size: int, dtype: str) -> Call:
+    """One operation on tensors of `size` bytes, or a training step."""
+    if name.startswith("step"):
+        return step_of(name)
+    n, rank, kind = dist.get_world_size(), dist.get_rank(), getattr(torch, dtype)
+    count = size // kind.itemsize
+    tensor = torch.ones(max(n, count // n * n) if name == "reduce_scatter" else count, dtype=kind)
+    part = torch.ones(tensor.numel() // n or 1, dtype=kind)
+    whole = torch.ones(tensor.numel() * n if name == "all_gather" else tensor.numel(), dtype=kind)
 
-    gathering, scattering = AllgatherOptions(), ReduceScatterOptions()
-    gathering.asyncOp = scattering.asyncOp = False
-
-    def to_and_fro() -> None:
+    def both_ways() -> None:
         if rank == 0:
-            dist.send(tensor, 1, group=group)
-            dist.recv(tensor, 1, group=group)
+            dist.send(tensor, 1)
+            dist.recv(tensor, 1)
         elif rank == 1:
-            dist.recv(tensor, 0, group=group)
-            dist.send(tensor, 0, group=group)
+            dist.recv(tensor, 0)
+            dist.send(tensor, 0)
 
     return {
-        "all_reduce": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group),
-        "all_gather": lambda: group._allgather_base(gathered, tensor, gathering).wait(),
-        "reduce_scatter": lambda: group._reduce_scatter_base(part, whole, scattering).wait(),
-        "broadcast": lambda: dist.broadcast(tensor, 0, group=group),
-        "send and recv": to_and_fro,
+        "all_reduce": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX),
+        "all_gather": lambda: dist.all_gather_single(whole, tensor),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(part, tensor),
+        "broadcast": lambda: dist.broadcast(tensor, 0),
+        "send and recv": both_ways,
+        "copy": lambda: whole.copy_(tensor),
     }[name]
 
 
-def step_of(kind: str, group: dist.ProcessGroup) -> Call:
+def step_of(name: str) -> Call:
     """A training step of a small model."""
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
-    if kind == "DDP":
-        model: nn.Module = DistributedDataParallel(plain, process_group=group)
+    if name.endswith("DDP"):
+        model: nn.Module = DistributedDataParallel(plain)
     else:
-        mesh = DeviceMesh.from_group(group, "cpu")
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in plain:
             fully_shard(layer, mesh=mesh)
         model = fully_shard(plain, mesh=mesh)
@@ -78,93 +93,122 @@ def step_of(kind: str, group: dist.ProcessGroup) -> Call:
     return step
 
 
-def seconds(call: Call, count: int) -> tuple[float, float]:
-    """Wall and CPU seconds per call."""
+def seconds(name: str, size: int, dtype: str, count: int) -> float:
+    """Seconds per call; runs on all ranks."""
+    call = call_of(name, size, dtype)
+    call()
     dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     for _ in range(count):
         call()
-    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+    return (time.perf_counter() - start) / count
 
 
-def measured(ours: Call, theirs: Call, *, pairs: int, budget_s: float) -> list[list[float]]:
-    """Alternating measurements: our and Gloo's wall seconds, our and Gloo's CPU seconds."""
-    once = max(seconds(call, 2)[0] for call in (ours, theirs))
-    count = torch.tensor([max(1, min(300, int(budget_s / once)))])
-    dist.broadcast(count, 0)
-    rows = []
-    for number in range(pairs):
-        calls = (ours, theirs) if number % 2 else (theirs, ours)
-        times = [seconds(call, int(count)) for call in calls]
-        if not number % 2:
-            times.reverse()
-        rows.append([times[0][0], times[1][0], times[0][1], times[1][1]])
-    return rows
+Measure = Callable[..., float]
 
 
-def rank_side(rank: int, size: int, folder: Path, *, pairs: int, budget_s: float) -> None:
-    """Run on each rank; rank 0 writes the measurements."""
+@contextmanager
+def cluster(size: int) -> Iterator[Measure]:
+    """Measure on the ranks of a cluster."""
+    import axon_nb
+
+    ranks = axon_nb.start(size, devices="cpu")
+    try:
+        ranks.run(f"import sys, torch\nsys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks import shared_memory")
+        ranks.run("torch.set_num_threads(1)", quiet=True)
+        yield lambda *arguments: ranks.run(f"shared_memory.seconds(*{arguments!r})", quiet=True).values[0]
+    finally:
+        ranks.stop()
+
+
+def rank_side(rank: int, size: int, store: str) -> None:
+    """Run on each rank of `torchrun`: rank 0 answers each line of arguments with the seconds."""
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    register()
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
-    gloo, ours = dist.new_group(backend="gloo"), dist.new_group(backend=BACKEND)
-    found = {
-        f"{name} {count}": measured(
-            call_of(name, count, ours), call_of(name, count, gloo), pairs=pairs, budget_s=budget_s
-        )
-        for name in OPERATIONS
-        for count in SIZES
-    }
-    for kind in ("DDP", "FSDP2"):
-        found[f"step {kind}"] = measured(step_of(kind, ours), step_of(kind, gloo), pairs=pairs, budget_s=budget_s)
-    if rank == 0:
-        (folder / "measured.json").write_text(json.dumps(found))
-    dist.barrier()
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    for line in sys.stdin:
+        answer = seconds(*json.loads(line))
+        if rank == 0:
+            print(answer, flush=True)
     os._exit(0)
 
 
-def rows_of(size: int, found: dict[str, list[list[float]]]) -> list[PairedRow]:
-    """The rows of one number of ranks: wall time with its target, CPU time without."""
+@contextmanager
+def torchrun(size: int) -> Iterator[Measure]:
+    """Measure on ranks without a notebook, over Gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-Wignore", "-m", "benchmarks.shared_memory"]
+        ranks = [
+            subprocess.Popen(
+                [*command, "--rank-side", str(rank), str(size), f"{folder}/store"],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+
+        def measure(*arguments: object) -> float:
+            for process in ranks:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(arguments) + "\n")
+                process.stdin.flush()
+            assert ranks[0].stdout is not None
+            return float(ranks[0].stdout.readline())
+
+        try:
+            yield measure
+        finally:
+            for process in ranks:
+                process.communicate()
+
+
+def pairs_of(
+    name: str, size: int, dtype: str, arms: tuple[Measure, Measure], *, pairs: int, budget_s: float
+) -> list[tuple[float, float]]:
+    """Seconds in turn: ours and theirs."""
+    once = max(measure(name, size, dtype, 2) for measure in arms)
+    count = max(1, min(300, int(budget_s / once)))
     rows = []
-    for name, values in found.items():
-        operation, _, count = name.rpartition(" ")
-        limit = 0.9 if operation == "step" else 0.5 if operation == "send and recv" else LIMITS[int(count)]
-        words = f"{size} ranks, " + (
-            f"a step of {count}" if operation == "step" else f"{operation} of {int(count):,} B"
-        )
-        rows.append(PairedRow.of_ratios(words, [(row[0], row[1]) for row in values], limit))
-        rows.append(PairedRow.of_ratios(f"{words}, CPU time", [(row[2], row[3]) for row in values], None))
+    for number in range(pairs):
+        order = arms if number % 2 else arms[::-1]
+        times = [measure(name, size, dtype, count) for measure in order]
+        rows.append((times[0], times[1]) if number % 2 else (times[1], times[0]))
     return rows
+
+
+def rows_of(size: int, *, pairs: int, budget_s: float) -> Iterator[PairedRow]:
+    """The rows of one number of ranks."""
+    with cluster(size) as ours, torchrun(size) as gloo:
+        for name in OPERATIONS:
+            for count in SIZES:
+                for dtype in ("float32", "bfloat16") if "reduce" in name and count >= 16 * MIB else ("float32",):
+                    words = f"{size} ranks, {name} of {count:,} B{'' if dtype == 'float32' else ', ' + dtype}"
+                    times = pairs_of(name, count, dtype, (ours, gloo), pairs=pairs, budget_s=budget_s)
+                    yield PairedRow.of_ratios(words, times, 0.4)
+                    if count >= 16 * MIB:
+                        copies = [gloo("copy", count, dtype, 3) * COPIES[name](size) for _ in times]
+                        bounded = [(our, limit) for (our, _), limit in zip(times, copies, strict=True)]
+                        yield PairedRow.of_ratios(words, bounded, 1.3, peer="copies")
+        for name in ("step of DDP", "step of FSDP2"):
+            times = pairs_of(name, 0, "float32", (ours, gloo), pairs=pairs, budget_s=budget_s)
+            yield PairedRow.of_ratios(f"{size} ranks, a {name}", times, 0.9)
 
 
 def main() -> None:
     """Measure on 2 and 4 ranks with 1 thread each, print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--budget", type=float, default=0.05, help="seconds of one measurement")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--rank-side", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_side:
-        rank, size, folder = options.rank_side
-        rank_side(int(rank), int(size), Path(folder), pairs=options.pairs, budget_s=options.budget)
+        rank, size, store = options.rank_side
+        rank_side(int(rank), int(size), store)
         return
-    rows = []
-    for size in options.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            own = [
-                sys.executable,
-                "-m",
-                "benchmarks.shared_memory",
-                f"--pairs={options.pairs}",
-                f"--budget={options.budget}",
-            ]
-            ranks = [subprocess.Popen([*own, "--rank-side", str(rank), str(size), folder]) for rank in range(size)]
-            for process in ranks:
-                process.wait()
-            rows += rows_of(size, json.loads((Path(folder) / "measured.json").read_text()))
+    rows = [row for size in options.ranks for row in rows_of(size, pairs=options.pairs, budget_s=options.budget)]
     print(write("shared_memory", rows, options.out))
 
 
