@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 
-from axon_nb.comm.errors import CollectiveMismatchError
+from axon_nb.comm.errors import CollectiveMismatchError, TensorMismatchError
 from axon_nb.comm.shared_memory.collectives import movement, reduction, rounds
 from axon_nb.comm.shared_memory.segment.memory import SLOTS
 
@@ -56,6 +58,9 @@ class Recorder:
 
     def wait_for(self, peer: int, target: int, limit: float) -> None:
         self.steps.append(("wait", (peer,), target))
+
+    def call_of(self, rank: int, sequence: int) -> tuple[int, int]:
+        return 0, 0
 
     def same_call(self, sequence: int, fact: int) -> bool:
         return True
@@ -134,6 +139,42 @@ def reduce_scatter(r: Any, recorder: Recorder, pieces: int) -> None:
     reduction.reduce_scatter(r, [0] * N, own_part=b"1", buffer=None, count=pieces * PART // 4, item=4, sums=recorder)  # type: ignore[arg-type]
 
 
+SENT = [[PART * (1 + (source + 2 * target) % 3) for target in range(N)] for source in range(N)]
+"""Bytes from each rank to each in an all_to_all: one to three pieces."""
+
+
+class Tables:
+    """Stands in for NumPy in `movement`: records that tables of sizes are written to slots and read from them."""
+
+    int64, stack, argwhere = np.int64, staticmethod(np.stack), staticmethod(np.argwhere)
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._last_written = 0
+        self.differ = False
+        """Whether rank 1 expects other sizes than it gets."""
+
+    def frombuffer(self, buffer: None, dtype: Any, count: int, address: int) -> Any:
+        ((rank, _, _), _) = next(self._recorder.parts(address, 1))
+        rank -= N
+        sizes = [SENT[rank], [SENT[source][rank] + (self.differ and rank == 1) for source in range(N)]]
+        if rank != self._recorder.rank:
+            self._recorder.reads(address, count * 8)
+        elif self._last_written < self._recorder.sequence:
+            self._recorder.writes(address, count * 8)
+            self._last_written = self._recorder.sequence
+        return np.array(sizes).reshape(-1)
+
+
+def all_to_all(r: Any, recorder: Recorder, pieces: int) -> None:
+    """Without pieces, the sizes differ between ranks, which all ranks notice."""
+    own, nowhere = r.rank, [0] * N
+    movement.np.differ = not pieces  # type: ignore[attr-defined]
+    taken = [SENT[source][own] for source in range(N)]
+    with nullcontext() if pieces else pytest.raises(TensorMismatchError):
+        movement.all_to_all(r, nowhere, SENT[own], nowhere, taken)
+
+
 Call = tuple[Callable[[Any, Recorder, int], None], int]
 
 
@@ -142,13 +183,16 @@ def record(calls: list[Call | None], rank: int, monkeypatch: pytest.MonkeyPatch)
     recorder = Recorder(rank)
     for module in (movement, reduction):
         monkeypatch.setattr(module, "copy", recorder.copy)
+    if any(call and call[0] is all_to_all for call in calls):
+        recorder.slot_bytes = recorder.chunk_bytes = PART + SLOT  # behind a table
+        monkeypatch.setattr(movement, "np", Tables(recorder))
     group = RecordedRounds(recorder, 1.0)  # type: ignore[arg-type]
     for number, call in enumerate(calls):
         if call is None:
             group.begin(99 + rank % 2, 0)
             group.post(1)
             recorder.same_call = lambda sequence, fact: False  # type: ignore[method-assign]
-            recorder.call_of = lambda peer, sequence: (99 + peer % 2, 0)  # type: ignore[attr-defined]
+            recorder.call_of = lambda peer, sequence: (99 + peer % 2, 0)  # type: ignore[method-assign]
             with pytest.raises(CollectiveMismatchError):
                 group.wait_for_peers()
             recorder.same_call = lambda sequence, fact: True  # type: ignore[method-assign]
@@ -167,5 +211,7 @@ SEQUENCES: dict[str, list[Call | None]] = {
     "many broadcasts": [(broadcast, 1)] * 6 + [(broadcast, 6)],
     "reduce_scatter": [(reduce_scatter, 3), (all_reduce, 2), (reduce_scatter, 1)],
     "calls that differ": [(small_all_reduce, 1), None, None, (all_reduce, 2), None, (all_gather, 2)],
+    "all_to_all": [(all_to_all, 3), (broadcast, 2), (all_to_all, 3)],
+    "all_to_all of sizes that differ": [(all_to_all, 0), (all_gather, 1), (all_to_all, 0), (all_gather, 5)],
     "ten calls that differ": [None] * 10 + [(small_all_reduce, 1)],
 }
