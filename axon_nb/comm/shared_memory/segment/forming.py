@@ -128,7 +128,8 @@ class _Failure:
             self.raise_everywhere(kind, f"{self._name} {what} ({error.strerror or error}){rule}.", error)
 
     def raise_everywhere(self, kind: type[CommError], reason: str, cause: Exception | None = None) -> NoReturn:
-        """Raise a reason here, and as a `CommError` on the other ranks."""
+        """Raise a reason here, and as a `CommError` on the other ranks, unless another rank's came first."""
+        self.check()  # the memory may be gone because another rank failed
         self._store.set(self._key, reason)
         raise kind(reason) from cause
 

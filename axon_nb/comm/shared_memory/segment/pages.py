@@ -8,12 +8,12 @@ from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.announcement import in_words, operation_of
 from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory, process_state, start_time
 
-__all__ = ["AWAITED", "LEFT", "PID", "READY", "SINCE", "START", "STEPS", "ControlPages"]
+__all__ = ["AWAITED", "LEFT", "PID", "READY", "SINCE", "STEPS", "ControlPages"]
 
 STEPS = 1 << 20
 """Progress units per collective."""
 
-LEFT, PID, START, READY, AWAITED, SINCE, _REASON = 8, 9, 10, 11, 12, 13, 14
+LEFT, PID, READY, AWAITED, SINCE, _REASON = 8, 9, 10, 11, 12, 13
 """Words of a page; the first is the progress."""
 _CALLS, _CALL_WORDS, _NUM_CALLS = 64, 8, 8
 _TEXT, _TEXT_BYTES = 2048, 1024
@@ -38,6 +38,8 @@ class ControlPages:
         """Address of each rank's progress word, which begins its control page."""
         self.own = self.places[rank]
         self.own_address = memory.address + self.own * WORD
+        self._started: dict[int, int] = {}
+        """Start times of the processes of peers."""
         self.others = [(peer, place) for peer, place in enumerate(self.places) if peer != rank]
 
     def _raise_word(self, word: int, value: int) -> None:
@@ -103,10 +105,16 @@ class ControlPages:
         return all(words[place + offset] == fact for place in self.places)
 
     def is_alive(self, peer: int) -> bool:
-        """Whether the process of a rank is alive, as far as known; True before it has arrived."""
-        place = self.places[peer]
-        pid, started = self.words[place + PID], self.words[place + START]
-        return not pid or not started or start_time(pid) == started
+        """Whether the process of a rank is alive, as far as known; True before it has arrived.
+
+        Its start time, which a later process with the same number does not have, is compared as this process sees it:
+        an emulator (qemu) shows each process another start time of itself.
+        """
+        pid = self.words[self.places[peer] + PID]
+        if not pid or peer == self.rank:
+            return True
+        started = start_time(pid)
+        return started > 0 and self._started.setdefault(peer, started) == started
 
     def _give_reason(self, reason: str) -> None:
         page = self.memory.layout.control(self.rank) + _TEXT

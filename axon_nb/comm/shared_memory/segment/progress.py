@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError, PeerLostError, SharedMemoryTimeoutError
-from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory, start_time
-from axon_nb.comm.shared_memory.segment.pages import AWAITED, LEFT, PID, READY, SINCE, START, ControlPages
+from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory
+from axon_nb.comm.shared_memory.segment.pages import AWAITED, LEFT, PID, READY, SINCE, ControlPages
 
 __all__ = ["SLICE_S", "Progress", "is_crowded", "open_bytes"]
 
@@ -56,7 +56,6 @@ class Progress(ControlPages):
         self.looks = _FEW_LOOKS if is_crowded(self.size) else _MANY_LOOKS
         """Number of polls before this rank sleeps on a word."""
         self.words[self.own + PID] = os.getpid()
-        self.words[self.own + START] = start_time(os.getpid())
         _close_at_exit(self)
         self._raise_word(READY, 1)
         futex.wake(self.own_address)
@@ -210,6 +209,8 @@ class Progress(ControlPages):
                 futex.wait(self.memory.address + place * WORD, 0, SLICE_S)
         if futex.NEEDS_FENCE:
             futex.fence()
+        for peer, _ in self.others:
+            self.is_alive(peer)  # remembers when its process started
 
     def has_left(self) -> bool:
         """Whether this rank has left the group."""

@@ -48,7 +48,7 @@ def refusal(ranks: list[Progress], words: Words) -> None:
 
 
 def reason(ranks: list[Progress], words: Words) -> None:
-    ranks[1].words[ranks[1].own + 14] = 0
+    ranks[1].words[ranks[1].own + 13] = 0
     ranks[1].leave("x" * 222)
     ranks[0].words = words  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="x" * 222):
@@ -64,7 +64,7 @@ def readiness(ranks: list[Progress], words: Words) -> None:
 READS: dict[str, tuple[Callable[[list[Progress], Words], None], list[str]]] = {
     "refusal": (refusal, ["read 111", "fence", "read 222", "read 333"]),
     "reason": (reason, ["read 1", "fence", "read 222"]),
-    "readiness": (readiness, ["read 1", "fence", "read 0"]),
+    "readiness": (readiness, ["read 1", "fence", f"read {os.getpid()}", "read 0"]),
 }
 
 
