@@ -82,7 +82,7 @@ class DataMagics(Magics):
 
         def fetch(name: str) -> Any:
             source: Any = ranks[0] if single else ranks
-            value = cluster.pull(name, ranks=source, shards=options.shards, arrays=options.numpy, as_is=options.as_is)
+            value = cluster.pull(name, ranks=source, shards=options.shards, numpy=options.numpy, as_is=options.as_is)
             return value if single else _ByRank(value)
 
         self._bind(options, fetch)
@@ -96,7 +96,7 @@ class DataMagics(Magics):
         options = parse(_fetch_parser("%gather", "Fetch variables and join them.", dim=True), line)
         cluster = kept.require("%gather")
         self._bind(
-            options, lambda name: cluster.gather(name, ranks=options.ranks, dim=options.dim, arrays=options.numpy)
+            options, lambda name: cluster.gather(name, ranks=options.ranks, dim=options.dim, numpy=options.numpy)
         )
 
     def _notebook_variables(self, options: argparse.Namespace) -> dict[str, Any]:

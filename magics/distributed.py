@@ -174,7 +174,7 @@ class DistributedMagics(Magics):
         parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
         options = parse(parser, words)
         cluster = kept.require("%distributed repair")
-        print(cluster.repair(options.ranks, source=options.source, names=options.names))
+        print(cluster.repair(options.ranks, from_rank=options.source, names=options.names))
 
     def _sync(self, words: list[str]) -> None:
         parser = LineParser("%distributed sync", "Copy models, optimizers and schedulers of one rank to all.")

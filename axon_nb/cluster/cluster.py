@@ -21,7 +21,7 @@ from axon_nb.cluster.recovery.report import RepairReport
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.state import ClusterState
 from axon_nb.cluster.transfer import push_pull
-from axon_nb.cluster.transfer.broadcast import SyncReport, sync
+from axon_nb.cluster.transfer.broadcast import SyncReport, seed, sync
 from axon_nb.cluster.transfer.scatter_gather import join_values, split_value
 from axon_nb.records.protocol.agent import Signal
 from axon_nb.records.protocol.cluster import EngineInfo
@@ -144,7 +144,7 @@ class Cluster:
         *,
         ranks: str | int | Iterable[int] | None = None,
         shards: bool = False,
-        arrays: bool = False,
+        numpy: bool = False,
         as_is: bool = False,
     ) -> Any:
         """Fetch a variable, or the value of an expression, with its tensors on the CPU.
@@ -153,7 +153,7 @@ class Cluster:
             name: A name or an expression.
             ranks: One rank, or which, as for `run`.
             shards: Whether to return each rank's own part of a distributed tensor, rather than the full tensor.
-            arrays: Whether to return tensors as NumPy arrays; otherwise the first tensor loads torch here.
+            numpy: Whether to return tensors as NumPy arrays; otherwise the first tensor loads torch here.
             as_is: Whether arrays on a GPU of other libraries than torch, such as CuPy's, stay such arrays; else NumPy
                 arrays arrive, and nothing but NumPy is needed here.
 
@@ -164,7 +164,7 @@ class Cluster:
             UsageError: a rank does not have it, or it cannot be pickled.
         """
         chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
-        values, _ = push_pull.pull(self.cells, chosen, name, shards=shards, arrays=arrays, as_is=as_is)
+        values, _ = push_pull.pull(self.cells, chosen, name, shards=shards, arrays=numpy, as_is=as_is)
         return values[chosen[0]] if isinstance(ranks, int) else values
 
     def scatter(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None, dim: int = 0) -> None:
@@ -174,7 +174,7 @@ class Cluster:
         push_pull.push(self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
         history.record_push(variables, chosen, scatter_dim=dim)
 
-    def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, arrays: bool = False) -> Any:
+    def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, numpy: bool = False) -> Any:
         """Fetch a variable of each rank as `pull` does, and concatenate the values in rank order.
 
         Returns:
@@ -182,28 +182,40 @@ class Cluster:
             else. A distributed tensor is already complete and returned as it is.
         """
         chosen = resolve_ranks(ranks, self.world_size)
-        values, is_full = push_pull.pull(self.cells, chosen, name, arrays=arrays)
+        values, is_full = push_pull.pull(self.cells, chosen, name, arrays=numpy)
         return values[chosen[0]] if is_full else join_values(list(values.values()), dim=dim)
 
     def repair(
-        self, ranks: str | Iterable[int] | None = None, *, source: int | None = None, names: Iterable[str] = ()
+        self, ranks: str | Iterable[int] | None = None, *, from_rank: int | None = None, names: Iterable[str] = ()
     ) -> RepairReport:
         """Replace dead ranks with new ones and rebuild all groups; the other ranks keep their state.
 
         Args:
             ranks: Which, as for `run`; None: the dead ones. A live one is killed first.
-            source: A rank whose variables and random state the replaced ranks get; None: they start empty.
+            from_rank: A rank whose variables and random state the replaced ranks get; None: they start empty.
             names: Which variables; empty: all that can be copied.
 
         Returns:
             What was replaced and copied, and what is lost because only those ranks held it; displays as text.
         """
         chosen = None if ranks is None else resolve_ranks(ranks, self.world_size)
-        return repair(self.state, chosen, source=source, names=list(names))
+        return repair(self.state, chosen, source=from_rank, names=list(names))
 
-    def sync(self, source: int = 0, names: Iterable[str] = ()) -> SyncReport:
+    def sync(self, from_rank: int = 0, names: Iterable[str] = ()) -> SyncReport:
         """Copy models, optimizers and schedulers of one rank to all others, in place; empty `names`: all of them."""
-        return sync(self.cells, source, list(names))
+        return sync(self.cells, from_rank, list(names))
+
+    def seed(self, value: int, *, per_rank: bool = False) -> None:
+        """Seed `random`, NumPy and torch (every device) on all ranks.
+
+        Args:
+            value: The seed.
+            per_rank: Whether each rank's seed is `value` plus its rank.
+
+        Raises:
+            UsageError: torch does not accept the seed.
+        """
+        seed(self.cells, value, per_rank=per_rank)
 
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
         """Return what each rank is doing right now; ranks that do not reply within a second are left out."""
@@ -222,9 +234,9 @@ class Cluster:
         """Return a table of all variables: type, shape, dtype, device, placements, bytes, and whether ranks agree."""
         return variables_frame(self.state)
 
-    def diff(self, name: str, reference: int = 0) -> pd.DataFrame:
-        """Return a table of where a variable differs from that of the `reference` rank; empty if it does not."""
-        return difference_frame(self.state, name, reference)
+    def diff(self, name: str, from_rank: int = 0) -> pd.DataFrame:
+        """Return a table of where a variable differs from that of `from_rank`; empty if it does not."""
+        return difference_frame(self.state, name, from_rank)
 
     def stacks(self, ranks: str | Iterable[int] | None = None) -> Stacks:
         """Return where each rank is: its Python stack and its communication call, even while it is stuck.

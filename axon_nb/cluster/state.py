@@ -39,8 +39,8 @@ class ClusterState:
         self.active_cells: list[ActiveCell] = []
         """The cells that are running."""
         replaceable = facts.engines == "axon" and compatibility.can_replace(facts.rank_info, layout.backend)
-        way_back = REPAIR_HINT if replaceable else compatibility.RESTART
-        self.health = Health(facts.name, lambda: list(self.active_cells), remedy=way_back)
+        remedy = REPAIR_HINT if replaceable else compatibility.RESTART
+        self.health = Health(facts.name, lambda: list(self.active_cells), remedy=remedy)
         self.between_cells = BetweenCells(self.ranks, limit_bytes=settings.output_limit)
         """Output that belongs to no running cell."""
         connection.client.on_output(self._on_output)

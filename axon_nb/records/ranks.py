@@ -77,7 +77,6 @@ def resolve_ranks(ranks: str | Iterable[int] | None, world_size: int) -> list[in
     if ranks is None:
         return list(range(world_size))
     text = ranks if isinstance(ranks, str) else ",".join(str(int(rank)) for rank in ranks)
-    chosen = parse_ranks(text, world_size)
-    if not chosen:
+    if not text.strip():
         raise UsageError(f"no rank is named; ranks are 0 to {world_size - 1}.")
-    return chosen
+    return parse_ranks(text, world_size)

@@ -60,6 +60,15 @@ def test_quiet_shows_nothing_and_keeps_the_text(script: Script) -> None:
     assert "1\n" in answer.value
 
 
+def test_seeded_ranks_draw_the_same_numbers(script: Script) -> None:
+    script.ok("c.seed(3)")
+    first, second = script.value("c.run('float(torch.rand(()))').values").values()
+    assert first == second
+    script.ok("c.seed(3, per_rank=True)")
+    first, second = script.value("c.run('float(torch.rand(()))').values").values()
+    assert first != second
+
+
 @pytest.mark.parametrize(("ranks", "chosen"), [("'1'", [1]), ("[0]", [0]), ("(1, 0, 1)", [0, 1]), ("'all'", [0, 1])])
 def test_ranks_can_be_chosen(script: Script, ranks: str, chosen: list[int]) -> None:
     assert script.value(f"sorted(c.run('rank', ranks={ranks}).values)") == chosen
@@ -69,7 +78,7 @@ def test_ranks_can_be_chosen(script: Script, ranks: str, chosen: list[int]) -> N
     ("call", "sentence"),
     [
         ("c.run('1', ranks='5')", "rank 5 does not exist: ranks are 0 to 1."),
-        ("c.run('1', ranks=[])", "is not a rank"),
+        ("c.run('1', ranks=[])", "no rank is named; ranks are 0 to 1."),
         ("c.run('1', ranks=[-3])", "does not exist"),
         ("c.run('1', timeout=0)", "timeout must be a number of seconds above 0"),
         ("c.run('1', timeout=-1)", "timeout must be a number of seconds above 0"),

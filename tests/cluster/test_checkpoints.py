@@ -55,7 +55,7 @@ def test_a_rank_that_dies_while_it_saves_in_the_background(script: Script, tmp_p
     script.ok(f"c.run({PREPARE.format(folder=str(tmp_path))!r}, quiet=True)")
     dying = "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
     assert "SIGKILL" in run(script, f"{SAVE.format(how='async_save', step=2)}\n{dying}")
-    script.ok("c.repair(source=0)")
+    script.ok("c.repair(from_rank=0)")
     reported = run(script, SAVE.format(how="save", step=3))
     if reported:  # it was not fast enough
         assert "The background save of step 2 failed: rank 1 was replaced and did not take part" in reported

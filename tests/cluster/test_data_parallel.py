@@ -38,7 +38,7 @@ def test_hooks_survive_an_abort_and_a_replaced_rank(script: Script) -> None:
     after_abort = script.value(f"c.run({SUMS!r}, quiet=True).values")
     assert after_abort[0] == after_abort[1]
     assert "SIGKILL" in fails(script, "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nstep()")
-    script.ok("c.repair(source=0)")
+    script.ok("c.repair(from_rank=0)")
     repaired = script.value(f"c.run({SUMS!r}, quiet=True).values")
     assert repaired[0] == repaired[1]
     assert repaired[0][1] is True

@@ -157,7 +157,7 @@ def test_a_killed_rank_is_replaced_with_the_variables_of_another(card: Script) -
     values(card, DDP)
     dies = "import os, signal\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
     assert "rank 2 was killed by SIGKILL" in card.run(f"c.run({dies!r}, quiet=True)", timeout=60).message
-    assert card.value("c.repair(source=0).ranks") == (2,)
+    assert card.value("c.repair(from_rank=0).ranks") == (2,)
     assert len(set(values(card, "step()").values())) == 1
 
 

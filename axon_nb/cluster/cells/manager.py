@@ -36,13 +36,13 @@ from axon_nb.records.ranks import name_ranks, resolve_ranks
 __all__ = ["LEFT_RUNNING", "CellManager", "failure_of", "is_exclusive"]
 
 
-def failure_of(run: CellRun, replaced: Sequence[str], *, way_back: str) -> BaseException | None:
+def failure_of(run: CellRun, replaced: Sequence[str], *, remedy: str) -> BaseException | None:
     """Return the exception that a finished cell raises in the notebook; None if it did not fail.
 
     Args:
         run: The cell.
         replaced: Lines about ranks that had to be replaced to abort it.
-        way_back: How to get a dead or stuck rank back, as a sentence.
+        remedy: How to get a dead or stuck rank back, as a sentence.
     """
     if run.interrupted_at is not None:
         return interrupt_error(run.errors, run.ranks, replaced)
@@ -53,7 +53,7 @@ def failure_of(run: CellRun, replaced: Sequence[str], *, way_back: str) -> BaseE
         run.errors,
         first=run.failed_order,
         explanation=run.explanation,
-        hint=context_hint(run.errors) or hint_for(run.errors.values(), remedy=way_back, threads=threads),
+        hint=context_hint(run.errors) or hint_for(run.errors.values(), remedy=remedy, threads=threads),
         timeout_s=run.timeout_s if run.timed_out else None,
     )
 
@@ -230,7 +230,7 @@ class CellManager:
         replaced = replace_stuck(state, run.to_replace)
         if left := left_calls_hint(run.replies):
             print(left, file=sys.stderr)
-        failure = failure_of(run, replaced, way_back=state.health.remedy)
+        failure = failure_of(run, replaced, remedy=state.health.remedy)
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
         with_value = run.ranks_with_value if options.get("values", True) else []

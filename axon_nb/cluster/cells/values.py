@@ -78,8 +78,8 @@ def await_reply(state: ClusterState, rank: int, future: Any, what: str) -> Any:
                     f"The cluster {state.name!r} {state.health.disconnect_reason}: it cannot {what}."
                 )
             if rank in state.health.dead:
-                why, way_back = state.health.dead[rank], state.health.remedy
-                raise ClusterLostError(f"Rank {rank} {why}, and cannot {what}. {way_back}")
+                why, remedy = state.health.dead[rank], state.health.remedy
+                raise ClusterLostError(f"Rank {rank} {why}, and cannot {what}. {remedy}")
         return future.result()
     except (ClusterLostError, KeyboardInterrupt):
         with contextlib.suppress(Exception):

@@ -142,10 +142,10 @@ class Health:
             raise ClusterLostError(f"{reasons} {self.remedy} Use `--ranks` to run a cell on the remaining ranks.")
         stuck = [rank for rank in ranks if rank in self.stuck]
         if stuck:
-            remedy = self.remedy.replace("repair`", f"repair --ranks {format_ranks(stuck)}`")
+            repair = f"Run `%distributed repair --ranks {format_ranks(stuck)}` to replace {name_ranks(stuck)}."
             raise ClusterLostError(
                 f"{name_ranks(stuck).capitalize()} {'is' if len(stuck) == 1 else 'are'} still stuck in an earlier cell "
-                f"(`%distributed status` shows where). {remedy}"
+                f"(`%distributed status` shows where). {repair if self.remedy == REPAIR_HINT else self.remedy}"
             )
 
     def warn_nccl_untested(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.errors import UsageError
-from axon_nb.records.ranks import format_ranks, name_ranks, parse_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks, parse_ranks, resolve_ranks
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,12 @@ def test_an_error_is_one_clear_sentence(spec: str, world_size: int, sentence: st
     with pytest.raises(UsageError) as raised:
         parse_ranks(spec, world_size)
     assert str(raised.value) == sentence
+
+
+@pytest.mark.parametrize("ranks", [[], "", " "])
+def test_no_ranks_are_refused(ranks: list[int] | str) -> None:
+    with pytest.raises(UsageError, match=r"^no rank is named; ranks are 0 to 3\.$"):
+        resolve_ranks(ranks, 4)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [([2], "rank 2"), ([2, 2], "rank 2"), ([3, 0, 1], "ranks 0-1,3")])
