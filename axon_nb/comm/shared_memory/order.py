@@ -109,7 +109,8 @@ class Order:
                 work.run_in_wait(functools.partial(self._take_over, work), is_queued=True)
             with self._lock:
                 self._jobs.append((job, work))
-                if self._helper is None:
+                # A callback of the helper's last job may wait for this one: a new helper takes its place.
+                if self._helper in (None, threading.current_thread()):
                     helper = threading.Thread(target=self._serve, name=self._name, daemon=True)
                     helper.start()
                     self._helper = helper
@@ -144,9 +145,9 @@ class Order:
             helper.join(5)
 
     def _next(self) -> tuple[Job, SharedWork] | None:
-        """Wait for the next job, and for the job before it to finish; None: the queue is closed."""
+        """Wait for the next job, and for the job before it to finish; None: the queue is closed, or has a new helper."""
         with self._lock:
-            while True:
+            while self._helper is threading.current_thread():
                 if not self._jobs:
                     if self._closed:
                         return None
@@ -157,6 +158,7 @@ class Order:
                 else:
                     self._is_busy = True
                     return self._jobs.popleft()
+        return None
 
     def _serve(self) -> None:
         while (item := self._next()) is not None:

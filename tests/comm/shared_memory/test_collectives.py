@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -277,3 +278,22 @@ def test_a_forked_child_is_refused_and_changes_nothing(shm_world: Any) -> None:
     answers = shm_world.run(work)
     assert "This process was forked from a rank" in answers[0][0]
     assert [result for _, result in answers] == [10.0] * N
+
+
+def test_a_callback_waits_for_a_collective_that_it_starts(shm_world: Any) -> None:
+    def work(world: World) -> list[float]:
+        import torch.distributed as dist
+
+        def next_sum(future: Any) -> Any:  # as in torch's PowerSGD hook
+            return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+        totals = []
+        for number in range(3):
+            if world.rank() == number:
+                time.sleep(0.1)  # so that the first sum is not complete when the others chain the next ones to it
+            first = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+            chained = first.then(next_sum).then(lambda future: [future.value()]).then(next_sum)
+            totals.append(float(chained.wait()))
+        return totals
+
+    assert shm_world.run(work) == [[64.0] * 3] * N
