@@ -76,6 +76,22 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
+def _quickstart_arguments(parser: _Parser) -> None:
+    default = Path("axon_nb_quickstart")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=default, metavar="DIR", help=f"where to put it; default: {default}"
+    )
+    parser.add_argument("--no-open", action="store_true", help="only copy it")
+
+
+def _quickstart(options: argparse.Namespace) -> int:
+    from axon_nb.quickstart import copy_notebook, open_notebook
+
+    notebook, is_original = copy_notebook(options.folder)
+    print(f"The notebook is {notebook}." if is_original else f"{notebook} has been changed and stays as it is.")
+    return 0 if options.no_open else open_notebook(notebook)
+
+
 def _stop_arguments(parser: _Parser) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="the cluster; default: the only one that no notebook uses"
@@ -111,6 +127,13 @@ _COMMANDS = {
         "Show your clusters on this host, attached and detached. Example: axon-nb list --json",
         _json_argument,
         _list,
+    ),
+    "quickstart": _Command(
+        "copy the first notebook into a folder and open it in Jupyter",
+        "Copy the first notebook and its data into a folder and open it in Jupyter. A notebook that you have changed "
+        "is kept. Example: axon-nb quickstart learn",
+        _quickstart_arguments,
+        _quickstart,
     ),
     "stop": _Command(
         "stop a detached cluster",

@@ -128,6 +128,7 @@ class Environment:
         assert stop, "the quickstart is to end its ranks"
         tell = f"\n# %%\n{WHERE}\n\n# %%\n# %%distributed\n{WHERE}\n"
         (folder / QUICKSTART.name).write_text(f"{cells}{tell}{stop}{rest}", encoding="utf-8")
+        shutil.copytree(QUICKSTART.parent / "data", folder / "data")
         script = shutil.copy(ROOT / "scripts" / "run_notebook.py", self.folder)
         command = [*(prefix or []), self.python, script, QUICKSTART.name, "--out", "out"]
         run(command, cwd=folder, env=self.env)

@@ -1,7 +1,6 @@
-"""Run a notebook's cells, and do what an error's message advises: `python first_visit.py NOTEBOOK.ipynb`.
+"""Run a notebook's cells and print their text: `python first_visit.py NOTEBOOK.ipynb`.
 
-It runs in the environment that is tested, with no more than what axon_nb brings there. When an error says "Run
-`COMMAND`, then this cell again.", it is printed, then the command and the cell run. Ends with 1 at any other error.
+It runs in the environment that is tested, with no more than what axon_nb brings there. Ends with 1 if a cell fails.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from jupyter_client.manager import start_new_kernel
 
 CELL_LIMIT = 300.0
 """Seconds that one cell may take."""
-ADVICE = re.compile("Run `(.*?)`, then this cell again")
 
 
 def show(message: dict[str, Any]) -> None:
@@ -29,20 +27,11 @@ def show(message: dict[str, Any]) -> None:
         print(re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(content["traceback"])))
 
 
-def execute(client: BlockingKernelClient, code: str) -> str | None:
-    """Run a cell; returns the message of its error, or None."""
-    reply = client.execute_interactive(code, allow_stdin=False, timeout=CELL_LIMIT, output_hook=show)["content"]
-    return None if reply["status"] == "ok" else str(reply.get("evalue", reply["status"]))
-
-
-def visit(client: BlockingKernelClient, cell: dict[str, Any]) -> bool:
-    """Run one cell of a notebook, and again after its advice; whether it ended as it should."""
+def succeeds(client: BlockingKernelClient, cell: dict[str, Any]) -> bool:
+    """Run one cell of a notebook; whether it ended as it should."""
     code = "".join(cell["source"])
-    error = execute(client, code)
-    if error is None or "raises-exception" in cell["metadata"].get("tags", []):
-        return True
-    advice = ADVICE.search(error)
-    return advice is not None and execute(client, advice[1]) is None and execute(client, code) is None
+    reply = client.execute_interactive(code, allow_stdin=False, timeout=CELL_LIMIT, output_hook=show)["content"]
+    return reply["status"] == "ok" or "raises-exception" in cell["metadata"].get("tags", [])
 
 
 def main(notebook: Path) -> int:
@@ -50,7 +39,7 @@ def main(notebook: Path) -> int:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     manager, client = start_new_kernel(startup_timeout=120)
     try:
-        return int(not all(visit(client, cell) for cell in cells if cell["cell_type"] == "code"))
+        return int(not all(succeeds(client, cell) for cell in cells if cell["cell_type"] == "code"))
     finally:
         client.stop_channels()
         manager.shutdown_kernel()

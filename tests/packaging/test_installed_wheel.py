@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.conftest import Archives
-from tests.packaging.environments import QUICKSTART, Environment, run, streams
+from tests.packaging.environments import Environment, run, streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -36,21 +36,12 @@ def test_installed_wheel_is_consistent(installed: Environment) -> None:
     assert "usage: axon-nb" in run(["axon-nb", "--help"], cwd=installed.folder, env=installed.env)
 
 
-def test_quickstart_without_its_extra_says_what_to_install(installed: Environment) -> None:
-    script = Path(__file__).with_name("first_visit.py")
-    folder = installed.folder / "visit"
-    folder.mkdir()
-    for file in (script, QUICKSTART.with_suffix(".ipynb")):
-        shutil.copy(file, folder)
-    # In the order of the tests, this is the environment's first notebook: nothing has brought the extra yet.
-    text = run([installed.python, script.name, f"{QUICKSTART.stem}.ipynb"], cwd=folder, env=installed.env)
-    sentence = (
-        "UsageError: This notebook needs scikit-learn and Matplotlib. "
-        'Run `%pip install "axon_nb[demo]"`, then this cell again.'
-    )
-    assert text.splitlines().count(sentence) == 1
-    assert "Traceback" not in text.partition(sentence)[0]
-    assert LEARNED.search(text), "the same kernel goes on after it"
+def test_quickstart_command_gives_a_notebook_that_needs_no_extra(installed: Environment) -> None:
+    run(["axon-nb", "quickstart", "visit", "--no-open"], cwd=installed.folder, env=installed.env)
+    folder, script = installed.folder / "visit", Path(__file__).with_name("first_visit.py")
+    shutil.copy(script, folder)
+    text = run([installed.python, script.name, "quickstart.ipynb"], cwd=folder, env=installed.env)
+    assert LEARNED.search(text)
     assert installed.left_running() == []
 
 

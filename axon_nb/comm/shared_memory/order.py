@@ -145,7 +145,7 @@ class Order:
             helper.join(5)
 
     def _next(self) -> tuple[Job, SharedWork] | None:
-        """Wait for the next job, and for the job before it to finish; None: the queue is closed, or has a new helper."""
+        """Wait for the next job, and for the job before it to finish; None: closed, or there is a new helper."""
         with self._lock:
             while self._helper is threading.current_thread():
                 if not self._jobs:
