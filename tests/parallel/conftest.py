@@ -10,11 +10,11 @@ import pytest
 from axon_nb.comm import World
 from tests.support.ranks import RankWorld
 
-WORLDS = ["mock-2", "mock-3", "mock-4", "gloo-2", "gloo-4"]
+WORLDS = ["mock-2", "mock-3", "mock-4", "ranks-2", "ranks-4"]
 
 
 @pytest.fixture(scope="session")
-def gloo_worlds() -> Iterator[dict[int, RankWorld]]:
+def process_worlds() -> Iterator[dict[int, RankWorld]]:
     """Worlds of processes, started on demand."""
     made: dict[int, RankWorld] = {}
     yield made
@@ -22,35 +22,35 @@ def gloo_worlds() -> Iterator[dict[int, RankWorld]]:
         world.end()
 
 
-def make(name: str, gloo_worlds: dict[int, RankWorld]) -> Any:
+def make(name: str, process_worlds: dict[int, RankWorld]) -> Any:
     """Return a world by its name."""
     kind, _, size = name.partition("-")
     if kind == "mock":
         return World.mock(int(size))
-    if int(size) not in gloo_worlds:
-        gloo_worlds[int(size)] = RankWorld(int(size))
-    return gloo_worlds[int(size)]
+    if int(size) not in process_worlds:
+        process_worlds[int(size)] = RankWorld(int(size))
+    return process_worlds[int(size)]
 
 
 @pytest.fixture(params=WORLDS)
-def world(request: pytest.FixtureRequest, gloo_worlds: dict[int, RankWorld]) -> Any:
+def world(request: pytest.FixtureRequest, process_worlds: dict[int, RankWorld]) -> Any:
     """A world of some ranks with `run(fn)`."""
-    return make(request.param, gloo_worlds)
+    return make(request.param, process_worlds)
 
 
-@pytest.fixture(params=["mock-2", "gloo-2"])
-def two(request: pytest.FixtureRequest, gloo_worlds: dict[int, RankWorld]) -> Any:
+@pytest.fixture(params=["mock-2", "ranks-2"])
+def two(request: pytest.FixtureRequest, process_worlds: dict[int, RankWorld]) -> Any:
     """A world of two ranks."""
-    return make(request.param, gloo_worlds)
+    return make(request.param, process_worlds)
 
 
-@pytest.fixture(params=["mock-4", "gloo-4"])
-def four(request: pytest.FixtureRequest, gloo_worlds: dict[int, RankWorld]) -> Any:
+@pytest.fixture(params=["mock-4", "ranks-4"])
+def four(request: pytest.FixtureRequest, process_worlds: dict[int, RankWorld]) -> Any:
     """A world of four ranks."""
-    return make(request.param, gloo_worlds)
+    return make(request.param, process_worlds)
 
 
 @pytest.fixture
-def gloo(gloo_worlds: dict[int, RankWorld]) -> Any:
+def gloo(process_worlds: dict[int, RankWorld]) -> Any:
     """Create a world of this many processes."""
-    return lambda size: make(f"gloo-{size}", gloo_worlds)
+    return lambda size: make(f"ranks-{size}", process_worlds)

@@ -94,7 +94,7 @@ def assert_same(found: Any, expected: Any, tolerance: float) -> None:
             assert float((value - theirs[name]).abs().max()) <= tolerance * largest, name
 
 
-def test_a_step_sends_no_more_than_it_must(gloo_worlds: Any) -> None:
+def test_a_step_sends_no_more_than_it_must(process_worlds: Any) -> None:
     def work(world: World) -> Any:
         counts = []
         for kind in ("auto", "sequence and loss"):
@@ -107,7 +107,7 @@ def test_a_step_sends_no_more_than_it_must(gloo_worlds: Any) -> None:
             counts.append({str(name).rpartition(".")[2]: n for name, n in counted.get_comm_counts().items()})
         return counts
 
-    for plain, sequence in make("gloo-2", gloo_worlds).run(work):
+    for plain, sequence in make("ranks-2", process_worlds).run(work):
         # Two blocks with two sums each way, and the head's input backward; the logits are gathered.
         assert plain == {"all_reduce": 9, "all_gather_into_tensor": 1}
         # The same as scatters and gathers: 4 scatters forward, 5 backward.
@@ -117,10 +117,10 @@ def test_a_step_sends_no_more_than_it_must(gloo_worlds: Any) -> None:
 @pytest.mark.parametrize(
     ("world", "dtype", "kind"),
     pairwise(
-        ["gloo-2", "gloo-4", "mock-2"],
+        ["ranks-2", "ranks-4", "mock-2"],
         list(TOLERANCES),
         KINDS,
-        exists=lambda world, dtype, _: world != "gloo-4" or dtype is torch.float64,
+        exists=lambda world, dtype, _: world != "ranks-4" or dtype is torch.float64,
     ),
     indirect=["world"],
     ids=str,
@@ -141,7 +141,7 @@ def test_a_gpt_trains_as_in_one_process(world: Any, dtype: torch.dtype, kind: st
             assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
 
 
-def test_an_axis_of_a_mesh_and_a_checkpoint_for_one_process(gloo_worlds: Any, tmp_path: Any) -> None:
+def test_an_axis_of_a_mesh_and_a_checkpoint_for_one_process(process_worlds: Any, tmp_path: Any) -> None:
     def work(world: World, folder: str) -> Any:
         mesh = make_mesh(dp=2, tp=2, device="cpu")
         model = gpt(torch.float64)
@@ -151,7 +151,7 @@ def test_an_axis_of_a_mesh_and_a_checkpoint_for_one_process(gloo_worlds: Any, tm
         return found, axis_group(mesh, "tp").size()
 
     expected = train(gpt(torch.float64), next_byte_loss)
-    for found, size in make("gloo-4", gloo_worlds).run(work, str(tmp_path)):
+    for found, size in make("ranks-4", process_worlds).run(work, str(tmp_path)):
         assert size == 2
         assert_same(found, expected, 1e-10)
     alone = gpt(torch.float64, seed=9)

@@ -94,11 +94,11 @@ def train(world: World, axes: dict[str, int], schedule: str, microbatches: int) 
     ids=str,
 )
 def test_three_axes_train_as_one_process(
-    gloo_worlds: Any, axes: dict[str, int], schedule: str, microbatches: int
+    process_worlds: Any, axes: dict[str, int], schedule: str, microbatches: int
 ) -> None:
     expected, expected_norms, model = alone(MAX_NORM)
     assert min(expected_norms) > MAX_NORM
-    world = make("gloo-8", gloo_worlds)
+    world = make("ranks-8", process_worlds)
     world.run(lambda _: Parallel3D)  # eight imports on two cores take a while
     answers = world.run(train, axes, schedule, microbatches)
     seen = set()
@@ -114,7 +114,7 @@ def test_three_axes_train_as_one_process(
     assert seen == {name for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("four", ["gloo-4", pytest.param("mock-4", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("four", ["ranks-4", pytest.param("mock-4", marks=pytest.mark.slow)], indirect=True)
 def test_gradients_add_up_and_batches_may_change(four: Any) -> None:
     """The first step with new shapes runs an extra microbatch, after which torch drops gradients of FSDP2."""
     sizes = (8, 8, 16)
@@ -135,7 +135,7 @@ def test_gradients_add_up_and_batches_may_change(four: Any) -> None:
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("four", ["mock-4", pytest.param("gloo-4", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("four", ["mock-4", pytest.param("ranks-4", marks=pytest.mark.slow)], indirect=True)
 def test_in_bfloat16(four: Any) -> None:
     """Losses of the first steps within 2 % of those in single precision."""
 
@@ -160,7 +160,7 @@ def test_in_bfloat16(four: Any) -> None:
         assert output == (torch.bfloat16 if rank >= 2 else None)
 
 
-@pytest.mark.parametrize("two", ["mock-2", pytest.param("gloo-2", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("two", ["mock-2", pytest.param("ranks-2", marks=pytest.mark.slow)], indirect=True)
 def test_invalid_meshes_are_refused(two: Any) -> None:
     def reported(call: Any) -> str:
         try:

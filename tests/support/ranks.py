@@ -1,4 +1,4 @@
-"""Real processes that form a Gloo world, or one over shared memory, and run functions as ranks, repeatedly.
+"""Real processes that form a world over shared memory, or over Gloo, and run functions as ranks, repeatedly.
 
 They are forked from a process that has imported torch: the fork server of multiprocessing, one per worker of the tests.
 """
@@ -50,8 +50,8 @@ _PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 ]
-_BACKEND = os.environ.get("AXON_NB_TEST_BACKEND", "gloo")
-"""`shm`: whatever runs on such worlds runs over shared memory."""
+_BACKEND = os.environ.get("AXON_NB_TEST_BACKEND", "shm")
+"""What users get on the CPUs of one host; `gloo`: whatever runs on such worlds runs over Gloo."""
 
 
 _running: set[RankWorld] = set()

@@ -29,15 +29,15 @@ DATA = TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(
 
 
 @pytest.fixture
-def real_two(gloo_worlds: Any) -> Any:
+def real_two(process_worlds: Any) -> Any:
     """Two processes."""
-    return make("gloo-2", gloo_worlds)
+    return make("ranks-2", process_worlds)
 
 
 @pytest.fixture
-def real_four(gloo_worlds: Any) -> Any:
+def real_four(process_worlds: Any) -> Any:
     """Four processes."""
-    return make("gloo-4", gloo_worlds)
+    return make("ranks-4", process_worlds)
 
 
 def whole(value: Any) -> torch.Tensor:

@@ -31,9 +31,9 @@ from tests.parallel.conftest import make
 
 
 @pytest.fixture
-def real_two(gloo_worlds: Any) -> Any:
+def real_two(process_worlds: Any) -> Any:
     """Two processes."""
-    return make("gloo-2", gloo_worlds)
+    return make("ranks-2", process_worlds)
 
 
 def filled(value: float, width: int = 128) -> nn.Linear:

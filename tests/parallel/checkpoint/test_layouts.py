@@ -47,11 +47,11 @@ def alone(folder: Path) -> list[float]:
     return steps(model, optimizer, 2)
 
 
-def check_moves(gloo_worlds: Any, work: Any, folder: Path, expected: list[float], *, rel: float) -> None:
+def check_moves(process_worlds: Any, work: Any, folder: Path, expected: list[float], *, rel: float) -> None:
     """Train two steps on 4 ranks and save; resume for two more on 2 ranks and in one process."""
-    for losses in make("gloo-4", gloo_worlds).run(work, str(folder), False):
+    for losses in make("ranks-4", process_worlds).run(work, str(folder), False):
         assert losses == pytest.approx(expected[:2], rel=rel)
-    for losses in make("gloo-2", gloo_worlds).run(work, str(folder), True):
+    for losses in make("ranks-2", process_worlds).run(work, str(folder), True):
         assert losses == pytest.approx(expected[2:], rel=rel)
     assert alone(folder) == pytest.approx(expected[2:], rel=rel)
 
@@ -63,7 +63,7 @@ def expected() -> list[float]:
     return steps(model, torch.optim.AdamW(model.parameters(), lr=0.01), 4)
 
 
-def test_zero_redundancy_optimizer_shards(gloo_worlds: Any, tmp_path: Path, expected: list[float]) -> None:
+def test_zero_redundancy_optimizer_shards(process_worlds: Any, tmp_path: Path, expected: list[float]) -> None:
     def work(world: World, folder: str, resume: bool) -> list[float]:
         with warnings.catch_warnings(action="ignore"):
             from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -79,10 +79,10 @@ def test_zero_redundancy_optimizer_shards(gloo_worlds: Any, tmp_path: Path, expe
             checkpoints.save(2, model=model, optimizer=made)
             return losses
 
-    check_moves(gloo_worlds, work, tmp_path, expected, rel=1e-12)
+    check_moves(process_worlds, work, tmp_path, expected, rel=1e-12)
 
 
-def test_fsdp_over_tensor_parallelism(gloo_worlds: Any, tmp_path: Path, expected: list[float]) -> None:
+def test_fsdp_over_tensor_parallelism(process_worlds: Any, tmp_path: Path, expected: list[float]) -> None:
     def work(world: World, folder: str, resume: bool) -> list[float]:
         mesh = make_mesh(dp=1, tp=2, device="cpu") if world.world_size() == 2 else make_mesh(dp=2, tp=2, device="cpu")
         model = blocks()
@@ -100,7 +100,7 @@ def test_fsdp_over_tensor_parallelism(gloo_worlds: Any, tmp_path: Path, expected
         checkpoints.save(2, model=model, optimizer=optimizer)
         return losses
 
-    check_moves(gloo_worlds, work, tmp_path, expected, rel=1e-10)
+    check_moves(process_worlds, work, tmp_path, expected, rel=1e-10)
 
 
 def test_ranks_that_hold_different_stages(two: Any, tmp_path: Path, expected: list[float]) -> None:
@@ -164,7 +164,7 @@ def three_d(world: World, train: bool) -> tuple[nn.Module, Any, Any]:
 
 @pytest.mark.parametrize("make_parts", [zero, pipeline, three_d])
 def test_our_wrappers_load_on_two_ranks_and_in_one_process(
-    gloo_worlds: Any, tmp_path: Path, expected: list[float], make_parts: Any
+    process_worlds: Any, tmp_path: Path, expected: list[float], make_parts: Any
 ) -> None:
     def work(world: World, folder: str, resume: bool) -> list[float]:
         model, optimizer, step = make_parts(world, not resume)
@@ -179,4 +179,4 @@ def test_our_wrappers_load_on_two_ranks_and_in_one_process(
             checkpoints.save(2, model=model, optimizer=optimizer)
         return losses
 
-    check_moves(gloo_worlds, work, tmp_path, expected, rel=1e-10)
+    check_moves(process_worlds, work, tmp_path, expected, rel=1e-10)

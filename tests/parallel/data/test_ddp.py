@@ -145,7 +145,7 @@ def test_sync_gradients_after_an_automatic_sync_changes_nothing(two: Any) -> Non
     assert two.run(work) == [True, True]
 
 
-def test_uneven_inputs_with_join(gloo_worlds: Any) -> None:
+def test_uneven_inputs_with_join(process_worlds: Any) -> None:
     def work(world: World) -> list[float]:
         model: Any = DDP(nn.Linear(1, 1, bias=False).double())
         gradients = []
@@ -157,7 +157,7 @@ def test_uneven_inputs_with_join(gloo_worlds: Any) -> None:
         return gradients
 
     # A rank without inputs counts as a gradient of zero.
-    assert make("gloo-2", gloo_worlds).run(work) == [[1.0, 2.0], [1.0, 2.0, 1.5, 2.0, 2.5]]
+    assert make("ranks-2", process_worlds).run(work) == [[1.0, 2.0], [1.0, 2.0, 1.5, 2.0, 2.5]]
 
 
 def test_the_published_tutorial_trains(two: Any) -> None:

@@ -124,7 +124,7 @@ class Watched(nn.Module):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] == 4], ids=str)
-def test_what_autograd_keeps(case: tuple[str, int, int, int], gloo_worlds: Any) -> None:
+def test_what_autograd_keeps(case: tuple[str, int, int, int], process_worlds: Any) -> None:
     schedule, ranks, stages, microbatches = case
 
     def work(world: World) -> dict[int, int]:
@@ -138,7 +138,7 @@ def test_what_autograd_keeps(case: tuple[str, int, int, int], gloo_worlds: Any) 
         return dict(Kept.peak)
 
     peaks = {
-        stage: peak for reported in make(f"gloo-{ranks}", gloo_worlds).run(work) for stage, peak in reported.items()
+        stage: peak for reported in make(f"ranks-{ranks}", process_worlds).run(work) for stage, peak in reported.items()
     }
     stats = PipelineMemoryStats.of(schedule, num_ranks=ranks, num_stages=stages, num_microbatches=microbatches)
     assert tuple(peaks[stage] for stage in range(stages)) == stats.peak_per_stage

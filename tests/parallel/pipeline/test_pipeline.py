@@ -17,14 +17,14 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def trained(gloo_worlds: Any) -> Any:
+def trained(process_worlds: Any) -> Any:
     """Training results by case; each computed once."""
     done: dict[Any, list[Trained]] = {}
 
     def get(kind: str, case: tuple[str, int, int, int], dtype: torch.dtype = torch.float64) -> list[Trained]:
         schedule, ranks, stages, microbatches = case
         if (kind, case, dtype) not in done:
-            world = make(f"{kind}-{ranks}", gloo_worlds)
+            world = make(f"{kind}-{ranks}", process_worlds)
             done[kind, case, dtype] = world.run(train, schedule, stages, microbatches, steps=STEPS, dtype=dtype)
         return done[kind, case, dtype]
 
