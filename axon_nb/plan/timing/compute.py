@@ -8,9 +8,9 @@ from axon_nb.plan.hardware.rates import Rates, Work
 from axon_nb.plan.pipeline.plan import SchedulePlan, StageTimes
 from axon_nb.plan.pipeline.schedule import schedule
 from axon_nb.plan.tracing.trace import owner
-from axon_nb.plan.traffic.layout import DATA_AXES, ParallelLayout
+from axon_nb.plan.traffic.layout import ParallelLayout
 from axon_nb.plan.traffic.pipeline_parallel import boundaries
-from axon_nb.plan.traffic.plan import CommunicationPlan
+from axon_nb.plan.traffic.plan import DATA_AXES, CommunicationPlan
 
 __all__ = ["compute_work", "copy_work", "optimizer_work", "pipeline_schedule", "wrapper_s", "wrapper_s_per_parameter"]
 
@@ -108,8 +108,15 @@ def copy_work(layout: ParallelLayout, traffic: CommunicationPlan, pp_rank: int) 
         pp_rank: The rank along ``pp``.
     """
     accesses = 4 if layout.strategy == "ddp" else 2
-    rows = [row for row in traffic.select(pp_rank=pp_rank) if row.axis in DATA_AXES and row.operation in _COPIED]
-    return Work(bytes=float(accesses * sum(row.bytes for row in rows)), ops=float(sum(row.calls for row in rows)))
+    rows = [
+        (row, 1 if row.once or row.phase == "optimizer" else layout.num_batches)
+        for row in traffic.select(pp_rank=pp_rank)
+        if row.axis in DATA_AXES and row.operation in _COPIED
+    ]
+    return Work(
+        bytes=float(accesses * sum(times * row.bytes for row, times in rows)),
+        ops=float(sum(times * row.calls for row, times in rows)),
+    )
 
 
 def wrapper_s(layout: ParallelLayout, rates: Rates, pp_rank: int) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.arguments import ZERO_2, check_number
+from axon_nb.plan.arguments import ZERO_2, check_int, check_number
 from axon_nb.plan.hardware.cards import COMPILED_SHARE
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import resolve_rates
@@ -27,11 +27,11 @@ from axon_nb.plan.timing.compute import (
 from axon_nb.plan.timing.plan import StepTime
 from axon_nb.plan.timing.uncertainty import Uncertainty, estimate_uncertainty
 from axon_nb.plan.traffic.communication import traffic_of
-from axon_nb.plan.traffic.layout import DATA_AXES, ParallelLayout, TrafficOptions
-from axon_nb.plan.traffic.plan import CommunicationPlan
+from axon_nb.plan.traffic.layout import ParallelLayout, TrafficOptions
+from axon_nb.plan.traffic.plan import DATA_AXES, CommunicationPlan, Traffic
 from axon_nb.records.units import format_bytes
 
-__all__ = ["predict_step", "step_time", "uncertainty_of"]
+__all__ = ["predict_step", "step_time", "step_time_of", "uncertainty_of"]
 
 
 def step_time(
@@ -44,6 +44,7 @@ def step_time(
     optimizer: Callable[..., Optimizer] | str | None = "AdamW",
     activation_checkpointing: bool | float = False,
     compiled: bool = False,
+    gradient_accumulation: int = 1,
     **layout: Unpack[TrafficOptions],
 ) -> StepTime:
     """Predict a step's time: compute, exposed communication, and the pipeline bubble.
@@ -65,31 +66,63 @@ def step_time(
             the whole forward, 0 to 1.
         compiled: Whether `torch.compile` fuses what is not a matrix product: fewer bytes move, and fewer operations are
             issued.
+        gradient_accumulation: Batches per step: each runs forward and backward, and the last one's backward averages
+            the gradients (`accumulating`). A pipeline accumulates its ``num_microbatches`` instead.
         **layout: As in `communication`; ``inputs`` is required except for a GPTConfig.
 
     Raises:
         UsageError: the model cannot be built or laid out in this way, or rates or links are missing; the message says
             what works.
     """
-    found, share = resolve_rates(rates), _overlap(overlap, rates, links)
-    if compiled:
-        found = found.compiled(COMPILED_SHARE)
     again = activation_checkpointing
     if not isinstance(again, bool):
         again = check_number("activation_checkpointing", again, rule="True, False or a fraction of forward", most=1.0)
-    laid_out = ParallelLayout.from_options(model, world_size, layout, optimizer, activation_checkpointing=again)
-    if not laid_out.trace.has_inputs:
+    laid_out = ParallelLayout.from_options(
+        model,
+        world_size,
+        layout,
+        optimizer,
+        activation_checkpointing=again,
+        num_batches=check_int("gradient_accumulation", gradient_accumulation),
+    )
+    return step_time_of(laid_out, rates=rates, links=links, overlap=overlap, compiled=compiled)
+
+
+def step_time_of(
+    layout: ParallelLayout, *, rates: Any, links: Any = None, overlap: float | None = None, compiled: bool = False
+) -> StepTime:
+    """Predict the time of a layout's step.
+
+    Args:
+        layout: With its optimizer.
+        rates: As in `step_time`.
+        links: As in `step_time`.
+        overlap: As in `step_time`.
+        compiled: As in `step_time`.
+
+    Raises:
+        UsageError: the layout has no inputs, pipelines accumulate batches, or rates or links are missing.
+    """
+    found, share = resolve_rates(rates), _overlap(overlap, rates, links)
+    if compiled:
+        found = found.compiled(COMPILED_SHARE)
+    if not layout.trace.has_inputs:
         raise UsageError(
             "inputs= is required, because the time of a step depends on the batch: for example torch.zeros(8, 64)."
         )
-    traffic = traffic_of(laid_out, links)
+    if layout.stages is not None and layout.num_batches > 1:
+        raise UsageError(
+            "A pipeline accumulates gradients over its microbatches: give num_microbatches= instead of "
+            "gradient_accumulation=."
+        )
+    traffic = traffic_of(layout, links)
     if traffic.rows and not traffic.links:
         raise UsageError(
             "links= is required, because ranks communicate: a preset such as 'nvlink4', a Link(…), or the result of "
             "plan.calibrate()."
         )
-    step = predict_step(laid_out, traffic, found, share)
-    return replace(step, uncertainty=uncertainty_of(step, laid_out, found, share))
+    step = predict_step(layout, traffic, found, share)
+    return replace(step, uncertainty=uncertainty_of(step, layout, found, share))
 
 
 def uncertainty_of(step: StepTime, layout: ParallelLayout, rates: Rates, overlap: float) -> Uncertainty:
@@ -136,7 +169,7 @@ def predict_step(
     return StepTime(
         layout.title,
         found[slowest],
-        sum(phase.flops for phase in work.values()),
+        layout.num_batches * sum(phase.flops for phase in work.values()),
         (*_assumptions(layout, rates, overlap), *_unknown(layout, rates, sum(found[slowest].values()))),
         traffic,
         plan,
@@ -153,8 +186,8 @@ def _parts(
     plan: SchedulePlan | None,
 ) -> dict[str, float]:
     """Seconds per part, of one rank along ``pp``."""
-    work = compute_work(layout, pp_rank)
-    parts = {f"compute, {phase}": rates.seconds(done, phase) for phase, done in work.items()}
+    work, batches = compute_work(layout, pp_rank), layout.num_batches
+    parts = {f"compute, {phase}": batches * rates.seconds(done, phase) for phase, done in work.items()}
     step = optimizer_work(layout, pp_rank)
     if step.ops:
         parts["compute, optimizer"] = rates.seconds(step, "optimizer")
@@ -165,9 +198,11 @@ def _parts(
         rows = [
             row for row in traffic.select(phase=phase, pp_rank=pp_rank) if plan is None or row.axis not in ("pp", "tp")
         ]
-        covered = sum(row.seconds or 0.0 for row in rows if row.overlaps_with)
-        hidden = overlap * min(covered, parts.get(f"compute, {phase}", 0.0))
-        if exposed := sum(row.seconds or 0.0 for row in rows) - hidden:
+        computing = parts.get(f"compute, {phase}", 0.0) / batches
+        exposed = _exposed_s(rows, computing, overlap)
+        if batches > 1 and phase in work:
+            exposed += (batches - 1) * _exposed_s([row for row in rows if not row.once], computing, overlap)
+        if exposed:
             parts[f"communication, {phase}"] = exposed
     if plan is not None:
         inside = sum(row.seconds or 0.0 for row in traffic.select(axis="tp", pp_rank=pp_rank))
@@ -175,6 +210,13 @@ def _parts(
             parts["communication, within stages"] = inside
         parts["bubble and messages"] = plan.step_s - plan.busy_s[pp_rank]
     return parts
+
+
+def _exposed_s(rows: Iterable[Traffic], computing_s: float, overlap: float) -> float:
+    """Seconds of communication that one pass's computation does not hide."""
+    rows = list(rows)
+    covered = sum(row.seconds or 0.0 for row in rows if row.overlaps_with)
+    return sum(row.seconds or 0.0 for row in rows) - overlap * min(covered, computing_s)
 
 
 def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterator[str]:
@@ -205,6 +247,11 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
         yield (
             "tp divides the matrix products that it shards, and the other operations of their blocks, evenly; none of "
             "its communication is hidden"
+        )
+    if layout.num_batches > 1:
+        yield (
+            f"{layout.num_batches} batches are accumulated: only the last one's gradients are averaged; the "
+            "communication shown is that of its pass"
         )
     if layout.stages is not None:
         yield "a microbatch takes its share of the batch's time; senders do not wait for delivery"

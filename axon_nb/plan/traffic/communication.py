@@ -16,9 +16,9 @@ from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import resolve_links
 from axon_nb.plan.traffic import data_parallel as data
 from axon_nb.plan.traffic.data_parallel import LocalTensor
-from axon_nb.plan.traffic.layout import DATA_AXES, ParallelLayout, TrafficOptions
+from axon_nb.plan.traffic.layout import ParallelLayout, TrafficOptions
 from axon_nb.plan.traffic.pipeline_parallel import pipeline_traffic
-from axon_nb.plan.traffic.plan import CommunicationPlan, Traffic
+from axon_nb.plan.traffic.plan import DATA_AXES, CommunicationPlan, Traffic
 from axon_nb.plan.traffic.tensor_parallel import tensor_parallel_traffic
 
 __all__ = ["communication", "traffic_of"]

@@ -34,12 +34,11 @@ from axon_nb.plan.tracing.subject import ModelSource, checked_module_filter, res
 from axon_nb.plan.tracing.trace import ModelTrace, owner, trace_model
 from axon_nb.plan.traffic.data_parallel import LocalTensor
 from axon_nb.plan.traffic.pipeline_parallel import StageAssignment, assign_stages
+from axon_nb.plan.traffic.plan import DATA_AXES
 from axon_nb.plan.traffic.tensor_parallel import local_parameters
 
-__all__ = ["DATA_AXES", "ParallelLayout", "TrafficOptions"]
+__all__ = ["ParallelLayout", "TrafficOptions"]
 
-DATA_AXES = ("replicate", "dp", "shard")
-"""Axes along which ranks have different samples."""
 _TORCH_STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row", "SequenceParallel": "sequence"}
 
 
@@ -83,6 +82,8 @@ class ParallelLayout:
     """Its step is traced too."""
     activation_checkpointing: bool | float = False
     """Fraction of forward that backward recomputes; True: the equal blocks save only their inputs."""
+    num_batches: int = 1
+    """Batches whose gradients a step accumulates."""
     known_trace: ModelTrace | None = None
     """The trace, if it exists already."""
     trace: ModelTrace = field(init=False)
@@ -220,6 +221,8 @@ class ParallelLayout:
             parts.append(self.strategy)
         if self.stages is not None:
             parts.append(f"{self.stages.schedule.value} with {self.stages.num_microbatches} microbatches")
+        if self.num_batches > 1:
+            parts.append(f"{self.num_batches} accumulated batches")
         if self.sequence and self.size("tp") > 1:
             parts.append("sequence parallel")
         return ", ".join(parts)

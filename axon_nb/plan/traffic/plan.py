@@ -15,7 +15,10 @@ from axon_nb.records.units import format_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CommunicationPlan", "Traffic", "grouped"]
+__all__ = ["DATA_AXES", "CommunicationPlan", "Traffic", "grouped"]
+
+DATA_AXES = ("replicate", "dp", "shard")
+"""Axes along which ranks have different samples."""
 
 _HEAD = ("axis", "ranks", "collective", "phase", "purpose", "calls", "bytes", "sent per rank", "time, ms")
 _MIB = 1024.0 * 1024.0
@@ -54,6 +57,11 @@ class Traffic:
     def bytes(self) -> int:
         """Bytes of all calls together."""
         return sum(size * count for size, count in self.messages)
+
+    @property
+    def once(self) -> bool:
+        """Whether a step that accumulates several batches makes the calls once: they average or reduce gradients."""
+        return self.axis in DATA_AXES and self.operation in ("all_reduce", "reduce_scatter", "broadcast")
 
     @property
     def sent_bytes(self) -> int:
