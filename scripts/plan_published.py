@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,10 @@ import torch
 
 from axon_nb.parallel.memory import model_states
 from axon_nb.parallel.strategies import ShardingStrategy
-from axon_nb.plan.hardware.cards import CARDS, COMPILED_SHARE, NETWORK_SHARE, NVLINK_SHARE, OTHER_SHARE
+from axon_nb.plan.hardware.cards import CARDS, FITTED
 from scripts.generated_page import ROOT, write_or_check
 from scripts.published_models import MODELS, trace_of
-from scripts.published_steps import Run, is_fitted, load_runs, predicted_s
+from scripts.published_steps import Run, error_of, is_fitted, is_near, load_runs, predicted
 
 __all__ = ["MemoryRow", "main", "memory_rows", "render", "summary"]
 
@@ -25,13 +26,29 @@ TARGET = ROOT / "docs" / "plan_published.md"
 SOURCES = {
     "titan-h100": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 6, no context parallelism",
     "titan-405b": "torchtitan, docs/performance.md of late 2024, Llama 3.1 405B",
-    "titan-h200": "torchtitan, benchmarks/llama3_8b_h200_2025-06_torchtitan_trainy_whitefiber.md",
-    "titan-a100": "torchtitan, docs/performance.md of 2024, Llama 2 and 3 on 64 A100",
+    "titan-h200": "torchtitan, benchmarks/llama3_8b_h200_2025-06_torchtitan.md",
+    "titan-a100": "torchtitan, docs/performance.md of 2024 (041336434916), Llama 2 and 3 on 64 A100",
     "fsdp-7b": "PyTorch blog, Maximizing training throughput using PyTorch FSDP, 2024",
-    "llama3": "Llama Team, The Llama 3 Herd of Models, 2024, table 4",
-    "korthikanti": "Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, table 5",
-    "narayanan": "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, table 1",
-    "nemo": "NVIDIA NeMo Framework user guide 24.12, performance benchmarks (without context parallelism)",
+    "llama3": "Llama Team, The Llama 3 Herd of Models, arXiv 2407.21783, table 4 (not opened again)",
+    "korthikanti": (
+        "Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, table 5 "
+        "(not opened again)"
+    ),
+    "narayanan": (
+        "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473, table 1 "
+        "(not opened again)"
+    ),
+    "nemo": (
+        "NVIDIA/NeMo, docs/source/performance/performance_summary.md (070a0bb168d4), NeMo 24.07, no context parallelism"
+    ),
+    "bridge": "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (00b7660be025), 25.11, dense models on H100",
+    "mosaic-h100": (
+        "mosaicml/llm-foundry, scripts/train/benchmarking/README.md (061f2c7ce64e), H100 80GB BF16, 1B to 70B, 2048 to "
+        "8192 tokens"
+    ),
+    "mosaic-a100": "the same, A100 80GB; its 70B runs keep parameters in bfloat16 and are left out",
+    "fms-fsdp": "foundation-model-stack/fms-fsdp, README.md (0d319983c4b3)",
+    "olmo": "ai2-olmo-core 1.4.0, README, with its scripts OLMo-7B.py and OLMo-13B.py, BF16",
     "zero": "Rajbhandari et al., ZeRO, 2020, figure 1",
 }
 GB, GIB = 1e9, 1024.0**3
@@ -44,20 +61,29 @@ HEAD = """\
 
 {summary}
 
-What cards achieve is fitted to one half of the runs and checked on the other. The halves share no model of the same
-source, except for cards with a single group of runs.
+A prediction is within 20 % if it and the published time differ by a factor of at most 1.2, in either direction. Every
+row is what `plan.step_time` answers; `arguments_of` in `scripts/published_steps.py` gives its arguments: the mesh and
+the strategy, `compiled=`, `activation_checkpointing=`, `num_microbatches=`, `gradient_accumulation=`, and the card's
+name as `rates=` and `links=`.
+
+| half | steps | within 20 % | median factor | worst |
+|---|---:|---:|---:|---:|
+{halves}
+
+The halves share no model of the same source.
 
 ## Assumptions
 
-One set per card, in `axon_nb/plan/hardware/cards.py`:
+`python -m scripts.published_fit` fits all of these together to one half of the runs and writes them into
+`axon_nb/plan/hardware/fitted.toml`. Each source counts equally.
 
 - Matrix products achieve a fraction of the datasheet's peak, by card and dtype: the table below.
-- All other operations move the bytes of their operands and results, counted one by one, at {other:g} times the memory's
-  bandwidth. The factor is above 1 because caches hold part of them, and because the runs used fused norms and
-  optimizers. If they are fused, by `torch.compile` or by hand, {compiled:.0%} of the bytes remain.
+- All other operations move the bytes of their operands and results, counted one by one, at {shares.other:.0%} of the
+  memory's bandwidth. If they are fused, by `torch.compile` or by hand, {shares.compiled:.0%} of the bytes remain.
 - Attention counts all scores. Its kernels skip the half that a causal mask hides, and reach about half the rate of
-  matrix products.
-- Within a host, collectives get {nvlink:.0%} of NVLink's bandwidth; between hosts, {network:.0%} of a port's. A group
+  matrix products. Megatron's papers are of before FlashAttention: their models write the scores.
+- Within a host, collectives get {shares.nvlink:.0%} of NVLink's bandwidth; between hosts, {shares.network:.0%} of a
+  port's. 100 % is the largest value allowed: these runs hide more of their communication than the planner does. A group
   with several ranks per host uses as many ports, up to NVLink's bandwidth. Messages also take the latencies of NCCL's
   own model.
 - All communication of data parallelism that can overlap with computation is hidden, up to the computation's length.
@@ -71,10 +97,10 @@ One set per card, in `axon_nb/plan/hardware/cards.py`:
 
 Worst first. The error is that of the predicted time. `fit` marks the half to which the assumptions are fitted. Layouts
 are data x tensor x pipeline parallel, with stages per rank if several. `AC` is the part of forward that backward
-recomputes.
+recomputes. The last column says what the source does not: a run may differ from the row in it.
 
-| source | model | card | layout | AC | published | predicted | error | half |
-|---|---|---|---|---:|---:|---:|---:|---|
+| source | model | card | layout | AC | published | predicted | error | half | assumed |
+|---|---|---|---|---:|---:|---:|---:|---|---|
 {steps}
 
 ## Memory
@@ -85,11 +111,9 @@ recomputes.
 
 ## Sources
 
-{sources}
+A number in parentheses is the commit that was read.
 
-Pipelines of torchtitan run 8 microbatches, its default at the time. Batches of the Megatron tables are split into
-microbatches of one sample where there is a pipeline; the paper does not give their size. Llama 3 runs 8 stages of one
-layer per rank.
+{sources}
 
 ## What is not compared
 
@@ -138,21 +162,29 @@ def memory_rows() -> list[MemoryRow]:
 
 
 def summary(runs: Sequence[Run]) -> str:
-    """Return one sentence that says how accurate the predicted steps are."""
-    errors = {run: predicted_s(run) / run.step_s - 1 for run in runs}
-    kept = [error for run, error in errors.items() if not is_fitted(run)]
-    near = statistics.fmean(abs(error) <= 0.2 for error in errors.values())
-    near_kept = statistics.fmean(abs(error) <= 0.2 for error in kept)
-    worst = max((max(1 + error, 1 / (1 + error)) for error in errors.values()), default=1.0)
+    """Return one sentence that says how accurate the predicted steps are; README.md repeats it."""
+    kept = [run for run in runs if not is_fitted(run)]
+    near, worst = _accuracy(kept)
     return (
-        f"Of {len(runs)} published steps, {near:.0%} are predicted within 20 %, and so are {near_kept:.0%} of those "
-        f"that were not used for fitting; the worst is off by a factor of {worst:.2f}."
+        f"Of {len(kept)} published training steps that nothing was fitted to, {near:.0%} are predicted within 20 %, "
+        f"and the worst is off by a factor of {worst:.2f}."
     )
 
 
+def _accuracy(runs: Sequence[Run]) -> tuple[float, float]:
+    """The share of predictions that are near, and the largest factor between a prediction and its run."""
+    return statistics.fmean(is_near(run) for run in runs), math.exp(max(abs(error_of(run)) for run in runs))
+
+
+def _halves(runs: Sequence[Run]) -> Iterator[str]:
+    for name, wanted in (("fitted to", True), ("kept aside", False)):
+        half = [run for run in runs if is_fitted(run) is wanted]
+        (near, worst), middle = _accuracy(half), math.exp(statistics.median(map(error_of, half)))
+        yield f"| {name} | {len(half)} | {near:.0%} | {middle:.2f} | {worst:.2f} |"
+
+
 def _steps(runs: Sequence[Run]) -> Iterator[str]:
-    found = [(predicted_s(run), run) for run in runs]
-    for seconds, run in sorted(found, key=lambda pair: -abs(pair[0] / pair[1].step_s - 1)):
+    for run in sorted(runs, key=lambda run: -abs(error_of(run))):
         stages = f" x {run.virtual} stages" if run.virtual > 1 else ""
         cells = (
             run.source,
@@ -161,9 +193,10 @@ def _steps(runs: Sequence[Run]) -> Iterator[str]:
             f"{run.gpus} = {run.dp} x {run.tp} x {run.pp}{stages}",
             f"{run.recompute:g}",
             f"{run.step_s:.3g} s",
-            f"{seconds:.3g} s",
-            f"{seconds / run.step_s - 1:+.0%}",
+            f"{predicted(run).total_s:.3g} s",
+            f"{math.exp(error_of(run)) - 1:+.0%}",
             "fit" if is_fitted(run) else "",
+            run.assumed,
         )
         yield f"| {' | '.join(cells)} |"
 
@@ -171,17 +204,14 @@ def _steps(runs: Sequence[Run]) -> Iterator[str]:
 def render() -> str:
     """Return the page."""
     runs = load_runs()
-    cards = {run.card for run in runs}
     return HEAD.format(
         summary=summary(runs),
-        other=OTHER_SHARE,
-        compiled=COMPILED_SHARE,
-        nvlink=NVLINK_SHARE,
-        network=NETWORK_SHARE,
+        halves="\n".join(_halves(runs)),
+        shares=FITTED,
         cards="\n".join(
-            f"| {card.what} (`{name}`) | {card.tera_flops:g} | {card.achieved:.0%} |"
-            for name, card in CARDS.items()
-            if name in cards
+            f"| {card.what} (`{card.name}`) | {card.tera_flops:g} | {card.achieved:.0%} |"
+            for card in CARDS.values()
+            if not card.assumption
         ),
         steps="\n".join(_steps(runs)),
         memory="\n".join(

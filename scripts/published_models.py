@@ -18,7 +18,7 @@ from axon_nb.plan.hardware.rates import Work
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 
-__all__ = ["MODELS", "TP_PLAN", "Sizes", "trace_of"]
+__all__ = ["MODELS", "TP_PLAN", "Sizes", "loss_of", "model_of", "trace_of"]
 
 TP_PLAN = {
     "embedding.table": "column",
@@ -41,10 +41,17 @@ class Sizes:
     vocab: int
     kv_heads: int = 0
     gated: bool = False
+    flash: bool = True
+    """Whether attention is one kernel; else it writes its scores."""
 
 
 def _gpt(blocks: int, hidden: int, heads: int, vocab: int = 51200) -> Sizes:
     return Sizes(blocks, hidden, heads, 4 * hidden, vocab)
+
+
+def _megatron(blocks: int, hidden: int, heads: int) -> Sizes:
+    """A model of Megatron's papers of 2021 and 2022, before FlashAttention."""
+    return replace(_gpt(blocks, hidden, heads), flash=False)
 
 
 MODELS = {
@@ -54,20 +61,33 @@ MODELS = {
     "Llama 2 7B": Sizes(32, 4096, 32, 11008, 32000, gated=True),
     "Llama 2 13B": Sizes(40, 5120, 40, 13824, 32000, gated=True),
     "Llama 2 70B": Sizes(80, 8192, 64, 28672, 32000, 8, gated=True),
-    "GPT 1.7B": _gpt(24, 2304, 24),
-    "GPT 3.6B": _gpt(30, 3072, 32),
-    "GPT 7.5B": _gpt(36, 4096, 32),
-    "GPT 18.4B": _gpt(40, 6144, 48),
-    "GPT 39.1B": _gpt(48, 8192, 64),
-    "GPT 76.1B": _gpt(60, 10240, 80),
-    "GPT 145.6B": _gpt(80, 12288, 96),
-    "GPT 310.1B": _gpt(96, 16384, 128),
-    "GPT 529.6B": _gpt(105, 20480, 128),
-    "GPT 1T": _gpt(128, 25600, 160),
-    "GPT 22B": _gpt(48, 6144, 64),
-    "GPT 175B": _gpt(96, 12288, 96),
-    "GPT 5B": _gpt(24, 4096, 32),
-    "GPT 20B": _gpt(44, 6144, 48),
+    "GPT 1.7B": _megatron(24, 2304, 24),
+    "GPT 3.6B": _megatron(30, 3072, 32),
+    "GPT 7.5B": _megatron(36, 4096, 32),
+    "GPT 18.4B": _megatron(40, 6144, 48),
+    "GPT 39.1B": _megatron(48, 8192, 64),
+    "GPT 76.1B": _megatron(60, 10240, 80),
+    "GPT 145.6B": _megatron(80, 12288, 96),
+    "GPT 310.1B": _megatron(96, 16384, 128),
+    "GPT 529.6B": _megatron(105, 20480, 128),
+    "GPT 1T": _megatron(128, 25600, 160),
+    "GPT 22B": _megatron(48, 6144, 64),
+    "GPT 175B": _megatron(96, 12288, 96),
+    "GPT-3 175B": _gpt(96, 12288, 96),
+    "GPT-3 5B": _gpt(24, 4096, 32),
+    "GPT-3 20B": _gpt(44, 6144, 48),
+    "MPT 1B": _gpt(24, 2048, 16, 50368),
+    "MPT 3B": _gpt(32, 2560, 20, 50368),
+    "MPT 7B": _gpt(32, 4096, 32, 50368),
+    "MPT 13B": _gpt(40, 5120, 40, 50368),
+    "MPT 30B": _gpt(48, 7168, 56, 50368),
+    "MPT 70B": _gpt(80, 8192, 64, 50368),
+    "Nemotron 8B": _gpt(32, 4096, 32, 256000),
+    "Nemotron 22B": _gpt(40, 6144, 48, 256000),
+    "Nemotron 340B": Sizes(96, 18432, 96, 4 * 18432, 256000, 8),
+    "Code Llama 34B": Sizes(48, 8192, 64, 22016, 32000, 8, gated=True),
+    "OLMo 7B": Sizes(32, 4096, 32, 11008, 100352, gated=True),
+    "OLMo 13B": Sizes(40, 5120, 40, 13824, 100352, gated=True),
 }
 
 
@@ -90,7 +110,7 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.size = sizes.hidden // sizes.heads
-        self.rotates = sizes.gated
+        self.rotates, self.flash = sizes.gated, sizes.flash
         self.q = nn.Linear(sizes.hidden, sizes.hidden, bias=not sizes.gated)
         kv = (sizes.kv_heads or sizes.heads) * self.size
         self.k = nn.Linear(sizes.hidden, kv, bias=not sizes.gated)
@@ -112,8 +132,11 @@ class Attention(nn.Module):
         times = q.shape[1] // k.shape[1]
         if times > 1:
             k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-        scores = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        made: torch.Tensor = self.out(scores.transpose(1, 2).flatten(2))
+        if self.flash:
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:  # the mask and the scale are in the softmax's kernel
+            mixed = functional.dropout(functional.softmax(q @ k.transpose(-1, -2), -1), 0.1) @ v
+        made: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return made
 
 
@@ -163,7 +186,8 @@ class Head(nn.Module):
         return made
 
 
-def _model(sizes: Sizes) -> nn.Sequential:
+def model_of(sizes: Sizes) -> nn.Sequential:
+    """Return a model, from embedding to logits."""
     model = nn.Sequential()
     model.add_module("embedding", Embedding(sizes))
     for number in range(sizes.blocks):
@@ -172,7 +196,8 @@ def _model(sizes: Sizes) -> nn.Sequential:
     return model
 
 
-def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of logits (batch, seq, vocab) and tokens (batch, seq)."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
@@ -186,14 +211,14 @@ class _Tokens:
 @cache
 def _short_trace(sizes: Sizes, batch: int, seq: int) -> ModelTrace:
     tokens: Any = _Tokens(batch, seq)
-    source = ModelSource(partial(_model, replace(sizes, blocks=1)), tokens, tokens, _loss)
+    source = ModelSource(partial(model_of, replace(sizes, blocks=1)), tokens, tokens, loss_of)
     return trace_model(source, optimizer=partial(torch.optim.AdamW, fused=True), dtype=torch.bfloat16)
 
 
 @cache
 def _whole(sizes: Sizes) -> nn.Module:
     with torch.device("meta"):
-        return _model(sizes)
+        return model_of(sizes)
 
 
 @cache

@@ -1,27 +1,41 @@
-"""Published training steps and what the planner predicts for them; fits what a card achieves to half of them."""
+"""Published training steps, and what the planner predicts for them."""
 
 from __future__ import annotations
 
 import csv
 import math
-import statistics
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 
-from axon_nb.plan.hardware.cards import COMPILED_SHARE, GPUS
-from axon_nb.plan.timing.step_time import predict_step, uncertainty_of
-from axon_nb.plan.tracing.subject import ModelSource
+from axon_nb.plan.hardware.cards import CARDS, FITTED, Shares
+from axon_nb.plan.hardware.presets import links_of_card
+from axon_nb.plan.timing.plan import StepTime
+from axon_nb.plan.timing.step_time import predict_step, step_time_of
 from axon_nb.plan.traffic.communication import traffic_of
 from axon_nb.plan.traffic.layout import ParallelLayout
 from axon_nb.plan.traffic.plan import CommunicationPlan
 from scripts.generated_page import ROOT
 from scripts.published_models import MODELS, TP_PLAN, trace_of
 
-__all__ = ["RUNS", "Run", "fitted_shares", "interval_s", "is_fitted", "load_runs", "predicted_s"]
+__all__ = [
+    "NEAR",
+    "RUNS",
+    "Run",
+    "arguments_of",
+    "error_of",
+    "family_of",
+    "is_fitted",
+    "is_near",
+    "load_runs",
+    "predicted",
+    "predicted_s",
+]
 
+NEAR = 1.2
+"""Factor within which predicted and published seconds count as near."""
 RUNS = ROOT / "docs" / "published" / "runs.csv"
 
 
@@ -42,6 +56,9 @@ class Run:
     seq: int
     batch: int
     microbatches: int
+    """Of a pipeline."""
+    accumulated: int
+    """Batches whose gradients a step accumulates."""
     recompute: float
     """Fraction of forward that backward computes again."""
     fused: bool
@@ -49,6 +66,8 @@ class Run:
     unit: str
     value: float
     """The published figure."""
+    assumed: str
+    """What the source does not say."""
 
     @property
     def dp(self) -> int:
@@ -58,7 +77,7 @@ class Run:
     @property
     def step_s(self) -> float:
         """Seconds of the published step."""
-        tokens = self.batch * self.seq * self.dp
+        tokens = self.batch * self.accumulated * self.seq * self.dp
         if self.unit == "s":
             return self.value
         if self.unit == "tokens/s":
@@ -88,11 +107,12 @@ def load_runs() -> tuple[Run, ...]:
             row["card"],
             *(int(row[name]) for name in ("gpus", "tp", "pp", "virtual")),
             row["strategy"],
-            *(int(row[name]) for name in ("seq", "batch", "microbatches")),
+            *(int(row[name]) for name in ("seq", "batch", "microbatches", "accumulated")),
             float(row["recompute"]),
             row["fused"] == "yes",
             row["unit"],
             float(row["value"]),
+            row["assumed"],
         )
         for number, row in enumerate(rows)
     )
@@ -107,62 +127,81 @@ def is_fitted(run: Run) -> bool:
     return groups.index((run.source, run.model)) % 2 == 0
 
 
+def arguments_of(run: Run) -> dict[str, Any]:
+    """Return the keyword arguments of `plan.step_time` for a run, besides its model, inputs and loss."""
+    mesh: dict[str, int] = {"pp": run.pp} if run.pp > 1 else {}
+    if run.strategy == "hybrid_shard":  # within hosts
+        mesh |= {"replicate": run.dp // 8, "shard": 8}
+    else:
+        mesh["dp"] = run.dp
+    found: dict[str, Any] = {
+        "mesh": mesh | ({"tp": run.tp} if run.tp > 1 else {}),
+        "strategy": run.strategy,
+        "mixed_precision": torch.bfloat16,
+        "optimizer": partial(torch.optim.AdamW, fused=True),
+        "rates": run.card,
+        "links": run.card,
+        "compiled": run.fused,
+        "activation_checkpointing": True if run.recompute == 1 else run.recompute,
+        "gradient_accumulation": run.accumulated,
+    }
+    if run.tp > 1:
+        found["tp_plan"] = TP_PLAN
+    if run.pp > 1:
+        found |= {
+            "schedule": "Interleaved1F1B" if run.virtual > 1 else "1F1B",
+            "num_microbatches": run.microbatches,
+            "num_stages": run.pp * run.virtual,
+        }
+    return found
+
+
 @cache
 def _laid_out(run: Run) -> tuple[ParallelLayout, CommunicationPlan]:
-    mesh = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
-    layout = ParallelLayout(
-        ModelSource(None),
-        {axis: size for axis, size in mesh.items() if size > 1 or axis == "dp"},
-        run.strategy,
-        mixed_precision=torch.bfloat16,
-        tp_plan=TP_PLAN,
-        schedule="Interleaved1F1B" if run.virtual > 1 else "1F1B",
-        num_microbatches=run.microbatches if run.pp > 1 else None,
-        num_stages=run.pp * run.virtual if run.pp > 1 else None,
-        activation_checkpointing=run.recompute,
+    given = arguments_of(run)
+    for name in ("rates", "links", "compiled"):
+        del given[name]
+    layout = ParallelLayout.from_options(
+        None,
+        None,
+        given,
+        given.pop("optimizer"),
+        activation_checkpointing=given.pop("activation_checkpointing"),
+        num_batches=given.pop("gradient_accumulation"),
         known_trace=trace_of(MODELS[run.model], run.batch, run.seq),
     )
     return layout, traffic_of(layout, run.card)
 
 
-def predicted_s(run: Run, achieved: float | None = None) -> float:
-    """Return the seconds that the planner predicts.
+@cache
+def predicted(run: Run) -> StepTime:
+    """Return what `plan.step_time` predicts; one block is traced and the others are copies of it."""
+    return step_time_of(_laid_out(run)[0], rates=run.card, links=run.card, compiled=run.fused)
 
-    Args:
-        run: The run.
-        achieved: Fraction of the card's peak that matrix products achieve, relative to the card's; None: 1.
-    """
+
+def predicted_s(run: Run, shares: Shares = FITTED) -> float:
+    """Return the seconds of a step if cards and links achieved these shares of their datasheets' figures."""
     layout, traffic = _laid_out(run)
-    rates = GPUS[run.card]
+    card = CARDS[run.card]
+    card = replace(card, achieved=shares.achieved[family_of(run)])
+    rates = card.rates_with(shares)
     if run.fused:
-        rates = rates.compiled(COMPILED_SHARE)
-    if achieved is not None:
-        rates = replace(rates, flops_per_s=rates.flops_per_s * achieved)
-    return predict_step(layout, traffic, rates, 1.0).total_s
+        rates = rates.compiled(shares.compiled)
+    links = links_of_card(card, layout.mesh, shares)
+    rows = tuple(row.timed(links.get(row.axis)) for row in traffic.rows)
+    return predict_step(layout, replace(traffic, rows=rows, links=links), rates, 1.0).total_s
 
 
-def interval_s(run: Run) -> tuple[float, float]:
-    """Return the range of seconds in which the planner expects the step."""
-    layout, traffic = _laid_out(run)
-    rates = GPUS[run.card].compiled(COMPILED_SHARE) if run.fused else GPUS[run.card]
-    found = uncertainty_of(predict_step(layout, traffic, rates, 1.0), layout, rates, 1.0)
-    return found.low_s, found.high_s
+def family_of(run: Run) -> str:
+    """Return the card whose share a run is fitted to: H200s have the same matrix units as H100s."""
+    return run.card.replace("h200", "h100")
 
 
-def fitted_shares(runs: Iterable[Run]) -> Mapping[str, float]:
-    """Return, by card, the factor on its matrix products' rate that brings the median error of these runs to zero.
+def error_of(run: Run) -> float:
+    """Return the logarithm of predicted over published seconds."""
+    return math.log(predicted(run).total_s / run.step_s)
 
-    H200s have the same matrix units as H100s, so their runs count for these.
-    """
-    by_card: dict[str, list[Run]] = {}
-    for run in runs:
-        by_card.setdefault(run.card.replace("h200", "h100"), []).append(run)
-    found = {}
-    for card, own in by_card.items():
-        low, high = 0.5, 2.0
-        for _ in range(12):
-            middle = math.sqrt(low * high)
-            errors = [math.log(predicted_s(run, middle) / run.step_s) for run in own]
-            low, high = (middle, high) if statistics.median(errors) > 0 else (low, middle)
-        found[card] = math.sqrt(low * high)
-    return found
+
+def is_near(run: Run) -> bool:
+    """Whether predicted and published seconds differ by a factor of at most 1.2."""
+    return abs(error_of(run)) <= math.log(NEAR)

@@ -14,7 +14,7 @@ from axon_nb.errors import UsageError
 from axon_nb.plan.calibration.checks import check_collectives
 from axon_nb.plan.calibration.collectives import fit_line, fit_link
 from axon_nb.plan.calibration.result import Sample
-from axon_nb.plan.hardware.cards import NETWORK_SHARE, NVLINK_SHARE
+from axon_nb.plan.hardware.cards import FITTED
 from axon_nb.plan.hardware.links import OPERATIONS, rounds_and_volume
 from axon_nb.plan.hardware.presets import resolve_links
 
@@ -175,10 +175,10 @@ def test_links_of_cards_follow_from_hosts_and_ports() -> None:
     """Hosts of 8 H100: NVLink inside, a port per GPU; a group with several ranks per host uses as many ports."""
     port, inside = (plan.PRESETS[name].bandwidth_bytes_per_s for name in ("ib-ndr", "nvlink4"))
     by_mesh = {
-        (("dp", 8),): {"dp": NVLINK_SHARE * inside},
-        (("dp", 64),): {"dp": min(8 * NETWORK_SHARE * port, NVLINK_SHARE * inside)},
-        (("pp", 4), ("dp", 2), ("tp", 8)): {"pp": NETWORK_SHARE * port, "dp": NETWORK_SHARE * port},
-        (("dp", 16), ("tp", 4)): {"dp": 2 * NETWORK_SHARE * port, "tp": NVLINK_SHARE * inside},
+        (("dp", 8),): {"dp": FITTED.nvlink * inside},
+        (("dp", 64),): {"dp": min(8 * FITTED.network * port, FITTED.nvlink * inside)},
+        (("pp", 4), ("dp", 2), ("tp", 8)): {"pp": FITTED.network * port, "dp": FITTED.network * port},
+        (("dp", 16), ("tp", 4)): {"dp": 2 * FITTED.network * port, "tp": FITTED.nvlink * inside},
     }
     for mesh, expected in by_mesh.items():
         links = resolve_links("h100", dict(mesh))

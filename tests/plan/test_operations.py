@@ -51,6 +51,20 @@ def test_grouped_products_count_as_products() -> None:
         assert trace.total("backward").flops == 2 * 2 * rows * wide * deep
 
 
+def test_questions_about_metadata_and_allocations_are_free() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert not torch.ops.aten.is_pinned(x)
+            torch.empty_like(x)
+            return x.view(-1) if x.device.type == "cpu" else x
+
+    x = torch.zeros(8, 4, requires_grad=True)
+    trace = trace_model(ModelSource(Asks, x, loss=lambda y: y.sum()))
+    work = trace.total("forward")
+    assert work.ops == 1  # the sum
+    assert work.bytes == 8 * 4 * 4 + 4
+
+
 def test_operations_of_unknown_flops_are_named() -> None:
     class Solver(nn.Module):
         def __init__(self) -> None:

@@ -7,26 +7,38 @@ For cards without such runs it is an assumption, and plans say so.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from axon_nb.plan.hardware.rates import Rates
 
-__all__ = ["CARDS", "COMPILED_SHARE", "GPUS", "ISSUE_S", "NETWORK_SHARE", "NVLINK_SHARE", "OTHER_SHARE", "Card"]
+__all__ = ["CARDS", "FITTED", "GPUS", "ISSUE_S", "Card", "Shares"]
 
 _TERA = 1e12
-OTHER_SHARE = 1.65
-"""Counted bytes per second of operations other than matrix products, as a multiple of the memory's bandwidth. Above 1:
-caches hold a part of these bytes, and the published runs use fused norms and optimizers."""
-COMPILED_SHARE = 0.6
-"""Fraction of the bytes of these operations that remains when `torch.compile` or hand-written kernels fuse them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What steps achieve of datasheets' figures: `scripts/published_fit.py` writes these into fitted.toml."""
+
+    achieved: Mapping[str, float]
+    """Fraction of the peak that matrix products achieve, by card."""
+    other: float
+    """Counted bytes per second of other operations, as a multiple of the memory's bandwidth."""
+    compiled: float
+    """Fraction of these bytes that remains when `torch.compile` or hand-written kernels fuse the operations."""
+    nvlink: float
+    """Fraction of NVLink's bandwidth that large collectives achieve within a host."""
+    network: float
+    """Fraction of a network port's bandwidth that large messages between hosts achieve."""
+
+
+FITTED = Shares(**tomllib.loads(Path(__file__).with_name("fitted.toml").read_text(encoding="utf-8")))
 ISSUE_S = 5e-6
 """Seconds in which Python and the driver issue an operation: an assumption, no published run depends on it."""
-NVLINK_SHARE = 0.87
-"""Fraction of NVLink's bandwidth that large collectives achieve within a host."""
-NETWORK_SHARE = 0.89
-"""Fraction of a network port's bandwidth that large messages between hosts achieve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +58,27 @@ class Card:
     """Preset of its network port."""
     achieved: float
     """Fraction of the peak that the matrix products of a training step achieve."""
-    is_fitted: bool = True
-    """Whether `achieved` is from published runs of this card and dtype."""
+    assumption: str = ""
+    """Why `achieved` is an assumption; empty: it is fitted to published runs of this card and dtype."""
     gpus_per_host: int = 8
 
     @property
     def rates(self) -> Rates:
         """One rank's rates."""
-        basis = "" if self.is_fitted else " (assumed: no published run was compared)"
+        return self.rates_with(FITTED)
+
+    def rates_with(self, shares: Shares) -> Rates:
+        """Return one rank's rates with other shares than the fitted ones; `achieved` stays.
+
+        Args:
+            shares: The shares.
+        """
+        basis = f" ({self.assumption})" if self.assumption else ""
         source = (
             f"{self.achieved:.0%}{basis} of the {self.tera_flops:g} TFLOP/s of NVIDIA's datasheet, {self.what}; "
-            f"other operations at {OTHER_SHARE:g} times its {self.tera_bytes:g} TB/s"
+            f"other operations at {shares.other:g} times its {self.tera_bytes:g} TB/s"
         )
-        flops_per_s, bytes_per_s = self.achieved * self.tera_flops * _TERA, OTHER_SHARE * self.tera_bytes * _TERA
+        flops_per_s, bytes_per_s = self.achieved * self.tera_flops * _TERA, shares.other * self.tera_bytes * _TERA
         return Rates(flops_per_s, bytes_per_s, source=source, issue_s=ISSUE_S)
 
 
@@ -77,28 +97,30 @@ _B200 = _Board(8.0, "nvlink5", "ib-ndr")
 
 
 def _card(
-    name: str, what: str, tera_flops: float, achieved: float, board: _Board, *, is_fitted: bool = True
+    name: str, what: str, tera_flops: float, board: _Board, like: str = "", *, achieved: float | None = None
 ) -> tuple[str, Card]:
-    return name, Card(name, what, tera_flops, *board, achieved, is_fitted)
+    """A card whose share is fitted to its own runs, or, as an assumption, that of another card or a given one."""
+    if achieved is not None:
+        return name, Card(name, what, tera_flops, *board, achieved, "assumed: no published run was compared")
+    assumption = f"assumed: that of {like}, which has the same matrix units" if like else ""
+    return name, Card(name, what, tera_flops, *board, FITTED.achieved[like or name], assumption)
 
 
 CARDS: Mapping[str, Card] = dict(
     (
-        _card("v100", "V100 SXM2, float16", 125.0, 0.52, _V100, is_fitted=False),
-        _card("a100", "A100 80GB SXM, bfloat16", 312.0, 0.72, _A100),
-        _card("a100-tf32", "A100 80GB SXM, TF32", 156.0, 0.72, _A100, is_fitted=False),
-        _card("h100", "H100 SXM, bfloat16", 989.4, 0.785, _H100),
-        _card("h100-fp8", "H100 SXM, float8 linear layers", 1978.9, 0.63, _H100),
-        _card("h100-tf32", "H100 SXM, TF32", 494.7, 0.785, _H100, is_fitted=False),
-        _card("h100-500w", "H100 SXM limited to 500 W, with HBM2e, bfloat16", 989.4, 0.66, _GRAND_TETON),
-        _card(
-            "h100-500w-fp8", "H100 SXM limited to 500 W, with HBM2e, float8 linear layers", 1978.9, 0.45, _GRAND_TETON
-        ),
-        _card("h200", "H200 SXM, bfloat16", 989.4, 0.785, _H200, is_fitted=False),
-        _card("h200-fp8", "H200 SXM, float8 linear layers", 1978.9, 0.63, _H200),
-        _card("h200-tf32", "H200 SXM, TF32", 494.7, 0.785, _H200, is_fitted=False),
-        _card("b200", "B200, bfloat16", 2250.0, 0.6, _B200, is_fitted=False),
-        _card("b200-tf32", "B200, TF32", 1125.0, 0.6, _B200, is_fitted=False),
+        _card("v100", "V100 SXM2, float16", 125.0, _V100, achieved=0.52),
+        _card("a100", "A100 80GB SXM, bfloat16", 312.0, _A100),
+        _card("a100-tf32", "A100 80GB SXM, TF32", 156.0, _A100, like="a100"),
+        _card("h100", "H100 SXM, bfloat16", 989.4, _H100),
+        _card("h100-fp8", "H100 SXM, float8 linear layers", 1978.9, _H100),
+        _card("h100-tf32", "H100 SXM, TF32", 494.7, _H100, like="h100"),
+        _card("h100-500w", "H100 SXM limited to 500 W, with HBM2e, bfloat16", 989.4, _GRAND_TETON),
+        _card("h100-500w-fp8", "H100 SXM limited to 500 W, with HBM2e, float8 linear layers", 1978.9, _GRAND_TETON),
+        _card("h200", "H200 SXM, bfloat16", 989.4, _H200, like="h100"),
+        _card("h200-fp8", "H200 SXM, float8 linear layers", 1978.9, _H200, like="h100-fp8"),
+        _card("h200-tf32", "H200 SXM, TF32", 494.7, _H200, like="h100"),
+        _card("b200", "B200, bfloat16", 2250.0, _B200, achieved=0.6),
+        _card("b200-tf32", "B200, TF32", 1125.0, _B200, achieved=0.6),
     )
 )
 """The cards, by name."""

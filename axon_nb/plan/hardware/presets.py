@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.hardware.cards import CARDS, GPUS, NETWORK_SHARE, NVLINK_SHARE, Card
+from axon_nb.plan.hardware.cards import CARDS, FITTED, GPUS, Card, Shares
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.rates import Rates
 
-__all__ = ["PRESETS", "resolve_link", "resolve_links", "resolve_rates"]
+__all__ = ["PRESETS", "links_of_card", "resolve_link", "resolve_links", "resolve_rates"]
 
 _NCCL_CALL_S = 8.4e-6
 _NVLINK_S, _PCI_S, _NET_S = 3.4e-6, 5.7e-6, 14.0e-6
@@ -102,7 +102,7 @@ def resolve_links(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
     if given is None:
         return {}
     if isinstance(given, str) and given.lower() in CARDS:
-        return _links_of(CARDS[given.lower()], axes)
+        return links_of_card(CARDS[given.lower()], axes)
     if not isinstance(given, Mapping):
         return dict.fromkeys(axes, resolve_link(given))
     if "all" in given:
@@ -115,14 +115,19 @@ def resolve_links(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
     return {axis: resolve_link(given[axis]) for axis in axes if axis in given}
 
 
-def _links_of(card: Card, axes: Mapping[str, int]) -> dict[str, Link]:
+def links_of_card(card: Card, axes: Mapping[str, int], shares: Shares = FITTED) -> dict[str, Link]:
     """Return the link of each axis between cards in hosts of NVLink and one port each.
 
     Ranks of a group that share a host form rings that leave it through all their ports, so each ring step between hosts
     has their sum, up to NVLink's bandwidth (as in NCCL).
+
+    Args:
+        card: The card.
+        axes: Size by axis; ranks along the last one are neighbours.
+        shares: What links achieve of their bandwidth.
     """
-    inside = resolve_link(card.nvlink).scaled(NVLINK_SHARE)
-    port = resolve_link(card.port).scaled(NETWORK_SHARE)
+    inside = resolve_link(card.nvlink).scaled(shares.nvlink)
+    port = resolve_link(card.port).scaled(shares.network)
     found, stride = {}, 1
     for axis, size in reversed(list(axes.items())):
         if stride * size <= card.gpus_per_host:

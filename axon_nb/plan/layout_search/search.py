@@ -22,7 +22,7 @@ from axon_nb.plan.arguments import (
     check_int,
     check_number,
 )
-from axon_nb.plan.hardware.cards import CARDS, NETWORK_SHARE, NVLINK_SHARE
+from axon_nb.plan.hardware.cards import CARDS, FITTED
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import resolve_links, resolve_rates
 from axon_nb.plan.hardware.rates import Rates
@@ -247,8 +247,8 @@ class _Evaluator:
         card = CARDS.get(self.links.lower()) if isinstance(self.links, str) else None
         if card is not None:
             yield (
-                f"hosts of {card.gpus_per_host} GPUs with {card.nvlink} at {NVLINK_SHARE:.0%}, and one port of "
-                f"{card.port} per GPU at {NETWORK_SHARE:.0%}"
+                f"hosts of {card.gpus_per_host} GPUs with {card.nvlink} at {FITTED.nvlink:.0%}, and one port of "
+                f"{card.port} per GPU at {FITTED.network:.0%}"
             )
         else:
             links = resolve_links(self.links, dict.fromkeys(("dp", "tp", "pp"), num_gpus))

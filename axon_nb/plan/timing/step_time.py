@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
 from axon_nb.plan.arguments import ZERO_2, check_int, check_number
-from axon_nb.plan.hardware.cards import COMPILED_SHARE
+from axon_nb.plan.hardware.cards import FITTED
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import resolve_rates
 from axon_nb.plan.hardware.rates import Rates
@@ -105,7 +105,7 @@ def step_time_of(
     """
     found, share = resolve_rates(rates), _overlap(overlap, rates, links)
     if compiled:
-        found = found.compiled(COMPILED_SHARE)
+        found = found.compiled(FITTED.compiled)
     if not layout.trace.has_inputs:
         raise UsageError(
             "inputs= is required, because the time of a step depends on the batch: for example torch.zeros(8, 64)."

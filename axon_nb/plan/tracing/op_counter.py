@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,10 +51,22 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
     "transformers.grouped_mm_fallback": _grouped,
     "transformers.grouped_mm_fallback_backward": _grouped_back,
 }
-_MOVING = ("aten.", "prim.", "prims.", "rngprims.")
+_MOVING = ("aten.", "prims.", "rngprims.")
 """Namespaces of the operations whose time is that of the bytes they move, apart from those below."""
 _COMPUTING = re.compile(r"aten\.(linalg_|_linalg_|_fft_|_cdist|cdist|_trilinear|.*lstm|.*gru|.*rnn|cholesky|.*solve)")
 """Those that compute more than they move, by other formulas than ours."""
+
+
+_ALLOCATING = re.compile(r"aten\.(new_)?empty")
+
+
+@cache
+def _does_work(func: Any) -> bool:
+    """Whether an operation computes or moves data: views, questions about metadata and bare allocations do not."""
+    if func.is_view or _ALLOCATING.match(str(func)):
+        return False
+    writes = any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
+    return writes or any("Tensor" in str(one.type) for one in func._schema.returns)
 
 
 def _is_unknown(name: str) -> bool:
@@ -86,11 +99,11 @@ class OpCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self.phase == "forward":
             self._track_sources(tensors_in((args, kwargs)), tensors_in(result))
-        if self.phase and not func.is_view:
+        if self.phase == "optimizer" and not func.is_view:
+            self.uses.update(map(id, tensors_in((args, kwargs))))
+        if self.phase and _does_work(func):
             place = self.found.setdefault(self.phase, {})
             path = "" if self.phase == "optimizer" else self._module()
-            if self.phase == "optimizer":
-                self.uses.update(map(id, tensors_in((args, kwargs))))
             work = _work_of(func._overloadpacket, args, kwargs, result)
             place[path] = place.get(path, Work()) + work
             if work.bytes and _is_unknown(name := str(func._overloadpacket)):
