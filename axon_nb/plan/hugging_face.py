@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ __all__ = ["HuggingFaceModel", "hugging_face_model", "next_token_loss"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _CONFIG = "config.json"
+_ANSWER_S = 2.0
+"""Seconds in which the hub must answer; its client would retry for 25 without a network."""
 _MAX_SEQ = 4096
 """Default number of tokens in a sample, as far as the model allows."""
 
@@ -45,8 +48,10 @@ class HuggingFaceModel:
         """Return the config, with the cache of generated tokens switched off.
 
         Raises:
-            PlanError: transformers is not installed, or there is no such config.
+            PlanError: transformers is not installed, there is no such config, or the hub cannot be reached.
         """
+        if isinstance(self._given, str) and not Path(self._given).exists() and _NAME.fullmatch(self._given):
+            _check_reachable(self._given)
         try:
             transformers: Any = import_module("transformers")
         except ImportError as error:
@@ -90,6 +95,34 @@ class HuggingFaceModel:
     def __call__(self) -> Any:
         """Make the model."""
         return import_module("transformers").AutoModelForCausalLM.from_config(self.config())
+
+
+def _check_reachable(name: str) -> None:
+    """Check that the config of a model on the hub is in the cache, or that the hub answers."""
+    try:
+        hub: Any = import_module("huggingface_hub")
+    except ImportError:
+        return  # transformers is not installed either, which is said next
+    if isinstance(hub.try_to_load_from_cache(name, _CONFIG), str):
+        return
+    failures: list[str] = ["no answer"]
+
+    def ask() -> None:
+        try:
+            hub.get_session().head(hub.constants.ENDPOINT, timeout=_ANSWER_S)
+            failures.clear()
+        except Exception as error:
+            failures[:] = [f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"]
+
+    # A thread, because name resolution ignores the timeout.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_ANSWER_S)
+    if failures:
+        raise PlanError(
+            f"The config of {name!r} is not in the cache, and the hub cannot be reached ({failures[0]}): check the "
+            "network, or give the path of its config.json, or an AutoConfig."
+        )
 
 
 def next_token_loss(output: Any, target: Any) -> Any:

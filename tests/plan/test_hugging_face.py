@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +99,26 @@ def test_names_and_paths(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 8}))
     with pytest.raises(plan.PlanError, match="at most the model's context, 8 tokens; got 9"):
         plan.memory(tmp_path / "config.json", 2, seq=9)
+
+
+def test_a_name_without_a_network_fails_soon_with_the_fix(tmp_path: Path) -> None:
+    """In a process of its own, where the hub is an address that refuses connections."""
+    script = """
+import time, sys
+from axon_nb import plan
+start = time.monotonic()
+try:
+    plan.step_time("nobody/nothing", 1, rates="h100")
+except plan.PlanError as error:
+    print(error)
+print(time.monotonic() - start)
+"""
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    made = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=300
+    )
+    text, seconds = made.stdout.splitlines()
+    assert "'nobody/nothing' is not in the cache, and the hub cannot be reached (ConnectError" in text
+    assert text.endswith("give the path of its config.json, or an AutoConfig.")
+    assert float(seconds) < 20, "the client's own retries take 25 s"
+    assert made.stderr == ""

@@ -135,6 +135,14 @@ def test_bad_arguments_get_one_sentence(call: Callable[..., Any], message: str) 
     assert len(text) < 400
 
 
+def test_a_model_that_does_not_fit_its_inputs_gets_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    """Torch logs the traceback of a failed fake operation."""
+    with pytest.raises(UsageError, match=r"check that inputs= and loss= fit it") as caught:
+        plan.step_time(LINEAR, 1, inputs=torch.zeros(2, 9), rates=1e12)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
 def test_strategies_match_the_library() -> None:
     assert set(STRATEGIES) == {"ddp", *(strategy.value for strategy in ShardingStrategy)}
 

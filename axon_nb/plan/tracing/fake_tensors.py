@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,9 +20,20 @@ from torch import nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WithoutCuda", "as_with_data", "lazy_chunks", "patched_apply", "skip_init"]
+__all__ = ["WithoutCuda", "as_with_data", "lazy_chunks", "patched_apply", "skip_init", "without_tracebacks"]
 
 _MODULE, _NAME = "torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty"
+
+
+@contextlib.contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """Inside, torch logs no traceback when an operation does not fit its fake tensors: the exception says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class _Chunks:

@@ -20,7 +20,7 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.data.blocks import equal_row
 from axon_nb.parallel.data.units import make_units
 from axon_nb.plan.hardware.rates import Work
-from axon_nb.plan.tracing.fake_tensors import WithoutCuda, as_with_data, patched_apply
+from axon_nb.plan.tracing.fake_tensors import WithoutCuda, as_with_data, patched_apply, without_tracebacks
 from axon_nb.plan.tracing.op_counter import OpCounter, tensors_in
 from axon_nb.plan.tracing.subject import ModelSource, first_line
 
@@ -139,7 +139,7 @@ def trace_model(
         UsageError: the model cannot be built or run without data.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, patched_apply(), WithoutCuda():
+    with mode, patched_apply(), WithoutCuda(), without_tracebacks():
         subject = source.fake(mode)
         trace = ModelTrace(subject.model)
         if subject.args is None:
@@ -153,6 +153,7 @@ def trace_model(
             stack.enter_context(mode)
             stack.enter_context(WithoutCuda())
             stack.enter_context(as_with_data())
+            stack.enter_context(without_tracebacks())
             counted.tracker = stack.enter_context(ModuleTracker())
             stack.enter_context(counted)
             with torch.autograd.graph.saved_tensors_hooks(counted.save, lambda saved: saved):
