@@ -5,7 +5,7 @@ A step of one block is traced on tensors without data; the other blocks of a mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -18,7 +18,7 @@ from axon_nb.plan.hardware.rates import Work
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 
-__all__ = ["MODELS", "TP_PLAN", "Sizes", "loss_of", "model_of", "trace_of"]
+__all__ = ["MODELS", "TP_PLAN", "Block", "Sizes", "loss_of", "model_of", "trace_of"]
 
 TP_PLAN = {
     "embedding.table": "column",
@@ -186,12 +186,17 @@ class Head(nn.Module):
         return made
 
 
-def model_of(sizes: Sizes) -> nn.Sequential:
-    """Return a model, from embedding to logits."""
+def model_of(sizes: Sizes, block: Callable[[Sizes], nn.Module] = Block) -> nn.Sequential:
+    """Return a model, from embedding to logits.
+
+    Args:
+        sizes: Its sizes.
+        block: Makes a block.
+    """
     model = nn.Sequential()
     model.add_module("embedding", Embedding(sizes))
     for number in range(sizes.blocks):
-        model.add_module(f"block{number}", Block(sizes))
+        model.add_module(f"block{number}", block(sizes))
     model.add_module("head", Head(sizes))
     return model
 

@@ -14,6 +14,7 @@ from axon_nb.plan.hardware.cards import CARDS, FITTED
 from scripts.generated_page import ROOT
 from scripts.plan_published import SOURCES, memory_rows, summary
 from scripts.published_fit import GENERAL, fit
+from scripts.published_memory import NEAR as NEAR_MEMORY
 from scripts.published_models import MODELS, loss_of, model_of
 from scripts.published_steps import (
     arguments_of,
@@ -88,9 +89,13 @@ def test_most_published_steps_are_in_their_intervals() -> None:
 
 
 def test_published_memory() -> None:
+    """Peaks within 10 % for 80 %; model states exactly, as far as they were published."""
     rows = memory_rows()
-    assert len(rows) >= 6
-    assert max(abs(row.error) for row in rows) <= 0.10
+    assert {row.source for row in rows} <= SOURCES.keys()
+    peaks = [row for row in rows if row.source != "zero"]
+    assert len(peaks) >= 9
+    assert statistics.fmean(abs(row.error) <= NEAR_MEMORY for row in peaks) >= 0.8
+    assert max(abs(row.error) for row in rows if row not in peaks) <= 0.005
 
 
 def test_cards_without_published_runs_say_so() -> None:

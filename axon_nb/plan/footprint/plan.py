@@ -5,11 +5,12 @@ Its text, HTML and figure use the unit that suits the largest number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.arguments import check_number
+from axon_nb.plan.arguments import UNSHARDED, check_number
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.figures import paint_of, plotly_figure
 from axon_nb.plan.tables import html_table, text_table, unit_for
@@ -139,10 +140,7 @@ class MemoryPlan:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        count = 1
-        for size in self.mesh.values():
-            count *= size
-        return count
+        return math.prod(self.mesh.values())
 
     @property
     def worst(self) -> RankMemory:
@@ -153,6 +151,17 @@ class MemoryPlan:
     def peak_bytes(self) -> int:
         """The highest peak of the requested ranks, in bytes."""
         return self.worst.peak.total
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What `torch.cuda.max_memory_reserved` is expected to show: the peak, and gradients that FSDP freed before it.
+
+        FSDP reduces gradients in their own stream, whose memory other streams get only when there is no other left.
+        """
+        peak, freed = self.worst.peak, self.worst.persistent.gradients - self.worst.peak.gradients
+        if self.device != "cuda" or self.strategy in UNSHARDED or self.world_size == 1:
+            return peak.total
+        return peak.total + max(freed, 0)
 
     @property
     def interval_bytes(self) -> tuple[int, int]:

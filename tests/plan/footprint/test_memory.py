@@ -117,6 +117,17 @@ def test_extrapolation_equals_full_simulation(names: tuple[str, ...]) -> None:
         assert {row.name: row for row in short.worst.modules} == {row.name: row for row in whole.worst.modules}, name
 
 
+def test_gradients_that_fsdp_freed_stay_reserved() -> None:
+    """They are reduced in a stream of their own, whose memory the peak's stream does not get."""
+    sharded = plan.memory(SMALL, 4, batch=2)
+    freed = sharded.worst.persistent.gradients - sharded.worst.peak.gradients
+    assert sharded.reserved_bytes == sharded.peak_bytes + freed
+    assert freed > 0
+    for options in ({"strategy": "ddp"}, {"device": "cpu"}):
+        other = plan.memory(SMALL, 4, batch=2, **options)  # type: ignore[arg-type]
+        assert other.reserved_bytes == other.peak_bytes
+
+
 def test_offloading_frees_the_device() -> None:
     kinds = [(kind, strategy) for kind in CPUOffload for strategy in ("full_shard",)]
     found = _plans(**{kind.value: _request(strategy=s, cpu_offload=kind.value, batch=2) for kind, s in kinds})

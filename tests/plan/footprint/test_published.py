@@ -7,36 +7,17 @@ from typing import Any
 
 import cloudpickle
 import pytest
-import torch
-from torch import nn
 
 from axon_nb import plan
 from axon_nb.plan.footprint.plan import MemoryPlan
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.models import TensorSpec
 from axon_nb.plan.process.worker import run_in_process
+from scripts.published_memory import MixedPrecisionAdam, linear_layers
 from tests.plan.footprint.megatron import Layers
 from tests.plan.many import plans
 
 GB = 10**9
-
-
-class MixedPrecisionAdam(torch.optim.Optimizer):
-    """Keeps the states that the ZeRO paper counts: 12 bytes per element in float32."""
-
-    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:
-        """Create the states."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                for name in ("master", "momentum", "variance"):
-                    self.state[parameter][name] = torch.zeros_like(parameter, dtype=torch.float32)
-
-
-def _linears(num: int, rows: int, columns: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(columns, rows, bias=False) for _ in range(num)))
 
 
 MODELS = {7.5: (750, 10_000, 1_000), 128.0: (256, 500_000, 1_000), 1000.0: (250, 4_000_000, 1_000)}
@@ -66,7 +47,7 @@ FSDP shards parameters between steps whatever it does within them.
 def test_model_states_of_the_zero_paper(strategy: str, world: int, billions: float) -> None:
     """Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020), table 1."""
     made = plan.memory(
-        partial(_linears, *MODELS[billions]),
+        partial(linear_layers, *MODELS[billions]),
         world,
         strategy=strategy,
         inputs=TensorSpec((1, 1_000)),
