@@ -13,6 +13,12 @@ import pytest
 
 from axon_nb import plan
 from axon_nb.plan.hugging_face import HuggingFaceModel, hugging_face_model
+from axon_nb.plan.timing.compute import compute_work
+from axon_nb.plan.tracing.subject import ModelSource
+from axon_nb.plan.tracing.trace import trace_model
+from axon_nb.plan.traffic.communication import traffic_of
+from axon_nb.plan.traffic.layout import ParallelLayout
+from axon_nb.plan.traffic.pipeline_parallel import pipeline_parts
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(900)
@@ -79,6 +85,42 @@ def test_a_search_shards_checkpoints_and_divides_decoder_layers() -> None:
     assert divided
     halves = [c for c in divided if c.strategy == "full_shard" and not c.activation_checkpointing]
     assert halves[0].memory["model states"] < 1.2 * fsdp[False].memory["model states"]
+
+
+@pytest.mark.parametrize("has_plan", [True, False], ids=["by its pp_plan", "by its blocks"])
+def test_stages_of_a_pipeline_hold_the_decoder_layers(has_plan: bool) -> None:
+    trace = trace_model(ModelSource(HuggingFaceModel(_config(num_hidden_layers=6)), batch=4, seq=16))
+    if not has_plan:
+        del trace.model._pp_plan  # its class lists the head
+        assert trace.model._pp_plan.keys() == {"lm_head"}
+    layers = [f"model.layers.{number}" for number in range(6)]
+    assert pipeline_parts(trace) == ("model.embed_tokens", *layers, "model.norm", "lm_head")
+    layout = ParallelLayout(ModelSource(None), {"pp": 2}, num_microbatches=2, known_trace=trace)
+    assert layout.stages is not None
+    first, second = layout.stages.children
+    assert (*first, *second) == pipeline_parts(trace)
+    assert first[:4] == ("model.embed_tokens", *layers[:3])
+    for phase in ("forward", "backward"):
+        halves = [compute_work(layout, rank)[phase] for rank in (0, 1)]
+        assert sum(half.flops for half in halves) == pytest.approx(trace.total(phase).flops)
+        assert sum(half.bytes for half in halves) == pytest.approx(trace.total(phase).bytes)
+    held = [{parameter.name for parameter in own} for own in layout.parameters_by_pp_rank]
+    assert not held[0] & held[1]
+    assert held[0] | held[1] == {name for name, _ in trace.model.named_parameters()}
+    (row,) = traffic_of(layout, None).select(operation="send", phase="forward", pp_rank=0)
+    assert row.messages == ((2 * 16 * 32 * 4, 2),)
+
+
+def test_a_search_offers_pipelines_unless_stages_share_parameters() -> None:
+    options: dict[str, Any] = {"rates": 1e12, "links": "nvlink4", "seq": 16, "global_batch": 16}
+    found = plan.search(_config(num_hidden_layers=6), 4, 80, **options)
+    offered = [one for one in found.candidates if one.pp > 1 and one.tp == 1]
+    assert {one.pp for one in offered} == {2, 4}
+    assert all(one.fits and one.step_s for one in offered)
+    assert "pipeline stages of LlamaForCausalLM are parts of model.embed_tokens, …, lm_head" in str(found)
+    tied = plan.search(_config(num_hidden_layers=6, tie_word_embeddings=True), 4, 80, **options)
+    (reason,) = {one.reason for one in tied.candidates if one.pp == 2 and one.tp == 1}
+    assert reason.startswith("model.embed_tokens and lm_head share a parameter")
 
 
 @pytest.mark.parametrize("again", [None, True], ids=["plain", "checkpointed"])

@@ -39,6 +39,7 @@ from axon_nb.plan.tracing.subject import ModelSource, resolve_dtype, resolve_opt
 from axon_nb.plan.tracing.trace import ModelTrace
 from axon_nb.plan.traffic.communication import traffic_of
 from axon_nb.plan.traffic.layout import ParallelLayout
+from axon_nb.plan.traffic.pipeline_parallel import pipeline_parts
 from axon_nb.records.units import format_bytes
 
 __all__ = ["search"]
@@ -82,8 +83,8 @@ def search(
     steps on tensors without data; the rest is arithmetic.
 
     Args:
-        model: As in `communication`. Pipelines need a Sequential; ``tp`` shards the model as `parallelize` does
-            automatically.
+        model: As in `communication`. Pipelines need a Sequential, or a model with a plan for stages or equal blocks,
+            as those of Hugging Face; ``tp`` shards the model as `parallelize` does automatically.
         num_gpus: Number of ranks; all are used.
         memory_gib: GiB of memory per GPU.
         rates: As in `step_time`; None: an H100's, in TF32 without `mixed_precision`.
@@ -137,7 +138,7 @@ def search(
     plan = SearchPlan(
         f"{num_gpus} GPUs of {each}, {samples} samples per step",
         tuple(sorted(found, key=lambda one: one.sort_key)),
-        (*traces.units(wrap), *evaluator.notes(int(num_gpus))),
+        (*traces.units(wrap), *_stages(found, traces.first), *evaluator.notes(int(num_gpus))),
         int(samples),
         round(memory_gib * _GIB),
     )
@@ -166,6 +167,17 @@ def _strategies(given: Sequence[Any] | str) -> Sequence[str]:
     return [
         check_choice("strategies", str(getattr(name, "value", name)).lower(), SINGLE_AXIS_STRATEGIES) for name in names
     ]
+
+
+def _stages(found: Iterable[Candidate], trace: ModelTrace | None) -> Iterator[str]:
+    """Say what pipeline stages are made of, if the model is not a Sequential."""
+    if trace is None or not any(one.pp > 1 and not one.reason for one in found):
+        return
+    if parts := pipeline_parts(trace):
+        yield (
+            f"pipeline stages of {type(trace.model).__name__} are parts of {parts[0]}, …, {parts[-1]} with about equal "
+            "parameters; make them yourself for Pipeline.from_modules"
+        )
 
 
 @dataclass(frozen=True)

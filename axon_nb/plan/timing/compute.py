@@ -35,23 +35,24 @@ def compute_work(layout: ParallelLayout, pp_rank: int) -> dict[str, Work]:
     return found
 
 
-def _of_modules(layout: ParallelLayout, phase: str, names: tuple[str, ...] | None) -> Work:
-    """The work in some modules; None: of the whole model."""
-    total = _sum(layout, phase, names)
+def _of_modules(layout: ParallelLayout, phase: str, stage: int | None) -> Work:
+    """The work in one stage; None: of the whole model."""
+    total = _sum(layout, phase, stage)
     if layout.activation_checkpointing and phase == "backward":
         blocks_only = layout.activation_checkpointing is True
-        total += _sum(layout, "forward", names, blocks_only=blocks_only).times(float(layout.activation_checkpointing))
+        total += _sum(layout, "forward", stage, blocks_only=blocks_only).times(float(layout.activation_checkpointing))
     return total
 
 
-def _sum(layout: ParallelLayout, phase: str, names: tuple[str, ...] | None, *, blocks_only: bool = False) -> Work:
+def _sum(layout: ParallelLayout, phase: str, stage: int | None, *, blocks_only: bool = False) -> Work:
     """The work of one rank along ``tp``: matrix products are divided where their module is, the rest with its part."""
-    tp, trace = layout.size("tp"), layout.trace
-    key = phase, names, blocks_only, tp, frozenset(layout.styles.items())
+    tp, trace, stages = layout.size("tp"), layout.trace, layout.stages
+    children = None if stages is None or stage is None else stages.children
+    key = phase, children, stage, blocks_only, tp, frozenset(layout.styles.items())
     if key not in trace.sums:
         total = Work()
         for path, work in trace.work.get(phase, {}).items():
-            if (names is None or path in names or owner(path, names)) and (
+            if (stages is None or stage is None or stages.stage_of(path) == stage) and (
                 not blocks_only or owner(path, trace.blocks)
             ):
                 shares = [
@@ -64,10 +65,8 @@ def _sum(layout: ParallelLayout, phase: str, names: tuple[str, ...] | None, *, b
 
 def _of_stage(layout: ParallelLayout, stage: int, phase: str) -> Work:
     """The work of one microbatch in one stage; the last stage includes the loss."""
-    stages = layout.stages
-    assert stages is not None
-    names = stages.children[stage] + (("",) if stage == stages.num_stages - 1 else ())
-    return _of_modules(layout, phase, names).scaled(1 / stages.num_microbatches)
+    assert layout.stages is not None
+    return _of_modules(layout, phase, stage).scaled(1 / layout.stages.num_microbatches)
 
 
 def optimizer_work(layout: ParallelLayout, pp_rank: int) -> Work:

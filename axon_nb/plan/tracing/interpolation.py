@@ -43,6 +43,11 @@ class TraceInterpolator:
         self._made: dict[int, ModelTrace] = {}
         self._ends: list[int] = []
 
+    @property
+    def first(self) -> ModelTrace | None:
+        """The trace that was made first; None: none was."""
+        return next(iter(self._made.values()), None)
+
     def at(self, batch: int) -> ModelTrace:
         """Return the trace with a batch of this many samples.
 
@@ -60,9 +65,9 @@ class TraceInterpolator:
         Args:
             wrap: As in `FSDP`; a class may be given by name.
         """
-        model = next((trace.model for trace in self._made.values()), None)
-        if model is None:
+        if self.first is None:
             return ()
+        model = self.first.model
         return (describe_units(make_units(model, checked_module_filter(model, wrap, "wrap"))),)
 
     def _interpolated(self, batch: int) -> ModelTrace | None:
@@ -70,7 +75,7 @@ class TraceInterpolator:
         return interpolate(self._made[low], self._made[high], (batch - low, high - low))
 
     def _traced(self, batch: int) -> ModelTrace:
-        first = next(iter(self._made.values()), None)
+        first = self.first
         trace = trace_model(
             replace(self._source, batch=batch), optimizer=None if first else self._optimizer, dtype=self._dtype
         )

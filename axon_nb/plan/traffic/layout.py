@@ -199,7 +199,8 @@ class ParallelLayout:
             if self.stages is None:
                 inner = make_units(model, self.wrap)
             else:
-                inner = [child for child in model.children() if any(True for _ in child.parameters())]
+                parts = [model.get_submodule(name) for names in self.stages.children for name in names]
+                inner = [part for part in parts if any(True for _ in part.parameters())]
             chosen = set(map(id, inner))
             return {name: module for name, module in model.named_modules() if id(module) in chosen}
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+
+from torch import nn
 
 from axon_nb.errors import UsageError
+from axon_nb.parallel.data.blocks import num_parameters
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of_rank
 from axon_nb.parallel.pipeline.stages import balance, child_costs, split_sections
 from axon_nb.plan.tracing.trace import ModelTrace, owner
 from axon_nb.plan.traffic.plan import Traffic
 
-__all__ = ["StageAssignment", "assign_stages", "boundaries", "pipeline_traffic"]
+__all__ = ["StageAssignment", "assign_stages", "boundaries", "pipeline_parts", "pipeline_traffic"]
 
 _FACTS = 4
 """Number of 8-byte integers that ranks exchange before a step."""
@@ -26,7 +30,7 @@ class StageAssignment:
     num_ranks: int
     num_microbatches: int
     children: tuple[tuple[str, ...], ...]
-    """Names of the model's children, per stage."""
+    """Names of the model's children, per stage; in a model that is not a Sequential, of its `pipeline_parts`."""
 
     @property
     def num_stages(self) -> int:
@@ -43,14 +47,16 @@ class StageAssignment:
         return {stage: rank for rank in range(self.num_ranks) for stage in self.on_rank(rank)}
 
     @cached_property
-    def _rank_of_child(self) -> dict[str, int]:
-        ranks = self.rank_of_stage
-        return {name: ranks[stage] for stage, names in enumerate(self.children) for name in names}
+    def _stage_of_child(self) -> dict[str, int]:
+        return {name: stage for stage, names in enumerate(self.children) for name in names}
+
+    def stage_of(self, path: str) -> int:
+        """The stage that holds a module or parameter; the last one for what is in none."""
+        return self._stage_of_child.get(owner(path, self._stage_of_child), self.num_stages - 1)
 
     def rank_of(self, path: str) -> int:
-        """The rank that holds a module or parameter; the last stage's for what is in none."""
-        last = self.rank_of_stage[self.num_stages - 1]
-        return self._rank_of_child.get(owner(path, self._rank_of_child), last)
+        """The rank of that stage."""
+        return self.rank_of_stage[self.stage_of(path)]
 
 
 def assign_stages(
@@ -62,7 +68,7 @@ def assign_stages(
     num_stages: int | None,
     at: Sequence[str] | None,
 ) -> StageAssignment:
-    """Split a Sequential as `Pipeline.split` does.
+    """Split a Sequential as `Pipeline.split` does, and other models into their `pipeline_parts`.
 
     Args:
         trace: The model's trace.
@@ -70,10 +76,10 @@ def assign_stages(
         schedule: Its name.
         num_microbatches: None: one per stage.
         num_stages: None: one per rank, or two where the schedule has several.
-        at: Children that start a stage; None: stages of about equal parameter counts.
+        at: Children of a Sequential that start a stage; None: stages of about equal parameter counts.
 
     Raises:
-        UsageError: the model is not a Sequential, or the numbers do not fit the schedule.
+        UsageError: the model has no equal blocks and is not a Sequential, or the numbers do not fit the schedule.
     """
     chosen = PipelineSchedule.of(schedule)
     count = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages
@@ -85,8 +91,61 @@ def assign_stages(
 
 
 def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
-    costs: dict[str, float] = trace.cached("costs of children", lambda: child_costs(trace.model, "params"))
-    return _split_at(trace, [list(costs)[start] for start in balance(list(costs.values()), count)[1:]])
+    costs: dict[str, float] = trace.cached("costs of stages' parts", lambda: _part_costs(trace))
+    names, starts = list(costs), balance(list(costs.values()), count)
+    return tuple(tuple(names[first:second]) for first, second in pairwise([*starts, len(names)]))
+
+
+def _part_costs(trace: ModelTrace) -> dict[str, float]:
+    parts = pipeline_parts(trace)
+    if not parts:
+        return child_costs(trace.model, "params")
+    found = {name: float(num_parameters([trace.model.get_submodule(name)])) for name in parts}
+    holders: dict[int, str] = {}
+    for name in parts:
+        for parameter in trace.model.get_submodule(name).parameters():
+            if (first := holders.setdefault(id(parameter), name)) != name:
+                raise UsageError(
+                    f"{first} and {name} share a parameter, which pipeline stages cannot: untie them, such as by "
+                    "tie_word_embeddings=False in the config."
+                )
+    return found
+
+
+def pipeline_parts(trace: ModelTrace) -> tuple[str, ...]:
+    """Return the modules that run one after the other in a model that is not a Sequential; empty if they are unknown.
+
+    They are those of the model's own plan (`pp_plan` of transformers), else its equal blocks and what stands before and
+    after the blocks. A list of blocks counts as its blocks.
+
+    Args:
+        trace: The model's trace.
+    """
+    model = trace.model
+    if isinstance(model, nn.Sequential):
+        return ()
+    planned = getattr(model, "_pp_plan", None) or ()
+    listed = [name for name, _ in model.named_modules() if name in planned]
+    parts = tuple(inner for name in listed for inner in _expanded(model, name))
+    if parts and all(owner(name, parts) for name, _ in model.named_parameters()):
+        return parts  # a plan may list the head alone, if the model inside has none
+    row = {name.rpartition(".")[0] for name in trace.blocks}
+    return tuple(_around(model, "", row)) if len(row) == 1 else ()
+
+
+def _around(model: nn.Module, path: str, rows: set[str]) -> Iterator[str]:
+    """Yield the children with parameters, and in place of those that hold the blocks, what is inside them."""
+    for name, child in model.get_submodule(path).named_children():
+        inner = f"{path}.{name}" if path else name
+        if any(row == inner or row.startswith(f"{inner}.") for row in rows):
+            yield from _expanded(model, inner) if inner in rows else _around(model, inner, rows)
+        elif any(True for _ in child.parameters()):
+            yield inner
+
+
+def _expanded(model: nn.Module, name: str) -> list[str]:
+    module = model.get_submodule(name)
+    return [f"{name}.{inner}" for inner, _ in module.named_children()] if isinstance(module, nn.ModuleList) else [name]
 
 
 def _split_at(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
