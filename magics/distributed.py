@@ -12,6 +12,7 @@ from IPython.display import display
 
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.inspection.status import ClusterStatus
+from axon_nb.cluster.launch.placement import explain_number
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.cluster.session.discovery import stop_detached
 from axon_nb.cluster.settings import settings
@@ -123,6 +124,8 @@ class DistributedMagics(Magics):
             interface=options.interface,
             force=options.force,
         )
+        if options.n is None and (reason := explain_number(cluster.state.layout)):
+            print(reason)
         display(cluster)
 
     def _status(self, words: list[str]) -> Any:

@@ -18,7 +18,16 @@ from axon_nb.host.resources import Gpu, list_gpus, unlisted_gpus, usable_cores
 from axon_nb.records.environment import CPU_BACKEND
 from axon_nb.records.protocol.cluster import EngineInfo
 
-__all__ = ["BACKENDS", "LOOPBACK", "Layout", "Placement", "interface_ip", "place_ranks", "plan_layout"]
+__all__ = [
+    "BACKENDS",
+    "LOOPBACK",
+    "Layout",
+    "Placement",
+    "explain_number",
+    "interface_ip",
+    "place_ranks",
+    "plan_layout",
+]
 
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 
@@ -102,6 +111,15 @@ def plan_layout(
     rank_devices = tuple("cuda:0" if slices else f"cuda:{rank % len(gpus)}" for rank in range(num_ranks))
     visible = ",".join(gpu.selector for gpu in gpus)
     return Layout(num_ranks, backend, rank_devices, visible, threads, tuple(notes), tuple(own))
+
+
+def explain_number(layout: Layout) -> str:
+    """Say in a sentence why there are so many ranks if nobody chose it; empty if the layout's notes say it."""
+    num_gpus, ranks = len({*layout.devices} - {"cpu"}), f"{layout.num_ranks} rank{'s' * (layout.num_ranks > 1)}"
+    if not num_gpus:
+        cores = usable_cores()
+        return f"{ranks} for {cores} CPU core{'s' * (cores > 1)} (2 to 4 by default); `-n` chooses another number."
+    return f"{ranks}, one for each free GPU." if num_gpus == layout.num_ranks and not layout.visible_by_rank else ""
 
 
 def _sharing(num_ranks: int, gpus: Sequence[Gpu], backend: str, *, more: bool) -> str:

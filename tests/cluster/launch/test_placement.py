@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from axon_nb.cluster.launch.engines import rank_environment
-from axon_nb.cluster.launch.placement import plan_layout
+from axon_nb.cluster.launch.placement import explain_number, plan_layout
 from axon_nb.errors import UsageError
 from axon_nb.host.resources import usable_cores
 from tests.support.nvidia_smi import A100X4, MIG, Driver
@@ -54,7 +55,9 @@ def test_without_cards_ranks_are_on_the_cpu() -> None:
 
 @pytest.mark.usefixtures("no_cards")
 def test_without_a_number_there_are_2_to_4_ranks() -> None:
-    assert plan_layout(None).num_ranks == min(4, max(2, CORES))
+    layout = plan_layout(None)
+    assert layout.num_ranks == min(4, max(2, CORES))
+    assert re.fullmatch(rf"\d ranks for {CORES} CPU cores? .*; `-n` chooses another number\.", explain_number(layout))
 
 
 @pytest.mark.usefixtures("no_cards")
@@ -69,6 +72,7 @@ def test_each_free_card_gets_a_rank(driver: Driver) -> None:
     assert layout.devices == ("cuda:0", "cuda:1", "cuda:2")
     assert layout.visible == "0,2,3"
     assert layout.notes == ("Skipping GPU 1 (in use); pass `--devices 1` to use it anyway.",)
+    assert explain_number(layout) == "3 ranks, one for each free GPU."
 
 
 def test_a_busy_card_is_taken_when_named(driver: Driver) -> None:
