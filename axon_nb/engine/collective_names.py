@@ -37,12 +37,10 @@ PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.
 """Functions of torch.distributed that users recognise as the call a rank waits in."""
 _HOROVOD = os.path.join("axon_nb", "compat", "horovod", "")
 _HOROVOD_CALLS = frozenset(
-    [*(f"{name}{form}" for name in ("allreduce", "broadcast", "grouped_allreduce") for form in ("_", "_async_"))]
-    + [f"{name}{form}" for name in ("allgather", "allreduce", "alltoall", "broadcast") for form in ("", "_async")]
-    + [f"grouped_{name}{form}" for name in ("allgather", "allreduce", "reducescatter") for form in ("", "_async")]
-    + ["add_process_set", "allgather_object", "barrier", "broadcast_object", "broadcast_optimizer_state"]
-    + ["broadcast_parameters", "init", "join", "poll", "reducescatter", "reducescatter_async", "remove_process_set"]
-    + ["step", "synchronize"]
+    {
+        *("allgather", "allreduce", "alltoall", "broadcast", "broadcast_object", "broadcast_optimizer_state"),
+        *("broadcast_parameters", "init", "join", "step", "synchronize"),
+    }
 )
 """Functions of `axon_nb.compat.horovod` and methods of its optimizer."""
 
@@ -80,7 +78,7 @@ def find_implicit_collective(frame: FrameType | None, stop: FrameType | None = N
 
 _SINGLE_OPERATIONS = frozenset({"all_reduce", "barrier", "broadcast", "gather", "reduce", "scatter"})
 """Calls that make the operation of their name and no other."""
-_NON_BLOCKING = frozenset({"batch_isend_irecv", "irecv", "isend", "poll"})
+_NON_BLOCKING = frozenset({"batch_isend_irecv", "irecv", "isend"})
 
 
 def public_call(frame: FrameType | None) -> tuple[str, bool]:
@@ -90,8 +88,7 @@ def public_call(frame: FrameType | None) -> tuple[str, bool]:
         code = frame.f_code
         if is_public_call(code):
             call = code.co_name
-            is_async = call in _NON_BLOCKING or call.endswith(("_async", "_async_"))  # the suffixes are Horovod's
-            blocks = not is_async and not frame.f_locals.get("async_op", False)
+            blocks = call not in _NON_BLOCKING and not frame.f_locals.get("async_op", False)
         frame = frame.f_back
     return call, blocks
 

@@ -19,16 +19,10 @@ FAILING = """
 import torch
 import axon_nb.compat.horovod as hvd
 hvd.init()
-handles = [hvd.allreduce_async(torch.ones(100), name=f"n{i}") for i in range(5)]
+hvd.allreduce(torch.ones(100))
 if hvd.rank() == 1:
     raise ValueError("a bug of the user's")
-try:
-    for handle in handles:
-        hvd.synchronize(handle)
-    hvd.allreduce(torch.ones(3))
-except hvd.HorovodInternalError as error:
-    print("reported:", error, flush=True)
-    raise
+hvd.allreduce(torch.ones(3))
 """
 
 
@@ -68,7 +62,7 @@ def test_a_process_of_its_own_is_a_world_of_one() -> None:
         "model = torch.nn.Linear(2, 1)\n"
         "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())\n"
         "hvd.broadcast_parameters(model.state_dict(), 0)\nmodel(torch.ones(1, 2)).sum().backward()\noptimizer.step()\n"
-        "print(hvd.allreduce(torch.tensor([2.0])).item(), hvd.allgather_object('x'), hvd.join())"
+        "print(hvd.allreduce(torch.tensor([2.0])).item(), hvd.broadcast_object('x'), hvd.join())"
     )
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -81,4 +75,4 @@ def test_a_process_of_its_own_is_a_world_of_one() -> None:
         check=False,
         timeout=LIMIT_S,
     )
-    assert (run.returncode, run.stdout.splitlines()) == (0, ["0 1 0", "2.0 ['x'] 0"]), run.stderr
+    assert (run.returncode, run.stdout.splitlines()) == (0, ["0 1 0", "2.0 x 0"]), run.stderr

@@ -1,153 +1,76 @@
 """Horovod's API for PyTorch on axon_nb's groups: ``from axon_nb.compat import horovod as hvd``.
 
-Works in a `%%distributed` cell, under torchrun, mpirun or srun, and in a single plain process. Based on Horovod's
-documentation of version 0.28; `docs/horovod.md` lists what is the same and what differs.
+Works in a `%%distributed` cell, under torchrun, mpirun or srun, and in a single plain process. It has what Horovod's
+own examples use (version 0.28); any other name raises an error that names the torch call to use: `docs/horovod.md`.
 """
 
 from __future__ import annotations
 
-from axon_nb.compat.horovod import elastic
-from axon_nb.compat.horovod.allgather import (
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
-    sparse_allreduce_async,
-)
-from axon_nb.compat.horovod.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from axon_nb.compat.horovod.broadcast import (
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-)
+from typing import NoReturn
+
+from axon_nb.compat.horovod.agreement import join
+from axon_nb.compat.horovod.collectives import Average, Sum, allgather, allreduce, alltoall, broadcast
 from axon_nb.compat.horovod.compression import Compression, Compressor
-from axon_nb.compat.horovod.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from axon_nb.compat.horovod.errors import HorovodInternalError, NotOfferedError
+from axon_nb.compat.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from axon_nb.compat.horovod.optimizer import DistributedOptimizer
-from axon_nb.compat.horovod.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from axon_nb.compat.horovod.runtime.errors import HorovodInternalError
-from axon_nb.compat.horovod.runtime.handles import barrier, join, poll, synchronize
-from axon_nb.compat.horovod.runtime.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from axon_nb.compat.horovod.runtime.reduce_ops import Adasum, Average, Max, Min, Product, Sum
-from axon_nb.compat.horovod.sync_batch_norm import SyncBatchNorm
-from axon_nb.compat.horovod.timeline import start_timeline, stop_timeline
-from axon_nb.compat.horovod.world import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-)
+from axon_nb.compat.horovod.world import init, is_initialized, local_rank, local_size, rank, shutdown, size
 
 __all__ = [
-    "Adasum",
     "Average",
     "Compression",
     "Compressor",
     "DistributedOptimizer",
     "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
     "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
     "allgather",
-    "allgather_async",
-    "allgather_object",
     "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
     "alltoall",
-    "alltoall_async",
-    "barrier",
     "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "init",
-    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
     "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
     "shutdown",
     "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
 ]
+
+_GROUP = "a group of torch.distributed.new_group(ranks), with torch.distributed's collectives"
+_BACKEND = "torch.distributed.get_backend()"
+# Collectives stand here without the prefix `grouped_` and the suffixes `_`, `_async` and `_async_`.
+_INSTEAD = {
+    "Adasum": "hvd.Average with the learning rate scaled by hvd.size()",
+    **dict.fromkeys(
+        ("Max", "Min", "Product"), "torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)"
+    ),
+    **dict.fromkeys(("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"), _GROUP),
+    "SyncBatchNorm": "axon_nb.parallel.SyncBatchNorm",
+    "allgather": "torch.distributed.all_gather(tensors, tensor, async_op=True)",
+    "allgather_object": "torch.distributed.all_gather_object(objects, value)",
+    "allreduce": "torch.distributed.all_reduce(tensor, async_op=True)",
+    "alltoall": "torch.distributed.all_to_all_single(output, tensor, async_op=True)",
+    "barrier": "torch.distributed.barrier()",
+    "broadcast": "torch.distributed.broadcast(tensor, src, async_op=True)",
+    **dict.fromkeys(("cross_rank", "cross_size", "is_homogeneous"), "hvd.rank(), hvd.size() and hvd.local_size()"),
+    "elastic": "`%distributed repair` to replace a dead rank, or axon_nb.parallel.Checkpoints to resume on other ranks",
+    **dict.fromkeys(
+        ("poll", "synchronize"), "torch.distributed.all_reduce(tensor, async_op=True), and wait for its work"
+    ),
+    "reducescatter": "torch.distributed.reduce_scatter_tensor(output, tensor, async_op=True)",
+    "sparse_allreduce": "torch.distributed.all_reduce(tensor.to_dense())",
+    **dict.fromkeys([f"{name}_built" for name in ("ccl", "cuda", "ddl", "gloo", "mpi", "nccl", "rocm")], _BACKEND),
+    **dict.fromkeys(("gloo_enabled", "mpi_enabled", "mpi_threads_supported"), _BACKEND),
+    **dict.fromkeys(("start_timeline", "stop_timeline"), "`%timeline`, or torch.profiler.profile()"),
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    collective = name.removeprefix("grouped_").removesuffix("_").removesuffix("_async")
+    if (instead := _INSTEAD.get(name, _INSTEAD.get(collective))) and not name.startswith("_"):
+        raise NotOfferedError(f"hvd.{name} is not offered here: use {instead}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

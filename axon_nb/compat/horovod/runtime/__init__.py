@@ -1,1 +1,0 @@
-"""What Horovod's API runs on: negotiation, transfers, state."""
