@@ -47,8 +47,11 @@ check: $(INSTALLED)  ## lint, format, types, import layers, paired notebooks; of
 fix: $(INSTALLED)  ## mend what `check` can mend by itself
 	scripts/check --fix
 
-coverage: $(INSTALLED)  ## what `make quick` runs of each package, by coverage; writes docs/tests.md
-	$(VENV)/bin/python -m scripts.test_tables coverage quick
+coverage: $(INSTALLED)  ## what `make quick` runs of each file, by coverage
+	$(VENV)/bin/python -m coverage erase
+	$(VENV)/bin/python -m coverage run -m pytest -q -m "quick and not slow"
+	$(VENV)/bin/python -m coverage combine --quiet
+	$(VENV)/bin/python -m coverage report
 
 FAULTS ?= 1000
 SEED ?= 1

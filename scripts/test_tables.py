@@ -1,34 +1,28 @@
-"""Write the tables of `docs/tests.md`: how long tests take, and what the fast tiers cover.
+"""Write the tables of `docs/tests.md`: how long tests take.
 
     scripts/test all --durations 0 | tee out/tests.log
     python -m scripts.test_tables durations out/tests.log
-    python -m scripts.test_tables coverage quick    # runs that tier under coverage; or test
 
-Each replaces its own table and leaves the rest of the page. With the durations of all tests, tests/durations.json is
-written as well, by which tests are scheduled.
+The rest of the page stays. With the durations of all tests, tests/durations.json is written as well, by which tests are
+scheduled.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.report import machine
 from scripts.generated_page import ROOT
 
-__all__ = ["by_file", "by_folder", "by_package", "main", "read_durations", "replace_table"]
+__all__ = ["by_file", "by_folder", "main", "read_durations", "replace_table"]
 
 BY_FILE = ROOT / "tests" / "durations.json"
 PAGE = ROOT / "docs" / "tests.md"
-MARKS = {"quick": "quick and not slow", "test": "(quick or promise) and not slow"}
 NUM_SLOWEST = 40
 _DURATION = re.compile(r"^([\d.]+)s (setup|call|teardown) +(tests/\S+::.+)$")
 
@@ -65,18 +59,6 @@ def by_file(seconds: Mapping[str, float]) -> dict[str, float]:
     return {file: round(found[file], 1) for file in sorted(found)}
 
 
-def by_package(files: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return, for each package, the number of statements that ran and of all statements, from coverage's JSON."""
-    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for name, facts in files.items():
-        parts = Path(name).with_suffix("").parts
-        own = parts[1] if parts[0] == "axon_nb" and len(parts) > 1 else parts[0]
-        package = own if len(parts) > 2 or parts[0] == "magics" else "(top level)"
-        found[package][0] += facts["summary"]["covered_lines"]
-        found[package][1] += facts["summary"]["num_statements"]
-    return {package: (ran, whole) for package, (ran, whole) in sorted(found.items())}
-
-
 def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
     titles = list(head)
     lines = [titles, ["---"] * len(titles), *([str(cell) for cell in row] for row in rows)]
@@ -93,25 +75,6 @@ def _durations(log: str, note: str) -> list[str]:
         lines += [*_table(("folder", "tests", "seconds"), ((f"`{f}`", n, f"{s:.0f}") for f, (n, s) in folders)), ""]
     rows = ((f"`{test.removeprefix('tests/')}`", f"{taken:.0f}") for test, taken in slowest)
     return [*lines, f"The {len(slowest)} slowest:", "", *_table(("test", "seconds"), rows)]
-
-
-def _coverage(tier: str) -> list[str]:
-    data = ROOT / "out" / "coverage"
-    data.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "COVERAGE_FILE": str(data / "data")}
-
-    def coverage(*arguments: str) -> None:
-        subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=ROOT, env=environment, check=True)
-
-    coverage("erase")
-    coverage("run", "-m", "pytest", "-q", "-m", MARKS[tier])
-    coverage("combine", "--quiet")
-    coverage("json", "--quiet", "-o", str(data / "coverage.json"))
-    packages = by_package(json.loads((data / "coverage.json").read_text(encoding="utf-8"))["files"])
-    counts = list(packages.values())
-    packages["all"] = (sum(ran for ran, _ in counts), sum(whole for _, whole in counts))
-    rows = ((f"`{name}`", whole, f"{100 * ran / whole:.0f} %") for name, (ran, whole) in packages.items() if whole)
-    return [_when(), "", *_table(("package", "statements", "ran"), rows)]
 
 
 def _when() -> str:
@@ -135,19 +98,15 @@ def replace_table(page: str, name: str, lines: Iterable[str]) -> str:
 
 
 def main() -> None:
-    """Write one of the tables."""
+    """Write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="table", required=True)
     durations = commands.add_parser("durations")
     durations.add_argument("log", type=Path)
     durations.add_argument("--note", default="", help="a sentence about the run, such as what else ran on the machine")
-    commands.add_parser("coverage").add_argument("tier", choices=list(MARKS))
     options = parser.parse_args()
-    if options.table == "durations":
-        name, lines = "durations", _durations(options.log.read_text(encoding="utf-8"), options.note)
-    else:
-        name, lines = f"coverage of {options.tier}", _coverage(options.tier)
-    PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8"), name, lines), encoding="utf-8")
+    lines = _durations(options.log.read_text(encoding="utf-8"), options.note)
+    PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8"), "durations", lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
