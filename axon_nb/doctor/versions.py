@@ -131,7 +131,7 @@ def self_test(answer: Answer) -> Section:
 
 def _not_run(why: str) -> Finding:
     if "No module named axon_nb.engine.self_test" in why:
-        fix = "Reinstall axon_nb: this installation lacks `axon_nb/engine/self_test.py`."
+        fix = "Reinstall axon_nb: this installation lacks `axon_nb/engine/self_test`."
     else:
         fix = f"Run `{_python()} -m axon_nb.engine.self_test` to see why."
     return Finding("self-test", f"did not run: {why}", "problem", "It is unknown whether ranks can recover here.", fix)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["TESTED", "Capability", "Verdict", "are_tested", "install_command"]
+from packaging.version import Version
+
+__all__ = ["TESTED", "Capability", "Verdict", "are_tested", "install_command", "release"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +81,14 @@ TESTED = {
 def are_tested(versions: Mapping[str, str]) -> bool:
     """Whether all these versions, by package, are in the tested ranges."""
     return all(
-        _numbers(TESTED[package][0]) <= _numbers(version) < _numbers(TESTED[package][1])
+        release(TESTED[package][0]) <= release(version) < release(TESTED[package][1])
         for package, version in versions.items()
     )
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor number of a version such as ``2.15.0+cu132``."""
-    return tuple(int(number) for number in [*re.findall(r"\d+", version), "0", "0"][:2])
+def release(version: str) -> tuple[int, ...]:
+    """Return major and minor number of a version such as ``2.15.0+cu132``; those of a nightly build, too."""
+    return Version(version).release[:2]
 
 
 def install_command(package: str) -> str:

@@ -77,7 +77,7 @@ def test_a_missing_module_is_named() -> None:
 def test_an_installation_without_the_self_test_asks_for_a_reinstall() -> None:
     code = "import sys; sys.exit('No module named axon_nb.engine.self_test')"
     (finding,) = self_test(answer(code)).findings
-    assert finding.fix == "Reinstall axon_nb: this installation lacks `axon_nb/engine/self_test.py`."
+    assert finding.fix == "Reinstall axon_nb: this installation lacks `axon_nb/engine/self_test`."
 
 
 def test_a_hanging_child_is_killed_with_everything_it_started() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
 import sys
-import threading
-import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +16,6 @@ from packaging.requirements import Requirement
 
 from axon_nb.engine.self_test import runner, verdict
 from axon_nb.engine.self_test.catalog import CHECKS, failed, is_timeout, passed
-from axon_nb.engine.self_test.locking import hold_lock
 from axon_nb.records.compatibility import TESTED, Capability, install_command
 
 pytestmark = pytest.mark.timeout(600)
@@ -171,70 +167,17 @@ def test_folders_of_tests_that_were_killed_are_removed(tmp_path: Path) -> None:
     assert left == {f"axon_nb-self-test-{os.getpid()}-y", "other"}
 
 
-def _age(path: Path, *, used_days: float, tested_days: float) -> None:
-    os.utime(path, (time.time() - used_days * 86400, time.time() - tested_days * 86400))
-
-
-def test_verdicts_of_builds_that_nobody_uses_are_removed_with_the_next_one(cache: Path, tmp_path: Path) -> None:
-    days = {"old": (40.0, 40.0), "used": (29.0, 400.0), "new": (2.0, 2.0), "under test": (40.0, 40.0)}
-    for name, (used, tested) in days.items():
-        for suffix in ("json", "lock"):
-            (cache / f"{name}.{suffix}").touch()
-            _age(cache / f"{name}.{suffix}", used_days=used, tested_days=tested)
-    for name in (".half", "begun.lock", "users.txt"):
-        (cache / name).touch()
-        _age(cache / name, used_days=40, tested_days=40)
-    with (cache / "under test.lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        verdict.current_verdict(in_process=True)
-    (saved,) = [path for path in _saved(tmp_path) if path.name.startswith("torch-")]
-    kept = {f"{name}.{suffix}" for name in ("used", "new", "under test") for suffix in ("json", "lock")}
-    assert {path.name for path in cache.iterdir()} == {*kept, saved.name, f"{saved.stem}.lock", "users.txt"}
-    _age(saved, used_days=40, tested_days=40)
-    written = saved.stat().st_mtime_ns
+def test_the_verdict_of_another_build_is_replaced(cache: Path) -> None:
+    before = verdict.current_verdict(in_process=True)
+    path = cache / "verdict.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "build": "another"}))
+    assert verdict.cached_verdict() is None
     verdict.current_verdict(in_process=True)
-    assert time.time() - saved.stat().st_atime < 86400, "in use"
-    assert saved.stat().st_mtime_ns == written
-
-
-def test_a_lock_that_was_removed_while_one_waited_for_it_is_made_again(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    got: list[bool] = []
-    over = threading.Event()
-
-    def wait() -> None:
-        with hold_lock(path, timeout_s=60.0) as alone:
-            got.append(alone)
-            over.wait()
-
-    with hold_lock(path, timeout_s=0.0) as first:
-        assert first
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        try:
-            opened = tmp_path.joinpath("lock").stat().st_ino
-            while sum(_is_open(handle, opened) for handle in Path("/proc/self/fd").iterdir()) < 2:
-                time.sleep(0.01)
-            path.unlink()
-        except BaseException:
-            over.set()
-            raise
-    try:
-        while not got:
-            time.sleep(0.01)
-        assert got == [True]
-        with hold_lock(path, timeout_s=0.0) as other:
-            assert not other, "the file that is at the path is locked"
-    finally:
-        over.set()
-        waiting.join()
-
-
-def _is_open(handle: Path, inode: int) -> bool:
-    try:
-        return handle.stat().st_ino == inode
-    except FileNotFoundError:
-        return False
+    assert verdict.cached_verdict() is not None
+    assert json.loads(path.read_text())["build"] == content["build"]
+    assert {path.name for path in cache.iterdir()} == {"verdict.json", "lock"}
+    assert before.torch == json.loads(path.read_text())["verdict"]["torch"]
 
 
 def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> None:

@@ -60,8 +60,7 @@ def registered(root: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_the_register_reads_as_one_file() -> None:
-    """Tables are parsed one at a time: that gives the same as TOML does."""
+def test_groups_are_unique_and_complete() -> None:
     content = tomllib.loads(hooks.REGISTER.read_text(encoding="utf-8"))
     assert [table["group"] for table in content["hook"]] == hooks.groups()
     assert {table["group"]: list(table.get("needs", ())) for table in content["hook"]} == {

@@ -1,8 +1,9 @@
-"""The verdict of the self-test: cached per build, and reached only once however many ranks need it."""
+"""The verdict of the self-test: cached for the last build, and reached only once however many ranks need it."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -23,8 +24,6 @@ import torch
 
 from axon_nb._version import __version__
 from axon_nb.engine.self_test.catalog import CHECKS, failed, is_timeout
-from axon_nb.engine.self_test.locking import hold_lock
-from axon_nb.engine.self_test.pruning import mark_used, prune
 from axon_nb.records.compatibility import Capability, Verdict, are_tested
 from axon_nb.records.environment import USER_CACHE
 from axon_nb.records.hooks import REGISTER
@@ -41,11 +40,12 @@ __all__ = [
 
 _TIMEOUT_S = 90.0
 _FAILURE_VALID_S = 60.0
+_POLL_S = 0.02
 _SOURCES = ("engine/groups", "engine/self_test", "torch_api")
 
 
 def cache_folder() -> Path:
-    """Return the folder of the verdicts: ``$XDG_CACHE_HOME/axon_nb/self_test``, by default below ``~/.cache``."""
+    """Return the folder of the verdict: ``$XDG_CACHE_HOME/axon_nb/self_test``, by default below ``~/.cache``."""
     return Path(USER_CACHE.get()).expanduser() / "axon_nb" / "self_test"
 
 
@@ -72,7 +72,7 @@ def _versions() -> dict[str, str]:
 
 
 def _path() -> Path:
-    return cache_folder() / f"{_key()}.json"
+    return cache_folder() / "verdict.json"
 
 
 def cached_verdict() -> Verdict | None:
@@ -81,13 +81,13 @@ def cached_verdict() -> Verdict | None:
     A verdict with a failure is valid for a minute, long enough for the ranks of one start: a failure may pass.
     """
     try:
-        verdict = Verdict.from_json(json.loads(_path().read_text()))
+        content = json.loads(_path().read_text())
+        verdict = Verdict.from_json(content["verdict"])
         age_s = time.time() - _path().stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if verdict.lost and age_s > _FAILURE_VALID_S:
+    if content["build"] != _key() or (verdict.lost and age_s > _FAILURE_VALID_S):
         return None
-    mark_used(_path())
     return verdict
 
 
@@ -109,8 +109,7 @@ def run_and_save() -> Verdict:
     # On a starved machine a check times out: that says nothing about versions that are known to work.
     if not (verdict.lost and are_tested(_versions()) and all(is_timeout(item.reason) for item in verdict.lost)):
         with contextlib.suppress(OSError):
-            _write(_path(), json.dumps(verdict.to_json()))
-        prune(cache_folder(), keep=_key())
+            _write(_path(), json.dumps({"build": _key(), "verdict": verdict.to_json()}))
     return verdict
 
 
@@ -179,17 +178,29 @@ def current_verdict(*, in_process: bool = False) -> Verdict:
 
 @contextlib.contextmanager
 def _locked(*, timeout_s: float) -> Iterator[bool]:
-    """Hold the lock of this build; yield whether it was acquired.
+    """Hold the lock of the test; yield whether it was acquired.
 
     Without a cache folder nothing is shared: a caller that would wait runs the test itself, others do nothing.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            _make_cache_folder()
-            acquired = stack.enter_context(hold_lock(_path().with_suffix(".lock"), timeout_s=timeout_s))
-        except OSError:
-            acquired = timeout_s > 0
-        yield acquired
+    try:
+        _make_cache_folder()
+        file = (cache_folder() / "lock").open("w")
+    except OSError:
+        yield timeout_s > 0
+        return
+    with file:
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    time.sleep(_POLL_S)
+                    continue
+                yield False
+                return
+            break
+        yield True
 
 
 def _run_in_interpreter() -> Verdict:

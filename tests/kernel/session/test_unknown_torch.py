@@ -79,7 +79,7 @@ def _test_versions(folder: Path, environment: dict[str, str]) -> Path:
 def test_a_newer_torch_that_passes_the_self_test_recovers_without_a_word(tmp_path: Path) -> None:
     environment = _environment(tmp_path, ONLY_VERSION)
     verdict = _test_versions(tmp_path, environment)
-    assert verdict.name.startswith(f"torch-{NEWER}-")
+    assert json.loads(verdict.read_text())["build"].startswith(f"torch-{NEWER}-")
     tested = verdict.stat().st_mtime
     with Kernel(env=environment) as kernel:
         assert kernel.ok(START).stderr == ""
@@ -102,7 +102,7 @@ def test_a_start_tests_versions_that_have_no_verdict(tmp_path: Path) -> None:
     with Kernel(env=_environment(tmp_path, WITHOUT_ARGUMENT + TWO_CHECKS)) as kernel:
         assert kernel.ok(START).stderr.count(f"Recovery does not work with torch {CHANGED} (TypeError: ") == 1
         (verdict,) = _saved(tmp_path)
-        assert len(json.loads(verdict.read_text())["capabilities"]) == 2
+        assert len(json.loads(verdict.read_text())["verdict"]["capabilities"]) == 2
 
 
 @pytest.fixture(scope="module")
