@@ -1,12 +1,12 @@
-"""Which container this runs in, for the fix of a limit is another one in each; and the limits of its cgroup."""
+"""The limits of this process's cgroup."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from axon_nb.host.resources import CGROUPS, OWN_CGROUP, folders, kind
+from axon_nb.host.resources.cgroups import CGROUPS, OWN_CGROUP, cgroup_folders
 
-__all__ = ["cgroup_limit", "kind"]
+__all__ = ["cgroup_limit"]
 
 _LIMIT = {
     ("memory", 1): "memory.limit_in_bytes",
@@ -34,7 +34,7 @@ def cgroup_limit(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROU
         own: Which of them this process is in.
     """
     found = []
-    for folder, version in folders(controller, root=root, own=own):
+    for folder, version in cgroup_folders(controller, root=root, own=own):
         limit, used = (_number(folder / file[controller, version]) for file in (_LIMIT, _USAGE))
         if limit is not None and limit < _V1_UNLIMITED:
             found.append((limit, used or 0))

@@ -10,16 +10,16 @@ from typing import Any
 
 import psutil
 
-from axon_nb.doctor import container
 from axon_nb.doctor.children import Answer
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.doctor.versions import pip
-from axon_nb.host.resources import Gpu, list_gpus
+from axon_nb.host.resources.container import container_kind
+from axon_nb.host.resources.gpus import Gpu, list_gpus
 from axon_nb.records.units import format_bytes
 
 __all__ = ["NVML", "gpus"]
 
-NVML = ("-m", "axon_nb.doctor.nvml")
+NVML = ("-m", "axon_nb.host.resources.nvml")
 """Python arguments of the child that queries the driver."""
 
 _HANGING_ABORTS = {"2.17.1": "pytorch#119215", "2.25.1": "pytorch#149153"}
@@ -161,7 +161,7 @@ def _absent(nvml: Answer) -> Finding:
             "NVIDIA", f"{there}NVML finds none: {error or 'no driver library'}", "problem" if nodes else "note",
             "Ranks compute on CPUs.", fix,
         )  # fmt: skip
-    if here and container.kind() in ("docker", "podman"):
+    if here and container_kind() in ("docker", "podman"):
         return Finding(
             "NVIDIA", "none, although libcuda is installed", "note", "Ranks compute on CPUs.",
             "If the host has GPUs, start the container with `--gpus all`.",

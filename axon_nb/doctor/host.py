@@ -11,7 +11,8 @@ from axon_nb.cluster.launch.placement import Layout
 from axon_nb.doctor import container
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.errors import StartError
-from axon_nb.host.resources import free_memory, usable_cores
+from axon_nb.host.resources.cgroups import free_memory, usable_cores
+from axon_nb.host.resources.container import container_kind
 from axon_nb.host.run_dir import base_dir
 from axon_nb.records.units import format_bytes
 
@@ -35,7 +36,7 @@ def host(layout: Layout) -> Section:
     free = free_memory()
     limit, _ = container.cgroup_limit("memory") or (None, 0)
     findings = (
-        Finding("container", container.kind() or "none"),
+        Finding("container", container_kind() or "none"),
         _cores(),
         _memory(free, limit, layout),
         _shared_memory(Path("/dev/shm")),
@@ -43,7 +44,7 @@ def host(layout: Layout) -> Section:
         _plan(layout),
     )
     data = {
-        "container": container.kind(),
+        "container": container_kind(),
         "cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "memory_limit_bytes": limit,
@@ -139,5 +140,5 @@ def _run_folder() -> Finding:
 
 
 def _in_container(docker: str, kubernetes: str, otherwise: str) -> str:
-    kind = container.kind()
+    kind = container_kind()
     return kubernetes if kind == "kubernetes" else docker if kind in ("docker", "podman") else otherwise

@@ -12,6 +12,7 @@ import psutil
 from axon_nb.cluster.launch.open_files import UNLIMITED, files_needed, how_to_raise
 from axon_nb.doctor import container
 from axon_nb.doctor.report import Finding, Section
+from axon_nb.host.resources.container import container_kind
 
 __all__ = ["limits", "tasks_needed"]
 
@@ -83,7 +84,7 @@ def _tasks(num_ranks: int) -> Finding:
 
 
 def _raise_group() -> str:
-    if container.kind() in ("docker", "podman"):
+    if container_kind() in ("docker", "podman"):
         return "Start the container with a higher `--pids-limit`."
     return "Raise the cgroup's limit: `TasksMax=` of the systemd service, or the pod's process limit."
 

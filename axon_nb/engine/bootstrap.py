@@ -52,7 +52,7 @@ from axon_nb.engine.output.budget import OutputBudget
 from axon_nb.engine.output.forked_children import install_fork_defaults
 from axon_nb.engine.self_test import start_in_child, startup_verdict
 from axon_nb.engine.session import RankSession, set_current
-from axon_nb.host.resources import usable_cores
+from axon_nb.host.resources.cgroups import usable_cores
 from axon_nb.host.store_tcp import store_key
 from axon_nb.records.protocol.cells import FailureRequest
 from axon_nb.records.protocol.cluster import EngineInfo

@@ -20,7 +20,7 @@ from axon_nb.host.children import Children, Death, adopt_orphans
 from axon_nb.host.connections import CommandConnection, Connection, Listener, ProgramOutput, StoreConnection
 from axon_nb.host.deaths import LastOutput, OomCounter, describe_controller_exit, last_line
 from axon_nb.host.fork import EXIT_LIMIT_S, ForkRequest, Preload, become_rank, exit_mark, signals_blocked
-from axon_nb.host.resources import NVML
+from axon_nb.host.resources.gpus import NVML
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
 from axon_nb.host.store_tcp import AuthenticatedStoreConnection, TcpListener
@@ -224,13 +224,14 @@ class Agent:
         peer.send_message({"id": number, **reply})
 
     def _report_gpus(self, peer: CommandConnection, number: Any, output: bytes) -> None:
-        report = json.loads(output or b'{"gpus": [], "problem": "The driver does not reply."}')
-        peer.send_message({"id": number, **report})
+        report = messages.GpuReport((), "The driver does not reply.")
+        with contextlib.suppress(ProtocolError, ValueError):  # it hung or died
+            report = decode(messages.GpuReport, json.loads(output))
+        peer.send_message({"id": number, **encode(report)})
 
     def _hello(self, peer: CommandConnection, command: messages.Hello) -> messages.AgentState:
         if command.exclusive and self._owned:
-            name = "" if self.info is None else self.info.name
-            raise StartError(f"The cluster {name!r} is in use by another notebook.")
+            raise StartError(f"The cluster {self.info.name if self.info else ''!r} is in use by another notebook.")
         peer.owner = command.owner
         if peer.owner and self._start_failure:
             self._begin_stop()
@@ -245,7 +246,9 @@ class Agent:
             pid=os.getpid(),
             ready=self._preload.ready,
             idle=self._preload.done,
-            **self.children.facts(),
+            ranks=dict(self.children.ranks),
+            controller=self.children.controller,
+            stopped=self.children.stopped_pids(),
             deaths=self._deaths,
             left_ns=self._left_ns,
             attached=self._owned,
@@ -266,8 +269,7 @@ class Agent:
         gc.freeze()
         for peer, number, command in waiting:
             try:
-                request = ForkRequest.of(command, self.options.entry)
-                agent_pid = os.getpid()
+                request, agent_pid = ForkRequest.of(command, self.options.entry), os.getpid()
                 self._last_output.rank_starting(request.rank, request.log)
                 with signals_blocked():
                     pid = os.fork()

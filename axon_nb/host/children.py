@@ -145,14 +145,10 @@ class Children:
         marks = [self.exit_marks[rank] for rank in self.ranks]
         return any(mark.exists() and time.time() - mark.stat().st_mtime < limit_s for mark in marks)
 
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of an agent's state that are about its children."""
+    def stopped_pids(self) -> tuple[int, ...]:
+        """Return the pids of live ranks and of the controller that are stopped, as by SIGSTOP."""
         pids = [*self.ranks.values(), *([self.controller] if self.controller else [])]
-        return {
-            "ranks": dict(self.ranks),
-            "controller": self.controller,
-            "stopped": tuple(pid for pid in pids if is_stopped(pid)),
-        }
+        return tuple(pid for pid in pids if is_stopped(pid))
 
     def signal_rank(self, rank: int, number: int) -> bool:
         """Send a signal to one rank; return False if it is gone."""

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from io import FileIO
 from typing import Any
 
-from axon_nb.host.resources import usable_cores
+from axon_nb.host.resources.cgroups import usable_cores
 from axon_nb.host.shared_memory_fill import copy_into, split_point
 
 __all__ = [

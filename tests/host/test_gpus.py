@@ -9,8 +9,8 @@ import pytest
 
 from axon_nb.cluster.inspection.card import cluster_card
 from axon_nb.cluster.launch.placement import plan_layout
-from axon_nb.host import resources
-from axon_nb.host.resources import list_gpus, unlisted_gpus
+from axon_nb.host.resources import gpus
+from axon_nb.host.resources.gpus import list_gpus, unlisted_gpus
 from axon_nb.records.protocol.agent import GetInfo, GpuReport, ReadGpus
 from axon_nb.records.telemetry import ClusterInfo
 from tests.support.agents import serve
@@ -105,7 +105,7 @@ def test_a_driver_whose_gpus_nothing_lists_is_named(tmp_path: Path, monkeypatch:
     assert unlisted_gpus([node]) == []
     node.touch()
     assert unlisted_gpus([node]) == [str(node)]
-    monkeypatch.setattr(resources.unlisted_gpus, "__defaults__", ([node],))
+    monkeypatch.setattr(gpus.unlisted_gpus, "__defaults__", ([node],))
     layout = plan_layout(2)
     (note,) = layout.notes
     assert layout.visible == ""  # libraries would compute on it

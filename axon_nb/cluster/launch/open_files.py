@@ -6,7 +6,7 @@ import resource
 import sys
 
 from axon_nb.errors import StartError
-from axon_nb.host.resources import kind
+from axon_nb.host.resources.container import container_kind
 
 __all__ = ["UNLIMITED", "files_needed", "how_to_raise", "raise_if_too_few"]
 
@@ -29,7 +29,7 @@ def how_to_raise(hard: int, *, wanted: int) -> str:
     if hard == UNLIMITED or hard >= wanted:
         room = _MANY if hard == UNLIMITED else min(hard, _MANY)
         return f"Run `ulimit -n {room}` in the shell, then start Jupyter (or your script) from it."
-    if kind() in ("docker", "podman"):
+    if container_kind() in ("docker", "podman"):
         return f"Start the container with `--ulimit nofile={_MANY}:{_MANY}`."
     where = "`nofile` in /etc/security/limits.conf or `LimitNOFILE=` of the service"
     return f"Raise the hard limit, with {where}." if sys.platform.startswith("linux") else "Raise the hard limit."

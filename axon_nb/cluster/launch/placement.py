@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import psutil
 
 from axon_nb.errors import StartError, UsageError
-from axon_nb.host.resources import Gpu, list_gpus, unlisted_gpus, usable_cores
+from axon_nb.host.resources.cgroups import usable_cores
+from axon_nb.host.resources.gpus import Gpu, list_gpus, unlisted_gpus
 from axon_nb.records.environment import CPU_BACKEND
 from axon_nb.records.protocol.cluster import EngineInfo
 

@@ -153,7 +153,7 @@ def _packed(variables: Mapping[str, Any], *, as_is: bool) -> list[Any]:
 
 
 def _check_memory(size: int, *, what: str) -> None:
-    from axon_nb.host.resources import free_memory
+    from axon_nb.host.resources.cgroups import free_memory
     from axon_nb.records.units import format_bytes
 
     free = free_memory()

@@ -23,7 +23,7 @@ from axon_nb.engine.live_objects import LiveTensors, storages_of
 from axon_nb.engine.namespace import resolve_variable, user_variables
 from axon_nb.engine.session import RankSession, current
 from axon_nb.errors import UsageError
-from axon_nb.host.resources import free_memory
+from axon_nb.host.resources.cgroups import free_memory
 from axon_nb.records.memory import MemoryUse
 from axon_nb.records.protocol.contents import MemoryReply
 

@@ -17,7 +17,7 @@ from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_dtensor, is_sharded
 from axon_nb.engine.transfer.value_pickle import pack, unpack
 from axon_nb.errors import UsageError
-from axon_nb.host.resources import free_memory
+from axon_nb.host.resources.cgroups import free_memory
 from axon_nb.host.shared_memory import BlockAddress, block_size, join_parts, read_block, split_parts, write_block
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.resources import Gpu, choose, instances_of, list_gpus
+from axon_nb.host.resources.gpus import Gpu, list_gpus, mig_instances, visible_gpus
 from tests.support.nvidia_smi import A100X4, MIG, MIG_R450, MIXED, Driver
 
 
@@ -62,7 +62,7 @@ def test_a_duplicate_or_ambiguous_entry_hides_all_gpus_as_in_cuda(driver: Driver
     assert list_gpus() == []
 
 
-FIRST, SECOND, OTHER = list(instances_of(MIG.splitlines()))
+FIRST, SECOND, OTHER = list(mig_instances(MIG.splitlines()))
 BY_PARENT = "MIG-GPU-8d2b6a44-7c1e-4f0b-8a3a-2b9e0c4d5f21/1/0"
 INSTANCES = [
     (FIRST, [(1, FIRST)]),
@@ -104,9 +104,9 @@ def test_an_instance_has_the_name_of_its_profile(driver: Driver) -> None:
 
 def test_instances_of_older_drivers_have_the_numbers_that_are_listed() -> None:
     card = "GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10"
-    cards, instances = {card: Gpu(0, "A100-SXM4-80GB", 80 << 30, 0)}, instances_of(MIG_R450.splitlines())
-    assert [gpu.mig for gpu in choose(f"MIG-{card}/2/0", cards, instances)] == [f"MIG-{card}/2/0"]
-    assert choose(f"MIG-{card}/3/0", cards, instances) == []
+    cards, instances = {card: Gpu(0, "A100-SXM4-80GB", 80 << 30, 0)}, mig_instances(MIG_R450.splitlines())
+    assert [gpu.mig for gpu in visible_gpus(f"MIG-{card}/2/0", cards, instances)] == [f"MIG-{card}/2/0"]
+    assert visible_gpus(f"MIG-{card}/3/0", cards, instances) == []
 
 
 def test_instances_that_nobody_lists_are_not_there(driver: Driver) -> None:

@@ -1,4 +1,4 @@
-"""`python -m axon_nb.doctor.nvml`: prints what the NVIDIA driver reports about its GPUs, as JSON.
+"""`python -m axon_nb.host.resources.nvml`: prints what the NVIDIA driver reports about its GPUs, as JSON.
 
 A separate process, since a broken driver may hang. Never initialises CUDA, which takes memory on each GPU.
 
@@ -55,7 +55,7 @@ def _report(facts: dict[str, Any]) -> GpuReport:
 
 
 def _listed(cards: Sequence[Mapping[str, Any]], *, instances: bool) -> list[str]:
-    """Return lines as of `nvidia-smi -L`, with MIG instances, or of the query that `axon_nb.host.resources` makes."""
+    """Return lines as of `nvidia-smi -L`, with MIG instances, or of the query that `list_gpus` makes."""
     lines = []
     for card in cards:
         if not card.get("uuid"):

@@ -1,0 +1,1 @@
+"""What this process may use: cores, memory and GPUs."""
