@@ -40,8 +40,6 @@ To set them for all notebooks, add lines such as `c.AxonNB.keep_alive = "10min"`
 `~/.ipython/profile_default/ipython_config.py`. `%load_ext axon_nb` reads it, and fails if a value is invalid.
 `%distributed config` takes precedence, and so do the settings of a cluster that `%distributed attach` reconnects to.
 
-In a program, `axon_nb.cluster.settings.settings.set("keep_alive=10min")` does the same as the magic.
-
 `scripts/settings_table.py` generates this page from the docstrings in the code.
 """
 

@@ -50,7 +50,7 @@ class Checkpoints:
 
     A checkpoint is written beside the others and gets its name once it is completely on disk: if a run is killed at any
     moment, the last good one remains. The next save removes leftovers. Each checkpoint is a folder; tensors are in the
-    format of torch.distributed.checkpoint. Load only checkpoints that you trust: reading one can run code.
+    format of torch.distributed.checkpoint.
 
         checkpoints = Checkpoints("runs/gpt", keep=3)
         resumed = checkpoints.load_latest(model=model, optimizer=optimizer, sampler=sampler)

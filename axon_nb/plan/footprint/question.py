@@ -255,7 +255,7 @@ def explain_failure(doing: str, hint: str) -> Iterator[None]:
         raise
     except NO_VALUES as error:
         first = next(
-            (extrapolate_parts.strip() for extrapolate_parts in str(error).splitlines() if extrapolate_parts.strip()),
+            (line.strip() for line in str(error).splitlines() if line.strip()),
             "",
         )
         raise PlanError(
@@ -264,7 +264,7 @@ def explain_failure(doing: str, hint: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         first = next(
-            (extrapolate_parts.strip() for extrapolate_parts in str(error).splitlines() if extrapolate_parts.strip()),
+            (line.strip() for line in str(error).splitlines() if line.strip()),
             "",
         )
         raise PlanError(
