@@ -62,7 +62,7 @@ def table(titles: Iterable[str], rows: Iterable[str], *, cell: str = CELL, style
     """Return a table.
 
     Args:
-        titles: Of the columns; empty: the table has no head.
+        titles: Titles of the columns; if empty, the table has no head.
         rows: From `table_row`.
         cell: Style of the titles' cells.
         style: From `table_style`; empty: its default.

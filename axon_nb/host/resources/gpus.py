@@ -81,7 +81,7 @@ def unlisted_gpus(nodes: Sequence[Path] = NODES) -> list[str]:
     """Return the device files of a driver whose GPUs `list_gpus` misses; none if the user has hidden them.
 
     Args:
-        nodes: As for `list_gpus`.
+        nodes: Files that exist where there is a driver.
     """
     if os.environ.get(VISIBLE_GPUS.name) is not None or list_gpus(nodes):
         return []

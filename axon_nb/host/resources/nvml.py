@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     """Print one JSON object: whether nvidia-ml-py and libcuda are available, an error, versions, the GPUs.
 
     Args:
-        arguments: Of the command line; see the module.
+        arguments: Arguments of the command line; see the module.
     """
     signal.alarm(_LIMIT_S)  # a driver that hangs ends this process
     facts = _facts()

@@ -56,7 +56,7 @@ def what_if_content(state: WhatIfState, capacity: int | None) -> dict[str, Any]:
     """Return what the page draws: controls, progress and the prediction.
 
     Args:
-        state: Of the scenario.
+        state: State of the scenario.
         capacity: Bytes of the device, or those available to a CPU rank; None: unknown.
     """
     setup = state.setup or state.as_is
@@ -209,7 +209,7 @@ def what_if_html(state: WhatIfState, picture: Callable[[Bar], str]) -> str:
     """Return the last prediction for a page without scripts.
 
     Args:
-        state: Of the scenario.
+        state: State of the scenario.
         picture: Makes an image of a bar.
     """
     if not what_if_lines(state):

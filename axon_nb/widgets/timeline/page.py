@@ -83,7 +83,7 @@ def pictures(
 
     Args:
         table: The spans.
-        summary: Of the same spans.
+        summary: Summary of the same spans.
         ranks: Rows, from the top.
         extent: Start and end of what is drawn, in nanoseconds.
         running_since: When the running cell started, in nanoseconds; None if none runs.
