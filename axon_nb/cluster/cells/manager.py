@@ -51,10 +51,10 @@ def failure_of(run: CellRun, replaced: Sequence[str], *, remedy: str) -> BaseExc
     threads = [name for end in run.replies.values() for name in end.threads]
     return cell_error(
         run.errors,
-        first=run.failed_order,
+        first=run.cell.failed,
         explanation=run.explanation,
         hint=context_hint(run.errors) or hint_for(run.errors.values(), remedy=remedy, threads=threads),
-        timeout_s=run.timeout_s if run.timed_out else None,
+        timeout_s=run.timeout_s if run.cell.timed_out else None,
     )
 
 
@@ -227,7 +227,7 @@ class CellManager:
             hint = _ATTACH_HINT if run.lost == LEFT_RUNNING else _START_HINT
             raise ClusterLostError(f"The cluster {state.name!r} {run.lost} while the cell was running. {hint}")
         state.health.track_stuck(run)
-        replaced = replace_stuck(state, run.to_replace)
+        replaced = replace_stuck(state, run.cell.to_replace)
         if left := left_calls_hint(run.replies):
             print(left, file=sys.stderr)
         failure = failure_of(run, replaced, remedy=state.health.remedy)

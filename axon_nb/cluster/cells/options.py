@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
-from axon_nb.records.protocol.cells import AbortLocation, Measurement
+from axon_nb.records.protocol.cells import AbortLocation, CellEnd, Measurement
 
 __all__ = ["CellOptions", "LiveView", "RankProgress", "Steppable", "describe_abort", "was_aborted"]
 
@@ -39,7 +39,7 @@ class LiveView(Protocol):
         """Record, from any thread, that a rank has finished the cell."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RankProgress:
     """How far one rank is with the cell."""
 
@@ -48,8 +48,8 @@ class RankProgress:
     gone_at: float = 0.0
     """When its process was seen to be gone; 0: it is not."""
     error: RankError | None = None
-    seconds: float = 0.0
-    has_value: bool = False
+    end: CellEnd | None = None
+    """What its reply says about the cell; None: there is none yet."""
 
     @property
     def is_gone(self) -> bool:

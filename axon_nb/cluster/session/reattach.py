@@ -183,9 +183,9 @@ def _reattach(
     else:
         print(f"{title} finished on {name_ranks(ranks)} while no notebook was connected.")
     run = cells.new_run(ranks, {"quiet": facts.quiet, "timeout": facts.timeout, "show_value": facts.show_value})
-    run.needs_recovery = needs_recovery
     replay = OutputReplay(cells.state.connection.client, run)
-    run.reattach(name, replay.step, seconds=max(report.elapsed_ns for report in reports.values()) / 1e9)
+    seconds = max(report.elapsed_ns for report in reports.values()) / 1e9
+    run.reattach(name, replay.step, seconds=seconds, must_recover=needs_recovery)
     for rank, report in reports.items():
         replay.feed(rank, report)
     cells.state.health.report_to(run)

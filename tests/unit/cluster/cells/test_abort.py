@@ -124,3 +124,14 @@ def test_the_output_of_an_aborted_cell_is_waited_for_once_its_ranks_have_replied
     assert not run.step()
     run.on_idle(0)
     assert run.step()
+
+
+def test_interrupt_after_the_last_step_counts() -> None:
+    ranks: Any = Ranks()
+    run = CellRun(ranks, [0], CellOutput([0], RecordingSink()), AbortController(ranks, [0]))
+    run.on_outcome(0, CellOutcome("ok"))
+    run.on_idle(0)
+    assert run.step()
+    assert run.interrupted_at is None
+    run.interrupt()
+    assert run.interrupted_at is not None

@@ -6,12 +6,9 @@ from axon_nb.cluster.cells.options import RankProgress
 
 
 def test_output_that_is_late_is_waited_for() -> None:
-    progress = RankProgress()
-    assert not progress.is_done(1000.0)
-    progress.replied_at = 1000.0
-    assert not progress.is_done(1004.0)
-    progress.idle = True
-    assert progress.is_done(1004.0)
+    assert not RankProgress().is_done(1000.0)
+    assert not RankProgress(replied_at=1000.0).is_done(1004.0)
+    assert RankProgress(replied_at=1000.0, idle=True).is_done(1004.0)
 
 
 def test_nothing_is_waited_for_without_end() -> None:

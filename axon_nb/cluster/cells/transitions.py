@@ -1,0 +1,205 @@
+"""The states of a running cell, and how events move it from one to the next: data in, data out, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from axon_nb.cluster.cells import events
+from axon_nb.cluster.cells.options import RankProgress, describe_abort, was_aborted
+from axon_nb.cluster.failures.report import RankError
+
+__all__ = ["Cell", "State", "transition"]
+
+_GIVE_UP_S = 10.0
+"""Ranks that do not reply for this long after an abort are reported as stuck, and the cell is done."""
+_STOPPED_GIVE_UP_S = 1.0
+"""Ranks that are stopped (SIGSTOP) are reported as stuck this long after an abort."""
+_SECOND_INTERRUPT_AFTER_S = 1.0
+"""An interrupt counts as the second one if this much time has passed since the first."""
+_SECOND_INTERRUPT_GRACE_S = 0.5
+"""Ranks that are still in C code this long after the second interrupt are replaced."""
+_INTERRUPT_DELAY_S, _INTERRUPT_DELAY_TICKS = 0.06, 10
+"""Jupyter interrupts a kernel before it restarts it: an interrupt takes effect after this time and number of ticks."""
+
+
+class State(Enum):
+    """Where a cell is on its way."""
+
+    SENT = "sent"
+    """No rank has shown a sign of it."""
+    RUNNING = "running"
+    ABORTING = "aborting"
+    """The ranks were asked to stop, and some have not replied."""
+    DRAINING = "draining"
+    """All ranks have replied; their last output, or the acknowledgement of an abort, is on its way."""
+    RECOVERING = "recovering"
+    """The groups are being rebuilt; the cell takes no more output."""
+    DONE = "done"
+
+
+Result = tuple["Cell", tuple[events.Effect, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """All that is known of a running cell."""
+
+    ranks: Mapping[int, RankProgress]
+    state: State = State.SENT
+    can_recover: bool = True
+    must_recover: bool = False
+    """Whether the groups must be rebuilt at the end, however the cell ends."""
+    aborting: bool = False
+    failed: tuple[int, ...] = ()
+    """The ranks that failed, in this order."""
+    failed_at: float | None = None
+    """When the first rank failed."""
+    interrupted_at: float | None = None
+    second_interrupt_at: float | None = None
+    ticks_since_interrupt: int = 0
+    timed_out: bool = False
+    gave_up: bool = False
+    to_replace: tuple[int, ...] = ()
+    """Ranks in C code that the user, by a second interrupt, wants to be replaced."""
+    lost: str = ""
+    """Why the cluster is gone; empty while it is there."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The ranks that have not finished the cell."""
+        return [rank for rank, progress in self.ranks.items() if not progress.replied_at]
+
+    @property
+    def errors(self) -> dict[int, RankError]:
+        """Failures by rank."""
+        return {rank: progress.error for rank, progress in self.ranks.items() if progress.error is not None}
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more output."""
+        return self.state in {State.RECOVERING, State.DONE}
+
+
+def transition(cell: Cell, event: events.Event) -> Result:
+    """Return the cell after `event`, and the effects that the caller performs, in this order."""
+    match event:
+        case events.Output():
+            return _settle(cell), (events.ShowOutput(event, cell.is_closed),)
+        case events.Idle():
+            wake = (events.Wake(),) if cell.ranks[event.rank].replied_at else ()
+            return _settle(_update(cell, event.rank, idle=True)), (events.RankDone(event.rank), *wake)
+        case events.Reply():
+            return _reply(cell, event)
+        case events.Death():
+            return _die(cell, event)
+        case events.Interrupt():
+            return _interrupt(cell, event.at)
+        case events.Timeout():
+            is_running = cell.state in {State.SENT, State.RUNNING}
+            return replace(cell, timed_out=cell.timed_out or is_running), ()
+        case events.Aborted():
+            return (cell if cell.is_closed else _settle(replace(cell, aborting=True))), ()
+        case events.Lost():
+            return replace(cell, state=State.DONE, lost=event.reason), (events.Wake(),)
+        case events.Recovered():
+            return replace(cell, state=State.DONE) if cell.state is State.RECOVERING else cell, ()
+        case events.Tick():
+            return (cell, ()) if cell.is_closed else _tick(cell, event)
+
+
+def _settle(cell: Cell) -> Cell:
+    """Return the cell in the state that its ranks are in."""
+    if cell.is_closed:
+        return cell
+    state = State.ABORTING if cell.aborting else State.RUNNING
+    if all(progress.replied_at for progress in cell.ranks.values()):
+        state = State.DRAINING
+    return cell if state is cell.state else replace(cell, state=state)
+
+
+def _update(cell: Cell, rank: int, **changes: Any) -> Cell:
+    return replace(cell, ranks={**cell.ranks, rank: replace(cell.ranks[rank], **changes)})
+
+
+def _fail(cell: Cell, error: RankError, at: float) -> Cell:
+    failed = cell.failed if error.rank in cell.failed else (*cell.failed, error.rank)
+    failed_at = at if cell.failed_at is None else cell.failed_at
+    return replace(_update(cell, error.rank, error=error), failed=failed, failed_at=failed_at)
+
+
+def _reply(cell: Cell, event: events.Reply) -> Result:
+    rank, outcome, end = event.rank, event.outcome, event.outcome.end
+    cell = _update(cell, rank, replied_at=event.at, end=end)
+    if outcome.status != "ok":
+        if was_aborted(outcome.ename, outcome.evalue, aborting=event.aborting):
+            error = RankError(rank, "aborted", outcome.ename, describe_abort(end.aborted_at))
+        else:
+            error = RankError(rank, "raised", outcome.ename, outcome.evalue, outcome.traceback)
+        cell = _fail(cell, error, event.at)
+    cell = replace(cell, must_recover=cell.must_recover or bool(end.left))
+    error_now = cell.ranks[rank].error
+    late = (events.LateReply(rank),) if cell.gave_up else ()
+    replied = events.RankReplied(rank, failed=error_now is not None and error_now.kind != "aborted")
+    return _settle(cell), (events.Wake(), *late, replied)
+
+
+def _die(cell: Cell, event: events.Death) -> Result:
+    progress = cell.ranks.get(event.rank)
+    if progress is None:
+        return cell, ()
+    cell = _update(cell, event.rank, gone_at=progress.gone_at or event.at)
+    if progress.replied_at:
+        return cell, ()
+    cell = _fail(cell, RankError(event.rank, "died", "", event.reason), event.at)
+    cell = _update(cell, event.rank, idle=True, replied_at=event.at)
+    return _settle(cell), (events.RankDone(event.rank), events.Wake())
+
+
+def _interrupt(cell: Cell, at: float) -> Result:
+    if cell.interrupted_at is None:
+        cell = replace(cell, interrupted_at=at)
+    elif cell.second_interrupt_at is None and at - cell.interrupted_at >= _SECOND_INTERRUPT_AFTER_S:
+        cell = replace(cell, second_interrupt_at=at)
+    return cell, () if cell.is_closed else (events.ResendAbort(), events.Wake())
+
+
+def _tick(cell: Cell, event: events.Tick) -> Result:
+    cell = _give_up(cell, event)
+    if cell.gave_up or (event.drained and all(progress.is_done(event.at) for progress in cell.ranks.values())):
+        return _end(cell) if event.acknowledged else (cell, ())
+    first = cell.interrupted_at
+    if first is not None:
+        cell = replace(cell, ticks_since_interrupt=cell.ticks_since_interrupt + 1)
+    delayed = first is not None and event.at - first >= _INTERRUPT_DELAY_S
+    interrupted = delayed and cell.ticks_since_interrupt >= _INTERRUPT_DELAY_TICKS
+    died = any(error.kind == "died" for error in cell.errors.values())
+    return cell, (events.Abort(cell.failed_at, died, interrupted, cell.timed_out),)
+
+
+def _give_up(cell: Cell, event: events.Tick) -> Cell:
+    """Report the unfinished ranks as stuck if they have had their time, or the user wants them replaced."""
+    unfinished, second_at = cell.unfinished, cell.second_interrupt_at
+    if event.aborted_at is None or cell.gave_up:
+        return cell
+    impatient = second_at is not None and event.at - second_at > _SECOND_INTERRUPT_GRACE_S
+    if impatient and cell.can_recover and unfinished and event.unresponsive >= set(unfinished):
+        cell = replace(cell, to_replace=tuple(unfinished))
+    # If all have replied, their output is still on its way.
+    stopped = bool(unfinished) and event.stopped >= set(unfinished)
+    timeout_s = _STOPPED_GIVE_UP_S if stopped else _GIVE_UP_S
+    if not cell.to_replace and event.at - event.aborted_at <= timeout_s:
+        return cell
+    for rank in unfinished:
+        cell = _fail(cell, event.stuck[rank], event.at)
+    return replace(cell, gave_up=True)
+
+
+def _end(cell: Cell) -> Result:
+    communicated = any(progress.end is not None and progress.end.calls for progress in cell.ranks.values())
+    needed = cell.must_recover or cell.aborting or (bool(cell.failed) and communicated)
+    if needed and cell.can_recover:
+        return replace(cell, state=State.RECOVERING), (events.Recover(), events.Wake())
+    return replace(cell, state=State.DONE), ()
