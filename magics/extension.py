@@ -10,7 +10,7 @@ from IPython.core.magic import Magics
 from axon_nb.cluster import history
 from axon_nb.cluster.cells import kernel_interrupts
 from axon_nb.cluster.launch import prewarm
-from axon_nb.cluster.session import current, discovery
+from axon_nb.cluster.session import current, discovery, start
 from axon_nb.cluster.session import current as lifecycle
 from axon_nb.cluster.settings import settings
 from axon_nb.errors import AxonError
@@ -39,11 +39,16 @@ _TRANSFORMERS = (awaited_cells, help_requests, auto_cells)
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics; report a cluster of this notebook that is still running, else start warming up."""
+    """Register the magics; report a cluster of this notebook that is still running, else start warming up.
+
+    On a rank, where a cell may load the extension by mistake, the magics refuse to run; the hooks are for the notebook.
+    """
     settings.configure(shell.config.get("AxonNB", {}))
     for cls in _CLASSES:
         shell.register_magics(cls)
         _add_help(shell, cls)
+    if start.own_rank() is not None:
+        return
     for transformer in _TRANSFORMERS:
         if transformer not in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.append(transformer)

@@ -12,7 +12,7 @@ import pytest
 from axon_nb import plan
 from axon_nb.plan.hardware.cards import CARDS, FITTED
 from scripts.generated_page import ROOT
-from scripts.plan_published import SOURCES, memory_rows, summary
+from scripts.plan_published import SOURCES, main, memory_rows, summary
 from scripts.published_fit import GENERAL, fit
 from scripts.published_memory import NEAR as NEAR_MEMORY
 from scripts.published_models import MODELS, loss_of, model_of
@@ -96,6 +96,10 @@ def test_published_memory() -> None:
     assert len(peaks) >= 9
     assert statistics.fmean(abs(row.error) <= NEAR_MEMORY for row in peaks) >= 0.8
     assert max(abs(row.error) for row in rows if row not in peaks) <= 0.005
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert main(["--check"]) == 0, "run `python -m scripts.plan_published`"
 
 
 def test_cards_without_published_runs_say_so() -> None:

@@ -27,7 +27,7 @@ from axon_nb.records.protocol.cluster import ClusterFacts, EngineInfo
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode, encode
 
-__all__ = ["attach", "restart", "start"]
+__all__ = ["attach", "own_rank", "restart", "start"]
 
 _REGISTRATION_TIMEOUT_S = 20.0
 """The controller reports engines to a new client within milliseconds; it takes longer on a busy machine."""
@@ -39,10 +39,16 @@ _FOREIGN_REGISTRATION_TIMEOUT_S = 2.0
 """For engines of other launchers, of which it is unknown how many are alive."""
 
 
-def _refuse_on_a_rank(command: str) -> None:
+def own_rank() -> int | None:
+    """Return this process's rank; None in the notebook."""
     # Without an import: it would load torch in the notebook. A rank has loaded it.
     session = sys.modules.get("axon_nb.engine.session")
-    if session is not None and (rank := session.own_rank()) is not None:
+    rank: int | None = session.own_rank() if session is not None else None
+    return rank
+
+
+def _refuse_on_a_rank(command: str) -> None:
+    if (rank := own_rank()) is not None:
         raise UsageError(
             f"`%distributed {command}` was run on rank {rank}, inside a cell of the cluster: run it in a cell of the "
             "notebook itself, without `%%distributed`."

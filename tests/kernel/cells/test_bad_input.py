@@ -89,5 +89,6 @@ def test_code_that_does_not_parse_starts_no_ranks(bare_kernel: Kernel) -> None:
 def test_a_rank_starts_no_cluster_of_its_own(kernel: Kernel) -> None:
     for command in ("start -n 2", "attach"):
         reply = kernel.run(f"%%distributed --ranks 1\n%load_ext axon_nb\n%distributed {command}")
+        assert reply.traceback.startswith("[rank 1]"), "as any error of a rank"
         assert f"`%distributed {command.split()[0]}` was run on rank 1, inside a cell of the cluster" in reply.traceback
     assert kernel.ok("%%distributed\ndist.barrier()\n1").lines() == ["[ranks 0-3] 1"]
