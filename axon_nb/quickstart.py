@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from axon_nb.errors import UsageError
+from axon_nb.records.environment import JUPYTER_SERVER
 
 __all__ = ["FILES", "copy_notebook", "open_notebook"]
 
@@ -57,7 +58,7 @@ def open_notebook(notebook: Path, environment: Mapping[str, str] = os.environ) -
         environment: Environment variables. A terminal in Jupyter has the address and the folder of its server.
     """
     path = notebook.resolve()
-    url, root = environment.get("JUPYTER_SERVER_URL"), environment.get("JUPYTER_SERVER_ROOT")
+    url, root = map(environment.get, JUPYTER_SERVER.names)
     if url and root and path.is_relative_to(root):
         print(f"Open it in this Jupyter: {url.rstrip('/')}/lab/tree/{path.relative_to(root)}")
         return 0

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from axon_nb.plan.calibration.result import Calibration
     from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
     from axon_nb.plan.footprint.memory import memory
-    from axon_nb.plan.footprint.plan import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
+    from axon_nb.plan.footprint.parts import MemoryParts, ModuleMemory
+    from axon_nb.plan.footprint.plan import MemoryPlan, RankMemory
     from axon_nb.plan.hardware.cards import GPUS
     from axon_nb.plan.hardware.links import Link
     from axon_nb.plan.hardware.presets import PRESETS
@@ -69,12 +70,8 @@ _HOME = {
         "SimulatorError",
     ),
     "footprint.memory": ("memory",),
-    "footprint.plan": (
-        "MemoryParts",
-        "MemoryPlan",
-        "ModuleMemory",
-        "RankMemory",
-    ),
+    "footprint.parts": ("MemoryParts", "ModuleMemory"),
+    "footprint.plan": ("MemoryPlan", "RankMemory"),
     "hardware.cards": ("GPUS",),
     "hardware.links": ("Link",),
     "hardware.presets": ("PRESETS",),

@@ -100,6 +100,9 @@ IPYTHON_DIR = Variable("IPYTHONDIR")
 SESSION_NAME = Variable("JPY_SESSION_NAME")
 """The notebook's path, set by Jupyter. A cluster started without `--name` is named after it; without it, `default`."""
 
+JUPYTER_SERVER = Variables(("JUPYTER_SERVER_URL", "JUPYTER_SERVER_ROOT"))
+"""The address and folder of a Jupyter server, in its terminals: `axon-nb quickstart` prints the notebook's address."""
+
 VISIBLE_GPUS = Variable("CUDA_VISIBLE_DEVICES")
 """The GPUs that `%distributed start` chooses from, in this order; all if it is not set."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from axon_nb import plan
 from axon_nb.errors import UsageError
+from axon_nb.parallel.models import GPTConfig
 from axon_nb.plan.calibration.checks import check_collectives
 from axon_nb.plan.calibration.collectives import fit_line, fit_link
 from axon_nb.plan.calibration.result import Sample
 from axon_nb.plan.hardware.cards import FITTED
 from axon_nb.plan.hardware.links import OPERATIONS, rounds_and_volume
 from axon_nb.plan.hardware.presets import resolve_links
+from axon_nb.plan.hardware.rates import Rates
 
 RANKS = st.integers(2, 1024)
 PROPERTY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -183,3 +186,19 @@ def test_links_of_cards_follow_from_hosts_and_ports() -> None:
     for mesh, expected in by_mesh.items():
         links = resolve_links("h100", dict(mesh))
         assert {axis: links[axis].bandwidth_bytes_per_s for axis in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+def test_accumulated_batches_repeat_all_but_the_averaging_of_gradients(strategy: str) -> None:
+    options: dict[str, Any] = {"batch": 4, "rates": Rates(1e12, 1e12), "strategy": strategy, "overlap": 0.0}
+    options["links"] = plan.Link("x", 1e-5, 1e8)
+    config = GPTConfig(vocab=96, context=32, hidden=64, heads=4, blocks=3)
+    one, four = (plan.step_time(config, 4, gradient_accumulation=count, **options) for count in (1, 4))
+    for phase, times in (("forward", 4), ("backward", 4), ("optimizer", 1)):
+        assert four.parts[f"compute, {phase}"] == pytest.approx(times * one.parts[f"compute, {phase}"])
+    repeated = sum(row.seconds or 0.0 for row in one.communication.select(operation="all_gather"))
+    assert (repeated > 0) is (strategy == "full_shard")
+    assert four.exposed_s == pytest.approx(one.exposed_s + 3 * repeated)
+    assert four.flops == 4 * one.flops
+    assert "4 accumulated batches" in str(four)
+    assert any("only the last one's gradients are averaged" in text for text in four.assumptions)

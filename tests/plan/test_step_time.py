@@ -100,21 +100,6 @@ def test_overlap_hides_communication() -> None:
     assert any("50%" in text for text in half.assumptions)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
-def test_accumulated_batches_repeat_all_but_the_averaging_of_gradients(strategy: str) -> None:
-    options: dict[str, Any] = {"batch": BATCH, "rates": Rates(1e12, 1e12), "strategy": strategy, "overlap": 0.0}
-    options["links"] = plan.Link("x", 1e-5, 1e8)
-    one, four = (plan.step_time(CONFIG, 4, gradient_accumulation=count, **options) for count in (1, 4))
-    for phase, times in (("forward", 4), ("backward", 4), ("optimizer", 1)):
-        assert four.parts[f"compute, {phase}"] == pytest.approx(times * one.parts[f"compute, {phase}"])
-    repeated = sum(row.seconds or 0.0 for row in one.communication.select(operation="all_gather"))
-    assert (repeated > 0) is (strategy == "full_shard")
-    assert four.exposed_s == pytest.approx(one.exposed_s + 3 * repeated)
-    assert four.flops == 4 * one.flops
-    assert "4 accumulated batches" in str(four)
-    assert any("only the last one's gradients are averaged" in text for text in four.assumptions)
-
-
 def test_sharding_divides_the_optimizer_step_and_tp_the_blocks() -> None:
     link = plan.Link("x", 0.0, 1e15)
     rates = Rates(1e9, 1e9, 0.0)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.plan.arguments import ZERO_2
 from axon_nb.plan.errors import PlanError
-from axon_nb.plan.footprint.plan import MODEL_STATES_ONLY, MemoryParts, MemoryPlan, RankMemory
+from axon_nb.plan.footprint.parts import MemoryParts
+from axon_nb.plan.footprint.plan import MODEL_STATES_ONLY, MemoryPlan, RankMemory
 from axon_nb.plan.footprint.request import OFFLOADED, MemoryRequest
 
 if TYPE_CHECKING:

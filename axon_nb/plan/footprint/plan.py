@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.plan.arguments import UNSHARDED, check_number
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.figures import paint_of, plotly_figure
+from axon_nb.plan.footprint.parts import MemoryParts, ModuleMemory
 from axon_nb.plan.tables import html_table, text_table, unit_for
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["GIB", "MODEL_STATES_ONLY", "PARTS", "MemoryParts", "MemoryPlan", "ModuleMemory", "RankMemory"]
+__all__ = ["GIB", "MODEL_STATES_ONLY", "MemoryPlan", "RankMemory"]
 
 GIB = 1024**3
 MODEL_STATES_ONLY = "model states only"
@@ -32,63 +33,6 @@ _LABELS = {
     "communication": "communication buffers",
     "fragmentation": "fragmentation allowance",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryParts:
-    """Bytes on one rank at one moment, by purpose."""
-
-    parameters: int = 0
-    """The rank's shards between steps."""
-    gradients: int = 0
-    optimizer: int = 0
-    """Optimizer states of the parameters' shapes."""
-    activations: int = 0
-    """Inputs, tensors that forward saves for backward, their gradients, and temporaries."""
-    unsharded: int = 0
-    """FSDP's unsharded parameters while a unit computes, and their gradients until they are reduced."""
-    communication: int = 0
-    """Buffers of collectives: all-gather, reduce-scatter, DDP buckets, and tensors received by pipeline stages."""
-    other: int = 0
-    """The model's buffers, step counters, and temporaries of the optimizer's step."""
-    fragmentation: int = 0
-    """Allowance for memory that the allocator cannot use; not a prediction."""
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return sum(getattr(self, part) for part in PARTS)
-
-    @property
-    def model_states(self) -> int:
-        """Parameters, gradients and optimizer states."""
-        return self.parameters + self.gradients + self.optimizer
-
-    def with_allowance(self, share: float) -> MemoryParts:
-        """The same with a fragmentation allowance, a fraction of everything else."""
-        bare = replace(self, fragmentation=0)
-        return replace(bare, fragmentation=round(share * bare.total))
-
-    def as_dict(self) -> dict[str, int]:
-        """Bytes by part."""
-        return {part: getattr(self, part) for part in PARTS}
-
-
-PARTS = tuple(item.name for item in fields(MemoryParts))
-"""The parts, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleMemory:
-    """Bytes on one rank that belong to one module, without its submodules."""
-
-    name: str
-    """Its name in the model as given; empty: the model itself."""
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    """Made by its forward and still alive at the rank's peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +98,10 @@ class MemoryPlan:
 
     @property
     def reserved_bytes(self) -> int:
-        """What `torch.cuda.max_memory_reserved` is expected to show: the peak, and gradients that FSDP freed before it.
-
-        FSDP reduces gradients in their own stream, whose memory other streams get only when there is no other left.
-        """
-        peak, freed = self.worst.peak, self.worst.persistent.gradients - self.worst.peak.gradients
-        if self.device != "cuda" or self.strategy in UNSHARDED or self.world_size == 1:
-            return peak.total
-        return peak.total + max(freed, 0)
+        """Expected `torch.cuda.max_memory_reserved`: the peak, and gradients that FSDP freed in their own stream."""
+        is_alone = self.device != "cuda" or self.strategy in UNSHARDED or self.world_size == 1
+        freed = self.worst.persistent.gradients - self.worst.peak.gradients
+        return self.peak_bytes + (0 if is_alone else max(freed, 0))
 
     @property
     def interval_bytes(self) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from axon_nb.plan.footprint.plan import PARTS, MemoryParts, ModuleMemory
+from axon_nb.plan.footprint.parts import PARTS, MemoryParts, ModuleMemory
 from axon_nb.plan.footprint.replay import Key, Moment
 from axon_nb.plan.repetition.alike import BlockRun
 

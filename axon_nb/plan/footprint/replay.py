@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from axon_nb.plan.footprint.plan import MemoryParts
+from axon_nb.plan.footprint.parts import MemoryParts
 from axon_nb.plan.footprint.storage_log import Change
 
 __all__ = ["Key", "Moment", "StepLog"]

@@ -23,8 +23,9 @@ from axon_nb.plan.arguments import STAGE_UNITS, UNSHARDED, ZERO_2
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import fake_tensors, fake_world
 from axon_nb.plan.footprint.formula import ModelStates
+from axon_nb.plan.footprint.parts import MemoryParts, ModuleMemory
 from axon_nb.plan.footprint.pipeline import stages_on_rank
-from axon_nb.plan.footprint.plan import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
+from axon_nb.plan.footprint.plan import MemoryPlan, RankMemory
 from axon_nb.plan.footprint.question import TrainingSetup, checked_optimizer, explain_failure, training_setup
 from axon_nb.plan.footprint.repeated_blocks import (
     DEPTHS,

@@ -279,7 +279,7 @@ def test_the_limit_bounds_the_memory_of_all_groups() -> None:
                 return [open_bytes(), limit, str(error), [group.memory.layout for group in groups]]
         raise AssertionError("40 groups of at least 128 KiB fit into 4 MiB")
 
-    with RankWorld(2) as world:
+    with RankWorld(2, backend="gloo") as world:
         first, second = world.run(work)
     assert first == second  # also the layouts: the first rank decides
     total, limit, sentence, layouts = first
