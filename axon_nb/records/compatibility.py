@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 __all__ = ["TESTED", "Capability", "Verdict", "are_tested", "install_command", "release"]
 
@@ -87,8 +87,11 @@ def are_tested(versions: Mapping[str, str]) -> bool:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return major and minor number of a version such as ``2.15.0+cu132``; those of a nightly build, too."""
-    return Version(version).release[:2]
+    """Return major and minor number of a version such as ``2.15.0+cu132``, also of a nightly build; empty: unknown."""
+    try:
+        return Version(version).release[:2]
+    except InvalidVersion:
+        return ()
 
 
 def install_command(package: str) -> str:
