@@ -77,6 +77,14 @@ def test_a_failed_async_cell_holds_no_tensor_of_its_functions(kernel: Kernel) ->
     _expect_all_free(kernel, 1)
 
 
+def test_a_failed_function_of_a_module_holds_none(kernel: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text("def train(hold):\n    big = hold()\n    raise ValueError('as asked')\n")
+    kernel.ok(f"%%distributed\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport training")
+    reply = kernel.run("%%distributed\ntraining.train(hold)")
+    assert "raise ValueError('as asked')" in reply.traceback
+    _expect_all_free(kernel, 1)
+
+
 def test_an_interrupted_cell_holds_none(kernel: Kernel, tmp_path: Path) -> None:
     request = kernel.submit(f"%%distributed\nworks({str(tmp_path)!r})")
     assert until(lambda: len(list(tmp_path.iterdir())) == 2)

@@ -10,8 +10,8 @@ has it.
 `str` of an error runs the user's code, which may take seconds or fail. IPython and ipykernel each need the text, so
 they get a stand-in with the error's name and text, and the text is read once.
 
-Private hooks: `showtraceback`'s `_showtraceback` and the `structured_traceback` of `InteractiveTB`. Without them
-IPython's own behaviour stays.
+Private hooks: `showtraceback`'s `_showtraceback`, and of `InteractiveTB` the `structured_traceback` and the frames that
+it renders. Without them IPython's own behaviour stays.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
+
+from IPython.core import ultratb
 
 from axon_nb.engine.collective_names import is_public_call
 from axon_nb.engine.groups.abort import AbortedError
@@ -109,8 +111,48 @@ def install_bounded_traceback(shell: Any) -> None:
         shell._showtraceback = _save_without_publishing(shell)
         install_callback_errors(shell)
         shell.events.register("post_run_cell", _reply_with_stand_in)
+    if not missing_hooks("kernel.frames", shell=shell):
+        module: Any = ultratb
+        module.get_line_number_of_frame = _without_analysis(module.get_line_number_of_frame)
+        _release_frames(shell.InteractiveTB)
     if not missing_hooks("kernel.tracebacks", shell=shell):
         shell.InteractiveTB.structured_traceback = bound_traceback(shell.InteractiveTB.structured_traceback)
+
+
+def _without_analysis(count_lines: Any) -> Any:
+    """Have IPython render a cell as in any notebook, where the file of a cell does not exist.
+
+    It then prints the source lines. For other files it parses the source, which its libraries cache forever.
+    """
+
+    def count(frame: FrameType) -> int:
+        if frame.f_code.co_filename.startswith("<"):
+            raise FileNotFoundError(frame.f_code.co_filename)
+        return int(count_lines(frame))
+
+    return count
+
+
+def _release_frames(renderer: Any) -> None:
+    """Break the reference cycles in which stack_data holds the frames of a traceback, once it is rendered."""
+    records: list[Any] = []
+    get_records, render = renderer.get_records, renderer.structured_traceback
+
+    def collect(*args: Any, **kwargs: Any) -> Any:
+        added = get_records(*args, **kwargs)
+        records.extend(added)
+        return added
+
+    def rendered(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return render(*args, **kwargs)
+        finally:
+            for record in records:
+                if record._sd is not None:
+                    vars(record._sd).clear()
+            records.clear()
+
+    renderer.get_records, renderer.structured_traceback = collect, rendered
 
 
 def _save_without_publishing(shell: Any) -> Any:

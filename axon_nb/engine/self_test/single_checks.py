@@ -99,7 +99,7 @@ def short_tracebacks(_: CheckProcess) -> None:
 
     shell: Any = IPythonParallelKernel().shell
     shell.run_cell("def fall(depth): return fall(depth - 1) if depth else 1 / 0")
-    _raise_if_missing("kernel.failures", "kernel.tracebacks", shell=shell)
+    _raise_if_missing("kernel.failures", "kernel.frames", "kernel.tracebacks", shell=shell)
     tracebacks.install_bounded_traceback(shell)
     shell.run_cell("fall(500)")
     shown = "\n".join(shell._last_traceback)
