@@ -19,7 +19,7 @@ import torch
 
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["clear_cached_groups", "reset_engines", "reset_problems", "skip_shm_all_reduce", "wrap_step"]
+__all__ = ["STEP_CODE", "clear_cached_groups", "reset_engines", "reset_problems", "skip_shm_all_reduce", "wrap_step"]
 
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _GROUPS = "deepspeed.utils.groups"
@@ -193,7 +193,17 @@ def skip_shm_all_reduce(backend: ModuleType) -> None:
         vars(backend).update(build_shm_op=lambda: None)
 
 
-def wrap_step(engine: ModuleType, on_step_end: Callable[[], None]) -> CodeType:
+def _run_step(step: Callable[..., Any], on_step_end: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+    result = step(*args, **kwargs)
+    on_step_end()
+    return result
+
+
+STEP_CODE: CodeType = _run_step.__code__
+"""The code object under which a whole step of an engine runs, once `wrap_step` has wrapped it."""
+
+
+def wrap_step(engine: ModuleType, on_step_end: Callable[[], None]) -> None:
     """Call `on_step_end` right after each step of an engine.
 
     DeepSpeed's optimizers distribute new weights after torch's optimizer has stepped: an interrupt in between
@@ -202,19 +212,12 @@ def wrap_step(engine: ModuleType, on_step_end: Callable[[], None]) -> CodeType:
     Args:
         engine: The module ``deepspeed.runtime.engine``, just imported.
         on_step_end: Called on the stack of the step.
-
-    Returns:
-        The code object under which the whole step runs.
     """
     kind = engine.DeepSpeedEngine
     original = kind.step
 
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        on_step_end()
-        return result
+        return _run_step(original, on_step_end, self, *args, **kwargs)
 
     kind.step = step
-    code: CodeType = vars(kind)["step"].__code__
-    return code

@@ -26,7 +26,7 @@ from IPython.core.getipython import get_ipython
 from axon_nb.engine import namespace
 from axon_nb.engine.frameworks import install_dist_hooks, install_frameworks
 from axon_nb.engine.groups import init_default_group, nccl, recovery, wrapper_reset
-from axon_nb.engine.groups.gloo import LOOPBACK, listen_on
+from axon_nb.engine.groups.gloo import LOOPBACK
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.engine.inspection import gradients
 from axon_nb.engine.inspection.job import count_training_steps
@@ -157,10 +157,12 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     session = RankSession(config=config, kernel=kernel, device=device)
     set_current(session)
     _install(session)
-    store = AgentStore(config.store, timedelta(seconds=config.timeout_s), key=store_key(kernel.session.key))
+    store = AgentStore(
+        config.store, timedelta(seconds=config.timeout_s), key=store_key(kernel.session.key), abort=session.groups.abort
+    )
     # torch holds only the C++ half; without the Python half every call on it fails as "not implemented".
     session.store = store
-    listen_on(store.own_ip)
+    session.groups.gloo.listen_on(store.own_ip)
     if config.backend == "nccl":
         nccl.set_interface(store.own_ip)
     if store.own_ip != LOOPBACK:
@@ -175,6 +177,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
         epoch=epoch,
         recoverable=config.recoverable,
         max_bytes=config.group_memory,
+        state=session.groups,
     )
     if epoch:
         recovery.join_groups(groups, epoch=epoch)
@@ -226,7 +229,7 @@ def _install(session: RankSession) -> None:
     install_shell_commands(kernel.shell, interrupts)
     sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
-    hooks.add_control_handlers(kernel, control_handlers(sampler, interrupts, telemetry, log))
+    hooks.add_control_handlers(kernel, control_handlers(session, sampler, interrupts, telemetry, log))
     hooks.add_control_handlers(kernel, CompletionService(kernel.shell).handlers())
     hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.report_failure})
     session.runner = runner

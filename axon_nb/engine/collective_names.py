@@ -6,6 +6,7 @@ Covers torch's public functions, and library functions that communicate implicit
 from __future__ import annotations
 
 import os
+import re
 import sys
 from types import CodeType, FrameType
 
@@ -21,6 +22,7 @@ __all__ = [
     "describe_awaited_call",
     "describe_call",
     "find_implicit_collective",
+    "group_operations",
     "is_public_call",
     "public_call",
 ]
@@ -121,3 +123,12 @@ def describe_call(name: str) -> str:
     user = user_frame(frame)
     call = find_implicit_collective(frame, user) or public_call(frame)[0] or PUBLIC_NAMES.get(name, name)
     return f"{call} at line {user.f_lineno}{inner_function(frame, user)}" if user is not None else call
+
+
+# Names differ between versions of torch (`_allgather_base` became `all_gather_single`), and newer ones have more.
+_OPERATION = re.compile("_?(all|barrier|broadcast|gather|recv|reduce|scatter|send)")
+
+
+def group_operations() -> list[str]:
+    """Return the names of the operations of torch's `ProcessGroup`."""
+    return [name for name in dir(dist.ProcessGroup) if _OPERATION.match(name)]

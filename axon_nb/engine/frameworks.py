@@ -18,7 +18,7 @@ from axon_nb.compat import accelerate, deepspeed, environment
 from axon_nb.compat import environment as dynamo_rules
 from axon_nb.compat.import_hooks import after_import
 from axon_nb.compat.progress_bars import install_text_bars
-from axon_nb.engine.groups import abort, wrapper_reset
+from axon_nb.engine.groups import wrapper_reset
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 
@@ -39,7 +39,7 @@ def install_frameworks(session: RankSession) -> None:
     after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
-        abort.register_step_code(deepspeed.wrap_step(module, session.steps.after_foreign_step))
+        deepspeed.wrap_step(module, session.steps.after_foreign_step)
         wrapper_reset.track_engines()
 
     after_import("deepspeed.runtime.engine", prepare_engine)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.world import World
-from axon_nb.engine.session import JoinConfig
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.joining import JoinConfig
 
 __all__ = ["PREDEFINED_NAMES", "inject_names", "resolve_variable", "set_environment", "user_variables"]
 

@@ -1,15 +1,50 @@
-"""Identity and configuration of this rank: set when it joins, read by all modules of the engine."""
+"""The session of this rank: its configuration, and the owner of its run-time state; set when it joins."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
 
+from axon_nb.engine.groups.state import GroupsState
+from axon_nb.engine.groups.store import AgentStore
 from axon_nb.records.protocol.joining import JoinConfig
+from axon_nb.records.protocol.recovery import OptimizerReport
 
-__all__ = ["JoinConfig", "RankSession", "current", "own_rank"]
+__all__ = ["RankSession", "current", "own_rank", "set_current"]
+
+
+class StepCounts(Protocol):
+    """The optimizer steps of a rank: `kernel.optimizer_steps.OptimizerSteps`."""
+
+    def begin_cell(self) -> None:
+        """Start counting for a new cell."""
+
+    def end_cell(self) -> None:
+        """Note whether the cell communicated."""
+
+    def of(self, optimizer: Optimizer) -> int:
+        """Return the number of steps of this optimizer."""
+
+    def set(self, optimizer: Optimizer, steps: int) -> None:
+        """Set it, after the optimizer's state was copied from another rank."""
+
+    def after_foreign_step(self) -> None:
+        """Raise a deferred interrupt after a step that is not one of torch's optimizers."""
+
+    def report(self) -> tuple[OptimizerReport, ...]:
+        """Report each live optimizer."""
+
+
+class CellValues(Protocol):
+    """The values of the last cells: `kernel.cells.CellRunner`."""
+
+    def take_value(self, token: str) -> object:
+        """Remove and return the value of the last expression of the cell with this token."""
 
 
 @dataclass
@@ -18,17 +53,22 @@ class RankSession:
 
     config: JoinConfig
     kernel: Any
+    """ipyparallel's kernel, which has no types."""
     device: torch.device
+    groups: GroupsState = field(default_factory=GroupsState)
+    """Abort flag, call log and the rest that the process groups share."""
     cell: int | None = None
     """Number of the running notebook cell; None while idle."""
-    store: Any = None
+    store: AgentStore | None = None
     """The rendezvous store, held here because torch holds only its C++ half."""
-    steps: Any = None
-    """`OptimizerSteps`: counts this rank's optimizer steps."""
-    runner: Any = None
-    """`CellRunner`: runs cells, and keeps their values until the notebook fetches them."""
-    subgroup: Any = None
+    steps: StepCounts = field(init=False)
+    """Counts this rank's optimizer steps."""
+    runner: CellValues = field(init=False)
+    """Runs cells, and keeps their values until the notebook fetches them."""
+    subgroup: dist.ProcessGroup | None = None
     """The process group that `subgroup` was last bound to."""
+    num_subgroups: Counter[str] = field(default_factory=Counter)
+    """How many groups this rank has created per set of ranks: the name of a destroyed one is not reused."""
     namespace_payload: bytearray = field(default_factory=bytearray)
     """Packed variables to send to a replacement rank."""
     pending_value: bytes | bytearray = b""

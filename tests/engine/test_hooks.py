@@ -110,14 +110,14 @@ def test_private_names_of_torchs_groups_are_where_they_are_used() -> None:
 
 def test_operations_that_are_wrapped_include_all_that_torch_sends_through_a_group() -> None:
     """A collective that torch has and we do not wrap would go around the recoverable group."""
-    from axon_nb.engine.groups.recoverable import operations
+    from axon_nb.engine.collective_names import group_operations
 
     collective = {
         name
         for name in dir(dist.ProcessGroup)
         if name.startswith(("all", "_all", "broadcast", "gather", "recv", "reduce", "_reduce", "scatter", "send"))
     }
-    assert collective - set(operations()) == set()
+    assert collective - set(group_operations()) == set()
 
 
 @pytest.fixture

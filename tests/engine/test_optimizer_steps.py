@@ -9,36 +9,39 @@ import pytest
 import torch
 
 from axon_nb.engine.groups import nccl
-from axon_nb.engine.groups.abort import ABORT, AbortedError, disable_groups
+from axon_nb.engine.groups.abort import AbortedError, AbortFlag
 
 
 @pytest.fixture
-def fenced() -> Iterator[torch.optim.Optimizer]:
+def abort() -> AbortFlag:
+    return AbortFlag()
+
+
+@pytest.fixture
+def fenced(abort: AbortFlag) -> Iterator[torch.optim.Optimizer]:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    remove = nccl.install_fence()
+    remove = nccl.install_fence(abort)
     yield torch.optim.SGD([parameter], lr=1.0)
     remove()
-    disable_groups("")
 
 
-def test_a_step_is_refused_while_the_abort_flag_is_set(fenced: torch.optim.Optimizer) -> None:
+def test_a_step_is_refused_while_the_abort_flag_is_set(fenced: torch.optim.Optimizer, abort: AbortFlag) -> None:
     fenced.step()
     (parameter,) = fenced.param_groups[0]["params"]
     assert parameter.tolist() == [0.0, 0.0]
-    ABORT.set()
+    abort.set()
     with pytest.raises(AbortedError, match=r"aborted before optimizer.step"):
         fenced.step()
     assert parameter.tolist() == [0.0, 0.0]
-    disable_groups("rank 1 is dead")  # groups are broken: a step needs none
+    abort.clear(broken="rank 1 is dead")  # groups are broken: a step needs none
     fenced.step()
     assert parameter.tolist() == [-1.0, -1.0]
 
 
-def test_the_wait_before_a_step_ends_with_the_work_or_with_an_abort() -> None:
+def test_the_wait_before_a_step_ends_with_the_work_or_with_an_abort(abort: AbortFlag) -> None:
     looks = iter([False, False, True])
-    nccl.poll_until(lambda: next(looks))
-    threading.Timer(0.2, ABORT.set).start()
+    nccl.poll_until(lambda: next(looks), abort)
+    threading.Timer(0.2, abort.set).start()
     with pytest.raises(AbortedError):
-        nccl.poll_until(lambda: False)
-    disable_groups("")
+        nccl.poll_until(lambda: False, abort)

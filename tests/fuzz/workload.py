@@ -226,13 +226,12 @@ def sums() -> list[float]:
 
 def after(start: int) -> dict[str, object]:
     """What the fault has left: where each object is, whether it steps on as ever, what this rank holds."""
-    from axon_nb.engine.groups import activity
-    from axon_nb.engine.groups.gloo import abandoned_count
-    from axon_nb.engine.groups.install import all_groups, groups_state
+    from axon_nb.engine.groups.install import all_groups
+    from axon_nb.engine.groups.state import current_groups
 
     plan.clear()
     inside, training[1] = training[1], ""
-    pending = [call.name for call in activity.pending_calls()]
+    pending = [call.name for call in current_groups().calls.pending()]
     found = {name: place(name) for name in NAMES}
     answers = sums()
     again = {}
@@ -247,8 +246,8 @@ def after(start: int) -> dict[str, object]:
         rss = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "pending": pending, "found": found, "inside": inside,
-        "sums": answers, "again": again, "epoch": groups_state.epoch,
+        "sums": answers, "again": again, "epoch": current_groups().epoch,
         "threads": len(os.listdir("/proc/self/task")), "python_threads": threading.active_count(),
-        "fds": len(os.listdir("/proc/self/fd")), "rss": rss, "leaked": abandoned_count(), "groups": len(all_groups()),
-        "pid": os.getpid(),
+        "fds": len(os.listdir("/proc/self/fd")), "rss": rss,
+        "leaked": len(current_groups().gloo.abandoned), "groups": len(all_groups()), "pid": os.getpid(),
     }  # fmt: skip

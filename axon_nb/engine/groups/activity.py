@@ -26,26 +26,7 @@ from axon_nb.engine.collective_names import describe_call, public_call
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
 
-__all__ = [
-    "Call",
-    "calling_threads",
-    "clear",
-    "clear_exclusive_ranks",
-    "current_wait",
-    "finish_call",
-    "is_exclusive",
-    "left_calls",
-    "note_left",
-    "num_calls",
-    "num_collectives",
-    "payload_bytes",
-    "peer_of",
-    "pending_calls",
-    "refusal_reason",
-    "reset_collectives",
-    "set_exclusive_ranks",
-    "start_call",
-]
+__all__ = ["Call", "CallLog", "payload_bytes", "peer_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -75,38 +56,6 @@ class Call:
     """Why waiting for it would never end; empty if it may end."""
 
 
-_numbers = itertools.count(1)
-_open: dict[int, Call] = {}
-_started = 0
-_collectives = 0
-_threads: set[str] = set()
-_left: list[str] = []
-
-
-def reset_collectives() -> None:
-    """Count collectives from zero: a cell starts."""
-    global _collectives
-    _collectives = 0
-    _threads.clear()
-    _left.clear()
-
-
-def note_left(call: Call, error: BaseException) -> None:
-    """Record that this rank has left a call before it was over, because a signal handler of the user raised `error`."""
-    _left.append(f"{describe_call(call.name)} ({type(error).__name__})")
-
-
-def left_calls() -> tuple[str, ...]:
-    """Return the calls that this rank has left in this cell, such as ``all_reduce at line 3 (TimeoutError)``."""
-    return tuple(_left)
-
-
-def calling_threads() -> tuple[str, ...]:
-    """Return the names of the user's threads that communicated in this cell, besides the main thread."""
-    # Autograd's threads, which Python does not know, communicate for the main thread.
-    return tuple(sorted(name for name in _threads if not name.startswith(("Dummy-", "axon_nb"))))
-
-
 def peer_of(name: str, args: tuple[Any, ...]) -> int:
     """Return the group rank of the peer of a send or recv; -1: any."""
     return int(args[1]) if name in ("send", "recv") and len(args) > 1 else -1
@@ -126,97 +75,105 @@ def payload_bytes(args: tuple[Any, ...]) -> int:
     return first.nbytes if isinstance(first, torch.Tensor) else 0
 
 
-def start_call(name: str, group: str, sequence: int, peer: int, size: int) -> Call:
-    """Record that a call starts; for the arguments see `Call`."""
-    global _started, _collectives
-    _collectives += sequence > 0
-    if threading.get_ident() != threading.main_thread().ident:
-        _threads.add(threading.current_thread().name)
-    call = Call(name, group, sequence, peer, size, time.monotonic_ns(), next(_numbers))
-    _open[call.number] = call
-    _started = call.number
-    return call
+class CallLog:
+    """The communication calls of a rank, and whether its cell may communicate with all ranks."""
 
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Call] = {}
+        self._threads: set[str] = set()
+        self._left: list[str] = []
+        self.num_calls = 0
+        """Number of calls started since the rank joined."""
+        self.num_collectives = 0
+        """Number of collectives, in any group, that the cell has started."""
+        self.exclusive: frozenset[int] | None = None
+        """The cell's ranks, if communication with others can never complete; None if it may."""
 
-def finish_call(call: Call) -> None:
-    """Record that a call finished."""
-    _open.pop(call.number, None)
+    def begin_cell(self) -> None:
+        """Count collectives from zero."""
+        self.num_collectives = 0
+        self._threads.clear()
+        self._left.clear()
 
+    def begin_exclusive(self, ranks: Sequence[int] | None) -> None:
+        """Start a cell on these ranks, if no others can take part; None: others may, or all ranks run the cell."""
+        self.exclusive = None if ranks is None else frozenset(ranks)
 
-def num_calls() -> int:
-    """Return the number of calls started since the rank joined."""
-    return _started
+    def end_exclusive(self) -> None:
+        """Finish the cell; calls that it started may be waited for in the next one."""
+        if self.exclusive is not None:
+            self.exclusive = None
+            for call in self.pending():
+                call.refusal = ""
 
+    def start(self, name: str, group: str, sequence: int, peer: int, size: int) -> Call:
+        """Record that a call starts; for the arguments see `Call`."""
+        self.num_collectives += sequence > 0
+        if threading.get_ident() != threading.main_thread().ident:
+            self._threads.add(threading.current_thread().name)
+        call = Call(name, group, sequence, peer, size, time.monotonic_ns(), next(self._numbers))
+        self._open[call.number] = call
+        self.num_calls = call.number
+        return call
 
-def num_collectives() -> int:
-    """Return the number of collectives, in any group, that the cell has started."""
-    return _collectives
+    def finish(self, call: Call) -> None:
+        """Record that a call finished."""
+        self._open.pop(call.number, None)
 
+    def note_left(self, call: Call, error: BaseException) -> None:
+        """Record that this rank has left a call before its end, because a signal handler of the user raised `error`."""
+        self._left.append(f"{describe_call(call.name)} ({type(error).__name__})")
 
-def pending_calls() -> list[Call]:
-    """Return the calls in progress, oldest first."""
-    calls = list(_open.values())  # copied first: other threads start and finish calls
-    return sorted(calls, key=lambda call: call.number)
+    def left(self) -> tuple[str, ...]:
+        """Return the calls that this rank has left in this cell, such as ``all_reduce at line 3 (TimeoutError)``."""
+        return tuple(self._left)
 
+    def calling_threads(self) -> tuple[str, ...]:
+        """Return the names of the user's threads that communicated in this cell, besides the main thread."""
+        # Autograd's threads, which Python does not know, communicate for the main thread.
+        return tuple(sorted(name for name in self._threads if not name.startswith(("Dummy-", "axon_nb"))))
 
-def current_wait(thread: int) -> Call | None:
-    """Return the call that `thread` waits for."""
-    return next((call for call in pending_calls() if call.waiting_thread == thread), None)
+    def pending(self) -> list[Call]:
+        """Return the calls in progress, oldest first."""
+        calls = list(self._open.values())  # copied first: other threads start and finish calls
+        return sorted(calls, key=lambda call: call.number)
 
+    def current_wait(self, thread: int) -> Call | None:
+        """Return the call that `thread` waits for."""
+        return next((call for call in self.pending() if call.waiting_thread == thread), None)
 
-def clear() -> None:
-    """Forget all calls: the groups are rebuilt."""
-    _open.clear()
+    def clear(self) -> None:
+        """Forget all calls: the groups are rebuilt."""
+        self._open.clear()
 
+    def refusal_reason(self, group: dist.ProcessGroup, name: str, peer: int) -> str:
+        """Explain why an operation cannot complete; empty if it can, or if that is not known.
 
-_exclusive: list[frozenset[int]] = []
+        Args:
+            group: The process group.
+            name: The operation, such as ``allreduce``.
+            peer: Group rank of the peer of a send or recv; -1: any, or none.
 
-
-def set_exclusive_ranks(ranks: Sequence[int] | None) -> None:
-    """Start a cell on these ranks, if no others can take part; None: others may, or all ranks run the cell."""
-    _exclusive[:] = [] if ranks is None else [frozenset(ranks)]
-
-
-def clear_exclusive_ranks() -> None:
-    """Finish the cell; calls that it started may be waited for in the next one."""
-    if _exclusive:
-        _exclusive.clear()
-        for call in pending_calls():
-            call.refusal = ""
-
-
-def is_exclusive() -> bool:
-    """Whether communication with ranks outside the cell can never complete."""
-    return bool(_exclusive)
-
-
-def refusal_reason(group: dist.ProcessGroup, name: str, peer: int) -> str:
-    """Explain why an operation cannot complete; empty if it can, or if that is not known.
-
-    Args:
-        group: The process group.
-        name: The operation, such as ``allreduce``.
-        peer: Group rank of the peer of a send or recv; -1: any, or none.
-
-    Raises:
-        UsageError: it cannot complete, and the caller would wait for it at once.
-    """
-    if not _exclusive or threading.current_thread() is not threading.main_thread():
-        return ""
-    cell = _exclusive[0]
-    members = dist.get_process_group_ranks(group)
-    if name in ("recv", "send"):
-        needed = {members[peer]}
-    elif name == "recv_anysource":
-        needed = set() if len(cell.intersection(members)) > 1 else set(members) - cell
-    else:
-        needed = set(members)
-    if not (outside := needed - cell):
-        return ""
-    text = _sentence(describe_call(name), members, cell, outside, one_to_one=name in ("recv", "send"))
-    if public_call(sys._getframe(1))[1]:
-        raise UsageError(text)
-    return text
+        Raises:
+            UsageError: it cannot complete, and the caller would wait for it at once.
+        """
+        cell = self.exclusive
+        if cell is None or threading.current_thread() is not threading.main_thread():
+            return ""
+        members = dist.get_process_group_ranks(group)
+        if name in ("recv", "send"):
+            needed = {members[peer]}
+        elif name == "recv_anysource":
+            needed = set() if len(cell.intersection(members)) > 1 else set(members) - cell
+        else:
+            needed = set(members)
+        if not (outside := needed - cell):
+            return ""
+        text = _sentence(describe_call(name), members, cell, outside, one_to_one=name in ("recv", "send"))
+        if public_call(sys._getframe(1))[1]:
+            raise UsageError(text)
+        return text
 
 
 def _sentence(what: str, members: Sequence[int], cell: frozenset[int], outside: set[int], *, one_to_one: bool) -> str:

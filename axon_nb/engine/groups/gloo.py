@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import resource
 import threading
@@ -23,23 +24,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from axon_nb.engine.groups.abort import run_in_helper
-from axon_nb.engine.groups.store import allow_waits, cancel_waits
+from axon_nb.engine.helper_threads import connect_in_helper
 from axon_nb.engine.loopback_peers import PeerCheck, listening_ports
 from axon_nb.errors import UsageError
 from axon_nb.torch_api import torch_api
 
 __all__ = [
     "LOOPBACK",
+    "GlooTransport",
     "MonitoredBarrier",
     "ReduceScatterWork",
-    "abandon",
-    "abandoned_count",
     "close_connections",
-    "connect",
-    "listen_on",
     "reduce_scatter_via_all_reduce",
-    "shared_device",
 ]
 
 LOOPBACK = "127.0.0.1"
@@ -47,99 +43,87 @@ LOOPBACK = "127.0.0.1"
 _CONNECT_TIMEOUT = timedelta(seconds=30)
 """Ranks of a busy machine may start to connect seconds apart; an abort ends the wait anyway."""
 _CLOSE_TAG = 0x7FFFFFF0
-_POLL_S = 0.02
 _OTHER_FILES = 16
 """What the device of the first group opens, and a few to spare."""
 
 _gloo: Any = ProcessGroupGloo  # the stub lacks what is used here
-_device: list[Any] = []
-_peers: list[PeerCheck] = []
-_address = [LOOPBACK]
-_abandoned: list[Any] = []
 
 
-def listen_on(ip: str) -> None:
-    """Make groups that are created from now on listen on this address of the host only."""
-    _address[:] = [ip]
-    _device.clear()
+class GlooTransport:
+    """Gloo on one rank: the device that all its groups share, and what must be kept of closed groups."""
 
+    def __init__(self) -> None:
+        self._address = LOOPBACK
+        self._device: Any = None
+        self._peers = PeerCheck(set())
+        self.abandoned: list[Any] = []
+        """Closed groups, each with 2 threads and about 0.14 MiB; see `abandon`."""
 
-def shared_device() -> Any:
-    """Return the Gloo device of this process: one for all groups, because each costs threads and file descriptors."""
-    if not _device:
-        before = listening_ports()
-        _device.append(_gloo.create_device(hostname=_address[0], lazy_init=False))
-        _peers[:] = [PeerCheck(listening_ports() - before if _address[0] == LOOPBACK else set())]
-    return _device[0]
+    def listen_on(self, ip: str) -> None:
+        """Make groups that are created from now on listen on this address of the host only."""
+        self._address, self._device = ip, None
 
+    def _open_device(self) -> Any:
+        """Return the Gloo device: one for all groups, because each costs threads and file descriptors."""
+        if self._device is None:
+            before = listening_ports()
+            self._device = _gloo.create_device(hostname=self._address, lazy_init=False)
+            self._peers = PeerCheck(listening_ports() - before if self._address == LOOPBACK else set())
+        return self._device
 
-def _refuse_foreign_peers(backend: Any) -> None:
-    """Give up a new group if another user has connected to this rank: it could send what the group receives.
+    def _refuse_foreign_peers(self, backend: Any) -> None:
+        """Give up a new group if another user has connected to this rank: it could send what the group receives.
 
-    Raises:
-        RuntimeError: somebody has. The next group gets another port.
-    """
-    if not (foreign := _peers[0].foreign()):
-        return
-    _device.clear()
-    abandon(backend)
-    who = ", ".join(sorted(set(foreign)))
-    raise RuntimeError(f"refused a process group: {len(foreign)} connections to this rank are from {who}. Try again.")
+        Raises:
+            RuntimeError: somebody has. The next group gets another port.
+        """
+        if not (foreign := self._peers.foreign()):
+            return
+        self._device = None
+        self.abandon(backend)
+        who = ", ".join(sorted(set(foreign)))
+        raise RuntimeError(
+            f"refused a process group: {len(foreign)} connections to this rank are from {who}. Try again."
+        )
 
+    def connect(
+        self, store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_cancelled: Callable[[], None]
+    ) -> Any:
+        """Return a new Gloo backend that is connected to all peers.
 
-def connect(store: Store, rank: int, size: int, *, timeout: timedelta, raise_if_cancelled: Callable[[], None]) -> Any:
-    """Return a new Gloo backend that is connected to all peers.
+        The constructor connects in C++ and cannot be interrupted. It runs in a helper thread, which is abandoned if
+        `raise_if_cancelled` raises.
 
-    The constructor connects in C++ and cannot be interrupted. It runs in a helper thread, which is abandoned if
-    `raise_if_cancelled` raises.
+        Args:
+            store: Where the peers rendezvous; a fresh prefix.
+            rank: This process's rank in the group.
+            size: Number of ranks in the group.
+            timeout: Timeout of the group's operations.
+            raise_if_cancelled: Called every 20 ms; raises to end the wait.
 
-    Args:
-        store: Where the peers rendezvous; a fresh prefix.
-        rank: This process's rank in the group.
-        size: Number of ranks in the group.
-        timeout: Timeout of the group's operations.
-        raise_if_cancelled: Called every 20 ms; raises to end the wait.
+        Raises:
+            RuntimeError: a peer did not connect within 30 seconds, or another user connected to this rank.
+            UsageError: this process may not open as many files as the group needs.
+        """
+        _raise_if_out_of_files(size)
+        options = _gloo._Options()
+        options._devices = [self._open_device()]
+        options._timeout = _CONNECT_TIMEOUT
+        options._threads = 2
+        backend = connect_in_helper(
+            lambda: ProcessGroupGloo(store, rank, size, options),
+            raise_if_cancelled=raise_if_cancelled,
+            timeout_s=math.inf,  # Gloo has its own limit
+            dispose=self.abandon,
+        )
+        self._refuse_foreign_peers(backend)
+        backend._set_default_timeout(timeout)
+        torch_api().begin_sequence(backend)
+        return backend
 
-    Raises:
-        RuntimeError: a peer did not connect within 30 seconds, or another user connected to this rank.
-        UsageError: this process may not open as many files as the group needs.
-    """
-    _raise_if_out_of_files(size)
-    options = _gloo._Options()
-    options._devices = [shared_device()]
-    options._timeout = _CONNECT_TIMEOUT
-    options._threads = 2
-    box: list[Any] = []
-    done = threading.Event()
-
-    thread: list[int] = []
-
-    def build() -> None:
-        thread.append(threading.get_ident())
-        allow_waits()
-        try:
-            box.append(ProcessGroupGloo(store, rank, size, options))
-        except BaseException as error:
-            box.append(error)
-        done.set()
-
-    run_in_helper(build)
-    try:
-        while not done.wait(_POLL_S):
-            raise_if_cancelled()
-    except BaseException:  # an interrupt may land anywhere here
-        _abandoned.append(box)
-        # Otherwise the thread would block the store for the next rebuild until its timeout.
-        if thread:
-            cancel_waits(thread[0])
-        raise
-    if isinstance(box[0], BaseException):
-        raise box[0]
-    backend = box[0]
-    _refuse_foreign_peers(backend)
-    backend._set_default_timeout(timeout)
-    torch_api().begin_sequence(backend)
-    return backend
+    def abandon(self, group: dist.ProcessGroup) -> None:
+        """Keep a closed group forever: its destructor joins stuck threads while it holds the GIL, and hangs."""
+        self.abandoned.append(group)
 
 
 def _raise_if_out_of_files(size: int) -> None:
@@ -172,16 +156,6 @@ def close_connections(backend: Any) -> None:
         # All peers: if one has closed its side, the error comes at once and closes nothing on this side.
         with contextlib.suppress(RuntimeError):
             backend.recv([probe], peer, _CLOSE_TAG).wait(timedelta(milliseconds=1))
-
-
-def abandon(group: dist.ProcessGroup) -> None:
-    """Keep a closed group forever: its destructor joins stuck threads while it holds the GIL, and hangs."""
-    _abandoned.append(group)
-
-
-def abandoned_count() -> int:
-    """Return the number of closed groups that this process keeps, each with 2 threads and about 0.14 MiB."""
-    return len(_abandoned)
 
 
 class MonitoredBarrier:

@@ -20,12 +20,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from axon_nb.engine.groups import nccl
 from axon_nb.engine.groups.native import BackendKind
 from axon_nb.engine.groups.recoverable import RecoverableGroup
-from axon_nb.engine.groups.store import is_skipping, skip_rendezvous
+from axon_nb.engine.groups.state import GroupsState, current_groups, set_current_groups
 from axon_nb.torch_api import torch_api
 
 __all__ = [
     "all_groups",
-    "groups_state",
     "init_default_group",
     "install_recoverable_groups",
     "named_group",
@@ -39,22 +38,8 @@ _MIXED = "cpu:gloo,cuda:nccl"
 c10d = dist.distributed_c10d
 
 
-class GroupsState:
-    """State that all groups of this rank share."""
-
-    epoch = 0
-    """How often the groups have been rebuilt."""
-    rebuilding = False
-    """Whether the last rebuild has not completed: it is running, or it failed."""
-    installed = False
-    creating: tuple[str, list[int], int] | None = None
-    """The group that `new_group` is creating on the main thread: name, global ranks, start in monotonic nanoseconds."""
-
-
-groups_state = GroupsState()
-
-
 def install_recoverable_groups(
+    state: GroupsState,
     root: Store,
     *,
     rank: int,
@@ -66,6 +51,7 @@ def install_recoverable_groups(
     """Make every Gloo group that is created from now on a recoverable one.
 
     Args:
+        state: What the groups share.
         root: Rendezvous store of the cluster.
         rank: This rank.
         epoch: How often the groups have been rebuilt.
@@ -73,15 +59,17 @@ def install_recoverable_groups(
         device: Where this rank computes; None: on the CPU.
         max_bytes: Maximum size of the memory of one group; 0: the usual size.
     """
-    groups_state.epoch = epoch
-    if groups_state.installed:
+    set_current_groups(state)
+    state.epoch = epoch
+    if state.installed:
         return
-    groups_state.installed = True
+    state.installed = True
 
     def create(options: Any, _: Any) -> RecoverableGroup:
         return RecoverableGroup(
+            state,
             root,
-            epoch=groups_state.epoch,
+            epoch=state.epoch,
             rank=options.group_rank,
             size=options.group_size,
             timeout=options.timeout or timedelta(minutes=30),
@@ -98,17 +86,17 @@ def install_recoverable_groups(
     original = c10d._new_process_group_helper
 
     def helper(size: int, group_rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:
-        replaced, native = _is_replaced(str(backend).lower()), nccl.groups()
+        replaced, native = _is_replaced(str(backend).lower()), state.native
         name = args[1] if len(args) > 1 else kwargs.get("group_name", "")
-        groups_state.creating = (str(name), list(ranks), time.monotonic_ns()) if ranks else None
+        state.creating = (str(name), list(ranks), time.monotonic_ns()) if ranks else None
         try:
             group, store = original(
                 size, group_rank, ranks, dist.Backend(_NAME) if replaced else backend, *args, **kwargs
             )
-            if native is not None and not is_skipping():
-                native.connect(group, groups_state.epoch)
+            if native is not None and not state.skips_rendezvous:
+                native.connect(group, state.epoch)
         finally:
-            groups_state.creating = None
+            state.creating = None
         if isinstance(group, RecoverableGroup):
             # What `dist.get_backend` returns and scripts compare with.
             c10d._world.pg_map[group] = (dist.Backend("gloo"), store)
@@ -165,6 +153,7 @@ def init_default_group(
     recoverable: bool,
     kind: BackendKind = nccl.NCCL,
     max_bytes: int = 0,
+    state: GroupsState | None = None,
 ) -> None:
     """Join the default group; collective over all ranks.
 
@@ -179,20 +168,21 @@ def init_default_group(
         recoverable: Whether groups are rebuilt after a failure; otherwise they are torch's own, with their timeout.
         kind: The groups of an ``nccl`` world.
         max_bytes: Maximum size of the memory that one group shares; 0: the usual size.
+        state: What the groups share; None: what `current_groups` returns.
     """
-    timeout = timedelta(seconds=timeout_s)
+    timeout, state = timedelta(seconds=timeout_s), state or current_groups()
     _set_default_timeout(timeout)
     if recoverable:
         install_recoverable_groups(
-            store, rank=rank, epoch=epoch, shares_memory=backend == "shm", device=device, max_bytes=max_bytes
+            state, store, rank=rank, epoch=epoch, shares_memory=backend == "shm", device=device, max_bytes=max_bytes
         )
         if backend == "nccl":
             nccl.install_native_groups(store, device=device, timeout=timeout, kind=kind)
-            nccl.install_fence()
+            nccl.install_fence(state.abort)
             # The device is not bound to the group; see `swap_backend`. The rank has set its current device.
             warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     # A replacement connects as the other ranks do: in `recovery.join_groups`, all groups in order.
-    with skip_rendezvous() if epoch else contextlib.nullcontext():
+    with state.without_rendezvous() if epoch else contextlib.nullcontext():
         dist.init_process_group(
             kind.torch_name if backend == "nccl" else "gloo",
             store=PrefixStore(f"join{epoch}/", store),  # a rank that joins later finds no keys of an earlier epoch

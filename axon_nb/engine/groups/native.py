@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_nb.engine.groups.abort import BrokenGroupError, connect_in_helper, raise_if_aborted
+from axon_nb.engine.groups.abort import AbortFlag, BrokenGroupError
+from axon_nb.engine.helper_threads import connect_in_helper
 from axon_nb.records.ranks import name_ranks
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "BackendKind",
     "NativeGroups",
     "backend_of",
-    "remaining_swaps",
     "swap_backend",
     "wait_for_peers",
 ]
@@ -38,8 +38,6 @@ _FIRST_TYPE = 7
 _LAST_TYPE = 255
 MAX_SWAPS = _LAST_TYPE - _FIRST_TYPE + 1
 """How often one group can get a fresh backend."""
-
-_next_type: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -56,12 +54,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return backend
 
 
-def remaining_swaps(group: dist.ProcessGroup) -> int:
-    """Return how often `group` can still get a fresh backend."""
-    return _LAST_TYPE + 1 - _next_type.get(group, _FIRST_TYPE)
-
-
-def swap_backend(group: dist.ProcessGroup, backend: Any, device: torch.device) -> None:
+def swap_backend(group: dist.ProcessGroup, backend: Any, device: torch.device, *, earlier: int = 0) -> None:
     """Make `group` communicate tensors of `device` through `backend` from now on; call it on the main thread.
 
     The default backend type does not change: torch derives the group's name ("nccl") from it, and has no names for the
@@ -72,19 +65,19 @@ def swap_backend(group: dist.ProcessGroup, backend: Any, device: torch.device) -
         group: A group with no operation in progress.
         backend: Connected to the same peers in the same order.
         device: Where the tensors are.
+        earlier: How often this group's backend has been swapped before.
 
     Raises:
         BrokenGroupError: the group has been swapped 249 times.
     """
-    number = _next_type.get(group, _FIRST_TYPE)
-    if number > _LAST_TYPE:
+    if earlier >= MAX_SWAPS:
         raise BrokenGroupError(
             f"Group {group.group_name!r} has been rebuilt {MAX_SWAPS} times, the most that torch allows. "
             "Run `%distributed restart` to start new ranks."
         )
-    _next_type[group] = number + 1
+    kind = dist.ProcessGroup.BackendType(_FIRST_TYPE + earlier)
     name, desc = group.group_name, group.group_desc
-    group._register_backend(torch.device(device.type), dist.ProcessGroup.BackendType(number), backend)
+    group._register_backend(torch.device(device.type), kind, backend)
     # The backend holds name and description.
     group._set_group_name(name)
     group._set_group_desc(desc)
@@ -123,16 +116,21 @@ class NativeGroups:
         root: The store that all ranks can reach; each rebuild uses its own prefix.
         device: Where this rank computes.
         timeout: Timeout of the groups' operations.
+        abort: The rank's abort flag.
     """
 
-    def __init__(self, kind: BackendKind, root: Store, *, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, kind: BackendKind, root: Store, *, device: torch.device, timeout: timedelta, abort: AbortFlag
+    ) -> None:
         self._kind = kind
         self._root = root
         self.device = device
         """Where this rank computes."""
         self._timeout = timeout
+        self._raise_if_aborted = abort.raise_if_set
         self._aborted: list[Any] = []
         self._lock = threading.Lock()
+        self._swaps: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
         self.rebuilt_at_ns = time.time_ns()
         """When the groups were last rebuilt, in nanoseconds since 1970; what a recorder holds from before is stale."""
 
@@ -157,7 +155,7 @@ class NativeGroups:
         rank, size = dist.get_rank(), dist.get_world_size()
         store = PrefixStore(f"epoch{epoch}/said/", self._root)
         store.set(str(rank), text)
-        wait_for_peers(store, rank, size, raise_if_cancelled=raise_if_aborted)
+        wait_for_peers(store, rank, size, raise_if_cancelled=self._raise_if_aborted)
         return {peer: store.get(str(peer)).decode() for peer in range(size)}
 
     def num_collectives(self) -> int:
@@ -184,12 +182,12 @@ class NativeGroups:
             store,
             group.rank(),
             group.size(),
-            raise_if_cancelled=raise_if_aborted,
+            raise_if_cancelled=self._raise_if_aborted,
             timeout_s=self._timeout.total_seconds(),
         )
         connect_in_helper(
             lambda: self._kind.start(backend, self.device),
-            raise_if_cancelled=raise_if_aborted,
+            raise_if_cancelled=self._raise_if_aborted,
             timeout_s=self._kind.connect_timeout_s,
             dispose=lambda _: self._kind.abort(backend),
         )
@@ -244,14 +242,16 @@ class NativeGroups:
         """
         ranks = dist.get_process_group_ranks(group)
         store = PrefixStore(f"epoch{epoch}/{group.group_name}/", self._root)
-        wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=raise_if_aborted)
+        wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=self._raise_if_aborted)
         backend = connect_in_helper(
             lambda: self._kind.connect(store, group, ranks, self.timeout_of(group), self.device),
-            raise_if_cancelled=raise_if_aborted,
+            raise_if_cancelled=self._raise_if_aborted,
             timeout_s=self._kind.connect_timeout_s,
             dispose=self._kind.abort,
         )
-        swap_backend(group, backend, self.device)
+        earlier = self._swaps.get(group, 0)
+        swap_backend(group, backend, self.device, earlier=earlier)
+        self._swaps[group] = earlier + 1
         if group is c10d._get_default_group():
             # New groups rendezvous here: a name that was used before the abort finds none of its old keys.
             name, _ = c10d._world.pg_map[group]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from datetime import timedelta
@@ -25,8 +26,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from axon_nb.engine.groups.abort import ABORT, AbortedError, run_in_helper
+from axon_nb.engine.groups.abort import AbortedError, AbortFlag
 from axon_nb.engine.groups.native import BackendKind, NativeGroups, backend_of
+from axon_nb.engine.groups.state import current_groups
 from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
 
@@ -78,7 +80,6 @@ DEFAULTS = {
 
 
 _MAX_POLL_S = 1e-3
-_groups: list[NativeGroups] = []
 
 
 def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host: bool) -> None:
@@ -145,7 +146,7 @@ def _why_unusable(launch: Callable[[], Callable[[], bool]]) -> str:
         except RuntimeError as error:
             found.append(str(error).partition("\n")[0])
 
-    run_in_helper(look)
+    threading.Thread(target=look, name="axon_nb-device", daemon=True).start()
     while not found:
         if time.monotonic() - answered_at[0] > _DEVICE_TIMEOUT_S:
             return f"it has not answered for {_DEVICE_TIMEOUT_S:g} s"
@@ -157,13 +158,14 @@ def install_native_groups(
     root: Store, *, device: torch.device, timeout: timedelta, kind: BackendKind | None = None
 ) -> NativeGroups:
     """Make NCCL groups of this rank, or those of another `kind`, abortable and rebuildable from now on."""
-    _groups[:] = [NativeGroups(kind or NCCL, root, device=device, timeout=timeout)]
-    return _groups[0]
+    state = current_groups()
+    state.native = NativeGroups(kind or NCCL, root, device=device, timeout=timeout, abort=state.abort)
+    return state.native
 
 
 def groups() -> NativeGroups | None:
     """Return the NCCL groups of this rank; None on a Gloo rank."""
-    return _groups[0] if _groups else None
+    return current_groups().native
 
 
 def _owns(backend: Any) -> bool:
@@ -238,26 +240,26 @@ NCCL = BackendKind(
 _MIN_POLL_S = 20e-6
 
 
-def install_fence() -> Callable[[], None]:
+def install_fence(abort: AbortFlag) -> Callable[[], None]:
     """Make each optimizer step wait for the work that it depends on; return a function that removes the fence."""
-    handle = register_optimizer_step_pre_hook(_before_step)
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _before_step(optimizer, abort))
     return handle.remove
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _raise_if_aborted()
+def _before_step(optimizer: torch.optim.Optimizer, abort: AbortFlag) -> None:
+    _raise_if_aborted(abort)
     devices = _cuda_devices(optimizer)
     if not devices or torch.cuda.is_current_stream_capturing():
         return  # a captured step does not run now
     for device in devices:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(device))
-        poll_until(done.query)
+        poll_until(done.query, abort)
     # The flag is set before communicators are aborted, so work that an abort ended is noticed here.
-    _raise_if_aborted()
+    _raise_if_aborted(abort)
 
 
-def poll_until(done: Callable[[], bool]) -> None:
+def poll_until(done: Callable[[], bool], abort: AbortFlag) -> None:
     """Poll until `done`; an interrupt or an abort can end the wait.
 
     Raises:
@@ -265,14 +267,14 @@ def poll_until(done: Callable[[], bool]) -> None:
     """
     interval = _MIN_POLL_S
     while not done():
-        _raise_if_aborted()
+        _raise_if_aborted(abort)
         time.sleep(interval)
         interval = min(2 * interval, _MAX_POLL_S)
 
 
-def _raise_if_aborted() -> None:
-    # Not `abort.raise_if_aborted`: a step needs no group, so a model of this rank alone may train with broken groups.
-    if ABORT.is_set():
+def _raise_if_aborted(abort: AbortFlag) -> None:
+    # Not `raise_if_set`: a step needs no group, so a model of this rank alone may train with broken groups.
+    if abort.is_set():
         raise AbortedError("aborted before optimizer.step")
 
 

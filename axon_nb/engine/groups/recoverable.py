@@ -7,7 +7,6 @@ Gloo this is the only way: it has no abort, and a backend whose connections were
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,18 +19,17 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.torch_group import PythonProcessGroup
-from axon_nb.engine.collective_names import describe_awaited_call
-from axon_nb.engine.groups import activity
-from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError, raise_at_cut, raise_if_aborted, stop_requested
+from axon_nb.engine.collective_names import describe_awaited_call, group_operations
+from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError
+from axon_nb.engine.groups.activity import Call, payload_bytes, peer_of
 from axon_nb.engine.groups.gloo import (
     MonitoredBarrier,
     ReduceScatterWork,
-    abandon,
     close_connections,
-    connect,
     reduce_scatter_via_all_reduce,
 )
 from axon_nb.engine.groups.size_check import SizeTable, open_size_table
+from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import rendezvous
 from axon_nb.engine.groups.work import RecoverableWork, stage_on_host
 from axon_nb.engine.user_frame import user_frame
@@ -40,33 +38,26 @@ from axon_nb.records.spans import emit, ring, span_of
 if TYPE_CHECKING:
     from axon_nb.comm.shared_memory.group import SharedMemoryGroup
 
-__all__ = ["RecoverableGroup", "operations"]
+__all__ = ["RecoverableGroup"]
 
 _BACKEND = "axon_nb"
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _CPU = torch.device("cpu")
-_POINT_TO_POINT = frozenset({"recv", "recv_anysource", "send"})
-_SCATTERING = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
+_POINT_TO_POINT = {"recv", "recv_anysource", "send"}
+_SCATTERING = {"_reduce_scatter_base", "reduce_scatter_single"}
 # For these, Gloo returns a work whose wait accepts a timeout and can be repeated. The others lose their connection when
 # a wait times out (send, recv) or ignore the timeout (reduce_scatter).
 _SLICED = frozenset({
     "_allgather_base", "all_gather_single", "all_to_all_single", "allgather", "allreduce", "allreduce_coalesced",
     "alltoall_base", "barrier", "broadcast", "gather", "reduce", "scatter",
 })  # fmt: skip
-# Names differ between versions of torch (`_allgather_base` became `all_gather_single`), and newer ones have more. An
-# operation that is not listed is waited for in a helper thread, which works for any.
-_OPERATION = re.compile("_?(all|barrier|broadcast|gather|recv|reduce|scatter|send)")
-
-
-def operations() -> list[str]:
-    """Return the names of the operations of torch's `ProcessGroup` that are wrapped."""
-    return [name for name in dir(dist.ProcessGroup) if _OPERATION.match(name)]
 
 
 class RecoverableGroup(PythonProcessGroup):
     """A group whose connections can be closed from any thread and rebuilt; see the module.
 
     Args:
+        state: What the groups of this rank share.
         root: The store that all ranks can reach; each rebuild uses its own prefix.
         epoch: How often the groups have been rebuilt.
         rank: This process's rank in the group.
@@ -82,6 +73,7 @@ class RecoverableGroup(PythonProcessGroup):
 
     def __init__(
         self,
+        state: GroupsState,
         root: Store,
         *,
         epoch: int,
@@ -100,6 +92,9 @@ class RecoverableGroup(PythonProcessGroup):
         """Where this rank computes; `axon_nb.comm` makes tensors there."""
         self.emits_spans = True
         """Tells `axon_nb.comm` not to record calls on this group."""
+        self._state = state
+        self._calls = state.calls
+        self._abort = state.abort
         self._root = root
         self.timeout = timeout
         self._global_rank = global_rank
@@ -112,8 +107,8 @@ class RecoverableGroup(PythonProcessGroup):
         self._table: SizeTable | None = None
         self.sequence = 0
         """Number of collectives that this rank has started in the group since it was last rebuilt."""
-        if name != "0":  # all ranks arrive at the default group when they start
-            rendezvous(root, f"arrived{epoch}/{name}", rank=rank, size=size, timeout=timeout)
+        if name != "0" and not state.skips_rendezvous:  # all ranks arrive at the default group when they start
+            rendezvous(root, f"arrived{epoch}/{name}", rank=rank, size=size, timeout=timeout, abort=state.abort)
         self.rebuild(epoch)
 
     def rebuild(self, epoch: int) -> None:
@@ -139,7 +134,7 @@ class RecoverableGroup(PythonProcessGroup):
         if self.memory is not None:
             self.memory.shutdown()
         else:
-            abandon(self._inner)
+            self._state.gloo.abandon(self._inner)
 
     def _share_memory(self, store: Store) -> SharedMemoryGroup:
         # Imported here: ranks on Gloo do without these modules.
@@ -152,7 +147,7 @@ class RecoverableGroup(PythonProcessGroup):
             timeout=self.timeout,
             name=self._name,
             members=self._global_ranks,
-            give_up=raise_if_aborted,
+            give_up=self._abort.raise_if_set,
             line=caller_line,
             place=describe_awaited_call,
             runs_in_wait=True,
@@ -161,8 +156,12 @@ class RecoverableGroup(PythonProcessGroup):
 
     def _connect(self, store: Store, epoch: int) -> dist.ProcessGroup:
         # Before connecting: once the ranks are connected, each has cleared its entries.
-        self._table = open_size_table(self._root, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size)
-        backend = connect(store, self._own_rank, self._size, timeout=self.timeout, raise_if_cancelled=raise_if_aborted)
+        self._table = open_size_table(
+            self._root, self._state, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size
+        )
+        cancel = self._abort.raise_if_set
+        gloo = self._state.gloo
+        backend = gloo.connect(store, self._own_rank, self._size, timeout=self.timeout, raise_if_cancelled=cancel)
         inner = dist.ProcessGroup(store, self._own_rank, self._size)
         for device in self._device_types:
             inner._register_backend(device, _GLOO, backend)
@@ -193,10 +192,11 @@ class RecoverableGroup(PythonProcessGroup):
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start one operation on the inner group."""
-        raise_if_aborted(name)
+        calls, abort = self._calls, self._abort
+        abort.raise_if_set(name)
         point_to_point = name in _POINT_TO_POINT
-        peer = activity.peer_of(name, args) if point_to_point else -1
-        refusal = activity.refusal_reason(self, name, peer) if activity.is_exclusive() else ""
+        peer = peer_of(name, args) if point_to_point else -1
+        refusal = calls.refusal_reason(self, name, peer) if calls.exclusive is not None else ""
         finished = self._finished
         if point_to_point:
             sequence = 0
@@ -204,16 +204,15 @@ class RecoverableGroup(PythonProcessGroup):
             if self._table is not None:
                 self._table.check_point_to_point(name, args, self._members)
         else:
-            if stop_requested():
-                raise_at_cut(self.sequence + 1, activity.num_collectives() + 1, group=self._name, name=name)
+            if abort.stop_requested():
+                abort.raise_at_cut(self.sequence + 1, calls.num_collectives + 1, group=self._name, name=name)
             self.sequence = sequence = self.sequence + 1
             if self._table is not None:
                 self._table.check_collective(name, args, sequence, self._members)
-        call = activity.start_call(name, self._name, sequence, peer, activity.payload_bytes(args))
-        if ring.watched and (own := user_frame(sys._getframe())) is not None:
-            call.line = own.f_lineno
-        if refusal:
-            call.refusal = refusal
+        call = calls.start(name, self._name, sequence, peer, payload_bytes(args))
+        if ring.watched and (frame := user_frame(sys._getframe())) is not None:
+            call.line = frame.f_lineno
+        call.refusal = refusal
         try:
             if self.memory is not None and operation is not MonitoredBarrier:
                 work, sliced = getattr(self.memory, name)(*args, **kwargs), True
@@ -221,16 +220,18 @@ class RecoverableGroup(PythonProcessGroup):
                 work = operation(self._inner, *args, **kwargs)
                 sliced = name in _SLICED or type(work) is ReduceScatterWork
         except RuntimeError as error:
-            activity.finish_call(call)
+            calls.finish(call)
             if isinstance(error, GroupLeftError):
                 raise AbortedError(f"{name} lost a peer: {error}") from None
             if "gloo" in str(error).lower() and "closed" in str(error).lower():
                 raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
             raise
-        return RecoverableWork(work, call, sliced=sliced, keep_alive=args, on_finish=finished, timeout=self.timeout)
+        return RecoverableWork(
+            work, call, state=self._state, sliced=sliced, keep_alive=args, on_finish=finished, timeout=self.timeout
+        )
 
-    def _finished(self, call: activity.Call) -> None:
-        activity.finish_call(call)
+    def _finished(self, call: Call) -> None:
+        self._calls.finish(call)
         sequence, end = call.sequence, time.monotonic_ns()
         kind = "collective" if sequence else "p2p"
         rank, group = self._global_rank, self._name
@@ -295,5 +296,5 @@ def _wrapped(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in operations():
+for _name in group_operations():
     setattr(RecoverableGroup, _name, _wrapped(_name))

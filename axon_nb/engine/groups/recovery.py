@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,25 +13,18 @@ import torch.distributed as dist
 
 from axon_nb.comm.group import mark_rebuilt, rank_device, resolve
 from axon_nb.compat.deepspeed import clear_cached_groups
-from axon_nb.engine.groups import activity, nccl
-from axon_nb.engine.groups.abort import ABORT, disable_groups, stop_at
-from axon_nb.engine.groups.flight_recorder import native_waits
-from axon_nb.engine.groups.gloo import abandoned_count
-from axon_nb.engine.groups.install import all_groups, c10d, groups_state, named_group, rebuildable_groups
+from axon_nb.engine.groups import nccl
+from axon_nb.engine.groups.install import all_groups, c10d, named_group, rebuildable_groups
 from axon_nb.engine.groups.recoverable import RecoverableGroup
-from axon_nb.engine.groups.store import skip_rendezvous
-from axon_nb.engine.groups.work import fail_all_futures
+from axon_nb.engine.groups.state import current_groups
 from axon_nb.engine.groups.wrapper_reset import rebuild_reducers, reset_wrappers
 from axon_nb.records.protocol.recovery import GroupRecord, RebuildReport
-from axon_nb.records.waits import PendingCall
 
 __all__ = [
-    "GroupWaits",
     "abort",
     "common_groups",
     "disable_groups",
     "group_status",
-    "group_waits",
     "join_groups",
     "list_groups",
     "num_calls",
@@ -51,7 +43,8 @@ def abort(*, again: bool) -> None:
     Args:
         again: Whether the connections were closed by an earlier abort; this one only wakes waiting threads.
     """
-    ABORT.set()
+    state = current_groups()
+    state.abort.set()
     threads = []
     if not again:
         # Each group takes milliseconds; one after the other that would be half a second for a dozen.
@@ -62,8 +55,8 @@ def abort(*, again: bool) -> None:
             thread.start()
         except RuntimeError:  # the limit of threads is reached
             thread.run()
-    fail_all_futures()
-    if (native := nccl.groups()) is not None:
+    state.fail_all_futures()
+    if (native := state.native) is not None:
         native.abort(timeout_s=nccl.ABORT_TIMEOUT_S)
     end = time.monotonic() + _CLOSE_TIMEOUT_S
     for thread in threads:
@@ -71,81 +64,21 @@ def abort(*, again: bool) -> None:
             thread.join(max(0.0, end - time.monotonic()))
 
 
-@dataclass(frozen=True, slots=True)
-class GroupWaits:
-    """The communication calls in progress on this rank."""
-
-    pending: tuple[PendingCall, ...]
-    counts: Mapping[str, int]
-    """Collectives started, by group."""
-    collectives: int = 0
-    """Collectives that the cell started, over all groups."""
-    call: str = ""
-    """The call that the main thread is in, if its stack does not show it; else empty."""
-
-
-def group_waits() -> GroupWaits:
-    """Report the calls in progress on this rank, and how many collectives it started: by group, and in the cell."""
-    groups = {group.group_name: group for group in all_groups()}
-    pending = []
-    for call in activity.pending_calls():
-        group = groups.get(call.group)
-        if group is None:
-            continue
-        ranks = sorted(c10d._world.pg_group_ranks[group], key=c10d._world.pg_group_ranks[group].__getitem__)
-        pending.append(
-            {
-                "number": call.number,
-                "name": call.name,
-                "group": call.group,
-                "ranks": ranks,
-                "sequence": call.sequence,
-                "peer": ranks[call.peer] if 0 <= call.peer < len(ranks) else -1,
-                "bytes": call.bytes,
-                "seconds": (time.monotonic_ns() - call.started_ns) / 1e9,
-            }
-        )
-    native = nccl.groups()
-    created = {_creation(str(group.group_name)): 1 for group in rebuildable_groups()}
-    counts = {name: group.sequence for name, group in groups.items()} | created
-    if (creating := groups_state.creating) is not None:
-        name, members, since_ns = creating
-        counts[_creation(name)] = 1
-        call_fields = {
-            "number": since_ns,
-            "name": "new_group",
-            "group": _creation(name),
-            "ranks": members,
-            "sequence": 1,
-        }
-        seconds = (time.monotonic_ns() - since_ns) / 1e9
-        pending.insert(0, {**call_fields, "peer": -1, "bytes": 0, "seconds": seconds})
-    if native is not None:
-        return _to_waits(**native_waits(native, pending, counts))
-    return _to_waits(pending, counts, collectives=activity.num_collectives())
-
-
-def _to_waits(
-    pending: Sequence[Mapping[str, Any]], counts: Mapping[str, int], *, collectives: int = 0, call: str = ""
-) -> GroupWaits:
-    calls = tuple(PendingCall(**{**fields, "ranks": tuple(fields["ranks"])}) for fields in pending)
-    return GroupWaits(calls, counts, collectives, call)
-
-
-def _creation(name: str) -> str:
-    """Return the name under which the creation of a group counts as a collective of its ranks."""
-    return f"new_group {name}"
-
-
 def num_calls() -> int:
     """Return the number of communication calls that this rank has started; on NCCL from zero after each rebuild."""
-    native = nccl.groups()
-    return activity.num_calls() + (0 if native is None else native.num_collectives())
+    state = current_groups()
+    return state.calls.num_calls + (0 if state.native is None else state.native.num_collectives())
 
 
 def group_status() -> dict[str, Any]:
     """Report whether the groups are usable: the last rebuild's number, and whether it or an abort is in progress."""
-    return {"epoch": groups_state.epoch, "aborted": ABORT.is_set(), "rebuilding": groups_state.rebuilding}
+    state = current_groups()
+    return {"epoch": state.epoch, "aborted": state.abort.is_set(), "rebuilding": state.rebuilding}
+
+
+def disable_groups(reason: str) -> None:
+    """Refuse communication, because the groups cannot be rebuilt; cells still run."""
+    current_groups().abort.clear(broken=reason)
 
 
 def list_groups() -> list[GroupRecord]:
@@ -176,10 +109,10 @@ def recreate_groups(groups: Sequence[GroupRecord]) -> None:
         options["timeout"] = timedelta(seconds=group.timeout_s)
         if group.name.isdigit():
             c10d._world.group_count = int(group.name)
-            with skip_rendezvous():
+            with current_groups().without_rendezvous():
                 dist.new_group(list(group.ranks), **options)
             continue
-        with skip_rendezvous(), named_group(group.name):
+        with current_groups().without_rendezvous(), named_group(group.name):
             dist.new_group(list(group.ranks), use_local_synchronization=True, **options)
 
 
@@ -276,18 +209,19 @@ def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
         epoch: Number of this rebuild: the same on all ranks, and higher than any before.
         replaced: Whether a rank was replaced: its DDP objects are new, so the others need new reducers.
     """
-    disable_groups("")
-    stop_at(None)
-    activity.clear()
+    state = current_groups()
+    state.abort.clear()
+    state.abort.stop_at(None)
+    state.calls.clear()
     mark_rebuilt()
-    if not groups_state.installed:  # an untested torch: nothing can be rebuilt
+    if not state.installed:  # an untested torch: nothing can be rebuilt
         return RebuildReport(0, 0, 0, ())
-    groups_state.epoch, groups_state.rebuilding = epoch, True
-    native = nccl.groups()
+    state.epoch, state.rebuilding = epoch, True
+    native = state.native
     problem = nccl.device_problem(rank_device(resolve(None)), rank=dist.get_rank())
     # A rank without its device would fail in the first collective, and keep the others waiting there.
     if native is not None and any(native.exchange(epoch, problem).values()):
-        groups_state.rebuilding = False
+        state.rebuilding = False
         return RebuildReport(0, 0, 0, (), lost_device=problem)
     num_groups = _rebuild_groups(epoch)
     wrappers, not_reset = reset_wrappers()
@@ -295,5 +229,5 @@ def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
         rebuild_reducers()
         clear_cached_groups()
     sync_group_count(native.device if native is not None else "cpu")
-    groups_state.rebuilding = False
-    return RebuildReport(num_groups, wrappers, abandoned_count(), tuple(filter(None, [*not_reset, problem])))
+    state.rebuilding = False
+    return RebuildReport(num_groups, wrappers, len(state.gloo.abandoned), tuple(filter(None, [*not_reset, problem])))

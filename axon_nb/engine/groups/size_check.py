@@ -33,9 +33,10 @@ from axon_nb.engine.collective_arguments import (
     split_bytes,
 )
 from axon_nb.engine.collective_names import describe_call
+from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
 
-__all__ = ["SizeTable", "open_size_table", "start_cell"]
+__all__ = ["SizeTable", "open_size_table"]
 
 _RING = 8
 """Number of operations that a rank may be ahead and still be compared."""
@@ -44,8 +45,6 @@ _WORDS = 2
 """Words per entry: its number, and the encoded argument."""
 _REREAD_S = 0.001
 """Delay before a mismatch is read again: stores of other ranks may become visible in another order."""
-_cell = [0]
-"""Number of the cell that runs: the same on all its ranks, up to 2 ** 18."""
 _MAX_PEERS = 16
 """Largest group in which sends are compared: the table grows with the square of the group's size."""
 
@@ -58,18 +57,20 @@ class SizeTable:
 
     Args:
         folder: The cluster's private folder on this host.
+        state: What the groups of this rank share.
         name: The group's name.
         epoch: How often the groups have been rebuilt.
         rank: This process's rank in the group.
         size: Number of ranks in the group.
     """
 
-    def __init__(self, folder: Path, *, name: str, epoch: int, rank: int, size: int) -> None:
+    def __init__(self, folder: Path, state: GroupsState, *, name: str, epoch: int, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._compares_pairs = size <= _MAX_PEERS
         self._base = _RING * size * _WORDS
         words = self._base + (2 * size * size * _RING * _WORDS if self._compares_pairs else 0)
         self._counts: Counter[tuple[bool, int, int]] = Counter()
+        self._state = state
         self._cell = 0
         self._path = folder / f"sizes-{hashlib.sha1(f'{epoch}/{name}'.encode()).hexdigest()[:16]}"
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -196,9 +197,9 @@ class SizeTable:
             return
         peer, tag, size = int(args[1]), int(args[2]), sum(tensor.nbytes for tensor in args[0])
         sends = name == "send"
-        if self._cell != _cell[0]:
+        if self._cell != self._state.run:
             # Counted per cell: calls that an aborted cell left unpaired do not count in the next one.
-            self._cell = _cell[0]
+            self._cell = self._state.run
             self._counts.clear()
         self._counts[sends, peer, tag] = count = self._counts[sends, peer, tag] + 1
         # Messages of another cell or another tag do not match this one.
@@ -223,21 +224,14 @@ def _overflows(own: int, theirs: int, *, sends: bool) -> bool:
     return own > theirs if sends else theirs > own
 
 
-def start_cell(run: str) -> None:
-    """Note that another cell runs from now on.
-
-    Args:
-        run: Its identifier, in hexadecimal digits; the same on all ranks that run it. Empty: unknown.
-    """
-    _cell[0] = int(run[:8] or "0", 16) & 0x3FFFF
-
-
-def open_size_table(root: Store, *, name: str, epoch: int, rank: int, size: int) -> SizeTable | None:
+def open_size_table(
+    root: Store, state: GroupsState, *, name: str, epoch: int, rank: int, size: int
+) -> SizeTable | None:
     """Open the table of one group, beside the store's socket; None if that is impossible: sizes then go unchecked."""
     folder: Path | None = getattr(root, "folder", None)
     if folder is None:
         return None
     try:
-        return SizeTable(folder, name=name, epoch=epoch, rank=rank, size=size)
+        return SizeTable(folder, state, name=name, epoch=epoch, rank=rank, size=size)
     except (OSError, ValueError):
         return None

@@ -10,12 +10,11 @@ Gloo's own limit for connecting is a few seconds, too short for a slow rank. Her
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,29 +22,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from axon_nb.engine.groups.abort import raise_if_aborted
+from axon_nb.engine.groups.abort import AbortFlag
+from axon_nb.engine.helper_threads import is_abandoned
 from axon_nb.host.store import encode, receive
 from axon_nb.host.store_tcp import MessageSigner, authenticate
 
-__all__ = ["AgentStore", "allow_waits", "cancel_waits", "is_skipping", "rendezvous", "skip_rendezvous"]
+__all__ = ["AgentStore", "rendezvous"]
 
 _SLICE_MS = b"50"
 _SILENCE_MS = 300
 """The store replies in far less, and to a wait after a slice."""
 _CONNECT_TIMEOUT_S = 10.0
 _TCP = "tcp:"
-
-_cancelled_threads: set[int] = set()
-
-
-def cancel_waits(thread: int) -> None:
-    """End the wait of `thread`, whose result is not needed any more, so that it does not block others."""
-    _cancelled_threads.add(thread)
-
-
-def allow_waits() -> None:
-    """Allow this thread to wait again, whatever it did before."""
-    _cancelled_threads.discard(threading.get_ident())
 
 
 def _bytes(value: str | bytes | Sequence[int]) -> bytes:
@@ -59,16 +47,25 @@ class AgentStore(Store):
         address: Path of the Unix socket, or ``tcp:<ip>:<port>``.
         timeout: Timeout of waits.
         key: The store's key; only TCP needs it.
+        abort: Ends a wait for a store that does not respond; by default, nothing does.
 
     Raises:
         ConnectionError: nothing listens there, or the other end does not know the key.
     """
 
-    def __init__(self, address: str, timeout: timedelta = timedelta(minutes=5), *, key: bytes = b"") -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout: timedelta = timedelta(minutes=5),
+        *,
+        key: bytes = b"",
+        abort: AbortFlag | None = None,
+    ) -> None:
         super().__init__()
         self._address = address
         self._timeout = timeout
         self._key = key
+        self._abort = abort or AbortFlag()
         self._signer: MessageSigner | None = None
         self._clones: list[AgentStore] = []
         self._lock = threading.RLock()
@@ -127,7 +124,7 @@ class AgentStore(Store):
         readable = select.poll()
         readable.register(self._sock, select.POLLIN)
         while not readable.poll(_SILENCE_MS):
-            raise_if_aborted("the rendezvous store")
+            self._abort.raise_if_set("the rendezvous store")
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set one key."""
@@ -196,7 +193,7 @@ class AgentStore(Store):
 
         torch clones the store when it splits a group, and keeps only the C++ half of the clone.
         """
-        clone = AgentStore(self._address, self._timeout, key=self._key)
+        clone = AgentStore(self._address, self._timeout, key=self._key, abort=self._abort)
         self._clones.append(clone)
         return clone
 
@@ -209,7 +206,7 @@ class AgentStore(Store):
             values = self._call(b"wait", _SLICE_MS, *wanted)
             if values:
                 return values
-            if threading.get_ident() in _cancelled_threads:
+            if is_abandoned():  # it would block the store for the next rebuild until its timeout
                 raise DistStoreError(f"the wait for {list(keys)[:4]} was cancelled")
             if time.monotonic() > end:
                 raise DistStoreError(f"timed out after {timeout} in the rendezvous store, waiting for {list(keys)[:4]}")
@@ -217,25 +214,8 @@ class AgentStore(Store):
 
 _POLL_INTERVAL = timedelta(milliseconds=20)
 
-_skipping: list[bool] = []
 
-
-@contextlib.contextmanager
-def skip_rendezvous() -> Iterator[None]:
-    """Skip `rendezvous` within, on a replacement rank: the others already have its groups and only rebuild them."""
-    _skipping.append(True)
-    try:
-        yield
-    finally:
-        _skipping.pop()
-
-
-def is_skipping() -> bool:
-    """Whether new groups do not wait for their ranks; see `skip_rendezvous`."""
-    return bool(_skipping)
-
-
-def rendezvous(store: Store, prefix: str, *, rank: int, size: int, timeout: timedelta) -> None:
+def rendezvous(store: Store, prefix: str, *, rank: int, size: int, timeout: timedelta, abort: AbortFlag) -> None:
     """Announce this rank under `prefix`, and wait for the others.
 
     Args:
@@ -244,13 +224,12 @@ def rendezvous(store: Store, prefix: str, *, rank: int, size: int, timeout: time
         rank: This process's rank in the group.
         size: Number of ranks in the group.
         timeout: How long to wait.
+        abort: Ends the wait.
 
     Raises:
         AbortedError: the cell was aborted meanwhile.
         DistStoreError: a rank did not arrive.
     """
-    if _skipping:
-        return
     keys = [f"{prefix}/{other}" for other in range(size)]
     store.set(keys[rank], "1")
     end = time.monotonic() + timeout.total_seconds()
@@ -259,6 +238,6 @@ def rendezvous(store: Store, prefix: str, *, rank: int, size: int, timeout: time
             store.wait(keys, _POLL_INTERVAL)
             return
         except dist.DistStoreError:
-            raise_if_aborted("new_group")
+            abort.raise_if_set("new_group")
             if time.monotonic() > end:
                 raise

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,17 +16,16 @@ from torch._C._distributed_c10d import Work
 from axon_nb.comm.errors import CommError
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.shared_memory.work import SharedWork
-from axon_nb.engine.groups.abort import ABORT, AbortedError, run_in_helper
-from axon_nb.engine.groups.activity import Call, finish_call, note_left
+from axon_nb.engine.groups.abort import AbortedError
+from axon_nb.engine.groups.activity import Call
+from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import is_suppressed, ring
 
-__all__ = ["RecoverableWork", "fail_all_futures", "stage_on_host"]
+__all__ = ["RecoverableWork", "stage_on_host"]
 
 _SLICE = timedelta(milliseconds=50)
 _POLL_S = 0.05
-
-_with_future: weakref.WeakSet[RecoverableWork] = weakref.WeakSet()
 
 
 class RecoverableWork(Work):
@@ -36,6 +34,7 @@ class RecoverableWork(Work):
     Args:
         inner: The inner group's work.
         call: The operation.
+        state: What the groups of this rank share.
         sliced: Whether the inner wait may be cut into slices. A send or recv whose wait times out loses its
             connection, and reduce_scatter ignores the timeout: those are waited for in a helper thread.
         keep_alive: Objects that must live as long as the operation runs.
@@ -51,6 +50,7 @@ class RecoverableWork(Work):
         inner: Any,
         call: Call,
         *,
+        state: GroupsState,
         sliced: bool,
         keep_alive: Any,
         on_finish: Callable[[Call], None],
@@ -59,12 +59,13 @@ class RecoverableWork(Work):
         super().__init__()
         self._inner = inner
         self._call = call
+        self._state = state
         self._sliced = sliced
         self._keep_alive = keep_alive
         self._on_finish = on_finish
         self._timeout = timeout
         if type(inner) is SharedWork and inner.runs_without_wait:  # its handle may be dropped, or only polled
-            inner.when_done(functools.partial(finish_call, call))
+            inner.when_done(functools.partial(state.calls.finish, call))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation.
@@ -98,14 +99,14 @@ class RecoverableWork(Work):
     def _describe(self, error: Exception) -> Exception:
         """Return the error that a wait raises for one of the inner work, which may be the same."""
         if not isinstance(error, RuntimeError):  # a signal handler of the user raised it
-            note_left(self._call, error)
+            self._state.calls.note_left(self._call, error)
             return error
         name = self._call.name
         if isinstance(self._inner, SharedWork) and self._inner.is_completed():
-            finish_call(self._call)  # it failed; otherwise, only this wait did
+            self._state.calls.finish(self._call)  # it failed; otherwise, only this wait did
         if isinstance(error, AbortedError):
             return error
-        if ABORT.is_set():
+        if self._state.abort.is_set():
             return AbortedError(f"aborted while waiting in {name}")
         if isinstance(error, GroupLeftError):
             return AbortedError(f"lost a peer while waiting in {name}: {error}")
@@ -147,14 +148,14 @@ class RecoverableWork(Work):
                 failure.append(error)
             done.release()
 
-        run_in_helper(wait)
+        self._state.helpers.run(wait)
         while not done.acquire(timeout=_POLL_S):
             self._check(end)
         if failure:
             raise failure[0]
 
     def _check(self, end: float | None) -> None:
-        if ABORT.is_set():
+        if self._state.abort.is_set():
             raise AbortedError(f"aborted while waiting in {self._call.name}")
         if end is not None and time.monotonic() > end:
             raise RuntimeError(f"{self._call.name} timed out")
@@ -182,7 +183,7 @@ class RecoverableWork(Work):
                     raise
 
             self._future = self._base.then(unwrap)
-            _with_future.add(self)
+            self._state.works_with_future.add(self)
             inner.add_done_callback(lambda _: self._resolve(failed=False))
         return self._future
 
@@ -266,9 +267,3 @@ def stage_on_host(
         on_finish(call)
 
     return (hosts, *args[1:]), copy_back
-
-
-def fail_all_futures() -> None:
-    """Fail every future in use, from any thread."""
-    for work in list(_with_future):
-        work.fail()

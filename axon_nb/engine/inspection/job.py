@@ -16,7 +16,6 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from axon_nb.engine.groups import activity
 from axon_nb.engine.session import current
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.inspection import JobRequest
@@ -143,9 +142,10 @@ def job_report(state: RankState, request: JobRequest) -> JobReport:
 
 def _communication_share(now: int, span_position: int, since_ns: int) -> tuple[float | None, int]:
     spans, span_position, lost = ring.since(span_position, _MAX_SPANS)
-    known = current().config.backend != "nccl"  # NCCL groups record no spans
+    session = current()
+    known = session.config.backend != "nccl"  # NCCL groups record no spans
     if not known or not since_ns or now - since_ns < _MIN_WINDOW_NS or lost:
         return None, span_position
     intervals = [(span.start_ns, span.end_ns) for span in spans if span.kind in _COMMUNICATION]
-    intervals += [(call.started_ns, now) for call in activity.pending_calls()]
+    intervals += [(call.started_ns, now) for call in session.groups.calls.pending()]
     return covered_ns(intervals, since_ns, now) / (now - since_ns), span_position

@@ -15,8 +15,8 @@ import torch
 
 from axon_nb.engine.collective_names import PUBLIC_NAMES, find_implicit_collective, is_public_call
 from axon_nb.engine.frames import main_frame
-from axon_nb.engine.groups import activity
 from axon_nb.engine.groups.install import all_groups
+from axon_nb.engine.groups.state import current_groups
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.user_frame import inner_function, user_frame
 from axon_nb.records.protocol.inspection import TelemetryEvent
@@ -37,7 +37,7 @@ def awaited_peers() -> tuple[PeerCall, ...]:
     """Report what shared memory shows of the ranks that this rank waits for."""
     groups = {group.group_name: group for group in all_groups()}
     found = {}
-    for call in activity.pending_calls():
+    for call in current_groups().calls.pending():
         group = groups.get(call.group)
         if group is None or group.memory is None or not call.waiting_thread:
             continue
@@ -63,7 +63,7 @@ class Sampler:
         cell = session.cell
         frame = main_frame() if cell is not None else None
         line, call, call_id = self._locate(frame) if cell is not None else (None, "", 0)
-        wait = activity.current_wait(threading.main_thread().ident or 0) if cell is not None else None
+        wait = session.groups.calls.current_wait(threading.main_thread().ident or 0) if cell is not None else None
         if wait is not None and not call:
             # DTensor and functional collectives wait without a torch.distributed function on the stack.
             call = PUBLIC_NAMES.get(wait.name, wait.name)
@@ -94,7 +94,7 @@ class Sampler:
         Args:
             call: The call of the last sample.
         """
-        frame, wait = main_frame(), activity.current_wait(threading.main_thread().ident or 0)
+        frame, wait = main_frame(), self._session.groups.calls.current_wait(threading.main_thread().ident or 0)
         name = find_implicit_collective(frame, user_frame(frame))
         if not name and call.endswith(_IN_BACKWARD):
             name = "the backward pass of a DDP model"
@@ -109,7 +109,7 @@ class Sampler:
         """(cell line, communication call, identity of that call's frame)."""
         user = user_frame(frame)
         call, call_id = "", 0
-        pending = activity.pending_calls()
+        pending = self._session.groups.calls.pending()
         while frame is not None and frame is not user:
             code = frame.f_code
             if is_public_call(code):

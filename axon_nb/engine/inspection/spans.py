@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from axon_nb.engine.collective_names import PUBLIC_NAMES
-from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.inspection.last_call import UncopiedHook
 from axon_nb.engine.session import RankSession, current
+from axon_nb.engine.step_frames import step_depth
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.inspection import SpansReply
 from axon_nb.records.spans import Span, emit, is_suppressed, ring

@@ -6,9 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from axon_nb.engine.groups import activity, recovery, subgroup
-from axon_nb.engine.groups.size_check import start_cell
-from axon_nb.engine.kernel import post_mortem
+from axon_nb.engine.groups import recovery
+from axon_nb.engine.kernel import post_mortem, subgroup
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.measure import Measured, run_measured
@@ -67,7 +66,7 @@ class CellRunner:
             return reply
         if not facts.is_debugger:
             post_mortem.discard_error()
-        activity.reset_collectives()
+        session.groups.calls.begin_cell()
         session.steps.begin_cell()
         self._budget.begin(facts.output_limit)
         session.cell = cell if cell is not None else 0
@@ -81,7 +80,7 @@ class CellRunner:
             raise
         finally:
             restore_error(shell)
-            activity.clear_exclusive_ranks()
+            session.groups.calls.end_exclusive()
             self._interrupts.end_cell()
             session.steps.end_cell()
             end = time.monotonic_ns()
@@ -103,8 +102,8 @@ class CellRunner:
             cpu_seconds=measured.cpu_seconds if is_ok else None,
             repetitions=measured.repetitions if is_ok else None,
             profile=measured.profile if is_ok else None,
-            threads=() if is_ok else activity.calling_threads(),
-            left=activity.left_calls(),
+            threads=() if is_ok else session.groups.calls.calling_threads(),
+            left=session.groups.calls.left(),
         )
         reply[KEY] = encode(end_report)
         describe_exit(reply, shell)
@@ -120,13 +119,13 @@ class CellRunner:
 
     def _prepare(self, facts: CellFacts) -> dict[str, Any] | None:
         """Set up before the cell's own code runs; return an error reply if that fails."""
-        start_cell(facts.run)
+        self._session.groups.begin_run(facts.run)
         try:
             subgroup.bind(self._session, facts.ranks, wanted=facts.subgroup)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": [text]}
-        activity.set_exclusive_ranks(facts.ranks if facts.exclusive else None)
+        self._session.groups.calls.begin_exclusive(facts.ranks if facts.exclusive else None)
         return None
 
     def _keep_value(self, token: str, value: Any) -> None:

@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from axon_nb.engine.groups import nccl
-from axon_nb.engine.groups.abort import ABORT, stop_at
 from axon_nb.engine.groups.flight_recorder import overdue
-from axon_nb.engine.groups.recovery import abort, group_status, group_waits
+from axon_nb.engine.groups.recovery import abort, group_status
+from axon_nb.engine.inspection.group_waits import group_waits
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry, awaited_peers
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.hooks import ControlHandlers
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.stacks import cell_stack, user_threads
-from axon_nb.engine.session import current
+from axon_nb.engine.session import RankSession, current
 from axon_nb.errors import UsageError
 from axon_nb.host.children import signal_started
 from axon_nb.records.protocol.aborts import AbortReply, AbortRequest, StopRequest
@@ -106,9 +105,10 @@ def _with_cost(handler: Callable[[RequestT], ReplyT]) -> Callable[[RequestT], Re
 
 
 def control_handlers(
-    sampler: Sampler, interrupts: InterruptHandler, telemetry: Telemetry, log: CellLog
+    session: RankSession, sampler: Sampler, interrupts: InterruptHandler, telemetry: Telemetry, log: CellLog
 ) -> ControlHandlers:
     """Handlers for the control channel, by request class."""
+    groups = session.groups
 
     def status(request: StatusRequest) -> RankState:
         return sampler.sample()
@@ -118,7 +118,7 @@ def control_handlers(
 
     def abort_cell(request: AbortRequest) -> AbortReply:
         # Set the flag first: code that the interrupt wakes must not wait again.
-        ABORT.set()
+        groups.abort.set()
         pending = interrupts.pending
         interrupted = interrupts.interrupt(request.run)
         if interrupted and request.by_user and not request.again:
@@ -127,26 +127,26 @@ def control_handlers(
         return AbortReply(interrupted, pending, sampler.sample().line if pending else None)
 
     def report_waits(request: WaitsRequest) -> WaitsReply:
-        state, groups = sampler.sample(), group_waits()
+        state, in_progress = sampler.sample(), group_waits()
         via, waited = sampler.via(state.call) if state.call else ("", 0)
         waits = RankWaits(
             rank=state.rank,
             running=state.cell is not None,
             line=state.line,
-            call=groups.call or state.call,
-            pending=groups.pending,
-            counts=groups.counts,
+            call=in_progress.call or state.call,
+            pending=in_progress.pending,
+            counts=in_progress.counts,
             via=via,
             waited=waited,
             threads=tuple(user_threads()),
             within=sampler.within() if state.line else "",
         )
-        native = nccl.groups()
+        native = groups.native
         late = overdue(native) if native is not None and waits.running else ""
-        return WaitsReply(waits, groups.collectives, awaited_peers(), late)
+        return WaitsReply(waits, in_progress.collectives, awaited_peers(), late)
 
     def stacks(request: StacksRequest) -> StacksReply:
-        return StacksReply(sampler.sample(), tuple(cell_stack(current(), interrupts)))
+        return StacksReply(sampler.sample(), tuple(cell_stack(session, interrupts)))
 
     def report_spans(request: SpansRequest) -> SpansReply:
         from axon_nb.engine.inspection.spans import span_reader
@@ -154,7 +154,7 @@ def control_handlers(
         return span_reader().read(since=request.since, watch_s=request.watch)
 
     def stop(request: StopRequest) -> None:
-        stop_at(request.at, group=request.group)
+        groups.abort.stop_at(request.at, group=request.group)
 
     def report_cells(request: CellsRequest) -> CellsReply:
         cells = log.report(run=request.run, since=request.since, after_ns=request.after_ns)

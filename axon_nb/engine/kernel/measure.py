@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.engine.groups import subgroup
+from axon_nb.engine.kernel import subgroup
 from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.cells import CellFacts, Profile, ProfiledOperation
 

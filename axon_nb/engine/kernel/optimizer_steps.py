@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from axon_nb.engine.groups import recovery
-from axon_nb.engine.groups.abort import step_depth
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import unreplicated_parameters, unreplicated_reason
+from axon_nb.engine.step_frames import step_depth
 from axon_nb.records.protocol.recovery import OptimizerReport, RecoveryReport
 
 __all__ = ["OptimizerSteps", "recover"]

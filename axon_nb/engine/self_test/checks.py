@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from axon_nb.engine.groups import activity, recovery
-from axon_nb.engine.groups.abort import AbortedError, raise_if_aborted
-from axon_nb.engine.groups.gloo import connect
+from axon_nb.engine.groups import recovery
+from axon_nb.engine.groups.abort import AbortedError
+from axon_nb.engine.groups.gloo import GlooTransport
 from axon_nb.engine.groups.install import all_groups, init_default_group
 from axon_nb.engine.groups.native import swap_backend
+from axon_nb.engine.groups.state import current_groups
 from axon_nb.engine.self_test.process import CheckProcess
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.recovery import GroupRecord
@@ -78,7 +79,8 @@ def aborted_when_waiting() -> Iterator[None]:
     def abort() -> None:
         with contextlib.suppress(TimeoutError):
             CheckProcess.wait_until(
-                lambda: finished.is_set() or any(call.waiting_thread for call in activity.pending_calls()), "no wait"
+                lambda: finished.is_set() or any(call.waiting_thread for call in current_groups().calls.pending()),
+                "no wait",
             )
             if not finished.is_set():
                 recovery.abort(again=False)
@@ -194,7 +196,8 @@ def backend_swap(process: CheckProcess) -> None:
     dist.init_process_group("gloo", store=PrefixStore("default/", store), rank=process.rank, world_size=2)
     _expect_sum()
     timeout = timedelta(seconds=_TIMEOUT_S)
-    fresh = connect(PrefixStore("fresh/", store), process.rank, 2, timeout=timeout, raise_if_cancelled=raise_if_aborted)
+    gloo, fresh_store = GlooTransport(), PrefixStore("fresh/", store)
+    fresh = gloo.connect(fresh_store, process.rank, 2, timeout=timeout, raise_if_cancelled=lambda: None)
     group: Any = dist.group.WORLD
     swap_backend(group, fresh, _CPU)
     if group._get_backend(_CPU) is not fresh:

@@ -37,13 +37,13 @@ def _raise_if_missing(*groups: str, **objects: Any) -> None:
 
 def optimizer_steps(_: CheckProcess) -> None:
     """Find an optimizer's step on the stack."""
-    from axon_nb.engine.groups import abort
+    from axon_nb.engine import step_frames
 
     depths: list[int] = []
 
     class RecordingSGD(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            depths.append(abort.step_depth(sys._getframe()))
+            depths.append(step_frames.step_depth(sys._getframe()))
             return super().step(closure)
 
     model = nn.Linear(2, 2)

@@ -27,9 +27,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.engine.groups import gloo, recovery
-from axon_nb.engine.groups.abort import raise_if_aborted
 from axon_nb.engine.groups.install import all_groups, init_default_group
 from axon_nb.engine.groups.native import BackendKind, NativeGroups
+from axon_nb.engine.groups.state import current_groups
 from axon_nb.engine.groups.wrapper_reset import reset_wrappers
 from axon_nb.records.protocol.recovery import GroupRecord
 
@@ -51,12 +51,14 @@ LIMIT = timedelta(seconds=60)
 
 
 def _connect(store: Store, group: dist.ProcessGroup, ranks: list[int], limit: timedelta, device: torch.device) -> Any:
-    return gloo.connect(store, group.rank(), group.size(), timeout=limit, raise_if_cancelled=raise_if_aborted)
+    state = current_groups()
+    cancel = state.abort.raise_if_set
+    return state.gloo.connect(store, group.rank(), group.size(), timeout=limit, raise_if_cancelled=cancel)
 
 
 def _abort(backend: Any) -> None:
     gloo.close_connections(backend)
-    gloo.abandon(backend)
+    current_groups().gloo.abandon(backend)
 
 
 def _owns(backend: Any) -> bool:
@@ -75,7 +77,7 @@ GLOO = BackendKind(
 
 def groups_on(store: Store) -> NativeGroups:
     """The Gloo groups of this process, as those of a kind with an abort."""
-    return NativeGroups(GLOO, store, device=CPU, timeout=LIMIT)
+    return NativeGroups(GLOO, store, device=CPU, timeout=LIMIT, abort=current_groups().abort)
 
 
 def rebuild_all(groups: NativeGroups, epoch: int) -> None:

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from axon_nb.engine.groups.gloo import connect
+from axon_nb.engine.groups.gloo import GlooTransport
 
 LATE_S = 4.0
 
 
 def test_a_rank_that_begins_seconds_later_is_waited_for() -> None:
-    store, made = HashStore(), dict[int, Any]()
+    store, gloo, made = HashStore(), GlooTransport(), dict[int, Any]()
 
     def join(rank: int) -> None:
-        made[rank] = connect(store, rank, 2, timeout=timedelta(seconds=60), raise_if_cancelled=lambda: None)
+        made[rank] = gloo.connect(store, rank, 2, timeout=timedelta(seconds=60), raise_if_cancelled=lambda: None)
 
     first = threading.Thread(target=join, args=(0,))
     first.start()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.engine.groups import flight_recorder
+from axon_nb.engine.groups.abort import AbortFlag
 from axon_nb.engine.groups.flight_recorder import native_waits, overdue, synchronizes_in
 from axon_nb.engine.groups.nccl import poll_until
 from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
@@ -87,7 +88,7 @@ def _waits_in_the_fence(rank: int, store: Any) -> dict[str, Any]:
 
         watcher = threading.Thread(target=look)
         watcher.start()
-        poll_until(lambda: not watcher.is_alive())
+        poll_until(lambda: not watcher.is_alive(), AbortFlag())
     else:
         seen.append(native_waits(groups, [], {}, recorder="fr"))
     store.set(f"seen{rank}", "1")

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from axon_nb.engine.groups import native, nccl, recovery
-from axon_nb.engine.groups.abort import ABORT, AbortedError, BrokenGroupError, connect_in_helper, raise_if_aborted
+from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError
 from axon_nb.engine.groups.native import BackendKind, NativeGroups, wait_for_peers
+from axon_nb.engine.groups.state import current_groups
+from axon_nb.engine.helper_threads import connect_in_helper
 from axon_nb.records.hooks import missing_hooks
 from tests.engine.groups.native_ranks import (
     CPU,
@@ -139,11 +141,17 @@ def _recovers(rank: int, store: Any) -> Any:
         for _ in range(3):  # groups of its own, which the other rank does not know of
             dist.distributed_c10d._world.group_count += 1
     recovery.abort(again=False)
-    refused = ABORT.is_set()
+    refused = current_groups().abort.is_set()
     answer = recovery.recover(3)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
-    return refused, ABORT.is_set(), answer.groups, tensor.item(), dist.distributed_c10d._world.group_count
+    return (
+        refused,
+        current_groups().abort.is_set(),
+        answer.groups,
+        tensor.item(),
+        dist.distributed_c10d._world.group_count,
+    )
 
 
 def test_abort_and_recover_as_a_rank_is_asked_to(tmp_path: Path) -> None:
@@ -158,7 +166,7 @@ def alone(tmp_path: Path) -> Any:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=LIMIT)
     yield store
-    ABORT.clear()
+    current_groups().abort.clear()
     dist.destroy_process_group()
 
 
@@ -177,7 +185,7 @@ def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> N
         abort=stuck,
         connect_timeout_s=0.1,
     )
-    groups = NativeGroups(kind, alone, device=CPU, timeout=LIMIT)
+    groups = NativeGroups(kind, alone, device=CPU, timeout=LIMIT, abort=current_groups().abort)
     dist.new_group([0])
     assert sorted(groups.abort(timeout_s=0.1)) == sorted(group.group_name for group in groups.all())
     assert until(lambda: len(asked) == 2)
@@ -191,23 +199,22 @@ def test_a_group_takes_249_backends_and_then_says_what_to_do(alone: Any) -> None
     assert missing_hooks("groups.swap") == []
     group = dist.group.WORLD
     backend = group._get_backend(CPU)
-    for left in range(native.MAX_SWAPS, 0, -1):
-        assert native.remaining_swaps(group) == left
-        native.swap_backend(group, backend, CPU)
+    for earlier in range(native.MAX_SWAPS):
+        native.swap_backend(group, backend, CPU, earlier=earlier)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     with pytest.raises(BrokenGroupError, match=r"rebuilt 249 times.*%distributed restart"):
-        native.swap_backend(group, backend, CPU)
+        native.swap_backend(group, backend, CPU, earlier=native.MAX_SWAPS)
 
 
 def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:
-    threading.Timer(0.2, ABORT.set).start()
+    threading.Timer(0.2, current_groups().abort.set).start()
     with pytest.raises(AbortedError):
-        wait_for_peers(alone, 0, 2, raise_if_cancelled=raise_if_aborted, timeout_s=60)
-    ABORT.clear()
+        wait_for_peers(alone, 0, 2, raise_if_cancelled=current_groups().abort.raise_if_set, timeout_s=60)
+    current_groups().abort.clear()
 
     go_on, disposed = threading.Event(), threading.Event()
-    threading.Timer(0.2, ABORT.set).start()
+    threading.Timer(0.2, current_groups().abort.set).start()
 
     def build() -> str:
         go_on.wait()
@@ -215,7 +222,10 @@ def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:
 
     with pytest.raises(AbortedError):
         connect_in_helper(
-            build, raise_if_cancelled=raise_if_aborted, timeout_s=60, dispose=lambda backend: disposed.set()
+            build,
+            raise_if_cancelled=current_groups().abort.raise_if_set,
+            timeout_s=60,
+            dispose=lambda backend: disposed.set(),
         )
     go_on.set()
     assert disposed.wait(60)  # what comes too late is not kept

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from axon_nb.engine.groups import nccl, recovery
-from axon_nb.engine.groups.abort import ABORT
 from axon_nb.engine.groups.install import c10d, named_group
 from axon_nb.engine.groups.recoverable import RecoverableGroup
+from axon_nb.engine.groups.state import current_groups
 from axon_nb.engine.transfer.namespace_pickle import NamespacePickler
 from tests.engine.groups.native_ranks import CPU, GLOO, join_native, run_on_ranks, wait_for_threads
 
@@ -62,7 +62,7 @@ def _lives(rank: int, store: Any) -> dict[str, Any]:
         pass
     wait_for_threads()
     recovery.abort(again=False)
-    found["aborted"] = ABORT.is_set()
+    found["aborted"] = current_groups().abort.is_set()
     found["rebuilt"] = recovery.recover(3).groups
     before = recovery.num_calls()
     _sum()

@@ -14,8 +14,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axon_nb.engine.groups import gloo
-from axon_nb.engine.groups.gloo import ReduceScatterWork, abandon
+from axon_nb.engine.groups.gloo import ReduceScatterWork
 from axon_nb.engine.groups.recoverable import RecoverableGroup
+from axon_nb.engine.groups.state import GroupsState
 
 SIZE = 3
 LIMIT = timedelta(seconds=60)
@@ -29,11 +30,13 @@ def groups() -> list[RecoverableGroup]:
     store = HashStore()
 
     def make(rank: int) -> None:
-        made[rank] = RecoverableGroup(store, epoch=0, rank=rank, size=SIZE, timeout=LIMIT, name="0", global_rank=rank)
+        made[rank] = RecoverableGroup(
+            GroupsState(), store, epoch=0, rank=rank, size=SIZE, timeout=LIMIT, name="0", global_rank=rank
+        )
 
     as_ranks(make)
     for group in made.values():
-        abandon(group._inner)  # a Gloo group that ends while others still look at it may hang
+        group._state.gloo.abandon(group._inner)  # a Gloo group that ends while others still look at it may hang
     return [made[rank] for rank in range(SIZE)]
 
 

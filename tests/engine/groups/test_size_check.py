@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from axon_nb.engine.groups.size_check import SizeTable, start_cell
+from axon_nb.engine.groups.size_check import SizeTable
+from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
 
 COUNT = 20_000
@@ -21,10 +22,12 @@ import mmap, os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed.distributed_c10d as c10d
-from axon_nb.engine.groups.size_check import SizeTable, start_cell
+from axon_nb.engine.groups.size_check import SizeTable
+from axon_nb.engine.groups.state import GroupsState
 folder, rank, kind, count = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-table = SizeTable(folder, name="0", epoch=1, rank=rank, size=2)
-start_cell("1")
+state = GroupsState()
+state.begin_run("1")
+table = SizeTable(folder, state, name="0", epoch=1, rank=rank, size=2)
 with (folder / "done").open("r+b") as file:
     done = memoryview(mmap.mmap(file.fileno(), 24)).cast("q")
 print("here", flush=True)
@@ -99,7 +102,8 @@ class Interleaved:
 @pytest.mark.parametrize("ahead", [1, 8, 9])
 def test_between_any_two_accesses_of_one_rank_the_other_may_come(tmp_path: Path, kind: str, ahead: int) -> None:
     tensors = [torch.empty(size) for size in range(1, 40)]
-    start_cell("3")
+    state = GroupsState()
+    state.begin_run("3")
 
     def call(table: SizeTable, rank: int, number: int) -> None:
         brought = [tensors[number % len(tensors)]]
@@ -113,7 +117,7 @@ def test_between_any_two_accesses_of_one_rank_the_other_may_come(tmp_path: Path,
         while interrupted_at <= accesses:
             folder = tmp_path / f"{writer}-{interrupted_at}"
             folder.mkdir()
-            tables = [SizeTable(folder, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
+            tables = [SizeTable(folder, state, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
             for number in range(1, 4):
                 call(tables[writer], writer, number)
 
@@ -132,8 +136,9 @@ def test_between_any_two_accesses_of_one_rank_the_other_may_come(tmp_path: Path,
 
 
 def test_who_comes_later_is_told_of_the_difference(tmp_path: Path) -> None:
-    tables = [SizeTable(tmp_path, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
-    start_cell("2")
+    state = GroupsState()
+    tables = [SizeTable(tmp_path, state, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
+    state.begin_run("2")
     small, large = torch.empty(2), torch.empty(3)
     tables[0].check_collective("allreduce", ([small],), 1, lambda: [4, 5])
     with pytest.raises(UsageError, match="rank 5 passed 3 float32, rank 4 passed 2 float32"):
@@ -144,7 +149,8 @@ def test_who_comes_later_is_told_of_the_difference(tmp_path: Path) -> None:
 
 
 def test_different_operations_and_reductions_are_refused(tmp_path: Path) -> None:
-    tables = [SizeTable(tmp_path, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
+    state = GroupsState()
+    tables = [SizeTable(tmp_path, state, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
     sum_, max_ = c10d.AllreduceOptions(), c10d.AllreduceOptions()
     max_.reduceOp = c10d.ReduceOp.MAX
     tensor = torch.empty(2)
@@ -157,7 +163,8 @@ def test_different_operations_and_reductions_are_refused(tmp_path: Path) -> None
 
 
 def test_splits_are_compared_for_each_pair_of_ranks(tmp_path: Path) -> None:
-    tables = [SizeTable(tmp_path, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
+    state = GroupsState()
+    tables = [SizeTable(tmp_path, state, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
     three, four = torch.empty(3), torch.empty(4)
     tables[0].check_collective("alltoall_base", (four, four, [1, 3], [1, 3], None), 1, lambda: [4, 5])
     tables[1].check_collective("alltoall_base", (four, four, [3, 1], [3, 1], None), 1, lambda: [4, 5])

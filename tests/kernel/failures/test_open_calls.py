@@ -9,7 +9,7 @@ from tests.support.kernel import Kernel
 SETUP = """%%distributed
 import time
 from datetime import timedelta
-from axon_nb.engine.groups import activity
+from axon_nb.engine.groups.state import current_groups
 
 def until(condition):
     end = time.monotonic() + 60
@@ -78,7 +78,7 @@ if rank == 0:
 def test_no_call_stays_open(kernel: Kernel, what: str) -> None:
     kernel.ok(SETUP)
     code = "".join(f"    {line}\n" for line in CALLS[what].strip().splitlines())
-    kernel.ok(f"%%distributed\nif rank < 2:\n{code}    until(lambda: not activity.pending_calls())\n")
-    reply = kernel.ok("%%distributed\nprint([call.name for call in activity.pending_calls()])")
+    kernel.ok(f"%%distributed\nif rank < 2:\n{code}    until(lambda: not current_groups().calls.pending())\n")
+    reply = kernel.ok("%%distributed\nprint([call.name for call in current_groups().calls.pending()])")
     assert reply.lines() == ["[ranks 0-3] []"]
     kernel.ok("%%distributed\ndel own, brief\ndist.barrier()")

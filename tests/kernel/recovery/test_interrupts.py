@@ -253,8 +253,8 @@ def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> int:
 
 def test_a_recovery_leaves_two_threads_a_group_and_nothing_else(trained: Kernel) -> None:
     look = (
-        "%%distributed --out held\nimport os, threading\nfrom axon_nb.engine.groups.gloo import abandoned_count\n"
-        "count = abandoned_count()\n"
+        "%%distributed --out held\nimport os, threading\nfrom axon_nb.engine.groups.state import current_groups\n"
+        "count = len(current_groups().gloo.abandoned)\n"
         "(len(os.listdir('/proc/self/task')), count, threading.active_count(), len(os.listdir('/proc/self/fd')))"
     )
     trained.run("%%distributed\nif rank == 1: 1 / 0\nstep()")

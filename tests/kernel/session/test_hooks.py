@@ -18,9 +18,9 @@ def test_the_notebooks_kernel_has_the_hooks(kernel: Kernel) -> None:
 def test_ipykernel_and_torch_have_what_ranks_need(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed --ranks 0\n"
-        "from axon_nb.records.hooks import missing_hooks\nfrom axon_nb.engine.groups import recoverable\n"
+        "from axon_nb.records.hooks import missing_hooks\nfrom axon_nb.engine import collective_names\n"
         "print(missing_hooks('kernel.cells', kernel=get_ipython().kernel), missing_hooks('groups.install'))\n"
-        "print(type(dist.group.WORLD).__name__, 'allreduce' in recoverable.operations(), dist.get_backend())"
+        "print(type(dist.group.WORLD).__name__, 'allreduce' in collective_names.group_operations(), dist.get_backend())"
     )
     assert reply.lines() == ["[rank 0] [] []", "[rank 0] RecoverableGroup True gloo"]
 

@@ -14,10 +14,11 @@ from axon_nb.engine import session as rank_session
 from axon_nb.engine.inspection.last_call import recorded_inputs
 from axon_nb.engine.inspection.memory_plan import planner_inputs
 from axon_nb.engine.inspection.model_facts import model_key
-from axon_nb.engine.session import JoinConfig, RankSession
+from axon_nb.engine.session import RankSession
 from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.records.memory import WhatIfState
 from axon_nb.records.protocol.contents import PlanReply
+from axon_nb.records.protocol.joining import JoinConfig
 
 LIMIT_S = 150.0
 

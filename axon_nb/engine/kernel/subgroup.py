@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +13,6 @@ from axon_nb.engine.session import RankSession
 __all__ = ["NAME", "bind", "get"]
 
 NAME = "subgroup"
-
-_num_created: Counter[str] = Counter()
-"""How many groups this rank has created per set: the name of a destroyed one is not reused."""
 
 
 def bind(session: RankSession, ranks: Sequence[int], *, wanted: bool) -> None:
@@ -66,8 +62,8 @@ def _find(ranks: Sequence[int]) -> Any:
 
 def _create(session: RankSession, ranks: Sequence[int]) -> Any:
     prefix = _prefix(ranks)
-    _num_created[prefix] += 1
-    name = f"{prefix}{_num_created[prefix]}"
+    session.num_subgroups[prefix] += 1
+    name = f"{prefix}{session.num_subgroups[prefix]}"
     with named_group(name):
         # Only its members create it, as the other ranks do not run the cell.
         return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"{NAME} of a cell")

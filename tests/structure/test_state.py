@@ -1,0 +1,254 @@
+"""Run-time state has an owner: no module of the package or the magics keeps any at its top level.
+
+State is what functions change: a list, dict or set that one of them mutates, a name that one declares `global`, a lock,
+counter, queue or weak collection, an instance of one of our classes that are not frozen.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("axon_nb", "magics")
+
+ALLOWED = {
+    "axon_nb.comm.collectives.fast_path:_fast_paths": "cache: the operations of each type of group",
+    "axon_nb.compat.horovod.world:_states": "slot: Horovod's state of a default group, which torch keeps",
+    "axon_nb.engine.groups.state:_current": "slot: the state of the groups that torch creates",
+    "axon_nb.engine.session:_session": "slot: the session of this rank",
+    "axon_nb.records.protocol.wire:_coders": "cache: the coder of each record type",
+}
+"""What may stay: caches of pure functions, and the slots that hold a session."""
+
+NOT_YET: dict[str, set[str]] = {
+    "axon_nb.cluster.cells.kernel_interrupts": {"_active", "_installed", "_previous", "_transitioning"},
+    "axon_nb.cluster.history": {"_auto_options", "_entries", "_facts", "_sent"},
+    "axon_nb.cluster.inspection.completion": {"_clients"},
+    "axon_nb.cluster.inspection.span_feed": {"_feeds"},
+    "axon_nb.cluster.launch.prewarm": {"_lock", "_pending"},
+    "axon_nb.cluster.recovery.recovery": {"_last"},
+    "axon_nb.cluster.rpc.requests": {"_apply_lock"},
+    "axon_nb.cluster.session.current": {"_clusters", "_current", "_lock", "_state"},
+    "axon_nb.cluster.settings": {"settings"},
+    "axon_nb.comm.group": {"_counter", "_known", "_last"},
+    "axon_nb.comm.mock.backend": {"_counter"},
+    "axon_nb.comm.mock_world": {"_active"},
+    "axon_nb.comm.nccl.group": {"_counter"},
+    "axon_nb.comm.shared_memory.group": {"_is_user_code", "_registered"},
+    "axon_nb.comm.shared_memory.segment.futex": {"_barrier", "_has_waitv", "_slices"},
+    "axon_nb.comm.shared_memory.segment.progress": {"_closing_pids", "_open"},
+    "axon_nb.comm.shared_memory.work": {"_done"},
+    "axon_nb.compat.import_hooks": {"_finder"},
+    "axon_nb.engine.bootstrap": {"_copied_folders"},
+    "axon_nb.engine.frames": {"_pause_lock"},
+    "axon_nb.engine.inspection.gradients": {"_cache", "_jobs"},
+    "axon_nb.engine.inspection.job": {"_closed", "_hooked", "_seen", "training_steps"},
+    "axon_nb.engine.inspection.last_call": {"_cell_of_hook", "_pending", "_recorded"},
+    "axon_nb.engine.inspection.memory": {"_imported", "_live_tensors", "_lock", "_threads"},
+    "axon_nb.engine.inspection.memory_plan": {"_cached_skeleton"},
+    "axon_nb.engine.kernel.post_mortem": {"_debugger", "_saved"},
+    "axon_nb.engine.kernel.shell": {"_pager_streams"},
+    "axon_nb.engine.kernel.tracebacks": {"_location", "_stood_in"},
+    "axon_nb.engine.live_objects": {"_tracked"},
+    "axon_nb.engine.output.forked_children": {"_DEFAULTS", "_engine_handlers", "_thread"},
+    "axon_nb.engine.output.nested_errors": {"_errors", "_in_callback"},
+    "axon_nb.engine.output.streams": {"_streams"},
+    "axon_nb.plan.footprint.memory": {"_cache"},
+    "axon_nb.plan.footprint.storage_log": {"_role_cache"},
+    "axon_nb.plan.process.fork_map": {"_is_nested", "_ran_here"},
+    "axon_nb.records.spans": {"_thread", "ring"},
+    "axon_nb.records.telemetry": {"_source"},
+    "axon_nb.records.training.metrics": {"metrics"},
+    "axon_nb.records.training.progress": {"_drawn", "_ended", "_lock", "_open"},
+    "axon_nb.widgets.open": {"_panels"},
+    "magics.cell_head": {"auto_mode"},
+    "magics.completion": {"_timers"},
+    "magics.data": {"_fetched"},
+    "magics.kernel_requests": {"_installed"},
+}
+"""What has no owner yet, by module; a name goes when its state moves into a session."""
+
+_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+_COLLECTIONS = {
+    "Counter", "OrderedDict", "bytearray", "defaultdict", "deque", "dict", "list", "set",
+}  # fmt: skip
+_ALWAYS_STATE = {
+    "BoundedSemaphore", "Condition", "Event", "Lock", "Queue", "RLock", "Semaphore", "SimpleQueue",
+    "WeakKeyDictionary", "WeakSet", "WeakValueDictionary", "count", "local",
+}  # fmt: skip
+_MUTATORS = {
+    "add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "insert", "move_to_end", "pop",
+    "popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update",
+}  # fmt: skip
+
+
+def _modules() -> dict[str, ast.Module]:
+    modules = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            modules[name] = ast.parse(path.read_text())
+    return modules
+
+
+def _called(node: ast.expr) -> str:
+    """Return the last name of the function that an expression calls; empty for other expressions."""
+    function = node.func if isinstance(node, ast.Call) else None
+    function = function.value if isinstance(function, ast.Subscript) else function  # set[int]()
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run on import, also those in a block."""
+    for statement in body:
+        yield statement
+        for block in ("body", "orelse", "finalbody"):
+            if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from _statements(getattr(statement, block, []))
+
+
+def _bindings(module: ast.Module) -> dict[str, ast.expr]:
+    """Return the values that the module's own statements give to names."""
+    bindings = {}
+    for statement in _statements(module.body):
+        if isinstance(statement, ast.Assign):
+            targets: list[ast.expr] = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        else:
+            continue
+        for target in targets:
+            if isinstance(target, ast.Name) and statement.value is not None:
+                bindings[target.id] = statement.value
+    return bindings
+
+
+def _is_frozen(node: ast.ClassDef) -> bool:
+    """Whether instances cannot change: a frozen dataclass, an enumeration, a named tuple, or nothing but methods."""
+    options = [keyword for item in node.decorator_list if isinstance(item, ast.Call) for keyword in item.keywords]
+    if any(option.arg == "frozen" for option in options):
+        return True
+    bases = {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
+    return bool(bases & {"Enum", "IntEnum", "StrEnum", "NamedTuple"})
+
+
+def _changed_names(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield what functions mutate, as (name, attribute): of a bare name the attribute is empty."""
+
+    def target(node: ast.expr) -> tuple[str, str] | None:
+        if isinstance(node, ast.Name):
+            return node.id, ""
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            return node.value.id, node.attr
+        return None
+
+    for function in ast.walk(module):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        for node in ast.walk(function):
+            changed: list[ast.expr] = []
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+                changed = [node.value]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
+                changed = [node.func.value]
+            elif isinstance(node, ast.AugAssign):
+                changed = [node.target]
+            yield from (place for item in changed if (place := target(item)) is not None)
+
+
+def _imports(module: ast.Module) -> dict[str, str]:
+    """Return the full names behind the names that a module imports."""
+    imports = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imports.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return imports
+
+
+def find_state(modules: dict[str, ast.Module]) -> set[str]:
+    """Return the module-level state, as ``module:name``."""
+    bindings = {name: _bindings(module) for name, module in modules.items()}
+    thawed = {
+        f"{name}.{node.name}"
+        for name, module in modules.items()
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and not _is_frozen(node)
+    }
+    state, changed = set(), set()
+    for name, module in modules.items():
+        imports = _imports(module)
+        for node in ast.walk(module):
+            if isinstance(node, ast.Global):
+                state |= {f"{name}:{item}" for item in node.names}
+        for item, attribute in _changed_names(module):
+            full = imports.get(item, "")
+            if attribute and full in modules:
+                changed.add(f"{full}:{attribute}")
+            elif not attribute:
+                changed.add(f"{full.rpartition('.')[0]}:{item}" if full else f"{name}:{item}")
+        for item, value in bindings[name].items():
+            called = _called(value)
+            if called in _ALWAYS_STATE or imports.get(called, f"{name}.{called}") in thawed:
+                state.add(f"{name}:{item}")
+    for name, values in bindings.items():
+        for item, value in values.items():
+            mutable = isinstance(value, _DISPLAYS) or _called(value) in _COLLECTIONS
+            if mutable and f"{name}:{item}" in changed:
+                state.add(f"{name}:{item}")
+    return {place for place in state if not place.endswith(":__all__")}
+
+
+def test_no_module_keeps_state() -> None:
+    state = find_state(_modules())
+    listed = {f"{module}:{name}" for module, names in NOT_YET.items() for name in names}
+    assert state - listed - set(ALLOWED) == set(), "give it an owner: a session, or an object that one holds"
+    assert (listed | set(ALLOWED)) - state == set(), "it has an owner now: remove it from the list"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "state = []\ndef f(): state.append(1)",
+        "state: dict[int, int] = {}\ndef f(): state[1] = 2",
+        "state = [0]\ndef f(): state[:] = [1]",
+        "state = deque(maxlen=2)\ndef f(): state.popleft()",
+        "state = 0\ndef f():\n    global state\n    state = 1",
+        "state = threading.Lock()",
+        "state = weakref.WeakKeyDictionary()",
+        "if True:\n    state = itertools.count()",
+        "class Log:\n    def add(self): self.calls += 1\nstate = Log()",
+    ],
+)
+def test_state_is_found(source: str) -> None:
+    assert find_state({"package.module": ast.parse(source)}) == {"package.module:state"}
+
+
+def test_state_that_another_module_changes_is_found() -> None:
+    owner, by_name, by_module = (
+        ast.parse(source)
+        for source in (
+            "one = []\ntwo = set()",
+            "from package.owner import one\ndef f(): one.clear()",
+            "from package import owner\ndef f(): owner.two.add(1)",
+        )
+    )
+    modules = {"package.owner": owner, "package.name": by_name, "package.module": by_module}
+    assert find_state(modules) == {"package.owner:one", "package.owner:two"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "TABLE = {1: 2}\ndef f(): return TABLE[1]",
+        "NAMES = ['a']\ndef f():\n    names = []\n    names.append(1)",
+        "@dataclass(frozen=True)\nclass Kind:\n    name: str\nKIND = Kind('a')",
+    ],
+)
+def test_constants_are_no_state(source: str) -> None:
+    assert find_state({"package.module": ast.parse(source)}) == set()
