@@ -28,9 +28,8 @@ from axon_nb.engine.frameworks import install_dist_hooks, install_frameworks
 from axon_nb.engine.groups import init_default_group, nccl, recovery, wrapper_reset
 from axon_nb.engine.groups.gloo import LOOPBACK
 from axon_nb.engine.groups.store import AgentStore
-from axon_nb.engine.inspection import gradients
-from axon_nb.engine.inspection.job import count_training_steps
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
+from axon_nb.engine.inspection.views import Views
 from axon_nb.engine.kernel import hooks, post_mortem
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.cells import CellRunner
@@ -212,9 +211,11 @@ def _install(session: RankSession) -> None:
     steps.install()
     session.steps = steps
     install_frameworks(session)
-    count_training_steps()
+    sampler = Sampler(session)
+    views = Views(session, sampler)
+    views.job.count_steps()
     set_cell_source(lambda: session.cell)
-    deferring = (gradients.defers_interrupt, steps.defers_interrupt)
+    deferring = (views.gradients.defers_interrupt, steps.defers_interrupt)
     interrupts = InterruptHandler(kernel, lambda frame: any(defers(frame) for defers in deferring))
     interrupts.install()
     hooks.install(kernel, interrupts.track_task)
@@ -227,9 +228,8 @@ def _install(session: RankSession) -> None:
     install_exits(kernel.shell)
     install_pager(kernel.shell)
     install_shell_commands(kernel.shell, interrupts)
-    sampler = Sampler(session)
     telemetry = Telemetry(session, sampler)
-    hooks.add_control_handlers(kernel, control_handlers(session, sampler, interrupts, telemetry, log))
+    hooks.add_control_handlers(kernel, control_handlers(session, views, interrupts, telemetry, log))
     hooks.add_control_handlers(kernel, CompletionService(kernel.shell).handlers())
     hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.report_failure})
     session.runner = runner

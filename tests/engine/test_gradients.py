@@ -9,10 +9,10 @@ TRAIN = """
 import threading, time, types
 import torch
 from torch import nn
-from axon_nb.engine.inspection import gradients; from axon_nb.engine import session
+from axon_nb.engine.inspection.gradients import GradientReader
 
 state = types.SimpleNamespace(cell=0)
-gradients.current = lambda: state
+gradients = GradientReader(state)
 torch.set_num_threads(1)
 model = nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(64, 64), nn.ReLU())])
 parameters, seen, over = list(model.parameters()), set(), threading.Event()
@@ -24,7 +24,7 @@ def count(found):
 
 def look():
     while not over.wait(0.0005):
-        seen.add(gradients.read_gradients("all", parameters, count, default=-1))
+        seen.add(gradients.read("all", parameters, count, default=-1))
         looks[0] += 1
 
 def wait_for_a_look():
@@ -33,7 +33,7 @@ def wait_for_a_look():
         time.sleep(0.001)
 
 gradients._jobs.append(lambda: None)  # which the main thread never comes to
-first = threading.Thread(target=lambda: seen.add(gradients.read_gradients("all", parameters, count, default=-1)))
+first = threading.Thread(target=lambda: seen.add(gradients.read("all", parameters, count, default=-1)))
 first.start()
 first.join()
 assert seen == {-1}
@@ -65,10 +65,10 @@ def test_looking_during_a_backward_is_safe() -> None:
 
 INTERRUPTED = """
 import os, signal, threading, types
-from axon_nb.engine.inspection import gradients
+from axon_nb.engine.inspection.gradients import GradientReader
 
 state = types.SimpleNamespace(cell=0)
-gradients.current = lambda: state
+gradients = GradientReader(state)
 main, landed, heard = threading.main_thread(), [], 0
 
 def on_interrupt(number, frame):
@@ -86,7 +86,7 @@ signal.signal(signal.SIGINT, on_interrupt)
 def ask(number):
     while len(begun) <= number:
         pass
-    gradients.read_gradients(number, [], make, default=None)
+    gradients.read(number, [], make, default=None)
 
 begun = []
 for number in range(30):

@@ -15,8 +15,9 @@ from collections import deque
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
-from axon_nb.engine.session import current
+from axon_nb.engine.session import RankSession
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.inspection import JobRequest
 from axon_nb.records.spans import covered_ns, ring
@@ -25,32 +26,50 @@ from axon_nb.records.training.job import JobReport, MetricRow, RateMeter
 from axon_nb.records.training.metrics import metrics
 from axon_nb.records.training.progress import Bar, bars
 
-__all__ = ["count_training_steps", "job_report", "tqdm_bars", "training_steps"]
+__all__ = ["TqdmBars", "TrainingJob"]
 
 _MAX_CLOSED = 16
-_closed: deque[tuple[int, Bar]] = deque(maxlen=_MAX_CLOSED)
-_hooked: list[type] = []
+_MAX_ROWS = 2000
+_MAX_SPANS = 16384
+_MIN_WINDOW_NS = 50_000_000
+_COMMUNICATION = ("collective", "p2p")
 
 
-def _tqdm_class() -> Any:
-    return getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+class TqdmBars:
+    """Reads the bars of plain tqdm, from the first request on."""
 
+    def __init__(self) -> None:
+        self._closed: deque[tuple[int, Bar]] = deque(maxlen=_MAX_CLOSED)
+        self._hooked: type | None = None
 
-def tqdm_bars() -> list[Bar]:
-    """The open tqdm bars, and those closed during this cell since the first call."""
-    tqdm_class = _tqdm_class()
-    if tqdm_class is None or missing_hooks("job.tqdm_bars"):
-        return []
-    if tqdm_class not in _hooked:
-        _install_close_hook(tqdm_class)
-    cell = running_cell()
-    closed = list(_closed)
-    last = cell or (closed[-1][0] if closed else 0)
-    found = {(bar.depth, bar.desc): bar for number, bar in closed if number == last}
-    for bar in sorted(_open_bars(tqdm_class), key=lambda bar: getattr(bar, "start_t", 0.0)):
-        state = _bar_state(bar, is_over=False)
-        found[state.depth, state.desc] = state
-    return [found[key] for key in sorted(found)]
+    def read(self) -> list[Bar]:
+        """Return the open bars, and those closed during this cell since the first call."""
+        tqdm_class: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+        if tqdm_class is None or missing_hooks("job.tqdm_bars"):
+            return []
+        if tqdm_class is not self._hooked:
+            self._hooked = tqdm_class
+            self._install_close_hook(tqdm_class)
+        cell = running_cell()
+        closed = list(self._closed)
+        last = cell or (closed[-1][0] if closed else 0)
+        bars = {(bar.depth, bar.desc): bar for number, bar in closed if number == last}
+        for bar in sorted(_open_bars(tqdm_class), key=lambda bar: getattr(bar, "start_t", 0.0)):
+            state = _bar_state(bar, is_over=False)
+            bars[state.depth, state.desc] = state
+        return [bars[key] for key in sorted(bars)]
+
+    def _install_close_hook(self, tqdm_class: Any) -> None:
+        """Record the final state of bars when they are closed."""
+        close, closed = tqdm_class.close, self._closed
+
+        def close_and_record(self: Any) -> Any:
+            if not self.disable and hasattr(self, "start_t"):
+                closed.append((running_cell(), _bar_state(self, is_over=True)))
+            return close(self)
+
+        close_and_record.__doc__ = close.__doc__
+        tqdm_class.close = close_and_record
 
 
 def _open_bars(tqdm_class: Any) -> list[Any]:
@@ -69,83 +88,69 @@ def _bar_state(bar: Any, *, is_over: bool) -> Bar:
     return Bar((bar.desc or "").rstrip(": "), depth, int(bar.n), total, seconds, is_over, str(bar.unit))
 
 
-def _install_close_hook(tqdm_class: Any) -> None:
-    """Record the final state of bars when they are closed."""
-    _hooked.append(tqdm_class)
-    close = tqdm_class.close
-
-    def close_and_record(self: Any) -> Any:
-        if not self.disable and hasattr(self, "start_t"):
-            _closed.append((running_cell(), _bar_state(self, is_over=True)))
-        return close(self)
-
-    close_and_record.__doc__ = close.__doc__
-    tqdm_class.close = close_and_record
-
-
-training_steps = RateMeter()
-"""Rate of training steps, counted from the steps of all optimizers."""
-_seen: set[int] = set()
-
-
-def count_training_steps() -> None:
-    """Start counting training steps."""
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: Any, *_: Any) -> None:
-    # A training step steps each optimizer once: ZeroRedundancyOptimizer steps another within its own step.
-    if not _seen or id(optimizer) in _seen:
-        _seen.clear()
-        training_steps.mark(time.monotonic_ns())
-    _seen.add(id(optimizer))
-
-
-_MAX_ROWS = 2000
-_MAX_SPANS = 16384
-_MIN_WINDOW_NS = 50_000_000
-_COMMUNICATION = ("collective", "p2p")
-
-
-def job_report(state: RankState, request: JobRequest) -> JobReport:
-    """Report the job's progress.
+class TrainingJob:
+    """The training progress of a rank.
 
     Args:
-        state: A current sample.
-        request: Where to continue reading. If it refers to another process (the rank was replaced), reading restarts at
-            the beginning.
+        session: This rank.
     """
-    if request.pid != os.getpid():
-        request = JobRequest()
-    rows, position, lost = metrics.read(request.position, _MAX_ROWS)
-    meter = metrics.pace if metrics.pace.steps else training_steps
-    running = state.cell is not None
-    rates = meter.rates(state.time_ns, running=running)
-    logged = rates if meter is metrics.pace else metrics.pace.rates(state.time_ns, running=running)
-    share, span_position = _communication_share(state.time_ns, request.span_position, request.since_ns)
-    return JobReport(
-        rank=state.rank,
-        pid=os.getpid(),
-        state=state,
-        rows=tuple(MetricRow(row.step, row.run, row.is_first, row.values) for row in rows),
-        position=position,
-        lost=lost,
-        is_last=len(rows) < _MAX_ROWS,
-        steps=meter.steps,
-        steps_per_s=rates.steps_per_s,
-        items_per_s=logged.items_per_s,
-        span_position=span_position,
-        communication=share,
-        bars=(*bars(), *tqdm_bars()),
-    )
 
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+        self.steps = RateMeter()
+        """Rate of training steps, counted from the steps of all optimizers."""
+        self._stepped: set[int] = set()
+        """Optimizers that have stepped in the current training step, by `id`."""
+        self._tqdm_bars = TqdmBars()
 
-def _communication_share(now: int, span_position: int, since_ns: int) -> tuple[float | None, int]:
-    spans, span_position, lost = ring.since(span_position, _MAX_SPANS)
-    session = current()
-    known = session.config.backend != "nccl"  # NCCL groups record no spans
-    if not known or not since_ns or now - since_ns < _MIN_WINDOW_NS or lost:
-        return None, span_position
-    intervals = [(span.start_ns, span.end_ns) for span in spans if span.kind in _COMMUNICATION]
-    intervals += [(call.started_ns, now) for call in session.groups.calls.pending()]
-    return covered_ns(intervals, since_ns, now) / (now - since_ns), span_position
+    def count_steps(self) -> RemovableHandle:
+        """Count training steps until the handle is removed."""
+        return register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        # A training step steps each optimizer once: ZeroRedundancyOptimizer steps another within its own step.
+        if not self._stepped or id(optimizer) in self._stepped:
+            self._stepped.clear()
+            self.steps.mark(time.monotonic_ns())
+        self._stepped.add(id(optimizer))
+
+    def report(self, state: RankState, request: JobRequest) -> JobReport:
+        """Report the job's progress.
+
+        Args:
+            state: A current sample.
+            request: Where to continue reading. If it refers to another process (the rank was replaced), reading
+                restarts at the beginning.
+        """
+        if request.pid != os.getpid():
+            request = JobRequest()
+        rows, position, lost = metrics.read(request.position, _MAX_ROWS)
+        meter = metrics.pace if metrics.pace.steps else self.steps
+        running = state.cell is not None
+        rates = meter.rates(state.time_ns, running=running)
+        logged = rates if meter is metrics.pace else metrics.pace.rates(state.time_ns, running=running)
+        share, span_position = self._communication_share(state.time_ns, request.span_position, request.since_ns)
+        return JobReport(
+            rank=state.rank,
+            pid=os.getpid(),
+            state=state,
+            rows=tuple(MetricRow(row.step, row.run, row.is_first, row.values) for row in rows),
+            position=position,
+            lost=lost,
+            is_last=len(rows) < _MAX_ROWS,
+            steps=meter.steps,
+            steps_per_s=rates.steps_per_s,
+            items_per_s=logged.items_per_s,
+            span_position=span_position,
+            communication=share,
+            bars=(*bars(), *self._tqdm_bars.read()),
+        )
+
+    def _communication_share(self, now: int, span_position: int, since_ns: int) -> tuple[float | None, int]:
+        spans, span_position, lost = ring.since(span_position, _MAX_SPANS)
+        known = self._session.config.backend != "nccl"  # NCCL groups record no spans
+        if not known or not since_ns or now - since_ns < _MIN_WINDOW_NS or lost:
+            return None, span_position
+        intervals = [(span.start_ns, span.end_ns) for span in spans if span.kind in _COMMUNICATION]
+        intervals += [(call.started_ns, now) for call in self._session.groups.calls.pending()]
+        return covered_ns(intervals, since_ns, now) / (now - since_ns), span_position

@@ -14,13 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from axon_nb.engine.session import current
+from axon_nb.engine.session import RankSession
 
-__all__ = ["UncopiedHook", "record_next_call", "recorded_inputs"]
+__all__ = ["CallRecorder", "UncopiedHook"]
 
-_recorded: weakref.WeakKeyDictionary[nn.Module, list[Any] | None] = weakref.WeakKeyDictionary()
-_cell_of_hook: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
-"""The cell in which a model's hook was last installed."""
 _NEVER = -1
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -40,43 +37,59 @@ def _noop(*_: Any) -> None:
     pass
 
 
-class _InputRecorder(UncopiedHook):
+class CallRecorder:
+    """Records how the models of a rank are called.
+
+    Args:
+        session: This rank.
+    """
+
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+        self._inputs: weakref.WeakKeyDictionary[nn.Module, list[Any] | None] = weakref.WeakKeyDictionary()
+        self._cells: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+        """The cell in which a model's hook was last installed."""
+        self._pending: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models whose hook has not fired yet."""
+
+    def record_next(self, module: nn.Module) -> None:
+        """Record the inputs of the model's next call; installs at most one hook per cell."""
+        cell = self._session.cell
+        if module in self._pending or self._cells.get(module, _NEVER) == cell:
+            return
+        self._cells[module] = cell
+        self._pending.add(module)
+        hook = _InputHook(self)
+        hook.handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the inputs of a call."""
+        self._pending.discard(module)
+        try:
+            self._inputs[module] = _describe(module, args, kwargs)
+        except Exception:  # recording must never break the user's call
+            self._inputs[module] = None
+
+    def inputs_of(self, module: nn.Module) -> list[Any] | None:
+        """Return the arguments of the last recorded call: ``{"shape": […], "dtype": …}`` for a tensor, else the value.
+
+        None if no call was recorded, or if it cannot be repeated with positional arguments and without data.
+        """
+        return self._inputs.get(module)
+
+
+class _InputHook(UncopiedHook):
     """Records the inputs of one call, then removes itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: CallRecorder) -> None:
+        self._recorder = recorder
         self.handle: Any = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
         self.handle.remove()
-        _pending.pop(module, None)
-        try:
-            _recorded[module] = _describe(module, args, kwargs)
-        except Exception:  # recording must never break the user's call
-            _recorded[module] = None
-
-
-_pending: weakref.WeakKeyDictionary[nn.Module, _InputRecorder] = weakref.WeakKeyDictionary()
-"""Hooks that have not fired yet."""
-
-
-def record_next_call(module: nn.Module) -> None:
-    """Record the inputs of the model's next call; installs at most one hook per cell."""
-    cell = current().cell
-    if module in _pending or _cell_of_hook.get(module, _NEVER) == cell:
-        return
-    _cell_of_hook[module] = cell
-    _pending[module] = recorder = _InputRecorder()
-    recorder.handle = module.register_forward_pre_hook(recorder, with_kwargs=True)
-
-
-def recorded_inputs(module: nn.Module) -> list[Any] | None:
-    """Arguments of the last recorded call: ``{"shape": […], "dtype": …}`` for a tensor, or a plain value.
-
-    None if no call was recorded, or if it cannot be repeated with positional arguments and without data.
-    """
-    return _recorded.get(module)
+        self._recorder.note(module, args, kwargs)
 
 
 def _describe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:

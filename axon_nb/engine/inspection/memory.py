@@ -1,8 +1,6 @@
 """Measures what this rank's memory holds: tensor storages by role, the allocator's numbers, and an estimate by formula.
 
 The capacity of a rank is that of its GPU or its host, unless a cgroup allows less.
-
-Modules that take seconds to import are imported in the background, because requests must be answered at once.
 """
 
 from __future__ import annotations
@@ -11,23 +9,24 @@ import importlib
 import resource
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from axon_nb.engine.inspection.gradients import read_gradients
+from axon_nb.engine.inspection.gradients import GradientReader
+from axon_nb.engine.inspection.last_call import CallRecorder
 from axon_nb.engine.inspection.sampler import resident_bytes
 from axon_nb.engine.live_objects import LiveTensors, storages_of
 from axon_nb.engine.namespace import resolve_variable, user_variables
-from axon_nb.engine.session import RankSession, current
+from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 from axon_nb.host.resources.cgroups import free_memory
 from axon_nb.records.memory import MemoryUse
 from axon_nb.records.protocol.contents import MemoryReply
 
-__all__ = ["capacity", "import_in_background", "memory_report", "modules_and_optimizers"]
+__all__ = ["BackgroundImports", "MemoryReader", "capacity", "modules_and_optimizers"]
 
 
 def capacity(device: torch.device, resident: int) -> tuple[int | None, int | None]:
@@ -46,77 +45,133 @@ def capacity(device: torch.device, resident: int) -> tuple[int | None, int | Non
     return (None, None) if room is None else (resident + room, resident)
 
 
-_lock = threading.Lock()
-_threads: dict[str, threading.Thread] = {}
-_imported: dict[str, Any] = {}
+class BackgroundImports:
+    """Imports modules that take seconds in threads, because requests must be answered at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: dict[str, threading.Thread] = {}
+        self._results: dict[str, Any] = {}
+
+    def get(self, name: str) -> Any:
+        """Return the module of this name; None until it is imported.
+
+        Raises:
+            ImportError: the import failed.
+        """
+        with self._lock:
+            if name not in self._threads:
+                thread = threading.Thread(target=self._import, args=(name,), name=f"axon_nb-import-{name}", daemon=True)
+                self._threads[name] = thread
+                thread.start()
+        result = self._results.get(name)
+        if isinstance(result, Exception):
+            with self._lock:  # the next request tries again
+                del self._threads[name], self._results[name]
+            raise ImportError(f"{name} cannot be imported: {result}") from result
+        return result
+
+    def _import(self, name: str) -> None:
+        try:
+            self._results[name] = importlib.import_module(name)
+        except Exception as error:
+            self._results[name] = error
 
 
-def import_in_background(name: str) -> Any:
-    """The module of this name, imported in a background thread; None until it is ready.
-
-    Raises:
-        ImportError: the import failed.
-    """
-    with _lock:
-        if name not in _threads:
-            _threads[name] = threading.Thread(target=_import, args=(name,), name=f"axon_nb-import-{name}", daemon=True)
-            _threads[name].start()
-    found = _imported.get(name)
-    if isinstance(found, Exception):
-        with _lock:  # the next request tries again
-            del _threads[name], _imported[name]
-        raise ImportError(f"{name} cannot be imported: {found}") from found
-    return found
-
-
-def _import(name: str) -> None:
-    try:
-        _imported[name] = importlib.import_module(name)
-    except Exception as error:
-        _imported[name] = error
-
-
-_live_tensors = LiveTensors()
-
-
-def memory_report(names: Iterable[str]) -> MemoryReply:
-    """Report current memory use.
+class MemoryReader:
+    """Reports the memory of a rank.
 
     Args:
-        names: Modules and optimizers; empty for all variables.
-
-    Raises:
-        UsageError: a variable does not exist, or is neither a module nor an optimizer.
+        session: This rank.
+        gradients: Reads its gradients.
+        calls: How its models were called.
+        imports: Imports what takes seconds.
     """
-    session = current()
-    names = list(names)
-    modules, optimizers = modules_and_optimizers(names, session)
-    measured = _measure(modules, optimizers, session)
-    estimated, note, estimator, facts = None, "", None, None
-    if names:  # no formula for all variables together: which of them belong together is unknown
-        estimator = import_in_background("axon_nb.engine.inspection.memory_estimate")
-        facts = import_in_background("axon_nb.engine.inspection.model_facts")
-    if estimator is not None:
-        estimated, note = estimator.estimate(modules, optimizers, session)
-    return MemoryReply(
-        measured=measured,
-        estimated=estimated,
-        notes=(note,) if note else (),
-        is_pending=bool(names) and None in (estimator, facts),
-        model=_model_key(facts, modules),
-    )
+
+    def __init__(
+        self, session: RankSession, gradients: GradientReader, calls: CallRecorder, imports: BackgroundImports
+    ) -> None:
+        self._session = session
+        self._gradients = gradients
+        self._calls = calls
+        self._imports = imports
+        self._live_tensors = LiveTensors()
+
+    def report(self, names: Sequence[str]) -> MemoryReply:
+        """Report current memory use.
+
+        Args:
+            names: Modules and optimizers; empty for all variables.
+
+        Raises:
+            UsageError: a variable does not exist, or is neither a module nor an optimizer.
+        """
+        session = self._session
+        modules, optimizers = modules_and_optimizers(names, session)
+        measured = self._measure(modules, optimizers)
+        estimated, note, estimator, facts = None, "", None, None
+        if names:  # no formula for all variables together: which of them belong together is unknown
+            estimator = self._imports.get("axon_nb.engine.inspection.memory_estimate")
+            facts = self._imports.get("axon_nb.engine.inspection.model_facts")
+        if estimator is not None:
+            estimated, note = estimator.estimate(modules, optimizers, session)
+        return MemoryReply(
+            measured=measured,
+            estimated=estimated,
+            notes=(note,) if note else (),
+            is_pending=bool(names) and None in (estimator, facts),
+            model=self._model_key(facts, modules),
+        )
+
+    def _model_key(self, facts: Any, modules: list[torch.nn.Module]) -> str:
+        if facts is None or len(modules) != 1:
+            return ""
+        try:
+            return str(facts.model_key(modules[0], self._calls))
+        except Exception:  # an unusual model is measured anyway
+            return ""
+
+    def _measure(self, modules: list[torch.nn.Module], optimizers: list[Optimizer]) -> MemoryUse:
+        session = self._session
+        device_type = session.device.type
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        empty: dict[int, int] = {}
+        key = ("memory", *map(id, modules))
+        gradients = self._gradients.read(key, parameters, lambda found: storages_of(found, device_type), default=empty)
+        roles = {
+            "parameters": storages_of(parameters, device_type),
+            "gradients": gradients,
+            "optimizer": storages_of(_state_tensors(optimizers), device_type),
+            "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], device_type),
+            # While no cell runs, a scan delays nothing.
+            "other": self._live_tensors.storages(device_type, now=session.cell is None),
+        }
+        sizes, seen = {}, set[int]()
+        for role, found in roles.items():  # a storage counts for its first role
+            sizes[role] = sum(size for place, size in found.items() if place not in seen)
+            seen |= found.keys()
+        resident = resident_bytes()
+        resident_peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        total, occupied = capacity(session.device, resident)
+        peak, source = None, "storages"
+        if device_type == "cuda" and torch.cuda.is_initialized():
+            source, peak = "allocator", int(torch.cuda.max_memory_allocated(session.device))
+            # Only C++ knows what autograd saves for backward.
+            sizes["activations"] = max(0, torch.cuda.memory_allocated(session.device) - sum(sizes.values()))
+        return MemoryUse(
+            rank=session.config.rank,
+            time_ns=time.monotonic_ns(),
+            source=source,
+            by_role=sizes,
+            peak=peak,
+            resident=resident,
+            capacity=total,
+            resident_peak=resident_peak,
+            occupied=occupied,
+        )
 
 
-def _model_key(facts: Any, modules: list[torch.nn.Module]) -> str:
-    if facts is None or len(modules) != 1:
-        return ""
-    try:
-        return str(facts.model_key(modules[0]))
-    except Exception:  # an unusual model is measured anyway
-        return ""
-
-
-def modules_and_optimizers(names: list[str], session: RankSession) -> tuple[list[torch.nn.Module], list[Optimizer]]:
+def modules_and_optimizers(names: Sequence[str], session: RankSession) -> tuple[list[torch.nn.Module], list[Optimizer]]:
     """Resolve names to modules and optimizers; without names, return all variables of these types.
 
     If only modules are named, the optimizers that step their parameters are added.
@@ -144,45 +199,6 @@ def _optimizers_of(modules: list[torch.nn.Module], session: RankSession) -> list
     everything = user_variables(session.kernel.shell).values()
     found = {id(value): value for value in everything if isinstance(value, Optimizer)}
     return [item for item in found.values() if parameter_ids & {id(p) for g in item.param_groups for p in g["params"]}]
-
-
-def _measure(modules: list[torch.nn.Module], optimizers: list[Optimizer], session: RankSession) -> MemoryUse:
-    device_type = session.device.type
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    empty: dict[int, int] = {}
-    key = ("memory", *map(id, modules))
-    gradients = read_gradients(key, parameters, lambda found: storages_of(found, device_type), default=empty)
-    roles = {
-        "parameters": storages_of(parameters, device_type),
-        "gradients": gradients,
-        "optimizer": storages_of(_state_tensors(optimizers), device_type),
-        "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], device_type),
-        # While no cell runs, a scan delays nothing.
-        "other": _live_tensors.storages(device_type, now=session.cell is None),
-    }
-    sizes, seen = {}, set[int]()
-    for role, found in roles.items():  # a storage counts for its first role
-        sizes[role] = sum(size for place, size in found.items() if place not in seen)
-        seen |= found.keys()
-    resident = resident_bytes()
-    resident_peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    total, occupied = capacity(session.device, resident)
-    peak, source = None, "storages"
-    if device_type == "cuda" and torch.cuda.is_initialized():
-        source, peak = "allocator", int(torch.cuda.max_memory_allocated(session.device))
-        # Only C++ knows what autograd saves for backward.
-        sizes["activations"] = max(0, torch.cuda.memory_allocated(session.device) - sum(sizes.values()))
-    return MemoryUse(
-        rank=session.config.rank,
-        time_ns=time.monotonic_ns(),
-        source=source,
-        by_role=sizes,
-        peak=peak,
-        resident=resident,
-        capacity=total,
-        resident_peak=resident_peak,
-        occupied=occupied,
-    )
 
 
 def _state_tensors(optimizers: list[Optimizer]) -> list[torch.Tensor]:

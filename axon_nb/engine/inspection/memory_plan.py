@@ -10,6 +10,7 @@ import torch
 
 import axon_nb.plan.footprint.question  # noqa: F401 -- takes a second: not in the answering thread
 from axon_nb import plan
+from axon_nb.engine.inspection.last_call import CallRecorder
 from axon_nb.engine.inspection.model_facts import describe_model, model_key
 from axon_nb.engine.inspection.pipeline_facts import find_pipeline, stage_skeletons
 from axon_nb.engine.session import RankSession
@@ -19,61 +20,70 @@ from axon_nb.plan.skeleton import capture
 from axon_nb.records.memory import MemorySetup, changed
 from axon_nb.records.protocol.contents import ModelFacts, PlanReply
 
-__all__ = ["planner_inputs"]
-
-_cached_skeleton: dict[str, bytes] = {}
-"""The last skeleton, by model key."""
+__all__ = ["Planner"]
 
 
-def planner_inputs(
-    module: torch.nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    session: RankSession,
-    *,
-    what_if: Mapping[str, Any] | None,
-    known_key: str,
-    stages_only: bool = False,
-) -> PlanReply:
-    """Answer one plan request.
+class Planner:
+    """Answers plan requests.
 
     Args:
-        module: The model as the user holds it.
-        optimizers: Those that step its parameters.
         session: This rank.
-        what_if: Fields of `MemorySetup` to change; None: the current setup.
-        known_key: Key of the model that the notebook already has.
-        stages_only: For a pipeline: return only this rank's stages.
+        calls: How its models were called.
     """
-    if (pipeline := find_pipeline(module)) is not None and (stages_only or not pipeline.is_first):
+
+    def __init__(self, session: RankSession, calls: CallRecorder) -> None:
+        self._session = session
+        self._calls = calls
+        self._skeleton = ("", b"")
+        """Key and skeleton of the last model."""
+
+    def inputs(
+        self,
+        module: torch.nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        *,
+        what_if: Mapping[str, Any] | None,
+        known_key: str,
+        stages_only: bool = False,
+    ) -> PlanReply:
+        """Answer one plan request.
+
+        Args:
+            module: The model as the user holds it.
+            optimizers: Those that step its parameters.
+            what_if: Fields of `MemorySetup` to change; None: the current setup.
+            known_key: Key of the model that the notebook already has.
+            stages_only: For a pipeline: return only this rank's stages.
+        """
+        session = self._session
+        if (pipeline := find_pipeline(module)) is not None and (stages_only or not pipeline.is_first):
+            try:
+                if stages_only:
+                    return PlanReply(stages=stage_skeletons(module))
+                return PlanReply(first_rank=pipeline.stage_ranks()[0])
+            except CaptureError as error:
+                return PlanReply(refused=str(error))
+        facts = describe_model(module, optimizers, session, self._calls)
+        facts = dataclasses.replace(facts, device=session.device.type)
+        reply = PlanReply(facts=facts)
         try:
-            if stages_only:
-                return PlanReply(stages=stage_skeletons(module))
-            return PlanReply(first_rank=pipeline.stage_ranks()[0])
+            setup = facts.setup if what_if is None else changed(facts.setup, what_if)
+            reply = dataclasses.replace(reply, setup=setup, key=model_key(module, self._calls))
+            if pipeline is not None:
+                return dataclasses.replace(reply, ranks=dict(pipeline.stage_ranks()))
+            factory = self._skeleton_of(module, reply.key)
+            states, host = _estimate_states(factory, setup, facts, session)
+            model = None if known_key == reply.key else factory
+            return dataclasses.replace(reply, model=model, states=states, host=host)
         except CaptureError as error:
             return PlanReply(refused=str(error))
-    facts = dataclasses.replace(describe_model(module, optimizers, session), device=session.device.type)
-    reply = PlanReply(facts=facts)
-    try:
-        setup = facts.setup if what_if is None else changed(facts.setup, what_if)
-        reply = dataclasses.replace(reply, setup=setup, key=model_key(module))
-        if pipeline is not None:
-            return dataclasses.replace(reply, ranks=dict(pipeline.stage_ranks()))
-        factory = _skeleton_of(module, reply.key)
-        states, host = _estimate_states(factory, setup, facts, session)
-        model = None if known_key == reply.key else factory
-        return dataclasses.replace(reply, model=model, states=states, host=host)
-    except CaptureError as error:
-        return PlanReply(refused=str(error))
-    except UsageError as error:
-        return dataclasses.replace(reply, refused=str(error))
+        except UsageError as error:
+            return dataclasses.replace(reply, refused=str(error))
 
-
-def _skeleton_of(module: torch.nn.Module, key: str) -> bytes:
-    if key not in _cached_skeleton:
-        captured = capture(module, bare=True)
-        _cached_skeleton.clear()
-        _cached_skeleton[key] = captured.factory
-    return _cached_skeleton[key]
+    def _skeleton_of(self, module: torch.nn.Module, key: str) -> bytes:
+        if self._skeleton[0] != key:
+            self._skeleton = (key, capture(module, bare=True).factory)
+        return self._skeleton[1]
 
 
 def _estimate_states(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from axon_nb.engine.inspection.last_call import record_next_call, recorded_inputs
+from axon_nb.engine.inspection.last_call import CallRecorder
 from axon_nb.engine.inspection.pipeline_facts import find_pipeline, first_stage, pipeline_facts
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
@@ -32,30 +32,33 @@ _OPTIONS = ("amsgrad", "momentum", "centered", "foreach", "fused")
 """Optimizer options that determine its memory."""
 
 
-def model_key(module: nn.Module) -> str:
+def model_key(module: nn.Module, calls: CallRecorder) -> str:
     """A key that changes with the model and its inputs; cheap, because it is requested often."""
     inner, called = inner_model(module), _forward_module(module)
-    record_next_call(called)
+    calls.record_next(called)
     first = next(inner.parameters(), None)
     dtype = None if first is None else first.dtype
-    return f"{id(inner)}:{type(inner).__name__}:{dtype}:{recorded_inputs(called)}"
+    return f"{id(inner)}:{type(inner).__name__}:{dtype}:{calls.inputs_of(called)}"
 
 
-def describe_model(module: nn.Module, optimizers: list[Optimizer], session: RankSession) -> ModelFacts:
+def describe_model(
+    module: nn.Module, optimizers: list[Optimizer], session: RankSession, calls: CallRecorder
+) -> ModelFacts:
     """Describe a model for the planner.
 
     Args:
         module: The model as the user holds it, with its wrappers.
         optimizers: Those that step its parameters.
         session: This rank.
+        calls: How models were called.
     """
     notes: list[str] = []
     name, options = _optimizer(optimizers, notes)
     if find_pipeline(module) is not None:
-        setup, inputs, layout, more_notes = pipeline_facts(module, name)
+        setup, inputs, layout, more_notes = pipeline_facts(module, name, calls)
         return ModelFacts(setup, True, options, None, (), inputs, "mean", (*notes, *more_notes), **layout)
     inner = inner_model(module)
-    inputs = recorded_inputs(_forward_module(module))
+    inputs = calls.inputs_of(_forward_module(module))
     fields = {**_strategy(module, inner, optimizers, session, notes), "optimizer": name, "batch": _batch_size(inputs)}
     known = fields.pop("known")
     recomputed = sorted({plain_class(child).__name__ for child in inner.modules() if is_recomputed(child)})

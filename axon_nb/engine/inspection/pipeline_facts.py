@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from axon_nb.engine.inspection.last_call import recorded_inputs
+from axon_nb.engine.inspection.last_call import CallRecorder
 from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
 from axon_nb.plan.skeleton import capture
 from axon_nb.records.memory import MemorySetup
@@ -42,12 +42,15 @@ def first_stage(module: Any) -> nn.Module | None:
     return None if pipeline is None else pipeline._stage_modules.get(0)
 
 
-def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] | None, dict[str, Any], list[str]]:
+def pipeline_facts(
+    module: Any, optimizer: str, calls: CallRecorder
+) -> tuple[MemorySetup, list[Any] | None, dict[str, Any], list[str]]:
     """Describe how a pipeline is trained.
 
     Args:
         module: A `Pipeline` or `Parallel3D` whose first stage is on this rank.
         optimizer: As in `MemorySetup`.
+        calls: How models were called.
 
     Returns:
         The setup; the inputs of the whole model, None if no call was recorded; ``schedule`` and ``tp_plan`` as
@@ -65,7 +68,7 @@ def pipeline_facts(module: Any, optimizer: str) -> tuple[MemorySetup, list[Any] 
         notes.append(_HAND_WRAPPED)
     policy = options.get("mp_policy")
     count = int(pipeline.num_microbatches)
-    inputs = _full_batch(recorded_inputs(pipeline._stage_modules[0]), count)
+    inputs = _full_batch(calls.inputs_of(pipeline._stage_modules[0]), count)
     batch = next((value["shape"][0] for value in inputs or () if isinstance(value, dict) and value["shape"]), count)
     setup = MemorySetup(
         world_size=pipeline.group.size() * sizes["dp"] * sizes["tp"],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from axon_nb.engine.inspection.gradients import read_gradients
+from axon_nb.engine.inspection.gradients import GradientReader
 from axon_nb.engine.namespace import resolve_variable
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.placement import (
@@ -29,19 +29,21 @@ from axon_nb.torch_api import torch_api
 __all__ = ["layout_report"]
 
 
-def layout_report(names: Iterable[str], *, gradients: bool = False, known: str = "") -> LayoutsReply:
+def layout_report(
+    names: Iterable[str], space: dict[str, Any], *, gradients: GradientReader | None = None, known: str = ""
+) -> LayoutsReply:
     """Report the shards that this rank holds.
 
     Args:
         names: Variables, or values reached from one by ``.name`` and ``[index]``: modules (parameters and buffers),
             optimizers (their state), tensors, and lists, tuples and dicts of these.
-        gradients: Whether to include gradients.
+        space: The namespace of the cells.
+        gradients: Reads gradients; None: do not include them.
         known: Key of the last answer to the same request; empty if there was none.
 
     Raises:
         UsageError: a variable does not exist, or holds no tensor.
     """
-    space = current().kernel.shell.user_ns
     records: list[Shard] = []
     for name in names:
         value = resolve_variable(name, space)
@@ -55,7 +57,7 @@ def layout_report(names: Iterable[str], *, gradients: bool = False, known: str =
     return LayoutsReply(key, tuple(records))
 
 
-def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: bool) -> Iterator[Shard]:
+def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: GradientReader | None) -> Iterator[Shard]:
     if isinstance(value, torch.nn.Module):
         yield from _of_module(value, gradients=gradients)
     elif isinstance(value, Optimizer):
@@ -64,7 +66,7 @@ def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: bool) ->
         info = _info_of_tensor(value, space)
         yield _shard(name, "tensor", value, info)
         if gradients:
-            yield from filter(None, _of_gradients([(name, value, info)]))
+            yield from filter(None, _of_gradients([(name, value, info)], gradients))
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _shards(str(key), item, space, gradients=gradients)
@@ -113,10 +115,10 @@ def _info_of_tensor(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, An
     return {}
 
 
-def _of_module(module: torch.nn.Module, *, gradients: bool) -> Iterator[Shard]:
+def _of_module(module: torch.nn.Module, *, gradients: GradientReader | None) -> Iterator[Shard]:
     info = _TensorInfo.by(module)
     parameters = [(name, parameter, info.of(parameter)) for name, parameter in module.named_parameters()]
-    found = _of_gradients(parameters) if gradients else []
+    found = _of_gradients(parameters, gradients) if gradients else []
     for (name, parameter, known), gradient in itertools.zip_longest(parameters, found):
         yield _shard(name, "parameter", parameter, known, sharded=info.unsharded.get(id(parameter)))
         if gradient is not None:
@@ -125,7 +127,9 @@ def _of_module(module: torch.nn.Module, *, gradients: bool) -> Iterator[Shard]:
         yield _shard(name, "buffer", buffer, info.of(buffer))
 
 
-def _of_gradients(parameters: Sequence[tuple[str, torch.Tensor, dict[str, Any]]]) -> list[Shard | None]:
+def _of_gradients(
+    parameters: Sequence[tuple[str, torch.Tensor, dict[str, Any]]], reader: GradientReader
+) -> list[Shard | None]:
     """The gradient of each parameter, None if it has none; takes (name, parameter, what is known about it)."""
 
     def make(gradients: list[torch.Tensor | None]) -> list[Shard | None]:
@@ -136,7 +140,7 @@ def _of_gradients(parameters: Sequence[tuple[str, torch.Tensor, dict[str, Any]]]
 
     tensors = [parameter for _, parameter, _ in parameters]
     none: list[Shard | None] = [None] * len(parameters)
-    return read_gradients(("layouts", *map(id, tensors)), tensors, make, default=none)
+    return reader.read(("layouts", *map(id, tensors)), tensors, make, default=none)
 
 
 def _ddp_groups(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:

@@ -27,13 +27,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from axon_nb.engine.collective_names import PUBLIC_NAMES
 from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.inspection.last_call import UncopiedHook
-from axon_nb.engine.session import RankSession, current
+from axon_nb.engine.session import RankSession
 from axon_nb.engine.step_frames import step_depth
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.inspection import SpansReply
 from axon_nb.records.spans import Span, emit, is_suppressed, ring
 
-__all__ = ["SpanReader", "StepSpans", "backward_problems", "span_reader"]
+__all__ = ["SpanReader", "StepSpans", "backward_problems"]
 
 _POLL_S = 0.5
 
@@ -238,9 +238,3 @@ def _span_row(span: Span) -> list[Any]:
     if span.kind in _COMMUNICATION:
         row[2] = PUBLIC_NAMES.get(span.name, span.name)
     return row
-
-
-@functools.cache
-def span_reader() -> SpanReader:
-    """The span reader of this rank."""
-    return SpanReader(current())

@@ -109,19 +109,6 @@ def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
     ready.ok("_ = t_job.wait(100)")
 
 
-def test_rounds_of_optimizers_are_counted(ready: Kernel) -> None:
-    reply = ready.ok(
-        "%%rank 1\nfrom axon_nb.engine.inspection.job import training_steps\n"
-        "t_w = torch.nn.Parameter(torch.ones(3))\nt_w.grad = torch.ones(3)\n"
-        "t_two = [torch.optim.SGD([t_w], lr=0.1), torch.optim.Adam([t_w])]\n"
-        # The first round may be taken for a part of the last one of another test.
-        "for t_one in t_two: t_one.step()\nt_before = training_steps.steps\n"
-        "for _ in range(5):\n    for t_one in t_two:\n        t_one.step()\nprint(training_steps.steps - t_before)\n"
-        "t_two[1].step()\nprint(training_steps.steps - t_before)"  # the same one again: another round
-    )
-    assert reply.lines() == ["[rank 1] 5", "[rank 1] 6"]
-
-
 def test_bars_of_plain_tqdm_are_told(ready: Kernel) -> None:
     pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
     ready.ok(

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from axon_nb.engine.inspection import job as tqdm_module
+from axon_nb.engine.inspection.job import TqdmBars
 from axon_nb.engine.inspection.memory import capacity
 from axon_nb.engine.live_objects import LiveTensors, storages_of
 
@@ -86,21 +86,20 @@ def test_bars_of_tqdm_are_seen_open_and_closed(monkeypatch: pytest.MonkeyPatch) 
     kind = sys.modules["tqdm.std"].tqdm
     close = kind.close
     monkeypatch.setattr(kind, "close", close)  # put back afterwards
-    monkeypatch.setattr(tqdm_module, "_hooked", [])
-    tqdm_module._closed.clear()
-    assert tqdm_module.tqdm_bars() == []
+    bars = TqdmBars()
+    assert bars.read() == []
     with open("/dev/null", "w") as nowhere:
         with tqdm.tqdm(total=10, desc="epochs", file=nowhere) as outer:
             outer.update(3)
             inner = tqdm.tqdm(range(4), desc="batches", file=nowhere, leave=False)
-            assert [(bar.desc, bar.depth, bar.done, bar.total, bar.is_over) for bar in tqdm_module.tqdm_bars()] == [
+            assert [(bar.desc, bar.depth, bar.done, bar.total, bar.is_over) for bar in bars.read()] == [
                 ("epochs", 0, 3, 10, False),
                 ("batches", 1, 0, 4, False),
             ]
             list(inner)
             tqdm.tqdm(range(4), disable=True, file=nowhere)
-            assert [(bar.desc, bar.done, bar.is_over) for bar in tqdm_module.tqdm_bars()] == [
+            assert [(bar.desc, bar.done, bar.is_over) for bar in bars.read()] == [
                 ("epochs", 3, False),
                 ("batches", 4, True),
             ]
-        assert next((bar.desc, bar.done, bar.is_over) for bar in tqdm_module.tqdm_bars()) == ("epochs", 3, True)
+        assert next((bar.desc, bar.done, bar.is_over) for bar in bars.read()) == ("epochs", 3, True)

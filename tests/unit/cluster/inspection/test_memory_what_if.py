@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from axon_nb.cluster.inspection.memory_what_if import WhatIf
-from axon_nb.engine import session as rank_session
-from axon_nb.engine.inspection.last_call import recorded_inputs
-from axon_nb.engine.inspection.memory_plan import planner_inputs
+from axon_nb.engine.inspection.last_call import CallRecorder
+from axon_nb.engine.inspection.memory_plan import Planner
 from axon_nb.engine.inspection.model_facts import model_key
-from axon_nb.engine.session import RankSession
 from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.records.memory import WhatIfState
 from axon_nb.records.protocol.contents import PlanReply
-from axon_nb.records.protocol.joining import JoinConfig
+from tests.support.records.rank_session import session_of_rank
 
 LIMIT_S = 150.0
 
@@ -44,12 +42,8 @@ class Shown:
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> RankSession:
-    """This process as the first of two ranks."""
-    config = JoinConfig(0, 2, 0, 2, 0, "gloo", "", "cpu", 1, 60.0, recoverable=True, output_limit=1000)
-    own = RankSession(config, None, torch.device("cpu"))
-    monkeypatch.setattr(rank_session, "_session", [own])
-    return own
+def calls() -> CallRecorder:
+    return CallRecorder(session_of_rank())
 
 
 @pytest.fixture
@@ -58,21 +52,21 @@ def model() -> GPT:
     return GPT(GPTConfig(vocab=32, context=8, hidden=16, heads=2, blocks=2))
 
 
-def asked_of(model: GPT, session: RankSession, asked: list[Any]) -> Any:
+def asked_of(model: GPT, calls: CallRecorder, asked: list[Any]) -> Any:
     """A rank with this model, and its optimizer; what it is asked is kept."""
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer, planner = torch.optim.AdamW(model.parameters()), Planner(session_of_rank(), calls)
 
     def ask(setup: Mapping[str, Any] | None, known: str) -> PlanReply:
         asked.append((setup, known))
-        return planner_inputs(model, [optimizer], session, what_if=setup, known_key=known)
+        return planner.inputs(model, [optimizer], what_if=setup, known_key=known)
 
     return ask
 
 
-def test_states_come_by_formula_and_errors_are_sentences(session: RankSession, model: GPT) -> None:
+def test_states_come_by_formula_and_errors_are_sentences(calls: CallRecorder, model: GPT) -> None:
     asked: list[Any] = []
     shown, busy = Shown(), threading.Event()
-    what_if = WhatIf(asked_of(model, session, asked), shown, busy.is_set)
+    what_if = WhatIf(asked_of(model, calls, asked), shown, busy.is_set)
     # As long as nobody has called the model there is the formula, and the reason.
     what_if.request(None)
     state = shown.wait(lambda state: state.estimate is not None and not state.doing)
@@ -98,9 +92,9 @@ def test_states_come_by_formula_and_errors_are_sentences(session: RankSession, m
     assert asked[0][1] == ""
     assert asked[-1][1], "the model is sent once"
     # Called once, it can be simulated; what nobody has asked for waits for the cell.
-    model_key(model)
+    model_key(model, calls)
     model(torch.zeros(3, 8, dtype=torch.int64))
-    assert recorded_inputs(model) == [{"shape": [3, 8], "dtype": "int64"}]
+    assert calls.inputs_of(model) == [{"shape": [3, 8], "dtype": "int64"}]
     assert not model._forward_pre_hooks
     busy.set()
     what_if.request(None)
@@ -111,10 +105,10 @@ def test_states_come_by_formula_and_errors_are_sentences(session: RankSession, m
 
 
 @pytest.mark.slow
-def test_the_newest_question_wins(session: RankSession, model: GPT) -> None:
+def test_the_newest_question_wins(calls: CallRecorder, model: GPT) -> None:
     shown = Shown()
-    what_if = WhatIf(asked_of(model, session, []), shown, lambda: False)
-    model_key(model)
+    what_if = WhatIf(asked_of(model, calls, []), shown, lambda: False)
+    model_key(model, calls)
     model(torch.zeros(3, 8, dtype=torch.int64))
     what_if.request({"strategy": "ddp"})
     what_if.request({"world_size": "4", "strategy": "shard_grad_op", "batch": "2", "activation_checkpointing": True})

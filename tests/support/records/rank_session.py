@@ -1,0 +1,16 @@
+"""A rank's session in the process of a test, which joins no world."""
+
+from __future__ import annotations
+
+import torch
+
+from axon_nb.engine.session import RankSession
+from axon_nb.records.protocol.joining import JoinConfig
+
+__all__ = ["session_of_rank"]
+
+
+def session_of_rank(rank: int = 0) -> RankSession:
+    """Return the session of one of two Gloo ranks on the CPU."""
+    config = JoinConfig(rank, 2, rank, 2, 0, "gloo", "", "cpu", 1, 60.0, recoverable=True, output_limit=1000)
+    return RankSession(config, None, torch.device("cpu"))

@@ -1,0 +1,45 @@
+"""Two sessions in one process do not see each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from axon_nb.engine.groups.abort import AbortedError
+from axon_nb.engine.inspection.sampler import Sampler
+from axon_nb.engine.inspection.views import Views
+from tests.support.records.rank_session import session_of_rank
+
+
+def test_an_abort_reaches_one_session() -> None:
+    first, second = session_of_rank(0), session_of_rank(1)
+    first.groups.abort.set()
+    with pytest.raises(AbortedError):
+        first.groups.abort.raise_if_set("all_reduce")
+    second.groups.abort.raise_if_set("all_reduce")
+
+
+def test_a_call_is_pending_in_one_session() -> None:
+    first, second = session_of_rank(0), session_of_rank(1)
+    call = first.groups.calls.start("allreduce", "0", 1, -1, 4)
+    assert first.groups.calls.pending() == [call]
+    assert second.groups.calls.pending() == []
+
+
+def test_steps_are_counted_by_each_session_from_its_start() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizers = [torch.optim.SGD([weight], lr=0.1), torch.optim.Adam([weight])]
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            for optimizer in optimizers:
+                optimizer.step()
+
+    first, second = (Views(session, Sampler(session)).job for session in (session_of_rank(0), session_of_rank(1)))
+    with first.count_steps():
+        train(5)  # each step steps both optimizers
+        with second.count_steps():
+            train(2)
+        optimizers[1].step()  # the same one again: another step
+    assert (first.steps.steps, second.steps.steps) == (8, 2)
