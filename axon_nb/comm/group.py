@@ -6,7 +6,6 @@ that tracks pending calls compares the count and drops its records.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import weakref
 from collections.abc import Iterable
@@ -282,15 +281,14 @@ def _backend_of(group: Any) -> Backend:
     return Backend.NCCL if "nccl" in name else Backend.GLOO
 
 
-_counter = itertools.count(1)
-_last = [0]
+_rebuilds = [0]
 
 
 def rebuild_count() -> int:
     """Return the number of the last rebuild; 0 if the groups are still the original ones."""
-    return _last[0]
+    return _rebuilds[0]
 
 
 def mark_rebuilt() -> None:
     """Record that all groups of this process have been, or are being, rebuilt."""
-    _last[0] = next(_counter)
+    _rebuilds[0] += 1

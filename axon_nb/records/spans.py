@@ -12,6 +12,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,26 +96,22 @@ class SpanRing:
         return fresh, end, max(0, end - position) - len(fresh)
 
 
-class _Thread(threading.local):
-    kinds: tuple[str, ...] = ()
-
-
-_thread = _Thread()
+_suppressed: ContextVar[tuple[str, ...]] = ContextVar("suppressed", default=())
 
 
 @contextlib.contextmanager
 def suppress_spans(*kinds: str) -> Iterator[None]:
     """Do not record this thread's spans of these kinds separately: an enclosing span covers them."""
-    before, _thread.kinds = _thread.kinds, kinds
+    token = _suppressed.set(kinds)
     try:
         yield
     finally:
-        _thread.kinds = before
+        _suppressed.reset(token)
 
 
 def is_suppressed(kind: str) -> bool:
     """Whether this thread currently suppresses spans of this kind."""
-    return kind in _thread.kinds
+    return kind in _suppressed.get()
 
 
 ring = SpanRing()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import uuid
 from typing import Any
 
 import torch.distributed as dist
@@ -13,8 +13,6 @@ from axon_nb.comm.mock.hub import Hub
 
 __all__ = ["MockBackend"]
 
-_counter = itertools.count()
-
 
 class MockBackend:
     """One rank of a simulated world; pass it to `ProcessGroup.from_backend`."""
@@ -22,7 +20,7 @@ class MockBackend:
     kind = "mock"
 
     def __init__(self, hub: Hub, rank: int) -> None:
-        self.group = MockGroup(hub, rank, None, f"axon_mock_{next(_counter)}")
+        self.group = MockGroup(hub, rank, None, f"axon_mock_{uuid.uuid4().hex}")
         world: Any = dist.distributed_c10d._world
         # The tables that torch's functions use to look up groups.
         world.pg_map[self.group] = (NAME, None)

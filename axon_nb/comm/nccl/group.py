@@ -5,7 +5,7 @@ They enqueue on the device's current stream, so later computation is ordered aft
 
 from __future__ import annotations
 
-import itertools
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -19,7 +19,6 @@ from axon_nb.comm.errors import NcclError
 
 __all__ = ["NcclGroup", "register"]
 
-_counter = itertools.count()
 # ncclRedOp_t, in nccl.h
 _NCCL_OPS = (
     (dist.ReduceOp.SUM, 0),
@@ -102,7 +101,7 @@ class NcclGroup(_Base):
         self._own_rank = rank
         self._size = size
         self._device = device
-        self._name = f"axon_nccl_{next(_counter)}"
+        self._name = f"axon_nccl_{uuid.uuid4().hex}"
 
     def _enqueue(self, call: Any, output: Any) -> Work:
         if self._thread is None:

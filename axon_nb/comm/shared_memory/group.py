@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -50,8 +50,6 @@ _LIBRARIES = tuple(
         *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")),
     )
 )
-_is_user_code: dict[CodeType, bool] = {}
-_registered: list[str] = []
 
 
 class SharedMemoryGroup(CollectiveOperations):
@@ -229,15 +227,16 @@ def _ignore(error: BaseException) -> None:
     """The group is gone."""
 
 
+@functools.cache
+def _is_of_user(filename: str) -> bool:
+    return not filename.startswith((*_LIBRARIES, "<frozen"))
+
+
 def caller_line() -> int:
     """Return the line of user code that the current thread is in; 0: none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        is_user = _is_user_code.get(code)
-        if is_user is None:
-            is_user = _is_user_code[code] = not code.co_filename.startswith((*_LIBRARIES, "<frozen"))
-        if is_user:
+        if _is_of_user(frame.f_code.co_filename):
             return frame.f_lineno
         frame = frame.f_back
     return 0
@@ -249,10 +248,11 @@ def register(name: str = BACKEND) -> None:
     Args:
         name: Name of the backend.
     """
-    if name in _registered:
-        return
-    _registered.append(name)
+    _register(name)
 
+
+@functools.cache  # torch refuses a second time
+def _register(name: str) -> None:
     def create(options: Any, _: Any) -> SharedMemoryGroup:
         return SharedMemoryGroup(
             options.store,

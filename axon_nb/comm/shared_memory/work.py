@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -188,16 +189,12 @@ class _Done(SharedWork):
         """Do nothing."""
 
 
-_done: list[SharedWork] = []
-
-
+@functools.cache
 def done_work() -> SharedWork:
     """Return the handle of operations that are done and have no result."""
-    if not _done:
-        work = _Done([])
-        work._over = True
-        _done.append(work)
-    return _done[0]
+    work = _Done([])
+    work._over = True
+    return work
 
 
 class JoinedWork(SharedWork):

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Generic, NoReturn, TypeVar, cast
@@ -18,7 +19,7 @@ __all__ = ["fork_map"]
 T = TypeVar("T")
 _MAX_FORKS = 4
 """Processes at once, because each has memory of its own."""
-_is_nested = [False]
+_is_nested: ContextVar[bool] = ContextVar("is_nested", default=False)
 """Whether a `fork_map` is running; nested calls run one after the other."""
 _ran_here = [False]
 """Whether a function ran in this process because its forks died. From then on, torch may refuse a backward in forks."""
@@ -39,9 +40,9 @@ def fork_map(calls: Sequence[Callable[[], T]], *, progress: Callable[[int], None
         Exception: what one of them raised.
     """
     free = min(_cores(), _MAX_FORKS)
-    if free < 2 or _is_nested[0] or _ran_here[0] or not hasattr(os, "fork"):
+    if free < 2 or _is_nested.get() or _ran_here[0] or not hasattr(os, "fork"):
         return [_reported(call(), number, progress) for number, call in enumerate(calls)]
-    _is_nested[0] = len(calls) > 1  # a single function may use the cores itself
+    token = _is_nested.set(len(calls) > 1)  # a single function may use the cores itself
     try:
         found: list[T] = []
         for first in range(0, len(calls), free):
@@ -49,7 +50,7 @@ def fork_map(calls: Sequence[Callable[[], T]], *, progress: Callable[[int], None
                 found.append(_reported(result, len(found), progress))
         return found
     finally:
-        _is_nested[0] = False
+        _is_nested.reset(token)
 
 
 def _cores() -> int:

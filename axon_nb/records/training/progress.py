@@ -67,12 +67,12 @@ class Progress(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         self.done, self._began, self._ended, self.cell = 0, time.monotonic(), None, running_cell()
-        _begin(self)
+        _loops.begin(self)
         try:
             for item in self._iterable:
                 yield item
                 self.done += 1
-                _redraw()
+                _loops.redraw()
         except GeneratorExit:  # the loop was left; Python prints what is raised here, an interrupt, and goes on
             with contextlib.suppress(KeyboardInterrupt):
                 self._end()
@@ -84,7 +84,7 @@ class Progress(Generic[Item]):
 
     def _end(self) -> None:
         self._ended = time.monotonic()
-        _end(self)
+        _loops.end(self)
 
     def snapshot(self) -> Bar:
         """Return its current state."""
@@ -121,62 +121,71 @@ def progress(
     return Progress(iterable, total=count, desc=desc, unit=unit)
 
 
-_lock = threading.RLock()
-_open: list[Progress[Any]] = []
-_ended: deque[tuple[int, Bar]] = deque(maxlen=_MAX_FINISHED)
-"""Cell and final state of finished loops, without their iterables."""
-_drawn = [0.0, 0.0]
-"""Time of the last redraw, and the length of its line."""
+class _OpenLoops:
+    """The loops of this process, nested in each other, and the last ones that have ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._open: list[Progress[Any]] = []
+        self._ended: deque[tuple[int, Bar]] = deque(maxlen=_MAX_FINISHED)
+        """Cell and final state of finished loops, without their iterables."""
+        self._drawn_at = 0.0
+        self._length = 0
+        """Length of the line that was drawn last."""
+
+    def begin(self, loop: Progress[Any]) -> None:
+        """Add a loop that starts within the open ones."""
+        with self._lock:
+            loop.depth = len(self._open)
+            self._open.append(loop)
+        self.redraw()
+
+    def end(self, loop: Progress[Any]) -> None:
+        """Keep the final state of a loop."""
+        with self._lock:
+            if loop in self._open:
+                self._open.remove(loop)
+            self._ended.append((loop.cell, loop.snapshot()))
+            if not self._open and _is_drawing():
+                self._draw(_line([loop]), "\n")
+
+    def redraw(self) -> None:
+        """Draw the open loops, at most ten times per second."""
+        now = time.monotonic()
+        if now - self._drawn_at < _REDRAW_S:
+            return
+        with self._lock:
+            self._drawn_at = now
+            if self._open and _is_drawing():
+                self._draw(_line(self._open), "")
+
+    def _draw(self, line: str, end: str) -> None:
+        # Blank out the rest of a longer previous line.
+        pad = " " * max(0, self._length - len(line))
+        self._length = 0 if end else len(line)
+        sys.stderr.write(f"\r{line}{pad}{end}")
+        sys.stderr.flush()
+
+    def bars(self) -> list[Bar]:
+        """Return the loops in the running or last cell: the latest one of each name and depth."""
+        with self._lock:
+            known = [*self._ended, *((loop.cell, loop.snapshot()) for loop in self._open)]
+        last = running_cell() or (known[-1][0] if known else 0)
+        latest = {(bar.depth, bar.desc): bar for cell, bar in known if cell == last}
+        return [latest[key] for key in sorted(latest)]
+
+
+_loops = _OpenLoops()
 
 
 def bars() -> list[Bar]:
-    """Loops of this process in the running or last cell: the latest one of each name and depth."""
-    with _lock:
-        known = [*_ended, *((loop.cell, loop.snapshot()) for loop in _open)]
-    last = running_cell() or (known[-1][0] if known else 0)
-    found = {(bar.depth, bar.desc): bar for cell, bar in known if cell == last}
-    return [found[key] for key in sorted(found)]
-
-
-def _begin(bar: Progress[Any]) -> None:
-    with _lock:
-        bar.depth = len(_open)
-        _open.append(bar)
-    _redraw()
-
-
-def _end(bar: Progress[Any]) -> None:
-    with _lock:
-        if bar in _open:
-            _open.remove(bar)
-        _ended.append((bar.cell, bar.snapshot()))
-        if not _open and _is_drawing():
-            _draw(_line([bar]), "\n")
+    """Return the loops of this process in the running or last cell: the latest one of each name and depth."""
+    return _loops.bars()
 
 
 def _is_drawing() -> bool:
     """Whether this process prints progress lines: every rank in a cell, only rank 0 elsewhere."""
     return RUN_ID.get() == "axon_nb" or os.environ.get("RANK", "0") == "0"
-
-
-def _redraw() -> None:
-    now = time.monotonic()
-    if now - _drawn[0] < _REDRAW_S:
-        return
-    with _lock:
-        _drawn[0] = now
-        if _open and _is_drawing():
-            _draw(_line(_open), "")
-
-
-def _draw(line: str, end: str) -> None:
-    # Blank out the rest of a longer previous line.
-    pad = " " * max(0, int(_drawn[1]) - len(line))
-    _drawn[1] = 0 if end else len(line)
-    sys.stderr.write(f"\r{line}{pad}")
-    if end:
-        sys.stderr.write(end)
-    sys.stderr.flush()
 
 
 def _line(loops: list[Progress[Any]]) -> str:

@@ -12,6 +12,8 @@ followed by a load-acquire is ordered with everything before and after.
 from __future__ import annotations
 
 import ctypes
+import errno
+import functools
 import platform
 import sys
 import threading
@@ -69,7 +71,6 @@ _quick_move = _quick["memmove"]
 _quick_move.argtypes = (_pointer, _pointer, ctypes.c_size_t)
 _quick_move.restype = _pointer
 
-_has_waitv = [True]
 _barrier = threading.local()
 
 
@@ -78,12 +79,21 @@ def is_supported() -> bool:
     return sys.platform == "linux" and _FUTEX != 0 and sys.byteorder == "little"
 
 
+@functools.lru_cache(16)
+def _slice(seconds: float) -> _Timespec:
+    """Return the time of a wait, of which there are few different ones."""
+    return _relative(seconds)
+
+
+@functools.cache
+def _has_waitv() -> bool:
+    """Whether the kernel has `futex_waitv`, and this process may use it; without words it fails otherwise."""
+    return _waitv_call(_FUTEX_WAITV, None, 0, 0, None, 0) < 0 and ctypes.get_errno() == errno.EINVAL
+
+
 def _relative(seconds: float) -> _Timespec:
     whole = int(seconds)
     return _Timespec(whole, int((seconds - whole) * 1e9))
-
-
-_slices: dict[float, _Timespec] = {}
 
 
 def wait(address: int, value: int, seconds: float) -> None:
@@ -94,12 +104,7 @@ def wait(address: int, value: int, seconds: float) -> None:
         value: The value that the caller read.
         seconds: Maximum time to sleep.
     """
-    limit = _slices.get(seconds)
-    if limit is None:
-        limit = _relative(seconds)
-        if len(_slices) < 16:
-            _slices[seconds] = limit
-    _wait_call(_FUTEX, address, _WAIT, value & _LOW, ctypes.byref(limit))
+    _wait_call(_FUTEX, address, _WAIT, value & _LOW, ctypes.byref(_slice(seconds)))
 
 
 def wake(address: int) -> None:
@@ -109,18 +114,13 @@ def wake(address: int) -> None:
 
 def wait_any(words: Sequence[tuple[int, int]], seconds: float) -> None:
     """Like `wait`, for several words: (address, value) of each. Polls on kernels before 5.16."""
-    if not _has_waitv[0] or len(words) > _MAX_WORDS:
+    if not _has_waitv() or len(words) > _MAX_WORDS:
         time.sleep(min(seconds, _POLL_S))
         return
     waiters = (_Waiter * len(words))(*(_Waiter(value & _LOW, address, _SIZE_U32, 0) for address, value in words))
     end = _relative(time.monotonic() + seconds)
-    if _waitv_call(_FUTEX_WAITV, waiters, len(words), 0, ctypes.byref(end), _CLOCK_MONOTONIC) < 0:
-        # Interrupted, timed out, or a word changed already: the caller checks again. Other errors: not permitted.
-        _has_waitv[0] = ctypes.get_errno() in _EXPECTED
-
-
-_EXPECTED = frozenset({4, 11, 110})
-"""EINTR, EAGAIN, ETIMEDOUT."""
+    # It may be interrupted or time out, or a word changed already: the caller checks again.
+    _waitv_call(_FUTEX_WAITV, waiters, len(words), 0, ctypes.byref(end), _CLOCK_MONOTONIC)
 
 
 def fence() -> None:

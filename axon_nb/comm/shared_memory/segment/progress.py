@@ -56,7 +56,7 @@ class Progress(ControlPages):
         self.looks = _FEW_LOOKS if is_crowded(self.size) else _MANY_LOOKS
         """Number of polls before this rank sleeps on a word."""
         self.words[self.own + PID] = os.getpid()
-        _close_at_exit(self)
+        _open_groups.add(self)
         self._raise_word(READY, 1)
         futex.wake(self.own_address)
 
@@ -232,26 +232,38 @@ class Progress(ControlPages):
             futex.wake(self.memory.address + place * WORD)
 
 
-_open: weakref.WeakSet[Progress] = weakref.WeakSet()
-_closing_pids: list[int] = []
+class _OpenGroups:
+    """The groups of this process: they share a limit of memory, and are closed when the process exits.
+
+    So a rank whose program ends before that of its peers, without destroying the group, is not taken for dead.
+    """
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakSet[Progress] = weakref.WeakSet()
+        self._pid = 0
+
+    def add(self, progress: Progress) -> None:
+        """Close it at exit."""
+        self._members.add(progress)
+        if self._pid != os.getpid():  # once per process; multiprocessing also ends what it forks without atexit
+            self._pid = os.getpid()
+            multiprocessing.util.Finalize(None, self._close, exitpriority=-1)
+
+    def _close(self) -> None:
+        if hasattr(sys, "last_value"):  # an exception ends the program
+            return
+        for progress in list(self._members):
+            if progress.words[progress.own + PID] == os.getpid():
+                progress.leave("has ended", closed=True)
+
+    def num_bytes(self) -> int:
+        """Return the size of their memory in bytes."""
+        return sum(progress.memory.layout.total for progress in list(self._members) if not progress.left)
+
+
+_open_groups = _OpenGroups()
 
 
 def open_bytes() -> int:
     """Return the size of the memory of all groups of this process in bytes."""
-    return sum(progress.memory.layout.total for progress in list(_open) if not progress.left)
-
-
-def _close_at_exit(progress: Progress) -> None:
-    """A rank whose program ends before that of its peers, without destroying the group, is not taken for dead."""
-    _open.add(progress)
-    if _closing_pids != [os.getpid()]:  # once per process; multiprocessing also ends what it forks without atexit
-        _closing_pids[:] = [os.getpid()]
-        multiprocessing.util.Finalize(None, _close_all, exitpriority=-1)
-
-
-def _close_all() -> None:
-    if hasattr(sys, "last_value"):  # an exception ends the program
-        return
-    for progress in list(_open):
-        if progress.words[progress.own + PID] == os.getpid():
-            progress.leave("has ended", closed=True)
+    return _open_groups.num_bytes()

@@ -22,9 +22,7 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """No loop is known yet; the number of the cell that runs."""
     number = [1]
     set_cell_source(lambda: number[0])
-    progress._open.clear()
-    progress._ended.clear()
-    monkeypatch.setattr(progress, "_drawn", [0.0, 0.0])
+    monkeypatch.setattr(progress, "_loops", progress._OpenLoops())
     yield number
     set_cell_source(lambda: None)
 
