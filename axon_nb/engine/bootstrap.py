@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import gc
 import os
 import resource
@@ -60,11 +61,10 @@ from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.telemetry import set_cell_source
 
-__all__ = ["describe", "install_cleanup", "join", "remove_copied_files", "run_engine"]
+__all__ = ["describe", "install_cleanup", "join", "run_engine"]
 
 _MAX_FILES = 1 << 16
 """Children inherit the limit, and some programs close all descriptors below it one by one."""
-_copied_folders: list[Path] = []
 
 
 def install_cleanup() -> None:
@@ -76,19 +76,12 @@ def install_cleanup() -> None:
     # agent's own file and belongs to the agent.
     copied = not (profile.parent / "agent.json").exists()
     if copied and profile.name == "profile" and profile.parent.parent.name.startswith("axon_nb-"):
-        _copied_folders.append(profile.parent)
-        atexit.register(remove_copied_files)
-        signal.signal(signal.SIGTERM, _on_sigterm)
+        atexit.register(shutil.rmtree, profile.parent, ignore_errors=True)
+        signal.signal(signal.SIGTERM, functools.partial(_on_sigterm, profile.parent))
 
 
-def remove_copied_files() -> None:
-    """Remove the copied connection files."""
-    for folder in _copied_folders:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _on_sigterm(number: int, frame: Any) -> None:
-    remove_copied_files()
+def _on_sigterm(copied: Path, number: int, frame: Any) -> None:
+    shutil.rmtree(copied, ignore_errors=True)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTERM)
 

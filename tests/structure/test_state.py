@@ -48,7 +48,6 @@ NOT_YET: dict[str, set[str]] = {
     "axon_nb.cluster.session.current": {"_clusters", "_current", "_lock", "_state"},
     "axon_nb.cluster.settings": {"settings"},
     "axon_nb.compat.import_hooks": {"_finder"},
-    "axon_nb.engine.bootstrap": {"_copied_folders"},
     "axon_nb.engine.frames": {"_pause_lock"},
     "axon_nb.engine.kernel.post_mortem": {"_debugger", "_saved"},
     "axon_nb.engine.kernel.shell": {"_pager_streams"},
