@@ -41,17 +41,15 @@ class _Finder(MetaPathFinder):
         return None
 
 
-_finder = _Finder()
-
-
 def after_import(name: str, hook: Hook) -> None:
     """Call `hook` whenever the module `name` has been executed, and at once if it is already imported.
 
     A failing hook does not fail the import; it warns.
     """
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-    _finder.hooks[name] = hook
+    finder = next((item for item in sys.meta_path if isinstance(item, _Finder)), None)
+    if finder is None:
+        sys.meta_path.insert(0, finder := _Finder())
+    finder.hooks[name] = hook
     if name in sys.modules:
         _call(hook, sys.modules[name])
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from axon_nb.compat import import_hooks
 from axon_nb.compat.import_hooks import after_import
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A package with one module in it."""
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
     name = "prepared_after_import"
     folder = tmp_path / name
     folder.mkdir()
@@ -26,7 +26,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (folder / "inner.py").write_text("value = 1\n\ndef double():\n    return 2 * value\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield name
-    import_hooks._finder.hooks.pop(f"{name}.inner", None)
     for module in [module for module in sys.modules if module.startswith(name)]:
         del sys.modules[module]
 
@@ -52,7 +51,9 @@ def test_what_is_imported_already_is_prepared_at_once(package: str) -> None:
     seen: list[ModuleType] = []
     after_import(inner.__name__, seen.append)
     assert seen == [inner]
-    assert sys.meta_path.count(import_hooks._finder) == 1
+    before = list(sys.meta_path)
+    after_import(f"{inner.__name__}.other", seen.append)
+    assert sys.meta_path == before
 
 
 def test_a_hook_that_fails_leaves_the_import_alone(package: str) -> None:
@@ -64,8 +65,8 @@ def test_a_hook_that_fails_leaves_the_import_alone(package: str) -> None:
         assert importlib.import_module(f"{package}.inner").value == 1
 
 
-def test_a_module_that_is_not_there_fails_as_ever() -> None:
+def test_a_module_that_is_not_there_fails_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
     after_import("no_such_package_anywhere", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_package_anywhere'"):
         importlib.import_module("no_such_package_anywhere")
-    import_hooks._finder.hooks.pop("no_such_package_anywhere")
