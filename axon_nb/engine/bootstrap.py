@@ -15,6 +15,7 @@ import resource
 import shutil
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
@@ -47,9 +48,9 @@ from axon_nb.engine.kernel.shell import (
     install_shell_commands,
 )
 from axon_nb.engine.kernel.tracebacks import install_bounded_traceback, install_short_traceback
-from axon_nb.engine.output import streams
 from axon_nb.engine.output.budget import OutputBudget
 from axon_nb.engine.output.forked_children import install_fork_defaults
+from axon_nb.engine.output.streams import NativeOutput, RankStream, enable_crash_reports
 from axon_nb.engine.self_test import start_in_child, startup_verdict
 from axon_nb.engine.session import RankSession, set_current
 from axon_nb.host.resources.cgroups import usable_cores
@@ -104,8 +105,8 @@ def run_engine(argv: list[str]) -> None:
                 raise
 
     start_in_child()
-    streams.enable_crash_reports()
-    RankEngine.launch_instance(argv=argv, out_stream_factory=streams.RankStream)
+    enable_crash_reports()
+    RankEngine.launch_instance(argv=argv, out_stream_factory=RankStream)
 
 
 def _signal_of(error: BaseException) -> str:
@@ -148,7 +149,9 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
         torch.cuda.set_device(device)
     session = RankSession(config=config, kernel=kernel, device=device)
     set_current(session)
-    _install(session)
+    native_output = NativeOutput((sys.stdout, sys.stderr))
+    native_output.start()
+    _install(session, native_output)
     store = AgentStore(
         config.store, timedelta(seconds=config.timeout_s), key=store_key(kernel.session.key), abort=session.groups.abort
     )
@@ -176,7 +179,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     recovery.sync_group_count(device if config.backend == "nccl" else "cpu")
     install_dist_hooks()
     namespace.inject_names(kernel.shell.user_ns, config, device)
-    install_fork_defaults(OWN_SIGNAL)
+    install_fork_defaults(OWN_SIGNAL, native_output)
     install_cell_names(kernel.shell)
     install_autoreload(kernel.shell)
     install_restored_names(kernel.shell, lambda: namespace.inject_names(kernel.shell.user_ns, config, device))
@@ -198,7 +201,7 @@ def _shell() -> Any:
     return get_ipython()
 
 
-def _install(session: RankSession) -> None:
+def _install(session: RankSession, native_output: NativeOutput) -> None:
     kernel = session.kernel
     steps = OptimizerSteps()
     steps.install()
@@ -214,7 +217,8 @@ def _install(session: RankSession) -> None:
     hooks.install(kernel, interrupts.track_task)
     log = CellLog()
     hooks.tap_output(kernel, log.tap)
-    runner = CellRunner(session, interrupts, OutputBudget(kernel, session.config.output_limit), log)
+    budget = OutputBudget(kernel, native_output, session.config.output_limit)
+    runner = CellRunner(session, interrupts, budget, log)
     hooks.wrap_do_execute(kernel, runner.run)
     install_short_traceback(kernel.shell)
     install_bounded_traceback(kernel.shell)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import Any
 
-from axon_nb.engine.output.streams import drain
+from axon_nb.engine.output.streams import NativeOutput
 
 __all__ = ["OutputBudget"]
 
@@ -24,12 +24,13 @@ _MAX_REDRAW_LENGTH = 2048
 class OutputBudget:
     """Limits what `sys.stdout` and `sys.stderr` send during one cell, and sends the last dropped lines at its end."""
 
-    def __init__(self, kernel: Any, limit: int) -> None:
+    def __init__(self, kernel: Any, native: NativeOutput, limit: int) -> None:
         self._kernel = kernel
+        self._native = native
         self._limit = limit
         self._lock = threading.Lock()
         self._remaining = limit
-        self._streams = {name: _LimitedStream(getattr(sys, name), self) for name in ("stdout", "stderr")}
+        self._streams = {name: _LimitedStream(getattr(sys, name), self, native) for name in ("stdout", "stderr")}
 
     def begin(self, limit: int | None = None) -> None:
         """Reset the budget for a new cell, to `limit` characters (None: the previous limit)."""
@@ -41,7 +42,7 @@ class OutputBudget:
     def end(self) -> None:
         """Send pending output at the end of a cell; what comes before the next one has a budget, too."""
         self._restore_streams()
-        drain(wait=True)
+        self._native.drain(wait=True)
         self._send_rest()
         with self._lock:
             self._remaining = self._limit
@@ -84,8 +85,9 @@ class OutputBudget:
 class _LimitedStream:
     """Wraps the methods of a stream in place, so that existing references to it stay valid."""
 
-    def __init__(self, stream: Any, budget: OutputBudget) -> None:
+    def __init__(self, stream: Any, budget: OutputBudget, native: NativeOutput) -> None:
         self.stream = stream
+        self._native = native
         self._budget = budget
         self._write = stream.write
         self._flush = stream.flush
@@ -132,7 +134,7 @@ class _LimitedStream:
 
     def flush(self) -> None:
         """Send pending output."""
-        drain()  # values and displays are sent after a flush, so earlier output of C code must come first
+        self._native.drain()  # values and displays are sent after a flush, so earlier output of C code must come first
         # ipykernel flushes both streams several times per request, and each flush waits for a thread.
         if self._pending:
             self._pending = False

@@ -13,52 +13,58 @@ import signal
 import threading
 from typing import Any
 
-from axon_nb.engine.output.streams import own_streams
+from axon_nb.engine.output.streams import NativeOutput
 
 __all__ = ["install_fork_defaults"]
 
-_DEFAULTS: dict[int, Any] = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-}
 _BLOCKED = signal.valid_signals() - {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
-_engine_handlers: dict[int, Any] = {}
-"""The rank's own handlers, by signal."""
-_thread = threading.local()
-"""`mask`: the signals that this thread had blocked before it forked."""
 
 
-def install_fork_defaults(own_signal: int) -> None:
+def install_fork_defaults(own_signal: int, output: NativeOutput) -> None:
     """Have every child that this rank forks from now on start with default signal handlers and plain streams.
+
+    Call it once: what is registered for forks stays.
 
     Args:
         own_signal: A signal besides SIGINT that interrupts cells.
+        output: The rank's output.
     """
-    installed = bool(_engine_handlers)
-    _DEFAULTS[own_signal] = signal.SIG_DFL
-    _engine_handlers.update({number: signal.getsignal(number) for number in _DEFAULTS})
-    if not installed:
-        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_become_plain)
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        own_signal: signal.SIG_DFL,
+    }
+    fork = _Fork(defaults, output)
+    os.register_at_fork(before=fork.block, after_in_parent=fork.unblock, after_in_child=fork.become_plain)
 
 
-def _block() -> None:
-    # Python discards the signals that reach a child before its hooks have run.
-    _thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+class _Fork:
+    """What happens around each fork of a rank."""
 
+    def __init__(self, defaults: dict[int, Any], output: NativeOutput) -> None:
+        self._defaults = defaults
+        self._engine_handlers = {number: signal.getsignal(number) for number in defaults}
+        """The rank's own handlers, by signal."""
+        self._output = output
+        self._thread = threading.local()
+        """`mask`: the signals that this thread had blocked before it forked."""
 
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _thread.mask)
+    def block(self) -> None:
+        # Python discards the signals that reach a child before its hooks have run.
+        self._thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
 
+    def unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._thread.mask)
 
-def _become_plain() -> None:
-    signal.set_wakeup_fd(-1)  # it belongs to the rank's event loop
-    for number, handler in _engine_handlers.items():
-        if signal.getsignal(number) == handler:
-            signal.signal(number, _DEFAULTS[number])
-    for stream in own_streams():
-        plain = _PlainStream(stream.fileno())
-        vars(stream).update(write=plain.write, flush=plain.flush)
-    _unblock()
+    def become_plain(self) -> None:
+        signal.set_wakeup_fd(-1)  # it belongs to the rank's event loop
+        for number, handler in self._engine_handlers.items():
+            if signal.getsignal(number) == handler:
+                signal.signal(number, self._defaults[number])
+        for stream in self._output.streams:
+            plain = _PlainStream(stream.fileno())
+            vars(stream).update(write=plain.write, flush=plain.flush)
+        self.unblock()
 
 
 class _PlainStream:

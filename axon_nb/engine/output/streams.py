@@ -16,12 +16,13 @@ import faulthandler
 import os
 import re
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ipykernel.iostream import OutStream
 
-__all__ = ["RankStream", "drain", "enable_crash_reports", "own_streams"]
+__all__ = ["NativeOutput", "RankStream", "enable_crash_reports"]
 
 _CHUNK_BYTES = 1 << 18
 _SKIP_BYTES = 4 << 20
@@ -39,7 +40,6 @@ _PROFILER_MARKS = re.compile(r"^USDT:\S+ \S+ \d+:\d+ \S+\.cpp:\d+\] .*\n", re.MU
 _fallocate: Any = getattr(ctypes.CDLL(None), "fallocate", None)
 
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
-_streams: list[RankStream] = []
 
 
 class RankStream(OutStream):
@@ -53,9 +53,11 @@ class RankStream(OutStream):
         path = _output_file(descriptor)
         if path is not None:
             self._native = _NativeFile(descriptor, path, self._original_stdstream_copy)
-            _streams.append(self)
-            if len(_streams) == 1:
-                threading.Thread(target=_pump, name="axon_nb-native-output", daemon=True).start()
+
+    @property
+    def has_file(self) -> bool:
+        """Whether the descriptor is a file; it is not if the rank was not forked."""
+        return self._native is not None
 
     def fileno(self) -> int:
         """The descriptor itself, so that output of child processes is shown, too."""
@@ -131,24 +133,30 @@ def _output_file(descriptor: int) -> Path | None:
     return None
 
 
-def own_streams() -> list[RankStream]:
-    """Return the streams whose descriptor has a file."""
-    return list(_streams)
+class NativeOutput:
+    """What C code and child processes of a rank print."""
 
+    def __init__(self, streams: Iterable[object]) -> None:
+        """Wrap the rank's standard output and standard error, as `sys` has them."""
+        self.streams = [stream for stream in streams if isinstance(stream, RankStream) and stream.has_file]
 
-def _pump() -> None:
-    pause = threading.Event()
-    wait_s = _MIN_POLL_S
-    while True:
-        pause.wait(wait_s)
-        has_output = drain()
-        wait_s = _MIN_POLL_S if has_output else min(2 * wait_s, _MAX_POLL_S)
+    def start(self) -> None:
+        """Show it promptly from now on, from a thread."""
+        if self.streams:
+            threading.Thread(target=self._pump, name="axon_nb-native-output", daemon=True).start()
 
+    def _pump(self) -> None:
+        pause = threading.Event()
+        wait_s = _MIN_POLL_S
+        while True:
+            pause.wait(wait_s)
+            has_output = self.drain()
+            wait_s = _MIN_POLL_S if has_output else min(2 * wait_s, _MAX_POLL_S)
 
-def drain(*, wait: bool = False) -> bool:
-    """Show pending output of C code and child processes; return False if there was none."""
-    has_output = [stream.drain(wait=wait) for stream in _streams]
-    return any(has_output)
+    def drain(self, *, wait: bool = False) -> bool:
+        """Show pending output; return False if there was none."""
+        has_output = [stream.drain(wait=wait) for stream in self.streams]
+        return any(has_output)
 
 
 def enable_crash_reports() -> None:
