@@ -32,18 +32,19 @@ from axon_nb.engine.groups.gloo import LOOPBACK
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
 from axon_nb.engine.inspection.views import Views
-from axon_nb.engine.kernel import hooks, post_mortem
+from axon_nb.engine.kernel import hooks
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.cells import CellRunner
 from axon_nb.engine.kernel.completion import CompletionService
 from axon_nb.engine.kernel.control import control_handlers
 from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler
 from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
+from axon_nb.engine.kernel.post_mortem import PostMortem
 from axon_nb.engine.kernel.shell import (
+    Pager,
     install_autoreload,
     install_cell_names,
     install_exits,
-    install_pager,
     install_restored_names,
     install_shell_commands,
 )
@@ -218,15 +219,18 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     log = CellLog()
     hooks.tap_output(kernel, log.tap)
     budget = OutputBudget(kernel, native_output, session.config.output_limit)
-    runner = CellRunner(session, interrupts, budget, log)
+    pager = Pager()
+    pager.install(kernel.shell)
+    post_mortem = PostMortem(pager)
+    session.post_mortem = post_mortem
+    runner = CellRunner(session, interrupts, budget, log, post_mortem)
     hooks.wrap_do_execute(kernel, runner.run)
     install_short_traceback(kernel.shell)
     install_bounded_traceback(kernel.shell)
     install_exits(kernel.shell)
-    install_pager(kernel.shell)
     install_shell_commands(kernel.shell, interrupts)
     telemetry = Telemetry(session, sampler)
     hooks.add_control_handlers(kernel, control_handlers(session, views, interrupts, telemetry, log))
     hooks.add_control_handlers(kernel, CompletionService(kernel.shell).handlers())
-    hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.report_failure})
+    hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.report})
     session.runner = runner

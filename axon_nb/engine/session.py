@@ -47,6 +47,16 @@ class CellValues(Protocol):
         """Remove and return the value of the last expression of the cell with this token."""
 
 
+class FailureDebugger(Protocol):
+    """The debugger of the last failed cell: `kernel.post_mortem.PostMortem`."""
+
+    def start(self) -> str:
+        """Open it; return the position as it shows it."""
+
+    def command(self, line: str) -> tuple[str, bool]:
+        """Run one command; return its output, and whether the session is over."""
+
+
 @dataclass
 class RankSession:
     """The rank of this process."""
@@ -65,6 +75,8 @@ class RankSession:
     """Counts this rank's optimizer steps."""
     runner: CellValues = field(init=False)
     """Runs cells, and keeps their values until the notebook fetches them."""
+    post_mortem: FailureDebugger = field(init=False)
+    """Keeps the error of the last failed cell."""
     subgroup: dist.ProcessGroup | None = None
     """The process group that `subgroup` was last bound to."""
     num_subgroups: Counter[str] = field(default_factory=Counter)

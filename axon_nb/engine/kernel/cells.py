@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from axon_nb.engine.groups import recovery
-from axon_nb.engine.kernel import post_mortem, subgroup
+from axon_nb.engine.kernel import subgroup
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.measure import Measured, run_measured
-from axon_nb.engine.kernel.post_mortem import release_failure
+from axon_nb.engine.kernel.post_mortem import PostMortem
 from axon_nb.engine.kernel.random_state import RandomDraws
 from axon_nb.engine.kernel.shell import describe_exit
 from axon_nb.engine.kernel.tracebacks import restore_error, take_abort_location
@@ -34,11 +34,19 @@ _MAX_VALUES = 16
 class CellRunner:
     """Runs cells one after the other, and tracks the running one."""
 
-    def __init__(self, session: RankSession, interrupts: InterruptHandler, budget: OutputBudget, log: CellLog) -> None:
+    def __init__(
+        self,
+        session: RankSession,
+        interrupts: InterruptHandler,
+        budget: OutputBudget,
+        log: CellLog,
+        post_mortem: PostMortem,
+    ) -> None:
         self._session = session
         self._interrupts = interrupts
         self._budget = budget
         self._log = log
+        self._post_mortem = post_mortem
         self._values: dict[str, Any] = {}
 
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
@@ -65,7 +73,7 @@ class CellRunner:
             self._log.end(message_id, reply)
             return reply
         if not facts.is_debugger:
-            post_mortem.discard_error()
+            self._post_mortem.discard()
         session.groups.calls.begin_cell()
         session.steps.begin_cell()
         self._budget.begin(facts.output_limit)
@@ -108,7 +116,7 @@ class CellRunner:
         reply[KEY] = encode(end_report)
         describe_exit(reply, shell)
         if not is_ok:
-            release_failure(
+            self._post_mortem.release(
                 shell,
                 was_aborted=aborted_at is not None,
                 keep_text=reply["evalue"] if facts.keep_failure else None,

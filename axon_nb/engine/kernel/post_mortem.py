@@ -23,77 +23,129 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any
 
-from axon_nb.engine.kernel import shell
+from axon_nb.engine.kernel.shell import Pager
+from axon_nb.engine.session import current
 from axon_nb.engine.user_frame import RUN_CODE
 from axon_nb.records.protocol.cells import FailureReply, FailureRequest
 
-__all__ = ["command", "discard_error", "release_failure", "report_failure", "save_error", "start"]
+__all__ = ["PostMortem", "command", "start"]
 
 _MAX_TEXT = 200
-_saved: list[tuple[BaseException, str]] = []
-"""The error, and its description in one line."""
-_debugger: list[Any] = []
+_LAST_ERROR_NAMES = ("last_exc", "last_traceback", "last_type", "last_value")
 
 
-def save_error(error: BaseException, text: str) -> None:
-    """Save the error of a failed cell for the debugger.
+class PostMortem:
+    """The error of the last failed cell of this rank, and the debugger that is open on it."""
 
-    Args:
-        error: The error.
-        text: Its text; `str` would run the user's code again.
-    """
-    discard_error()
-    text = text.partition("\n")[0][:_MAX_TEXT]
-    _saved.append((error, f"{type(error).__name__}: {text}" if text else type(error).__name__))
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._error: BaseException | None = None
+        self._description = ""
+        """The error in one line."""
+        self._debugger: Any = None
+        """IPython's debugger, which has no types; None while it is closed."""
 
+    def save(self, error: BaseException, text: str) -> None:
+        """Save the error of a failed cell for the debugger.
 
-def discard_error() -> None:
-    """Discard the saved error."""
-    _close()
-    _saved.clear()
+        Args:
+            error: The error.
+            text: Its text; `str` would run the user's code again.
+        """
+        self.discard()
+        text = text.partition("\n")[0][:_MAX_TEXT]
+        self._error = error
+        self._description = f"{type(error).__name__}: {text}" if text else type(error).__name__
 
+    def discard(self) -> None:
+        """Discard the saved error."""
+        self._close()
+        self._error, self._description = None, ""
 
-def _close() -> None:
-    for debugger in _debugger:
-        vars(debugger).clear()  # it refers to itself and, in several ways, to frames
-    _debugger.clear()
+    def _close(self) -> None:
+        if self._debugger is not None:
+            vars(self._debugger).clear()  # it refers to itself and, in several ways, to frames
+        self._debugger = None
 
+    def report(self, request: FailureRequest) -> FailureReply:
+        """Answer `FailureRequest` with the saved error in one line, or with an empty text."""
+        return FailureReply(self._description)
 
-def report_failure(request: FailureRequest) -> FailureReply:
-    """Answer `FailureRequest` with the saved error in one line, or with an empty text."""
-    return FailureReply(_saved[0][1] if _saved else "")
+    def start(self) -> str:
+        """Open the debugger in the innermost frame of the saved error; return the position as the debugger shows it."""
+        from IPython.core.debugger import Pdb
+
+        trace = _from_user_frame(self._error.__traceback__) if self._error is not None else None
+        if trace is None:
+            return ""
+        self._close()
+        debugger = Pdb(stdout=io.StringIO(), nosigint=True, readrc=False)
+        debugger.reset()
+        debugger.setup(None, trace)
+        self._debugger = debugger
+        debugger.print_stack_entry(debugger.stack[debugger.curindex])
+        return _take_output(debugger)
+
+    def command(self, line: str) -> tuple[str, bool]:
+        """Run one debugger command; return its output, and whether the session is over."""
+        debugger = self._debugger
+        if debugger is None:
+            return "", True
+        try:
+            with self._pager.redirect(debugger.stdout):
+                is_done = bool(debugger.onecmd(debugger.precmd(line)))
+                while debugger.cmdqueue and not is_done:  # `u;; p x`
+                    is_done = bool(debugger.onecmd(debugger.precmd(debugger.cmdqueue.pop(0))))
+        except BaseException:
+            debugger.stdout = io.StringIO()
+            raise
+        return _take_output(debugger), is_done
+
+    def release(self, shell: Any, *, was_aborted: bool, keep_text: str | None = None) -> None:
+        """Drop the references of `shell` and `sys` to the last error; those of the user's own variables stay.
+
+        Frames that refer to their own error, as after ``except E as e: errors.append(e)``, are freed by the next
+        garbage collection. After running out of memory, frames are cleared here: a thread that samples stacks may
+        briefly hold one, and a collection at that moment would miss it.
+
+        Args:
+            shell: The rank's IPython shell.
+            was_aborted: Whether the cell was interrupted or aborted. Its frames are then cleared in a thread, because a
+                DataLoader waits seconds for busy workers.
+            keep_text: Text under which to save the error for the debugger until the next cell; None: do not save it. It
+                is not saved after running out of memory either.
+        """
+        result = getattr(shell, "last_execution_result", None)
+        error = getattr(result, "error_in_exec", None)
+        out_of_memory = _out_of_memory(error)
+        _clear_outermost(error)
+        if result is not None:
+            result.error_in_exec = result.error_before_exec = None
+        shell.last_execution_result = None
+        for name in _LAST_ERROR_NAMES:
+            vars(sys).pop(name, None)
+        for name in ("InteractiveTB", "SyntaxTB"):
+            if getattr(getattr(shell, name, None), "tb", None) is not None:
+                getattr(shell, name).tb = None
+        if keep_text is not None and error is not None and not was_aborted and not out_of_memory:
+            self.save(error, keep_text)
+        if was_aborted and error is not None:
+            threading.Thread(target=_clear_chain, args=(error,), name="axon_nb-release", daemon=True).start()
+        if out_of_memory:
+            _clear_chain(error)
+        del error
+        if out_of_memory:
+            gc.collect()
 
 
 def start() -> str:
-    """Open the debugger in the innermost frame of the saved error; return the position as the debugger shows it."""
-    from IPython.core.debugger import Pdb
-
-    trace = _from_user_frame(_saved[0][0].__traceback__) if _saved else None
-    if trace is None:
-        return ""
-    _close()
-    debugger = Pdb(stdout=io.StringIO(), nosigint=True, readrc=False)
-    debugger.reset()
-    debugger.setup(None, trace)
-    _debugger.append(debugger)
-    debugger.print_stack_entry(debugger.stack[debugger.curindex])
-    return _take_output(debugger)
+    """Open the debugger on this rank; see `PostMortem.start`."""
+    return current().post_mortem.start()
 
 
 def command(line: str) -> tuple[str, bool]:
-    """Run one debugger command; return its output, and whether the session is over."""
-    if not _debugger:
-        return "", True
-    debugger = _debugger[0]
-    try:
-        with shell.redirect_pager(debugger.stdout):
-            is_done = bool(debugger.onecmd(debugger.precmd(line)))
-            while debugger.cmdqueue and not is_done:  # `u;; p x`
-                is_done = bool(debugger.onecmd(debugger.precmd(debugger.cmdqueue.pop(0))))
-    except BaseException:
-        debugger.stdout = io.StringIO()
-        raise
-    return _take_output(debugger), is_done
+    """Run one command of this rank's debugger; see `PostMortem.command`."""
+    return current().post_mortem.command(line)
 
 
 def _take_output(debugger: Any) -> str:
@@ -110,46 +162,6 @@ def _from_user_frame(trace: TracebackType | None) -> TracebackType | None:
             return inner.tb_next
         inner = inner.tb_next
     return trace
-
-
-_LAST_ERROR_NAMES = ("last_exc", "last_traceback", "last_type", "last_value")
-
-
-def release_failure(shell: Any, *, was_aborted: bool, keep_text: str | None = None) -> None:
-    """Drop the references of `shell` and `sys` to the last error; those of the user's own variables stay.
-
-    Frames that refer to their own error, as after ``except E as e: errors.append(e)``, are freed by the next garbage
-    collection. After running out of memory, frames are cleared here: a thread that samples stacks may briefly hold one,
-    and a collection at that moment would miss it.
-
-    Args:
-        shell: The rank's IPython shell.
-        was_aborted: Whether the cell was interrupted or aborted. Its frames are then cleared in a thread, because a
-            DataLoader waits seconds for busy workers.
-        keep_text: Text under which to save the error for the debugger until the next cell; None: do not save it. It
-            is not saved after running out of memory either.
-    """
-    result = getattr(shell, "last_execution_result", None)
-    error = getattr(result, "error_in_exec", None)
-    out_of_memory = _out_of_memory(error)
-    _clear_outermost(error)
-    if result is not None:
-        result.error_in_exec = result.error_before_exec = None
-    shell.last_execution_result = None
-    for name in _LAST_ERROR_NAMES:
-        vars(sys).pop(name, None)
-    for name in ("InteractiveTB", "SyntaxTB"):
-        if getattr(getattr(shell, name, None), "tb", None) is not None:
-            getattr(shell, name).tb = None
-    if keep_text is not None and error is not None and not was_aborted and not out_of_memory:
-        save_error(error, keep_text)
-    if was_aborted and error is not None:
-        threading.Thread(target=_clear_chain, args=(error,), name="axon_nb-release", daemon=True).start()
-    if out_of_memory:
-        _clear_chain(error)
-    del error
-    if out_of_memory:
-        gc.collect()
 
 
 def _clear_outermost(error: BaseException | None) -> None:

@@ -21,30 +21,46 @@ from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.tracebacks import find_location
 
 __all__ = [
+    "Pager",
     "describe_exit",
     "install_autoreload",
     "install_cell_names",
     "install_exits",
-    "install_pager",
     "install_restored_names",
     "install_shell_commands",
-    "redirect_pager",
 ]
 
 _CELL_FILE_LINE = re.compile(r"^\S*File:\S*\s+\S*Cell In\[\d+\].*\n?", re.MULTILINE)
 """The line that names a cell's file, which does not exist."""
 
-_pager_streams: list[TextIO] = []
 
+class Pager:
+    """Displays as text what a shell would page; ranks that show the same text share one output."""
 
-@contextlib.contextmanager
-def redirect_pager(stream: TextIO) -> Iterator[None]:
-    """Redirect paged text to `stream`."""
-    _pager_streams.append(stream)
-    try:
-        yield
-    finally:
-        _pager_streams.remove(stream)
+    def __init__(self) -> None:
+        self._streams: list[TextIO] = []
+
+    def install(self, shell: Any) -> None:
+        """Replace the pager of `shell`."""
+
+        def show(shell: Any, data: Any, start: int = 0, screen_lines: int = 0) -> None:
+            text = data.get("text/plain", "") if isinstance(data, dict) else str(data)
+            text = _CELL_FILE_LINE.sub("", text).rstrip()
+            if self._streams:
+                self._streams[-1].write(f"{text}\n")
+            else:
+                display({"text/plain": text}, raw=True)
+
+        shell.set_hook("show_in_pager", show, 0)
+
+    @contextlib.contextmanager
+    def redirect(self, stream: TextIO) -> Iterator[None]:
+        """Write paged text to `stream` instead."""
+        self._streams.append(stream)
+        try:
+            yield
+        finally:
+            self._streams.remove(stream)
 
 
 def install_cell_names(shell: Any) -> None:
@@ -62,20 +78,6 @@ def install_cell_names(shell: Any) -> None:
         return name
 
     shell.compile.get_code_name = get_code_name
-
-
-def install_pager(shell: Any) -> None:
-    """Have `shell` display as text what it would page; ranks that show the same text share one output."""
-
-    def show(shell: Any, data: Any, start: int = 0, screen_lines: int = 0) -> None:
-        text = data.get("text/plain", "") if isinstance(data, dict) else str(data)
-        text = _CELL_FILE_LINE.sub("", text).rstrip()
-        if _pager_streams:
-            _pager_streams[-1].write(f"{text}\n")
-        else:
-            display({"text/plain": text}, raw=True)
-
-    shell.set_hook("show_in_pager", show, 0)
 
 
 def install_shell_commands(shell: Any, interrupts: InterruptHandler) -> None:
