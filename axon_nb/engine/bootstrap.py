@@ -48,7 +48,7 @@ from axon_nb.engine.kernel.shell import (
     install_restored_names,
     install_shell_commands,
 )
-from axon_nb.engine.kernel.tracebacks import install_bounded_traceback, install_short_traceback
+from axon_nb.engine.kernel.tracebacks import Tracebacks
 from axon_nb.engine.output.budget import OutputBudget
 from axon_nb.engine.output.forked_children import install_fork_defaults
 from axon_nb.engine.output.streams import NativeOutput, RankStream, enable_crash_reports
@@ -219,14 +219,14 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     log = CellLog()
     hooks.tap_output(kernel, log.tap)
     budget = OutputBudget(kernel, native_output, session.config.output_limit)
+    tracebacks = Tracebacks()
+    tracebacks.install(kernel.shell)
     pager = Pager()
     pager.install(kernel.shell)
     post_mortem = PostMortem(pager)
     session.post_mortem = post_mortem
-    runner = CellRunner(session, interrupts, budget, log, post_mortem)
+    runner = CellRunner(session, interrupts, budget, log, tracebacks=tracebacks, post_mortem=post_mortem)
     hooks.wrap_do_execute(kernel, runner.run)
-    install_short_traceback(kernel.shell)
-    install_bounded_traceback(kernel.shell)
     install_exits(kernel.shell)
     install_shell_commands(kernel.shell, interrupts)
     telemetry = Telemetry(session, sampler)

@@ -14,9 +14,8 @@ from axon_nb.engine.kernel.measure import Measured, run_measured
 from axon_nb.engine.kernel.post_mortem import PostMortem
 from axon_nb.engine.kernel.random_state import RandomDraws
 from axon_nb.engine.kernel.shell import describe_exit
-from axon_nb.engine.kernel.tracebacks import restore_error, take_abort_location
+from axon_nb.engine.kernel.tracebacks import Tracebacks
 from axon_nb.engine.output.budget import OutputBudget
-from axon_nb.engine.output.nested_errors import fail_if_nested
 from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts
 from axon_nb.records.protocol.wire import decode, encode
@@ -40,12 +39,15 @@ class CellRunner:
         interrupts: InterruptHandler,
         budget: OutputBudget,
         log: CellLog,
+        *,
+        tracebacks: Tracebacks,
         post_mortem: PostMortem,
     ) -> None:
         self._session = session
         self._interrupts = interrupts
         self._budget = budget
         self._log = log
+        self._tracebacks = tracebacks
         self._post_mortem = post_mortem
         self._values: dict[str, Any] = {}
 
@@ -87,7 +89,7 @@ class CellRunner:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
         finally:
-            restore_error(shell)
+            self._tracebacks.restore_error(shell)
             session.groups.calls.end_exclusive()
             self._interrupts.end_cell()
             session.steps.end_cell()
@@ -95,7 +97,7 @@ class CellRunner:
             session.cell = None
             self._budget.end()
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
-        aborted_at = fail_if_nested(reply, take_abort_location())
+        aborted_at = self._tracebacks.end_cell(reply)
         value = getattr(getattr(shell, "last_execution_result", None), "result", None)
         has_value = reply["status"] == "ok" and value is not None
         if has_value and facts.token is not None:

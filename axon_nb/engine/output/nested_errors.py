@@ -20,7 +20,7 @@ from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.protocol.cells import AbortLocation
 
-__all__ = ["NestedError", "fail_if_nested", "install_callback_errors", "is_nested", "note_error"]
+__all__ = ["NestedError", "NestedErrors"]
 
 _ABORTS = (AbortedError, KeyboardInterrupt, asyncio.CancelledError)
 _NOTE = "The traceback is above: what the cell had called failed, and the cell continued."
@@ -41,66 +41,67 @@ class NestedError:
         reply.update(status="error", ename=self.name, evalue=self.text, traceback=traceback)
 
 
-_errors: list[NestedError] = []
-_in_callback: list[bool] = []
+class NestedErrors:
+    """The errors of the running cell that were shown and swallowed."""
 
+    def __init__(self) -> None:
+        self._first: NestedError | None = None
+        self._in_callback = False
+        """Whether IPython shows the error of a callback."""
 
-def is_nested(shell: Any) -> bool:
-    """Whether the error that IPython is about to show is not the one with which the cell ends."""
-    if getattr(shell.displayhook, "msg", None) is not None:  # a value that cannot be shown: ipykernel's reply has it
-        return False
-    return bool(_in_callback) or user_frame(inspect.currentframe()) is not None
+    def install(self, shell: Any) -> None:
+        """Have IPython's events show the errors of their callbacks without the arguments."""
+        events = shell.events
 
-
-def note_error(error: BaseException, text: str, rendered: list[str], inner: AbortLocation) -> None:
-    """Show an error that IPython will swallow, and remember that the cell has failed.
-
-    Args:
-        error: The error.
-        text: What `str` gives for it.
-        rendered: Its traceback.
-        inner: Where it was raised, in what the cell had called.
-    """
-    if sys.exc_info()[1] is None:  # `%tb` shows an earlier error
-        sys.stderr.write("\n".join(rendered) + "\n")
-        return
-    where = None
-    if isinstance(error, _ABORTS):
-        frame: FrameType | None = user_frame(inspect.currentframe())
-        where = replace(inner, line=None if frame is None else frame.f_lineno)
-    else:
-        sys.stderr.write("\n".join(rendered) + "\n")
-    _errors.append(NestedError(type(error).__name__, text, where))
-
-
-def fail_if_nested(reply: dict[str, Any], aborted_at: AbortLocation | None) -> AbortLocation | None:
-    """Make the reply of a cell that has ended an error if there was such an error; return where it was aborted."""
-    first = _errors[0] if _errors else None
-    _errors.clear()
-    if first is None:
-        return aborted_at
-    if reply["status"] == "ok":
-        first.fail(reply)
-    return aborted_at or first.aborted_at
-
-
-def install_callback_errors(shell: Any) -> None:
-    """Have IPython's events show the errors of their callbacks without the arguments."""
-    events = shell.events
-
-    def trigger(event: str, *args: Any, **kwargs: Any) -> None:
-        for function in list(events.callbacks[event]):
-            try:
-                function(*args, **kwargs)
-            except KeyboardInterrupt:
-                shell.showtraceback()
-            except Exception:
-                name = getattr(function, "__qualname__", type(function).__name__)
-                sys.stderr.write(f"Error in the callback {name} of IPython's event {event}:\n")
-                _in_callback.append(True)
+        def trigger(event: str, *args: Any, **kwargs: Any) -> None:
+            for function in list(events.callbacks[event]):
                 try:
+                    function(*args, **kwargs)
+                except KeyboardInterrupt:
                     shell.showtraceback()
-                finally:
-                    _in_callback.pop()
+                except Exception:
+                    name = getattr(function, "__qualname__", type(function).__name__)
+                    sys.stderr.write(f"Error in the callback {name} of IPython's event {event}:\n")
+                    before, self._in_callback = self._in_callback, True
+                    try:
+                        shell.showtraceback()
+                    finally:
+                        self._in_callback = before
 
-    events.trigger = trigger
+        events.trigger = trigger
+
+    def is_nested(self, shell: Any) -> bool:
+        """Whether the error that IPython is about to show is not the one with which the cell ends."""
+        if getattr(shell.displayhook, "msg", None) is not None:
+            return False  # a value that cannot be shown: ipykernel's reply has its error
+        return self._in_callback or user_frame(inspect.currentframe()) is not None
+
+    def note(self, error: BaseException, text: str, rendered: list[str], inner: AbortLocation) -> None:
+        """Show an error that IPython will swallow, and remember that the cell has failed.
+
+        Args:
+            error: The error.
+            text: What `str` gives for it.
+            rendered: Its traceback.
+            inner: Where it was raised, in what the cell had called.
+        """
+        if sys.exc_info()[1] is None:  # `%tb` shows an earlier error
+            sys.stderr.write("\n".join(rendered) + "\n")
+            return
+        where = None
+        if isinstance(error, _ABORTS):
+            frame: FrameType | None = user_frame(inspect.currentframe())
+            where = replace(inner, line=None if frame is None else frame.f_lineno)
+        else:
+            sys.stderr.write("\n".join(rendered) + "\n")
+        if self._first is None:
+            self._first = NestedError(type(error).__name__, text, where)
+
+    def fail(self, reply: dict[str, Any], aborted_at: AbortLocation | None) -> AbortLocation | None:
+        """Make the reply of a cell that has ended an error if there was one; return where the cell was aborted."""
+        first, self._first = self._first, None
+        if first is None:
+            return aborted_at
+        if reply["status"] == "ok":
+            first.fail(reply)
+        return aborted_at or first.aborted_at

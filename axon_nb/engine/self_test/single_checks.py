@@ -95,12 +95,12 @@ def short_tracebacks(_: CheckProcess) -> None:
     """Show only the ends of a traceback of 500 calls in an engine's shell."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
-    from axon_nb.engine.kernel import tracebacks
+    from axon_nb.engine.kernel.tracebacks import Tracebacks
 
     shell: Any = IPythonParallelKernel().shell
     shell.run_cell("def fall(depth): return fall(depth - 1) if depth else 1 / 0")
     _raise_if_missing("kernel.failures", "kernel.frames", "kernel.tracebacks", shell=shell)
-    tracebacks.install_bounded_traceback(shell)
+    Tracebacks().install_bounded(shell)
     shell.run_cell("fall(500)")
     shown = "\n".join(shell._last_traceback)
     if "are not shown" not in shown or shown.count("fall") > 200:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from IPython.core.ultratb import AutoFormattedTB
 
-from axon_nb.engine.kernel import tracebacks
+from axon_nb.engine.kernel.tracebacks import Tracebacks, shorten_traceback
 
 
 def down(n: int) -> None:
@@ -35,7 +35,7 @@ def caught(n: int) -> ValueError:
 def test_the_ends_of_a_long_traceback_are_kept() -> None:
     trace = caught(500).__traceback__
     assert trace is not None
-    short, left_out = tracebacks.shorten_traceback(trace)
+    short, left_out = shorten_traceback(trace)
     assert depth(trace) == depth(short) + left_out
     assert depth(short) == 21
     first, last = short, short
@@ -48,11 +48,11 @@ def test_the_ends_of_a_long_traceback_are_kept() -> None:
 def test_a_short_one_is_itself() -> None:
     trace = caught(5).__traceback__
     assert trace is not None
-    assert tracebacks.shorten_traceback(trace) == (trace, 0)
+    assert shorten_traceback(trace) == (trace, 0)
 
 
 def test_what_is_rendered_says_how_much_is_not_and_the_exception_stays_whole() -> None:
-    render = tracebacks.bound_traceback(AutoFormattedTB(mode="Context", theme_name="nocolor").structured_traceback)
+    render = Tracebacks().bound(AutoFormattedTB(mode="Context", theme_name="nocolor").structured_traceback)
     outer = RuntimeError("the effect")
     outer.__cause__ = cause = caught(500)
     before = depth(cause.__traceback__)
@@ -76,4 +76,4 @@ def test_calls_of_many_functions_are_kept_up_to_a_limit() -> None:
         trace = caught_here.value.__traceback__
         assert trace is not None
         assert trace.tb_next is not None
-        assert depth(tracebacks.shorten_traceback(trace.tb_next)[0]) == expected
+        assert depth(shorten_traceback(trace.tb_next)[0]) == expected
