@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.engine.inspection.sampler import Sampler
 from axon_nb.engine.inspection.views import Views
+from axon_nb.engine.kernel.post_mortem import PostMortem
+from axon_nb.engine.kernel.shell import Pager
+from axon_nb.engine.output.nested_errors import NestedErrors
+from axon_nb.records.protocol.cells import AbortLocation, FailureRequest
 from tests.support.records.rank_session import session_of_rank
 
 
@@ -43,3 +49,28 @@ def test_steps_are_counted_by_each_session_from_its_start() -> None:
             train(2)
         optimizers[1].step()  # the same one again: another step
     assert (first.steps.steps, second.steps.steps) == (8, 2)
+
+
+def test_a_failure_is_saved_by_one_session() -> None:
+    first, second = PostMortem(Pager()), PostMortem(Pager())
+    first.save(ValueError("odd"), "odd")
+    assert first.report(FailureRequest()).failure == "ValueError: odd"
+    assert second.report(FailureRequest()).failure == ""
+    assert second.start() == ""
+
+
+def test_an_error_that_a_cell_swallowed_fails_the_cell_of_one_session(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = NestedErrors(), NestedErrors()
+    replies: list[dict[str, Any]] = [{"status": "ok"}, {"status": "ok"}]
+    try:
+        raise ValueError("odd")
+    except ValueError as error:
+        first.note(error, "odd", ["the traceback"], AbortLocation(1, "", ""))
+    assert capsys.readouterr().err == "the traceback\n"
+    for errors, reply in zip((first, second), replies, strict=True):
+        assert errors.fail(reply, None) is None
+    assert [reply["status"] for reply in replies] == ["error", "ok"]
+    assert (replies[0]["ename"], replies[0]["evalue"]) == ("ValueError", "odd")
+    following = {"status": "ok"}
+    first.fail(following, None)
+    assert following == {"status": "ok"}
