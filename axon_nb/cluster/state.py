@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 from axon_nb.cluster.failures.health import ActiveCell, Health
@@ -43,6 +44,7 @@ class ClusterState:
         self.health = Health(facts.name, lambda: list(self.active_cells), remedy=remedy)
         self.between_cells = BetweenCells(self.ranks, limit_bytes=settings.output_limit)
         """Output that belongs to no running cell."""
+        self._epoch = int(time.time())
         connection.client.on_output(self._on_output)
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)
@@ -104,6 +106,11 @@ class ClusterState:
     def running(self) -> bool:
         """Whether cells can be sent."""
         return not self.health.disconnect_reason
+
+    def next_epoch(self, *, above: int = 0) -> int:
+        """Return the epoch of the next rebuild: higher than any before, and than `above`, the last of a rank."""
+        self._epoch = max(self._epoch, above) + 1
+        return self._epoch
 
     def mark_replaced(self, rank: int, info: EngineInfo) -> None:
         """Record that a new process, which reported `info`, has replaced `rank`."""

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("axon_nb", "magics")
 
 ALLOWED = {
+    "axon_nb.cluster.rpc.client:_serializers_lock": "lock: ipyparallel's table, which the process has once",
     "axon_nb.comm.collectives.fast_path:_fast_paths": "cache: the operations of each type of group",
     "axon_nb.comm.group:_known": "cache: what does not change of a torch group",
     "axon_nb.comm.group:_rebuilds": "slot: how often this process has rebuilt torch's groups",
@@ -43,8 +44,6 @@ NOT_YET: dict[str, set[str]] = {
     "axon_nb.cluster.inspection.completion": {"_clients"},
     "axon_nb.cluster.inspection.span_feed": {"_feeds"},
     "axon_nb.cluster.launch.prewarm": {"_lock", "_pending"},
-    "axon_nb.cluster.recovery.recovery": {"_last"},
-    "axon_nb.cluster.rpc.requests": {"_apply_lock"},
     "axon_nb.cluster.session.current": {"_clusters", "_current", "_lock", "_state"},
     "axon_nb.cluster.settings": {"settings"},
     "axon_nb.compat.import_hooks": {"_finder"},

@@ -212,6 +212,7 @@ class CellManager:
             state.client,
             state.ranks,
             state.health,
+            next_epoch=state.next_epoch,
             agent=AgentWatch(state.connection.agent),
             interrupted=lambda: aborted is not None and aborted.interrupted_at is not None,
             slow_connect=state.backend == "nccl",

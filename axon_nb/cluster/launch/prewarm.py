@@ -8,8 +8,6 @@ import threading
 import time
 from concurrent.futures import Future
 
-from ipyparallel.serialize import serialize_object
-
 from axon_nb.cluster.launch.connection import Connection, open_new
 from axon_nb.records.protocol.agent import GetInfo
 
@@ -29,9 +27,7 @@ def start() -> None:
 
     def work() -> None:
         try:
-            connection = open_new()
-            serialize_object(None)  # its first use imports NumPy, which would slow the first call
-            future.set_result(connection)
+            future.set_result(open_new())
         except BaseException as error:
             future.set_exception(error)
 

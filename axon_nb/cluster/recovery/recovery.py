@@ -24,7 +24,7 @@ from axon_nb.records.protocol.agent import AgentState, GetInfo
 from axon_nb.records.protocol.recovery import DisableGroups, OptimizerReport, Recover, RecoveryReport
 from axon_nb.records.ranks import format_ranks, name_ranks
 
-__all__ = ["AGENT_SILENT", "AgentWatch", "Recovery", "describe_diverged_steps", "next_epoch"]
+__all__ = ["AGENT_SILENT", "AgentWatch", "Recovery", "describe_diverged_steps"]
 
 AGENT_SILENT = "the host agent does not respond, as if it was stopped or swapped out"
 
@@ -83,14 +83,6 @@ _PATIENCE_S, _PATIENCE_AFTER_INTERRUPT_S = 10.0, 1.0
 
 _ASK_INTERVAL_S = 0.2
 
-_last = [int(time.time())]
-
-
-def next_epoch(*, above: int = 0) -> int:
-    """Return the epoch of the next rebuild: higher than any before, and than `above`, the last that a rank has seen."""
-    _last[0] = max(_last[0], above) + 1
-    return _last[0]
-
 
 class AgentWatch:
     """Asks the host agent again and again whether it is there.
@@ -133,6 +125,7 @@ class Recovery:
         client: The cluster's client.
         ranks: All ranks of the world.
         health: Updated if the groups cannot be rebuilt.
+        next_epoch: Returns the epoch of an attempt, higher than any before.
         agent: Whether the host agent responds.
         interrupted: Whether the user waits for the end.
         slow_connect: Whether an attempt may take a minute rather than 10 seconds: NCCL's communicators connect slowly.
@@ -144,10 +137,12 @@ class Recovery:
         ranks: Sequence[int],
         health: Health,
         *,
+        next_epoch: Callable[[], int],
         agent: AgentWatch,
         interrupted: Callable[[], bool] = lambda: False,
         slow_connect: bool = False,
     ) -> None:
+        self._next_epoch = next_epoch
         self._agent = agent
         self._interrupted = interrupted
         self._attempt_timeout_s = _SLOW_ATTEMPT_TIMEOUT_S if slow_connect else _ATTEMPT_TIMEOUT_S
@@ -216,7 +211,7 @@ class Recovery:
             return self._disable_groups(f"{reason}; run `%distributed repair` to try again", self._ranks)
         self._attempt += 1
         self._started_at = now
-        epoch = next_epoch()
+        epoch = self._next_epoch()
         self._futures = {r: requests.call(self._client, r, Recover(epoch)) for r in self._ranks}
         return False
 

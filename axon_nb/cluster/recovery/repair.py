@@ -18,7 +18,7 @@ from axon_nb.cluster.launch.engines import rank_environment
 from axon_nb.cluster.launch.join import await_handshake, gather, join_config, raise_if_exited, store_address
 from axon_nb.cluster.launch.launchers import fork_request
 from axon_nb.cluster.launch.placement import place_ranks
-from axon_nb.cluster.recovery.recovery import AGENT_SILENT, next_epoch
+from axon_nb.cluster.recovery.recovery import AGENT_SILENT
 from axon_nb.cluster.recovery.report import Copied, RepairReport
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import AxonError, StartError, UsageError
@@ -179,7 +179,7 @@ def _join(
     state: ClusterState, chosen: Sequence[int], survivors: Sequence[int], groups: Sequence[GroupRecord]
 ) -> dict[int, Any]:
     connection = state.connection
-    epoch = next_epoch()
+    epoch = state.next_epoch()
     calls: dict[int, Any] = {
         rank: requests.call(connection.client, rank, RecoverAfterRepair(epoch)) for rank in survivors
     }

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ipyparallel as ipp
+from ipyparallel.serialize import serialize_object
 
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.errors import StartError
@@ -210,6 +211,10 @@ class RankClient(ipp.Client):
             ipp.Client._dispatch_iopub.__wrapped__(self, message)
 
 
+_serializers_lock = threading.Lock()
+"""ipyparallel completes its table of serializers on first use, which fails if two threads do it at once."""
+
+
 def connect(connection_file: Path, *, timeout_s: float, alive: Callable[[], bool]) -> RankClient:
     """Wait for the controller's connection file and connect.
 
@@ -222,6 +227,8 @@ def connect(connection_file: Path, *, timeout_s: float, alive: Callable[[], bool
         StartError: the controller exited, or did not start within `timeout_s` seconds.
     """
     end = time.monotonic() + timeout_s
+    with _serializers_lock:  # imports NumPy, while the controller starts
+        serialize_object(None)
     # The engines' file is written last: once it exists, the clients' file is complete.
     last = connection_file.with_name(connection_file.name.replace("client", "engine"))
     while not (last.exists() and last.stat().st_size):

@@ -6,7 +6,6 @@ A call runs a function on a rank: ipyparallel's `apply`, without importing the r
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -23,9 +22,6 @@ from axon_nb.records.waits import RankWaits
 __all__ = ["Replies", "call", "request_all", "request_each", "request_waits"]
 
 R = TypeVar("R")
-
-_apply_lock = threading.Lock()
-"""ipyparallel completes its table of serializers on first use, which fails if two threads do it at once."""
 
 
 class Replies(dict[int, R]):
@@ -82,6 +78,5 @@ def request_waits(client: RankClient, ranks: Iterable[int], *, timeout_s: float 
 
 def call(client: RankClient, rank: int, rank_call: RankCall[R]) -> Future[R]:
     """Make a call on one rank once its main thread is free; return a future of the result."""
-    with _apply_lock:
-        result: Future[Any] = client.direct_view(rank).apply_async(perform, type(rank_call), arguments_of(rank_call))
+    result: Future[Any] = client.direct_view(rank).apply_async(perform, type(rank_call), arguments_of(rank_call))
     return result
