@@ -47,12 +47,11 @@ _ = block(4, False)"""
 PAGE = """
 import json, threading, time
 from axon_nb.cluster.session import current
-from axon_nb.cluster.inspection.span_feed import span_feed
 from axon_nb.widgets import open as opened
 
 def views():
     found = [panel.view for panel in list(opened._panels.values())]
-    spans = span_feed(current.get().state)._views if current.get() is not None else ()
+    spans = current.get().spans._views if current.get() is not None else ()
     return found + [view for view in list(spans) if view not in found]  # that of --watch is among them
 
 class Page:

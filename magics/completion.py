@@ -16,7 +16,6 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMa
 from IPython.core.getipython import get_ipython
 
 from axon_nb.cluster.cells.source import RANK_MAGICS
-from axon_nb.cluster.inspection import completion
 from axon_nb.cluster.session import current
 from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpRequest
@@ -68,7 +67,7 @@ def _match(text: str, line_number: int, column: int) -> Match | None:
     rank = target_rank(text, cluster.world_size) if cluster is not None else None
     if cluster is None or rank is None:
         return None
-    fragment, texts = completion.client_for(cluster.state).complete(rank, line, column)
+    fragment, texts = cluster.completion.complete(rank, line, column)
     if fragment.startswith(".") and all(text.startswith(".") for text in texts):
         fragment, texts = fragment[1:], [text[1:] for text in texts]
     return (fragment, texts, f"rank {rank}") if before.endswith(fragment) else None
@@ -96,7 +95,7 @@ def _match_magic(percents: str, name: str, rest: str) -> Match | None:
     if name == "auto":
         return partial, _with_prefix(("on", "off"), partial), "value"
     if name in _TAKES_RANK_NAMES and (cluster := current.get()) is not None:
-        return partial, _with_prefix(completion.client_for(cluster.state).names(), partial), "rank 0"
+        return partial, _with_prefix(cluster.completion.names(), partial), "rank 0"
     return None
 
 
@@ -156,4 +155,4 @@ def cancel_refresh() -> None:
 def _refresh() -> None:
     cluster = current.get()
     if cluster is not None:
-        completion.client_for(cluster.state).refresh()
+        cluster.completion.refresh()

@@ -24,7 +24,6 @@ from typing import Any
 
 from IPython.utils.tokenutil import token_at_cursor
 
-from axon_nb.cluster.inspection import completion
 from axon_nb.cluster.session import current
 from axon_nb.magics.cell_head import target_rank
 from axon_nb.records.hooks import missing_hooks
@@ -88,7 +87,7 @@ class RequestHandler:
         name = token_at_cursor(code, cursor_pos)
         if cluster is not None and rank is not None and name and not name.startswith("%"):
             omit = tuple(omit_sections)
-            data = completion.client_for(cluster.state).inspect(rank, name, detail=detail_level, omit=omit)
+            data = cluster.completion.inspect(rank, name, detail=detail_level, omit=omit)
             if data:
                 return {"status": "ok", "found": True, "data": data, "metadata": {}}
         reply: dict[str, Any] = self._inspect(code, cursor_pos, detail_level, omit_sections)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
 from axon_nb.cluster import history
@@ -13,6 +13,7 @@ from axon_nb.cluster.cells.manager import LEFT_RUNNING, CellManager
 from axon_nb.cluster.cells.options import CellOptions
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.inspection import status
+from axon_nb.cluster.inspection.completion import CompletionClient
 from axon_nb.cluster.inspection.status import cluster_info, rank_stacks, status_frame
 from axon_nb.cluster.inspection.variables import difference_frame, variables_frame
 from axon_nb.cluster.launch.engines import shut_down_foreign
@@ -31,6 +32,7 @@ from axon_nb.records.telemetry import RankState
 if TYPE_CHECKING:
     import pandas as pd
 
+    from axon_nb.cluster.inspection.span_feed import SpanFeed
     from axon_nb.records.stacks import Stacks
     from axon_nb.records.telemetry import ClusterInfo
 
@@ -45,6 +47,8 @@ class Cluster:
         """The notebook's state of the cluster, which the functions of this package take."""
         self.cells = CellManager(state)
         """Runs cells on the ranks."""
+        self.completion = CompletionClient(state)
+        """Requests completions and help from the ranks."""
         self.name = state.name
         self.world_size = state.world_size
         self.backend = state.backend
@@ -85,6 +89,13 @@ class Cluster:
     def settings(self) -> Settings:
         """The cluster's own copy of the settings."""
         return self.state.settings
+
+    @cached_property
+    def spans(self) -> SpanFeed:
+        """Fetches what the ranks' spans show."""
+        from axon_nb.cluster.inspection.span_feed import SpanFeed  # loads NumPy
+
+        return SpanFeed(self.state)
 
     @property
     def ranks(self) -> list[int]:
@@ -254,10 +265,6 @@ class Cluster:
         """Send a signal to one rank's process (forked ranks only)."""
         resolve_ranks([rank], self.world_size)
         self.connection.agent.call(Signal(rank, int(number)))
-
-    def apply_settings(self, changed: Mapping[str, Any]) -> None:
-        """Change settings that take effect while the cluster runs; `axon_nb.cluster.settings` validates the values."""
-        self.state.apply_settings(dataclasses.replace(self.settings, **changed))
 
     def stop(self) -> None:
         """Stop all ranks, the controller and the agent, and remove their files. A second call does nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from axon_nb.cluster.failures.health import ActiveCell, Health
@@ -13,6 +14,7 @@ from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.output.between_cells import BetweenCells
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.cluster.setting_kinds import Value
 from axon_nb.cluster.settings import Settings, settings_facts
 from axon_nb.records.protocol.agent import SetInfo
 from axon_nb.records.protocol.cluster import ClusterFacts, EngineInfo
@@ -120,8 +122,9 @@ class ClusterState:
         self.health.lost_contexts.discard(rank)
         self._store(dataclasses.replace(self._facts, rank_info=rank_info))
 
-    def apply_settings(self, own: Settings) -> None:
-        """Replace the cluster's own copy of the settings, also for notebooks that attach later."""
+    def apply_settings(self, changed: Mapping[str, Value]) -> None:
+        """Change the cluster's own copy of the settings, also for notebooks that attach later."""
+        own = dataclasses.replace(self.settings, **changed)  # type: ignore[arg-type]
         self._store(dataclasses.replace(self._facts, **settings_facts(own)))
         self.settings = own
 

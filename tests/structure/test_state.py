@@ -41,8 +41,6 @@ ALLOWED = {
 NOT_YET: dict[str, set[str]] = {
     "axon_nb.cluster.cells.kernel_interrupts": {"_active", "_installed", "_previous", "_transitioning"},
     "axon_nb.cluster.history": {"_auto_options", "_entries", "_facts", "_sent"},
-    "axon_nb.cluster.inspection.completion": {"_clients"},
-    "axon_nb.cluster.inspection.span_feed": {"_feeds"},
     "axon_nb.cluster.launch.prewarm": {"_lock", "_pending"},
     "axon_nb.cluster.session.current": {"_clusters", "_current", "_lock", "_state"},
     "axon_nb.cluster.settings": {"settings"},

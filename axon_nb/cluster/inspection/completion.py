@@ -7,7 +7,6 @@ import contextlib
 import keyword
 import re
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +23,7 @@ from axon_nb.records.protocol.messages import Request
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["CompletionClient", "NameSnapshot", "client_for"]
+__all__ = ["CompletionClient", "NameSnapshot"]
 
 R = TypeVar("R")
 
@@ -167,13 +166,3 @@ def _update(snapshot: NameSnapshot, answer: Answer[NamesReply]) -> None:
     with contextlib.suppress(Exception):  # runs on the client's thread; on failure the previous names stay
         reply = answer.result()
         snapshot.update(reply.names, reply.types)
-
-
-_clients: weakref.WeakKeyDictionary[ClusterState, CompletionClient] = weakref.WeakKeyDictionary()
-
-
-def client_for(state: ClusterState) -> CompletionClient:
-    """Return the cluster's completion client, which is created on first use."""
-    if state not in _clients:
-        _clients[state] = CompletionClient(state)
-    return _clients[state]

@@ -22,7 +22,7 @@ from axon_nb.records.telemetry import TICK_S, seconds_to_tick
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["SpanFeed", "SpanView", "cell_window", "recorded_spans", "save_trace", "span_feed"]
+__all__ = ["SpanFeed", "SpanView", "cell_window", "save_trace"]
 
 _TICK_S, _SLOW_TICK_S = 0.08, TICK_S / 2
 """Interval between updates of the views: 12 per second at high span rates (10 if one takes 20 ms), else at most two."""
@@ -105,6 +105,15 @@ class SpanFeed:
             self._wait_for_replies(time.monotonic() + timeout_s)
             self._request(watch_s)
             self._wait_for_replies(time.monotonic() + timeout_s)
+
+    def recorded(self) -> SpanTable:
+        """Fetch the spans that the ranks have recorded, and return all that are still stored.
+
+        Cells, communication and pipelines are always recorded; forwards, backwards and optimizer steps only while a
+        timeline is open.
+        """
+        self.collect()
+        return self.store.table()
 
     def _wait_for_replies(self, deadline: float) -> None:
         for future, _ in list(self._pending.values()):
@@ -205,27 +214,6 @@ class SpanFeed:
         if best is None or round_trip < best[0]:
             best = self._offsets[rank] = (round_trip, (sent_ns + now_ns) // 2 - rank_ns)
         return best[1]
-
-
-_feeds: weakref.WeakKeyDictionary[ClusterState, SpanFeed] = weakref.WeakKeyDictionary()
-
-
-def span_feed(state: ClusterState) -> SpanFeed:
-    """Return the cluster's span feed, which is created on first use."""
-    if (feed := _feeds.get(state)) is None:
-        feed = _feeds.setdefault(state, SpanFeed(state))
-    return feed
-
-
-def recorded_spans(state: ClusterState) -> SpanTable:
-    """Return the spans that the ranks have recorded, as far as they are still stored.
-
-    Cells, communication and pipelines are always recorded; forwards, backwards and optimizer steps only while a
-    timeline is open.
-    """
-    feed = span_feed(state)
-    feed.collect()
-    return feed.store.table()
 
 
 def cell_window(table: SpanTable, cell: int) -> tuple[int, int]:

@@ -54,7 +54,7 @@ def put(cluster: Cluster) -> None:
     from axon_nb.cluster import history
 
     history.record_start(cluster.state)
-    settings.running = get
+    settings.running = lambda: None if (running := get()) is None else running.state
     with _lock:
         _current[:] = [cluster]
     watch_shutdown(cluster)

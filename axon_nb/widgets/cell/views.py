@@ -16,7 +16,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.span_feed import SpanFeed, span_feed
+from axon_nb.cluster.inspection.span_feed import SpanFeed
 from axon_nb.cluster.inspection.span_table import SpanTable
 from axon_nb.cluster.inspection.telemetry import StateFeed
 from axon_nb.widgets.cell.strip import RankStrip
@@ -62,7 +62,7 @@ class _TextReader:
 
 
 def _open(cluster: Cluster, ranks: Sequence[int], title: str, cleanup: contextlib.ExitStack) -> None:
-    feed = span_feed(cluster.state)
+    feed = cluster.spans
     feed.collect(timeout_s=1.0, watch_s=5.0)
     shell = get_ipython()
     if shell is None or not hasattr(shell, "kernel"):
@@ -179,7 +179,7 @@ class CellViews:
         except Exception:  # a view must not fail a cell
             _log.warning("The activity of the ranks could not be shown.", exc_info=True)
         with cell_timeline(cluster, self._ranks, title=self._title):
-            feed, start_ns = span_feed(cluster.state), time.monotonic_ns()
+            feed, start_ns = cluster.spans, time.monotonic_ns()
             first = feed.store.end
             try:
                 with self._watch:

@@ -7,7 +7,6 @@ import weakref
 from IPython.core.interactiveshell import InteractiveShell
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.span_feed import span_feed
 from axon_nb.widgets.panel import Panel
 from axon_nb.widgets.timeline.view import TimelineView
 
@@ -25,7 +24,7 @@ class TimelinePanel(Panel):
     def __init__(self, cluster: Cluster, ranks: list[int]) -> None:
         super().__init__()
         self._cluster = weakref.ref(cluster)
-        self._feed = span_feed(cluster.state)
+        self._feed = cluster.spans
         self._feed.collect(watch_s=5.0)
         self.view: TimelineView = TimelineView(self._feed, ranks)
         self._picture: dict[str, str] = {}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.span_feed import cell_window, recorded_spans, save_trace
+from axon_nb.cluster.inspection.span_feed import cell_window, save_trace
 from axon_nb.cluster.inspection.span_table import SpanTable
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
@@ -111,7 +111,7 @@ class Timeline:
         Raises:
             UsageError: Ranks have no spans of that cell.
         """
-        table = recorded_spans(self._cluster.state)
+        table = self._cluster.spans.recorded()
         if self._cell is not None:
             table = table.between(*cell_window(table, self._cell))
         if len(self._ranks) < self._cluster.world_size:

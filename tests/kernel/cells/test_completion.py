@@ -25,8 +25,8 @@ def t_scale(values, *, factor=2.0):
 """
 WAIT = "import os, time\nwhile not os.path.exists({path!r}):\n    {work}"
 KNOWN = """import asyncio
-from axon_nb.cluster.inspection import completion as assist; from axon_nb.cluster.session import current
-while "t_scale" not in assist.client_for(current.get().state).names():
+from axon_nb.cluster.session import current
+while "t_scale" not in current.get().completion.names():
     await asyncio.sleep(0.05)
 """
 
