@@ -60,7 +60,7 @@ def warm_seconds(n: int) -> float:
     """Seconds of `%distributed start` with a fully prewarmed agent."""
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb")
-        kernel.ok("from axon_nb.cluster.launch import prewarm as warmup\nwarmup.wait_until_idle(60)", timeout=90)
+        kernel.ok("from axon_nb.cluster import current\ncurrent.session().prewarm.wait_until_idle(60)", timeout=90)
         began = time.perf_counter()
         kernel.ok(f"%distributed start -n {n}", timeout=60)
         seconds = time.perf_counter() - began

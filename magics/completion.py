@@ -17,7 +17,6 @@ from IPython.core.getipython import get_ipython
 
 from axon_nb.cluster.cells.source import RANK_MAGICS
 from axon_nb.cluster.session import current
-from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpRequest
 from axon_nb.magics.cell_head import target_rank
 from axon_nb.magics.cells import cell_parser
@@ -91,7 +90,7 @@ def _match_magic(percents: str, name: str, rest: str) -> Match | None:
     if words and words[-1] in _VALUES:
         return partial, _with_prefix(_VALUES[words[-1]], partial), "value"
     if name == "config":
-        return partial, _with_prefix(settings.assignments(), partial), "setting"
+        return partial, _with_prefix(current.session().settings.assignments(), partial), "setting"
     if name == "auto":
         return partial, _with_prefix(("on", "off"), partial), "value"
     if name in _TAKES_RANK_NAMES and (cluster := current.get()) is not None:

@@ -15,7 +15,6 @@ from axon_nb.cluster.inspection.status import ClusterStatus
 from axon_nb.cluster.launch.placement import explain_number
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.cluster.session.discovery import stop_detached
-from axon_nb.cluster.settings import settings
 from axon_nb.magics.arguments import HelpRequest, LineParser, parse, unknown_command
 from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_session
 from axon_nb.records.ranks import name_ranks
@@ -161,7 +160,7 @@ class DistributedMagics(Magics):
             return
         cluster = kept.require("%distributed stop")
         cluster.stop()
-        current.drop(cluster)
+        current.session().drop(cluster)
         count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"
         print(f"Stopped the cluster {cluster.name!r} ({count}).")
 
@@ -203,4 +202,5 @@ class DistributedMagics(Magics):
 
     def _config(self, words: list[str]) -> None:
         options = parse(_config_parser(), words)
+        settings = current.session().settings
         print("\n".join(settings.set(" ".join(options.assignments)) or settings.lines()))

@@ -9,10 +9,7 @@ from IPython.core.magic import Magics
 
 from axon_nb.cluster import history
 from axon_nb.cluster.cells import kernel_interrupts
-from axon_nb.cluster.launch import prewarm
 from axon_nb.cluster.session import current, discovery, start
-from axon_nb.cluster.session import current as lifecycle
-from axon_nb.cluster.settings import settings
 from axon_nb.errors import AxonError
 from axon_nb.magics import completion, kernel_requests
 from axon_nb.magics.arguments import with_help
@@ -43,7 +40,8 @@ def load(shell: InteractiveShell) -> None:
 
     On a rank, where a cell may load the extension by mistake, the magics refuse to run; the hooks are for the notebook.
     """
-    settings.configure(shell.config.get("AxonNB", {}))
+    session = current.session()
+    session.settings.configure(shell.config.get("AxonNB", {}))
     for cls in _CLASSES:
         shell.register_magics(cls)
         _add_help(shell, cls)
@@ -54,10 +52,10 @@ def load(shell: InteractiveShell) -> None:
             shell.input_transformers_cleanup.append(transformer)
     _install_completion(shell)
     shell.events.register("post_run_cell", history.record_cell)
-    lifecycle.watch_shutdown()
+    session.watch_shutdown()
     kernel_interrupts.install()
-    settings.callbacks["warm_up"] = _warm
-    if current.get() is not None:
+    session.settings.callbacks["warm_up"] = _warm
+    if session.cluster is not None:
         return
     try:
         waiting = discovery.own_detached()
@@ -71,8 +69,8 @@ def load(shell: InteractiveShell) -> None:
             f"The cluster {entry.name!r} ({count}) of this notebook is still running. Run `%distributed attach` to "
             "reconnect, or `%distributed start` to stop it and start a new one. A cell on ranks reconnects, too."
         )
-    elif settings.warm_up:
-        prewarm.start()
+    elif session.settings.warm_up:
+        session.prewarm.start()
 
 
 def unload(shell: InteractiveShell) -> None:
@@ -80,7 +78,7 @@ def unload(shell: InteractiveShell) -> None:
     for transformer in _TRANSFORMERS:
         if transformer in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.remove(transformer)
-    settings.callbacks.pop("warm_up", None)
+    current.session().settings.callbacks.pop("warm_up", None)
     auto_mode.on = False
     _uninstall_completion(shell)
     if history.record_cell in shell.events.callbacks["post_run_cell"]:
@@ -96,11 +94,12 @@ def unload(shell: InteractiveShell) -> None:
 
 def _warm(on: bool) -> None:
     """Apply the setting `warm_up`."""
+    session = current.session()
     if not on:
         # On a thread, because it waits for a host agent that is still starting.
-        threading.Thread(target=prewarm.discard, name="axon_nb-cool-down", daemon=True).start()
-    elif current.get() is None:
-        prewarm.start()
+        threading.Thread(target=session.prewarm.discard, name="axon_nb-cool-down", daemon=True).start()
+    elif session.cluster is None:
+        session.prewarm.start()
 
 
 def _add_help(shell: InteractiveShell, cls: type[Magics]) -> None:

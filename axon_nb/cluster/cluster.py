@@ -42,10 +42,10 @@ __all__ = ["Cluster"]
 class Cluster:
     """N ranks that persist between cells. Made by `axon_nb.start` and `axon_nb.attach`."""
 
-    def __init__(self, state: ClusterState) -> None:
+    def __init__(self, state: ClusterState, cells: CellManager) -> None:
         self.state = state
         """The notebook's state of the cluster, which the functions of this package take."""
-        self.cells = CellManager(state)
+        self.cells = cells
         """Runs cells on the ranks."""
         self.completion = CompletionClient(state)
         """Requests completions and help from the ranks."""

@@ -1,7 +1,7 @@
 """The settings of `%distributed config key=value`: units, defaults, and when each takes effect.
 
-`settings` are those of this notebook. A cluster copies them when it starts; a setting that takes effect at once changes
-both. `scripts/settings_table.py` writes docs/settings.md from the docstrings here.
+A notebook has `LiveSettings`. A cluster copies them when it starts; a setting that takes effect at once changes both.
+ `scripts/settings_table.py` writes docs/settings.md from the docstrings here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 from axon_nb.cluster.setting_kinds import Kind, Switch, TakesEffect, Value, byte_count, count, seconds
 from axon_nb.errors import UsageError
-from axon_nb.records.environment import WARM_UP
 
-__all__ = ["LiveSettings", "RunningCluster", "Setting", "Settings", "settings", "settings_facts"]
+__all__ = ["LiveSettings", "RunningCluster", "Setting", "Settings", "settings_facts"]
 
 _ASSIGNMENT = re.compile(r"\s*([^\s=]+)\s*=\s*(.*?)\s*(?=\s[^\s=]+\s*=|$)")
 """`key=value` or `key = 5 min`, up to the next one."""
@@ -107,7 +106,7 @@ class RunningCluster(Protocol):
 
 
 class LiveSettings(Settings):
-    """The settings of this process; changes also apply to its running cluster if they can."""
+    """The settings of one notebook; changes also apply to its running cluster if they can."""
 
     def __init__(self, **values: Value) -> None:
         vars(self).update(vars(Settings(**values)))  # type: ignore[arg-type]
@@ -258,7 +257,3 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
             raise UsageError(f"%distributed config takes key=value, such as {example}; got {word!r}.")
         yield match[1], match[2]
         position = match.end()
-
-
-settings = LiveSettings(warm_up=WARM_UP.is_enabled())
-"""The settings of this process."""

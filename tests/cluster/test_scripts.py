@@ -66,7 +66,7 @@ def test_a_script_that_never_starts_one_starts_nothing() -> None:
 def test_a_killed_scripts_ranks_are_gone_after_the_keep_alive(tmp_path: Path, number: signal.Signals) -> None:
     script = Script(tmp_path)
     script.ok(
-        "import axon_nb\nfrom axon_nb.cluster.settings import settings\nsettings.set('keep_alive=1')\n"
+        "import axon_nb\nfrom axon_nb.cluster import current\ncurrent.session().settings.set('keep_alive=1')\n"
         "c = axon_nb.start(2, devices='cpu')"
     )
     assert len(script.others()) >= 4
@@ -81,7 +81,7 @@ def test_a_killed_scripts_ranks_are_gone_after_the_keep_alive(tmp_path: Path, nu
 def test_a_script_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     script = Script(tmp_path)
     # The start may be quicker than the kill: then it is the keep-alive after which nothing is left.
-    script.ok("import axon_nb\nfrom axon_nb.cluster.settings import settings\nsettings.set('keep_alive=1')")
+    script.ok("import axon_nb\nfrom axon_nb.cluster import current\ncurrent.session().settings.set('keep_alive=1')")
     script.submit("c = axon_nb.start(2, devices='cpu')")
     assert until(lambda: any("axon_nb.host" in line for line in command_lines(script.others())))
     script.process.kill()

@@ -26,7 +26,7 @@ from axon_nb.cluster.output.wait_notice import WaitNotice
 from axon_nb.cluster.recovery.automatic import auto_repair, rebuild_if_back, replace_stuck
 from axon_nb.cluster.recovery.recovery import AgentWatch, Recovery
 from axon_nb.cluster.rpc.requests import request_all
-from axon_nb.cluster.settings import settings as process_settings
+from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import ClusterLostError, UsageError
 from axon_nb.records.protocol.cells import CellFacts, Measurement
@@ -91,10 +91,12 @@ class CellManager:
 
     Args:
         state: The cluster.
+        settings: Those of the notebook.
     """
 
-    def __init__(self, state: ClusterState) -> None:
+    def __init__(self, state: ClusterState, settings: Settings) -> None:
         self.state = state
+        self.settings = settings
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -138,7 +140,7 @@ class CellManager:
         cell_code.check(code, name="cell" if cell is None else f"Cell In[{cell}]")
         chosen = resolve_ranks(options.get("ranks"), state.world_size)
         rebuild_if_back(state)
-        if process_settings.auto_repair:
+        if self.settings.auto_repair:
             auto_repair(state)
         state.health.ensure_available(chosen)
         if timeout is not None and timeout <= 0:
@@ -154,7 +156,7 @@ class CellManager:
             cell=number,
             token=run.token if options.get("values", True) else None,
             exclusive=exclusive,
-            keep_failure=process_settings.debug and not is_debugger,
+            keep_failure=self.settings.debug and not is_debugger,
             is_debugger=is_debugger,
             output_limit=state.settings.output_limit,
             measurement=options.get("measurement", Measurement()),

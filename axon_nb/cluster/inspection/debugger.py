@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from axon_nb.cluster.rpc.requests import request_all
-from axon_nb.cluster.settings import settings
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.cells import DebuggerCommand, DebuggerStart, FailureRequest
 from axon_nb.records.protocol.messages import RankCall, cell_source
@@ -42,7 +41,7 @@ class PostMortem:
         if self.rank in state.health.dead:
             raise UsageError(f"Rank {self.rank} is dead: there is nothing to debug.")
         if self.rank not in failures:
-            raise UsageError(_no_failure(chosen, failures))
+            raise UsageError(_no_failure(chosen, failures, kept=cells.settings.debug))
         if self.rank in state.busy:
             raise UsageError(f"Rank {self.rank} is running a cell: wait until it finishes, or interrupt it.")
         self.error = failures[self.rank]
@@ -70,8 +69,8 @@ class PostMortem:
         return result.values.get(self.rank), result.text.get(self.rank, "")
 
 
-def _no_failure(chosen: list[int] | None, failures: dict[int, str]) -> str:
-    if not settings.debug:
+def _no_failure(chosen: list[int] | None, failures: dict[int, str], *, kept: bool) -> str:
+    if not kept:
         return (
             "Nothing to debug: failures are not kept (`%distributed config debug=off`). "
             "Run `%distributed config debug=on`, then rerun the failing cell."

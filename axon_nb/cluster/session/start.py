@@ -9,7 +9,7 @@ from typing import Any
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.failures.deaths import describe_death
-from axon_nb.cluster.launch import compatibility, prewarm
+from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection, default_name, open_existing, open_new
 from axon_nb.cluster.launch.engines import ON_THIS_HOST, launch_engines, stop_engines
 from axon_nb.cluster.launch.join import join_world
@@ -18,8 +18,9 @@ from axon_nb.cluster.launch.placement import LOOPBACK, Layout, interface_ip, pla
 from axon_nb.cluster.rpc.handshake import wait_for_output
 from axon_nb.cluster.session import current
 from axon_nb.cluster.session.discovery import find, raise_if_busy, running, stop_detached
+from axon_nb.cluster.session.notebook import NotebookSession
 from axon_nb.cluster.session.reattach import reattach_cells
-from axon_nb.cluster.settings import Settings, settings, settings_facts
+from axon_nb.cluster.settings import Settings, settings_facts
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.protocol.agent import SetInfo
@@ -82,15 +83,15 @@ def start(
         StartError: the ranks failed to start.
     """
     _refuse_on_a_rank("start")
+    session = current.session()
     ip = None if interface is None else interface_ip(interface)
     several_hosts = interface is not None
-    chosen_settings = settings.snapshot()
+    chosen_settings = session.settings.snapshot()
     layout = plan_layout(
         n, devices=devices, backend=backend, threads=chosen_settings.threads, several_hosts=several_hosts
     )
     chosen = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
-    if current.get() is not None:
-        existing = current.require("start")
+    if (existing := session.cluster) is not None:
         ranks = "1 rank" if existing.world_size == 1 else f"{existing.world_size} ranks"
         raise UsageError(
             f"The cluster {existing.name!r} with {ranks} is running. Run `%distributed stop` to stop it, or "
@@ -110,9 +111,9 @@ def start(
         print(note)
     end = time.monotonic() + chosen_settings.start_timeout
     if chosen in ON_THIS_HOST:
-        connection = prewarm.take(chosen_settings.start_timeout)
+        connection = session.prewarm.take(chosen_settings.start_timeout)
     else:  # such a launcher may start ranks where they do not see this host's files
-        prewarm.discard()
+        session.prewarm.discard()
         connection = open_new(ip=ip or LOOPBACK)
     if several_hosts:
         print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
@@ -124,18 +125,21 @@ def start(
         timeout_s = compatibility.collective_timeout(chosen_settings, recoverable=False)
         for note in compatibility.at_start(rank_info, layout.backend, timeout_s=timeout_s):
             print(note, file=sys.stderr)
-        cluster = _publish(connection, layout, chosen_settings, name=cluster_name, engines=chosen, rank_info=rank_info)
+        cluster = _publish(
+            session, connection, layout, chosen_settings, name=cluster_name, engines=chosen, rank_info=rank_info
+        )
     except BaseException:
         if launched is not None:
             stop_engines(launched, chosen)
         connection.stop()
         raise
     cluster.state.launched = launched
-    current.put(cluster)
+    session.put(cluster)
     return cluster
 
 
 def _publish(
+    session: NotebookSession,
     connection: Connection,
     layout: Layout,
     own: Settings,
@@ -155,7 +159,7 @@ def _publish(
         rank_info=tuple(rank_info),
     )
     connection.agent.call(SetInfo(facts))
-    return Cluster(ClusterState(connection, layout, own, facts))
+    return session.new_cluster(ClusterState(connection, layout, own, facts))
 
 
 def _free_name(name: str | None) -> str:
@@ -186,11 +190,11 @@ def attach(name: str | None = None) -> Cluster:
         StartError: none of its ranks is alive.
     """
     _refuse_on_a_rank("attach")
-    if current.get() is not None:
-        existing = current.require("attach")
+    session = current.session()
+    if (existing := session.cluster) is not None:
         raise UsageError(f"This notebook already has the cluster {existing.name!r}. Run `%distributed stop` first.")
     entry = find(name)
-    prewarm.discard()
+    session.prewarm.discard()
     connection = open_existing(entry.run_dir)
     hello_reply = connection.agent.hello_reply
     facts = hello_reply.info
@@ -204,14 +208,14 @@ def attach(name: str | None = None) -> Cluster:
             f"No rank of the cluster {facts.name!r} is alive. Run `%distributed start` to start a new cluster."
         )
     wait_for_output(connection.client, live_ranks, timeout_s=_OUTPUT_TIMEOUT_S)
-    own = settings.inherit(dict(facts.settings))
-    cluster = Cluster(ClusterState(connection, layout, own, facts))
+    own = session.settings.inherit(dict(facts.settings))
+    cluster = session.new_cluster(ClusterState(connection, layout, own, facts))
     for rank in set(cluster.ranks) - live_ranks:
         event = hello_reply.deaths.get(rank)
         reason = "died while no notebook was connected" if event is None else describe_death(event)
         cluster.health.mark_dead(rank, _UNFINISHED if rank in unfinished else reason)
-    current.put(cluster)
-    settings.apply_again()
+    session.put(cluster)
+    session.settings.apply_again()
     cluster.running_cell = reattach_cells(cluster.cells, left_ns=hello_reply.left_ns)
     return cluster
 
@@ -240,7 +244,8 @@ def _live_ranks(connection: Connection, engines: str, num_ranks: int) -> set[int
 
 def restart() -> Cluster:
     """Stop the current cluster and start one with the same options; variables on ranks are lost."""
-    old = current.require("restart")
+    session = current.session()
+    old = session.require("restart")
     options: dict[str, Any] = {
         "devices": old.layout.visible or ("cpu" if old.layout.devices[0] == "cpu" else "auto"),
         "backend": old.backend,
@@ -250,7 +255,7 @@ def restart() -> Cluster:
     if old.connection.ip != LOOPBACK:
         options["interface"] = old.connection.ip
     else:
-        prewarm.start()  # the next agent starts while the old one stops
+        session.prewarm.start()  # the next agent starts while the old one stops
     old.stop()
-    current.drop(old)
+    session.drop(old)
     return start(old.world_size, **options)

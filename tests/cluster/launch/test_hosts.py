@@ -115,9 +115,9 @@ def test_without_an_interface_the_start_says_what_is_missing(link: Network, tmp_
     with Script(tmp_path, **link.environment) as script:
         # The limit is for the ranks alone: agent and controller are there before.
         answer = script.run(
-            "import axon_nb\nfrom axon_nb.cluster.launch import prewarm\n"
-            "from axon_nb.cluster.settings import settings\n"
-            "prewarm.start()\nassert prewarm.wait_until_idle(140)\nsettings.set('start_timeout=12')\n"
+            "import axon_nb\nfrom axon_nb.cluster import current\n"
+            "session = current.session()\nsession.prewarm.start()\n"
+            "assert session.prewarm.wait_until_idle(140)\nsession.settings.set('start_timeout=12')\n"
             f"axon_nb.start(2, engines={LAUNCHER!r}, devices='cpu')"
         )
         assert answer.kinds[0] == "StartError"

@@ -15,7 +15,7 @@ from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.launchers import controller_command
 from axon_nb.cluster.launch.engines import launch_engines
 from axon_nb.cluster.launch.placement import plan_layout
-from axon_nb.cluster.settings import settings
+from axon_nb.cluster.settings import Settings
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.joining import ENGINE_ENTRY
@@ -31,7 +31,7 @@ with contextlib.ExitStack() as stack:
         stack.enter_context(delay(run_dir.{side}_file, channel, seconds=2.0))
     connection = Connection(run_dir, agent, connect(run_dir.client_file, timeout_s=100, alive=lambda: True))
     launch_engines(connection, layout, engines="axon", timeout_s=100)
-    print(len(join_world(connection, layout, settings, timeout_s=100)))
+    print(len(join_world(connection, layout, Settings(), timeout_s=100)))
     connection.stop()
 """
 
@@ -59,7 +59,7 @@ from axon_nb.cluster.session import current
 from tests.cluster.launch.late_port import delay
 
 first = axon_nb.start(2, devices="cpu", name="late")
-current.drop(first)
+current.session().drop(first)
 first.connection.close()  # as when its notebook has gone
 with delay(first.connection.run_dir.client_file, "iopub", seconds=2.0):
     cluster = axon_nb.attach("late")

@@ -115,9 +115,9 @@ def test_engines_that_cannot_start_are_told_soon_and_with_the_reason(tmp_path: P
     """The host agent runs already when the environment turns bad, so that the engines alone meet it."""
     with Script(tmp_path) as script:
         script.ok(
-            "import os, axon_nb\nfrom axon_nb.cluster.launch import prewarm\n"
-            "from axon_nb.cluster.settings import settings\n"
-            "prewarm.start()\nassert prewarm.wait_until_idle(140)\nsettings.set('start_timeout=10min')\n"
+            "import os, axon_nb\nfrom axon_nb.cluster import current\n"
+            "session = current.session()\nsession.prewarm.start()\n"
+            "assert session.prewarm.wait_until_idle(140)\nsession.settings.set('start_timeout=10min')\n"
             "os.environ['PYTHONHOME'] = '/nowhere'"
         )
         script.ok(NOTICED[noticed])

@@ -40,7 +40,7 @@ def test_ranks_of_mpiexec_run_cells_and_end(tmp_path: Path) -> None:
 def test_without_mpi4py_the_start_says_what_is_missing(tmp_path: Path) -> None:
     with Script(tmp_path, **ROOT_MAY) as script:
         answer = script.run(
-            "import axon_nb\nfrom axon_nb.cluster.settings import settings\nsettings.set('start_timeout=100')\n"
+            "import axon_nb\nfrom axon_nb.cluster import current\ncurrent.session().settings.set('start_timeout=100')\n"
             "axon_nb.start(2, engines='mpi', devices='cpu')"
         )
         assert answer.kinds[0] == "StartError"

@@ -97,9 +97,9 @@ def test_little_shared_memory_is_named_with_what_to_set() -> None:
 
 GROUP_MEMORY = """
 import axon_nb
-from axon_nb.cluster.settings import settings
+from axon_nb.cluster.session import current
 
-settings.set("group_memory=1MiB")
+current.session().settings.set("group_memory=1MiB")
 cluster = axon_nb.start(4)
 code = '''
 import itertools, re

@@ -26,8 +26,8 @@ def test_ipykernel_and_torch_have_what_ranks_need(kernel: Kernel) -> None:
 
 
 def test_a_restart_and_a_shutdown_are_told_apart(kernel: Kernel) -> None:
-    code = "from axon_nb.cluster.session import current\nget_ipython().kernel.do_shutdown.__module__"
-    assert kernel.ok(code).result == "'axon_nb.cluster.session.current'"
+    code = "get_ipython().kernel.do_shutdown.__module__"
+    assert kernel.ok(code).result == "'axon_nb.cluster.session.notebook'"
 
 
 def test_without_the_shutdown_hook_a_shutdown_still_stops_the_ranks(new_kernel: Callable[..., Kernel]) -> None:

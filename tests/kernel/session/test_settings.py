@@ -14,7 +14,7 @@ from tests.support.processes import ended, footprint, until
 
 MakeKernel = Callable[..., Kernel]
 
-API = "from axon_nb.cluster.settings import settings"
+API = "settings = __import__('axon_nb').cluster.current.session().settings"
 AGENT_INFO = (
     "__import__('axon_nb').current_cluster().connection.agent"
     ".call(__import__('axon_nb.records.protocol.agent', fromlist=['x']).GetInfo()).info"

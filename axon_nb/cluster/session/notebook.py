@@ -1,0 +1,118 @@
+"""The session of a notebook: the owner of its cluster, its settings and whatever else lasts from cell to cell.
+
+A shutdown of the kernel stops the cluster; a restart leaves it running for the next kernel.
+
+Private hook into ipykernel: only `Kernel.do_shutdown(restart)` says which of the two it is. If it is missing, a restart
+counts as a shutdown.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.cluster import history
+from axon_nb.cluster.cells.manager import CellManager
+from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.launch.prewarm import Prewarm
+from axon_nb.cluster.settings import LiveSettings
+from axon_nb.errors import NoClusterError
+from axon_nb.records.environment import WARM_UP
+from axon_nb.records.hooks import missing_hooks
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.state import ClusterState
+
+__all__ = ["NotebookSession"]
+
+
+class NotebookSession:
+    """What belongs to one notebook, or to a program that starts clusters."""
+
+    def __init__(self) -> None:
+        self.settings = LiveSettings(warm_up=WARM_UP.is_enabled())
+        """What `%distributed config` shows and changes."""
+        self.settings.running = self._running_state
+        self.prewarm = Prewarm()
+        """Starts a host agent before ranks are needed."""
+        self._lock = threading.Lock()
+        self._cluster: Cluster | None = None
+        self._clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()
+        """Those whose cells a restart of the kernel leaves running."""
+        self._watches_shutdown = False
+        self._restarting = False
+        """Whether the kernel is shutting down in order to restart."""
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The current cluster; None if there is none, or it is no longer running."""
+        with self._lock:
+            return self._cluster if self._cluster is not None and self._cluster.running else None
+
+    def _running_state(self) -> ClusterState | None:
+        return None if (cluster := self.cluster) is None else cluster.state
+
+    def require(self, command: str) -> Cluster:
+        """Return the current cluster.
+
+        Args:
+            command: What needs it, such as ``%push``; named in the error.
+
+        Raises:
+            NoClusterError: there is none.
+        """
+        cluster = self.cluster
+        if cluster is None:
+            raise NoClusterError(f"`{command}`")
+        return cluster
+
+    def new_cluster(self, state: ClusterState) -> Cluster:
+        """Return the cluster with this state; `put` makes it the current one."""
+        return Cluster(state, CellManager(state, self.settings))
+
+    def put(self, cluster: Cluster) -> None:
+        """Make `cluster` the current one; it is stopped with this process unless the kernel is being restarted."""
+        history.record_start(cluster.state)
+        with self._lock:
+            self._cluster = cluster
+        self._clusters.add(cluster)
+        self.watch_shutdown()
+        atexit.register(self._at_exit, cluster)
+
+    def drop(self, cluster: Cluster) -> None:
+        """Forget `cluster`."""
+        with self._lock:
+            if self._cluster is cluster:
+                self._cluster = None
+
+    def watch_shutdown(self) -> None:
+        """Watch for the kernel's shutdown request; safe to call again, and without a kernel."""
+        app = sys.modules.get("ipykernel.kernelapp")
+        if self._watches_shutdown or app is None or not app.IPKernelApp.initialized():
+            return
+        kernel = app.IPKernelApp.instance().kernel
+        self._watches_shutdown = True
+        if missing_hooks("session.shutdown", kernel=kernel):
+            return
+        original = kernel.do_shutdown
+
+        def do_shutdown(restart: bool) -> Any:
+            self._restarting = bool(restart)
+            for cluster in list(self._clusters) if restart else ():
+                cluster.leave_cells()  # Jupyter has interrupted the running cell; that was not meant for the ranks
+            return original(restart)
+
+        kernel.do_shutdown = do_shutdown
+
+    def _at_exit(self, cluster: Cluster) -> None:
+        """Detach from the cluster if the kernel is restarting, else stop it."""
+        self.prewarm.discard()
+        if not cluster.running:
+            return
+        if self._restarting:
+            cluster.detach()
+        else:
+            cluster.stop()
