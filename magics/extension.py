@@ -7,7 +7,6 @@ import threading
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
-from axon_nb.cluster import history
 from axon_nb.cluster.cells import kernel_interrupts
 from axon_nb.cluster.session import current, discovery, start
 from axon_nb.errors import AxonError
@@ -51,7 +50,7 @@ def load(shell: InteractiveShell) -> None:
         if transformer not in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.append(transformer)
     _install_completion(shell)
-    shell.events.register("post_run_cell", history.record_cell)
+    shell.events.register("post_run_cell", session.history.record_cell)
     session.watch_shutdown()
     kernel_interrupts.install()
     session.settings.callbacks["warm_up"] = _warm
@@ -75,14 +74,15 @@ def load(shell: InteractiveShell) -> None:
 
 def unload(shell: InteractiveShell) -> None:
     """Undo `load`."""
+    session = current.session()
     for transformer in _TRANSFORMERS:
         if transformer in shell.input_transformers_cleanup:
             shell.input_transformers_cleanup.remove(transformer)
-    current.session().settings.callbacks.pop("warm_up", None)
+    session.settings.callbacks.pop("warm_up", None)
     auto_mode.on = False
     _uninstall_completion(shell)
-    if history.record_cell in shell.events.callbacks["post_run_cell"]:
-        shell.events.unregister("post_run_cell", history.record_cell)
+    if session.history.record_cell in shell.events.callbacks["post_run_cell"]:
+        shell.events.unregister("post_run_cell", session.history.record_cell)
     kernel_interrupts.uninstall()
     manager = shell.magics_manager
     for cls in _CLASSES:

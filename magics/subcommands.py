@@ -8,7 +8,6 @@ from typing import Any
 
 from IPython.core.error import StdinNotImplementedError
 
-from axon_nb.cluster import history as journal
 from axon_nb.cluster.inspection.debugger import PostMortem
 from axon_nb.cluster.session import current, kept
 from axon_nb.cluster.transfer.broadcast import seed
@@ -101,7 +100,8 @@ def export_session(shell: Any, words: Sequence[str]) -> str:
     parser.add_argument("--live-only", action="store_true", help="omit cells that the final state does not depend on")
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
     options = parse(parser, words)
-    facts, history = journal.history()
+    history = current.session().history
+    facts, entries = history.entries()
     if facts is None:
         raise UsageError(
             "Nothing to export: this kernel has started no cluster. Run `axon-nb export NOTEBOOK FILE` to export a "
@@ -109,9 +109,9 @@ def export_session(shell: Any, words: Sequence[str]) -> str:
         )
     from axon_nb.export import export_history
 
-    values = journal.sent_values(shell.user_ns)
+    values = history.sent_values(shell.user_ns)
     report = export_history(
-        history, facts, values, Path(options.file).expanduser(), live_only=options.live_only, force=options.force
+        entries, facts, values, Path(options.file).expanduser(), live_only=options.live_only, force=options.force
     )
     return str(report)
 

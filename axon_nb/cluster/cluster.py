@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
-from axon_nb.cluster import history
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.cells.manager import LEFT_RUNNING, CellManager
 from axon_nb.cluster.cells.options import CellOptions
 from axon_nb.cluster.cells.result import CellResult
+from axon_nb.cluster.history import History, session_facts
 from axon_nb.cluster.inspection import status
 from axon_nb.cluster.inspection.completion import CompletionClient
 from axon_nb.cluster.inspection.status import cluster_info, rank_stacks, status_frame
@@ -42,13 +42,14 @@ __all__ = ["Cluster"]
 class Cluster:
     """N ranks that persist between cells. Made by `axon_nb.start` and `axon_nb.attach`."""
 
-    def __init__(self, state: ClusterState, cells: CellManager) -> None:
+    def __init__(self, state: ClusterState, cells: CellManager, history: History) -> None:
         self.state = state
         """The notebook's state of the cluster, which the functions of this package take."""
         self.cells = cells
         """Runs cells on the ranks."""
         self.completion = CompletionClient(state)
         """Requests completions and help from the ranks."""
+        self._history = history
         self.name = state.name
         self.world_size = state.world_size
         self.backend = state.backend
@@ -68,7 +69,7 @@ class Cluster:
         from axon_nb.cluster.inspection.card import cluster_card
 
         # The export of a saved notebook needs these facts.
-        return cluster_card(self.info()), {"axon_nb": history.session_facts(self.state).to_json()}
+        return cluster_card(self.info()), {"axon_nb": session_facts(self.state).to_json()}
 
     @property
     def client(self) -> Any:
@@ -147,7 +148,7 @@ class Cluster:
         """
         chosen = resolve_ranks(ranks, self.world_size)
         push_pull.push(self.cells, dict.fromkeys(chosen, variables), as_is=as_is)
-        history.record_push(variables, chosen)
+        self._history.record_push(variables, chosen)
 
     def pull(
         self,
@@ -183,7 +184,7 @@ class Cluster:
         chosen = resolve_ranks(ranks, self.world_size)
         parts = {name: split_value(value, len(chosen), dim=dim, name=name) for name, value in variables.items()}
         push_pull.push(self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
-        history.record_push(variables, chosen, scatter_dim=dim)
+        self._history.record_push(variables, chosen, scatter_dim=dim)
 
     def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, numpy: bool = False) -> Any:
         """Fetch a variable of each rank as `pull` does, and concatenate the values in rank order.

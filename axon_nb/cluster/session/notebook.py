@@ -14,9 +14,9 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.cluster import history
 from axon_nb.cluster.cells.manager import CellManager
 from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.history import History, session_facts
 from axon_nb.cluster.launch.prewarm import Prewarm
 from axon_nb.cluster.settings import LiveSettings
 from axon_nb.errors import NoClusterError
@@ -36,6 +36,7 @@ class NotebookSession:
         self.settings = LiveSettings(warm_up=WARM_UP.is_enabled())
         """What `%distributed config` shows and changes."""
         self.settings.running = self._running_state
+        self.history = History()
         self.prewarm = Prewarm()
         """Starts a host agent before ranks are needed."""
         self._lock = threading.Lock()
@@ -71,11 +72,11 @@ class NotebookSession:
 
     def new_cluster(self, state: ClusterState) -> Cluster:
         """Return the cluster with this state; `put` makes it the current one."""
-        return Cluster(state, CellManager(state, self.settings))
+        return Cluster(state, CellManager(state, self.settings), self.history)
 
     def put(self, cluster: Cluster) -> None:
         """Make `cluster` the current one; it is stopped with this process unless the kernel is being restarted."""
-        history.record_start(cluster.state)
+        self.history.record_start(session_facts(cluster.state))
         with self._lock:
             self._cluster = cluster
         self._clusters.add(cluster)
