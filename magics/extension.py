@@ -7,7 +7,6 @@ import threading
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
-from axon_nb.cluster.cells import kernel_interrupts
 from axon_nb.cluster.session import current, discovery, start
 from axon_nb.errors import AxonError
 from axon_nb.magics import completion, kernel_requests
@@ -52,7 +51,7 @@ def load(shell: InteractiveShell) -> None:
     _install_completion(shell)
     shell.events.register("post_run_cell", session.history.record_cell)
     session.watch_shutdown()
-    kernel_interrupts.install()
+    session.interrupts.install()
     session.settings.callbacks["warm_up"] = _warm
     if session.cluster is not None:
         return
@@ -83,7 +82,7 @@ def unload(shell: InteractiveShell) -> None:
     _uninstall_completion(shell)
     if session.history.record_cell in shell.events.callbacks["post_run_cell"]:
         shell.events.unregister("post_run_cell", session.history.record_cell)
-    kernel_interrupts.uninstall()
+    session.interrupts.uninstall()
     manager = shell.magics_manager
     for cls in _CLASSES:
         manager.registry.pop(cls.__name__, None)

@@ -22,17 +22,20 @@ from typing import Any
 from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = [
-    "InterruptQueue",
-    "KernelInterruptHandler",
-    "capture_interrupts",
-    "install",
-    "uninstall",
-]
+__all__ = ["InterruptQueue", "KernelInterrupts"]
+
+_INTERRUPT_LINE = "raise KeyboardInterrupt  # the cell was interrupted before its first line"
+_INTERRUPT_FILE = "<kernel interrupt>"
+_INTERRUPT_CODE = compile(_INTERRUPT_LINE, _INTERRUPT_FILE, "exec")
+_IN_FLIGHT_S = 10.0
+"""An interrupt that an idle kernel gets is meant for a cell sent before it, if the cell starts within this time: on a
+busy machine seconds pass between the two. The time is limited because the page's and the kernel's clocks may differ."""
+_FORCE_AFTER_S = 1.0
+"""A second interrupt this long after the first raises wherever it lands, as in ipykernel: something there is stuck."""
 
 
 class InterruptQueue:
-    """The interrupts since a cell was started; made by `capture_interrupts`."""
+    """The interrupts since a cell was started; made by `KernelInterrupts.capture`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -49,56 +52,6 @@ class InterruptQueue:
         self.count += 1
         if self._callback is not None:
             self._callback()
-
-
-# Cells that are awaited side by side start and finish in any order: one handler serves them all.
-_active: list[InterruptQueue] = []
-_transitioning: list[InterruptQueue] = []
-"""Those being added or removed: the handler is installed before they are active, and a little longer."""
-_previous: list[Any] = []
-
-
-@contextlib.contextmanager
-def capture_interrupts() -> Iterator[InterruptQueue]:
-    """Send interrupts to the cell only; outside the main thread there are none.
-
-    Raises:
-        KeyboardInterrupt: at the end, if there was an interrupt and the body did not raise.
-    """
-    interrupts = InterruptQueue()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupts
-        return
-    _transitioning[:] = [interrupts]
-    if not _active:
-        _previous[:] = [signal.signal(signal.SIGINT, _on_sigint)]
-    _active.append(interrupts)
-    _transitioning.clear()
-    try:
-        yield interrupts
-    finally:
-        _transitioning[:] = [interrupts]
-        _active.remove(interrupts)
-        if not _active:
-            signal.signal(signal.SIGINT, _previous.pop())
-        _transitioning.clear()
-    if interrupts.count:
-        raise KeyboardInterrupt
-
-
-def _on_sigint(number: int, frame: Any) -> None:
-    for interrupts in [*_transitioning, *_active]:
-        interrupts.put()
-
-
-_INTERRUPT_LINE = "raise KeyboardInterrupt  # the cell was interrupted before its first line"
-_INTERRUPT_FILE = "<kernel interrupt>"
-_INTERRUPT_CODE = compile(_INTERRUPT_LINE, _INTERRUPT_FILE, "exec")
-_IN_FLIGHT_S = 10.0
-"""An interrupt that an idle kernel gets is meant for a cell sent before it, if the cell starts within this time: on a
-busy machine seconds pass between the two. The time is limited because the page's and the kernel's clocks may differ."""
-_FORCE_AFTER_S = 1.0
-"""A second interrupt this long after the first raises wherever it lands, as in ipykernel: something there is stuck."""
 
 
 class KernelInterruptHandler:
@@ -218,22 +171,61 @@ def _succeeded(future: Any) -> bool:
     return bool(future.done() and not future.cancelled() and not future.exception() and future.result().success)
 
 
-_installed: list[KernelInterruptHandler] = []
+class KernelInterrupts:
+    """The interrupts of one notebook: its running cells get them, and else its kernel's handler."""
 
+    def __init__(self) -> None:
+        # Cells that are awaited side by side start and finish in any order: one handler serves them all.
+        self._active: list[InterruptQueue] = []
+        self._transitioning: list[InterruptQueue] = []
+        """Those being added or removed: the handler is installed before they are active, and a little longer."""
+        self._previous: Any = None
+        self._handler: KernelInterruptHandler | None = None
 
-def install() -> None:
-    """Handle the interrupts of this process's kernel, if there is one; safe to call again."""
-    app = sys.modules.get("ipykernel.kernelapp")
-    if _installed or app is None or not app.IPKernelApp.initialized():
-        return
-    kernel = app.IPKernelApp.instance().kernel
-    here = threading.current_thread() is threading.main_thread()
-    if here and not missing_hooks("stop_button.presses", kernel=kernel):
-        _installed.append(KernelInterruptHandler(kernel))
-        _installed[0].install()
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[InterruptQueue]:
+        """Send interrupts to the cell only; outside the main thread there are none.
 
+        Raises:
+            KeyboardInterrupt: at the end, if there was an interrupt and the body did not raise.
+        """
+        interrupts = InterruptQueue()
+        if threading.current_thread() is not threading.main_thread():
+            yield interrupts
+            return
+        self._transitioning = [interrupts]
+        if not self._active:
+            self._previous = signal.signal(signal.SIGINT, self._on_sigint)
+        self._active.append(interrupts)
+        self._transitioning = []
+        try:
+            yield interrupts
+        finally:
+            self._transitioning = [interrupts]
+            self._active.remove(interrupts)
+            if not self._active:
+                signal.signal(signal.SIGINT, self._previous)
+            self._transitioning = []
+        if interrupts.count:
+            raise KeyboardInterrupt
 
-def uninstall() -> None:
-    """Undo `install`."""
-    while _installed:
-        _installed.pop().uninstall()
+    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
+        for interrupts in [*self._transitioning, *self._active]:
+            interrupts.put()
+
+    def install(self) -> None:
+        """Handle the interrupts of this process's kernel, if there is one; safe to call again."""
+        app = sys.modules.get("ipykernel.kernelapp")
+        if self._handler is not None or app is None or not app.IPKernelApp.initialized():
+            return
+        kernel = app.IPKernelApp.instance().kernel
+        here = threading.current_thread() is threading.main_thread()
+        if here and not missing_hooks("stop_button.presses", kernel=kernel):
+            self._handler = KernelInterruptHandler(kernel)
+            self._handler.install()
+
+    def uninstall(self) -> None:
+        """Undo `install`."""
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            handler.uninstall()

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Sequence
 from typing import Unpack
 
-from axon_nb.cluster.cells import kernel_interrupts
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cells.abort import AbortController
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
 from axon_nb.cluster.cells.driver import CellHandle, run_to_completion, run_to_completion_async
+from axon_nb.cluster.cells.kernel_interrupts import KernelInterrupts
 from axon_nb.cluster.cells.options import CellOptions
 from axon_nb.cluster.cells.result import CellResult, measurements
 from axon_nb.cluster.cells.run import CellRun
@@ -92,31 +92,33 @@ class CellManager:
     Args:
         state: The cluster.
         settings: Those of the notebook.
+        interrupts: Those of the notebook's kernel.
     """
 
-    def __init__(self, state: ClusterState, settings: Settings) -> None:
+    def __init__(self, state: ClusterState, settings: Settings, interrupts: KernelInterrupts) -> None:
         self.state = state
         self.settings = settings
+        self._interrupts = interrupts
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
     def run(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """See `Cluster.run`."""
-        with kernel_interrupts.capture_interrupts() as interrupts:
+        with self._interrupts.capture() as interrupts:
             run = self._start(code, options)
             run_to_completion(run, interrupts)
             return self.finish(run, options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """See `Cluster.run_async`."""
-        with kernel_interrupts.capture_interrupts() as interrupts:
+        with self._interrupts.capture() as interrupts:
             run = self._start(code, options)
             await run_to_completion_async(run, interrupts)
             return self.finish(run, options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """See `Cluster.run_noblock`."""
-        with kernel_interrupts.capture_interrupts() as interrupts:
+        with self._interrupts.capture() as interrupts:
             run = self._start(code, options)
             interrupts.forward_to(run.interrupt)
             return CellHandle(run, lambda: self.finish(run, options))

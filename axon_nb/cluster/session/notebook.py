@@ -14,6 +14,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.cluster.cells.kernel_interrupts import KernelInterrupts
 from axon_nb.cluster.cells.manager import CellManager
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.history import History, session_facts
@@ -37,6 +38,7 @@ class NotebookSession:
         """What `%distributed config` shows and changes."""
         self.settings.running = self._running_state
         self.history = History()
+        self.interrupts = KernelInterrupts()
         self.prewarm = Prewarm()
         """Starts a host agent before ranks are needed."""
         self._lock = threading.Lock()
@@ -72,7 +74,7 @@ class NotebookSession:
 
     def new_cluster(self, state: ClusterState) -> Cluster:
         """Return the cluster with this state; `put` makes it the current one."""
-        return Cluster(state, CellManager(state, self.settings), self.history)
+        return Cluster(state, CellManager(state, self.settings, self.interrupts), self.history)
 
     def put(self, cluster: Cluster) -> None:
         """Make `cluster` the current one; it is stopped with this process unless the kernel is being restarted."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +73,16 @@ def test_each_session_has_its_own_history(clusters: list[Any]) -> None:
     assert facts.num_ranks == 2
     assert [entry.names for entry in entries] == [("x",)]
     assert [session.history.sent_values({"x": 1}) for session in (first, second)] == [{"x": 1}, {}]
+
+
+def test_the_cells_of_each_session_get_its_interrupts() -> None:
+    first, second = NotebookSession(), NotebookSession()
+    with contextlib.suppress(KeyboardInterrupt), first.interrupts.capture() as outer:
+        with contextlib.suppress(KeyboardInterrupt), second.interrupts.capture() as inner:
+            signal.raise_signal(signal.SIGINT)
+        assert (outer.count, inner.count) == (0, 1)
+        signal.raise_signal(signal.SIGINT)
+    assert (outer.count, inner.count) == (1, 1)
 
 
 def test_users_act_on_the_session_in_the_slot(clusters: list[Any]) -> None:
