@@ -47,10 +47,9 @@ _ = block(4, False)"""
 PAGE = """
 import json, threading, time
 from axon_nb.cluster.session import current
-from axon_nb.widgets import open as opened
 
 def views():
-    found = [panel.view for panel in list(opened._panels.values())]
+    found = [panel.view for panel in list(current.session().panels.values())]
     spans = current.get().spans._views if current.get() is not None else ()
     return found + [view for view in list(spans) if view not in found]  # that of --watch is among them
 
@@ -89,10 +88,10 @@ class Page:
 
     def close(self):
         self.on = False
-        for panel in list(opened._panels.values()):
+        for panel in list(current.session().panels.values()):
             panel.close()
             panel.view.close()
-        opened._panels.clear()
+        current.session().panels.clear()
         self.sizes.clear()
 
 page = Page(get_ipython().kernel.session)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
 
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
@@ -15,6 +14,7 @@ from IPython.display import display
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.shards import request_layouts
+from axon_nb.cluster.session import current
 from axon_nb.widgets.panel import Panel
 from axon_nb.widgets.shards.page import shards_bundle
 from axon_nb.widgets.shards.tensors import merge_shards
@@ -22,9 +22,6 @@ from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.record import Timeline
 
 __all__ = ["compare_cells", "show_memory", "show_shards", "show_timeline", "show_watch"]
-
-_panels: WeakValueDictionary[tuple[object, ...], Panel] = WeakValueDictionary()
-"""Open panels, by what they show. The shell's events keep a panel alive until it is closed."""
 
 
 def show_watch(cluster: Cluster) -> None:
@@ -141,8 +138,9 @@ def _notebook_shell() -> InteractiveShell | None:
 
 
 def _open(panel: Panel, shell: InteractiveShell, *key: object) -> None:
-    earlier = _panels.pop(key, None)
+    panels = current.session().panels
+    earlier = panels.pop(key, None)
     if earlier is not None:
         earlier.close()
     panel.open(shell)
-    _panels[key] = panel
+    panels[key] = panel

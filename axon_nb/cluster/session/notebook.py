@@ -12,7 +12,7 @@ import atexit
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from axon_nb.cluster.cells.kernel_interrupts import KernelInterrupts
 from axon_nb.cluster.cells.manager import CellManager
@@ -27,7 +27,14 @@ from axon_nb.records.hooks import missing_hooks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["NotebookSession"]
+__all__ = ["NotebookSession", "OpenPanel"]
+
+
+class OpenPanel(Protocol):
+    """A view that stays open after its cell: `axon_nb.widgets.panel.Panel`."""
+
+    def close(self) -> None:
+        """Stop updating it; what is shown stays."""
 
 
 class NotebookSession:
@@ -41,6 +48,8 @@ class NotebookSession:
         self.interrupts = KernelInterrupts()
         self.prewarm = Prewarm()
         """Starts a host agent before ranks are needed."""
+        self.panels: weakref.WeakValueDictionary[tuple[object, ...], OpenPanel] = weakref.WeakValueDictionary()
+        """Open panels, by what they show. The shell's events keep a panel alive until it is closed."""
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
         self._clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()

@@ -15,7 +15,6 @@ from tests.support.processes import until
 ASK = """import dataclasses, json
 from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.job import request_job
-from axon_nb.widgets import open as open_job
 def t_ask(before={}):
     import time
     end = time.monotonic() + 25
@@ -135,7 +134,7 @@ def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel)
     assert views(reply) == 1
     assert any("<details>" in bundle.get("text/html", "") for bundle in reply.displays)
     ready.ok("%%distributed\naxon_nb.log(t_panel=rank + 0.5, step=3)")
-    ready.ok("t_panel = open_job._panels['watch',]")
+    ready.ok("t_panel = current.session().panels['watch',]")
     words = "t_panel: 2 at step 3 (0.5 on rank 0 to 3.5 on rank 3)"
     # It asks after each cell; a busy rank may answer too late.
     assert until(lambda: words in reported(ready, "t_panel.view.to_bundle()['text/plain']"))
@@ -143,7 +142,7 @@ def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel)
     # Opened again, it moves: there is one that follows.
     ready.ok("%watch")
     assert reported(ready, "t_panel.closed") is True
-    assert reported(ready, "len([key for key in open_job._panels if key == ('watch',)])") == 1
+    assert reported(ready, "len([key for key in current.session().panels if key == ('watch',)])") == 1
 
 
 def test_the_button_on_the_page_ends_the_cell(ready: Kernel) -> None:

@@ -49,7 +49,6 @@ t_train = lambda: t_gpt(torch.zeros(4, 16, dtype=torch.int64)).mean().backward()
 ASK = """import dataclasses, json, time
 from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.memory import request_memory, request_plan
-from axon_nb.widgets import open as open_job
 def t_plan(*names, asked=None):
     end = time.monotonic() + 180
     while (found := request_plan(current.require("test").state, names, asked, "")).is_pending:
@@ -150,7 +149,7 @@ def test_a_pipeline_is_put_together_of_what_its_ranks_hold(ready: Kernel) -> Non
 @pytest.mark.slow
 def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> None:
     panel = model_of(ready.ok("%memory t_gpt"))
-    ready.ok("t_panel = open_job._panels['memory', 't_gpt']")
+    ready.ok("t_panel = current.session().panels['memory', 't_gpt']")
     ask(ready, panel, None)
     ready.ok("_ = t_wait(lambda state: state.estimate is not None and not state.doing)", timeout=LIMIT_S)
     # Seen once, what the model is called with makes the panel simulate of itself.
@@ -204,7 +203,7 @@ def test_a_hook_that_waits_for_a_call_is_not_copied(ready: Kernel) -> None:
 @pytest.mark.slow
 def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
     panel = model_of(ready.ok("%memory t_three_d"))
-    ready.ok("t_panel = open_job._panels['memory', 't_three_d']")
+    ready.ok("t_panel = current.session().panels['memory', 't_three_d']")
     ask(ready, panel, None)
     ready.ok("_ = t_wait(lambda state: state.as_is is not None and not state.doing)", timeout=LIMIT_S)
     ready.ok("%%distributed\nt_three_d.step(torch.randn(8, 8), torch.zeros(8, 8))\nt_three_d_steps.step()")

@@ -9,10 +9,10 @@ from tests.support.kernel import Kernel, Reply
 __all__ = ["CLOSE_PANELS", "model_of", "send_from_page"]
 
 CLOSE_PANELS = """
-from axon_nb.widgets import open as open_panels
-for t_panel in list(open_panels._panels.values()):
+from axon_nb.cluster.session import current
+for t_panel in list(current.session().panels.values()):
     t_panel.close()
-open_panels._panels.clear()"""
+current.session().panels.clear()"""
 """A cell that closes all panels: those that stay open go on updating their pictures in the cells of other tests."""
 
 
