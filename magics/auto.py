@@ -12,8 +12,8 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.magic import Magics, cell_magic, magics_class
 
 from axon_nb.cluster.cells import source as cell_code
+from axon_nb.cluster.session import current
 from axon_nb.errors import UsageError
-from axon_nb.magics.cell_head import auto_mode
 
 __all__ = ["AutoMagics", "Piece", "auto_cells", "split_cell"]
 
@@ -78,7 +78,7 @@ def auto_cells(lines: list[str]) -> list[str]:
         rest = lines[1:]
         return rest if rest and rest[0].startswith("%%") else [f"# {lines[0]}", *rest]
     shell = get_ipython()
-    if not auto_mode.on or lines[0].startswith("%%") or shell is None or not _from_front_end(shell, lines):
+    if not current.session().auto.on or lines[0].startswith("%%") or shell is None or not _from_front_end(shell, lines):
         return lines
     body = "".join(lines)
     if cell_code.is_empty(body):
@@ -157,4 +157,5 @@ class AutoMagics(Magics):
 
 
 def _line() -> str:
-    return f"--ranks {auto_mode.ranks}" if auto_mode.ranks else ""
+    ranks = current.session().auto.ranks
+    return f"--ranks {ranks}" if ranks else ""

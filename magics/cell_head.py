@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from IPython.core.getipython import get_ipython
 
 from axon_nb.cluster.cells.source import RANK_MAGICS
+from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.session.notebook import AutoMode
 from axon_nb.engine.user_frame import user_frame
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import parse_ranks
 
 __all__ = [
-    "AutoMode",
     "CellHead",
-    "auto_mode",
     "awaited_cells",
     "help_requests",
     "read_head",
@@ -27,19 +27,6 @@ __all__ = [
 ]
 
 _RANKS = re.compile(r"--ranks[\s=]+(\S+)")
-
-
-@dataclass
-class AutoMode:
-    """Whether plain cells run on ranks; set by `%distributed auto`."""
-
-    on: bool = False
-    ranks: str | None = None
-    """The ranks, as for `--ranks`; None: all."""
-
-
-auto_mode = AutoMode()
-"""The mode of this notebook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +48,19 @@ def read_head(text: str) -> CellHead:
     return CellHead(name, arguments.strip())
 
 
-def target_rank(text: str, world_size: int) -> int | None:
-    """Return the first rank that a cell runs on; None if it runs in the notebook."""
+def target_rank(text: str, cluster: Cluster | None, auto: AutoMode) -> int | None:
+    """Return the first rank that a cell runs on; None if it runs in the notebook.
+
+    Args:
+        text: The cell.
+        cluster: The current cluster; None: there is none.
+        auto: Where plain cells run.
+    """
+    if cluster is None:
+        return None
     head = read_head(text)
-    if head.name == "" and auto_mode.on:
-        spec = auto_mode.ranks or ""
+    if head.name == "" and auto.on:
+        spec = auto.ranks or ""
     elif head.name not in RANK_MAGICS:
         return None
     elif head.name == "rank":
@@ -74,7 +69,7 @@ def target_rank(text: str, world_size: int) -> int | None:
         match = _RANKS.search(head.arguments)
         spec = match.group(1) if match else ""
     try:
-        return parse_ranks(spec, world_size)[0] if spec else 0
+        return parse_ranks(spec, cluster.world_size)[0] if spec else 0
     except UsageError:
         return 0
 

@@ -17,11 +17,12 @@ from IPython.core.getipython import get_ipython
 
 from axon_nb.cluster.cells.source import RANK_MAGICS
 from axon_nb.cluster.session import current
+from axon_nb.cluster.session.notebook import NotebookSession
 from axon_nb.magics.arguments import HelpRequest
 from axon_nb.magics.cell_head import target_rank
 from axon_nb.magics.cells import cell_parser
 
-__all__ = ["after_cell", "cancel_refresh", "rank_matcher"]
+__all__ = ["NameRefresh", "rank_matcher"]
 
 _MAGIC = re.compile(r"\s*(%%?)(\w+)\s+(.*)$")
 _LOCAL = re.compile(r"\s*(%{1,2}\w*|!.*|(import|from)\s.*)$")
@@ -32,6 +33,8 @@ _VALUES = {
     "--engines": ("axon", "local", "mpi", "ssh", "slurm"),
 }
 """The possible values of options."""
+_REFRESH_DELAY_S = 0.2
+"""Names are fetched this long after the last cell, so that consecutive cells are not delayed."""
 _TAKES_RANK_NAMES = ("diff", "gather", "pull", "repair", "shards", "sync")
 """Magics and subcommands that accept names of variables on the ranks."""
 
@@ -62,8 +65,9 @@ def _match(text: str, line_number: int, column: int) -> Match | None:
             return match
     if _LOCAL.match(before):
         return None
-    cluster = current.get()
-    rank = target_rank(text, cluster.world_size) if cluster is not None else None
+    session = current.session()
+    cluster = session.cluster
+    rank = target_rank(text, cluster, session.auto)
     if cluster is None or rank is None:
         return None
     fragment, texts = cluster.completion.complete(rank, line, column)
@@ -127,31 +131,32 @@ def _with_prefix(words: Iterable[str], prefix: str) -> list[str]:
     return sorted(word for word in words if word.startswith(prefix))
 
 
-_REFRESH_DELAY_S = 0.2
-"""Names are fetched this long after the last cell, so that consecutive cells are not delayed."""
-_timers: list[asyncio.TimerHandle] = []
+class NameRefresh:
+    """Fetches the names of the ranks after each cell of a notebook."""
 
+    def __init__(self, session: NotebookSession) -> None:
+        self._session = session
+        self._timer: asyncio.TimerHandle | None = None
 
-def after_cell(result: Any = None) -> None:
-    """Schedule a refresh of the ranks' names; handles IPython's event `post_run_cell`."""
-    cancel_refresh()
-    if current.get() is None:
-        return
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:  # a terminal has no event loop
-        _refresh()
-        return
-    _timers.append(loop.call_later(_REFRESH_DELAY_S, _refresh))
+    def after_cell(self, result: Any = None) -> None:
+        """Schedule a refresh of the ranks' names; handles IPython's event `post_run_cell`."""
+        self.cancel()
+        if self._session.cluster is None:
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # a terminal has no event loop
+            self._refresh()
+            return
+        self._timer = loop.call_later(_REFRESH_DELAY_S, self._refresh)
 
+    def cancel(self) -> None:
+        """Cancel the scheduled refresh."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-def cancel_refresh() -> None:
-    """Cancel the scheduled refresh."""
-    while _timers:
-        _timers.pop().cancel()
-
-
-def _refresh() -> None:
-    cluster = current.get()
-    if cluster is not None:
-        cluster.completion.refresh()
+    def _refresh(self) -> None:
+        cluster = self._session.cluster
+        if cluster is not None:
+            cluster.completion.refresh()

@@ -9,7 +9,7 @@ from typing import Any
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from axon_nb.cluster.history import identity_check
-from axon_nb.cluster.session import kept
+from axon_nb.cluster.session import current, kept
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
 from axon_nb.records.ranks import resolve_ranks
@@ -113,13 +113,13 @@ class DataMagics(Magics):
             self._check_target(target, force=options.force)
         for name, target in zip(options.names, targets, strict=True):
             self.shell.user_ns[target] = value = fetch(name)
-            _fetched[target] = identity_check(value)
+            current.session().fetched[target] = identity_check(value)
 
     def _check_target(self, name: str, *, force: bool) -> None:
         if not name.isidentifier():
             raise UsageError(f"{name!r} is not a valid variable name: choose one with --as.")
         namespace = self.shell.user_ns
-        is_ours = _fetched.get(name, lambda value: False)
+        is_ours = current.session().fetched.get(name, lambda value: False)
         if name in namespace and not force and not is_ours(namespace[name]):
             raise UsageError(
                 f"The notebook already has a variable {name!r}: use `--as OTHER_NAME` to keep it, or `--force` to "
@@ -129,7 +129,3 @@ class DataMagics(Magics):
 
 class _ByRank(dict[int, Any]):
     """A dictionary that can be weakly referenced, and so recognised later without being kept alive."""
-
-
-_fetched: dict[str, Callable[[Any], bool]] = {}
-"""By name that %pull or %gather bound: a function that returns whether a value is the one that they bound."""

@@ -8,18 +8,20 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
 from axon_nb.cluster.session import current, discovery, start
+from axon_nb.cluster.session.notebook import NotebookSession
 from axon_nb.errors import AxonError
-from axon_nb.magics import completion, kernel_requests
+from axon_nb.magics import kernel_requests
 from axon_nb.magics.arguments import with_help
 from axon_nb.magics.auto import AutoMagics, auto_cells
-from axon_nb.magics.cell_head import auto_mode, awaited_cells, help_requests
+from axon_nb.magics.cell_head import awaited_cells, help_requests
 from axon_nb.magics.cells import CellMagics
-from axon_nb.magics.completion import rank_matcher
+from axon_nb.magics.completion import NameRefresh, rank_matcher
 from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
+from axon_nb.magics.kernel_requests import RequestHandler
 from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
 
-__all__ = ["load", "unload"]
+__all__ = ["Extension", "load", "unload"]
 
 _CLASSES = (
     AutoMagics,
@@ -31,6 +33,57 @@ _CLASSES = (
     ViewMagics,
 )
 _TRANSFORMERS = (awaited_cells, help_requests, auto_cells)
+
+
+class Extension:
+    """What `%load_ext axon_nb` adds to a notebook's shell besides magics.
+
+    Args:
+        shell: The shell.
+        session: The notebook's session.
+    """
+
+    def __init__(self, shell: InteractiveShell, session: NotebookSession) -> None:
+        self._shell = shell
+        self._session = session
+        self._refresh = NameRefresh(session)
+        self._requests: RequestHandler | None = None
+
+    def install(self) -> None:
+        """Add it."""
+        shell, session = self._shell, self._session
+        shell.input_transformers_cleanup.extend(_TRANSFORMERS)
+        shell.Completer.custom_matchers.append(rank_matcher)
+        shell.events.register("post_run_cell", self._refresh.after_cell)
+        shell.events.register("post_run_cell", session.history.record_cell)
+        self._requests = kernel_requests.install(session)
+        session.watch_shutdown()
+        session.interrupts.install()
+        session.settings.callbacks["warm_up"] = self._warm
+
+    def uninstall(self) -> None:
+        """Remove it."""
+        shell, session = self._shell, self._session
+        for transformer in _TRANSFORMERS:
+            shell.input_transformers_cleanup.remove(transformer)
+        shell.Completer.custom_matchers.remove(rank_matcher)
+        shell.events.unregister("post_run_cell", self._refresh.after_cell)
+        shell.events.unregister("post_run_cell", session.history.record_cell)
+        self._refresh.cancel()
+        if self._requests is not None:
+            self._requests.uninstall()
+        session.interrupts.uninstall()
+        session.settings.callbacks.pop("warm_up", None)
+        session.auto.on = False
+
+    def _warm(self, on: bool) -> None:
+        """Apply the setting `warm_up`."""
+        prewarm = self._session.prewarm
+        if not on:
+            # On a thread, because it waits for a host agent that is still starting.
+            threading.Thread(target=prewarm.discard, name="axon_nb-cool-down", daemon=True).start()
+        elif self._session.cluster is None:
+            prewarm.start()
 
 
 def load(shell: InteractiveShell) -> None:
@@ -45,14 +98,10 @@ def load(shell: InteractiveShell) -> None:
         _add_help(shell, cls)
     if start.own_rank() is not None:
         return
-    for transformer in _TRANSFORMERS:
-        if transformer not in shell.input_transformers_cleanup:
-            shell.input_transformers_cleanup.append(transformer)
-    _install_completion(shell)
-    shell.events.register("post_run_cell", session.history.record_cell)
-    session.watch_shutdown()
-    session.interrupts.install()
-    session.settings.callbacks["warm_up"] = _warm
+    if session.extension is None:
+        extension = Extension(shell, session)
+        extension.install()
+        session.extension = extension
     if session.cluster is not None:
         return
     try:
@@ -74,15 +123,9 @@ def load(shell: InteractiveShell) -> None:
 def unload(shell: InteractiveShell) -> None:
     """Undo `load`."""
     session = current.session()
-    for transformer in _TRANSFORMERS:
-        if transformer in shell.input_transformers_cleanup:
-            shell.input_transformers_cleanup.remove(transformer)
-    session.settings.callbacks.pop("warm_up", None)
-    auto_mode.on = False
-    _uninstall_completion(shell)
-    if session.history.record_cell in shell.events.callbacks["post_run_cell"]:
-        shell.events.unregister("post_run_cell", session.history.record_cell)
-    session.interrupts.uninstall()
+    if session.extension is not None:
+        session.extension.uninstall()
+        session.extension = None
     manager = shell.magics_manager
     for cls in _CLASSES:
         manager.registry.pop(cls.__name__, None)
@@ -91,32 +134,7 @@ def unload(shell: InteractiveShell) -> None:
                 manager.magics[kind].pop(name, None)
 
 
-def _warm(on: bool) -> None:
-    """Apply the setting `warm_up`."""
-    session = current.session()
-    if not on:
-        # On a thread, because it waits for a host agent that is still starting.
-        threading.Thread(target=session.prewarm.discard, name="axon_nb-cool-down", daemon=True).start()
-    elif session.cluster is None:
-        session.prewarm.start()
-
-
 def _add_help(shell: InteractiveShell, cls: type[Magics]) -> None:
     magics = shell.magics_manager.magics["line"]
     for name in cls.magics.get("line", ()):
         magics[name] = with_help(magics[name])
-
-
-def _install_completion(shell: InteractiveShell) -> None:
-    if rank_matcher not in shell.Completer.custom_matchers:
-        shell.Completer.custom_matchers.append(rank_matcher)
-        shell.events.register("post_run_cell", completion.after_cell)
-    kernel_requests.install()
-
-
-def _uninstall_completion(shell: InteractiveShell) -> None:
-    if rank_matcher in shell.Completer.custom_matchers:
-        shell.Completer.custom_matchers.remove(rank_matcher)
-        shell.events.unregister("post_run_cell", completion.after_cell)
-    completion.cancel_refresh()
-    kernel_requests.uninstall()

@@ -24,11 +24,11 @@ from typing import Any
 
 from IPython.utils.tokenutil import token_at_cursor
 
-from axon_nb.cluster.session import current
+from axon_nb.cluster.session.notebook import NotebookSession
 from axon_nb.magics.cell_head import target_rank
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["install", "uninstall"]
+__all__ = ["RequestHandler", "install"]
 
 _MAX_LOAD_PER_CORE = 3.0
 """With a higher load average of the last minute, per core, the machine counts as overloaded."""
@@ -48,10 +48,12 @@ class RequestHandler:
 
     Args:
         kernel: The kernel of this process.
+        session: The notebook whose cells it runs.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, session: NotebookSession) -> None:
         self._kernel = kernel
+        self._session = session
         self._inspect: Any = getattr(kernel, "do_inspect", None)
         self._kernel_set_parent: Any = getattr(kernel, "set_parent", None)
         self.answers_during_cells = False
@@ -82,8 +84,8 @@ class RequestHandler:
     def _do_inspect(
         self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Iterable[str] = ()
     ) -> dict[str, Any]:
-        cluster = current.get()
-        rank = target_rank(code, cluster.world_size) if cluster is not None else None
+        cluster = self._session.cluster
+        rank = target_rank(code, cluster, self._session.auto)
         name = token_at_cursor(code, cursor_pos)
         if cluster is not None and rank is not None and name and not name.startswith("%"):
             omit = tuple(omit_sections)
@@ -95,7 +97,7 @@ class RequestHandler:
 
     async def _shell_main(self, subshell_id: str | None, msg: Any) -> None:
         kernel = self._kernel
-        if subshell_id is not None or not kernel._main_asyncio_lock.locked() or not _waits_for_ranks():
+        if subshell_id is not None or not kernel._main_asyncio_lock.locked() or not self._waits_for_ranks():
             await kernel.shell_main(subshell_id, msg)
             return
         header = self._header(msg)
@@ -121,6 +123,10 @@ class RequestHandler:
         else:
             self._kernel_set_parent(ident, parent, channel)
 
+    def _waits_for_ranks(self) -> bool:
+        cluster = self._session.cluster
+        return cluster is not None and bool(cluster.busy)
+
     def _on_cell_start(self) -> None:
         self._cell = self._kernel.get_parent("shell")
 
@@ -132,11 +138,6 @@ class RequestHandler:
         except Exception:  # ipykernel reports it
             return {}
         return header
-
-
-def _waits_for_ranks() -> bool:
-    cluster = current.get()
-    return cluster is not None and bool(cluster.busy)
 
 
 def _is_overloaded() -> bool:
@@ -151,19 +152,11 @@ def _is_overloaded() -> bool:
         return True
 
 
-_installed: list[RequestHandler] = []
-
-
-def install() -> None:
-    """Answer requests to this process's kernel, if it has one; safe to call again."""
+def install(session: NotebookSession) -> RequestHandler | None:
+    """Answer requests to this process's kernel; None if it has none."""
     app = sys.modules.get("ipykernel.kernelapp")
-    if _installed or app is None or not app.IPKernelApp.initialized():
-        return
-    _installed.append(RequestHandler(app.IPKernelApp.instance().kernel))
-    _installed[0].install()
-
-
-def uninstall() -> None:
-    """Undo `install`."""
-    while _installed:
-        _installed.pop().uninstall()
+    if app is None or not app.IPKernelApp.initialized():
+        return None
+    handler = RequestHandler(app.IPKernelApp.instance().kernel, session)
+    handler.install()
+    return handler

@@ -13,7 +13,6 @@ from axon_nb.cluster.session import current, kept
 from axon_nb.cluster.transfer.broadcast import seed
 from axon_nb.errors import AxonError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, parse
-from axon_nb.magics.cell_head import auto_mode
 from axon_nb.records.ranks import resolve_ranks
 
 __all__ = ["SUBCOMMANDS", "doctor", "export_session"]
@@ -28,15 +27,17 @@ def _auto(words: list[str]) -> None:
     parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="default: show the current mode")
     parser.add_argument("--ranks", metavar="RANKS", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
     options = parse(parser, words)
+    session = current.session()
+    auto = session.auto
     if options.state == "on":
-        cluster = current.get()
+        cluster = session.cluster
         if options.ranks and cluster is not None:
             resolve_ranks(options.ranks, cluster.world_size)
-        auto_mode.on, auto_mode.ranks = True, options.ranks
+        auto.on, auto.ranks = True, options.ranks
     elif options.state == "off":
-        auto_mode.on, auto_mode.ranks = False, None
-    where = f"ranks {auto_mode.ranks}" if auto_mode.ranks else "all ranks"
-    if auto_mode.on:
+        auto.on, auto.ranks = False, None
+    where = f"ranks {auto.ranks}" if auto.ranks else "all ranks"
+    if auto.on:
         print(f"Plain cells run on {where}; cells that start with %%local or another %% magic run in the notebook.")
     else:
         print("Plain cells run in the notebook; cells that start with %%distributed run on ranks.")

@@ -12,6 +12,8 @@ import atexit
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from axon_nb.cluster.cells.kernel_interrupts import KernelInterrupts
@@ -27,7 +29,16 @@ from axon_nb.records.hooks import missing_hooks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["NotebookSession", "OpenPanel"]
+__all__ = ["AutoMode", "LoadedExtension", "NotebookSession", "OpenPanel"]
+
+
+@dataclass
+class AutoMode:
+    """Whether plain cells run on ranks; set by `%distributed auto`."""
+
+    on: bool = False
+    ranks: str | None = None
+    """The ranks, as for `--ranks`; None: all."""
 
 
 class OpenPanel(Protocol):
@@ -35,6 +46,13 @@ class OpenPanel(Protocol):
 
     def close(self) -> None:
         """Stop updating it; what is shown stays."""
+
+
+class LoadedExtension(Protocol):
+    """What `%load_ext axon_nb` has added to the shell: `axon_nb.magics.extension.Extension`."""
+
+    def uninstall(self) -> None:
+        """Remove it."""
 
 
 class NotebookSession:
@@ -48,6 +66,11 @@ class NotebookSession:
         self.interrupts = KernelInterrupts()
         self.prewarm = Prewarm()
         """Starts a host agent before ranks are needed."""
+        self.extension: LoadedExtension | None = None
+        """What `%load_ext axon_nb` has added to the shell; None if it is not loaded."""
+        self.auto = AutoMode()
+        self.fetched: dict[str, Callable[[object], bool]] = {}
+        """By name that `%pull` or `%gather` bound: whether a value is the one that they bound."""
         self.panels: weakref.WeakValueDictionary[tuple[object, ...], OpenPanel] = weakref.WeakValueDictionary()
         """Open panels, by what they show. The shell's events keep a panel alive until it is closed."""
         self._lock = threading.Lock()

@@ -156,7 +156,7 @@ def answered_while(kernel: Kernel, flag: Path, *, wait: bool) -> list[str]:
 
 
 def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(typed: Kernel, tmp_path: Path) -> None:
-    change = "from axon_nb.magics import kernel_requests as front_end\nfront_end.uninstall()\n{}\nfront_end.install()"
+    change = "%unload_ext axon_nb\nfrom axon_nb.magics import kernel_requests as front_end\n{}\n%load_ext axon_nb"
     lacking = "front_end.missing_hooks = lambda group, **_: ['gone'] if group == 'front_end.requests' else []"
     typed.ok(change.format(lacking))
     assert answered_while(typed, tmp_path / "flag", wait=False) == ["execute_reply", "complete_reply"]
