@@ -77,11 +77,6 @@ class Cluster:
         return self.state.client
 
     @property
-    def launched(self) -> Any:
-        """The ipyparallel object that launched the engines, in the process that did; None after an attach."""
-        return self.state.launched
-
-    @property
     def rank_info(self) -> tuple[EngineInfo, ...]:
         """What each rank reported when it joined: host, pid, device, cores, gpus."""
         return self.state.rank_info
@@ -272,7 +267,7 @@ class Cluster:
         if self.health.disconnect_reason:
             return
         self.health.disconnect_reason = "was stopped"
-        shut_down_foreign(self.client, self.launched, engines=self.engines, num_ranks=self.world_size)
+        shut_down_foreign(self.client, self.state.launched, engines=self.engines, num_ranks=self.world_size)
         self.connection.stop()
         self.cells.mark_lost("was stopped")
 

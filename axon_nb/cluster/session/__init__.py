@@ -1,1 +1,1 @@
-"""Which cluster this notebook has: start one, find one, reattach to one."""
+"""The session of a notebook, and its cluster: start one, find one, reattach to one."""
