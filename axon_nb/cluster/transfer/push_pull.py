@@ -11,19 +11,16 @@ from axon_nb.cluster.failures.hints import hint_for
 from axon_nb.cluster.failures.report import cell_error, root_cause
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import UsageError
-from axon_nb.host.shared_memory import BlockAddress, SharedBlock, SharedBlockUnavailableError, block_size, join_parts
+from axon_nb.host.shared_memory import BlockAddress, SharedBlock, block_size, join_parts
 from axon_nb.records.protocol.messages import RankCall, cell_source
-from axon_nb.records.protocol.transfer import ReceiveValues, SendValue, SetVariables, TakePendingValue
-from axon_nb.records.ranks import name_ranks, parse_ranks
+from axon_nb.records.protocol.transfer import ReceiveValues, SendValue, SetVariables, TakePendingValue, Undelivered
+from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.manager import CellManager
     from axon_nb.cluster.state import ClusterState
 
 __all__ = ["pull", "push"]
-
-_OTHER_RANKS = "OtherRanksNeededError"
-_UNREACHABLE = SharedBlockUnavailableError.__name__
 
 
 def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]], *, as_is: bool = False) -> None:
@@ -56,7 +53,7 @@ def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]], *, as_i
                 block = open_blocks.enter_context(SharedBlock())
                 block.write(parts)
                 addresses.update(dict.fromkeys(recipients, block.address))
-        unreached = _run(cells, list(addresses), ReceiveValues(addresses), task) if addresses else []
+        unreached = _run(cells, list(addresses), ReceiveValues(addresses), task) if addresses else {}
     remote = [rank for rank in variables if rank not in addresses or rank in unreached]
     joined = {key: bytes(join_parts(parts)) for key, parts in packed.items()} if remote else {}
     _call_remote(cells.state, {rank: SetVariables(joined[id(variables[rank])]) for rank in remote}, task)
@@ -102,10 +99,9 @@ def pull(
             blocks = {rank: open_blocks.enter_context(SharedBlock()) for rank in local}
             addresses = {rank: blocks[rank].address if rank in blocks else None for rank in ranks}
             call = SendValue(expression, addresses, tuple(participants), shards, arrays, as_is)
-            try:
-                unreached = _run(cells, participants, call, task)
-            except _NeedsRanksError as error:
-                participants = error.ranks
+            unreached = _run(cells, participants, call, task)
+            if needed := {rank for reason in unreached.values() for rank in reason.needed}:
+                participants = sorted(needed)
                 continue
             if not unreached:
                 break
@@ -118,14 +114,6 @@ def pull(
         is_gathered = len(sources) < len(ranks) or participants != list(ranks)
         first = sources[min(sources)]
         return {rank: _loaded(rank, expression, sources.get(rank, first)) for rank in ranks}, is_gathered
-
-
-class _NeedsRanksError(Exception):
-    """The value is distributed over these ranks: all of them must take part."""
-
-    def __init__(self, ranks: list[int]) -> None:
-        super().__init__()
-        self.ranks = ranks
 
 
 def _loaded(rank: int, expression: str, source: SharedBlock | bytes) -> Any:
@@ -170,7 +158,9 @@ def _report_queue(state: ClusterState, ranks: Iterable[int]) -> None:
         print(f"Waiting for the cell that is running on {name_ranks(ahead)}.")
 
 
-def _run(cells: CellManager, ranks: Sequence[int], call: RankCall[None], task: str) -> list[int]:
+def _run(
+    cells: CellManager, ranks: Sequence[int], call: RankCall[Undelivered | None], task: str
+) -> dict[int, Undelivered]:
     """Make a call as a cell, so that a death, an interrupt or a deadlock aborts it like any other cell.
 
     Args:
@@ -180,17 +170,15 @@ def _run(cells: CellManager, ranks: Sequence[int], call: RankCall[None], task: s
         task: What the ranks do, for messages; reads after "cannot".
 
     Returns:
-        The ranks that cannot open their shared-memory block.
+        By rank that could not transfer its value in this way, the reason.
     """
-    result = cells.run(cell_source(call), ranks=ranks, quiet=True, check=False, values=False)
-    errors = {rank: error for rank, error in result.errors.items() if error.ename != _UNREACHABLE}
-    if not errors:
-        return list(result.errors)
-    cause = root_cause(errors)
-    if cause.ename == _OTHER_RANKS:
-        raise _NeedsRanksError(parse_ranks(cause.evalue, cells.state.world_size))
+    result = cells.run(cell_source(call), ranks=ranks, quiet=True, check=False)
+    undelivered = {rank: value for rank, value in result.values.items() if isinstance(value, Undelivered)}
+    if not result.errors or any(reason.needed for reason in undelivered.values()):
+        return undelivered
+    cause = root_cause(result.errors)
     if cause.kind != "raised":
-        raise cell_error(errors, first=(), hint=hint_for(errors.values()))
+        raise cell_error(result.errors, first=(), hint=hint_for(result.errors.values()))
     reason = cause.evalue if cause.ename == "UsageError" else str(cause)
     raise UsageError(f"Rank {cause.rank} cannot {task}: {reason}")
 

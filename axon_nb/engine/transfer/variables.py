@@ -18,12 +18,20 @@ from axon_nb.engine.sharding.sharded import is_dtensor, is_sharded
 from axon_nb.engine.transfer.value_pickle import pack, unpack
 from axon_nb.errors import UsageError
 from axon_nb.host.resources.cgroups import free_memory
-from axon_nb.host.shared_memory import BlockAddress, block_size, join_parts, read_block, split_parts, write_block
-from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.host.shared_memory import (
+    BlockAddress,
+    SharedBlockUnavailableError,
+    block_size,
+    join_parts,
+    read_block,
+    split_parts,
+    write_block,
+)
+from axon_nb.records.protocol.transfer import Undelivered
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
 
 __all__ = [
-    "OtherRanksNeededError",
     "gather_full",
     "last_value",
     "receive_block",
@@ -132,13 +140,14 @@ _MAX_INLINE_BYTES = 64 << 10
 """A smaller value of a cell travels in the reply itself."""
 
 
-class OtherRanksNeededError(Exception):
-    """The value is sharded over ranks that do not run this; the message names all ranks that are needed."""
-
-
-def receive_block(addresses: Mapping[int, BlockAddress]) -> None:
+def receive_block(addresses: Mapping[int, BlockAddress]) -> Undelivered | None:
     """Set the variables that the notebook's shared-memory block holds for this rank."""
-    set_variables(read_block(addresses[current().config.rank]))
+    try:
+        parts = read_block(addresses[current().config.rank])
+    except SharedBlockUnavailableError:
+        return Undelivered()
+    set_variables(parts)
+    return None
 
 
 def set_variables(parts: Any) -> None:
@@ -159,7 +168,7 @@ def send_value(
     shards: bool = False,
     arrays: bool = False,
     as_is: bool = False,
-) -> None:
+) -> Undelivered | None:
     """Send the value of a name or expression to the notebook.
 
     Args:
@@ -172,8 +181,10 @@ def send_value(
         arrays: Whether to convert tensors to NumPy arrays.
         as_is: Whether arrays of other libraries on a device, such as CuPy's, stay such arrays.
 
+    Returns:
+        Why the value was not sent although it can be; None: it was, or this rank sends none.
+
     Raises:
-        OtherRanksNeededError: the value is sharded over ranks that do not run this.
         UsageError: it cannot be sent; the message follows the rank and a colon.
     """
     session = current()
@@ -185,24 +196,28 @@ def send_value(
     if holders and not holders & set(addresses):
         raise UsageError(f"it is sharded over {name_ranks(holders)}; pull it from one of those")
     if holders - set(ranks):
-        raise OtherRanksNeededError(format_ranks(holders | set(ranks)))
+        return Undelivered(needed=tuple(sorted(holders | set(ranks))))
     if holders:
         sender = min(holders & set(addresses))
         value = gather_full(value, keep=own == sender)
         if own != sender:
             addresses = {rank: address for rank, address in addresses.items() if rank != own}
     if own not in addresses:
-        return
+        return None
     value = to_cpu(to_local(value))
     parts = pack(to_numpy(value) if arrays else value, as_is=as_is)
     address = addresses[own]
     if address is None:
         session.pending_value = join_parts(parts)
-        return
+        return None
     size, free = block_size(parts), free_memory()
     if free is not None and size > free:
         raise UsageError(f"it needs {format_bytes(size)} but only {format_bytes(free)} is free; pull part of it")
-    write_block(address, parts, writers=sum(other is not None for other in addresses.values()))
+    try:
+        write_block(address, parts, writers=sum(other is not None for other in addresses.values()))
+    except SharedBlockUnavailableError:
+        return Undelivered()
+    return None
 
 
 def take_pending_value() -> bytes:

@@ -25,6 +25,7 @@ __all__ = [
     "SetVariables",
     "SyncRecord",
     "TakePendingValue",
+    "Undelivered",
 ]
 
 Address = tuple[tuple[str, int], tuple[str, int]]
@@ -32,7 +33,15 @@ Address = tuple[tuple[str, int], tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveValues(RankCall[None]):
+class Undelivered:
+    """A rank can transfer a value, but not in this way."""
+
+    needed: tuple[int, ...] = ()
+    """The ranks that must take part, because it is distributed over them; empty: the rank cannot open its block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveValues(RankCall[Undelivered | None]):
     """In a cell: set the variables that the notebook's shared-memory blocks hold."""
 
     target = "axon_nb.engine.transfer.variables:receive_block"
@@ -41,7 +50,7 @@ class ReceiveValues(RankCall[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class SendValue(RankCall[None]):
+class SendValue(RankCall[Undelivered | None]):
     """In a cell: write an expression's value into the notebook's shared memory, or keep it for `TakePendingValue`."""
 
     target = "axon_nb.engine.transfer.variables:send_value"
