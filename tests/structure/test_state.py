@@ -17,6 +17,7 @@ PACKAGES = ("axon_nb", "magics")
 
 ALLOWED = {
     "axon_nb.cluster.rpc.client:_serializers_lock": "lock: ipyparallel's table, which the process has once",
+    "axon_nb.cluster.session.current:_session": "slot: the session of this notebook",
     "axon_nb.comm.collectives.fast_path:_fast_paths": "cache: the operations of each type of group",
     "axon_nb.comm.group:_known": "cache: what does not change of a torch group",
     "axon_nb.comm.group:_rebuilds": "slot: how often this process has rebuilt torch's groups",
@@ -24,6 +25,7 @@ ALLOWED = {
     "axon_nb.comm.shared_memory.segment.futex:_barrier": "cache: a lock of each thread",
     "axon_nb.comm.shared_memory.segment.progress:_open_groups": "slot: what this process closes when it exits",
     "axon_nb.compat.horovod.world:_states": "slot: Horovod's state of a default group, which torch keeps",
+    "axon_nb.engine.frames:_pause_lock": "lock: one thread at a time pauses the process's garbage collector",
     "axon_nb.engine.groups.state:_current": "slot: the state of the groups that torch creates",
     "axon_nb.engine.live_objects:_tracked": "slot: the objects of classes of torch that register them, once a process",
     "axon_nb.engine.session:_session": "slot: the session of this rank",
@@ -37,28 +39,6 @@ ALLOWED = {
     "axon_nb.records.training.progress:_loops": "slot: the loops of this process",
 }
 """What may stay: caches of pure functions; and slots that hold a session, or what a process has without one."""
-
-NOT_YET: dict[str, set[str]] = {
-    "axon_nb.cluster.cells.kernel_interrupts": {"_active", "_installed", "_previous", "_transitioning"},
-    "axon_nb.cluster.history": {"_auto_options", "_entries", "_facts", "_sent"},
-    "axon_nb.cluster.launch.prewarm": {"_lock", "_pending"},
-    "axon_nb.cluster.session.current": {"_clusters", "_current", "_lock", "_state"},
-    "axon_nb.cluster.settings": {"settings"},
-    "axon_nb.compat.import_hooks": {"_finder"},
-    "axon_nb.engine.frames": {"_pause_lock"},
-    "axon_nb.engine.kernel.post_mortem": {"_debugger", "_saved"},
-    "axon_nb.engine.kernel.shell": {"_pager_streams"},
-    "axon_nb.engine.kernel.tracebacks": {"_location", "_stood_in"},
-    "axon_nb.engine.output.forked_children": {"_DEFAULTS", "_engine_handlers", "_thread"},
-    "axon_nb.engine.output.nested_errors": {"_errors", "_in_callback"},
-    "axon_nb.engine.output.streams": {"_streams"},
-    "axon_nb.widgets.open": {"_panels"},
-    "magics.cell_head": {"auto_mode"},
-    "magics.completion": {"_timers"},
-    "magics.data": {"_fetched"},
-    "magics.kernel_requests": {"_installed"},
-}
-"""What has no owner yet, by module; a name goes when its state moves into a session."""
 
 _DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 _COLLECTIONS = {
@@ -194,9 +174,8 @@ def find_state(modules: dict[str, ast.Module]) -> set[str]:
 
 def test_no_module_keeps_state() -> None:
     state = find_state(_modules())
-    listed = {f"{module}:{name}" for module, names in NOT_YET.items() for name in names}
-    assert state - listed - set(ALLOWED) == set(), "give it an owner: a session, or an object that one holds"
-    assert (listed | set(ALLOWED)) - state == set(), "it has an owner now: remove it from the list"
+    assert state - set(ALLOWED) == set(), "give it an owner: a session, or an object that one holds"
+    assert set(ALLOWED) - state == set(), "it has an owner now: remove it from the list"
 
 
 @pytest.mark.parametrize(
