@@ -74,7 +74,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(folder / "extensions")),
     }
     with PatientKernel(cwd=folder, env=env) as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 2 --name frameworks")
+        kernel.load_and_warm_up()
+        kernel.ok("%distributed start -n 2 --name frameworks")
         kernel.ok(SETUP)
         yield kernel
 

@@ -114,7 +114,8 @@ class Fuzz:
 
     def __enter__(self) -> Fuzz:
         self._kernel.__enter__()
-        self._kernel.ok("%load_ext axon_nb\n%distributed start -n 4 --devices cpu", timeout=_PATIENCE_S)
+        self._kernel.load_and_warm_up()
+        self._kernel.ok("%distributed start -n 4 --devices cpu", timeout=_PATIENCE_S)
         self._build()
         return self
 

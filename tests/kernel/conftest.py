@@ -14,7 +14,7 @@ from tests.support.kernel import PROBE_S, FreshCluster, Kernel
 def shared_kernel() -> Iterator[Kernel]:
     """A kernel with 4 ranks, for all tests of the session."""
     with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb")
+        kernel.load_and_warm_up()
         kernel.ok("%distributed start -n 4 --name shared")
         yield kernel
         _stop_cluster(kernel)

@@ -185,6 +185,11 @@ class Kernel:
         assert reply.ok, f"{code}\n{reply.stdout}\n{reply.stderr}\n{reply.traceback}\n{_crash_reports()}"
         return reply
 
+    def load_and_warm_up(self) -> None:
+        """Load axon_nb, and wait until its agent has imported what optimizers need: otherwise each rank does."""
+        self.ok("%load_ext axon_nb")
+        assert self.value("__import__('axon_nb.cluster.launch.prewarm', fromlist=['']).wait_until_idle(100)")
+
     def value(self, expression: str) -> Any:
         """A plain value (what its repr says) of the notebook's namespace."""
         return ast.literal_eval(self.ok(expression).result)

@@ -39,7 +39,8 @@ RAISES = {
 def trained() -> object:
     """A kernel whose 4 ranks have DDP, FSDP2 and subgroups that are in use."""
     with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 4")
+        kernel.load_and_warm_up()
+        kernel.ok("%distributed start -n 4")
         kernel.ok(SETUP)
         kernel.ok(f"%%distributed\n{MEET}\nstep()")
         kernel.ok(PLACE)

@@ -66,7 +66,8 @@ DIE = "%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()"
 def repaired() -> Iterator[tuple[Kernel, Reply]]:
     """A kernel with 3 ranks that train; rank 2 has died and was replaced with what rank 0 has."""
     with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 3")
+        kernel.load_and_warm_up()
+        kernel.ok("%distributed start -n 3")
         kernel.ok(TRAINING)
         assert "rank 2 exited with code 3" in kernel.run(DIE).traceback
         yield kernel, kernel.ok("%distributed repair --from 0")

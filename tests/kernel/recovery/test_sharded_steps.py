@@ -77,7 +77,8 @@ BREAKS = {
 def kernel() -> Iterator[Kernel]:
     """Two ranks."""
     with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 2", timeout=120)
+        kernel.load_and_warm_up()
+        kernel.ok("%distributed start -n 2", timeout=120)
         yield kernel
 
 

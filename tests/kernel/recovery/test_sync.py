@@ -47,7 +47,8 @@ APART = "%%distributed\nfor _ in range(rank): step(net)\nlen(set(map(float, ever
 def trained() -> Iterator[Kernel]:
     """A kernel whose 2 ranks have a model, its optimizer and a model that is split over them."""
     with Kernel() as kernel:
-        kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+        kernel.load_and_warm_up()
+        kernel.ok("%distributed start -n 2")
         kernel.ok(SETUP)
         yield kernel
 
