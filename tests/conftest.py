@@ -30,6 +30,9 @@ LEFTOVER_LIMIT = 60.0
 SLOW_LIMIT = 900.0
 """Seconds that a slow test may take that says nothing else."""
 
+# nbformat imports jsonschema, which would build 38 parsers with it, for a second in each worker; no test needs them.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # The same examples in each run, however slow; `--hypothesis-profile=random` tries others.
@@ -51,6 +54,19 @@ MOCKED = ("tests/comm/", "tests/compat/", "tests/parallel/")
 
 WORLDS = (*MOCKED, "tests/frameworks/")
 """What runs on processes that form a group: all on the same ones, by their number."""
+
+GROUPS = {
+    "browser": ("tests/browser/",),
+    "kernel": (
+        *(f"tests/kernel/{folder}/" for folder in ("cells", "data", "programs", "views")),
+        *(f"tests/kernel/failures/test_{name}.py" for name in ("failures", "open_calls", "timeouts")),
+        "tests/kernel/recovery/test_pipelines.py",
+        *(f"tests/kernel/session/test_{name}.py" for name in ("security", "settings")),
+    ),
+    "script": ("tests/cluster/test_",),
+}
+"""Tests that share a server, a kernel or a script, by the beginning of their paths: one worker starts one."""
+
 _failed = pytest.StashKey[bool]()
 _private_folder = pytest.StashKey[Path]()
 LEFTOVERS = pytest.StashKey[dict[str, str]]()
@@ -165,12 +181,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _group_of(nodeid: str) -> str:
-    """The tests of a file are a group, and so are those that share a browser, and processes that form a world."""
-    if nodeid.startswith("tests/browser/"):
-        return "browser"
+    """The tests of a file are a group, and so are those of `GROUPS`, and processes that form a world."""
     if nodeid.startswith(WORLDS) and "mock" not in nodeid.partition("[")[2]:
         return "worlds"
-    return nodeid.partition("::")[0]
+    shared = (name for name, beginnings in GROUPS.items() if nodeid.startswith(beginnings))
+    return next(shared, nodeid.partition("::")[0])
 
 
 def _sort_by_group(items: list[pytest.Item]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -133,6 +132,7 @@ def test_hierarchical_averaging_sends_a_fraction_across_nodes(four: Any) -> None
 
 def digits(hook: Any) -> Any:
     """Return the accuracy on held-out digits after training with a hook on two ranks."""
+    from sklearn.datasets import load_digits  # takes a second
 
     def work(world: World) -> float:
         torch.manual_seed(0)
