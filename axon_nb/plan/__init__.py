@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from axon_nb.plan.models import CapturedModel, TensorSpec
     from axon_nb.plan.pipeline.plan import SchedulePlan, StageTimes
     from axon_nb.plan.pipeline.schedule import schedule
+    from axon_nb.plan.program.plan import ProgramPlan
+    from axon_nb.plan.program.run import run
     from axon_nb.plan.skeleton import capture
     from axon_nb.plan.timing.plan import StepTime
     from axon_nb.plan.timing.step_time import step_time
@@ -43,6 +45,7 @@ __all__ = [
     "ModuleMemory",
     "PlanCancelledError",
     "PlanError",
+    "ProgramPlan",
     "RankMemory",
     "Rates",
     "SchedulePlan",
@@ -56,6 +59,7 @@ __all__ = [
     "communication",
     "memory",
     "recorded_communication",
+    "run",
     "schedule",
     "search",
     "step_time",
@@ -87,6 +91,8 @@ _HOME = {
         "StageTimes",
     ),
     "pipeline.schedule": ("schedule",),
+    "program.plan": ("ProgramPlan",),
+    "program.run": ("run",),
     "skeleton": ("capture",),
     "timing.plan": ("StepTime",),
     "timing.step_time": ("step_time",),

@@ -52,6 +52,8 @@ class Card:
     """Peak."""
     tera_bytes: float
     """Peak bandwidth of its memory, per second."""
+    gib: float
+    """Size of its memory, as its driver reports it."""
     nvlink: str
     """Preset of the link within a host."""
     port: str
@@ -84,16 +86,17 @@ class Card:
 
 class _Board(NamedTuple):
     tera_bytes: float
+    gib: float
     nvlink: str
     port: str
 
 
-_V100 = _Board(0.9, "nvlink2", "ib-edr")
-_A100 = _Board(2.039, "nvlink3", "ib-hdr")
-_H100 = _Board(3.35, "nvlink4", "ib-ndr")
-_GRAND_TETON = _Board(2.4, "nvlink4", "ib-ndr")
-_H200 = _Board(4.8, "nvlink4", "ib-ndr")
-_B200 = _Board(8.0, "nvlink5", "ib-ndr")
+_V100 = _Board(0.9, 31.7, "nvlink2", "ib-edr")
+_A100 = _Board(2.039, 80.0, "nvlink3", "ib-hdr")
+_H100 = _Board(3.35, 79.6, "nvlink4", "ib-ndr")
+_GRAND_TETON = _Board(2.4, 79.6, "nvlink4", "ib-ndr")
+_H200 = _Board(4.8, 140.4, "nvlink4", "ib-ndr")
+_B200 = _Board(8.0, 179.1, "nvlink5", "ib-ndr")
 
 
 def _card(

@@ -10,7 +10,8 @@ A card's name stands for the links of its hosts: NVLink within one, network port
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from axon_nb.plan.hardware.cards import CARDS, FITTED, GPUS, Card, Shares
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.rates import Rates
 
-__all__ = ["PRESETS", "links_of_card", "resolve_link", "resolve_links", "resolve_rates"]
+__all__ = ["PRESETS", "link_between", "links_of_card", "resolve_link", "resolve_links", "resolve_rates"]
 
 _NCCL_CALL_S = 8.4e-6
 _NVLINK_S, _PCI_S, _NET_S = 3.4e-6, 5.7e-6, 14.0e-6
@@ -126,19 +127,32 @@ def links_of_card(card: Card, axes: Mapping[str, int], shares: Shares = FITTED) 
         axes: Size by axis; ranks along the last one are neighbours.
         shares: What links achieve of their bandwidth.
     """
-    inside = resolve_link(card.nvlink).scaled(shares.nvlink)
-    port = resolve_link(card.port).scaled(shares.network)
     found, stride = {}, 1
     for axis, size in reversed(list(axes.items())):
-        if stride * size <= card.gpus_per_host:
-            found[axis] = inside
-        else:
-            ports = max(card.gpus_per_host // stride, 1)
-            bandwidth = min(ports * port.bandwidth_bytes_per_s, inside.bandwidth_bytes_per_s)
-            name = f"{ports} x {port.name}" if ports > 1 else port.name
-            found[axis] = replace(port, name=name, bandwidth_bytes_per_s=bandwidth)
+        found[axis] = _link(card, max(card.gpus_per_host // stride, 1), stride * size > card.gpus_per_host, shares)
         stride *= size
     return {axis: found[axis] for axis in axes}
+
+
+def link_between(card: Card, ranks: Sequence[int]) -> Link:
+    """Return the link between some ranks, of which each 8 in a row share a host; see `links_of_card`.
+
+    Args:
+        card: The card.
+        ranks: Numbers in the world.
+    """
+    hosts = Counter(rank // card.gpus_per_host for rank in ranks)
+    return _link(card, min(hosts.values(), default=1), len(hosts) > 1, FITTED)
+
+
+def _link(card: Card, ranks_per_host: int, between_hosts: bool, shares: Shares) -> Link:
+    inside = resolve_link(card.nvlink).scaled(shares.nvlink)
+    if not between_hosts:
+        return inside
+    port = resolve_link(card.port).scaled(shares.network)
+    bandwidth = min(ranks_per_host * port.bandwidth_bytes_per_s, inside.bandwidth_bytes_per_s)
+    name = f"{ranks_per_host} x {port.name}" if ranks_per_host > 1 else port.name
+    return replace(port, name=name, bandwidth_bytes_per_s=bandwidth)
 
 
 def resolve_rates(given: Rates | float | str) -> Rates:

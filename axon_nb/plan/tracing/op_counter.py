@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from axon_nb.plan.hardware.rates import Work
 
-__all__ = ["OpCounter", "tensors_in"]
+__all__ = ["OpCounter", "does_work", "tensors_in", "work_of"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -61,7 +61,7 @@ _ALLOCATING = re.compile(r"aten\.(new_)?empty")
 
 
 @cache
-def _does_work(func: Any) -> bool:
+def does_work(func: Any) -> bool:
     """Whether an operation computes or moves data: views, questions about metadata and bare allocations do not."""
     if func.is_view or _ALLOCATING.match(str(func)):
         return False
@@ -101,10 +101,10 @@ class OpCounter(TorchDispatchMode):
             self._track_sources(tensors_in((args, kwargs)), tensors_in(result))
         if self.phase == "optimizer" and not func.is_view:
             self.uses.update(map(id, tensors_in((args, kwargs))))
-        if self.phase and _does_work(func):
+        if self.phase and does_work(func):
             place = self.found.setdefault(self.phase, {})
             path = "" if self.phase == "optimizer" else self._module()
-            work = _work_of(func._overloadpacket, args, kwargs, result)
+            work = work_of(func._overloadpacket, args, kwargs, result)
             place[path] = place.get(path, Work()) + work
             if work.bytes and _is_unknown(name := str(func._overloadpacket)):
                 self.unknown[name] = self.unknown.get(name, 0.0) + work.bytes
@@ -141,7 +141,15 @@ class OpCounter(TorchDispatchMode):
         return max(inside, key=len, default=self._prefix)[len(self._prefix) :]
 
 
-def _work_of(packet: Any, args: Any, kwargs: Any, result: Any) -> Work:
+def work_of(packet: Any, args: Any, kwargs: Any, result: Any) -> Work:
+    """Return the work of one operation.
+
+    Args:
+        packet: The operation, without its overload.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        result: What it returned.
+    """
     if packet in flop_registry:
         return Work(flops=float(flop_registry[packet](*args, **kwargs, out_val=result)), ops=1)
     if (formula := _FORMULAS.get(str(packet))) is not None:

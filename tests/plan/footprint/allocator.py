@@ -11,7 +11,7 @@ from typing import Any
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-__all__ = ["Change", "allocated", "blocks_of", "in_step"]
+__all__ = ["Change", "allocated", "allocations_in", "blocks_of", "in_step", "times_of"]
 
 _STEP = "a measured step"
 _NEVER = 1 << 63
@@ -50,11 +50,10 @@ def allocated(make: Callable[[], Steps], *, warm_ups: int, steps: int = 8) -> di
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         answer = _train(make, warm_ups, steps)
         gc.collect()
-    events = list(_all(recorded.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
+    events = _all_events(recorded)
     marks = sorted((event.start_time_ns, event.end_time_ns) for event in events if event.name == _STEP)
     assert len(marks) == steps
-    allocations = [event for event in events if event.tag == _EventType.Allocation]
-    blocks = blocks_of((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size) for event in allocations)
+    blocks = blocks_of(_allocations(events))
     peaks, ends = zip(*(in_step(blocks, begin, end) for begin, end in marks), strict=True)
     return {"peak": min(peaks), "end": min(ends), "peaks": peaks, "between": answer}
 
@@ -106,6 +105,26 @@ def in_step(blocks: list[_Block], begin: int, end: int) -> tuple[int, int]:
         if time_ns <= end:
             peak, left = max(peak, held), held
     return peak, left
+
+
+def allocations_in(recorded: Any) -> list[Change]:
+    """What the allocator gave out and got back while a profile was recorded."""
+    return list(_allocations(_all_events(recorded)))
+
+
+def times_of(recorded: Any, name: str) -> list[int]:
+    """When the events of a name began, in ns."""
+    return sorted(event.start_time_ns for event in _all_events(recorded) if event.name == name)
+
+
+def _allocations(events: list[Any]) -> Iterator[Change]:
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            yield event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size
+
+
+def _all_events(recorded: Any) -> list[Any]:
+    return list(_all(recorded.profiler.kineto_results.experimental_event_tree()))
 
 
 def _all(events: list[Any]) -> Iterator[Any]:

@@ -1,0 +1,98 @@
+"""Which ranks do the same work: one run stands for all of them.
+
+The groups that rank 0 uses divide the world into axes, as a mesh does. Along each axis the first two ranks and the last
+one run; where they differ, ranks between them run, too, by bisection. Then one rank runs per combination.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from axon_nb.plan.program.record import RankRecord
+
+__all__ = ["Lane", "distinct_ranks", "merged"]
+
+Run = Callable[[Sequence[int]], Mapping[int, RankRecord]]
+"""Runs ranks that have not run yet, and returns their records."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Ranks that do the same work, and the record of one of them."""
+
+    record: RankRecord
+    ranks: tuple[int, ...]
+
+
+def distinct_ranks(size: int, run: Run) -> list[Lane]:
+    """Run the ranks that differ.
+
+    Args:
+        size: Of the world.
+        run: Runs ranks.
+    """
+    axes = _axes(run([0])[0].groups, size)
+    ends = {stride * place for stride, length in axes for place in (1, length - 1) if place < length}
+    run(sorted(ends))
+    stand_ins = [_along(stride, length, run) for stride, length in axes]
+    chosen = [sorted(set(places)) for places in stand_ins]
+    offsets = [[stride * place for place in places] for (stride, _), places in zip(axes, chosen, strict=True)]
+    records = run([sum(places) for places in itertools.product(*offsets)])
+    found = {}
+    for rank in range(size):
+        places = [(rank // stride) % length for stride, length in axes]
+        found[rank] = records[
+            sum(stride * stand_in[place] for (stride, _), stand_in, place in zip(axes, stand_ins, places, strict=True))
+        ]
+    return merged(found)
+
+
+def merged(records: Mapping[int, RankRecord]) -> list[Lane]:
+    """Group ranks by what they did, in the order of their first ranks.
+
+    Args:
+        records: By rank.
+    """
+    members: dict[int, list[int]] = {}
+    for rank, record in records.items():
+        members.setdefault(record.signature, []).append(rank)
+    return [Lane(records[ranks[0]], tuple(ranks)) for ranks in members.values()]
+
+
+def _axes(groups: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, int]]:
+    """Stride and length of the axes whose product is the world, the innermost first."""
+    lengths: dict[int, int] = {}
+    for group in groups:
+        if len(group) > 1 and group[0] == 0:
+            stride = group[1]
+            if group == tuple(range(0, stride * len(group), stride)):
+                lengths[stride] = min(lengths.get(stride, size), len(group))
+    found, stride = [], 1
+    while stride < size:
+        length = lengths.get(stride, 0)
+        if not length or size % (stride * length):
+            inner = [other for other in lengths if other > stride and other % stride == 0 and size % other == 0]
+            length = min(inner, default=size) // stride
+        found.append((stride, length))
+        stride *= length
+    return found or [(1, 1)]
+
+
+def _along(stride: int, length: int, run: Run) -> list[int]:
+    """For each place along an axis, the place that stands for it."""
+    stand_in = list(range(length))
+    open_ranges = [(0, length - 1)]
+    while open_ranges := [(low, high) for low, high in open_ranges if high - low > 1]:
+        asked = {place for low, high in open_ranges for place in (low, low + 1, high)}
+        records = run([stride * place for place in sorted(asked)])
+        halves = []
+        for low, high in open_ranges:
+            if len({records[stride * place].signature for place in (low, low + 1, high)}) == 1:
+                stand_in[low : high + 1] = [stand_in[low]] * (high + 1 - low)
+            else:
+                middle = (low + high) // 2
+                halves += [(low, middle), (middle, high)]
+        open_ranges = halves
+    return stand_in

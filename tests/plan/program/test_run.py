@@ -1,0 +1,146 @@
+"""`plan.run`: memory by line, calls, time, and which ranks run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from axon_nb import plan
+from axon_nb.errors import UsageError
+from axon_nb.plan.errors import PlanError
+from tests.plan.program import programs
+
+pytestmark = pytest.mark.timeout(600)
+MIB = 2**20
+
+
+def _grows() -> Any:
+    """Holds 1 MiB, then 64 MiB more."""
+    small = torch.empty(MIB // 4, device="cuda")
+    large = torch.empty(16 * MIB, device="cuda")
+    return small, large
+
+
+def _reads() -> Any:
+    loss = torch.ones(3).sum()
+    if loss.item() > 2:  # a value
+        loss = loss * 2
+    dist.all_reduce(loss)
+
+
+def _by_rank() -> Any:
+    """The last rank holds twice as much."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    held = torch.empty((2 if last else 1) * MIB)
+    dist.all_reduce(held)
+    return held
+
+
+def _waits_forever() -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(3), 1)  # nobody sends
+
+
+@pytest.fixture(scope="module")
+def large_ddp() -> plan.ProgramPlan:
+    """DDP on 1,024 ranks."""
+    return plan.run(programs.ddp, 1024, device="h100")
+
+
+def test_one_rank_stands_for_all_that_do_the_same(large_ddp: plan.ProgramPlan) -> None:
+    (one,) = large_ddp.ranks
+    assert len(one.ranks) == 1024
+    assert one.num_steps == programs.STEPS
+
+
+def test_memory_is_grouped_by_the_line_that_allocated_it(large_ddp: plan.ProgramPlan) -> None:
+    (one,) = large_ddp.ranks
+    assert sum(one.memory.values()) == one.peak_bytes
+    size = sum(p.nbytes for p in programs.Block().parameters()) * 3
+    states = next(held for line, held in one.memory.items() if "optimizer.step()" in line)
+    assert 2 * size <= states
+    assert all(line.startswith("programs.py:") for line in one.memory), one.memory
+
+
+def test_calls_and_bytes_are_those_of_a_step(large_ddp: plan.ProgramPlan) -> None:
+    (row,) = large_ddp.ranks[0].calls
+    size = sum(p.nbytes for p in programs.Block().parameters()) * 3
+    assert (row.operation, row.num_ranks, row.bytes) == ("all_reduce", 1024, size)
+
+
+def test_parts_add_up_to_the_step_and_steps_to_the_program(large_ddp: plan.ProgramPlan) -> None:
+    (one,) = large_ddp.ranks
+    assert sum(large_ddp.parts.values()) == pytest.approx(large_ddp.step_s)
+    assert 0 < large_ddp.step_s < one.total_s < 10 * programs.STEPS * large_ddp.step_s
+    kinds = {span.kind for span in large_ddp.spans}
+    assert {"forward", "backward", "optimizer", "collective"} <= kinds
+    assert max(span.end_ns for span in large_ddp.spans) <= round(one.total_s * 1e9)
+
+
+def test_stages_of_a_pipeline_wait_for_each_other() -> None:
+    planned = plan.run(programs.pipeline, 4, device="h100", ranks="all")
+    assert [one.ranks for one in planned.ranks] == [(0,), (1,), (2,), (3,)]
+    assert all(one.parts["waiting for other ranks"] > 0 for one in planned.ranks)
+    assert [len({span.rank for span in one.spans}) for one in planned.ranks] == [1] * 4
+
+
+def test_along_each_axis_ranks_run_once() -> None:
+    planned = plan.run(programs.two_axes, 64, device="h100")
+    assert sum(len(one.ranks) for one in planned.ranks) == 64
+    assert len(planned.ranks) <= 4
+    sizes = {(row.operation, row.num_ranks) for row in planned.ranks[0].calls}
+    assert {("all_gather", 32), ("reduce_scatter", 32), ("all_reduce", 2)} <= sizes
+
+
+def test_a_rank_that_differs_is_found() -> None:
+    planned = plan.run(_by_rank, 100, device="cpu")
+    assert planned.rank(99).peak_bytes == 2 * planned.rank(0).peak_bytes == 8 * MIB + planned.rank(99).peak_bytes % MIB
+    assert planned.rank(98) is planned.rank(0)
+    assert not planned.has_times
+
+
+def test_running_out_of_memory_names_the_line() -> None:
+    planned = plan.run(_grows, 2, memory=32 / 1024)
+    assert planned.out_of_memory is not None
+    assert re.search(r"ranks 0-1: test_run\.py:\d+ large = torch\.empty.* past 32\.0 MiB", planned.out_of_memory)
+    assert planned.out_of_memory in str(planned)
+    assert plan.run(_grows, 2).out_of_memory is None
+
+
+def test_a_value_that_is_read_is_an_error_unless_it_is_given() -> None:
+    with pytest.raises(PlanError, match=r"^Line \d+ of .*test_run\.py reads a tensor's value \(\.item\(\)\).*item="):
+        plan.run(_reads, 2)
+    assert plan.run(_reads, 2, item=3.0).ranks[0].calls[0].operation == "all_reduce"
+
+
+def test_a_call_that_no_rank_makes_is_named() -> None:
+    planned = plan.run(_waits_forever, 2, device="h100", ranks="all")
+    assert any("waits in line" in note for note in planned.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "h1000"}, "device must be one of .*h100.*got 'h1000'"),
+        ({"memory": 0}, "memory must be GiB per rank"),
+        ({"ranks": "some"}, "ranks must be 'distinct', 'all' or numbers"),
+        ({"ranks": [2]}, "ranks"),
+        ({"overlap": 2}, "overlap must be a fraction"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan.run(_grows, 2, **options)
+
+
+def test_a_failure_names_the_line() -> None:
+    def fails() -> None:
+        nn.Linear(2, 3)(torch.ones(2, 5))
+
+    with pytest.raises(PlanError, match=r"Line \d+ of .*test_run\.py failed on rank 0: RuntimeError"):
+        plan.run(fails, 2)
