@@ -10,6 +10,7 @@ from axon_nb.errors import UsageError
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
+    from axon_nb.plan.program.plan import ProgramPlan
     from axon_nb.widgets.timeline.record import Timeline
 
 __all__ = ["memory", "shards", "timeline", "watch"]
@@ -59,11 +60,16 @@ def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def timeline(
-    *, ranks: str | Iterable[int] | None = None, cell: int | None = None, cluster: Cluster | None = None
+    planned: ProgramPlan | None = None,
+    *,
+    ranks: str | Iterable[int] | None = None,
+    cell: int | None = None,
+    cluster: Cluster | None = None,
 ) -> Timeline:
     """Show each rank's spans over time, as `%timeline` does.
 
     Args:
+        planned: The result of `axon_nb.plan.run`: its ranks are shown instead of a cluster's, one of each kind.
         ranks: Numbers, or text such as ``0,2-3``; None for all.
         cell: Number of a finished cell, to show only that one.
         cluster: The cluster; None for the current one.
@@ -75,6 +81,9 @@ def timeline(
         NoClusterError: none is running.
         UsageError: a rank does not exist, or there are no spans of that cell.
     """
+    if planned is not None:
+        drawn: Timeline = import_module("axon_nb.widgets.open").show_planned(planned.spans, planned.title)
+        return drawn
     chosen = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.timeline()")
     rows = import_module("axon_nb.records.ranks").resolve_ranks(ranks, chosen.world_size)
     shown: Timeline = import_module("axon_nb.widgets.open").show_timeline(chosen, rows, cell=cell)

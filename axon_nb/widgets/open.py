@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
@@ -15,13 +16,18 @@ from IPython.display import display
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.shards import request_layouts
 from axon_nb.cluster.session import current
+from axon_nb.records.spans import Span
+from axon_nb.widgets.html import folded
 from axon_nb.widgets.panel import Panel
 from axon_nb.widgets.shards.page import shards_bundle
 from axon_nb.widgets.shards.tensors import merge_shards
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.record import Timeline
 
-__all__ = ["compare_cells", "show_memory", "show_shards", "show_timeline", "show_watch"]
+if TYPE_CHECKING:
+    from axon_nb.widgets.timeline.planned import PlannedTimeline
+
+__all__ = ["compare_cells", "show_memory", "show_planned", "show_shards", "show_timeline", "show_watch"]
 
 
 def show_watch(cluster: Cluster) -> None:
@@ -108,6 +114,25 @@ def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = 
         from axon_nb.widgets.timeline.panel import TimelinePanel
 
         _open(TimelinePanel(cluster, list(ranks)), shell, "timeline", id(cluster))
+    return timeline
+
+
+def show_planned(spans: Sequence[Span], title: str) -> PlannedTimeline:
+    """Show the timeline of a planned program.
+
+    Args:
+        spans: Of one rank of each kind.
+        title: What was planned.
+    """
+    from axon_nb.widgets.timeline.planned import PlannedTimeline
+
+    timeline = PlannedTimeline(spans, title)
+    if _notebook_shell() is None:
+        print(repr(timeline))
+    else:
+        display(timeline.view())
+        bundle = timeline.bundle()
+        display({**bundle, "text/html": folded(bundle["text/html"])}, raw=True)
     return timeline
 
 

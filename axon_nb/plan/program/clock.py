@@ -137,6 +137,7 @@ class _Player:
             if self._resolved(posted):
                 self._add_call(posted)
         self._times.total_s = total
+        self._add("cell", "program", 0.0, total)
         self._times.spans.sort(key=lambda span: span.start_ns)
         return self._times
 

@@ -170,8 +170,13 @@ class ProgramPlan:
         columns, rows = tables[by]
         return pd.DataFrame(rows, columns=columns)
 
+    @property
+    def title(self) -> str:
+        """Text such as ``train on 64 ranks of h100``."""
+        return f"{self.name} on {self.world_size} rank{'s' if self.world_size > 1 else ''} of {self.device}"
+
     def _summary(self) -> str:
-        head = f"{self.name} on {self.world_size} rank{'s' if self.world_size > 1 else ''} of {self.device}: "
+        head = f"{self.title}: "
         time = f"{format_ms(self.step_s)} ms per step, " if self.has_times else ""
         return f"{head}{time}{format_bytes(self.peak_bytes)} at the peak of rank {self.worst.rank}"
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from axon_nb.widgets.timeline.wire import pack
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Timeline", "timeline_file"]
+__all__ = ["Timeline", "page_traits", "timeline_file"]
 
 _START = """
 const bytes = Uint8Array.from(atob(document.getElementById("spans").textContent), (c) => c.charCodeAt(0));
@@ -48,8 +48,14 @@ _PAGE_CSS = """body { margin: 16px; font-family: system-ui, sans-serif }
 """
 
 
-def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timeline") -> str:
-    """Return the page: live as in the notebook if scripts run, else a picture and a table."""
+def page_traits(table: SpanTable, ranks: Sequence[int], *, title: str) -> tuple[dict[str, Any], bytes]:
+    """Return the traits `config` and `snapshot` of a page that shows all these spans and gets no others.
+
+    Args:
+        table: The spans.
+        ranks: Rows, from the top.
+        title: What is shown.
+    """
     origin = int(table.columns["start"].min()) if len(table) else 0
     end = int(table.columns["end"].max()) if len(table) else origin
     header = {
@@ -65,7 +71,13 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
         **page_facts(summarize(table), ranks),
     }
     config = {"ranks": list(ranks), "title": title, "paints": paints_for_page()}
-    spans = base64.b64encode(pack(table, header, origin_ns=origin)).decode()
+    return config, pack(table, header, origin_ns=origin)
+
+
+def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timeline") -> str:
+    """Return the page: live as in the notebook if scripts run, else a picture and a table."""
+    config, snapshot = page_traits(table, ranks, title=title)
+    spans = base64.b64encode(snapshot).decode()
     css = style("timeline")
     code = script("timeline").replace("export default ", "const make = ")
     fallback = timeline_bundle(table, ranks, title=title)["text/html"]
