@@ -15,6 +15,7 @@ __all__ = ["EXAMPLES", "HelpRequest", "LineParser", "example_of", "parse", "unkn
 
 EXAMPLES = {
     "%%distributed": "%%distributed --ranks 0-1 --time    and below it: dist.all_reduce(torch.ones(8))",
+    "%%plan": "%%plan -n 64 --card h100             and below it: the code that trains",
     "%%rank": "%%rank 0                             and below it: print(model)",
     "%gather": "%gather predictions --as everyone    joins the parts that %scatter made",
     "%memory": "%memory model optimizer              without names: everything that the ranks' variables hold",

@@ -19,6 +19,7 @@ from axon_nb.magics.completion import NameRefresh, rank_matcher
 from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
 from axon_nb.magics.kernel_requests import RequestHandler
+from axon_nb.magics.plan import PlanMagics
 from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
 
 __all__ = ["Extension", "load", "unload"]
@@ -29,6 +30,7 @@ _CLASSES = (
     DataMagics,
     DistributedMagics,
     JobViewMagics,
+    PlanMagics,
     TimelineMagics,
     ViewMagics,
 )

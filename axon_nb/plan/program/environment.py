@@ -68,6 +68,8 @@ def on_fake_rank(recording: Recording, num_devices: int, *, is_gpu: bool) -> Ite
             swap_everywhere(function, _unless_running(recording, function))
         swap_everywhere(device_mesh.init_device_mesh, functools.partial(_named_mesh, device_mesh.init_device_mesh))
         swap_everywhere(torch.compile, _uncompiled)
+        for function, answer in _OBJECT_COLLECTIVES.items():
+            swap_everywhere(function, answer)
         _patch_distributed(swap, recording)
         _patch_devices(swap, recording, num_devices, is_gpu=is_gpu)
         stack.enter_context(torch_api().static_stages())
@@ -98,6 +100,34 @@ def _named_mesh(make: Any, device_type: str, *args: Any, **kwargs: Any) -> Devic
     with fake_tensor.unset_fake_temporarily():  # a mesh holds rank numbers
         mesh: DeviceMesh = make("cpu", *args, **kwargs)
         return mesh
+
+
+def _mesh_of_groups(make: Any, group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+    with fake_tensor.unset_fake_temporarily():
+        mesh: DeviceMesh = make(group, "cpu", *args, **kwargs)
+        return mesh
+
+
+def _all_gather_object(everyone: list[Any], own: Any, group: Any = None) -> None:
+    everyone[:] = [own] * dist.get_world_size(group)
+
+
+def _gather_object(own: Any, everyone: list[Any] | None = None, *_: Any, group: Any = None, **__: Any) -> None:
+    if everyone is not None:
+        _all_gather_object(everyone, own, group)
+
+
+def _scatter_object_list(own: list[Any], parts: list[Any] | None, *_: Any, group: Any = None, **__: Any) -> None:
+    own[0] = None if parts is None else parts[dist.get_rank(group)]
+
+
+_OBJECT_COLLECTIVES: dict[Any, Any] = {
+    dist.all_gather_object: _all_gather_object,
+    dist.broadcast_object_list: lambda *_, **__: None,
+    dist.gather_object: _gather_object,
+    dist.scatter_object_list: _scatter_object_list,
+}
+"""Objects cannot be exchanged: other ranks are taken to have the same."""
 
 
 def _unless_running(recording: Recording, function: Any) -> Any:
@@ -139,6 +169,7 @@ def _patch_devices(swap: Any, recording: Recording, num_devices: int, *, is_gpu:
         make_mesh(self, "cpu", *args, **kwargs)
 
     swap(DeviceMesh, "__init__", mesh)
+    swap(DeviceMesh, "from_group", staticmethod(functools.partial(_mesh_of_groups, DeviceMesh.from_group)))
     for name, value in (
         ("set_device", lambda *_: None),
         ("current_device", lambda: 0),

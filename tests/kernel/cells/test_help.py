@@ -39,7 +39,7 @@ def test_every_magic_tells_its_options_and_an_example(kernel: Kernel) -> None:
         assert f"example:\n  {EXAMPLES[f'%{name}']}" in reply.stdout
     for name in _magics(kernel, "cell").keys() - {"local"}:
         reply = kernel.ok(f"%%{name} --help\n1")
-        assert "--repeat" in reply.stdout
+        assert ("--memory" if name == "plan" else "--repeat") in reply.stdout
         assert f"example:\n  {EXAMPLES[f'%%{name}']}" in reply.stdout
     assert "Example: `%distributed start -n 4`" in kernel.ok("%distributed --help").stdout
 
@@ -60,7 +60,7 @@ def test_a_question_mark_asks_for_it_too(kernel: Kernel, code: str, said: str) -
 def test_every_magic_has_a_docstring_with_an_example(kernel: Kernel) -> None:
     line, cell = _magics(kernel, "line"), _magics(kernel, "cell")
     assert {"distributed", "gather", "memory", "pull", "push", "scatter", "shards", "timeline", "watch"} <= set(line)
-    assert {"distributed", "local", "rank"} <= set(cell)
+    assert {"distributed", "local", "plan", "rank"} <= set(cell)
     for sign, found in (("%", line), ("%%", cell)):
         for name, text in found.items():
             example = text.partition("Example: ")[2]

@@ -12,6 +12,7 @@ from torch import nn
 
 from axon_nb import plan
 from axon_nb.errors import UsageError
+from axon_nb.parallel import DDP, FSDP
 from axon_nb.plan.errors import PlanError
 from tests.plan.program import programs
 
@@ -144,3 +145,18 @@ def test_a_failure_names_the_line() -> None:
 
     with pytest.raises(PlanError, match=r"Line \d+ of .*test_run\.py failed on rank 0: RuntimeError"):
         plan.run(fails, 2)
+
+
+def _wrapped_by_ours() -> Any:
+    """The wrappers of `axon_nb.parallel`, which exchange objects with other ranks."""
+    model = DDP(programs.Block())
+    sharded = FSDP(programs.Block())
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    sharded(model(torch.randn(4, programs.WIDTH))).sum().backward()
+    optimizer.step()
+    return model, sharded, optimizer
+
+
+def test_our_own_wrappers_work() -> None:
+    planned = plan.run(_wrapped_by_ours, 16)
+    assert {"all_reduce", "all_gather", "reduce_scatter"} <= {row.operation for row in planned.ranks[0].calls}
