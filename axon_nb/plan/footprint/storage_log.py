@@ -141,11 +141,15 @@ class StorageLog(TorchDispatchMode):
             self.mark("unsharded", args[0])
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, FakeTensor):
+            if isinstance(leaf, FakeTensor) and self._is_held(leaf):
                 self._see(leaf.untyped_storage())
         if (copied := self._copying.get(name)) is not None:
             self._log_transient(result if copied == RESULT else args[copied])
         return result
+
+    def _is_held(self, tensor: FakeTensor) -> bool:
+        """Whether a real tensor would take memory."""
+        return True
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._known or not (size := storage.nbytes()):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from axon_nb.errors import UsageError
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.fake_world import GLOO_COPIES, NO_VALUES, fake_tensors, fake_world
@@ -16,7 +18,7 @@ from axon_nb.plan.program.environment import set_variables
 from axon_nb.plan.program.record import RankRecord
 from axon_nb.plan.program.recorder import ProgramLog, is_users
 from axon_nb.plan.program.streams import Recording
-from axon_nb.plan.tracing.fake_tensors import WithoutCuda, without_tracebacks
+from axon_nb.plan.tracing.fake_tensors import WithoutCuda, is_cuda, without_tracebacks
 
 __all__ = ["Program", "run_rank"]
 
@@ -40,6 +42,16 @@ class Program:
     """What tensors answer when their value is read; None: reading raises."""
 
 
+class _OnDevice(WithoutCuda):
+    """Moves to CUDA are ignored, except from the meta device: there, memory is allocated."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if is_cuda(kwargs.get("device")) and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            kwargs["device"] = "cpu"
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 def run_rank(program: Program, recording: Recording, rank: int) -> RankRecord:
     """Run the program as one rank.
 
@@ -59,7 +71,7 @@ def run_rank(program: Program, recording: Recording, rank: int) -> RankRecord:
         without_tracebacks(),
         fake_tensors(),
         log,
-        WithoutCuda(),
+        _OnDevice(),
     ):
         recording.log = log
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from axon_nb.plan.footprint.fake_world import SAME
@@ -210,6 +211,9 @@ class ProgramLog(StorageLog):
         if number == len(self._phases):
             self._phases.append(place.phase)
         return number
+
+    def _is_held(self, tensor: FakeTensor) -> bool:
+        return tensor.device.type != "meta"
 
     def _add(self, storage: torch.UntypedStorage, size: int, role: str) -> None:
         self._made_at[self._next] = self._place()

@@ -69,8 +69,8 @@ def run(
         links: One link for all groups: a `Link`, a preset's name, or the result of `calibrate`; None: the card's.
         overlap: Fraction of communication, 0 to 1, that computation beside it hides; None: as `calibrate` measured, or
             1.
-        ranks: ``distinct``: one rank of each kind. The first two ranks and the last one along each axis of the
-            program's groups run, and where they differ, ranks between them. ``all``; or rank numbers, the first of
+        ranks: ``distinct``: one rank of each kind. The first three ranks and the last one along each axis of
+            the program's groups run, and where they differ, ranks between them. ``all``; or rank numbers, the first of
             which stands for all others.
         item: What tensors answer to `.item()`, `float()` and `bool()`; None: this is an error, because there is no
             value.

@@ -1,7 +1,7 @@
 """Which ranks do the same work: one run stands for all of them.
 
-The groups that rank 0 uses divide the world into axes, as a mesh does. Along each axis the first two ranks and the last
-one run; where they differ, ranks between them run, too, by bisection. Then one rank runs per combination.
+The groups that rank 0 uses divide the world into axes, as a mesh does. Along each axis the first three ranks and the
+last one run; where they differ, ranks between them run, too, by bisection. Then one rank runs per combination.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def distinct_ranks(size: int, run: Run) -> list[Lane]:
         run: Runs ranks.
     """
     axes = _axes(run([0])[0].groups, size)
-    ends = {stride * place for stride, length in axes for place in (1, length - 1) if place < length}
+    ends = {stride * place for stride, length in axes for place in (1, 2, length - 1) if place < length}
     run(sorted(ends))
     stand_ins = [_along(stride, length, run) for stride, length in axes]
     chosen = [sorted(set(places)) for places in stand_ins]
@@ -83,13 +83,17 @@ def _axes(groups: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, int]]
 def _along(stride: int, length: int, run: Run) -> list[int]:
     """For each place along an axis, the place that stands for it."""
     stand_in = list(range(length))
-    open_ranges = [(0, length - 1)]
+    few = run([stride * place for place in range(min(length, 3))])
+    first, second, third = (few[stride * min(place, length - 1)].signature for place in range(3))
+    open_ranges = [(int(first != second), length - 1)]  # the first rank often does more: it is one of its kind
+    # Where others differ, too, as by parity, equal ends of a range do not say that all in it are equal.
+    ahead = int(first != second != third)
     while open_ranges := [(low, high) for low, high in open_ranges if high - low > 1]:
-        asked = {place for low, high in open_ranges for place in (low, low + 1, high)}
+        asked = {place for low, high in open_ranges for place in (low, low + ahead, high)}
         records = run([stride * place for place in sorted(asked)])
         halves = []
         for low, high in open_ranges:
-            if len({records[stride * place].signature for place in (low, low + 1, high)}) == 1:
+            if len({records[stride * place].signature for place in (low, low + ahead, high)}) == 1:
                 stand_in[low : high + 1] = [stand_in[low]] * (high + 1 - low)
             else:
                 middle = (low + high) // 2

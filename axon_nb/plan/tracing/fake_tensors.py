@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WithoutCuda", "as_with_data", "lazy_chunks", "patched_apply", "skip_init", "without_tracebacks"]
+__all__ = ["WithoutCuda", "as_with_data", "is_cuda", "lazy_chunks", "patched_apply", "skip_init", "without_tracebacks"]
 
 _MODULE, _NAME = "torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty"
 
@@ -195,16 +195,17 @@ class WithoutCuda(TorchFunctionMode):
         own = args[0].device if args and isinstance(args[0], torch.Tensor) else None
         if func is torch.Tensor.cuda:
             return args[0]
-        if own is not None and func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+        if own is not None and func is torch.Tensor.to and len(args) > 1 and is_cuda(args[1]):
             args = (args[0], own, *args[2:])
-        if _is_cuda(kwargs.get("device")):
+        if is_cuda(kwargs.get("device")):
             del kwargs["device"]
             if own is not None:
                 kwargs["device"] = own
         return func(*args, **kwargs)
 
 
-def _is_cuda(device: Any) -> bool:
+def is_cuda(device: Any) -> bool:
+    """Whether a device, its name or its number is a GPU."""
     if isinstance(device, int) and not isinstance(device, bool):
         return True
     if isinstance(device, str):

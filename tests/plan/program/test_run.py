@@ -160,3 +160,28 @@ def _wrapped_by_ours() -> Any:
 def test_our_own_wrappers_work() -> None:
     planned = plan.run(_wrapped_by_ours, 16)
     assert {"all_reduce", "all_gather", "reduce_scatter"} <= {row.operation for row in planned.ranks[0].calls}
+
+
+def _by_parity() -> Any:
+    held = torch.empty((1 + dist.get_rank() % 2) * MIB)
+    dist.all_reduce(held.sum())
+    return held
+
+
+def test_ranks_that_differ_by_parity_are_told_apart() -> None:
+    planned = plan.run(_by_parity, 12, device="cpu")
+    assert [one.ranks for one in planned.ranks] == [tuple(range(0, 12, 2)), tuple(range(1, 12, 2))]
+
+
+def _from_meta() -> Any:
+    with torch.device("meta"):
+        model = nn.Linear(1024, 1024)
+    dist.barrier()
+    return model.to_empty(device="cuda")
+
+
+def test_tensors_on_the_meta_device_take_no_memory() -> None:
+    (one,) = plan.run(_from_meta, 2).ranks
+    (line,) = (line for line, size in one.memory.items() if size > MIB)
+    assert "to_empty" in line
+    assert one.memory[line] == 4 * (1024 * 1024 + 1024)
