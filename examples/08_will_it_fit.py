@@ -207,6 +207,79 @@ except UsageError as error:
     print(error)
 
 # %% [markdown]
+# ## Llama 3 8B on 8 GPUs
+#
+# Models of Hugging Face are planned from their config; weights are never read. Each decoder layer is an FSDP unit. Does
+# a layout for 8 GPUs of 80 GiB exist, and how long does its step take?
+
+# %%
+from transformers import LlamaConfig
+
+llama = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+)
+layouts = plan.search(llama, 8, 80, seq=4096, global_batch=8, mixed_precision="bfloat16", rates="h100", links="h100")
+layouts.to_frame().head(3)
+
+# %% [markdown]
+# ## A program that you have written
+#
+# A model is not all of a program. `plan.run` runs the program itself, with its own wrappers and collectives, on 64
+# ranks that do not exist. Ranks that do the same run once. A virtual clock says when each of them computes and when it
+# waits. Here, pipelines of four stages pass activations on, and replicas average their gradients by hand.
+
+# %%
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+
+def train(steps=2, microbatches=8, width=4096, rows=512):
+    """Train stages of four layers, in 16 replicas of a pipeline."""
+    grid = init_device_mesh("cuda", (16, 4), mesh_dim_names=("dp", "pp"))
+    place, last = grid.get_local_rank("pp"), grid["pp"].size() - 1
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)))
+    layers.to("cuda", torch.bfloat16)
+    passed = [
+        torch.empty(rows, width, device="meta", dtype=torch.bfloat16, requires_grad=needed)
+        for needed in (place > 0, True)
+    ]
+    stage = PipelineStage(layers, place, last + 1, torch.device("cuda"), *passed, group=grid.get_group("pp"))
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(layers.parameters())
+    for _ in range(steps):
+        batch = torch.randn(microbatches * rows, width, device="cuda", dtype=torch.bfloat16)
+        schedule.step(*([batch] if place == 0 else []), target=batch if place == last else None)
+        for parameter in layers.parameters():
+            dist.all_reduce(parameter.grad, group=grid.get_group("dp"))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+planned = plan.run(train, 64, device="h100")
+planned
+
+# %% [markdown]
+# The first stage waits for the last one at the end of each step, and the last one for the first at the beginning. The
+# view is that of `%timeline`, one row per kind of rank.
+
+# %%
+from axon_nb import show
+
+timeline = show.timeline(planned)
+
+# %% [markdown]
+# In a notebook, `%%plan -n 64 --card h100` does the same for a cell. If a line allocates more than the card has,
+# `planned.out_of_memory` names it.
+
+# %% [markdown]
 # How far can you trust these numbers? Model states and bytes sent are exact, verified against real ranks byte for byte.
 # Peaks are within a few percent of what an allocator hands out. Times are as good as the rates: on your own ranks,
 # `here = plan.calibrate(cluster=axon_nb.current_cluster())` measures them, and `rates=here, links=here` uses the
