@@ -118,6 +118,7 @@ class ProgramLog(StorageLog):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
+        self._drop_works()
         name = func._schema.name
         if name == _READ and self._item is not None:
             self.synchronize()
@@ -133,7 +134,6 @@ class ProgramLog(StorageLog):
             self._works = [(work, held) for work, held in self._works if sys.getrefcount(work) > _OUR_REFERENCES]
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        self._drop_works()
         if name in SAME:
             call = self._results.pop(args[0].untyped_storage()._cdata, None)
             if call is not None:
