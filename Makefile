@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab quick test test-all soak versions floors gpu-report check coverage fix fuzz bench notebooks dist clean
+.PHONY: help install demo lab quick test test-all soak versions docs site-notebooks floors gpu-report check coverage fix fuzz bench notebooks dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -83,6 +83,12 @@ versions: $(INSTALLED)  ## test with several versions of torch: TORCH="2.14.1 2.
 gpu-report:  ## on a machine with GPUs, with the Python that is there: tests, drills and figures, into docs/gpu_reports
 	$(PYTHON) scripts/gpu_box.py --out out/gpu_report; status=$$?; \
 	test $$status = 1 || $(PYTHON) -m scripts.gpu_status --add out/gpu_report/report.json; exit $$status
+
+docs: $(INSTALLED)  ## the site, under out/site; with outputs of notebooks that `make site-notebooks` has run
+	$(VENV)/bin/python -m sphinx -q -W --keep-going -b html docs out/site
+
+site-notebooks: $(INSTALLED)  ## run the examples for the site: out/notebooks; some minutes
+	$(VENV)/bin/python scripts/run_notebook.py --out out/notebooks examples/*.py
 
 dist: $(INSTALLED)  ## build the source archive and the wheel under dist/, and check them
 	rm -rf dist

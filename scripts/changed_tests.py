@@ -52,7 +52,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "axon_nb/widgets/": ("tests/browser", VIEWS),
     "benchmarks/": (),
     "binder/": ("tests/packaging",),
-    "docs/": (),
+    "docs/": ("tests/docs",),
     "examples/": ("tests/examples",),
     "magics/": ("tests/front_ends", KERNEL),
     "scripts/": (),

@@ -1,0 +1,126 @@
+"""What the site has besides the pages that are written by hand: Sphinx loads this module as part of `docs/conf.py`.
+
+Before each build, copies of the notebooks are written to `docs/examples`, which git ignores. A copy has outputs if
+`make site-notebooks` has run the notebook as it now is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from scripts.generated_page import ROOT
+
+__all__ = ["REPOSITORY", "notebook_page", "relinked", "setup", "write_notebooks"]
+
+REPOSITORY = "https://github.com/axon-nb/axon_nb/"
+DOCS = ROOT / "docs"
+EXAMPLES = ROOT / "examples"
+EXECUTED = ROOT / "out" / "notebooks"
+"""Where `make site-notebooks` puts the notebooks that it has run."""
+
+_LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
+_PICTURE = re.compile(r'<picture>.*?srcset="([^"]+)".*?alt="([^"]+)" src="([^"]+)".*?</picture>', re.DOTALL)
+_BOTH = """\
+```{{image}} {light}
+:alt: {text}
+:class: only-light
+```
+```{{image}} {dark}
+:alt: {text}
+:class: only-dark
+```"""
+"""What furo shows of a picture that GitHub chooses by the reader's theme."""
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_NOT_RUN = "*Shown without outputs. [Run it on Binder]({}) or on your machine to see them.*"
+_BINDER = "https://mybinder.org/v2/gh/axon-nb/axon_nb/HEAD?urlpath=lab/tree/examples/{}"
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.connect("config-inited", lambda *_: write_pages())
+    app.connect("source-read", _relink_page)
+    return {"parallel_read_safe": True}
+
+
+def write_pages() -> None:
+    """Write all generated pages into `docs`."""
+    write_notebooks(DOCS / "examples")
+
+
+def write_notebooks(folder: Path) -> None:
+    """Write the site's copies of the notebooks."""
+    folder.mkdir(exist_ok=True)
+    for path in sorted(EXAMPLES.glob("*.ipynb")):
+        executed = EXECUTED / path.name
+        notebook = notebook_page(
+            json.loads(path.read_text(encoding="utf-8")),
+            json.loads(executed.read_text(encoding="utf-8")) if executed.exists() else None,
+            path.name,
+        )
+        _write(folder / path.name, json.dumps(notebook, indent=1) + "\n")
+
+
+def notebook_page(notebook: dict[str, Any], executed: dict[str, Any] | None, name: str) -> dict[str, Any]:
+    """Return what the site shows of a notebook.
+
+    Args:
+        notebook: The committed notebook, without outputs.
+        executed: The same one after it ran, or an older one, or None.
+        name: Its file's name.
+    """
+    current = executed is not None and _sources(executed) == _sources(notebook)
+    page: dict[str, Any] = executed if executed is not None and current else notebook
+    # Live views need a kernel; each has a picture of itself next to it, which stays.
+    page["metadata"].pop("widgets", None)
+    for cell in page["cells"]:
+        cell["source"] = (
+            relinked("".join(cell["source"]), EXAMPLES) if cell["cell_type"] == "markdown" else cell["source"]
+        )
+        if "outputs" in cell:
+            cell["outputs"] = [output for output in cell["outputs"] if _WIDGET not in output.get("data", {})]
+    if not current:
+        note = _NOT_RUN.format(_BINDER.format(name))
+        page["cells"].insert(1, {"cell_type": "markdown", "id": "not-run", "metadata": {}, "source": note})
+    return page
+
+
+def _sources(notebook: dict[str, Any]) -> list[str]:
+    return ["".join(cell["source"]) for cell in notebook["cells"]]
+
+
+def relinked(text: str, folder: Path) -> str:
+    """Point the relative links of a page that leave the site to the repository, and those to notebooks to their copies.
+
+    Args:
+        text: The page, in Markdown.
+        folder: Where links start.
+    """
+
+    def replace(link: re.Match[str]) -> str:
+        target, anchor = (folder / link[1]).resolve(), link[2] or ""
+        if target.parent == EXAMPLES and target.suffix == ".ipynb":
+            return f"/examples/{target.name}{anchor}"
+        if not target.is_relative_to(ROOT) or (
+            target.is_relative_to(DOCS) and target.suffix in {".md", ".ipynb", ".png"}
+        ):
+            return link[0]
+        kind = "tree" if target.is_dir() else "blob"
+        return f"{REPOSITORY}{kind}/HEAD/{target.relative_to(ROOT).as_posix()}{anchor}"
+
+    return _LINK.sub(replace, text)
+
+
+def _relink_page(app: Any, name: str, source: list[str]) -> None:
+    path = Path(app.env.doc2path(name))
+    if path.suffix == ".md":
+        text = _PICTURE.sub(lambda found: _BOTH.format(dark=found[1], text=found[2], light=found[3]), source[0])
+        source[0] = relinked(text, path.parent)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file if it changes, so that Sphinx reads again only what is new."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
