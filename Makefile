@@ -85,7 +85,7 @@ gpu-report:  ## on a machine with GPUs, with the Python that is there: tests, dr
 	test $$status = 1 || $(PYTHON) -m scripts.gpu_status --add out/gpu_report/report.json; exit $$status
 
 docs: $(INSTALLED)  ## the site, under out/site; with outputs of notebooks that `make site-notebooks` has run
-	$(VENV)/bin/python -m sphinx -q -W --keep-going -b html docs out/site
+	$(VENV)/bin/python -m sphinx -q -E -W --keep-going -b html docs out/site
 
 site-notebooks: $(INSTALLED)  ## run the examples for the site: out/notebooks; some minutes
 	$(VENV)/bin/python scripts/run_notebook.py --out out/notebooks examples/*.py

@@ -1,7 +1,8 @@
 """What the site has besides the pages that are written by hand: Sphinx loads this module as part of `docs/conf.py`.
 
-Before each build, copies of the notebooks are written to `docs/examples`, which git ignores. A copy has outputs if
-`make site-notebooks` has run the notebook as it now is.
+Before each build, pages that are made from the code are written to `docs/reference/generated`, and copies of the
+notebooks to `docs/examples`; git ignores both folders. A copy has outputs if `make site-notebooks` has run the notebook
+as it now is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.generated_page import ROOT
+from scripts.site_api import API, api_page, to_rst
+from scripts.site_reference import errors_page, options_page
 
 __all__ = ["REPOSITORY", "notebook_page", "relinked", "setup", "write_notebooks"]
 
@@ -42,12 +45,18 @@ def setup(app: Any) -> dict[str, bool]:
     """Register with Sphinx."""
     app.connect("config-inited", lambda *_: write_pages())
     app.connect("source-read", _relink_page)
+    app.connect("autodoc-process-docstring", lambda *event: to_rst(event[-1]), priority=400)  # before napoleon
     return {"parallel_read_safe": True}
 
 
 def write_pages() -> None:
     """Write all generated pages into `docs`."""
     write_notebooks(DOCS / "examples")
+    generated = DOCS / "reference" / "generated"
+    generated.mkdir(parents=True, exist_ok=True)
+    pages = {"options": options_page(), "errors": errors_page(), **{name: api_page(name) for name in API}}
+    for name, text in pages.items():
+        _write(generated / f"{name}.md", text)
 
 
 def write_notebooks(folder: Path) -> None:

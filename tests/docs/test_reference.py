@@ -1,0 +1,67 @@
+"""Pages of reference are complete: every command, every public name, every message."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from axon_nb.magics.arguments import EXAMPLES
+from scripts.generated_page import ROOT
+from scripts.site_api import API, to_rst
+from scripts.site_reference import command_help, messages, options_page
+from tests.docs.test_site import Page
+
+
+@pytest.mark.parametrize("module", API)
+def test_every_public_name_has_one_place(module: str) -> None:
+    placed = [name for names in API[module][1].values() for name in names]
+    assert len(set(placed)) == len(placed)
+    assert set(placed) == set(import_module(module).__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("module", API)
+def test_every_public_name_is_on_its_page(site: Path, module: str) -> None:
+    anchors = Page(site / "reference" / "generated" / f"{module}.html").anchors
+    missing = [name for names in API[module][1].values() for name in names if f"{module}.{name}" not in anchors]
+    assert not missing
+
+
+def test_every_command_is_in_the_overview() -> None:
+    overview = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    rows = "\n".join(re.findall(r"^\| (.+?) \| .+ \|$", overview, re.MULTILINE))
+    missing = [name for name in EXAMPLES if not re.search(rf"(?<!\w){re.escape(name)}\b", rows)]
+    assert not missing
+
+
+def test_every_command_shows_its_options() -> None:
+    page = options_page()
+    for name in EXAMPLES:
+        assert command_help(name) in page
+        assert "example:" in command_help(name)
+    assert "## `axon-nb quickstart`" in page
+    assert "--devices DEVICES" in command_help("start")
+
+
+def test_messages_come_from_the_code() -> None:
+    found = {message.text: message.error for message in messages()}
+    assert found["-n must be at least 1; got …."] == "UsageError"
+    assert len(found) > 300
+
+
+def test_docstrings_are_read_as_they_are_written() -> None:
+    lines = ["Sums `a`s and", "``b``, |c|:", "", "    total(`d`)", "", "Args:", "    x: `e |f|`"]
+    to_rst(lines)
+    assert lines == [
+        "Sums ``a``\\ s and",
+        "``b``, \\|c\\|:",
+        "",
+        "::",
+        "",
+        "    total(``d``)",
+        "",
+        "Args:",
+        "    x: ``e |f|``",
+    ]
