@@ -21,6 +21,7 @@ from scripts.generated_page import ROOT
 from tests.support.kernel import Kernel
 
 PAGES = [
+    "README.md",
     "docs/start/first_minutes.md",
     *sorted(f"docs/howto/{p.name}" for p in (ROOT / "docs/howto").glob("*.md")),
 ]
