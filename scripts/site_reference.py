@@ -32,7 +32,9 @@ What `%distributed start?`, `%pull --help` and `axon-nb doctor --help` print.
 _ERRORS_HEAD = """\
 # Errors
 
-Each message says what happened and what to do about it. `…` stands for a name, a number or a reason.
+Each message says what happened and what to do about it.
+[Troubleshooting](../../help/troubleshooting.md) explains those that users meet first. `…` stands for a name, a number
+or a reason.
 
 ## Exceptions
 
