@@ -36,6 +36,7 @@ _BOTH = """\
 :class: only-dark
 ```"""
 """What furo shows of a picture that GitHub chooses by the reader's theme."""
+_ON_THE_SITE = {".ipynb", ".md", ".png", ".webp"}
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _NOT_RUN = "*Shown without outputs. [Run it on Binder]({}) or on your machine to see them.*"
 _BINDER = "https://mybinder.org/v2/gh/axon-nb/axon_nb/HEAD?urlpath=lab/tree/examples/{}"
@@ -112,9 +113,7 @@ def relinked(text: str, folder: Path) -> str:
         target, anchor = (folder / link[1]).resolve(), link[2] or ""
         if target.parent == EXAMPLES and target.suffix == ".ipynb":
             return f"/examples/{target.name}{anchor}"
-        if not target.is_relative_to(ROOT) or (
-            target.is_relative_to(DOCS) and target.suffix in {".md", ".ipynb", ".png"}
-        ):
+        if not target.is_relative_to(ROOT) or (target.is_relative_to(DOCS) and target.suffix in _ON_THE_SITE):
             return link[0]
         kind = "tree" if target.is_dir() else "blob"
         return f"{REPOSITORY}{kind}/HEAD/{target.relative_to(ROOT).as_posix()}{anchor}"

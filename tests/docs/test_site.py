@@ -18,12 +18,15 @@ class Page(HTMLParser):
         super().__init__()
         self.targets: set[str] = set()
         self.anchors: set[str] = set()
+        self.pictures: set[str] = set()
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note a tag's links and its name."""
         values = {name: value for name, value in attrs if value is not None}
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "img":
+            self.pictures.add(values["src"])
         if tag != "link":
             self.targets |= {values[name] for name in ("href", "src") if name in values}
         self.targets |= {source.split()[0] for source in values.get("srcset", "").split(",") if source.strip()}
@@ -42,6 +45,12 @@ def test_links_within_the_site_lead_somewhere(site: Path) -> None:
             if not file.is_file() or (parts.fragment and unquote(parts.fragment) not in pages[file].anchors):
                 broken.append(f"{path.relative_to(site)}: {target}")
     assert not broken, "\n".join(broken)
+
+
+def test_pictures_are_on_the_site(site: Path) -> None:
+    pictures = {picture for path in site.rglob("*.html") for picture in Page(path).pictures}
+    assert any(picture.endswith("recovery.webp") for picture in pictures)
+    assert [picture for picture in pictures if picture.startswith("http")] == []
 
 
 def test_links_to_the_repository_lead_to_files(site: Path) -> None:
