@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import os
 import re
 import subprocess
@@ -12,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from axon_nb.cluster.cells.source import RANK_MAGICS
 from axon_nb.magics.arguments import EXAMPLES, HelpRequest
 from axon_nb.magics.cells import cell_parser
 from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
+from axon_nb.magics.plan import PlanMagics
 from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
 from scripts.generated_page import ROOT
 
@@ -66,8 +69,12 @@ def command_help(name: str) -> str:
     """Return the help of a magic, such as ``%pull``, or of a subcommand of ``%distributed``."""
     with _wide():
         try:
-            if name.startswith("%%"):
+            if name.strip("%") in RANK_MAGICS:
                 return str(HelpRequest(cell_parser(name.strip("%"))))
+            if name == "%%plan":
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    PlanMagics(None).plan("--help", "")
+                return printed.getvalue().rstrip()
             if name.startswith("%"):
                 bare = name.strip("%")
                 getattr(next(kind for kind in _MAGICS if hasattr(kind, bare))(None), bare)("--help")
