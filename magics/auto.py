@@ -12,6 +12,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.magic import Magics, cell_magic, magics_class
 
 from axon_nb.cluster.cells import source as cell_code
+from axon_nb.cluster.history import RankCell
 from axon_nb.cluster.session import current
 from axon_nb.errors import UsageError
 
@@ -83,6 +84,7 @@ def auto_cells(lines: list[str]) -> list[str]:
     body = "".join(lines)
     if cell_code.is_empty(body):
         return lines
+    current.session().history.expect(RankCell(f"distributed {_line()}".strip(), body))
     registry = "get_ipython().magics_manager.registry['AutoMagics']"
     return [f"await {registry}.run({body!r})\n" if shell.autoawait else f"{registry}.run_blocking({body!r})\n"]
 

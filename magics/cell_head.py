@@ -13,6 +13,8 @@ from IPython.core.getipython import get_ipython
 
 from axon_nb.cluster.cells.source import RANK_MAGICS
 from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.history import RankCell
+from axon_nb.cluster.session import current
 from axon_nb.cluster.session.notebook import AutoMode
 from axon_nb.engine.user_frame import user_frame
 from axon_nb.errors import UsageError
@@ -83,13 +85,20 @@ def awaited_cells(lines: list[str]) -> list[str]:
 
     A cell within a cell stays, too: `%%time` and `%%capture` run what is below them without an event loop.
     """
-    if not lines or not lines[0].startswith("%%") or user_frame(inspect.currentframe()) is not None:
+    if user_frame(inspect.currentframe()) is not None:
+        return lines
+    history = current.session().history
+    history.expect(None)
+    if not lines or not lines[0].startswith("%%"):
         return lines
     name, _, arguments = lines[0][2:].strip().partition(" ")
     shell = get_ipython()
-    if name not in RANK_MAGICS or shell is None or not shell.autoawait or arguments.strip() in ("?", "??"):
+    if name not in RANK_MAGICS or shell is None or arguments.strip() in ("?", "??"):
         return lines
     body = "".join(lines[1:])
+    history.expect(RankCell(f"{name} {arguments.strip()}".strip(), body))
+    if not shell.autoawait:
+        return lines
     call = f"get_ipython().magics_manager.registry['CellMagics'].run({name!r}, {arguments.strip()!r}, {body!r})"
     return [f"await {call}\n"]
 

@@ -7,20 +7,17 @@ import contextlib
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from IPython.core.inputtransformer2 import TransformerManager
 
 from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["History", "auto_options", "failed_line", "identity_check", "literal", "session_facts"]
+__all__ = ["History", "RankCell", "failed_line", "identity_check", "literal", "session_facts"]
 
 
-_MAGICS = ("distributed", "rank")
-_AUTO_CALL = "get_ipython().magics_manager.registry['AutoMagics'].run"
 _MAX_LITERAL = 200
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -52,17 +49,6 @@ def literal(value: Any) -> str:
     return ""
 
 
-def auto_options(code: str, before: str) -> str:
-    """Return the options that the last `%distributed auto on` in this code sets for later cells, such as ``--ranks 0``.
-
-    Args:
-        code: The code of a cell.
-        before: The options before it, returned if the code sets none.
-    """
-    found = re.findall(r"^%distributed auto on\b(.*)$", code, re.MULTILINE)
-    return str(found[-1]).strip() if found else before
-
-
 def failed_line(report: str, number: int | None) -> int | None:
     """Return the line of a cell's code at which it failed, according to a traceback; not counting the magic line.
 
@@ -78,13 +64,23 @@ def _one_line(error: BaseException | None) -> str:
     return "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
 
 
+@dataclass(frozen=True, slots=True)
+class RankCell:
+    """A cell that is sent to ranks."""
+
+    magic: str
+    """Its first line after %%, such as ``distributed --ranks 0``; in auto mode, the line that it would need."""
+    code: str
+    """Its code without that line."""
+
+
 class History:
     """What one notebook did on its ranks, in order."""
 
     def __init__(self) -> None:
         self._facts: SessionFacts | None = None
         self._entries: list[ExecutedCell | PushedValues] = []
-        self._auto_options = ""
+        self._next: RankCell | None = None
         self._sent: dict[str, Callable[[Any], bool]] = {}
         """By name, checks whether a value is the one that was last sent under it."""
 
@@ -105,6 +101,10 @@ class History:
         self._entries.append(PushedValues(tuple(variables), receivers, scatter_dim, literals))
         self._sent.update({name: identity_check(value) for name, value in variables.items()})
 
+    def expect(self, cell: RankCell | None) -> None:
+        """Note that the next cell is sent to ranks; None: it is not."""
+        self._next = cell
+
     def record_cell(self, result: Any) -> None:
         """Record a finished cell; called as IPython's `post_run_cell`."""
         info = getattr(result, "info", None)
@@ -112,17 +112,15 @@ class History:
         if info is None or not source or not info.store_history:
             return
         error = result.error_before_exec or result.error_in_exec
-        magic, code = _on_ranks(info, self._auto_options)
+        sent, self._next = self._next, None
+        magic, code = (sent.magic, sent.code) if sent is not None else ("", source)
         outcome = "ok" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         render = getattr(error, "_render_traceback_", None)
         report = "\n".join(render()) if render is not None else ""
         line = failed_line(report, result.execution_count) if outcome == "failed" else None
         if line is not None and not source.lstrip().startswith("%%"):
             line += 1  # the cell has no magic line, which `failed_line` leaves out
-        self._auto_options = auto_options(source, self._auto_options)
-        self._entries.append(
-            ExecutedCell(result.execution_count, magic, code or source, outcome, line, _one_line(error))
-        )
+        self._entries.append(ExecutedCell(result.execution_count, magic, code, outcome, line, _one_line(error)))
 
     def entries(self) -> tuple[SessionFacts | None, list[ExecutedCell | PushedValues]]:
         """Return facts of the notebook's latest cluster (None: there was none), and what was done on its ranks."""
@@ -133,23 +131,3 @@ class History:
         return {
             name: namespace[name] for name, same in self._sent.items() if name in namespace and same(namespace[name])
         }
-
-
-def _on_ranks(info: Any, options: str) -> tuple[str, str]:
-    """Return the magic line and the code of a cell that ran on ranks; both are empty if it did not."""
-    text = getattr(info, "transformed_cell", None)
-    if not text:
-        text = TransformerManager().transform_cell(info.raw_cell)
-    try:
-        tree = compile(text, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
-    except (SyntaxError, ValueError):
-        return "", ""
-    statement = tree.body[0] if isinstance(tree, ast.Module) and len(tree.body) == 1 else None
-    value = getattr(statement, "value", None)
-    call = value.value if isinstance(value, ast.Await) else value
-    words = [str(getattr(argument, "value", "")) for argument in getattr(call, "args", ())]
-    if len(words) == 3 and words[0] in _MAGICS and "get_ipython()" in text:
-        return f"{words[0]} {words[1]}".strip(), words[2]
-    if len(words) == 1 and text.lstrip().removeprefix("await ").startswith(_AUTO_CALL):
-        return f"distributed {options}".strip(), words[0]
-    return "", ""

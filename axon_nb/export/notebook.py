@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from axon_nb.cluster.history import auto_options, failed_line
+from axon_nb.cluster.history import failed_line
 from axon_nb.errors import UsageError
 from axon_nb.export.steps import pushes_in
 from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
@@ -51,7 +51,7 @@ def read_notebook(path: Path) -> tuple[SessionFacts, list[ExecutedCell | PushedV
             elif words[:2] == ["%distributed", "config"]:
                 facts = _configured(words[2:], facts)
             elif words[:2] == ["%distributed", "auto"]:
-                auto = auto_options(line, "") if words[2:3] == ["on"] else None
+                auto = " ".join(words[3:]) if words[2:3] == ["on"] else None
         facts = _facts_from_outputs(cell, facts)
         entry = _entry(cell, source, auto=auto)
         pushes = pushes_in(entry.code) if entry.outcome == "ok" else []
