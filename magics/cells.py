@@ -8,13 +8,15 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.display import display
 
 from axon_nb.cluster.cells import source as cell_code
+from axon_nb.cluster.cells.options import LiveView
+from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.failures.report import Failure
 from axon_nb.cluster.session import current, kept, start
@@ -71,6 +73,13 @@ class _Request:
     """The keyword arguments of `Cluster.run`, `run_async` and `run_noblock`."""
 
 
+@dataclass
+class _Run:
+    view: LiveView | None
+    """What watches the cell, for `Cluster.run`; None: nothing does."""
+    result: CellResult = field(init=False)
+
+
 @magics_class
 class CellMagics(Magics):
     """Runs cells on ranks."""
@@ -115,18 +124,10 @@ class CellMagics(Magics):
             plain: Whether it is a plain cell, without a magic, that auto mode sends to ranks.
         """
         request = self._prepare(name, line, cell, plain=plain)
-        if request is None:
-            return None
-        if request.noblock:
-            return self._start_noblock(request)
-        with self._explaining(request), _watching(request) as views:
-            result = await request.cluster.run_async(
-                request.code, view=views.watch if views else None, **request.options
-            )
-        result = dataclasses.replace(result, views=views)
-        request.measures.show(result)
-        if request.out:
-            self.shell.user_ns[request.out] = result
+        if request is None or request.noblock:
+            return self._start_noblock(request) if request is not None else None
+        with self._shown(request) as run:
+            run.result = await request.cluster.run_async(request.code, view=run.view, **request.options)
         if request.local:
             python = self.shell.transform_cell(cell)
             (await self.shell.run_cell_async(cell, store_history=False, transformed_cell=python)).raise_error()
@@ -135,16 +136,10 @@ class CellMagics(Magics):
     def run_blocking(self, name: str, line: str, cell: str, *, plain: bool = False) -> Any:
         """Run one cell and block until it finishes."""
         request = self._prepare(name, line, cell, plain=plain)
-        if request is None:
-            return None
-        if request.noblock:
-            return self._start_noblock(request)
-        with self._explaining(request), _watching(request) as views:
-            result = request.cluster.run(request.code, view=views.watch if views else None, **request.options)
-        result = dataclasses.replace(result, views=views)
-        request.measures.show(result)
-        if request.out:
-            self.shell.user_ns[request.out] = result
+        if request is None or request.noblock:
+            return self._start_noblock(request) if request is not None else None
+        with self._shown(request) as run:
+            run.result = request.cluster.run(request.code, view=run.view, **request.options)
         if request.local:
             self.shell.run_cell(cell, store_history=False).raise_error()
         return None
@@ -189,6 +184,17 @@ class CellMagics(Magics):
                 "measurement": measures.measurement(),
             },
         )
+
+    @contextlib.contextmanager
+    def _shown(self, request: _Request) -> Iterator[_Run]:
+        """Show what the cell that runs within does and measures, or how it failed, and bind its result."""
+        with self._explaining(request), _watching(request) as views:
+            run = _Run(views.watch if views is not None else None)
+            yield run
+        result = dataclasses.replace(run.result, views=views)
+        request.measures.show(result)
+        if request.out:
+            self.shell.user_ns[request.out] = result
 
     @contextlib.contextmanager
     def _explaining(self, request: _Request) -> Iterator[None]:

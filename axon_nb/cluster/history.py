@@ -81,6 +81,7 @@ class History:
         self._facts: SessionFacts | None = None
         self._entries: list[ExecutedCell | PushedValues] = []
         self._next: RankCell | None = None
+        """The cell that runs, or is about to; None: it stays in the notebook."""
         self._sent: dict[str, Callable[[Any], bool]] = {}
         """By name, checks whether a value is the one that was last sent under it."""
 
