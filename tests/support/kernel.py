@@ -188,7 +188,7 @@ class Kernel:
     def load_and_warm_up(self) -> None:
         """Load axon_nb, and wait until its agent has imported what optimizers need: otherwise each rank does."""
         self.ok("%load_ext axon_nb")
-        assert self.value("__import__('axon_nb.cluster.launch.prewarm', fromlist=['']).wait_until_idle(100)")
+        assert self.value("__import__('axon_nb').cluster.current.session().prewarm.wait_until_idle(100)")
 
     def value(self, expression: str) -> Any:
         """A plain value (what its repr says) of the notebook's namespace."""
