@@ -214,8 +214,7 @@ _OPTIONAL = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.utils.data",
-    "matplotlib_inline.backend_inline",
-)
+)  # not matplotlib's inline backend: it shows figures only in a shell that exists when it is imported
 
 
 class Preload:
