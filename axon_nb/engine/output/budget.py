@@ -129,8 +129,9 @@ class _LimitedStream:
         # The first text after a pause is sent at once, continuous output in larger pieces.
         self.stream.flush_interval = _FIRST_FLUSH_S if now - self._last > _PAUSE_S else _STEADY_FLUSH_S
         self._last = now
-        self._pending = True
-        return self._write(text)  # type: ignore[no-any-return]
+        size: int | None = self._write(text)
+        self._pending = True  # after the write: a flush by another thread in between would send nothing
+        return size
 
     def flush(self) -> None:
         """Send pending output."""
