@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sysconfig
-from pathlib import Path
 from types import CodeType, FrameType
 
 from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["RUN_CODE", "describe_inner", "inner_function", "library_of", "user_frame"]
+from axon_nb.records.stacks import library_of
+
+__all__ = ["RUN_CODE", "describe_inner", "inner_function", "user_frame"]
 
 RUN_CODE: CodeType = InteractiveShell.run_code.__code__
 """The code object under which a cell's own frames run."""
@@ -26,24 +25,6 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = caller
     return None
-
-
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_FOLDERS = tuple(
-    os.path.join(path, "") for path in dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
-)
-
-
-@functools.lru_cache(4096)  # called for each frame of each thread
-def library_of(filename: str) -> str:
-    """The package that a file belongs to, ``Python`` for the standard library; empty for user code."""
-    if filename.startswith(os.path.join(_PACKAGE, "")):
-        return os.path.basename(_PACKAGE)
-    for folder in _FOLDERS:
-        if filename.startswith(folder):
-            first = filename.removeprefix(folder).split(os.sep)
-            return first[0].removesuffix(".py") if "packages" in folder else "Python"
-    return "Python" if filename.startswith("<frozen") else ""
 
 
 def inner_function(frame: FrameType | None, cell: FrameType | None) -> str:

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["RankStack", "StackFrame", "Stacks"]
+__all__ = ["RankStack", "StackFrame", "Stacks", "library_of"]
 
 _MAX_TEXT = 100_000
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_FOLDERS = tuple(
+    os.path.join(path, "") for path in dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
+)
+
+
+@functools.lru_cache(4096)  # called for each frame of each thread
+def library_of(filename: str) -> str:
+    """Return the package that a file belongs to, ``Python`` for the standard library; empty for user code."""
+    if filename.startswith(os.path.join(_PACKAGE, "")):
+        return os.path.basename(_PACKAGE)
+    for folder in _FOLDERS:
+        if filename.startswith(folder):
+            first = filename.removeprefix(folder).split(os.sep)
+            return first[0].removesuffix(".py") if "packages" in folder else "Python"
+    return "Python" if filename.startswith("<frozen") else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import zmq
 from torch.utils.data import DataLoader
 
 from axon_nb.engine.kernel.stacks import user_threads
-from axon_nb.engine.user_frame import library_of
+from axon_nb.records.stacks import library_of
 
 
 def test_a_thread_of_the_users_counts_until_it_is_over() -> None:

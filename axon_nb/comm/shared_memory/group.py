@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,6 +29,7 @@ from axon_nb.comm.shared_memory.segment.forming import form
 from axon_nb.comm.shared_memory.segment.progress import Progress
 from axon_nb.comm.shared_memory.transfers import ANY, Receive
 from axon_nb.comm.shared_memory.work import JoinedWork, SharedWork
+from axon_nb.records.stacks import library_of
 from axon_nb.torch_api import torch_api
 
 __all__ = ["BACKEND", "SharedMemoryGroup", "caller_line", "register"]
@@ -42,14 +41,8 @@ Tensor = torch.Tensor
 Job = Callable[[], None]
 
 
-_LIBRARIES = tuple(
-    os.path.join(folder, "")
-    for folder in (
-        os.path.dirname(torch.__file__),
-        str(Path(__file__).resolve().parents[2]),
-        *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")),
-    )
-)
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+"""It may be installed from a checkout, outside the folder of packages."""
 
 
 class SharedMemoryGroup(CollectiveOperations):
@@ -227,16 +220,12 @@ def _ignore(error: BaseException) -> None:
     """The group is gone."""
 
 
-@functools.cache
-def _is_of_user(filename: str) -> bool:
-    return not filename.startswith((*_LIBRARIES, "<frozen"))
-
-
 def caller_line() -> int:
     """Return the line of user code that the current thread is in; 0: none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_of_user(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if not library_of(file) and not file.startswith(_TORCH):
             return frame.f_lineno
         frame = frame.f_back
     return 0

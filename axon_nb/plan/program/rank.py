@@ -16,9 +16,10 @@ from axon_nb.plan.footprint.fake_world import GLOO_COPIES, NO_VALUES, fake_tenso
 from axon_nb.plan.hardware.rates import Rates
 from axon_nb.plan.program.environment import set_variables
 from axon_nb.plan.program.record import RankRecord
-from axon_nb.plan.program.recorder import ProgramLog, is_users
+from axon_nb.plan.program.recorder import ProgramLog
 from axon_nb.plan.program.streams import Recording
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda, is_cuda, without_tracebacks
+from axon_nb.records.stacks import library_of
 
 __all__ = ["Program", "run_rank"]
 
@@ -111,5 +112,5 @@ def _question(error: BaseException) -> str:
 
 
 def _place_of(trace: TracebackType | None) -> str:
-    frames = [frame for frame in traceback.extract_tb(trace) if is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(trace) if not library_of(frame.filename)]
     return f"Line {frames[-1].lineno} of {frames[-1].filename}" if frames else "The program"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 from collections import Counter
 from pathlib import Path
 from types import CodeType, FrameType
@@ -20,15 +19,11 @@ from axon_nb.plan.hardware.rates import Rates
 from axon_nb.plan.program.record import MAIN_STREAM, Call, Event, Place, RankRecord
 from axon_nb.plan.tracing.op_counter import does_work, work_of
 from axon_nb.plan.traffic.recorded import OPERATIONS
+from axon_nb.records.stacks import library_of
 
-__all__ = ["ProgramLog", "is_users"]
+__all__ = ["ProgramLog"]
 
 _TORCH = Path(torch.__file__).parent
-_LIBRARIES = (
-    str(Path(__file__).parents[2]),
-    *dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))),
-    "<frozen",
-)
 _OPTIM = str(_TORCH / "optim")
 _ENGINE = str(_TORCH / "autograd" / "graph.py"), "_engine_run_backward"
 _READ = "aten::_local_scalar_dense"
@@ -45,11 +40,6 @@ _FUNCTIONAL_NAMES = {
 _resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
 _OUR_REFERENCES = 3
 """To a handle that only we hold: an entry, a loop's variable, an argument."""
-
-
-def is_users(filename: str) -> bool:
-    """Whether a file is the user's: neither Python's, nor a package's, nor ours."""
-    return not filename.startswith(_LIBRARIES)
 
 
 class ProgramLog(StorageLog):
@@ -278,7 +268,7 @@ def _kind_of(code: CodeType) -> str:
             kind = "backward"
         elif code.co_name == "run_rank" and name.endswith("rank.py"):
             kind = "end"
-        elif is_users(name):
+        elif not library_of(name):
             kind = "user"
         found = _kinds[id(code)] = kind, code
     return found[0]
