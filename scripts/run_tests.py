@@ -20,6 +20,7 @@ A run that passed on a clean tree appends its commit to out/green. OUT names ano
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import datetime as dt
 import json
@@ -61,6 +62,7 @@ def main() -> int:
     if not tier:
         return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False).returncode
     began = time.monotonic()
+    _compile()
     os.environ["AXON_NB_TEST_CHANGED"] = "\n".join(changed)
     folder = OUT / "failures" / dt.datetime.now().strftime("%Y%m%d-%H%M%S")
     selection = ["-m", TIERS[tier]] if TIERS[tier] else []
@@ -80,6 +82,13 @@ def main() -> int:
     elif folder.exists():
         print(f"Evidence of the failures: {folder}")
     return status
+
+
+def _compile() -> None:
+    """Write bytecode once: without it, hundreds of kernels, agents and ranks compile the package."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    for folder in ("axon_nb", "magics", "tests"):
+        compileall.compile_dir(ROOT / folder, quiet=2)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -137,19 +138,39 @@ def _end_all_shared(session: pytest.Session) -> None:
         pass
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which the tiers `quick` and `test` run nothing: to import them takes as long as the rest."""
+    expression = config.option.markexpr
+    names = [*QUICK, *MOCKED]
+    if "promise" in expression:
+        names += [*_promised_tests(), *_changed_paths()]
+    nodeid = collection_path.relative_to(config.rootpath).as_posix()
+    is_needed = nodeid.startswith(tuple(name.partition("::")[0] for name in names))
+    is_tier = expression.startswith(("quick", "(quick"))
+    return True if is_tier and collection_path.suffix == ".py" and not is_needed else None
+
+
+@functools.cache
+def _promised_tests() -> frozenset[str]:
+    kinds = tomllib.loads((Path(__file__).parent / "promises.toml").read_text(encoding="utf-8")).values()
+    return frozenset(test for kind in kinds for tests in kind.values() for test in tests)
+
+
+def _changed_paths() -> tuple[str, ...]:
+    return tuple(os.environ.get("AXON_NB_TEST_CHANGED", "").split())
+
+
 @pytest.hookimpl(wrapper=True)  # marks before tests are deselected, and sorts what is left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Mark the tiers of `make quick` and `make test`, and skip what this machine cannot run.
 
     In CI a missing browser is a failure instead.
     """
-    kinds = tomllib.loads((Path(__file__).parent / "promises.toml").read_text(encoding="utf-8")).values()
-    promised = {test for kind in kinds for tests in kind.values() for test in tests}
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
     no_browser = pytest.mark.skip(reason=f"needs a browser: one of {', '.join(CHROMIUM_NAMES)} on the PATH")
     has_gpu = Path("/dev/nvidiactl").exists()
     has_browser = any(map(shutil.which, CHROMIUM_NAMES)) or bool(os.environ.get("CI"))
-    changed = tuple(os.environ.get("AXON_NB_TEST_CHANGED", "").split())
+    promised, changed = _promised_tests(), _changed_paths()
     for item in items:
         if changed and item.nodeid.startswith(changed):
             item.add_marker(pytest.mark.changed)

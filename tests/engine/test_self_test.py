@@ -183,7 +183,7 @@ def test_the_verdict_of_another_build_is_replaced(cache: Path) -> None:
 def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> None:
     environment = _environment(tmp_path, ONE_CHECK)
     processes = [
-        subprocess.Popen(COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(3)
+        subprocess.Popen(COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(2)
     ]
     try:
         answers = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
@@ -191,7 +191,7 @@ def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> No
         for process in processes:  # those that still run would slow down the tests that follow
             with process:
                 process.kill()
-    assert answers[0] == answers[1] == answers[2]  # the seconds it took, too
+    assert answers[0] == answers[1]  # the seconds it took, too
     assert len(_saved(tmp_path)) == 1
 
 

@@ -45,6 +45,7 @@ TWO_CHECKS = """
 import axon_nb.engine.self_test.catalog as catalog
 catalog.CHECKS = tuple(check for check in catalog.CHECKS if check.name in ("release", "shared_memory"))
 """
+"""tests/engine/test_self_test.py runs them all."""
 ATTEMPTS = 3
 """How often a check may time out: on a busy machine that says nothing of the versions."""
 START = "%load_ext axon_nb\n%distributed config start_timeout=10min\n%distributed start -n 2 --devices cpu"
@@ -77,7 +78,7 @@ def _test_versions(folder: Path, environment: dict[str, str]) -> Path:
 
 
 def test_a_newer_torch_that_passes_the_self_test_recovers_without_a_word(tmp_path: Path) -> None:
-    environment = _environment(tmp_path, ONLY_VERSION)
+    environment = _environment(tmp_path, ONLY_VERSION + TWO_CHECKS)
     verdict = _test_versions(tmp_path, environment)
     assert json.loads(verdict.read_text())["build"].startswith(f"torch-{NEWER}-")
     tested = verdict.stat().st_mtime
@@ -98,21 +99,14 @@ def test_a_newer_torch_that_passes_the_self_test_recovers_without_a_word(tmp_pat
         assert verdict.stat().st_mtime == tested, "one test is enough for every start"
 
 
-def test_a_start_tests_versions_that_have_no_verdict(tmp_path: Path) -> None:
-    with Kernel(env=_environment(tmp_path, WITHOUT_ARGUMENT + TWO_CHECKS)) as kernel:
-        assert kernel.ok(START).stderr.count(f"Recovery does not work with torch {CHANGED} (TypeError: ") == 1
-        (verdict,) = _saved(tmp_path)
-        assert len(json.loads(verdict.read_text())["verdict"]["capabilities"]) == 2
-
-
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A notebook whose torch lacks a hook."""
+    """A notebook whose torch lacks a hook; its first start tests the versions."""
     folder = tmp_path_factory.mktemp("changed")
-    environment = _environment(folder, WITHOUT_ARGUMENT)
-    _test_versions(folder, environment)
-    with Kernel(env=environment) as kernel:
+    with Kernel(env=_environment(folder, WITHOUT_ARGUMENT + TWO_CHECKS)) as kernel:
         started = kernel.ok(START)
+        (verdict,) = _saved(folder)
+        assert len(json.loads(verdict.read_text())["verdict"]["capabilities"]) == 2
         assert started.stderr.count(f"Recovery does not work with torch {CHANGED} (TypeError: ") == 1
         assert "the others wait for it for up to 60 s" in started.stderr
         assert started.stderr.endswith('To get recovery: pip install "torch>=2.11,<2.16"\n')
