@@ -80,7 +80,7 @@ except axon_nb.ClusterLostError as error:
     assert leftovers(folder) == []
 
 
-def test_a_program_that_fails_leaves_nothing(folder: Path) -> None:
+def test_failed_program_leaves_no_processes(folder: Path) -> None:
     done = run_script(folder, "cluster = axon_nb.start(2)\nraise SystemExit('on purpose')")
     assert done.returncode == 1
     assert "on purpose" in done.stderr
