@@ -21,7 +21,7 @@ class Recipe:
 recipe = Recipe()"""
 
 
-def test_the_ranks_names_are_completed_and_explained(lab: LabServer, page: LabPage) -> None:
+def test_names_on_ranks_are_completed_and_explained(lab: LabServer, page: LabPage) -> None:
     lab.write_notebook(
         "typed.ipynb",
         ["%load_ext axon_nb\n%distributed start -n 2", SETUP, "%%distributed\n", "%distributed stop"],

@@ -58,7 +58,7 @@ CELLS = [
 ]
 
 
-def test_nothing_that_ranks_say_runs_in_the_page(
+def test_markup_from_ranks_never_runs_in_the_page(
     lab: LabServer, page: LabPage, chromium: Browser, tmp_path: Path
 ) -> None:
     lab.write_notebook("hostile.ipynb", CELLS)

@@ -103,7 +103,7 @@ def _look_at_what_is_saved(page: LabPage) -> None:
             _picture(page, name, f".jp-Notebook [data-windowed-list-index='{i}'] details")
 
 
-def test_a_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPage) -> None:
+def test_job_is_watched_stopped_reloaded_and_saved(lab: LabServer, page: LabPage) -> None:
     card = "import axon_nb\naxon_nb.current_cluster()"
     lab.write_notebook("job.ipynb", [START, MODEL, "%watch", "%memory model", TRAIN, TRAIN, card, "%distributed stop"])
     page.open_notebook("job.ipynb")

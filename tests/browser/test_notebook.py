@@ -49,7 +49,7 @@ def notebook(notebook_server: NotebookServer, chromium: Browser) -> Iterator[Not
     assert not errors, "the page's console has errors:\n" + "\n".join(errors)
 
 
-def test_a_session_in_notebook_7(notebook: NotebookPage, notebook_server: NotebookServer) -> None:
+def test_notebook_7_session(notebook: NotebookPage, notebook_server: NotebookServer) -> None:
     cells = ["%load_ext axon_nb\n%distributed start -n 2", MODEL, "%shards model", LONG, "%%distributed\n", "1 + 1"]
     notebook_server.write_notebook("seven.ipynb", cells)
     notebook.open_notebook("seven.ipynb")

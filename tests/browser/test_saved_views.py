@@ -52,7 +52,7 @@ def look_at(output: Locator, view: str) -> None:
     assert heading[:20] in output.locator("details").inner_text(), view
 
 
-def test_saved_views_are_there_without_a_kernel(lab: LabServer, page: LabPage) -> None:
+def test_saved_views_render_without_a_kernel(lab: LabServer, page: LabPage) -> None:
     notebook = notebook_with_views()
     for name in ("untrusted", "trusted"):
         nbformat.write(notebook, lab.notebooks / f"views-{name}.ipynb")
@@ -65,7 +65,7 @@ def test_saved_views_are_there_without_a_kernel(lab: LabServer, page: LabPage) -
     page.errors[:] = [error for error in page.errors if "is-gone" not in error and "widget" not in error.lower()]
 
 
-def test_a_page_of_saved_views_needs_no_network(chromium: Browser, tmp_path: Path) -> None:
+def test_page_with_saved_views_needs_no_network(chromium: Browser, tmp_path: Path) -> None:
     body, _ = HTMLExporter().from_notebook_node(notebook_with_views())
     path = tmp_path / "views.html"
     path.write_text(body, encoding="utf-8")

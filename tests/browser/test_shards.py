@@ -53,7 +53,7 @@ def _picture(page: LabPage, name: str) -> None:
         page.page.locator(".axon-shards").first.screenshot(path=f"{folder}/{name}.png")
 
 
-def test_shards_are_drawn_follow_a_gather_and_stay(lab: LabServer, page: LabPage) -> None:
+def test_shards_are_drawn_follow_a_gather_and_are_saved(lab: LabServer, page: LabPage) -> None:
     stop = lab.notebooks / "shards.stop"
     gather = GATHER.replace("STOP", repr(str(stop)))
     cells = ["%load_ext axon_nb\n%distributed start -n 4", MODEL, "%shards model", gather, RESHARD]

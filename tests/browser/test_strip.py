@@ -123,7 +123,7 @@ def test_strip_moves_while_the_cell_runs(page: LabPage, running: Path) -> None:
     page.wait_done(1)
 
 
-def test_finished_strip_is_a_picture_that_is_saved(page: LabPage, running: Path, lab: LabServer) -> None:
+def test_finished_strip_is_saved_as_picture(page: LabPage, running: Path, lab: LabServer) -> None:
     wait_until_failed(page)
     running.touch()
     page.wait_done(1)
@@ -148,7 +148,7 @@ def test_finished_strip_is_a_picture_that_is_saved(page: LabPage, running: Path,
     page.wait_text(1, "failed after 2.0 s")
 
 
-def test_reload_while_the_cell_runs_brings_the_strip_back(page: LabPage, running: Path) -> None:
+def test_strip_returns_after_reload_during_a_cell(page: LabPage, running: Path) -> None:
     wait_until_later(page, 3)
     page.save()
     before = int(page.page.locator(CANVAS).get_attribute("data-segments") or 0)
@@ -159,7 +159,7 @@ def test_reload_while_the_cell_runs_brings_the_strip_back(page: LabPage, running
     wait_until_failed(page)
 
 
-def test_strip_obeys_keys_and_pointer(page: LabPage, running: Path) -> None:
+def test_strip_responds_to_keys_and_pointer(page: LabPage, running: Path) -> None:
     wait_until_later(page, 2)
     canvas = page.page.locator(CANVAS)
 
@@ -216,7 +216,7 @@ def test_strip_follows_the_theme_and_the_width(page: LabPage, running: Path) -> 
     page.wait_done(1)
 
 
-def test_strip_of_a_lost_kernel_stops_and_says_so(page: LabPage, running: Path) -> None:
+def test_strip_of_a_lost_kernel_stops_and_reports_it(page: LabPage, running: Path) -> None:
     wait_until_later(page, 1)
     page.restart_kernel()
     page.page.locator(f"{STRIP} .axon-view-state", has_text="no messages from the kernel").wait_for()

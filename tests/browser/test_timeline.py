@@ -100,7 +100,7 @@ def _use_keys_and_filter(page: LabPage) -> None:
     page.wait_until(f"() => {{ {some} return Number(found) > Number(spans) / 2; }}")
 
 
-def test_a_timeline_is_live_obeys_keys_survives_a_reload_and_stays(lab: LabServer, page: LabPage) -> None:
+def test_timeline_is_live_responds_to_keys_and_survives_reload(lab: LabServer, page: LabPage) -> None:
     stop = lab.notebooks / "timeline.stop"
     train = TRAIN.replace("STOP", repr(str(stop)))
     cells = ["%load_ext axon_nb\n%distributed start -n 4", "%timeline", train, train, "%distributed stop"]
@@ -157,7 +157,7 @@ def _html_of(cell: Any) -> str:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_spans_are_drawn_and_more_are_dropped(lab: LabServer, page: LabPage) -> None:
+def test_100_000_spans_are_drawn_and_excess_is_dropped(lab: LabServer, page: LabPage) -> None:
     lab.write_notebook("many.ipynb", [FEED, "over.set()"])
     page.open_notebook("many.ipynb")
     page.run_and_wait(0)
@@ -171,7 +171,7 @@ def test_a_hundred_thousand_spans_are_drawn_and_more_are_dropped(lab: LabServer,
     page.run_and_wait(1)
 
 
-def test_a_saved_page_is_a_timeline_of_its_own(chromium: Browser, tmp_path: Path) -> None:
+def test_saved_page_is_a_standalone_timeline(chromium: Browser, tmp_path: Path) -> None:
     store = SpanStore()
     store.set_groups({"0": range(4)})
     for step in range(40):

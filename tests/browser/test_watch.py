@@ -26,7 +26,7 @@ print(f"rank {rank} has finished")"""
 """The last rank is late each time; all go on until a file is there."""
 
 
-def test_the_strip_moves_while_the_cell_runs_and_stays_as_a_picture(lab: LabServer, page: LabPage) -> None:
+def test_strip_moves_during_the_cell_and_becomes_a_picture(lab: LabServer, page: LabPage) -> None:
     stop = lab.notebooks / "watched.stop"
     train = TRAIN.replace("STOP", repr(str(stop)))
     lab.write_notebook("watched.ipynb", ["%load_ext axon_nb", "%distributed start -n 4", train, "%distributed stop"])
@@ -53,7 +53,7 @@ def test_the_strip_moves_while_the_cell_runs_and_stays_as_a_picture(lab: LabServ
     assert nbformat.writes(saved).count("application/vnd.jupyter.widget-view+json") == 0
 
 
-def test_the_stop_button_ends_the_cell_and_keeps_the_ranks(lab: LabServer, page: LabPage) -> None:
+def test_stop_button_aborts_the_cell_and_keeps_the_ranks(lab: LabServer, page: LabPage) -> None:
     endless = "%%distributed\nkept = rank\nprint('running')\nwhile True:\n    dist.all_reduce(torch.ones(1))"
     lab.write_notebook(
         "stopped.ipynb",

@@ -73,7 +73,7 @@ def _ask(page: LabPage) -> None:
     page.wait_until("(s) => document.querySelector(s).disabled", ".axon-memory-reset")
 
 
-def test_memory_is_asked_and_results_are_shown_again(lab: LabServer, page: LabPage) -> None:
+def test_what_if_is_answered_and_results_reopen(lab: LabServer, page: LabPage) -> None:
     cells = ["%load_ext axon_nb\n%distributed start -n 2", MODEL, "%memory model", STEP, "result.show()"]
     lab.write_notebook("what_if.ipynb", [*cells, "%distributed stop"])
     page.open_notebook("what_if.ipynb")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 
-def test_one_cursor_goes_through_all_curves_of_an_axis(chromium: Browser, tmp_path: Path) -> None:
+def test_cursor_is_shared_by_curves_of_an_axis(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "watch", SAMPLES["watch"][1](4))
     loss = page.locator("svg[aria-label^='loss:']")
     loss.hover(position={"x": 200, "y": 60})
@@ -43,7 +43,7 @@ def test_one_cursor_goes_through_all_curves_of_an_axis(chromium: Browser, tmp_pa
     page.close()
 
 
-def test_the_treemap_follows_the_width_of_the_page(chromium: Browser, tmp_path: Path) -> None:
+def test_treemap_resizes_with_the_page(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(
         chromium, tmp_path, "shards", SAMPLES["shards"][1](4), viewport={"width": 1400, "height": 900}
     )

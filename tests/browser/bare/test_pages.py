@@ -101,9 +101,7 @@ def contents() -> dict[str, dict[str, Any]]:
     ("name", "words"),
     [("watch", "2.5"), ("memory", "170 MiB"), ("shards", "rows over dp (2), columns over tp (2)")],
 )
-def test_a_view_of_content_draws_says_that_it_is_there_and_ends(
-    chromium: Browser, tmp_path: Path, name: str, words: str
-) -> None:
+def test_content_view_draws_reports_open_and_closes(chromium: Browser, tmp_path: Path, name: str, words: str) -> None:
     page, errors = open_page(chromium, tmp_path, name, contents()[name])
     page.get_by_text(words).first.wait_for()
     page.wait_for_function("() => sent.some((message) => message.op === 'heartbeat')")
@@ -114,7 +112,7 @@ def test_a_view_of_content_draws_says_that_it_is_there_and_ends(
 
 
 @pytest.mark.parametrize("name", ["strip", "timeline"])
-def test_a_view_of_messages_draws_answers_and_ends(chromium: Browser, tmp_path: Path, name: str) -> None:
+def test_message_view_draws_replies_and_closes(chromium: Browser, tmp_path: Path, name: str) -> None:
     if name == "strip":
         view = RankStrip([0, 1], title="In [1]")
         config: Any = view.config
@@ -154,7 +152,7 @@ def test_a_view_of_messages_draws_answers_and_ends(chromium: Browser, tmp_path: 
 
 @pytest.mark.parametrize("ranks", [4, 32, 256])
 @pytest.mark.parametrize("sample", sorted(SAMPLES))
-def test_a_view_fits_its_page(chromium: Browser, tmp_path: Path, sample: str, ranks: int) -> None:
+def test_view_fits_light_dark_narrow_and_wide_pages(chromium: Browser, tmp_path: Path, sample: str, ranks: int) -> None:
     """Light and dark, narrow and wide; set AXON_NB_SCREENSHOTS to a folder to look at them."""
     if ranks == 256 and sample == "pipeline":
         pytest.skip("a pipeline of 256 stages is not one that anybody runs")
@@ -175,9 +173,7 @@ def test_a_view_fits_its_page(chromium: Browser, tmp_path: Path, sample: str, ra
         page.close()
 
 
-def test_a_rank_of_the_mesh_is_selected_and_blocks_that_are_alike_are_unfolded(
-    chromium: Browser, tmp_path: Path
-) -> None:
+def test_mesh_selects_rank_and_equal_blocks_unfold(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "shards", SAMPLES["shards"][1](4))
     rows = page.locator(".axon-shards tbody tr[data-name]")
     folded = rows.count()
@@ -215,7 +211,7 @@ COUNT_PATTERNS = """() => {
 
 
 @pytest.mark.parametrize("contrast", ["no-preference", "more"])
-def test_patterns_are_drawn_for_who_wants_them(chromium: Browser, tmp_path: Path, contrast: Any) -> None:
+def test_patterns_are_drawn_on_request(chromium: Browser, tmp_path: Path, contrast: Any) -> None:
     page = chromium.new_page(offline=True, contrast=contrast)
     page.add_init_script(f"({COUNT_PATTERNS})()")
     path = tmp_path / "timeline.html"

@@ -24,7 +24,7 @@ def numbers(page: Page, attribute: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def test_the_late_rank_is_shown_by_one_click_and_all_ranks_by_another(chromium: Browser, tmp_path: Path) -> None:
+def test_click_toggles_between_late_rank_and_all_ranks(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
     page.locator(".axon-view-notice", has_text="Rank 2 is late. It came last to 36 of 36 collectives").wait_for()
     figures = page.locator(".axon-view-figures").inner_text().split()
@@ -44,7 +44,7 @@ def test_the_late_rank_is_shown_by_one_click_and_all_ranks_by_another(chromium: 
     page.close()
 
 
-def test_the_overview_moves_what_is_shown(chromium: Browser, tmp_path: Path) -> None:
+def test_overview_pans_the_timeline(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
     canvas = page.locator(".axon-timeline-canvas")
     canvas.focus()
@@ -68,7 +68,7 @@ def test_the_overview_moves_what_is_shown(chromium: Browser, tmp_path: Path) -> 
     page.close()
 
 
-def test_a_collective_below_the_pointer_is_shown_on_all_ranks(chromium: Browser, tmp_path: Path) -> None:
+def test_hovered_collective_is_highlighted_on_all_ranks(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
     canvas = page.locator(".axon-timeline-canvas")
     box = canvas.bounding_box()
@@ -97,7 +97,7 @@ def drag(page: Page, start: float, end: float) -> None:
     page.mouse.up()
 
 
-def test_a_click_pins_a_span_with_its_line_and_its_calls_on_all_ranks(chromium: Browser, tmp_path: Path) -> None:
+def test_click_pins_span_with_its_line_and_matching_calls(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
     canvas = page.locator(".axon-timeline-canvas")
     box = canvas.bounding_box()
@@ -123,7 +123,7 @@ def test_a_click_pins_a_span_with_its_line_and_its_calls_on_all_ranks(chromium: 
     page.close()
 
 
-def test_a_stretch_of_time_is_measured_and_compared_with_another(chromium: Browser, tmp_path: Path) -> None:
+def test_time_ranges_are_measured_and_compared(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
     drag(page, 0.2, 0.4)
     details = page.locator(".axon-timeline-details")
@@ -146,7 +146,7 @@ def test_a_stretch_of_time_is_measured_and_compared_with_another(chromium: Brows
     page.close()
 
 
-def test_many_ranks_are_folded_but_for_the_late_one(chromium: Browser, tmp_path: Path) -> None:
+def test_many_ranks_are_folded_except_the_late_one(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](256))
     names = page.locator(".axon-timeline-names > div")
     names.nth(8).wait_for()
@@ -160,7 +160,7 @@ def test_many_ranks_are_folded_but_for_the_late_one(chromium: Browser, tmp_path:
     page.close()
 
 
-def test_what_is_shown_is_saved_as_a_picture(chromium: Browser, tmp_path: Path) -> None:
+def test_visible_timeline_is_saved_as_image(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
     with page.expect_download() as saved:
         page.get_by_role("button", name="Save what is shown as a picture").click()
