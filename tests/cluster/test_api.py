@@ -13,7 +13,7 @@ from tests.support.processes import until
 from tests.support.script import Script
 
 
-def test_run_gives_values_times_and_text(script: Script) -> None:
+def test_run_returns_values_times_and_text(script: Script) -> None:
     answer = script.ok("r = c.run('print(\"hello\", rank)\\nrank * 10')")
     assert by_rank(answer.out) == {0: ["hello 0"], 1: ["hello 1"]}
     assert script.value("dict(r.values), r[1], r.ok, dict(r.errors)") == ({0: 0, 1: 10}, 10, True, {})
@@ -27,7 +27,7 @@ def test_values_are_returned_and_not_shown(script: Script) -> None:
     assert by_rank(script.ok("c.run('rank', show_value=True)").out) == {0: ["0"], 1: ["1"]}
 
 
-def test_a_rank_without_a_value_has_none(script: Script) -> None:
+def test_rank_without_value_returns_none(script: Script) -> None:
     assert script.value("dict(c.run('1 if rank else None').values)") == {1: 1}
     answer = script.run("c.run('x = 1')[0]")
     assert answer.kinds[0] == "KeyError"
@@ -37,7 +37,7 @@ def test_a_rank_without_a_value_has_none(script: Script) -> None:
 UNLOADABLE = "class U:\n    def __reduce__(self): return (eval, ('1/0',))\n    def __repr__(self): return 'U here'\n"
 
 
-def test_values_that_cannot_be_loaded_in_the_notebook_come_as_text(script: Script) -> None:
+def test_unloadable_values_arrive_as_text(script: Script) -> None:
     script.ok(f"c.run({UNLOADABLE!r} + 'u = U()')")
     assert script.value("dict(c.run('u').values)") == {0: "U here", 1: "U here"}
     assert script.value("dict(c.run('[u, 1]').values)") == {0: "[U here, 1]", 1: "[U here, 1]"}
@@ -50,7 +50,7 @@ def test_values_of_classes_defined_in_a_cell_can_be_fetched(script: Script) -> N
     assert script.value("[c.pull('p', ranks=r).x for r in range(2)], c.run('p')[1].x") == ([0, 1], 1)
 
 
-def test_values_that_do_not_pickle_come_as_text(script: Script) -> None:
+def test_unpicklable_values_arrive_as_text(script: Script) -> None:
     assert "lambda" in script.value("c.run('lambda: 1', ranks=[0])[0]")
 
 
@@ -70,7 +70,7 @@ def test_seeded_ranks_draw_the_same_numbers(script: Script) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "chosen"), [("'1'", [1]), ("[0]", [0]), ("(1, 0, 1)", [0, 1]), ("'all'", [0, 1])])
-def test_ranks_can_be_chosen(script: Script, ranks: str, chosen: list[int]) -> None:
+def test_cell_runs_on_selected_ranks(script: Script, ranks: str, chosen: list[int]) -> None:
     assert script.value(f"sorted(c.run('rank', ranks={ranks}).values)") == chosen
 
 
@@ -92,7 +92,7 @@ def test_ranks_can_be_chosen(script: Script, ranks: str, chosen: list[int]) -> N
         ("axon_nb.attach()", "already has the cluster 'script'"),
     ],
 )
-def test_a_wrong_call_is_refused_with_one_sentence(script: Script, call: str, sentence: str) -> None:
+def test_invalid_call_is_rejected_in_one_sentence(script: Script, call: str, sentence: str) -> None:
     answer = script.run(call)
     assert "UsageError" in answer.kinds
     assert "ValueError" in answer.kinds
@@ -100,13 +100,13 @@ def test_a_wrong_call_is_refused_with_one_sentence(script: Script, call: str, se
     assert script.value("c.run('rank')[1]") == 1
 
 
-def test_a_failing_rank_raises_with_the_cause_first(script: Script) -> None:
+def test_failed_rank_raises_with_cause_first(script: Script) -> None:
     answer = script.run("c.run('if rank == 1:\\n    raise LookupError(\"no such thing\")')")
     assert answer.kinds[0] == "CellError"
     assert answer.message == "rank 1: LookupError: no such thing"
 
 
-def test_check_false_gives_the_failures_and_the_other_values(script: Script) -> None:
+def test_check_false_returns_failures_and_other_values(script: Script) -> None:
     script.ok('r = c.run(\'assert rank == 0, "bad"\\n"good"\', check=False)')
     assert script.value("r.ok, dict(r.values), sorted(r.errors), r.errors[1].ename, r.errors[1].kind") == (
         False,
@@ -118,7 +118,7 @@ def test_check_false_gives_the_failures_and_the_other_values(script: Script) -> 
     assert script.value("str(r.errors[1])") == "AssertionError: bad"
 
 
-def test_a_time_limit_ends_the_cell_and_nothing_else(script: Script) -> None:
+def test_timeout_aborts_only_the_cell(script: Script) -> None:
     answer = script.run("c.run('import time\\ntime.sleep(600)', timeout=0.5)")
     assert answer.kinds[0] == "CellTimeoutError"
     assert {"CellError", "TimeoutError"} <= set(answer.kinds)
@@ -127,7 +127,7 @@ def test_a_time_limit_ends_the_cell_and_nothing_else(script: Script) -> None:
     assert script.value("dict(c.run('rank').values)") == {0: 0, 1: 1}
 
 
-def test_ctrl_c_ends_the_cell_and_not_the_ranks(script: Script, tmp_path: Path) -> None:
+def test_ctrl_c_aborts_the_cell_and_keeps_the_ranks(script: Script, tmp_path: Path) -> None:
     cell = f"busy = True\nopen('{tmp_path}/' + str(rank), 'w').close()\nwhile True: pass"
     script.submit(f"c.run({cell!r})")
     assert until(lambda: len(list(tmp_path.iterdir())) == 2)
@@ -138,7 +138,7 @@ def test_ctrl_c_ends_the_cell_and_not_the_ranks(script: Script, tmp_path: Path) 
     assert script.value("dict(c.run('busy').values)") == {0: True, 1: True}
 
 
-def test_a_cell_in_the_background(script: Script) -> None:
+def test_background_cell(script: Script) -> None:
     script.ok("h = c.run_noblock('import time\\nwhile not globals().get(\"go\"): time.sleep(0.01)\\nrank', quiet=True)")
     assert script.value("h.done()") is False
     assert "running on ranks 0-1" in script.value("repr(h)")
@@ -168,7 +168,7 @@ def test_each_of_several_background_cells_has_its_own_value(script: Script) -> N
     ]
 
 
-def test_a_background_cells_value_is_kept_while_another_cell_runs(script: Script) -> None:
+def test_background_value_is_kept_while_another_cell_runs(script: Script) -> None:
     script.ok("h = c.run_noblock('\"first\"', ranks=[0], quiet=True)\nr = c.run('\"second\"', ranks=[0], quiet=True)")
     assert script.value("h.result(100)[0], r[0]") == ("first", "second")
 
@@ -196,7 +196,7 @@ def test_push_and_pull_keep_types(script: Script) -> None:
     assert script.value("c.pull('d', ranks=1), c.pull('a.sum()', ranks=[0])[0].item()") == ({"k": [1, (2, "x")]}, 6.0)
 
 
-def test_ranks_that_share_no_memory_get_the_same_in_messages(script: Script) -> None:
+def test_push_falls_back_to_messages_without_shared_memory(script: Script) -> None:
     script.ok("import dataclasses, numpy as np, torch\nb = np.arange(1 << 18)\nplaces = c.rank_info")
     script.ok("from axon_nb.host import shared_memory as parcels\naddress = parcels.SharedBlock.address")
     # As a launcher's rank on another host says.
@@ -242,7 +242,7 @@ def test_status_is_a_table_of_ranks(script: Script) -> None:
     assert script.value("(s['memory'] > 50e6).all().item(), (s['device_memory'] == 0).all().item()") == (True, True)
 
 
-def test_status_tells_what_ranks_do(script: Script) -> None:
+def test_status_reports_what_ranks_do(script: Script) -> None:
     script.ok("h = c.run_noblock('import time\\ntime.sleep(600)', cell=41, quiet=True)")
     reported = ([41, 41], ["running line 2"] * 2)
     look = "s = c.status()\ns['cell'].dropna().tolist(), s['state'].tolist()"
@@ -251,7 +251,7 @@ def test_status_tells_what_ranks_do(script: Script) -> None:
     assert "KeyboardInterrupt" in script.run("h.result(100)").kinds
 
 
-def test_the_cluster_says_what_it_is(script: Script) -> None:
+def test_cluster_repr_describes_it(script: Script) -> None:
     assert script.value("repr(c)") == "Cluster('script', 2 ranks, shm, running)"
     assert script.value("axon_nb.current_cluster() is c, c.running, c.ranks, c.backend, c.engines") == (
         True,
@@ -262,7 +262,7 @@ def test_the_cluster_says_what_it_is(script: Script) -> None:
     )
 
 
-def test_what_notebooks_show_as_html_comes_as_text(script: Script) -> None:
+def test_html_displays_become_text_in_scripts(script: Script) -> None:
     cell = "import pandas as pd\npd.DataFrame({'column': [71]})"
     out = script.ok(f"c.run({cell!r}, ranks=[1], show_value=True)").out
     assert out.startswith("[rank 1]\n")

@@ -33,7 +33,7 @@ def run(script: Script, code: str) -> str:
     return script.run(f"c.run({code!r}, quiet=True)").message
 
 
-def test_a_save_that_was_aborted_leaves_the_one_before(script: Script, tmp_path: Path) -> None:
+def test_aborted_save_keeps_the_previous_checkpoint(script: Script, tmp_path: Path) -> None:
     script.ok(f"c.run({PREPARE.format(folder=str(tmp_path))!r}, quiet=True)")
     for step, how in ((2, "save"), (3, "async_save")):
         # Rank 0 waits in the save for rank 1, which never comes.
@@ -51,7 +51,7 @@ def test_a_save_that_was_aborted_leaves_the_one_before(script: Script, tmp_path:
     assert sorted(item.name for item in tmp_path.iterdir()) == ["step_00000001", "step_00000004"]
 
 
-def test_a_rank_that_dies_while_it_saves_in_the_background(script: Script, tmp_path: Path) -> None:
+def test_rank_death_during_background_save(script: Script, tmp_path: Path) -> None:
     script.ok(f"c.run({PREPARE.format(folder=str(tmp_path))!r}, quiet=True)")
     dying = "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
     assert "SIGKILL" in run(script, f"{SAVE.format(how='async_save', step=2)}\n{dying}")

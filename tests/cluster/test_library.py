@@ -47,7 +47,7 @@ comm.all_reduce_sum(torch.ones(4))
 """
 
 
-def test_collectives_attach_to_the_group_that_is_there(script: Script) -> None:
+def test_collectives_use_the_existing_group(script: Script) -> None:
     values = script.value(f"dict(c.run({COLLECTIVES!r}).values)")
     assert values == {0: (0.5, [0, 1, 1], None, "gloo", 2), 1: (0.5, [0, 1, 1], 1.0, "gloo", 2)}
     assert script.value(f"dict(c.run({MESH!r}).values)") == {0: (2.0, 1.0), 1: (2.0, 1.0)}
@@ -58,7 +58,7 @@ def test_each_call_is_one_span(script: Script) -> None:
     assert script.value(f"dict(c.run({SPANS!r}).values)") == {0: [("allreduce", 16)], 1: [("allreduce", 16)]}
 
 
-def test_a_model_with_a_hook_goes_on_after_a_failing_step(script: Script) -> None:
+def test_model_with_comm_hook_continues_after_failed_step(script: Script) -> None:
     script.ok(f"c.run({TRAIN!r}, quiet=True)")
     answer = script.run("c.run('step(fail=True)')")
     assert answer.message == "rank 1: ValueError: in the middle"
@@ -69,6 +69,6 @@ def test_a_model_with_a_hook_goes_on_after_a_failing_step(script: Script) -> Non
     assert values[0][1] >= 2
 
 
-def test_destroying_and_closing_keep_the_group_for_the_next_cells(script: Script) -> None:
+def test_destroy_and_close_keep_the_group_for_later_cells(script: Script) -> None:
     script.ok("c.run('from axon_nb import comm\\nworld.close()')")
     assert script.value("dict(c.run('comm.all_reduce_sum(torch.ones(1)).item()').values)") == {0: 2.0, 1: 2.0}

@@ -22,7 +22,7 @@ FAIL = "c.run('if rank == 0: raise ValueError(1)\\ndist.barrier()', quiet=True)"
 SUM = "t = torch.ones(1); dist.all_reduce(t)\nt.item()"
 
 
-def test_a_rank_without_its_device_is_named_and_replaced(script: Script) -> None:
+def test_rank_that_lost_its_device_is_reported_and_replaced(script: Script) -> None:
     script.ok(f"c.run({'failures = 0' + LOSE!r}, quiet=True)")
     assert PROBLEM in script.run(FAIL).err
     refused = script.run(f"c.run({SUM!r}, quiet=True)")
@@ -31,7 +31,7 @@ def test_a_rank_without_its_device_is_named_and_replaced(script: Script) -> None
     assert script.value(f"dict(c.run({SUM!r}, quiet=True).values)") == {0: 2.0, 1: 2.0}
 
 
-def test_a_repair_that_finds_one_says_so_and_the_next_replaces_it(script: Script) -> None:
+def test_repair_reports_lost_device_and_the_next_one_replaces_it(script: Script) -> None:
     script.ok(f"c.run({'failures = 3' + LOSE!r}, quiet=True)")
     assert "The process groups could not be rebuilt." in script.run(FAIL).err
     answer = script.run("c.repair()")

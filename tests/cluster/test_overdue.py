@@ -15,7 +15,7 @@ late = False
 """
 
 
-def test_a_cell_that_is_past_the_timeout_of_a_group_ends(script: Script) -> None:
+def test_cell_past_its_group_timeout_is_aborted(script: Script) -> None:
     script.ok(f"c.run({REPORT!r}, quiet=True)")
     answer = script.run("c.run('late = rank == 1\\nimport time\\nwhile late: time.sleep(0.1)', quiet=True)", timeout=60)
     assert f"rank 1: {LATE}. Nothing shows what it waits for." in answer.message

@@ -39,7 +39,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_end_of_a_script_is_the_end_of_its_ranks(ending: str) -> None:
+def test_ranks_exit_with_their_script(ending: str) -> None:
     code, exit_code, message = ENDINGS[ending]
     done = run_script(code)
     assert "alive: 1" in done.out, done.err
@@ -50,20 +50,20 @@ def test_the_end_of_a_script_is_the_end_of_its_ranks(ending: str) -> None:
     assert until(lambda: not done.left()), done.left()
 
 
-def test_a_background_cell_does_not_keep_a_script_alive() -> None:
+def test_background_cell_does_not_keep_a_script_alive() -> None:
     done = run_script(START + "h = c.run_noblock('import time\\ntime.sleep(600)', quiet=True)")
     assert (done.code, done.err) == (0, "")
     assert until(lambda: not done.left()), done.left()
 
 
-def test_a_script_that_never_starts_one_starts_nothing() -> None:
+def test_script_without_start_starts_no_processes() -> None:
     done = run_script("import axon_nb\naxon_nb.start\nprint(axon_nb.Cluster.__name__)")
     assert (done.code, done.out, done.err) == (0, "Cluster\n", "")
     assert done.left() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_scripts_ranks_are_gone_after_the_keep_alive(tmp_path: Path, number: signal.Signals) -> None:
+def test_killed_script_loses_its_ranks_after_keep_alive(tmp_path: Path, number: signal.Signals) -> None:
     script = Script(tmp_path)
     script.ok(
         "import axon_nb\nfrom axon_nb.cluster import current\ncurrent.session().settings.set('keep_alive=1')\n"
@@ -78,7 +78,7 @@ def test_a_killed_scripts_ranks_are_gone_after_the_keep_alive(tmp_path: Path, nu
     assert until(lambda: not family(script.mark))
 
 
-def test_a_script_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+def test_script_killed_during_start_leaves_no_processes(tmp_path: Path) -> None:
     script = Script(tmp_path)
     # The start may be quicker than the kill: then it is the keep-alive after which nothing is left.
     script.ok("import axon_nb\nfrom axon_nb.cluster import current\ncurrent.session().settings.set('keep_alive=1')")
@@ -89,7 +89,7 @@ def test_a_script_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     assert until(lambda: not family(script.mark), timeout=90)
 
 
-def test_output_of_ranks_is_the_scripts_output() -> None:
+def test_rank_output_goes_to_the_scripts_streams() -> None:
     done: Finished = run_script(
         "import axon_nb\nwith axon_nb.start(2, devices='cpu') as c:\n"
         '    c.run(\'import sys\\nprint("out")\\nprint("err", rank, file=sys.stderr)\')'

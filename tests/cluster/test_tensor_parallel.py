@@ -24,7 +24,7 @@ def step(fail=False):
 """
 
 
-def test_an_aborted_step_is_run_again_as_if_nothing_had_been(script: Script) -> None:
+def test_rerun_of_aborted_step_gives_the_same_result(script: Script) -> None:
     script.ok(f"c.run({PREPARE!r}, quiet=True)")
     expected = script.value("c.run('[step() for _ in range(2)]', quiet=True).values")
     assert expected[0] == expected[1]

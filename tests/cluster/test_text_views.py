@@ -45,7 +45,7 @@ def missing_words(view: str, text: str) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-def test_a_script_gets_text(script: Script) -> None:
+def test_script_shows_views_as_text(script: Script) -> None:
     script.ok(f"c.run({MODEL!r}, quiet=True)")
     for view, names in {"timeline": "", "watch": "", "memory": "'model', 'optimizer', ", "shards": "'model', "}.items():
         shown: list[str] = []
@@ -60,7 +60,7 @@ def test_a_script_gets_text(script: Script) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_ipython_in_a_terminal_gets_text(tmp_path: Path) -> None:
+def test_terminal_ipython_shows_views_as_text(tmp_path: Path) -> None:
     arguments = ["--no-banner", "--colors=NoColor", "-c", TERMINAL.replace("MODEL", repr(MODEL))]
     code = f"import IPython\nIPython.start_ipython({arguments!r})"
     run = run_script(code, timeout=150, IPYTHONDIR=str(tmp_path))

@@ -23,7 +23,7 @@ import ipyparallel
 """Stands before the real package: a controller fails with the text of a file beside it, which is then used up."""
 
 
-def test_a_port_that_is_taken_twice_is_told_and_once_is_no_failure(tmp_path: Path) -> None:
+def test_taken_port_is_retried_once_then_reported(tmp_path: Path) -> None:
     package = tmp_path / "ipyparallel"
     package.mkdir()
     (package / "__init__.py").write_text(SHADOW)

@@ -41,7 +41,7 @@ def script(link: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield script
 
 
-def test_ranks_know_where_they_are(script: Script) -> None:
+def test_ranks_report_their_host(script: Script) -> None:
     cell = (
         "import os, socket\n"
         "names = ('RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'GROUP_WORLD_SIZE')\n"
@@ -61,7 +61,7 @@ def test_ranks_know_where_they_are(script: Script) -> None:
     assert sorted(script.value("c.status()['host'].unique().tolist()")) == sorted(by_host)
 
 
-def test_they_communicate_and_form_groups(script: Script) -> None:
+def test_ranks_on_two_hosts_communicate_and_form_groups(script: Script) -> None:
     cell = (
         "t = torch.full((1000,), float(rank + 1))\ndist.all_reduce(t)\n"
         "g = dist.new_group([0, 3])\nu = torch.ones(1)\nif rank in (0, 3): dist.all_reduce(u, group=g)\n"
@@ -71,13 +71,13 @@ def test_they_communicate_and_form_groups(script: Script) -> None:
     assert values == {0: (10.0, 2.0), 1: (10.0, 1.0), 2: (10.0, 1.0), 3: (10.0, 2.0)}
 
 
-def test_a_failing_rank_releases_those_on_the_other_host(script: Script) -> None:
+def test_failed_rank_releases_peers_on_the_other_host(script: Script) -> None:
     answer = script.run("c.run('if rank == 1: raise ValueError(\"far\")\\ndist.barrier()')")
     assert answer.message == "rank 1: ValueError: far"
     assert script.value("dict(c.run('dist.barrier(); rank').values)") == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
-def test_nothing_listens_but_on_loopback_and_that_address(script: Script, link: Network) -> None:
+def test_only_loopback_and_the_chosen_address_listen(script: Script, link: Network) -> None:
     ips = set()
     for process in family(script.mark):
         for entry in process.net_connections(kind="inet"):
@@ -87,7 +87,7 @@ def test_nothing_listens_but_on_loopback_and_that_address(script: Script, link: 
     assert ips <= {"127.0.0.1", link.near_ip, link.far_ip}
 
 
-def test_the_store_on_the_network_tells_nothing_to_who_does_not_know_the_key(script: Script, link: Network) -> None:
+def test_network_store_rejects_clients_without_the_key(script: Script, link: Network) -> None:
     ports = {
         entry.laddr.port
         for process in family(script.mark)
@@ -103,7 +103,7 @@ def test_the_store_on_the_network_tells_nothing_to_who_does_not_know_the_key(scr
         assert sock.recv(100) == b""
 
 
-def test_stop_leaves_nothing_on_either_host(script: Script) -> None:
+def test_stop_leaves_no_processes_on_either_host(script: Script) -> None:
     folder = Path(script.value("str(c.connection.run_dir.path)"))
     script.ok("c.stop()")
     assert until(lambda: not script.others()), command_lines(script.others())
@@ -111,7 +111,7 @@ def test_stop_leaves_nothing_on_either_host(script: Script) -> None:
 
 
 @pytest.mark.slow
-def test_without_an_interface_the_start_says_what_is_missing(link: Network, tmp_path: Path) -> None:
+def test_start_without_interface_names_the_missing_setting(link: Network, tmp_path: Path) -> None:
     with Script(tmp_path, **link.environment) as script:
         # The limit is for the ranks alone: agent and controller are there before.
         answer = script.run(
@@ -125,7 +125,7 @@ def test_without_an_interface_the_start_says_what_is_missing(link: Network, tmp_
         assert until(lambda: not script.others())
 
 
-def test_a_launcher_without_hosts_says_where_to_name_them(tmp_path: Path) -> None:
+def test_launcher_without_hosts_names_the_setting(tmp_path: Path) -> None:
     with Script(tmp_path, IPYTHONDIR=str(tmp_path)) as script:
         answer = script.run("import axon_nb\naxon_nb.start(2, engines='ssh', devices='cpu')")
         assert answer.kinds[0] == "StartError"
@@ -135,13 +135,13 @@ def test_a_launcher_without_hosts_says_where_to_name_them(tmp_path: Path) -> Non
         assert until(lambda: not script.others())
 
 
-def test_an_interface_is_named_by_itself_or_its_address() -> None:
+def test_interface_is_given_by_name_or_address() -> None:
     assert interface_ip("lo") == interface_ip("127.0.0.1") == "127.0.0.1"
     with pytest.raises(UsageError, match=r"--interface nonesuch: this host has no such interface or address"):
         interface_ip("nonesuch")
 
 
-def test_several_hosts_need_a_number_of_ranks() -> None:
+def test_several_hosts_require_num_ranks() -> None:
     with pytest.raises(UsageError, match="--interface needs `-n`"):
         plan_layout(None, several_hosts=True)
     with pytest.raises(UsageError, match="--devices must be auto or cpu with ranks on several hosts; got 0,1"):

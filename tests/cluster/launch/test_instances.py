@@ -16,7 +16,7 @@ start.plan_layout = lambda *_, **__: Layout(2, "gloo", ("cpu", "cpu"), "MIG-a,MI
 SEEN = "import os\nos.environ['CUDA_VISIBLE_DEVICES']"
 
 
-def test_each_rank_sees_its_instance_and_so_does_its_replacement(tmp_path: Path) -> None:
+def test_rank_and_its_replacement_see_one_mig_instance(tmp_path: Path) -> None:
     with Script(tmp_path) as script:
         script.ok(f"{PLAN}c = axon_nb.start(2)")
         for _ in range(2):
@@ -24,7 +24,7 @@ def test_each_rank_sees_its_instance_and_so_does_its_replacement(tmp_path: Path)
             assert script.value("c.repair('1').ranks") == (1,)
 
 
-def test_another_launcher_refuses_several_instances(tmp_path: Path) -> None:
+def test_other_launchers_reject_several_mig_instances(tmp_path: Path) -> None:
     with Script(tmp_path) as script:
         refused = script.run(f"{PLAN}axon_nb.start(2, engines='local')")
         assert refused.kinds[0] == "UsageError"

@@ -20,7 +20,7 @@ client.close()
 """
 
 
-def test_it_starts_by_itself_and_leaves_nothing() -> None:
+def test_ipyparallel_cluster_starts_agent_and_leaves_no_processes() -> None:
     done = run_script(
         START
         + """
@@ -54,14 +54,14 @@ print("interrupted", busy.ready(), view.apply_sync(lambda: 1))
     assert until(lambda: not done.left()), done.left()
 
 
-def test_a_script_that_forgets_to_stop_leaves_nothing() -> None:
+def test_script_without_stop_leaves_no_processes() -> None:
     done = run_script(START + "print(client.ids)\nraise SystemExit(3)")
     assert done.out == "[0, 1]\n", done.err
     assert "Error stopping cluster" not in done.err
     assert until(lambda: not done.left()), done.left()
 
 
-def test_a_killed_engine_is_missed_at_once() -> None:
+def test_killed_engine_is_noticed_at_once() -> None:
     done = run_script(
         START
         + """
@@ -78,7 +78,7 @@ print(client.ids, client[0].apply_sync(lambda: "alive"))
     assert until(lambda: not done.left()), done.left()
 
 
-def test_engines_of_another_program_are_no_cluster_to_attach_to() -> None:
+def test_engines_of_another_program_are_not_attachable() -> None:
     code = """
 import axon_nb
 from axon_nb.cluster.session import discovery as kept

@@ -145,12 +145,12 @@ cluster.stop()
         ("engine", ["control", "iopub"]),
     ],
 )
-def test_a_start_waits_for_all_channels(side: str, channels: list[str]) -> None:
+def test_start_waits_for_all_channels(side: str, channels: list[str]) -> None:
     done = run_script(START.format(side=side, channels=channels))
     assert (done.code, done.out) == (0, "2\n"), done.err
 
 
-def test_a_repair_waits_for_all_channels_of_the_new_rank() -> None:
+def test_repair_waits_for_all_channels_of_the_new_rank() -> None:
     done = run_script(REPAIR)
     assert done.code == 0, done.err
     assert "rank 0" in done.out
@@ -158,18 +158,18 @@ def test_a_repair_waits_for_all_channels_of_the_new_rank() -> None:
     assert done.out.splitlines()[-1] == "True [0, 1]"
 
 
-def test_an_attach_waits_for_the_output_channel() -> None:
+def test_attach_waits_for_the_output_channel() -> None:
     done = run_script(ATTACH)
     assert (done.code, done.out.splitlines()) == (0, ["[rank 0] rank 0 here", "[rank 1] rank 1 here"]), done.err
 
 
-def test_a_new_rank_that_is_killed_before_its_channels_are_up_is_told() -> None:
+def test_new_rank_killed_before_connecting_is_reported() -> None:
     done = run_script(KILLED)
     reported = "Rank 1 failed to start: it was killed by SIGKILL. Run `%distributed repair` to try again.\n"
     assert (done.code, done.out) == (0, reported), done.err
 
 
-def test_a_new_rank_that_is_killed_while_it_joins_holds_nobody_up() -> None:
+def test_new_rank_killed_while_joining_blocks_nobody() -> None:
     done = run_script(KILLED_JOINING)
     assert done.code == 0, done.err
     reported, refused, shared = done.out.splitlines()

@@ -28,7 +28,7 @@ def test_ssh_runs_this_python_unless_configured(profile: Path) -> None:
     assert launcher_config().SSHLauncher.remote_python == "/far/python"
 
 
-def test_an_interrupt_of_the_process_group_spares_ssh(profile: Path) -> None:
+def test_process_group_interrupt_does_not_reach_ssh(profile: Path) -> None:
     (profile / "ipcluster_config.py").write_text(
         f"c.SSHLauncher.ssh_cmd = [{sys.executable!r}, '-c', 'import time; print(1, flush=True); time.sleep(600)']\n"
     )

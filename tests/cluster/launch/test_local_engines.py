@@ -24,7 +24,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
         yield script
 
 
-def test_the_same_cell_gives_the_same(script: Script) -> None:
+def test_local_engines_run_the_same_cell(script: Script) -> None:
     answer = script.ok("r = c.run('t = torch.ones(2) * (rank + 1)\\ndist.all_reduce(t)\\nprint(t.tolist())\\nrank')")
     assert by_rank(answer.out) == {0: ["[3.0, 3.0]"], 1: ["[3.0, 3.0]"]}
     assert script.value("dict(r.values), c.engines") == ({0: 0, 1: 1}, "local")
@@ -42,13 +42,13 @@ def test_data_moves_and_ranks_answer(script: Script) -> None:
     assert until(lambda: script.value("c.status()['state'].tolist()") == ["idle", "idle"], timeout=60)
 
 
-def test_a_failing_rank_releases_the_other(script: Script) -> None:
+def test_failed_rank_releases_its_peer(script: Script) -> None:
     answer = script.run("c.run('if rank == 0: raise ValueError(\"first\")\\nimport time\\ntime.sleep(600)')")
     assert answer.message == "rank 0: ValueError: first"
     assert script.value("dict(c.run('rank').values)") == {0: 0, 1: 1}
 
 
-def test_all_files_are_for_their_owner_alone(script: Script) -> None:
+def test_all_files_are_owner_only(script: Script) -> None:
     folder = Path(script.value("str(c.connection.run_dir.path)"))
     logs = list(folder.rglob("*.log"))
     assert len(logs) >= 4
@@ -59,7 +59,7 @@ def test_all_files_are_for_their_owner_alone(script: Script) -> None:
                 assert stat.S_IMODE(mode) & 0o677 == 0o600, path
 
 
-def test_a_killed_engine_is_told_and_stop_leaves_nothing(script: Script) -> None:
+def test_killed_engine_is_reported_and_stop_leaves_no_processes(script: Script) -> None:
     folder = Path(script.value("str(c.connection.run_dir.path)"))
     answer = script.run(
         "c.run('import os, signal, time\\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\\ntime.sleep(600)')"
@@ -78,7 +78,7 @@ def test_a_killed_engine_is_told_and_stop_leaves_nothing(script: Script) -> None
 
 
 @pytest.mark.slow
-def test_stop_leaves_nothing_when_all_live(tmp_path: Path) -> None:
+def test_stop_leaves_no_processes(tmp_path: Path) -> None:
     with Script(tmp_path) as script:
         script.ok("import axon_nb\nc = axon_nb.start(2, engines='local', devices='cpu')")
         assert len(script.others()) >= 4
@@ -111,7 +111,7 @@ LocalEngineLauncher._start_waiting = lambda self: None
 
 
 @pytest.mark.parametrize("noticed", NOTICED)
-def test_engines_that_cannot_start_are_told_soon_and_with_the_reason(tmp_path: Path, noticed: str) -> None:
+def test_failed_engine_start_is_reported_with_cause(tmp_path: Path, noticed: str) -> None:
     """The host agent runs already when the environment turns bad, so that the engines alone meet it."""
     with Script(tmp_path) as script:
         script.ok(
@@ -143,7 +143,7 @@ LocalEngineSetLauncher.launcher_class = Engine
 
 
 @pytest.mark.parametrize("failing", ["0", "1", "01"])
-def test_engines_that_exit_in_a_notebook_are_noticed_with_the_reason(tmp_path: Path, failing: str) -> None:
+def test_engine_exit_in_a_notebook_is_reported_with_cause(tmp_path: Path, failing: str) -> None:
     """The exit is noticed by ipyparallel, too: its loop runs in a notebook, and drops the engine from its set."""
     with Kernel(cwd=tmp_path, env=script_environment(FAILING=failing)) as kernel:
         kernel.ok(FAILING)

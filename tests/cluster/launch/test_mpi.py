@@ -24,7 +24,7 @@ ROOT_MAY = {
 
 
 @pytest.mark.skipif(not has_mpi4py, reason="needs mpi4py, with which ipyparallel's engines ask for their MPI rank")
-def test_ranks_of_mpiexec_run_cells_and_end(tmp_path: Path) -> None:
+def test_mpiexec_ranks_run_cells_and_exit(tmp_path: Path) -> None:
     with Script(tmp_path, **ROOT_MAY) as script:
         script.ok("import axon_nb\nc = axon_nb.start(2, engines='mpi', devices='cpu')")
         answer = script.ok("r = c.run('t = torch.ones(1)\\ndist.all_reduce(t)\\nprint(t.item())\\nrank')")
@@ -37,7 +37,7 @@ def test_ranks_of_mpiexec_run_cells_and_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(has_mpi4py, reason="tells what happens without mpi4py")
-def test_without_mpi4py_the_start_says_what_is_missing(tmp_path: Path) -> None:
+def test_start_without_mpi4py_names_the_package(tmp_path: Path) -> None:
     with Script(tmp_path, **ROOT_MAY) as script:
         answer = script.run(
             "import axon_nb\nfrom axon_nb.cluster import current\ncurrent.session().settings.set('start_timeout=100')\n"

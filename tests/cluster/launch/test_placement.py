@@ -35,7 +35,7 @@ def no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_cards")
-def test_a_variable_chooses_what_ranks_on_cpus_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_selects_cpu_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AXON_NB_CPU_BACKEND", "gloo")
     assert plan_layout(2).backend == "gloo"
     assert plan_layout(2, backend="shm").backend == "shm"
@@ -45,7 +45,7 @@ def test_a_variable_chooses_what_ranks_on_cpus_use(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("no_cards")
-def test_without_cards_ranks_are_on_the_cpu() -> None:
+def test_ranks_use_cpus_without_gpus() -> None:
     layout = plan_layout(3)
     assert (layout.num_ranks, layout.backend, layout.devices) == (3, "shm", ("cpu",) * 3)
     assert layout.visible is None
@@ -54,19 +54,19 @@ def test_without_cards_ranks_are_on_the_cpu() -> None:
 
 
 @pytest.mark.usefixtures("no_cards")
-def test_without_a_number_there_are_2_to_4_ranks() -> None:
+def test_default_is_2_to_4_ranks() -> None:
     layout = plan_layout(None)
     assert layout.num_ranks == min(4, max(2, CORES))
     assert re.fullmatch(rf"\d ranks for {CORES} CPU cores? .*; `-n` chooses another number\.", explain_number(layout))
 
 
 @pytest.mark.usefixtures("no_cards")
-def test_a_hundred_ranks_get_a_thread_each() -> None:
+def test_100_ranks_get_one_thread_each() -> None:
     assert plan_layout(100).threads == 1
     assert plan_layout(2, threads=5).threads == 5
 
 
-def test_each_free_card_gets_a_rank(driver: Driver) -> None:
+def test_each_free_gpu_gets_a_rank(driver: Driver) -> None:
     layout = plan_layout(None)
     assert (layout.num_ranks, layout.backend) == (3, "nccl")
     assert layout.devices == ("cuda:0", "cuda:1", "cuda:2")
@@ -75,22 +75,22 @@ def test_each_free_card_gets_a_rank(driver: Driver) -> None:
     assert explain_number(layout) == "3 ranks, one for each free GPU."
 
 
-def test_a_busy_card_is_taken_when_named(driver: Driver) -> None:
+def test_busy_gpu_is_used_if_named(driver: Driver) -> None:
     layout = plan_layout(None, devices="1")
     assert (layout.num_ranks, layout.devices, layout.visible, layout.notes) == (1, ("cuda:0",), "1", ())
 
 
-def test_named_cards_keep_their_order(driver: Driver) -> None:
+def test_named_gpus_keep_their_order(driver: Driver) -> None:
     layout = plan_layout(2, devices="3,0")
     assert (layout.devices, layout.visible, layout.backend) == (("cuda:0", "cuda:1"), "3,0", "nccl")
 
 
-def test_fewer_ranks_than_cards(driver: Driver) -> None:
+def test_fewer_ranks_than_gpus(driver: Driver) -> None:
     layout = plan_layout(2)
     assert (layout.devices, layout.backend) == (("cuda:0", "cuda:1"), "nccl")
 
 
-def test_more_ranks_than_cards_share_them_over_gloo_and_that_is_said(driver: Driver) -> None:
+def test_more_ranks_than_gpus_share_them_over_gloo_with_a_note(driver: Driver) -> None:
     layout = plan_layout(5, devices="0,2")
     assert layout.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0")
     assert layout.backend == "gloo"
@@ -98,17 +98,17 @@ def test_more_ranks_than_cards_share_them_over_gloo_and_that_is_said(driver: Dri
     assert plan_layout(2, devices="0").notes == ("2 ranks share 1 GPU (Gloo).",)
 
 
-def test_gloo_can_be_asked_for(driver: Driver) -> None:
+def test_gloo_can_be_requested(driver: Driver) -> None:
     layout = plan_layout(None, backend="gloo")
     assert (layout.num_ranks, layout.backend, layout.devices[0]) == (3, "gloo", "cuda:0")
 
 
-def test_the_cpu_can_be_asked_for_and_hides_the_cards(driver: Driver) -> None:
+def test_requesting_cpus_hides_the_gpus(driver: Driver) -> None:
     layout = plan_layout(None, devices="cpu")
     assert (layout.backend, set(layout.devices), layout.visible) == ("shm", {"cpu"}, "")
 
 
-def test_what_the_user_has_hidden_stays_hidden(driver: Driver) -> None:
+def test_gpus_hidden_by_the_user_stay_hidden(driver: Driver) -> None:
     driver.shows("3,1,2")
     layout = plan_layout(None)
     assert (layout.num_ranks, layout.visible) == (2, "3,2")
@@ -120,7 +120,7 @@ def test_what_the_user_has_hidden_stays_hidden(driver: Driver) -> None:
         plan_layout(1, devices="0")
 
 
-def test_a_mig_instance_is_what_ranks_see(driver: Driver) -> None:
+def test_ranks_see_the_mig_instance(driver: Driver) -> None:
     driver.prints(A100X4, listing=MIG)
     name = "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"
     driver.shows(name)
@@ -141,7 +141,7 @@ SEVEN = "GPU 0: NVIDIA H100 (UUID: GPU-0)\n" + "".join(
 )
 
 
-def test_seven_instances_give_seven_ranks_that_see_one_each(driver: Driver) -> None:
+def test_seven_mig_instances_give_seven_ranks(driver: Driver) -> None:
     driver.prints("0, GPU-0, NVIDIA H100, 81920, 70000\n", listing=SEVEN)
     layout = plan_layout(None)
     assert (layout.num_ranks, layout.backend, set(layout.devices)) == (7, "gloo", {"cuda:0"})
@@ -158,7 +158,7 @@ def test_seven_instances_give_seven_ranks_that_see_one_each(driver: Driver) -> N
     assert plan_layout(None, backend="nccl", devices="MIG-3").visible == "MIG-3"
 
 
-def test_a_single_card_gives_several_ranks_and_one_line_says_so(driver: Driver) -> None:
+def test_single_gpu_gives_several_ranks_with_a_note(driver: Driver) -> None:
     driver.prints("0, GPU-0, NVIDIA GeForce RTX 4060 Laptop GPU, 8188, 4\n")
     layout = plan_layout(None)
     assert (layout.num_ranks, layout.backend, set(layout.devices)) == (FEW, "gloo", {"cuda:0"})
@@ -166,7 +166,7 @@ def test_a_single_card_gives_several_ranks_and_one_line_says_so(driver: Driver) 
     assert plan_layout(1).backend == plan_layout(None, backend="nccl").backend == "nccl"
 
 
-def test_all_cards_in_use_means_the_cpu_and_that_is_said(driver: Driver) -> None:
+def test_busy_gpus_fall_back_to_cpus_with_a_note(driver: Driver) -> None:
     driver.shows("1")
     layout = plan_layout(2)
     assert (layout.backend, layout.devices, layout.visible) == ("shm", ("cpu", "cpu"), "")
@@ -194,7 +194,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("wish", "sentence"), REFUSED, ids=[str(wish) for wish, _ in REFUSED])
-def test_what_cannot_be_is_refused_with_what_can(driver: Driver, wish: dict[str, object], sentence: str) -> None:
+def test_impossible_placement_is_rejected_with_alternatives(driver: Driver, wish: dict[str, object], sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
         plan_layout(**wish)  # type: ignore[arg-type]
     assert sentence in str(caught.value)
@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused_with_what_can(driver: Driver, wish: dict[str,
     n=st.none() | st.integers(1, 9),
     backend=st.sampled_from(["auto", "shm", "gloo", "nccl"]),
 )
-def test_every_plan_holds_together(driver: Driver, used: list[int], n: int | None, backend: str) -> None:
+def test_every_placement_is_consistent(driver: Driver, used: list[int], n: int | None, backend: str) -> None:
     driver.prints("".join(f"{i}, GPU-{i:08d}-0, Card, 16384, {mib}\n" for i, mib in enumerate(used)))
     free = [i for i, mib in enumerate(used) if mib <= 512]
     try:
