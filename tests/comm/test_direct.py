@@ -31,14 +31,14 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_torch_has_what_is_used() -> None:
+def test_torch_has_the_hooks() -> None:
     assert missing_hooks("comm.direct") == []
     assert not direct.HOOKS_MISSING
 
 
 @pytest.mark.parametrize("without_hooks", [False, True])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_single_rank_gets_its_own_values(call: str, without_hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_gets_its_own_values(call: str, without_hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "HOOKS_MISSING", without_hooks)
     values = torch.arange(6.0).view(3, 2)
     assert torch.equal(CALLS[call](values.clone()), values)
@@ -56,7 +56,7 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_dispatch_mode_sees_the_public_function() -> None:
+def test_dispatch_mode_sees_the_public_function() -> None:
     with Seen() as seen:
         comm.all_reduce(torch.ones(2))
     assert "all_reduce" in seen.names

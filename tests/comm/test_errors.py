@@ -127,7 +127,7 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_misuse(world: Any, call: Callable[[World], Any], kind: type[CommError], text: str) -> None:
+def test_invalid_arguments_raise(world: Any, call: Callable[[World], Any], kind: type[CommError], text: str) -> None:
     def work(world: World) -> tuple[Any, float]:
         try:
             call(world)
@@ -143,7 +143,7 @@ def test_misuse(world: Any, call: Callable[[World], Any], kind: type[CommError],
         assert after == 4.0
 
 
-def test_non_members_get_an_error(world: Any) -> None:
+def test_non_members_raise(world: Any) -> None:
     def work(world: World) -> str:
         group = world.new_group([1, 2])
         try:
@@ -157,7 +157,7 @@ def test_non_members_get_an_error(world: Any) -> None:
     assert answers[0].startswith("Rank 0 is not a member of the group of ranks [1, 2]: guard the call")
 
 
-def test_a_global_rank_is_recognised(world: Any) -> None:
+def test_global_rank_is_recognised(world: Any) -> None:
     def work(world: World) -> str:
         group = world.new_group([2, 3])
         if world.rank() < 2:

@@ -126,7 +126,7 @@ def test_errors_and_modes_take_the_general_path() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_each_call_is_a_span() -> None:
+def test_each_call_records_one_span() -> None:
     position, ones = ring.position, torch.ones(6)
     comm.all_reduce_mean(ones)
     comm.broadcast(ones)
@@ -139,7 +139,7 @@ def test_each_call_is_a_span() -> None:
     assert all(0 < span.start_ns <= span.end_ns and span.group == dist.group.WORLD.group_name for span in spans)
 
 
-def test_a_destroyed_world_is_forgotten(tmp_path: Path) -> None:
+def test_destroyed_world_is_released(tmp_path: Path) -> None:
     for number in range(2):
         begin(tmp_path, f"store{number}")
         assert comm.all_reduce_sum(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -28,7 +28,7 @@ SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=8)
 
 @given(sizes=SIZES, capacity=st.integers(1, 10))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_bucket_returns_what_was_added(sizes: list[int], capacity: int) -> None:
+def test_bucket_returns_its_gradients(sizes: list[int], capacity: int) -> None:
     group = ProcessGroup.mock()
     gradients = [torch.arange(float(size)).view(-1, 1) for size in sizes]
     bucket = GradientBucket(capacity)
@@ -46,7 +46,7 @@ def test_a_bucket_returns_what_was_added(sizes: list[int], capacity: int) -> Non
     assert bucket.num_gradients == 0
 
 
-def test_a_bucket_holds_one_dtype_and_device() -> None:
+def test_bucket_holds_one_dtype_and_device() -> None:
     bucket = GradientBucket(10)
     bucket.add(torch.ones(2))
     with pytest.raises(TensorError, match="a bucket holds gradients of one dtype and device"):

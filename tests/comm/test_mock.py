@@ -183,7 +183,7 @@ def test_arguments_are_copies() -> None:
     assert mine.tolist() == [0.0, 0.0]
 
 
-def test_the_first_failure_is_raised_and_names_its_rank() -> None:
+def test_first_failure_is_raised_with_its_rank() -> None:
     def work(world: World) -> None:
         if world.rank() == 2:
             raise ValueError("mine")
@@ -211,7 +211,7 @@ def test_user_code_cannot_swallow_the_abort() -> None:
         World.mock(2).run(work)
 
 
-def test_a_deadlock_names_who_waits_for_whom() -> None:
+def test_deadlock_report_names_waiting_ranks() -> None:
     def work(world: World) -> None:
         if world.rank() != 2:
             comm.barrier()
@@ -243,24 +243,24 @@ def test_mismatched_calls_and_shapes_raise() -> None:
         World.mock(2).run(shapes)
 
 
-def test_a_run_restores_torchs_state() -> None:
+def test_mock_run_restores_torch_state() -> None:
     World.mock(2).run(lambda world: world.barrier())
     assert not dist.is_initialized()
     with pytest.raises(CommError, match="No world is initialized"):
         comm.barrier()
 
 
-def test_what_cannot_run_is_refused() -> None:
+def test_unsupported_operations_raise_in_mock_worlds() -> None:
     with pytest.raises(InvalidArgumentError, match=r"a function that takes the world; got 5"):
         World.mock(2).run(5)  # type: ignore[arg-type]
 
 
-def test_nested_runs_are_refused() -> None:
+def test_nested_runs_raise() -> None:
     with pytest.raises(CommError, match="A mock world is already running"):
         World.mock(2).run(lambda world: World.mock(2).run(lambda inner: None))
 
 
-def test_every_rank_driven_by_one_thread() -> None:
+def test_one_thread_drives_every_rank() -> None:
     groups = World.mock(3).create()
     assert [(group.rank(), group.size(), group.backend) for group in groups] == [(rank, 3, "mock") for rank in range(3)]
     tensors = [torch.full((2,), float(rank + 1)) for rank in range(3)]
@@ -272,7 +272,7 @@ def test_every_rank_driven_by_one_thread() -> None:
         comm.barrier(group=groups[0])
 
 
-def test_a_single_process_group() -> None:
+def test_single_process_group() -> None:
     group = ProcessGroup.mock()
     tensor = torch.tensor([1.0, 2.0])
     assert comm.all_reduce_mean(tensor, group=group) is tensor
@@ -282,7 +282,7 @@ def test_a_single_process_group() -> None:
     assert (world.rank(), world.world_size(), world.default_group().size()) == (0, 1, 1)
 
 
-def test_a_mock_world_outside_of_a_run() -> None:
+def test_mock_world_outside_a_run() -> None:
     world = World.mock(4)
     group = world.new_group([0, 1])
     assert (group.contains(0), group.contains(2), group.size()) == (True, False, 2)

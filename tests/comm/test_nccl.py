@@ -32,19 +32,19 @@ def test_without_nccl_every_use_reports_the_reason(use: Callable[[], object]) ->
         use()
 
 
-def test_a_unique_id_survives_text_encoding() -> None:
+def test_unique_id_round_trips_as_text() -> None:
     assert NcclUniqueId.from_text(ID.to_text()) == ID
     with pytest.raises(NcclError, match="is not a unique id"):
         NcclUniqueId.from_text("not base64!")
 
 
-def test_ranks_that_cannot_have_a_gpu_each_use_gloo() -> None:
+def test_ranks_sharing_gpus_use_gloo() -> None:
     count = torch.cuda.device_count() if nccl.is_available() else 0
     assert choose_backend(count + 1) is Backend.GLOO
     assert count == 0 or choose_backend(count) is Backend.NCCL
 
 
-def test_ranks_of_a_device_world_make_their_tensors_there() -> None:
+def test_ranks_of_a_device_world_create_tensors_on_it() -> None:
     def work(world: World) -> tuple[str, torch.Tensor]:
         return str(torch.ones(1).device), torch.ones(1, device="cpu") + world.rank()
 

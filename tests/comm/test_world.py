@@ -63,7 +63,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert _run(command, tmp_path) == [CLOSED, CLOSED, *RANKS]
 
 
-def test_a_world_destroyed_by_torch_exits_cleanly(tmp_path: Path) -> None:
+def test_world_destroyed_by_torch_exits_cleanly(tmp_path: Path) -> None:
     (tmp_path / "destroys.py").write_text(
         "import torch, torch.distributed as dist\nfrom axon_nb import comm\nworld = comm.World.init()\n"
         "comm.all_reduce_sum(torch.ones(1))\ndist.destroy_process_group()\n"

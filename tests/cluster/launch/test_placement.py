@@ -194,7 +194,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("wish", "sentence"), REFUSED, ids=[str(wish) for wish, _ in REFUSED])
-def test_impossible_placement_is_rejected_with_alternatives(driver: Driver, wish: dict[str, object], sentence: str) -> None:
+def test_impossible_placement_is_rejected_with_alternatives(
+    driver: Driver, wish: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         plan_layout(**wish)  # type: ignore[arg-type]
     assert sentence in str(caught.value)

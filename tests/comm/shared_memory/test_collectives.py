@@ -27,7 +27,7 @@ def gloo() -> Any:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_sums_are_those_of_gloo_and_the_same_bits_on_all_ranks(shm_world: Any, size: int) -> None:
+def test_sums_match_gloo_and_are_identical_on_all_ranks(shm_world: Any, size: int) -> None:
     def work(world: World) -> Any:
         import torch.distributed as dist
 
@@ -52,7 +52,7 @@ def test_sums_are_those_of_gloo_and_the_same_bits_on_all_ranks(shm_world: Any, s
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool], ids=str)
-def test_whole_numbers_with_every_operation(shm_world: Any, dtype: torch.dtype) -> None:
+def test_integers_with_every_operation(shm_world: Any, dtype: torch.dtype) -> None:
     def work(world: World) -> Any:
         import torch.distributed as dist
 
@@ -176,7 +176,7 @@ def test_uneven_splits_strided_tensors_and_wrong_splits(shm_world: Any) -> None:
         assert "rank 3 sends 4 bytes to rank 2, which expects 8" in sentence
 
 
-def test_sparse_tensors_are_added_up(shm_world: Any) -> None:
+def test_sparse_tensors_are_summed(shm_world: Any) -> None:
     def work(world: World) -> Any:
         import torch.distributed as dist
 
@@ -239,7 +239,7 @@ def test_objects_subsets_and_threads(shm_world: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [4, 50_000])
-def test_each_rank_multiplies_its_own_elements(shm_world: Any, count: int) -> None:
+def test_product_is_computed_per_rank_shard(shm_world: Any, count: int) -> None:
     def work(world: World) -> list[float]:
         import torch.distributed as dist
         from torch._C._distributed_c10d import _make_nccl_premul_sum
@@ -255,7 +255,7 @@ def test_each_rank_multiplies_its_own_elements(shm_world: Any, count: int) -> No
     assert shm_world.run(work) == [[10.0]] * N
 
 
-def test_a_forked_child_is_refused_and_changes_nothing(shm_world: Any) -> None:
+def test_forked_child_is_rejected_without_side_effects(shm_world: Any) -> None:
     def work(world: World) -> tuple[str, float]:
         import torch.distributed as dist
 
@@ -280,7 +280,7 @@ def test_a_forked_child_is_refused_and_changes_nothing(shm_world: Any) -> None:
     assert [result for _, result in answers] == [10.0] * N
 
 
-def test_a_callback_waits_for_a_collective_that_it_starts(shm_world: Any) -> None:
+def test_callback_waits_for_the_collective_it_starts(shm_world: Any) -> None:
     def work(world: World) -> list[float]:
         import torch.distributed as dist
 

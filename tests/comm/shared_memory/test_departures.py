@@ -89,14 +89,14 @@ WAITS: dict[str, tuple[str, Callable[[Progress], int]]] = {
 
 
 @pytest.mark.parametrize("what", WAITS)
-def test_what_a_peer_did_before_it_died_counts(what: str) -> None:
+def test_work_of_a_peer_before_its_death_counts(what: str) -> None:
     does, wait = WAITS[what]
     with rank_0(does) as progress:
         assert wait(progress) == 42
 
 
 @pytest.mark.parametrize("what", WAITS)
-def test_a_peer_that_dies_too_early_is_named(what: str) -> None:
+def test_peer_that_dies_too_early_is_reported(what: str) -> None:
     _, wait = WAITS[what]
     with rank_0("nothing") as progress, pytest.raises(PeerLostError, match="rank 1 died while this rank waited for it"):
         wait(progress)

@@ -60,7 +60,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_that_differ_are_one_sentence_on_all_ranks_and_harm_nothing(shm_world: Any, name: str) -> None:
+def test_mismatched_calls_raise_one_sentence_on_all_ranks(shm_world: Any, name: str) -> None:
     def work(world: World) -> str:
         with pytest.raises(CollectiveMismatchError) as found:
             CALLS[name](world.rank(), None)
@@ -74,7 +74,7 @@ def test_calls_that_differ_are_one_sentence_on_all_ranks_and_harm_nothing(shm_wo
     assert any(all(words in text for words in WORDS[name]) for text in sentences), sentences
 
 
-def test_an_abort_ends_all_waits_on_all_ranks(shm_world: Any) -> None:
+def test_abort_ends_all_waits_on_all_ranks(shm_world: Any) -> None:
     def work(world: World) -> Any:
         rank = world.rank()
         group = dist.new_group(backend="shm")
@@ -100,7 +100,7 @@ def test_an_abort_ends_all_waits_on_all_ranks(shm_world: Any) -> None:
         assert again.startswith("GroupLeftError: ")
 
 
-def test_futures_end_with_an_abort_as_well(shm_world: Any) -> None:
+def test_abort_completes_futures(shm_world: Any) -> None:
     def work(world: World) -> str:
         group = dist.new_group(backend="shm")
         if world.rank() == 0:
@@ -116,7 +116,7 @@ def test_futures_end_with_an_abort_as_well(shm_world: Any) -> None:
     assert all("GroupLeft" in sentence or "left the group" in sentence for sentence in shm_world.run(work))
 
 
-def test_a_limit_ends_the_wait_of_all(shm_world: Any) -> None:
+def test_timeout_ends_the_wait_on_all_ranks(shm_world: Any) -> None:
     def work(world: World) -> str:
         group = dist.new_group(backend="shm", timeout=timedelta(seconds=1))
         sentence = ""
@@ -130,7 +130,7 @@ def test_a_limit_ends_the_wait_of_all(shm_world: Any) -> None:
     assert sentences[3] == ""
 
 
-def test_a_monitored_barrier_names_who_does_not_come(shm_world: Any) -> None:
+def test_monitored_barrier_names_missing_ranks(shm_world: Any) -> None:
     def work(world: World) -> str:
         group = dist.new_group(backend="shm")
         dist.barrier()
@@ -144,7 +144,7 @@ def test_a_monitored_barrier_names_who_does_not_come(shm_world: Any) -> None:
     assert any("ranks 1,3 did not arrive" in sentence for sentence in sentences), sentences
 
 
-def test_an_interrupt_ends_a_wait(shm_world: Any, tmp_path: Path) -> None:
+def test_interrupt_ends_a_wait(shm_world: Any, tmp_path: Path) -> None:
     def work(world: World, flag: Path) -> float:
         group: Any = dist.new_group(backend="shm")
         waited = 0.0
@@ -172,7 +172,7 @@ def test_an_interrupt_ends_a_wait(shm_world: Any, tmp_path: Path) -> None:
     assert max(shm_world.run(work, tmp_path / "interrupted")) < SOON_S
 
 
-def test_waiting_takes_no_cpu_time(shm_world: Any) -> None:
+def test_waiting_uses_no_cpu_time(shm_world: Any) -> None:
     def work(world: World) -> float:
         """CPU seconds per second that this rank waits."""
         dist.barrier()
@@ -185,7 +185,7 @@ def test_waiting_takes_no_cpu_time(shm_world: Any) -> None:
     assert max(shm_world.run(work)) < 0.05
 
 
-def test_failures_leave_no_thread_no_descriptor_and_no_memory(shm_world: Any) -> None:
+def test_failures_leak_no_threads_descriptors_or_memory(shm_world: Any) -> None:
     def work(world: World) -> Any:
         def counts() -> tuple[int, int, int]:
             gc.collect()
@@ -214,7 +214,7 @@ def test_failures_leave_no_thread_no_descriptor_and_no_memory(shm_world: Any) ->
         assert all(now <= then + 1 for then, now in zip(before, after, strict=True)), (before, after)
 
 
-def test_a_death_ends_the_waits_for_the_dead_rank() -> None:
+def test_death_ends_waits_for_the_dead_rank() -> None:
     def work(world: World) -> Any:
         if world.rank() == 2:
             dist.recv(torch.ones(1), 0)
@@ -235,7 +235,7 @@ def test_a_death_ends_the_waits_for_the_dead_rank() -> None:
     assert all(waited < SOON_S and total == 2 for _, waited, total in answers)
 
 
-def test_what_each_rank_is_in_can_be_read_while_one_is_stopped() -> None:
+def test_current_calls_are_readable_while_a_rank_is_stopped() -> None:
     def work(world: World) -> Any:
         dist.barrier()
         if world.rank() == 1:
@@ -261,12 +261,12 @@ def test_what_each_rank_is_in_can_be_read_while_one_is_stopped() -> None:
     assert "barrier" in lines[1]
 
 
-def test_a_limit_that_is_too_small_for_the_group_is_refused() -> None:
+def test_memory_limit_too_small_for_the_group_is_rejected() -> None:
     with pytest.raises(InvalidArgumentError, match=r"A group of 8 ranks needs at least 1472 KiB of shared memory, but"):
         form(dist.HashStore(), rank=0, members=list(range(8)), key="memory", timeout_s=1.0, max_bytes=1 << 20)
 
 
-def test_the_limit_bounds_the_memory_of_all_groups() -> None:
+def test_limit_bounds_the_memory_of_all_groups() -> None:
     def work(world: World) -> list[Any]:
         # On Gloo, the groups of this test are the only ones over shared memory.
         limit, store, members = 4 << 20, dist.distributed_c10d._get_default_store(), [0, 1]

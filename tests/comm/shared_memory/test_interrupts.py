@@ -89,7 +89,7 @@ def _possible(name: str, rank: int, number: int) -> set[float]:
 
 
 @pytest.mark.timeout(600)
-def test_a_caught_interrupt_at_any_line_is_without_effect_or_an_error_for_all() -> None:
+def test_caught_interrupt_is_harmless_or_raises_on_all_ranks() -> None:
     def work(world: World, name: str) -> int:
         """Return the number of lines at which rank 0 was interrupted."""
         rank, call_name = world.rank(), name

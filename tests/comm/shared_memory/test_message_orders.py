@@ -215,7 +215,7 @@ def test_every_order_delivers_each_message(name: str, leaves: bool) -> None:
     [(OutRing, "room", "one message longer than the ring"), (Receive, "fits", "tags in another order")],
     ids=["a ring that is full", "tags"],
 )
-def test_an_error_in_the_protocol_is_noticed(kind: Any, name: str, program: str, monkeypatch: Any) -> None:
+def test_protocol_error_is_detected(kind: Any, name: str, program: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(kind, name, lambda *_: True)
     with pytest.raises(AssertionError):
         test_every_order_delivers_each_message(program, leaves=False)

@@ -13,7 +13,7 @@ from axon_nb.comm import World
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_messages_with_tags_from_anybody_and_large(shm_world: Any) -> None:
+def test_tagged_any_source_and_large_messages(shm_world: Any) -> None:
     def work(world: World) -> None:
         import torch.distributed as dist
 
@@ -50,7 +50,7 @@ def test_messages_with_tags_from_anybody_and_large(shm_world: Any) -> None:
     shm_world.run(work)
 
 
-def test_receives_that_nobody_waits_for_go_on(shm_world: Any) -> None:
+def test_unawaited_receives_complete(shm_world: Any) -> None:
     def work(world: World) -> None:
         import torch.distributed as dist
 
@@ -69,7 +69,7 @@ def test_receives_that_nobody_waits_for_go_on(shm_world: Any) -> None:
 
 
 @pytest.mark.parametrize("first", ["the send", "the receive"])
-def test_a_message_that_is_too_long_fails_at_the_receiver(shm_world: Any, first: str) -> None:
+def test_oversized_message_raises_at_the_receiver(shm_world: Any, first: str) -> None:
     def work(world: World) -> str:
         import torch.distributed as dist
 

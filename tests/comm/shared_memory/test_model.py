@@ -153,7 +153,7 @@ def _put(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_every_order_of_steps_with_a_fault_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_interleaving_with_one_fault_terminates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = [record(SEQUENCES[name], rank, monkeypatch) for rank in range(N)]
     states, ends = Model(programs, faults=1).explore()
     assert states > 1000
@@ -163,13 +163,13 @@ def test_every_order_of_steps_with_a_fault_ends(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["small sums", "large sums"])
-def test_every_order_with_two_faults_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_interleaving_with_two_faults_terminates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = [record(SEQUENCES[name][:4], rank, monkeypatch) for rank in range(N)]
     _, ends = Model(programs, faults=2).explore()
     assert (DONE,) * N in ends
 
 
-def test_the_model_notices_too_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_detects_too_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "SLOTS", 2)
     monkeypatch.setattr("tests.comm.shared_memory.recorded_steps.SLOTS", 2)
     programs = [record([(all_gather, 5)], rank, monkeypatch) for rank in range(N)]

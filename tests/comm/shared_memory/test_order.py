@@ -39,7 +39,7 @@ def slow_threads() -> Iterator[None]:
     threading.settrace(None)
 
 
-def test_a_call_is_never_taken_for_an_earlier_one() -> None:
+def test_call_is_never_mistaken_for_an_earlier_one() -> None:
     layout = Layout.of(2, 1 << 20)
     descriptor = SharedMemory.create(layout)
     ranks = [Progress(SharedMemory(descriptor, layout), rank, [0, 1], None) for rank in range(2)]

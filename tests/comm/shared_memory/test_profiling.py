@@ -21,7 +21,7 @@ def _waits_in_barrier(line: str) -> bool:
     return "barrier" in line and "waits for rank 1" in line
 
 
-def test_each_operation_is_recorded_until_it_is_done(shm_world: Any) -> None:
+def test_operation_is_recorded_until_completion(shm_world: Any) -> None:
     def work(world: World) -> dict[str, tuple[int, float]]:
         group: Any = dist.group.WORLD
         rank, size = world.rank(), world.world_size()
@@ -55,7 +55,7 @@ def test_each_operation_is_recorded_until_it_is_done(shm_world: Any) -> None:
             assert longest["shm:barrier"][1] > 0.1
 
 
-def test_a_refused_operation_ends_its_record(shm_world: Any) -> None:
+def test_rejected_operation_ends_its_record(shm_world: Any) -> None:
     def work(world: World) -> list[str]:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             with pytest.raises(RuntimeError):

@@ -141,14 +141,14 @@ def world() -> Iterator[RankWorld]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_tensor_without_memory_here_is_refused(world: RankWorld, kind: str, operation: str) -> None:
+def test_tensor_without_host_memory_is_rejected(world: RankWorld, kind: str, operation: str) -> None:
     answers = world.run(attempt, REFUSED[kind], OPERATIONS[operation])
     assert all(error for error, _ in answers), answers
     assert [after for _, after in answers] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
-def test_a_tensor_with_memory_is_summed(world: RankWorld, kind: str) -> None:
+def test_tensor_with_memory_is_summed(world: RankWorld, kind: str) -> None:
     expected = {"no elements": [], "result of a functional collective": [6.0] * 4}.get(kind, [3.0] * 4)
     assert world.run(sums, ACCEPTED[kind]) == [expected] * 2
 
@@ -164,7 +164,7 @@ def expanded(world: Any) -> list[Any]:
     return [refused, *(part.tolist() for part in parts)]
 
 
-def test_an_expanded_tensor_can_be_sent_and_not_written(world: RankWorld) -> None:
+def test_expanded_tensor_can_be_sent_but_not_written(world: RankWorld) -> None:
     for refused, *parts in world.run(expanded):
         assert "Elements of an expanded tensor share memory" in refused
         assert parts == [[1.0] * 4, [2.0] * 4]

@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[[int, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_dtypes_that_differ_in_a_collective_are_an_error_on_all_ranks(shm_world: Any, name: str) -> None:
+def test_dtype_mismatch_in_collective_raises_on_all_ranks(shm_world: Any, name: str) -> None:
     def work(world: World) -> tuple[str, list[float]]:
         rank = world.rank()
         own = torch.ones(4, dtype=torch.int32 if rank == 2 else torch.float32)
@@ -54,7 +54,7 @@ def test_dtypes_that_differ_in_a_collective_are_an_error_on_all_ranks(shm_world:
 
 @pytest.mark.parametrize("size", [3, 2_000_000])
 @pytest.mark.parametrize("first", ["the send", "the receive"])
-def test_a_message_of_another_dtype_is_not_received(shm_world: Any, size: int, first: str) -> None:
+def test_message_of_another_dtype_is_rejected(shm_world: Any, size: int, first: str) -> None:
     def work(world: World) -> tuple[str, Any]:
         rank, sentence, next_one = world.rank(), "", torch.zeros(1)
         taken = torch.zeros(size, dtype=torch.int32)

@@ -42,7 +42,7 @@ def run(size: int, layout: Layout, work: Callable[[Calls, Rounds, int], Any]) ->
 
 
 @pytest.mark.parametrize("limit", [1, 16 << 20, 0], ids=["smallest", "16 MiB", "usual"])
-def test_each_rank_has_room_in_a_slot_whatever_the_limit(limit: int) -> None:
+def test_slot_has_room_for_each_rank_at_any_limit(limit: int) -> None:
     for size in range(1, MAX_RANKS + 1):
         layout = Layout.of(size, limit)
         assert layout.slot_bytes % PAGE == layout.piece_bytes % PAGE == 0
@@ -53,7 +53,7 @@ def test_each_rank_has_room_in_a_slot_whatever_the_limit(limit: int) -> None:
     assert Layout.of(16, 1).slot_bytes == Layout.of(16, 1).piece_bytes == PAGE
 
 
-def test_60_ranks_exchange_tensors_in_the_smallest_memory() -> None:
+def test_60_ranks_exchange_tensors_in_minimum_memory() -> None:
     size = 60
 
     def work(calls: Calls, rounds: Rounds, rank: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_60_ranks_exchange_tensors_in_the_smallest_memory() -> None:
 
 
 @pytest.mark.parametrize("pieces", [4, 5, 6, 7, 8, 9, 14, 30])
-def test_a_collective_with_more_steps_than_its_number_has_room_for(monkeypatch: Any, pieces: int) -> None:
+def test_collective_with_more_steps_than_its_counter_holds(monkeypatch: Any, pieces: int) -> None:
     monkeypatch.setattr(rounds_module, "STEPS", 8)
     size = 2
 

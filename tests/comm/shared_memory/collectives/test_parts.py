@@ -14,7 +14,7 @@ from axon_nb.comm.errors import CollectiveMismatchError, TensorMismatchError
 
 
 @pytest.mark.parametrize("counts", [[1, 2, 3, 0], [0, 0, 7, 0], [700_000, 5, 1_300_000, 40_001]], ids=str)
-def test_uneven_parts_are_reduced_as_on_gloo(shm_world: Any, counts: list[int]) -> None:
+def test_uneven_parts_reduce_as_on_gloo(shm_world: Any, counts: list[int]) -> None:
     def work(world: World) -> None:
         rank = world.rank()
         gloo = dist.new_group(backend="gloo")
@@ -55,7 +55,7 @@ WRONG: dict[str, tuple[Callable[[int], list[int]], type[Exception], list[str]]] 
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_parts_that_differ_between_ranks_are_an_error_on_all(shm_world: Any, name: str) -> None:
+def test_split_mismatch_raises_on_all_ranks(shm_world: Any, name: str) -> None:
     counts, kind, words = WRONG[name]
 
     def work(world: World) -> str:
@@ -78,7 +78,7 @@ STRIDED: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", STRIDED)
-def test_the_last_stride_may_be_any(shm_world: Any, name: str) -> None:
+def test_any_last_stride_is_accepted(shm_world: Any, name: str) -> None:
     make = STRIDED[name]
 
     def work(world: World) -> None:

@@ -26,7 +26,7 @@ def failure(call: Callable[[], Any]) -> str:
     raise AssertionError("nothing was raised")
 
 
-def test_a_death_is_noticed_by_those_who_wait_for_others(tmp_path: Path) -> None:
+def test_death_ends_waits_for_other_ranks(tmp_path: Path) -> None:
     def work(world: World, folder: Path) -> Any:
         rank = world.rank()
         collective: Any
@@ -63,7 +63,7 @@ def test_a_death_is_noticed_by_those_who_wait_for_others(tmp_path: Path) -> None
     assert all("rank 2 died" in sentence for sentence in (*found[0], *found[3])), found
 
 
-def test_ranks_that_end_before_others_harm_nobody(tmp_path: Path) -> None:
+def test_early_exit_of_a_rank_affects_nobody(tmp_path: Path) -> None:
     def work(world: World, folder: Path) -> Any:
         group: Any = dist.group.WORLD
         rank = world.rank()
@@ -91,7 +91,7 @@ def test_ranks_that_end_before_others_harm_nobody(tmp_path: Path) -> None:
     assert sentence == "rank 2 has ended"
 
 
-def test_a_receive_from_any_source_goes_on_while_a_sender_lives(tmp_path: Path) -> None:
+def test_recv_from_any_source_continues_while_a_sender_lives(tmp_path: Path) -> None:
     def work(world: World, folder: Path) -> Any:
         rank = world.rank()
         group: Any = dist.new_group(backend="shm")

@@ -69,7 +69,7 @@ READS: dict[str, tuple[Callable[[list[Progress], Words], None], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_fence_stands_between_the_publishing_word_and_what_it_publishes(name: str, monkeypatch: Any) -> None:
+def test_fence_separates_publishing_word_from_data(name: str, monkeypatch: Any) -> None:
     layout = Layout.of(2, 1 << 20)
     descriptor = SharedMemory.create(layout)
     ranks = [Progress(SharedMemory(descriptor, layout), rank, [0, 1], None) for rank in range(2)]
@@ -206,7 +206,7 @@ def test_all_calls_have_fences_between_data_and_words(monkeypatch: Any) -> None:
         assert rank.num_fences > 50
 
 
-def test_a_missing_fence_is_noticed(monkeypatch: Any) -> None:
+def test_missing_fence_is_detected(monkeypatch: Any) -> None:
     def wait_without_fence(self: Progress, target: int, deadline: float, check: Any = None) -> None:
         for _, place in self.others:
             while self.words[place] < target:

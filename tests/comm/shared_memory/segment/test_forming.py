@@ -47,7 +47,7 @@ FAILURES: dict[str, tuple[int, Callable[[], tuple[int, int]], str]] = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_rank_without_memory_passes_its_reason_on(shm_world: Any, name: str) -> None:
+def test_rank_without_memory_reports_cause_to_all_ranks(shm_world: Any, name: str) -> None:
     failing, limit, text = FAILURES[name]
 
     def work(world: World) -> str:
