@@ -13,7 +13,7 @@ from axon_nb.compat.environment import set_environment
 from axon_nb.records.hooks import missing_hooks
 
 
-def test_ranks_on_cpus_say_so() -> None:
+def test_cpu_ranks_set_framework_variables() -> None:
     environ = {"ACCELERATE_USE_CPU": "false", "PATH": "/usr/bin"}
     set_environment("cpu", local_rank=0, environ=environ)
     assert environ["ACCELERATE_USE_CPU"] == "true", "whatever the notebook has inherited: else ranks train apart"
@@ -23,7 +23,7 @@ def test_ranks_on_cpus_say_so() -> None:
     assert chosen["DS_ACCELERATOR"] == "xpu"
 
 
-def test_ranks_on_a_gpu_name_it() -> None:
+def test_gpu_ranks_set_framework_variables() -> None:
     environ: dict[str, str] = {}
     set_environment("cuda:1", local_rank=1, environ=environ)
     assert environ.pop("ACCELERATE_TORCH_DEVICE") == "cuda:1"
@@ -32,7 +32,7 @@ def test_ranks_on_a_gpu_name_it() -> None:
     assert environ["ACCELERATE_BYPASS_DEVICE_MAP"] == "true", "two ranks on one card"
 
 
-def test_ninja_beside_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ninja_next_to_python_is_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     environ = {"PATH": str(tmp_path / "empty")}
     set_environment("cpu", local_rank=0, environ=environ)
@@ -44,13 +44,13 @@ def test_ninja_beside_python_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert environ["PATH"].count(str(tmp_path)) == 2, "it is found there now"
 
 
-def test_an_accelerate_without_our_hooks_is_told() -> None:
+def test_accelerate_without_the_hooks_is_reported() -> None:
     other = ModuleType("accelerate.state")
     with pytest.warns(UserWarning, match="this version lacks state.PartialState.*Check `accelerator.num_processes`"):
         accelerate.synchronise_on_cpus(other, world_size=2)
 
 
-def test_a_deepspeed_without_our_hooks_is_seen() -> None:
+def test_deepspeed_without_the_hooks_is_detected() -> None:
     assert missing_hooks("deepspeed.setup", backend=ModuleType("a"), engine=ModuleType("b")) == [
         "backend.build_shm_op",
         "engine.DeepSpeedEngine.__init__",

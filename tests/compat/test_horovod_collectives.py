@@ -166,7 +166,7 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
 
 
-def test_bad_input_is_refused_before_ranks_communicate(world: Any) -> None:
+def test_bad_input_raises_before_communication(world: Any) -> None:
     def work(world: World) -> list[Any]:
         hvd.init()
         problems = []
@@ -183,7 +183,7 @@ def test_bad_input_is_refused_before_ranks_communicate(world: Any) -> None:
         assert {name: problem for name, problem in zip(ALONE, problems, strict=True) if problem} == {}
 
 
-def test_nothing_works_before_init(world: Any) -> None:
+def test_calls_before_init_raise(world: Any) -> None:
     calls: list[Callable[[], Any]] = [
         hvd.size,
         hvd.local_rank,
@@ -218,7 +218,7 @@ def test_nothing_works_before_init(world: Any) -> None:
         ("synchronize", "torch.distributed.all_reduce"),
     ],
 )
-def test_other_names_say_what_to_use(name: str, instead: str) -> None:
+def test_unsupported_names_suggest_torch_calls(name: str, instead: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"hvd\.{name} is not offered here: use .*{instead}"):
         getattr(hvd, name)
     with pytest.raises(AttributeError, match="has no attribute 'allreduc'"):

@@ -93,7 +93,7 @@ def test_ranks_train_as_one_process(world: Any, what: str) -> None:
             torch.testing.assert_close(value, expected[index], rtol=tolerance, atol=tolerance)
 
 
-def test_ranks_whose_graphs_differ_and_a_rank_that_joined(world: Any) -> None:
+def test_differing_graphs_and_joined_ranks(world: Any) -> None:
     """Gradients that a rank has not computed count as zeros; so do those of a rank that has joined."""
 
     def work(world: World) -> Any:

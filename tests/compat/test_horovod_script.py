@@ -36,7 +36,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_script_trains_under_torchrun() -> None:
+def test_script_trains_under_torchrun() -> None:
     run = torchrun(SCRIPT, "--epochs=2")
     assert run.returncode == 0, run.stderr[-3000:]
     lines = run.stdout.splitlines()
@@ -48,7 +48,7 @@ def test_the_script_trains_under_torchrun() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_under_torchrun_ends_the_run(tmp_path: Path) -> None:
+def test_failed_rank_ends_the_torchrun_job(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     run = torchrun(str(script))
@@ -56,7 +56,7 @@ def test_a_rank_that_fails_under_torchrun_ends_the_run(tmp_path: Path) -> None:
     assert "a bug of the user's" in run.stderr
 
 
-def test_a_process_of_its_own_is_a_world_of_one() -> None:
+def test_single_process_is_a_world_of_one() -> None:
     code = (
         "import torch, axon_nb.compat.horovod as hvd\nhvd.init()\nprint(hvd.rank(), hvd.size(), hvd.local_rank())\n"
         "model = torch.nn.Linear(2, 1)\n"

@@ -30,7 +30,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[module]
 
 
-def test_a_hook_runs_before_the_import_returns_and_after_a_reload(package: str) -> None:
+def test_hook_runs_before_import_returns_and_after_reload(package: str) -> None:
     seen: list[Any] = []
 
     def hook(module: ModuleType) -> None:
@@ -46,7 +46,7 @@ def test_a_hook_runs_before_the_import_returns_and_after_a_reload(package: str) 
     assert (seen, inner.double()) == ([1, 1], 40)
 
 
-def test_what_is_imported_already_is_prepared_at_once(package: str) -> None:
+def test_already_imported_module_is_prepared_at_once(package: str) -> None:
     inner = importlib.import_module(f"{package}.inner")
     seen: list[ModuleType] = []
     after_import(inner.__name__, seen.append)
@@ -56,7 +56,7 @@ def test_what_is_imported_already_is_prepared_at_once(package: str) -> None:
     assert sys.meta_path == before
 
 
-def test_a_hook_that_fails_leaves_the_import_alone(package: str) -> None:
+def test_failing_hook_does_not_break_the_import(package: str) -> None:
     def hook(module: ModuleType) -> None:
         raise KeyError("odd")
 
@@ -65,7 +65,7 @@ def test_a_hook_that_fails_leaves_the_import_alone(package: str) -> None:
         assert importlib.import_module(f"{package}.inner").value == 1
 
 
-def test_a_module_that_is_not_there_fails_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_module_raises_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
     after_import("no_such_package_anywhere", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_package_anywhere'"):
