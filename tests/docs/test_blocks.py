@@ -116,7 +116,7 @@ def check(block: Block, text: str) -> None:
         )
 
 
-def test_blocks_are_found() -> None:
+def test_code_blocks_are_extracted() -> None:
     page = "a\n```python\n1\n```\n\n```output\n2\n```\n<!-- not run: no GPU -->\n```bash\nls\n```\n```text\nx\n```\n"
     assert blocks(page) == [Block("python", "1", "", "2\n"), Block("bash", "ls", "no GPU")]
 

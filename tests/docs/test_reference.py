@@ -16,7 +16,7 @@ from tests.docs.test_site import Page
 
 
 @pytest.mark.parametrize("module", API)
-def test_every_public_name_has_one_place(module: str) -> None:
+def test_public_names_have_one_canonical_path(module: str) -> None:
     placed = [name for names in API[module][1].values() for name in names]
     assert len(set(placed)) == len(placed)
     assert set(placed) == set(import_module(module).__all__) - {"__version__"}
@@ -51,7 +51,7 @@ def test_messages_come_from_the_code() -> None:
     assert len(found) > 300
 
 
-def test_docstrings_are_read_as_they_are_written() -> None:
+def test_docstrings_are_rendered_faithfully() -> None:
     lines = ["Sums `a`s and", "``b``, |c|:", "", "    total(`d`)", "", "Args:", "    x: `e |f|`"]
     to_rst(lines)
     assert lines == [

@@ -32,7 +32,7 @@ class Page(HTMLParser):
         self.targets |= {source.split()[0] for source in values.get("srcset", "").split(",") if source.strip()}
 
 
-def test_links_within_the_site_lead_somewhere(site: Path) -> None:
+def test_site_links_resolve(site: Path) -> None:
     pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
     assert len(pages) > 30
     broken = []
@@ -53,7 +53,7 @@ def test_pictures_are_on_the_site(site: Path) -> None:
     assert [picture for picture in pictures if picture.startswith("http")] == []
 
 
-def test_links_to_the_repository_lead_to_files(site: Path) -> None:
+def test_repository_links_resolve_to_files(site: Path) -> None:
     found = {target for path in site.rglob("*.html") for target in Page(path).targets if target.startswith(REPOSITORY)}
     paths = {
         unquote(urlsplit(target).path).partition("/HEAD/")[2]
@@ -72,7 +72,7 @@ def test_every_page_is_in_the_menu(site: Path) -> None:
     assert shown - apart - below <= {urlsplit(target).path for target in page.targets}
 
 
-def test_links_that_leave_the_site_go_to_the_repository() -> None:
+def test_external_links_go_to_the_repository() -> None:
     text = (
         "[a](../SECURITY.md#b) [c](measured.md#d) [e](#f) [g](../examples/01_quickstart.ipynb) [h](https://i) "
         "[j](../axon_nb)"
@@ -83,7 +83,7 @@ def test_links_that_leave_the_site_go_to_the_repository() -> None:
     )
 
 
-def test_outputs_are_shown_only_of_the_notebook_as_it_is() -> None:
+def test_outputs_are_shown_only_for_the_current_notebook() -> None:
     picture = {"output_type": "display_data", "data": {"text/html": "<svg/>"}, "metadata": {}}
     view = {"output_type": "display_data", "data": {"application/vnd.jupyter.widget-view+json": {}}, "metadata": {}}
 

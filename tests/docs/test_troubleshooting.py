@@ -42,5 +42,5 @@ def test_every_entry_is_a_message_of_the_code(texts: str) -> None:
         assert re.search(pattern, texts), entry["message"]
 
 
-def test_messages_that_are_not_in_the_code_are_found(texts: str) -> None:
+def test_stale_messages_are_detected(texts: str) -> None:
     assert not re.search(re.escape("The cluster … has gone fishing"), texts)
