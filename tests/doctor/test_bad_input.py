@@ -39,7 +39,7 @@ FAILS = {
 
 
 @pytest.mark.parametrize(("typed", "sentence"), FAILS.items())
-def test_an_impossible_request_is_one_sentence(
+def test_impossible_request_is_rejected_in_one_sentence(
     typed: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AXON_NB_RUNTIME_DIR", str(tmp_path))
@@ -47,7 +47,7 @@ def test_an_impossible_request_is_one_sentence(
     assert capsys.readouterr() == ("", f"{sentence}\n")
 
 
-def test_a_missing_notebook_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_notebook_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "no.ipynb"), str(tmp_path / "no.py")]) == 1
     out, err = capsys.readouterr()
     assert out == ""

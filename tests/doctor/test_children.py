@@ -37,7 +37,7 @@ def test_working_capabilities_are_listed() -> None:
     assert (finding.label, finding.value, finding.severity) == (CAPABILITY["label"], "works", "ok")
 
 
-def test_a_missing_capability_is_a_problem_with_consequence_and_fix() -> None:
+def test_missing_capability_is_reported_with_consequence_and_fix() -> None:
     section = self_test(reported(CAPABILITY, CAPABILITY | {"works": False, "reason": "no attribute _resume"}))
     finding = section.findings[1]
     assert finding.severity == "problem"
@@ -57,30 +57,30 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("code", "failure"), FAILURES.items())
-def test_a_child_that_fails_is_a_finding_of_its_own(code: str, failure: str) -> None:
+def test_failed_check_process_is_a_separate_finding(code: str, failure: str) -> None:
     (finding,) = self_test(answer(code)).findings
     assert finding.severity == "problem"
     assert finding.value == f"did not run: {failure}"
     assert finding.fix.endswith("-m axon_nb.engine.self_test` to see why.")
 
 
-def test_an_answer_without_capabilities_is_a_failure() -> None:
+def test_reply_without_capabilities_is_a_failure() -> None:
     (finding,) = self_test(answer('print(\'{"torch": "2.15"}\')')).findings
     assert finding.value == "did not run: its reply lists no capabilities"
 
 
-def test_a_missing_module_is_named() -> None:
+def test_missing_module_is_reported() -> None:
     missing = Child(["-m", "axon_nb.engine.no_such_thing"], timeout_s=60.0).answer()
     assert missing.failure == "No module named axon_nb.engine.no_such_thing (exit code 1)"
 
 
-def test_an_installation_without_the_self_test_asks_for_a_reinstall() -> None:
+def test_missing_self_test_suggests_a_reinstall() -> None:
     code = "import sys; sys.exit('No module named axon_nb.engine.self_test')"
     (finding,) = self_test(answer(code)).findings
     assert finding.fix == "Reinstall axon_nb: this installation lacks `axon_nb/engine/self_test`."
 
 
-def test_a_hanging_child_is_killed_with_everything_it_started() -> None:
+def test_hung_check_is_killed_with_its_descendants() -> None:
     code = (
         "import subprocess, sys, time\n"
         "helper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -93,7 +93,7 @@ def test_a_hanging_child_is_killed_with_everything_it_started() -> None:
     assert until(lambda: not psutil.pid_exists(pid) or ended(psutil.Process(pid)))
 
 
-def test_close_kills_a_child_whose_answer_nobody_wanted() -> None:
+def test_close_kills_an_unread_check() -> None:
     child = Child(["-c", "import time; time.sleep(600)"], timeout_s=600.0)
     process = psutil.Process(child._process.pid)
     assert process.ppid() == os.getpid()

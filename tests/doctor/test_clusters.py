@@ -76,7 +76,7 @@ def desk() -> Iterator[Desk]:
     shutil.rmtree(folder)
 
 
-def test_without_clusters_there_is_nothing_to_do(desk: Desk) -> None:
+def test_list_and_stop_without_clusters(desk: Desk) -> None:
     nothing = "You have no clusters on this host.\n"
     assert desk.run("list") == Done(0, nothing, "")
     assert desk.entries() == []
@@ -84,7 +84,7 @@ def test_without_clusters_there_is_nothing_to_do(desk: Desk) -> None:
     assert desk.run("stop", "--all") == Done(0, nothing, "")
 
 
-def test_a_detached_cluster_is_listed_and_stopped_without_a_trace(desk: Desk) -> None:
+def test_detached_cluster_is_listed_and_stopped(desk: Desk) -> None:
     desk.leave("train")
     one = desk.entry("train")
     assert (one["num_ranks"], one["backend"], one["engines"]) == (2, "shm", "axon")
@@ -113,7 +113,7 @@ def test_doctor_reports_a_detached_cluster_and_how_to_stop_it(desk: Desk) -> Non
     assert desk.left() == []
 
 
-def test_a_cluster_in_use_is_kept_unless_forced(desk: Desk) -> None:
+def test_attached_cluster_is_stopped_only_with_force(desk: Desk) -> None:
     script = desk.start("mine")
     assert desk.entry("mine")["state"] == "attached"
     assert "in use by a notebook" in desk.run("list").out
@@ -132,7 +132,7 @@ def test_a_cluster_in_use_is_kept_unless_forced(desk: Desk) -> None:
     assert desk.entries() == []
 
 
-def test_with_several_clusters_a_name_or_all_is_required(desk: Desk) -> None:
+def test_several_clusters_require_a_name_or_all(desk: Desk) -> None:
     desk.leave("one")
     desk.leave("two")
     done = desk.run("stop")
@@ -148,7 +148,7 @@ def test_with_several_clusters_a_name_or_all_is_required(desk: Desk) -> None:
     assert desk.left() == []
 
 
-def test_the_files_of_a_dead_agent_are_shown_and_removed(desk: Desk) -> None:
+def test_files_of_a_dead_agent_are_listed_and_removed(desk: Desk) -> None:
     desk.leave("dead")
     one = desk.entry("dead")
     os.kill(one["agent_pid"], signal.SIGKILL)
@@ -162,7 +162,7 @@ def test_the_files_of_a_dead_agent_are_shown_and_removed(desk: Desk) -> None:
     assert not Path(one["folder"]).exists()
 
 
-def test_an_unresponsive_agent_is_reported_in_time(desk: Desk) -> None:
+def test_unresponsive_agent_is_reported_in_time(desk: Desk) -> None:
     desk.leave("stuck")
     pid = desk.entry("stuck")["agent_pid"]
     os.kill(pid, signal.SIGSTOP)
@@ -180,7 +180,7 @@ def test_an_unresponsive_agent_is_reported_in_time(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("engines", ["local"])
-def test_engines_of_other_launchers_end_too(desk: Desk, engines: str) -> None:
+def test_engines_of_other_launchers_are_stopped(desk: Desk, engines: str) -> None:
     desk.leave("others", engines=engines)
     one = desk.entry("others")
     assert one["engines"] == engines
@@ -190,7 +190,7 @@ def test_engines_of_other_launchers_end_too(desk: Desk, engines: str) -> None:
     assert all(map(ended, processes))
 
 
-def test_listing_neither_keeps_a_cluster_alive_nor_removes_anything(desk: Desk) -> None:
+def test_listing_has_no_side_effects(desk: Desk) -> None:
     desk.leave("train")
     before = desk.entry("train")
     stranger = desk.folder / f"axon_nb-{os.getuid()}" / "0123456789"

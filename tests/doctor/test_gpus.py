@@ -53,7 +53,9 @@ def by_label(findings: tuple[Finding, ...]) -> dict[str, Finding]:
 
 @needs_nvml
 @needs_compiler
-def test_memory_users_and_instances_of_each_card(library: Path, smi: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_processes_and_instances_of_each_gpu(
+    library: Path, smi: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user = os.getpid()
     section = gpus(ask(monkeypatch, library, FAKE_NVML_PID=str(user)), CUDA, {})
     found = by_label(section.findings)
@@ -79,7 +81,7 @@ def test_memory_users_and_instances_of_each_card(library: Path, smi: Driver, mon
 
 @needs_nvml
 @needs_compiler
-def test_a_card_that_our_own_ranks_use_is_fine(library: Path, smi: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_used_by_our_ranks_is_not_reported(library: Path, smi: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = ask(monkeypatch, library, FAKE_NVML_PID="4242")
     card = by_label(gpus(nvml, CUDA, {4242: "rank 1 of digits"}).findings)["GPU 1"]
     assert card.severity == "ok"
@@ -88,7 +90,7 @@ def test_a_card_that_our_own_ranks_use_is_fine(library: Path, smi: Driver, monke
 
 @needs_nvml
 @needs_compiler
-def test_a_torch_without_cuda_cannot_use_them(library: Path, smi: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_is_reported(library: Path, smi: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = by_label(gpus(ask(monkeypatch, library), CPU, {}).findings)["torch"]
     assert torch.severity == "problem"
     assert torch.fix == "Install a build of torch for CUDA 13.0 or older, then restart the kernel."
@@ -96,9 +98,7 @@ def test_a_torch_without_cuda_cannot_use_them(library: Path, smi: Driver, monkey
 
 @needs_nvml
 @needs_compiler
-def test_a_driver_that_is_too_old_for_torch_is_named(
-    library: Path, smi: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_too_old_for_torch_is_reported(library: Path, smi: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = "UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found version 12020).\n"
     build = Answer(CUDA.content | {"gpus": 0}, stderr=stderr)
     torch = by_label(gpus(ask(monkeypatch, library), build, {}).findings)["torch"]
@@ -109,7 +109,7 @@ def test_a_driver_that_is_too_old_for_torch_is_named(
 
 @needs_nvml
 @needs_compiler
-def test_cards_without_nvidia_smi_are_a_problem(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nvidia_smi_is_reported(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvml = ask(monkeypatch, library)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -120,7 +120,7 @@ def test_cards_without_nvidia_smi_are_a_problem(library: Path, tmp_path: Path, m
 @needs_nvml
 @needs_compiler
 @no_driver
-def test_a_driver_updated_while_in_use_needs_a_restart(
+def test_driver_updated_while_in_use_suggests_a_restart(
     library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     nvml = ask(monkeypatch, library, FAKE_NVML_INIT="18")
@@ -133,7 +133,7 @@ def test_a_driver_updated_while_in_use_needs_a_restart(
 @needs_nvml
 @needs_compiler
 @no_driver
-def test_a_hanging_driver_times_out(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_driver_times_out(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = ask(monkeypatch, library, limit_s=3.0, FAKE_NVML_INIT="hang")
     (one,) = gpus(nvml, CPU, {}).findings
     assert "timed out after 3 s" in one.value
@@ -157,7 +157,7 @@ def test_gpus_hidden_by_the_user_are_reported(smi: Driver) -> None:
 
 
 @no_driver
-def test_the_real_child_answers_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_check_process_works_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sys.modules.get("pynvml")  # torch imports it
     nvml = ask(monkeypatch)
     assert nvml.content["gpus"] == []
@@ -168,6 +168,6 @@ def test_the_real_child_answers_without_a_driver(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("version", "severity"), [("2.25.1", "note"), ("2.28.3", "ok")])
-def test_a_version_of_nccl_whose_abort_hangs_is_named(smi: Driver, version: str, severity: str) -> None:
+def test_nccl_version_with_hanging_abort_is_reported(smi: Driver, version: str, severity: str) -> None:
     found = by_label(gpus(Answer({"package": False}), Answer(CUDA.content | {"nccl": version}), {}).findings)
     assert (found["NCCL"].value, found["NCCL"].severity) == (version, severity)

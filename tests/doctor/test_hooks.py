@@ -32,7 +32,7 @@ def walked(*missing: dict[str, Any]) -> Answer:
     )
 
 
-def test_hooks_that_are_there_are_counted() -> None:
+def test_present_hooks_are_counted() -> None:
     section = private_hooks(walked())
     assert [(finding.label, finding.value) for finding in section.findings] == [
         ("all", "3 of 3 found (torch 2, ipyparallel 1)"),
@@ -41,7 +41,7 @@ def test_hooks_that_are_there_are_counted() -> None:
     assert {finding.severity for finding in section.findings} == {"ok"}
 
 
-def test_a_missing_hook_is_a_problem_with_consequence_and_fix() -> None:
+def test_missing_hook_is_reported_with_consequence_and_fix() -> None:
     section = private_hooks(walked(LOST))
     lost, found, _ = section.findings
     assert (lost.label, lost.value) == ("rpc.client", "ipyparallel lacks ipyparallel.Client._send")
@@ -51,13 +51,13 @@ def test_a_missing_hook_is_a_problem_with_consequence_and_fix() -> None:
     assert section.data["missing"] == [LOST]
 
 
-def test_what_the_self_test_tries_is_left_to_its_verdict() -> None:
+def test_hooks_covered_by_the_self_test_are_skipped() -> None:
     tried = private_hooks(walked(TRIED)).findings[0]
     assert tried.severity == "ok"
     assert tried.value == "torch lacks torch.distributed.distributed_c10d._world; the self-test tries it (rebuild)"
 
 
-def test_a_walk_that_fails_says_why() -> None:
+def test_failed_hook_check_reports_cause() -> None:
     (finding,) = private_hooks(Answer({"hooks": {"failure": "ValueError: odd"}})).findings
     assert finding.value == "not checked: ValueError: odd"
     (finding,) = private_hooks(Answer(failure="timed out after 5 s")).findings

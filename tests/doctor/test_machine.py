@@ -38,18 +38,18 @@ def test_every_check_ran(report: Done) -> None:
     assert report.err == ""
 
 
-def test_each_problem_and_each_note_has_a_fix(report: Done) -> None:
+def test_problems_and_notes_have_fixes(report: Done) -> None:
     findings = [one for section in report.json()["sections"].values() for one in section["findings"]]
     assert {one["severity"] for one in findings} <= {"ok", "note", "problem"}
     assert all(one["fix"].endswith(".") for one in findings if one["severity"] != "ok")
     assert all(not one["fix"] and not one["message"] for one in findings if one["severity"] == "ok")
 
 
-def test_the_exit_status_says_whether_there_is_a_problem(report: Done) -> None:
+def test_exit_status_is_nonzero_on_problems(report: Done) -> None:
     assert report.code == int(report.json()["problems"] > 0)
 
 
-def test_the_text_has_the_same_findings(report: Done) -> None:
+def test_text_and_json_have_the_same_findings(report: Done) -> None:
     text = axon_nb("doctor")
     assert text.code == report.code
     first, blank, *_ = text.out.splitlines()
@@ -61,7 +61,7 @@ def test_the_text_has_the_same_findings(report: Done) -> None:
     assert text.out.isascii()
 
 
-def test_torch_is_asked_in_another_process(report: Done) -> None:
+def test_torch_is_checked_in_a_subprocess(report: Done) -> None:
     code = "import sys\nfrom axon_nb.doctor.examine import examine\nexamine()\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -89,7 +89,7 @@ def test_without_a_gpu_ranks_are_reported_to_use_cpus(report: Done) -> None:
     assert "CPUs" in one["value"] + one["message"]
 
 
-def test_few_open_files_are_a_problem_on_a_machine_that_can_give_more() -> None:
+def test_low_open_file_limit_is_reported_if_it_can_be_raised() -> None:
     done = axon_nb("doctor", "--json", before=("bash", "-c", 'ulimit -S -n 100; exec "$@"', "-"))
     one = finding(done, "limits", "open files")
     assert one["severity"] == "problem"
@@ -106,7 +106,7 @@ def test_few_open_files_are_a_problem_on_a_machine_that_can_give_more() -> None:
     assert done.code == 1
 
 
-def test_a_low_hard_limit_of_open_files_cannot_be_raised_by_the_shell() -> None:
+def test_low_hard_open_file_limit_needs_the_administrator() -> None:
     done = axon_nb("doctor", "--json", before=("bash", "-c", 'ulimit -n 100; exec "$@"', "-"))
     one = finding(done, "limits", "open files")
     assert one["severity"] == "problem"
@@ -114,7 +114,7 @@ def test_a_low_hard_limit_of_open_files_cannot_be_raised_by_the_shell() -> None:
     assert done.code == 1
 
 
-def test_the_number_of_files_that_is_needed_suffices_and_fewer_are_refused_at_once(tmp_path: Path) -> None:
+def test_required_open_files_suffice_and_fewer_fail_early(tmp_path: Path) -> None:
     code = "import axon_nb\nc = axon_nb.start(2, devices='cpu')\nc.run('dist.barrier()', quiet=True)\nc.stop()"
     needed = files_needed(2)
     for limit, works in ((needed, True), (needed - 1, False), (64, False)):
@@ -129,7 +129,7 @@ def test_the_number_of_files_that_is_needed_suffices_and_fewer_are_refused_at_on
             assert "Raise the hard limit" in error or "Start the container" in error
 
 
-def test_a_small_shared_memory_is_a_problem() -> None:
+def test_small_shared_memory_is_reported() -> None:
     mount = 'mount --make-rprivate / && mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"'
     if subprocess.run(["unshare", "-m", "bash", "-c", mount, "-", "true"], capture_output=True, check=False).returncode:
         pytest.skip("a mount namespace of its own is not permitted here")
@@ -142,7 +142,7 @@ def test_a_small_shared_memory_is_a_problem() -> None:
     assert "fix: " in after.partition("\n\n")[0]
 
 
-def test_a_full_shared_memory_is_a_problem() -> None:
+def test_full_shared_memory_is_reported() -> None:
     full = (
         "mount --make-rprivate / && mount -t tmpfs -o size=2g tmpfs /dev/shm && fallocate -l 2000m /dev/shm/left "
         '&& exec "$@"'
@@ -154,7 +154,7 @@ def test_a_full_shared_memory_is_a_problem() -> None:
     assert one["fix"] == "Delete unused files; `ls -lS /dev/shm` lists them."
 
 
-def test_a_torch_that_does_not_import_is_a_problem(tmp_path: Path) -> None:
+def test_torch_import_failure_is_reported(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open it')\n")
     done = axon_nb("doctor", "--json", PYTHONPATH=str(tmp_path))

@@ -23,7 +23,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield kernel
 
 
-def test_it_examines_the_machine_as_this_kernel_sees_it(kernel: Kernel) -> None:
+def test_doctor_magic_uses_the_kernels_limits(kernel: Kernel) -> None:
     reply = kernel.ok("%distributed doctor")
     assert reply.stdout.startswith("axon_nb ")
     assert "\nsoftware\n" in reply.stdout
@@ -32,7 +32,7 @@ def test_it_examines_the_machine_as_this_kernel_sees_it(kernel: Kernel) -> None:
     assert reply.stderr == ""
 
 
-def test_its_own_cluster_is_in_use(kernel: Kernel) -> None:
+def test_doctor_magic_reports_its_cluster_as_in_use(kernel: Kernel) -> None:
     content = json.loads(kernel.ok("%distributed doctor --json").stdout)
     mine = {one["label"]: one for one in content["sections"]["clusters"]["findings"]}[NAME]
     assert mine["severity"] == "ok"
@@ -40,7 +40,7 @@ def test_its_own_cluster_is_in_use(kernel: Kernel) -> None:
     assert "in use by a notebook" in mine["value"]
 
 
-def test_ranks_stay_as_they_are(kernel: Kernel) -> None:
+def test_doctor_magic_leaves_ranks_unchanged(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nkept = rank + 40")
     kernel.ok("%distributed doctor")
     assert sorted(kernel.ok("%%distributed\nkept").lines()) == ["[rank 0] 40", "[rank 1] 41"]

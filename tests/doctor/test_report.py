@@ -34,7 +34,7 @@ def test_problems_come_first_then_notes_then_the_facts() -> None:
     assert report(LEFT).status == 0
 
 
-def test_a_fix_for_several_problems_is_shown_once() -> None:
+def test_shared_fix_is_shown_once() -> None:
     text = report(*LOST).text()
     assert text.count("fix: ") == 1
     assert "\nPROBLEM  capability a: lost. Without it a.\n         capability b: lost. Without it b.\n" in text
@@ -57,7 +57,7 @@ def test_json_is_complete() -> None:
     assert content["sections"]["host"]["findings"][1]["fix"] == SMALL.fix
 
 
-def test_the_tightest_limit_above_a_process_counts(tmp_path: Path) -> None:
+def test_tightest_cgroup_limit_applies(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/user.slice/job\n")
     job = tmp_path / "user.slice" / "job"
@@ -74,7 +74,7 @@ def test_the_tightest_limit_above_a_process_counts(tmp_path: Path) -> None:
     assert cgroup_limit("memory", root=tmp_path, own=own) == (2000, 123)
 
 
-def test_the_first_version_of_cgroups_is_read_too(tmp_path: Path) -> None:
+def test_cgroup_v1_limits_are_read(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("8:pids:/job\n4:cpu,memory:/\n0::/\n")
     (tmp_path / "pids" / "job").mkdir(parents=True)
