@@ -51,12 +51,12 @@ print("all is well")
 """
 
 
-def test_frames_that_end_while_they_are_looked_at() -> None:
+def test_frames_may_return_during_inspection() -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], check=False, capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "all is well\n"), ran.stderr
 
 
-def test_the_frame_is_that_of_the_main_thread_wherever_it_is_asked_for() -> None:
+def test_frame_is_the_main_threads_on_any_thread() -> None:
     found = []
     thread = threading.Thread(target=lambda: found.append(main_frame()))
     thread.start()
@@ -66,13 +66,13 @@ def test_the_frame_is_that_of_the_main_thread_wherever_it_is_asked_for() -> None
     while frame is not None:
         names.append(frame.f_code.co_name)
         frame = frame.f_back
-    assert "test_the_frame_is_that_of_the_main_thread_wherever_it_is_asked_for" in names
+    assert "test_frame_is_the_main_threads_on_any_thread" in names
     own = main_frame()
     assert own is not None
     assert own.f_code.co_name == "main_frame"
 
 
-def test_collection_is_on_again_or_stays_off() -> None:
+def test_garbage_collection_state_is_restored() -> None:
     seen: list[bool] = []
 
     def look() -> None:
@@ -112,6 +112,6 @@ os.waitpid(child, 0)
 """
 
 
-def test_a_process_that_is_forked_meanwhile_collects() -> None:
+def test_child_forked_during_inspection_collects_garbage() -> None:
     ran = subprocess.run([sys.executable, "-c", FORKED], check=False, capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr

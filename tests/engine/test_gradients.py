@@ -56,7 +56,7 @@ print(sorted(seen))
 """
 
 
-def test_looking_during_a_backward_is_safe() -> None:
+def test_reading_gradients_during_backward_is_safe() -> None:
     """Read without care, `.grad` ends this process within a second or two (torch 2.13)."""
     done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
@@ -103,7 +103,7 @@ print(heard, len(landed))
 """
 
 
-def test_an_interrupt_that_lands_in_a_look_is_not_lost() -> None:
+def test_interrupt_during_inspection_is_not_lost() -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "30 30\n", done.stderr

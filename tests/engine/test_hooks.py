@@ -48,7 +48,7 @@ def test_installed_versions_have_the_hook(group: str, walked: dict[str, Any]) ->
     assert group in walked["checked"] + walked["unused"]
 
 
-def test_what_is_missing_is_reported_with_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hook_is_reported_with_lost_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     unused = next(name for name in hooks.groups() if not hooks.hook(name).is_used)
     monkeypatch.setattr(self_test_hooks, "groups", lambda: ["widgets.reopen", "groups.steps", unused])
     monkeypatch.setattr(self_test_hooks, "missing_hooks", lambda group: [f"{group} is gone"])
@@ -62,7 +62,7 @@ def test_what_is_missing_is_reported_with_what_is_lost(monkeypatch: pytest.Monke
     assert steps["lost"] == "an interrupt can leave an optimizer's step half done"
 
 
-def test_the_calls_that_scripts_own_their_processes_by_are_where_we_replace_them() -> None:
+def test_process_setup_functions_exist_where_replaced() -> None:
     assert {"init_process_group", "destroy_process_group"} <= set(vars(dist)) & set(vars(dist.distributed_c10d))
     assert callable(vars(multiprocessing)["spawn"])
     assert callable(frameworks.install_dist_hooks)
@@ -80,7 +80,7 @@ HOMES: dict[str, tuple[Any, ...]] = {
 """Where private names can live that are seen without running anything."""
 
 
-def test_private_modules_of_torch_have_what_is_imported_from_them() -> None:
+def test_private_torch_modules_have_imported_names() -> None:
     absent = []
     for path, node in _nodes(ast.ImportFrom):
         if node.module and node.module.startswith("torch._"):
@@ -89,7 +89,7 @@ def test_private_modules_of_torch_have_what_is_imported_from_them() -> None:
     assert absent == []
 
 
-def test_private_names_of_torchs_groups_are_where_they_are_used() -> None:
+def test_private_group_names_exist_on_their_classes() -> None:
     """Every private name called on `c10d`, a backend or an inner group exists on the class that it is called on."""
     receivers = {
         "c10d": HOMES["torch.distributed.distributed_c10d"],
@@ -108,7 +108,7 @@ def test_private_names_of_torchs_groups_are_where_they_are_used() -> None:
     assert absent == []
 
 
-def test_operations_that_are_wrapped_include_all_that_torch_sends_through_a_group() -> None:
+def test_every_group_operation_of_torch_is_wrapped() -> None:
     """A collective that torch has and we do not wrap would go around the recoverable group."""
     from axon_nb.engine.collective_names import group_operations
 
@@ -129,7 +129,7 @@ def one_rank_world() -> Any:
 
 
 @pytest.mark.usefixtures("one_rank_world")
-def test_ddp_has_what_its_reset_and_rebuild_use() -> None:
+def test_ddp_has_the_reset_and_rebuild_hooks() -> None:
     module = DistributedDataParallel(nn.Linear(2, 2))
     module(torch.ones(1, 2)).sum().backward()
     for name in ("_has_rebuilt_buckets", "_build_params_for_reducer", "_build_debug_param_to_name_mapping"):
@@ -139,7 +139,7 @@ def test_ddp_has_what_its_reset_and_rebuild_use() -> None:
 
 
 @pytest.mark.usefixtures("one_rank_world")
-def test_fsdp2_has_what_its_reset_uses() -> None:
+def test_fsdp2_has_the_reset_hooks() -> None:
     from torch.distributed.fsdp import fully_shard
 
     module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
@@ -157,7 +157,7 @@ def test_fsdp2_has_what_its_reset_uses() -> None:
 
 
 @pytest.mark.usefixtures("one_rank_world")
-def test_pipelines_have_what_their_reset_uses() -> None:
+def test_pipelines_have_the_reset_hooks() -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
     stages = [PipelineStage(nn.Linear(2, 2), i, 2, torch.device("cpu")) for i in range(2)]

@@ -31,7 +31,7 @@ ROUNDS = [3, pytest.param(20, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("what", CELLS)
-def test_an_interrupt_at_any_moment_ends_the_cell(own_kernel: Kernel, what: str, rounds: int) -> None:
+def test_interrupt_at_any_time_aborts_the_cell(own_kernel: Kernel, what: str, rounds: int) -> None:
     chance = random.Random(what)
     lost = []
     for number in range(rounds):
@@ -74,7 +74,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_an_interrupt_of_a_cell_that_has_ended_spares_the_next_one() -> None:
+def test_interrupt_of_finished_cell_spares_the_next_one() -> None:
     interrupts = InterruptHandler(None, lambda frame: False)
     interrupts.begin_cell("first")
     interrupts.end_cell()
@@ -97,7 +97,7 @@ async def _run_what_is_due() -> None:
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_a_signal_that_arrives_after_its_cell_spares_the_next_one(has_ended: bool) -> None:
+def test_late_signal_spares_the_next_cell(has_ended: bool) -> None:
     loop = asyncio.new_event_loop()
     interrupts = InterruptHandler(SimpleNamespace(io_loop=SimpleNamespace(asyncio_loop=loop)), lambda frame: False)
     interrupts.begin_cell("first")

@@ -68,7 +68,7 @@ print("all held")
 """
 
 
-def test_wrappers_are_known_from_when_they_are_made(tmp_path: Path) -> None:
+def test_wrappers_are_registered_on_creation(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=150, check=False)

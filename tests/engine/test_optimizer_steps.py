@@ -26,7 +26,7 @@ def fenced(abort: AbortFlag) -> Iterator[torch.optim.Optimizer]:
     remove()
 
 
-def test_a_step_is_refused_while_the_abort_flag_is_set(fenced: torch.optim.Optimizer, abort: AbortFlag) -> None:
+def test_step_is_refused_while_abort_flag_is_set(fenced: torch.optim.Optimizer, abort: AbortFlag) -> None:
     fenced.step()
     (parameter,) = fenced.param_groups[0]["params"]
     assert parameter.tolist() == [0.0, 0.0]
@@ -39,7 +39,7 @@ def test_a_step_is_refused_while_the_abort_flag_is_set(fenced: torch.optim.Optim
     assert parameter.tolist() == [-1.0, -1.0]
 
 
-def test_the_wait_before_a_step_ends_with_the_work_or_with_an_abort(abort: AbortFlag) -> None:
+def test_pre_step_wait_ends_with_work_or_abort(abort: AbortFlag) -> None:
     looks = iter([False, False, True])
     nccl.poll_until(lambda: next(looks), abort)
     threading.Timer(0.2, abort.set).start()

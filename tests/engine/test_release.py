@@ -58,26 +58,26 @@ def _expect_all_free(kernel: Kernel, count: int) -> None:
 
 
 @pytest.mark.parametrize("call", ["raises", "waits", "runs_out"])
-def test_a_failed_cell_holds_no_tensor_of_its_functions(kernel: Kernel, call: str) -> None:
+def test_failed_cell_releases_local_tensors(kernel: Kernel, call: str) -> None:
     reply = kernel.run(f"%%distributed\n{call}()")
     assert not reply.ok
     assert "as asked" in reply.traceback or "out of memory" in reply.traceback
     _expect_all_free(kernel, 1)
 
 
-def test_an_error_that_a_handler_raises_holds_none_of_the_first_either(kernel: Kernel) -> None:
+def test_error_raised_in_handler_releases_local_tensors(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\ntry:\n    raises()\nexcept ValueError:\n    raises()")
     assert "During handling of the above exception" in reply.traceback
     _expect_all_free(kernel, 2)
 
 
-def test_a_failed_async_cell_holds_no_tensor_of_its_functions(kernel: Kernel) -> None:
+def test_failed_async_cell_releases_local_tensors(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\nimport asyncio\nawait asyncio.sleep(0)\nraises()")
     assert "as asked" in reply.traceback
     _expect_all_free(kernel, 1)
 
 
-def test_a_failed_function_of_a_module_holds_none(kernel: Kernel, tmp_path: Path) -> None:
+def test_failed_module_function_releases_local_tensors(kernel: Kernel, tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text("def train(hold):\n    big = hold()\n    raise ValueError('as asked')\n")
     kernel.ok(f"%%distributed\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport training")
     reply = kernel.run("%%distributed\ntraining.train(hold)")
@@ -85,7 +85,7 @@ def test_a_failed_function_of_a_module_holds_none(kernel: Kernel, tmp_path: Path
     _expect_all_free(kernel, 1)
 
 
-def test_an_interrupted_cell_holds_none(kernel: Kernel, tmp_path: Path) -> None:
+def test_interrupted_cell_releases_local_tensors(kernel: Kernel, tmp_path: Path) -> None:
     request = kernel.submit(f"%%distributed\nworks({str(tmp_path)!r})")
     assert until(lambda: len(list(tmp_path.iterdir())) == 2)
     kernel.interrupt()

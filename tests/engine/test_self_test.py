@@ -58,7 +58,7 @@ def _saved(folder: Path) -> list[Path]:
     return sorted((folder / "cache" / "axon_nb" / "self_test").glob("*.json"))
 
 
-def test_everything_works_with_the_installed_versions_and_is_tested_once(tmp_path: Path) -> None:
+def test_installed_versions_pass_and_are_tested_once(tmp_path: Path) -> None:
     found = _run(tmp_path)
     assert _lost(found) == []
     assert [capability["name"] for capability in found["capabilities"]] == [check.name for check in CHECKS]
@@ -110,7 +110,7 @@ def _assert_only_lost(lost: list[dict[str, Any]], expected: str) -> None:
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_is_lost_is_named_with_the_way_to_get_it_back(tmp_path: Path, what: str) -> None:
+def test_lost_capability_is_reported_with_fix(tmp_path: Path, what: str) -> None:
     site, expected = BROKEN[what]
     found = _run(tmp_path, site, only=NEIGHBORS[expected])
     assert [capability["name"] for capability in found["capabilities"]] == NEIGHBORS[expected]
@@ -120,7 +120,7 @@ def test_what_is_lost_is_named_with_the_way_to_get_it_back(tmp_path: Path, what:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN)
-def test_all_else_works_until_it_is_back(tmp_path: Path, what: str) -> None:
+def test_other_capabilities_keep_working(tmp_path: Path, what: str) -> None:
     site, expected = BROKEN[what]
     _assert_only_lost(_lost(_run(tmp_path, site)), expected)
     (saved,) = _saved(tmp_path)
@@ -138,9 +138,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_an_old_failure_may_have_passed_and_is_tried_again(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_failure_is_retested(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(only: Sequence[str]) -> list[Capability]:
         return [failed(CHECKS[0], "AttributeError: gone"), *map(passed, CHECKS[1:])]
 
@@ -155,7 +153,7 @@ def test_an_old_failure_may_have_passed_and_is_tried_again(
     assert saved.parent == cache
 
 
-def test_folders_of_tests_that_were_killed_are_removed(tmp_path: Path) -> None:
+def test_folders_of_killed_self_tests_are_removed(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -167,7 +165,7 @@ def test_folders_of_tests_that_were_killed_are_removed(tmp_path: Path) -> None:
     assert left == {f"axon_nb-self-test-{os.getpid()}-y", "other"}
 
 
-def test_the_verdict_of_another_build_is_replaced(cache: Path) -> None:
+def test_verdict_of_another_build_is_replaced(cache: Path) -> None:
     before = verdict.current_verdict(in_process=True)
     path = cache / "verdict.json"
     content = json.loads(path.read_text())
@@ -180,7 +178,7 @@ def test_the_verdict_of_another_build_is_replaced(cache: Path) -> None:
     assert before.torch == json.loads(path.read_text())["verdict"]["torch"]
 
 
-def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> None:
+def test_concurrent_processes_share_one_self_test(tmp_path: Path) -> None:
     environment = _environment(tmp_path, ONE_CHECK)
     processes = [
         subprocess.Popen(COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(2)
@@ -206,18 +204,18 @@ def test_several_processes_that_ask_at_once_share_one_test(tmp_path: Path) -> No
         ("AttributeError: missing: dis._parse_exception_table", False),
     ],
 )
-def test_a_check_that_took_too_long_says_nothing_of_the_versions(reason: str, late: bool) -> None:
+def test_timed_out_check_gives_no_verdict(reason: str, late: bool) -> None:
     assert is_timeout(reason) is late
 
 
-def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_unwritable_cache_folder_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where a folder should be")
     found = _run(tmp_path, ONE_CHECK)
     assert [capability["name"] for capability in found["capabilities"]] == [CHECKS[-1].name]
     assert _lost(found) == []
 
 
-def test_the_floors_that_are_declared_are_those_that_were_tested() -> None:
+def test_declared_minimum_versions_are_the_tested_ones() -> None:
     declared = {}
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for line in tomllib.loads(text)["project"]["dependencies"]:

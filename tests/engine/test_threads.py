@@ -15,7 +15,7 @@ from axon_nb.engine.kernel.stacks import user_threads
 from axon_nb.records.stacks import library_of
 
 
-def test_a_thread_of_the_users_counts_until_it_is_over() -> None:
+def test_user_thread_counts_until_it_ends() -> None:
     go_on = threading.Event()
     thread = threading.Thread(target=lambda: go_on.wait(60), name="the user's")
     thread.start()
@@ -25,7 +25,7 @@ def test_a_thread_of_the_users_counts_until_it_is_over() -> None:
     assert "the user's" not in user_threads()
 
 
-def test_one_of_a_pool_counts_while_it_runs_the_users_code() -> None:
+def test_pool_thread_counts_while_running_user_code() -> None:
     go_on, begun = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -43,7 +43,7 @@ def test_one_of_a_pool_counts_while_it_runs_the_users_code() -> None:
         job.result()
 
 
-def test_a_timer_counts_before_it_has_begun() -> None:
+def test_timer_counts_before_it_starts() -> None:
     timer = threading.Timer(600, os.getpid)
     timer.name = "timer"
     timer.start()
@@ -52,7 +52,7 @@ def test_a_timer_counts_before_it_has_begun() -> None:
     timer.join()
 
 
-def test_threads_of_a_data_loader_and_of_other_libraries_do_not_count() -> None:
+def test_library_threads_do_not_count() -> None:
     thread = threading.Thread(target=queue.Queue[int]().get, name="waits in a library", daemon=True)
     thread.start()
     before = set(user_threads())
@@ -63,7 +63,7 @@ def test_threads_of_a_data_loader_and_of_other_libraries_do_not_count() -> None:
     assert "waits in a library" not in before
 
 
-def test_that_of_zmq_does_not_count_which_every_rank_has_after_a_large_message() -> None:
+def test_zmq_thread_does_not_count() -> None:
     with zmq.Context() as context, context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as receiver:
         sender.bind("inproc://background")
         receiver.connect("inproc://background")
@@ -74,7 +74,7 @@ def test_that_of_zmq_does_not_count_which_every_rank_has_after_a_large_message()
         assert not set(found) & set(user_threads())
 
 
-def test_whose_code_a_file_is(tmp_path: Path) -> None:
+def test_files_are_attributed_to_user_or_library(tmp_path: Path) -> None:
     import torch
 
     assert library_of(torch.__file__) == "torch"

@@ -15,7 +15,7 @@ from axon_nb.engine.groups.gloo import GlooTransport
 LATE_S = 4.0
 
 
-def test_a_rank_that_begins_seconds_later_is_waited_for() -> None:
+def test_late_rank_is_waited_for_when_connecting() -> None:
     store, gloo, made = HashStore(), GlooTransport(), dict[int, Any]()
 
     def join(rank: int) -> None:

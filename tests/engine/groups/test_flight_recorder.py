@@ -44,7 +44,7 @@ def _records(rank: int, store: Any) -> dict[str, Any]:
     return {"answer": answer, "name": own.group_name, "later": (len(later.pending), dict(later.counts))}
 
 
-def test_a_dump_tells_who_is_in_which_collective(tmp_path: Path) -> None:
+def test_dump_shows_the_collective_of_each_rank(tmp_path: Path) -> None:
     results = run_on_ranks(_records, 2, tmp_path, TORCH_FR_BUFFER_SIZE="100")
     name = results[0]["name"]
     assert results[0]["answer"]["counts"] == {"0": 2, name: 1, "other": 7}
@@ -100,7 +100,7 @@ def _waits_in_the_fence(rank: int, store: Any) -> dict[str, Any]:
     return seen[-1]
 
 
-def test_a_rank_in_the_fence_of_a_step_waits_for_the_rank_that_left_out_a_collective(tmp_path: Path) -> None:
+def test_step_fence_waits_for_the_rank_that_skipped_a_collective(tmp_path: Path) -> None:
     results = run_on_ranks(_waits_in_the_fence, 2, tmp_path, TORCH_FR_BUFFER_SIZE="100")
     waiting, finished = results[0], results[1]
     calls = tuple(PendingCall(**{**call, "ranks": tuple(call["ranks"])}) for call in waiting["pending"])
@@ -132,19 +132,19 @@ def _is_overdue(rank: int, store: Any) -> list[str]:
     return said
 
 
-def test_a_collective_past_the_timeout_of_its_group_is_named(tmp_path: Path) -> None:
+def test_collective_past_its_timeout_is_reported(tmp_path: Path) -> None:
     results = run_on_ranks(_is_overdue, 2, tmp_path, TORCH_FR_BUFFER_SIZE="100")
     late = "all_reduce has been in progress for 1 s, and its group's timeout is 1 s"
     assert results == {0: ["", "", late], 1: [""]}
 
 
-def test_no_recorder_and_an_empty_one_tell_nothing() -> None:
+def test_missing_or_empty_recorder_reports_nothing() -> None:
     empty = flight_recorder.parse(b"", {"0": [0, 1]})
     assert (empty.pending, dict(empty.counts)) == ((), {"0": 0})
     assert flight_recorder.dump("none such") == b""
 
 
-def test_a_send_and_a_recv_name_the_global_rank_of_the_other_side() -> None:
+def test_send_and_recv_name_the_peers_global_rank() -> None:
     entry = {
         "process_group": ["3", "undefined"],
         "time_created_ns": time.time_ns(),
@@ -175,7 +175,7 @@ def test_a_send_and_a_recv_name_the_global_rank_of_the_other_side() -> None:
         ("cell", "poll_until", ""),
     ],
 )
-def test_only_waiting_for_the_whole_gpu_counts_as_waiting(file: str, name: str, expected: str) -> None:
+def test_only_device_synchronization_counts_as_waiting(file: str, name: str, expected: str) -> None:
     go_on, begun = threading.Lock(), threading.Event()
     go_on.acquire()
     names = {"wait": go_on.__enter__, "begin": begun.set}

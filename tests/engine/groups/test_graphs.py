@@ -18,7 +18,7 @@ KIND = (__name__, "Graph")
 SENTENCE = "CUDA graphs still hold the communicators of before: capture those that contain collectives again."
 
 
-def test_graphs_that_are_left_are_to_be_captured_again() -> None:
+def test_surviving_cuda_graphs_need_recapture() -> None:
     assert graphs_to_capture(KIND) == []
     graph = Graph()
     assert graphs_to_capture(KIND) == [SENTENCE]
@@ -37,5 +37,5 @@ def _recovers(rank: int, store: Any) -> list[str]:
     return [*said, *recovery.recover(4).not_reset]
 
 
-def test_the_recovery_of_a_rank_that_holds_some_says_so(tmp_path: Path) -> None:
+def test_recovery_mentions_surviving_cuda_graphs(tmp_path: Path) -> None:
     assert run_on_ranks(_recovers, 2, tmp_path) == {0: [SENTENCE], 1: []}

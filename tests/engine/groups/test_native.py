@@ -52,7 +52,7 @@ def _trains(rank: int, store: Any) -> dict[str, list[float]]:
     return result
 
 
-def test_training_goes_on_bit_for_bit_with_the_same_wrappers_on_fresh_backends(tmp_path: Path) -> None:
+def test_training_continues_bitwise_on_fresh_backends(tmp_path: Path) -> None:
     results = run_on_ranks(_trains, 2, tmp_path)
     assert sorted(results) == [0, 1]
     for values in results.values():
@@ -89,7 +89,7 @@ def _waits_and_is_aborted(rank: int, store: Any) -> tuple[str, str, list[float],
     return error, desc, tensor.tolist(), later.group_name, more.tolist()
 
 
-def test_who_waits_in_a_collective_is_released_and_the_group_works_again(tmp_path: Path) -> None:
+def test_abort_releases_waiting_ranks_and_group_works_again(tmp_path: Path) -> None:
     results = run_on_ranks(_waits_and_is_aborted, 2, tmp_path)
     assert results[0][0] != ""
     assert results[1][0] == ""
@@ -124,7 +124,7 @@ def _is_replaced(rank: int, store: Any) -> Any:
     return registry, found, done.groups
 
 
-def test_a_newcomer_finds_the_groups_of_its_predecessor(tmp_path: Path) -> None:
+def test_replacement_rank_joins_the_existing_groups(tmp_path: Path) -> None:
     results = run_on_ranks(_is_replaced, 2, tmp_path)
     both = {"ranks": (0, 1)}
     registry = [
@@ -154,7 +154,7 @@ def _recovers(rank: int, store: Any) -> Any:
     )
 
 
-def test_abort_and_recover_as_a_rank_is_asked_to(tmp_path: Path) -> None:
+def test_abort_and_recover_on_request(tmp_path: Path) -> None:
     results = run_on_ranks(_recovers, 2, tmp_path)
     assert results[0] == results[1]
     assert results[0][:4] == (True, False, 1, 2.0)
@@ -170,7 +170,7 @@ def alone(tmp_path: Path) -> Any:
     dist.destroy_process_group()
 
 
-def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> None:
+def test_hung_abort_is_abandoned_and_reported(alone: Any) -> None:
     never, asked = threading.Event(), []
 
     def stuck(backend: Any) -> None:
@@ -195,7 +195,7 @@ def test_an_abort_that_does_not_end_is_left_to_itself_and_named(alone: Any) -> N
     never.set()
 
 
-def test_a_group_takes_249_backends_and_then_says_what_to_do(alone: Any) -> None:
+def test_group_accepts_249_backends_then_names_the_fix(alone: Any) -> None:
     assert missing_hooks("groups.swap") == []
     group = dist.group.WORLD
     backend = group._get_backend(CPU)
@@ -207,7 +207,7 @@ def test_a_group_takes_249_backends_and_then_says_what_to_do(alone: Any) -> None
         native.swap_backend(group, backend, CPU, earlier=native.MAX_SWAPS)
 
 
-def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:
+def test_abort_ends_waits_for_peers_and_connections(alone: Any) -> None:
     threading.Timer(0.2, current_groups().abort.set).start()
     with pytest.raises(AbortedError):
         wait_for_peers(alone, 0, 2, raise_if_cancelled=current_groups().abort.raise_if_set, timeout_s=60)
@@ -231,7 +231,7 @@ def test_an_abort_ends_the_wait_for_peers_and_for_a_connect(alone: Any) -> None:
     assert disposed.wait(60)  # what comes too late is not kept
 
 
-def test_peers_and_connects_that_do_not_come_in_time_are_named(alone: Any) -> None:
+def test_late_peers_and_connections_are_reported(alone: Any) -> None:
     with pytest.raises(RuntimeError, match=r"group ranks 1-2 did not arrive within 0.1 s"):
         wait_for_peers(alone, 0, 3, raise_if_cancelled=lambda: None, timeout_s=0.1)
     stop = threading.Event()
@@ -242,7 +242,7 @@ def test_peers_and_connects_that_do_not_come_in_time_are_named(alone: Any) -> No
         connect_in_helper(lambda: 1 // 0, raise_if_cancelled=lambda: None, timeout_s=60, dispose=lambda backend: None)
 
 
-def test_the_wait_for_peers_lasts_until_the_last_has_come(alone: Any) -> None:
+def test_wait_for_peers_lasts_until_all_arrive(alone: Any) -> None:
     begun = time.monotonic()
     threading.Timer(0.2, lambda: alone.set("here1", "1")).start()
     wait_for_peers(alone, 0, 2, raise_if_cancelled=lambda: None, timeout_s=60)
@@ -257,6 +257,6 @@ def _keeps_its_timeout(rank: int, store: Any) -> list[float]:
     return [group._get_backend(CPU).options._timeout.total_seconds() for group in (own, dist.group.WORLD)]
 
 
-def test_a_rebuilt_group_keeps_its_timeout(tmp_path: Path) -> None:
+def test_rebuilt_group_keeps_its_timeout(tmp_path: Path) -> None:
     timeouts = [7.0, LIMIT.total_seconds()]
     assert run_on_ranks(_keeps_its_timeout, 2, tmp_path) == {0: timeouts, 1: timeouts}

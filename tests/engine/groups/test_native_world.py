@@ -89,11 +89,11 @@ def test_no_device_is_bound_to_a_group(lives: dict[int, dict[str, Any]]) -> None
     assert {(found["bound before"], found["bound after"]) for found in lives.values()} == {("None", "None")}
 
 
-def test_the_default_group_is_connected_when_it_is_made(lives: dict[int, dict[str, Any]]) -> None:
+def test_default_group_connects_on_creation(lives: dict[int, dict[str, Any]]) -> None:
     assert [found["connected"] for found in lives.values()] == [[True]] * SIZE
 
 
-def test_some_ranks_make_a_group_without_the_others(lives: dict[int, dict[str, Any]]) -> None:
+def test_subset_of_ranks_creates_a_group_alone(lives: dict[int, dict[str, Any]]) -> None:
     assert {rank: found.get("some") for rank, found in lives.items()} == {
         0: (2.0, True),
         1: None,
@@ -102,7 +102,7 @@ def test_some_ranks_make_a_group_without_the_others(lives: dict[int, dict[str, A
     }
 
 
-def test_a_mesh_of_two_axes_has_connected_groups(lives: dict[int, dict[str, Any]]) -> None:
+def test_two_axis_mesh_has_connected_groups(lives: dict[int, dict[str, Any]]) -> None:
     assert [found["mesh"] for found in lives.values()] == [([2.0, 2.0], [True, True])] * SIZE
 
 
@@ -115,7 +115,7 @@ def test_gloo_groups_beside_those_of_nccl_work_after_an_abort(lives: dict[int, d
         assert found["later"] == float(SIZE)
 
 
-def test_a_group_that_one_of_its_ranks_lacks_is_dropped_by_the_others(lives: dict[int, dict[str, Any]]) -> None:
+def test_group_missing_on_one_rank_is_dropped_on_all(lives: dict[int, dict[str, Any]]) -> None:
     assert [found["rebuilt"] for found in lives.values()] == [5, 4, 5, 4]
     assert all(found["dropped"] for found in lives.values())
 
@@ -124,7 +124,7 @@ def test_collectives_of_torchs_own_groups_are_counted(lives: dict[int, dict[str,
     assert [(found["counted"], found["counted again"]) for found in lives.values()] == [(1, 1)] * SIZE
 
 
-def test_variables_that_are_groups_are_copied_as_groups(lives: dict[int, dict[str, Any]]) -> None:
+def test_group_variables_are_copied_as_groups(lives: dict[int, dict[str, Any]]) -> None:
     assert all(found["copied"] for found in lives.values())
 
 
@@ -138,7 +138,7 @@ def _is_debugged(rank: int, store: Any) -> Any:
     return wrapper, owned, recovery.recover(3).groups, _sum()
 
 
-def test_groups_that_torch_wraps_to_debug_them_are_rebuilt(tmp_path: Any) -> None:
+def test_debug_wrapped_groups_are_rebuilt(tmp_path: Any) -> None:
     results = run_on_ranks(_is_debugged, 2, tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert results == dict.fromkeys((0, 1), ("_ProcessGroupWrapper", True, 1, 2.0))
 
@@ -156,6 +156,6 @@ def _loses_its_device(rank: int, store: Any) -> list[Any]:
     return [lost.groups, lost.lost_device, untouched, recovery.recover(4).groups, _sum()]
 
 
-def test_a_rank_that_lost_its_device_is_named_before_any_rank_communicates(tmp_path: Path) -> None:
+def test_lost_device_is_reported_before_communication(tmp_path: Path) -> None:
     found = run_on_ranks(_loses_its_device, SIZE, tmp_path)
     assert found == {rank: [0, PROBLEM if rank == 1 else "", True, 1, float(SIZE)] for rank in range(SIZE)}

@@ -38,7 +38,7 @@ os._exit(0)
 """
 
 
-def test_what_recovery_cannot_do_without_is_set_whatever_it_was() -> None:
+def test_required_nccl_variables_are_always_set() -> None:
     environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_FR_BUFFER_SIZE": "7"}
     nccl.set_environment(environ, one_host=True)
     assert {name: environ[name] for name in nccl.REQUIRED} == dict.fromkeys(nccl.REQUIRED, "0")
@@ -48,13 +48,13 @@ def test_what_recovery_cannot_do_without_is_set_whatever_it_was() -> None:
     assert environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
-def test_blocking_connections_are_the_users_choice() -> None:
+def test_user_may_request_blocking_connections() -> None:
     environ = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
     nccl.set_environment(environ, one_host=True)
     assert environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0"
 
 
-def test_the_sockets_are_the_users_to_choose_where_there_are_many_hosts_or_a_wish() -> None:
+def test_user_socket_choice_and_multiple_hosts_are_respected() -> None:
     many: dict[str, str] = {}
     nccl.set_environment(many, one_host=False)
     assert "NCCL_SOCKET_IFNAME" not in many
@@ -63,7 +63,7 @@ def test_the_sockets_are_the_users_to_choose_where_there_are_many_hosts_or_a_wis
     assert wished["NCCL_SOCKET_IFNAME"] == "eth1"
 
 
-def test_the_sockets_use_the_interface_that_leads_to_the_store() -> None:
+def test_sockets_use_the_stores_interface() -> None:
     environ: dict[str, str] = {}
     nccl.set_interface("127.0.0.1", environ)
     assert environ == {"NCCL_SOCKET_IFNAME": "=lo"}
@@ -72,7 +72,7 @@ def test_the_sockets_use_the_interface_that_leads_to_the_store() -> None:
     assert wished == {"NCCL_SOCKET_IFNAME": "eth1"}
 
 
-def test_a_device_that_does_not_compute_is_named_with_the_way_back() -> None:
+def test_failed_device_is_reported_with_fix() -> None:
     assert nccl.device_problem(torch.device("cpu"), rank=1) == ""
     assert nccl.device_problem(torch.device("cuda", 0), rank=1) == ""  # not in use
     problem = nccl.device_problem(torch.device("cuda", 0), rank=1, launch=_lost)
@@ -84,7 +84,7 @@ def _lost() -> Callable[[], bool]:
     raise RuntimeError("CUDA error: unspecified launch failure\nCompile with TORCH_USE_CUDA_DSA")
 
 
-def test_a_device_with_a_long_queue_is_not_lost_and_one_that_hangs_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_device_is_lost_and_busy_device_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_BUSY_S", 0.5)
     monkeypatch.setattr(nccl, "_DEVICE_TIMEOUT_S", 0.2)
     device = torch.device("cuda", 0)
@@ -115,27 +115,27 @@ def _connects(rank: int, store: Any) -> dict[str, Any]:
     return {"late": done.is_set()}
 
 
-def test_a_connection_is_there_when_all_ranks_have_connected_and_not_before(tmp_path: Path) -> None:
+def test_connection_completes_once_all_ranks_connect(tmp_path: Path) -> None:
     assert run_on_ranks(_connects, 2, tmp_path) == {0: {"early": False, "late": True}, 1: {"late": True}}
 
 
-def test_slow_ranks_have_the_time_that_torch_gives_them() -> None:
+def test_slow_ranks_get_torchs_connection_timeout() -> None:
     environ: dict[str, str] = {}
     nccl.set_environment(environ, one_host=True)
     assert "TORCH_NCCL_NONBLOCKING_TIMEOUT" not in environ  # 30 min in torch
 
 
-def test_a_gloo_rank_has_no_nccl_groups() -> None:
+def test_gloo_rank_has_no_nccl_groups() -> None:
     assert nccl.groups() is None
 
 
-def test_what_is_no_backend_of_nccl_is_not_owned() -> None:
+def test_other_backends_are_not_owned() -> None:
     assert not nccl._owns(None)
     assert not nccl._owns(dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
 
 
 @pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="this torch has no ProcessGroupNCCL2")
-def test_groups_of_the_second_class_of_nccl_are_owned_and_get_a_fresh_backend_of_it() -> None:
+def test_groups_of_the_second_nccl_class_are_rebuilt_as_such() -> None:
     assert [kind.__name__ for kind in torch_api().nccl_classes()] == ["ProcessGroupNCCL", "ProcessGroupNCCL2"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     env["TORCH_DIST_USE_NCCL2"] = "1"  # the default from 2.15 on

@@ -74,7 +74,7 @@ def test_torch_has_the_hook() -> None:
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_the_bits_are_torchs(groups: list[RecoverableGroup], dtype: torch.dtype, op: Any) -> None:
+def test_result_is_bitwise_identical_to_torch(groups: list[RecoverableGroup], dtype: torch.dtype, op: Any) -> None:
     def work(rank: int) -> tuple[bool, bool, bool]:
         group = groups[rank]
         given = (torch.randn(6, 500, generator=torch.Generator().manual_seed(rank)) * 9).to(dtype)
@@ -88,7 +88,7 @@ def test_the_bits_are_torchs(groups: list[RecoverableGroup], dtype: torch.dtype,
     assert as_ranks(work) == [(True, True, True)] * SIZE
 
 
-def test_a_wait_that_ends_at_its_limit_is_repeated(groups: list[RecoverableGroup]) -> None:
+def test_timed_out_wait_can_be_repeated(groups: list[RecoverableGroup]) -> None:
     slow = threading.Event()
 
     def work(rank: int) -> Any:
@@ -109,7 +109,7 @@ def test_a_wait_that_ends_at_its_limit_is_repeated(groups: list[RecoverableGroup
     assert as_ranks(work) == [(6.0, True, [6.0])] * SIZE
 
 
-def test_its_future_has_the_output(groups: list[RecoverableGroup]) -> None:
+def test_future_holds_the_output(groups: list[RecoverableGroup]) -> None:
     def work(rank: int) -> Any:
         group = groups[rank]
         out, given = torch.zeros(2), torch.ones(2 * SIZE)
@@ -132,7 +132,7 @@ class Sees(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_sees_the_call_that_was_made(groups: list[RecoverableGroup]) -> None:
+def test_dispatch_mode_sees_the_original_call(groups: list[RecoverableGroup]) -> None:
     def work(rank: int) -> Any:
         group, out = groups[rank], torch.zeros(1)
         with Sees() as seen:
@@ -142,7 +142,7 @@ def test_a_mode_sees_the_call_that_was_made(groups: list[RecoverableGroup]) -> N
     assert as_ranks(work) == [(3.0, True)] * SIZE
 
 
-def test_what_does_not_fit_is_torchs_to_refuse(groups: list[RecoverableGroup]) -> None:
+def test_invalid_arguments_are_left_to_torch(groups: list[RecoverableGroup]) -> None:
     def work(rank: int) -> str:
         group = groups[rank]
         with pytest.raises((RuntimeError, ValueError)) as caught:

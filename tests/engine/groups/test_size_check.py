@@ -50,7 +50,7 @@ for number in range(1, count):
 
 
 @pytest.mark.parametrize("kind", ["pairs", "collectives"])
-def test_ranks_that_agree_are_left_alone_however_their_reads_and_writes_meet(tmp_path: Path, kind: str) -> None:
+def test_equal_sizes_pass_in_any_interleaving(tmp_path: Path, kind: str) -> None:
     (tmp_path / "done").write_bytes(bytes(24))
     ranks = [
         subprocess.Popen(
@@ -100,7 +100,7 @@ class Interleaved:
 
 @pytest.mark.parametrize("kind", ["pairs", "collectives"])
 @pytest.mark.parametrize("ahead", [1, 8, 9])
-def test_between_any_two_accesses_of_one_rank_the_other_may_come(tmp_path: Path, kind: str, ahead: int) -> None:
+def test_sizes_are_checked_in_every_interleaving(tmp_path: Path, kind: str, ahead: int) -> None:
     tensors = [torch.empty(size) for size in range(1, 40)]
     state = GroupsState()
     state.begin_run("3")
@@ -135,7 +135,7 @@ def test_between_any_two_accesses_of_one_rank_the_other_may_come(tmp_path: Path,
         assert accesses >= 3
 
 
-def test_who_comes_later_is_told_of_the_difference(tmp_path: Path) -> None:
+def test_late_rank_gets_mismatch_error(tmp_path: Path) -> None:
     state = GroupsState()
     tables = [SizeTable(tmp_path, state, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
     state.begin_run("2")
@@ -148,7 +148,7 @@ def test_who_comes_later_is_told_of_the_difference(tmp_path: Path) -> None:
         tables[0].check_point_to_point("send", ([large], 1, 7), lambda: [4, 5])
 
 
-def test_different_operations_and_reductions_are_refused(tmp_path: Path) -> None:
+def test_operation_and_reduction_mismatches_raise(tmp_path: Path) -> None:
     state = GroupsState()
     tables = [SizeTable(tmp_path, state, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
     sum_, max_ = c10d.AllreduceOptions(), c10d.AllreduceOptions()
@@ -162,7 +162,7 @@ def test_different_operations_and_reductions_are_refused(tmp_path: Path) -> None
         tables[1].check_collective("allreduce", ([tensor], sum_), 2, lambda: [4, 5])
 
 
-def test_splits_are_compared_for_each_pair_of_ranks(tmp_path: Path) -> None:
+def test_splits_are_compared_pairwise(tmp_path: Path) -> None:
     state = GroupsState()
     tables = [SizeTable(tmp_path, state, name="0", epoch=1, rank=rank, size=2) for rank in range(2)]
     three, four = torch.empty(3), torch.empty(4)

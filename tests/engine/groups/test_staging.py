@@ -37,7 +37,7 @@ def _polls(rank: int, store: Any) -> list[list[float]]:
     return _values(buffer)
 
 
-def test_a_tensor_whose_arrival_is_polled_has_its_values(tmp_path: Path) -> None:
+def test_polled_receive_has_its_values(tmp_path: Path) -> None:
     assert run_on_ranks(_polls, 2, tmp_path) == {0: [], 1: [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]}
 
 

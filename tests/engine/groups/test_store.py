@@ -65,7 +65,7 @@ _prefixes = iter(range(10**9))
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.lists(OPERATIONS, max_size=15))
-def test_it_answers_as_torchs_own_store_does(store: AgentStore, operations: list[tuple[object, ...]]) -> None:
+def test_store_matches_torchs_store(store: AgentStore, operations: list[tuple[object, ...]]) -> None:
     ours, theirs = PrefixStore(f"t{next(_prefixes)}", store), PrefixStore("t", HashStore())
     for name, *args in operations:
         assert getattr(ours, str(name))(*args) == getattr(theirs, str(name))(*args), (name, args)
@@ -75,7 +75,7 @@ def test_it_answers_as_torchs_own_store_does(store: AgentStore, operations: list
             assert ours.get(key) == theirs.get(key)
 
 
-def test_a_wait_ends_when_another_client_sets_the_key(clients: list[AgentStore]) -> None:
+def test_wait_ends_when_another_client_sets_the_key(clients: list[AgentStore]) -> None:
     got: list[bytes] = []
     waiter = threading.Thread(target=lambda: got.append(clients[1].get("t-later")))
     waiter.start()
@@ -94,7 +94,7 @@ def test_keys_can_be_counted_and_deleted_through_a_prefix(store: AgentStore) -> 
     assert prefixed.num_keys() == before
 
 
-def test_a_wait_that_nobody_answers_ends_with_the_keys_name(store: AgentStore) -> None:
+def test_timed_out_wait_names_the_key(store: AgentStore) -> None:
     began = time.monotonic()
     with pytest.raises(DistStoreError, match=r"t-never"):
         store.wait(["t-never"], timedelta(seconds=0.2))
@@ -147,9 +147,7 @@ def interrupts() -> Iterator[Interrupts]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_an_interrupt_in_the_middle_of_a_request_leaves_no_stale_answer(
-    store: AgentStore, interrupts: Interrupts
-) -> None:
+def test_interrupted_request_leaves_no_stale_reply(store: AgentStore, interrupts: Interrupts) -> None:
     for number in range(20):
         store.set(f"t-key{number}", f"value{number}")
     for attempt in range(60):
@@ -184,7 +182,7 @@ print("works")
 """
 
 
-def test_a_group_that_torch_splits_off_has_a_store_that_works(agent: Served) -> None:
+def test_split_group_has_a_working_store(agent: Served) -> None:
     # In a process of its own: other tests replace torch's Gloo groups in this one.
     command = [sys.executable, "-W", "ignore", "-c", SPLIT, str(agent.run_dir.store_socket)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
