@@ -39,7 +39,7 @@ def sections() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_every_example_of_the_guide_is_there_in_its_order() -> None:
+def test_every_example_of_the_guide_is_present_in_order() -> None:
     found = sections()
     assert [heading for heading in found if heading in EXAMPLES] == list(EXAMPLES)
     for heading, names in EXAMPLES.items():
@@ -52,7 +52,7 @@ def test_every_example_of_the_guide_is_there_in_its_order() -> None:
         assert defined >= set(names), heading
 
 
-def test_every_example_tells_what_was_completed_or_corrected() -> None:
+def test_every_example_states_its_corrections() -> None:
     for heading, text in sections().items():
         if heading in EXAMPLES:
             assert re.search(r"^# - (Completed|Corrected): .*[^ ]", text, re.MULTILINE), heading

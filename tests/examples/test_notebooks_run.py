@@ -104,7 +104,7 @@ def test_example_runs(name: str, execute: Callable[[str], NotebookNode]) -> None
 
 
 @pytest.mark.parametrize("name", ON_DIGITS)
-def test_without_scikit_learn_a_sentence_says_what_to_install(name: str, tmp_path: Path) -> None:
+def test_missing_scikit_learn_is_reported_with_fix(name: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['sklearn'] = None\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     source = ROOT / "examples" / f"{name}.py"
@@ -165,7 +165,7 @@ def test_sharded_training_learns_and_memory_is_as_estimated(execute: Callable[[s
 
 
 @pytest.mark.slow
-def test_the_guide_finds_what_it_claims(execute: Callable[[str], NotebookNode]) -> None:
+def test_guide_notebook_confirms_its_claims(execute: Callable[[str], NotebookNode]) -> None:
     notebook = execute(GUIDE)
     reported = streams(notebook)
     assert ": False" not in reported
@@ -179,7 +179,7 @@ def test_the_guide_finds_what_it_claims(execute: Callable[[str], NotebookNode]) 
     assert "all_reduce" in "\n".join(error["traceback"])
 
 
-def test_a_failing_cell_fails_the_run_and_is_saved(tmp_path: Path) -> None:
+def test_failing_cell_fails_the_run_and_is_saved(tmp_path: Path) -> None:
     source = tmp_path / "failing.py"
     source.write_text("# %%\n1 / 0\n", encoding="utf-8")
     command = [sys.executable, "scripts/run_notebook.py", str(source), "--out", str(tmp_path)]
