@@ -40,7 +40,7 @@ wanted = trained_alone(lambda p: torch.optim.SGD(p, lr=0.1), batches)
 """Two micro-batches of 4 on two ranks are 16 samples a step."""
 
 
-def test_every_way_of_making_it_trains_all_ranks_together(two: Kernel) -> None:
+def test_accelerator_trains_all_ranks_however_created(two: Kernel) -> None:
     two.ok(TRAIN)
     reply = two.ok(
         f"""%%distributed
@@ -79,7 +79,7 @@ assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
     assert reply.stdout + reply.stderr == "", "no warning"
 
 
-def test_bfloat16_is_that_of_one_process_with_both_halves(two: Kernel) -> None:
+def test_bfloat16_matches_one_process(two: Kernel) -> None:
     two.ok(TRAIN)
     two.ok(
         """%%distributed
@@ -105,7 +105,7 @@ assert (own - in_full).abs().max() > 1e-5, "nothing was rounded"
     )
 
 
-def test_what_accelerate_has_not_on_cpus_is_told(two: Kernel) -> None:
+def test_features_unavailable_on_cpus_are_reported(two: Kernel) -> None:
     two.ok(TRAIN)
     reply = two.ok(
         f"""%%distributed
@@ -125,7 +125,7 @@ fresh()
     assert all(reported in line for line in reply.lines())
 
 
-def test_a_step_that_a_rank_breaks_off_can_be_made_again(two: Kernel) -> None:
+def test_aborted_step_can_be_rerun(two: Kernel) -> None:
     two.ok(TRAIN)
     two.ok(
         """%%distributed
@@ -153,7 +153,7 @@ step()
     )
 
 
-def test_its_launchers_call_the_function_on_every_rank(two: Kernel) -> None:
+def test_launchers_call_the_function_on_every_rank(two: Kernel) -> None:
     two.ok(TRAIN)
     reply = two.ok(
         """%%distributed

@@ -77,7 +77,7 @@ def prepared(two_ranks: Kernel) -> Kernel:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_stage_trains_as_one_process_does(prepared: Kernel, stage: int) -> None:
+def test_zero_stage_trains_as_one_process(prepared: Kernel, stage: int) -> None:
     prepared.ok(
         f"""%%distributed
 for settings in ({{}}, {{"accumulation": 2, "offload": {stage > 0}}}):
@@ -90,14 +90,14 @@ for settings in ({{}}, {{"accumulation": 2, "offload": {stage > 0}}}):
 
 
 @pytest.mark.parametrize(("stage", "where"), [(2, "backward"), (3, "backward")])
-def test_a_step_that_a_rank_breaks_off_can_be_made_again(prepared: Kernel, stage: int, where: str) -> None:
+def test_aborted_step_can_be_rerun(prepared: Kernel, stage: int, where: str) -> None:
     _broken_and_made_again(prepared, stage, where, "accumulation=2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", ["", "accumulation=2, offload=True", "bf16={'enabled': True}"])
 @pytest.mark.parametrize(("stage", "where"), [(s, w) for s in range(4) for w in ("forward", "backward")])
-def test_it_can_in_every_stage(prepared: Kernel, stage: int, where: str, settings: str) -> None:
+def test_aborted_step_can_be_rerun_in_every_zero_stage(prepared: Kernel, stage: int, where: str, settings: str) -> None:
     if stage == 0:
         settings = settings.removesuffix(", offload=True")
     _broken_and_made_again(prepared, stage, where, settings)
@@ -118,7 +118,7 @@ def _broken_and_made_again(kernel: Kernel, stage: int, where: str, settings: str
     )
 
 
-def test_its_hooks_are_there(prepared: Kernel) -> None:
+def test_deepspeed_has_the_hooks(prepared: Kernel) -> None:
     prepared.ok(
         """%%distributed
 import importlib
@@ -135,7 +135,7 @@ assert backend.build_shm_op() is None
     )
 
 
-def test_an_engine_that_cannot_be_put_back_says_so(prepared: Kernel) -> None:
+def test_unrecoverable_engine_is_reported(prepared: Kernel) -> None:
     reply = prepared.run(
         "%%distributed\nfrom axon_nb.engine.groups.wrapper_reset import reset_wrappers\nodd = engine_of(2)\n"
         "del odd.micro_steps\n"
@@ -150,7 +150,7 @@ def test_an_engine_that_cannot_be_put_back_says_so(prepared: Kernel) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_cpu_optimizer_is_built_and_offloaded(prepared: Kernel, stage: int) -> None:
+def test_cpu_optimizer_is_built_and_offloaded(prepared: Kernel, stage: int) -> None:
     """DeepSpeed compiles its Adam for CPUs at the first use, with a C++ compiler and ninja: minutes on a busy one."""
     prepared.ok(
         f"""%%distributed
@@ -166,7 +166,7 @@ assert type(engine.optimizer.optimizer).__name__ == "DeepSpeedCPUAdam"
 
 
 @pytest.mark.slow
-def test_engines_can_be_made_after_a_rank_was_replaced() -> None:
+def test_engines_can_be_created_after_rank_replacement() -> None:
     from tests.frameworks.conftest import SETUP as COMMON
     from tests.frameworks.conftest import PatientKernel
 

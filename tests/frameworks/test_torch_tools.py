@@ -29,7 +29,7 @@ wanted = trained_alone(lambda p: torch.optim.SGD(p, lr=0.1), [(x, y)] * 4)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_model_trains_all_ranks_together(two: Kernel, backend: str) -> None:
+def test_compiled_model_trains_all_ranks(two: Kernel, backend: str) -> None:
     two.ok(TRAIN)
     two.ok(
         f"%%distributed\nmodel = torch.compile(DDP(net()), backend={backend!r})\nsteps_of(model, 2)",
@@ -42,7 +42,7 @@ def test_a_compiled_model_trains_all_ranks_together(two: Kernel, backend: str) -
     )
 
 
-def test_a_checkpoint_of_two_ranks_is_read_by_one_process(two: Kernel, tmp_path: Path) -> None:
+def test_checkpoint_of_two_ranks_loads_in_one_process(two: Kernel, tmp_path: Path) -> None:
     two.ok(TRAIN)
     two.ok(
         f"""%%distributed
@@ -73,7 +73,7 @@ if rank == 1:
     )
 
 
-def test_the_profiler_writes_a_trace_of_each_rank(two: Kernel, tmp_path: Path) -> None:
+def test_profiler_writes_one_trace_per_rank(two: Kernel, tmp_path: Path) -> None:
     two.ok(TRAIN)
     profile = f"""%%distributed
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler

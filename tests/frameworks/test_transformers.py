@@ -9,7 +9,7 @@ from tests.support.kernel import Kernel
 pytestmark = pytest.mark.needs("transformers", "accelerate")
 
 
-def test_the_trainer_trains_all_ranks_together(two: Kernel) -> None:
+def test_trainer_trains_all_ranks(two: Kernel) -> None:
     reply = two.ok(
         """%%distributed
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
