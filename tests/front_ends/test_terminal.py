@@ -36,7 +36,7 @@ def test_cells_print_and_give_values(terminal: Terminal) -> None:
     assert said(terminal.run(awaiting)) == {0: ["slept"], 1: ["slept"]}
 
 
-def test_a_failure_shows_the_ranks_traceback(terminal: Terminal) -> None:
+def test_failure_shows_the_ranks_traceback(terminal: Terminal) -> None:
     shown = terminal.run("%%distributed\ny = 1\nif rank:\n    y / 0\ndist.barrier()")
     assert "[rank 1]" in shown
     assert "ZeroDivisionError: division by zero" in shown
@@ -65,7 +65,7 @@ def test_views_are_text(terminal: Terminal) -> None:
         assert wrong not in terminal.text[before:]
 
 
-def test_data_goes_in_and_out(terminal: Terminal) -> None:
+def test_data_is_pushed_and_pulled(terminal: Terminal) -> None:
     terminal.run("sent = [1, 2, 3]")
     terminal.run("%push sent")
     terminal.run("%%distributed\nsent = sent[rank]")
@@ -80,7 +80,7 @@ def test_help_is_text(terminal: Terminal) -> None:
     assert "did you mean `%distributed status`?" in terminal.run("%distributed statsu")
 
 
-def test_ctrl_c_ends_the_cell_and_nothing_else(terminal: Terminal) -> None:
+def test_ctrl_c_aborts_only_the_cell(terminal: Terminal) -> None:
     since = terminal.submit("%%distributed\nprint('begun', rank, flush=True)\nimport time\ntime.sleep(600)")
     for rank in range(2):
         terminal.wait_for(f"[rank {rank}] begun {rank}", since=since)
@@ -89,7 +89,7 @@ def test_ctrl_c_ends_the_cell_and_nothing_else(terminal: Terminal) -> None:
     assert said(terminal.run("%%distributed\nprint('al' + 'ive')")) == {0: ["alive"], 1: ["alive"]}
 
 
-def test_the_debugger_reads_from_the_terminal(terminal: Terminal) -> None:
+def test_debugger_reads_from_the_terminal(terminal: Terminal) -> None:
     terminal.run("%%distributed\ndef inner(secret):\n    raise ValueError(secret)\nif rank:\n    inner(41)")
     since = terminal.submit("%distributed debug")
     asked = terminal.wait_for("ipdb rank 1> ", since=since)
@@ -108,6 +108,6 @@ def test_auto_mode_and_local_cells(terminal: Terminal) -> None:
     assert "True" in terminal.run("'rank' not in globals()")
 
 
-def test_leaving_ends_the_ranks(terminal: Terminal) -> None:
+def test_exit_stops_the_ranks(terminal: Terminal) -> None:
     assert terminal.leave() == 0
     assert until(lambda: not terminal.left())

@@ -55,20 +55,20 @@ def test_panels_are_pictures(plain: Kernel, magic: str) -> None:
     assert all(map(is_readable, bundles)), bundles
 
 
-def test_a_watched_cell_is_a_picture_at_its_end(plain: Kernel) -> None:
+def test_watched_cell_ends_as_a_picture(plain: Kernel) -> None:
     bundles = shown(plain.ok(STEP.format(options=" --watch")))
     assert sum("data:image/svg+xml;base64," in bundle.get("text/html", "") for bundle in bundles) >= 2
     assert all(map(is_readable, bundles)), bundles
 
 
-def test_cells_go_on_below_panels_that_nobody_draws(plain: Kernel) -> None:
+def test_cells_run_with_undrawn_panels(plain: Kernel) -> None:
     plain.ok("%watch")
     reply = plain.ok(STEP.format(options=""))
     assert reply.stderr == ""
     assert by_rank(plain.ok("%%distributed\n'alive'").stdout) == {0: ["'alive'"], 1: ["'alive'"]}
 
 
-def test_messages_of_widgets_that_are_gone_do_no_harm(plain: Kernel) -> None:
+def test_messages_of_closed_widgets_are_ignored(plain: Kernel) -> None:
     """As a page sends them that was open when the kernel was restarted."""
     message = plain.client.session.msg("comm_msg", {"comm_id": "none", "data": {"method": "update", "state": {}}})
     plain.client.shell_channel.send(message)
