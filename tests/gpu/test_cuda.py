@@ -45,27 +45,27 @@ def shared_card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
         yield script
 
 
-def test_one_rank_computes_on_its_card_with_nccl(nccl: Script) -> None:
+def test_single_rank_computes_on_its_gpu_with_nccl(nccl: Script) -> None:
     assert nccl.value("c.run('str(device)')[0]") == "cuda:0"
     assert nccl.value("c.backend, c.run('dist.get_backend()')[0]") == ("nccl", "nccl")
     cell = "t = torch.arange(4.0, device=device)\ndist.all_reduce(t)\n(str(t.device), t.tolist())"
     assert nccl.value(f"c.run({cell!r})[0]") == ("cuda:0", [0.0, 1.0, 2.0, 3.0])
 
 
-def test_a_step_of_ddp_on_nccl(nccl: Script) -> None:
+def test_ddp_step_on_nccl(nccl: Script) -> None:
     kind, changed, weights = nccl.value(f"c.run({DDP_STEP!r})[0]")
     assert (kind, changed) == ("cuda", True)
     assert len(weights) == 161
 
 
-def test_status_tells_the_cards_memory(nccl: Script) -> None:
+def test_status_shows_gpu_memory(nccl: Script) -> None:
     nccl.ok("c.run('block = torch.zeros(64 << 20, dtype=torch.uint8, device=device);', quiet=True)")
     device, used = nccl.value("(lambda s: (s['device'][0], int(s['device_memory'][0])))(c.status())")
     assert device == "cuda:0"
     assert used >= 64 << 20
 
 
-def test_tensors_come_to_the_notebook_on_the_cpu(nccl: Script) -> None:
+def test_tensors_arrive_in_the_notebook_on_the_cpu(nccl: Script) -> None:
     assert nccl.value(
         "(lambda t: (str(t.device), t.sum().item()))(c.pull('torch.ones(3, device=device)', ranks=0))"
     ) == (
@@ -74,19 +74,19 @@ def test_tensors_come_to_the_notebook_on_the_cpu(nccl: Script) -> None:
     )
 
 
-def test_two_ranks_reduce_tensors_of_one_card_over_gloo(shared_card: Script) -> None:
+def test_ranks_sharing_a_gpu_reduce_over_gloo(shared_card: Script) -> None:
     assert shared_card.value("dict(c.run('str(device)').values)") == {0: "cuda:0", 1: "cuda:0"}
     cell = "t = torch.full((3,), rank + 1.0, device=device)\ndist.all_reduce(t)\n(t.device.type, t.tolist())"
     assert shared_card.value(f"dict(c.run({cell!r}).values)") == dict.fromkeys((0, 1), ("cuda", [3.0] * 3))
 
 
-def test_a_step_of_ddp_leaves_the_same_weights_on_both_ranks(shared_card: Script) -> None:
+def test_ddp_step_keeps_weights_equal_on_both_ranks(shared_card: Script) -> None:
     values = shared_card.value(f"dict(c.run({DDP_STEP!r}).values)")
     assert values[0][:2] == values[1][:2] == ("cuda", True)
     assert values[0][2] == values[1][2]
 
 
-def test_a_failing_rank_releases_the_other_from_a_collective(shared_card: Script) -> None:
+def test_failed_rank_releases_its_peer_from_a_collective(shared_card: Script) -> None:
     cell = "if rank == 0: raise ValueError('first')\nt = torch.ones(1, device=device)\ndist.all_reduce(t)"
     answer = shared_card.run(f"c.run({cell!r})", timeout=60)
     assert answer.kinds[0] == "CellError"
@@ -94,7 +94,7 @@ def test_a_failing_rank_releases_the_other_from_a_collective(shared_card: Script
     assert shared_card.value("dict(c.run('rank').values)") == {0: 0, 1: 1}
 
 
-def test_nccl_with_two_ranks_on_one_card_is_refused(tmp_path: Path) -> None:
+def test_nccl_with_two_ranks_on_one_gpu_is_rejected(tmp_path: Path) -> None:
     with Script(tmp_path) as script:
         answer = script.run("import axon_nb\naxon_nb.start(2, backend='nccl', devices='0')")
         assert "UsageError" in answer.kinds
@@ -112,13 +112,13 @@ got[0].item()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_ring_of_unbatched_sends_does_not_wait_for_itself(tmp_path: Path) -> None:
+def test_ring_of_unbatched_sends_does_not_deadlock(tmp_path: Path) -> None:
     with Script(tmp_path) as script:
         script.ok("import axon_nb\nc = axon_nb.start(backend='nccl')\nn = c.world_size")
         assert script.value(f"dict(c.run({RING!r}, timeout=60).values) == {{r: (r - 1) % n for r in range(n)}}")
 
 
-def test_a_rebuilt_group_keeps_the_options_of_nccl(nccl: Script) -> None:
+def test_rebuilt_group_keeps_its_nccl_options(nccl: Script) -> None:
     made = """
 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 group = dist.new_group([0], pg_options=options)

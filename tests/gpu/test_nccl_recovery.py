@@ -49,7 +49,7 @@ def shared_card(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         yield script
 
 
-def test_the_same_ddp_object_trains_on_a_fresh_communicator(nccl: Script) -> None:
+def test_ddp_object_trains_on_a_fresh_communicator(nccl: Script) -> None:
     nccl.ok(f"c.run({TRAIN!r})", timeout=120)
     undisturbed = nccl.value("c.run('for i in range(4): step(i)\\nweights()')[0]")
     nccl.ok(f"c.run({TRAIN!r})")
@@ -63,14 +63,14 @@ def test_the_same_ddp_object_trains_on_a_fresh_communicator(nccl: Script) -> Non
     assert nccl.value("c.run('t = torch.ones(2, device=device); dist.all_reduce(t)\\nt.tolist()')[0]") == [1.0, 1.0]
 
 
-def test_an_interrupt_while_the_gpu_is_busy_ends_the_cell(nccl: Script) -> None:
+def test_interrupt_on_a_busy_gpu_aborts_the_cell(nccl: Script) -> None:
     busy = "x = torch.ones(4096, 4096, device=device)\nwhile True:\n    x = x @ x * 1e-4\n    torch.cuda.synchronize()"
     answer = nccl.run(f"c.run({busy!r}, timeout=3)", timeout=60)
     assert "CellTimeoutError" in answer.kinds
     assert nccl.value("c.run('t = torch.ones(1, device=device); dist.all_reduce(t)\\nt.item()')[0]") == 1.0
 
 
-def test_after_running_out_of_memory_the_next_smaller_step_works(nccl: Script) -> None:
+def test_smaller_step_works_after_out_of_memory(nccl: Script) -> None:
     code = """
 free, total = torch.cuda.mem_get_info()
 def too_much():
@@ -88,7 +88,7 @@ too_much()
 
 
 @pytest.mark.parametrize("trigger", ["raise ValueError('as asked')", "while True: torch.ones(9, device=device).sum()"])
-def test_ranks_that_share_a_card_are_free_after_a_failure(shared_card: Script, trigger: str) -> None:
+def test_ranks_sharing_a_gpu_are_released_after_a_failure(shared_card: Script, trigger: str) -> None:
     cell = f"if rank == 0:\n    {trigger}\nt = torch.ones(3, device=device)\ndist.all_reduce(t)\nt.tolist()"
     for _ in range(5):
         answer = shared_card.run(f"c.run({cell!r}, timeout=3)", timeout=60)
@@ -97,7 +97,7 @@ def test_ranks_that_share_a_card_are_free_after_a_failure(shared_card: Script, t
         assert shared_card.value(f"set(c.run({total!r}).values.values()) == {{last + 1.0}}")
 
 
-def test_a_killed_rank_on_a_shared_card_is_replaced(shared_card: Script) -> None:
+def test_killed_rank_on_a_shared_gpu_is_replaced(shared_card: Script) -> None:
     for _ in range(3):
         answer = shared_card.run(
             "c.run('import os, signal\\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\\ndist.barrier()')",
@@ -109,7 +109,7 @@ def test_a_killed_rank_on_a_shared_card_is_replaced(shared_card: Script) -> None
         assert shared_card.value(f"set(c.run({total!r}).values.values()) == {{last + 1.0}}")
 
 
-def test_training_on_a_shared_card_is_the_same_after_an_abort(shared_card: Script) -> None:
+def test_training_on_a_shared_gpu_is_unchanged_by_an_abort(shared_card: Script) -> None:
     shared_card.ok(f"c.run({TRAIN!r})", timeout=120)
     undisturbed = shared_card.value("dict(c.run('for i in range(3): step(i)\\nweights()').values)")
     shared_card.ok(f"c.run({TRAIN!r})")
@@ -118,7 +118,7 @@ def test_training_on_a_shared_card_is_the_same_after_an_abort(shared_card: Scrip
     assert shared_card.value("dict(c.run('step(1); step(2)\\nweights()').values)") == undisturbed
 
 
-def test_a_device_side_assert_is_told_and_repaired(shared_card: Script) -> None:
+def test_device_side_assert_is_reported_and_repaired(shared_card: Script) -> None:
     code = """
 if rank == 1:
     torch.zeros(4, device=device)[torch.tensor([9], device=device)]

@@ -18,7 +18,7 @@ def test_version_and_devices() -> None:
     assert len(nccl.devices()) == torch.cuda.device_count()
 
 
-def test_a_world_over_all_gpus() -> None:
+def test_world_over_all_gpus() -> None:
     count = torch.cuda.device_count()
     backends = NcclBackend.create_world(range(count))
     groups = [ProcessGroup.from_backend(backend) for backend in backends]

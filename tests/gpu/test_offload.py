@@ -76,7 +76,7 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_offloaded_is_on_the_host_and_frees_the_card(nccl: Script, strategy: str) -> None:
+def test_offloaded_state_is_on_the_host_and_frees_gpu_memory(nccl: Script, strategy: str) -> None:
     idle = nccl.value("c.run('idle')[0]")
     found: dict[str, Any] = {}
     for offload in STRATEGIES[strategy]:

@@ -67,7 +67,7 @@ def planned() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
-def test_the_peak_matches_the_gpu(
+def test_planned_peak_matches_the_gpu(
     name: str, real: dict[str, int], planned: dict[str, Any], record_property: Callable[[str, object], None]
 ) -> None:
     plan = planned[name]

@@ -36,14 +36,14 @@ def saved(tmp_path: Path, out: str = "first") -> dict[str, Any]:
 
 
 @WITHOUT_GPU
-def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
+def test_missing_gpu_is_reported_in_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/gpu_box.py", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (1, "", NO_GPU)
     assert not (tmp_path / "report.json").exists()
 
 
-def test_an_item_that_does_not_end_is_killed_with_all_it_started(tmp_path: Path) -> None:
+def test_hung_item_is_killed_with_its_descendants(tmp_path: Path) -> None:
     part = Part(
         "p", [Item("sleeps", ("-c", SLEEPER), 4.0, gpus=0), Item("next", ("-c", "print('{\"x\": 2}')"), 60.0, 0)]
     )
@@ -56,7 +56,7 @@ def test_an_item_that_does_not_end_is_killed_with_all_it_started(tmp_path: Path)
     assert (found["next"]["outcome"], found["next"]["figures"]) == ("passed", {"x": 2})
 
 
-def test_what_was_found_is_written_while_an_item_runs(tmp_path: Path) -> None:
+def test_results_are_written_while_an_item_runs(tmp_path: Path) -> None:
     code = "import json, time\nfrom pathlib import Path\nprint('{\"early\": 1}', flush=True)\n"
     code += f"path = Path({str(tmp_path / 'first' / 'report.json')!r})\n"
     code += "while not path.exists() or 'early' not in path.read_text(): time.sleep(0.05)\nprint('{\"seen\": 1}')"
@@ -80,7 +80,7 @@ def test_takes_long():
 """
 
 
-def test_a_call_goes_on_where_the_deadline_ended_the_last(tmp_path: Path) -> None:
+def test_next_call_resumes_after_the_deadline(tmp_path: Path) -> None:
     (tmp_path / "test_four.py").write_text(TESTS)
     (tmp_path / "wait").touch()
     arguments = ("-m", "pytest", "-q", "-p", "tests.gpu.json_lines", "-p", "no:cacheprovider", str(tmp_path))
@@ -103,7 +103,7 @@ def test_a_call_goes_on_where_the_deadline_ended_the_last(tmp_path: Path) -> Non
     assert saved(tmp_path, "second")["p"]["last"]["outcome"] == "passed"
 
 
-def test_with_no_time_left_nothing_starts_and_without_gpus_only_what_needs_none(tmp_path: Path) -> None:
+def test_items_start_only_with_time_and_gpus_available(tmp_path: Path) -> None:
     part = Part("p", [Item("card", ("-c", ""), 60.0), Item("cpu", ("-c", ""), 60.0, gpus=0)])
     assert not box(tmp_path, deadline_s=1.0).run_part(part, gpus=0)
     assert box(tmp_path).run_part(part, gpus=0)
@@ -112,25 +112,25 @@ def test_with_no_time_left_nothing_starts_and_without_gpus_only_what_needs_none(
     assert found["cpu"]["outcome"] == "passed"
 
 
-def test_the_pinned_packages_are_those_of_the_constraints() -> None:
+def test_pinned_packages_match_the_constraints() -> None:
     pins = [line for line in (ROOT / "scripts" / "gpu_box.txt").read_text().splitlines() if not line.startswith("#")]
     constraints = (ROOT / "constraints.txt").read_text().replace("_", "-").lower().splitlines()
     assert len(pins) > 20
     assert set(pins) <= set(constraints)
 
 
-def test_a_package_that_is_there_is_not_installed(tmp_path: Path) -> None:
+def test_installed_package_is_not_reinstalled(tmp_path: Path) -> None:
     install_missing(tmp_path / "no wheels", tmp_path / "site")  # this Python has all of them
     assert not (tmp_path / "site").exists()
 
 
-def test_each_part_names_its_items_once() -> None:
+def test_report_parts_name_each_item_once() -> None:
     for part in PARTS:
         assert len({item.name for item in part.items}) == len(part.items)
     assert [part.name for part in PARTS][:3] == ["doctor", "smoke", "tests"]
 
 
-def test_the_pages_show_the_reports_newest_first(tmp_path: Path) -> None:
+def test_pages_show_the_newest_report_first(tmp_path: Path) -> None:
     assert "| not run |" in gpu_status.table([])
     report: dict[str, Any] = {
         "date": "2026-01-02",
@@ -179,7 +179,7 @@ def test_drills_on_cpus_end_by_abort_and_by_timeout() -> None:
 @WITHOUT_GPU
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_figures_can_be_measured_on_cpus() -> None:
+def test_figures_can_be_measured_on_cpus() -> None:
     command = [sys.executable, "-m", "benchmarks.gpu"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=280, check=False

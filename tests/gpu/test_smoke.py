@@ -107,53 +107,53 @@ def values(script: Script, cell: str) -> dict[int, Any]:
 
 
 @pytest.mark.gpu
-def test_one_rank_on_nccl_computes_the_sum(tmp_path: Path) -> None:
+def test_single_rank_on_nccl_computes_the_sum(tmp_path: Path) -> None:
     with Script(tmp_path) as script:
         script.ok("import axon_nb\nc = axon_nb.start(1, backend='nccl', name='nccl')")
         assert values(script, SUM) == {0: 1.0}
 
 
-def test_ddp_leaves_the_same_weights_everywhere(card: Script) -> None:
+def test_ddp_keeps_weights_equal_on_all_ranks(card: Script) -> None:
     assert len(set(values(card, DDP).values())) == 1
 
 
-def test_fsdp2_shards_on_the_card_and_trains(card: Script) -> None:
+def test_fsdp2_shards_on_the_gpu_and_trains(card: Script) -> None:
     found = values(card, FSDP2)
     assert set(found) == set(range(RANKS))
     assert set(map(str, found.values())) == {str(found[0])}
     assert found[0][:2] == ("cuda" if CARD else "cpu", [4, 8])
 
 
-def test_a_pipeline_has_the_losses_of_one_process(card: Script) -> None:
+def test_pipeline_losses_match_one_process(card: Script) -> None:
     losses = values(card, PIPELINE)
     assert [losses[rank] for rank in range(RANKS - 1)] == [[]] * (RANKS - 1)
     assert losses[RANKS - 1] == pytest.approx(values(card, f"parts = 4{ALONE}")[0], abs=2e-3)
 
 
-def test_tensor_parallel_layers_compute_what_whole_ones_do(card: Script) -> None:
+def test_tensor_parallel_layers_match_full_layers(card: Script) -> None:
     assert set(map(str, values(card, TENSOR).values())) == {"(True, [4, 8])"}
 
 
-def test_a_model_in_three_dimensions_has_the_losses_of_one_process(card: Script) -> None:
+def test_three_axis_model_losses_match_one_process(card: Script) -> None:
     losses = values(card, PARALLEL_3D)
     assert losses[0] == losses[1] == []
     assert losses[3] == losses[2] == pytest.approx(values(card, f"parts = 2{ALONE}")[0], abs=2e-3)
 
 
-def test_a_failing_rank_releases_the_others(card: Script) -> None:
+def test_failed_rank_releases_the_others(card: Script) -> None:
     values(card, DDP)
     answer = card.run("c.run('step(fail=1)', quiet=True)", timeout=60)
     assert "rank 1: ValueError: as planned" in answer.message
     assert len(set(values(card, "step()").values())) == 1
 
 
-def test_an_interrupt_ends_a_collective_that_waits(card: Script) -> None:
+def test_interrupt_ends_a_waiting_collective(card: Script) -> None:
     waits = "if rank: dist.all_reduce(torch.ones(1, device=device))\nelse:\n    while True: torch.ones(9).sum()"
     assert "CellTimeoutError" in card.run(f"c.run({waits!r}, timeout=3, quiet=True)", timeout=60).kinds
     assert set(values(card, SUM).values()) == {RANKS}
 
 
-def test_a_killed_rank_is_replaced_with_the_variables_of_another(card: Script) -> None:
+def test_killed_rank_is_replaced_with_a_peers_variables(card: Script) -> None:
     values(card, DDP)
     dies = "import os, signal\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
     assert "rank 2 was killed by SIGKILL" in card.run(f"c.run({dies!r}, quiet=True)", timeout=60).message
@@ -170,7 +170,7 @@ def test_views_have_data(card: Script) -> None:
     assert card.value("'model' in set(c.variables()['name'])") is True
 
 
-def test_a_checkpoint_restores_the_weights(card: Script, tmp_path: Path) -> None:
+def test_checkpoint_restores_the_weights(card: Script, tmp_path: Path) -> None:
     values(card, DDP)
     assert set(values(card, SAVE.format(folder=str(tmp_path))).values()) == {(1, True)}
 
@@ -187,7 +187,7 @@ def test_tensors_are_pushed_and_pulled(card: Script) -> None:
 
 
 @pytest.mark.gpu
-def test_arrays_of_cupy_are_summed_pulled_and_compared(card: Script) -> None:
+def test_cupy_arrays_are_summed_pulled_and_compared(card: Script) -> None:
     pytest.importorskip("cupy")
     cell = "import cupy\nfrom axon_nb import comm\na = cupy.full(3, rank + 1.0)\ncomm.all_reduce_sum(a)\na.tolist()"
     assert set(map(str, values(card, cell).values())) == {"[10.0, 10.0, 10.0]"}
