@@ -36,7 +36,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("message", "reason"), REFUSED, ids=[json.dumps(message) for message, _ in REFUSED])
-def test_an_unusable_command_gets_an_error(agent: Served, message: dict[str, object], reason: str) -> None:
+def test_unusable_command_gets_an_error(agent: Served, message: dict[str, object], reason: str) -> None:
     with RawPeer(agent.run_dir.agent_socket) as peer:
         reply = peer.command(id=7, **message)
         assert reply["id"] == 7
@@ -44,7 +44,7 @@ def test_an_unusable_command_gets_an_error(agent: Served, message: dict[str, obj
         assert peer.command(id=8, cmd="get_info")["pid"] == agent.process.pid
 
 
-def test_a_signal_to_an_unknown_rank_is_reported_as_not_sent(agent: Served) -> None:
+def test_signal_to_an_unknown_rank_is_reported_as_unsent(agent: Served) -> None:
     assert agent.client.call(Signal(10**6, 9)).sent is False
 
 
@@ -63,7 +63,7 @@ NO_COMMANDS = [
 
 
 @pytest.mark.parametrize("data", NO_COMMANDS)
-def test_an_invalid_command_closes_only_its_connection(agent: Served, data: bytes) -> None:
+def test_invalid_command_closes_only_its_connection(agent: Served, data: bytes) -> None:
     with RawPeer(agent.run_dir.agent_socket) as peer:
         with contextlib.suppress(ConnectionError):  # closed before all of it was sent
             peer.send(data)
@@ -87,7 +87,7 @@ NO_MESSAGES = [
 
 
 @pytest.mark.parametrize("data", NO_MESSAGES)
-def test_an_invalid_store_message_closes_only_its_connection(agent: Served, data: bytes) -> None:
+def test_invalid_store_message_closes_only_its_connection(agent: Served, data: bytes) -> None:
     with RawPeer(agent.run_dir.store_socket) as good, RawPeer(agent.run_dir.store_socket) as bad:
         assert good.ask_store(b"set", b"t-good", b"1") == [b""]
         bad.send(data)
@@ -95,7 +95,7 @@ def test_an_invalid_store_message_closes_only_its_connection(agent: Served, data
         assert good.ask_store(b"wait", b"1000", b"t-good") == [b"1"]
 
 
-def test_random_bytes_harm_nobody(agent: Served) -> None:
+def test_random_bytes_close_only_their_connection(agent: Served) -> None:
     chance = random.Random(7)
     for path in (agent.run_dir.store_socket, agent.run_dir.agent_socket) * 20:
         with RawPeer(path) as peer:
@@ -103,7 +103,7 @@ def test_random_bytes_harm_nobody(agent: Served) -> None:
     assert agent.client.call(GetInfo()).pid == agent.process.pid
 
 
-def test_a_wait_of_a_thousand_years_harms_nobody(agent: Served) -> None:
+def test_thousand_year_timeout_is_accepted(agent: Served) -> None:
     with RawPeer(agent.run_dir.store_socket) as peer:
         peer.send(encode([b"wait", b"31536000000000", b"t-thousand-years"]))
         assert agent.client.call(GetInfo()).pid == agent.process.pid
@@ -111,7 +111,7 @@ def test_a_wait_of_a_thousand_years_harms_nobody(agent: Served) -> None:
             assert other.ask_store(b"set", b"t-thousand-years", b"over") == [b""]
 
 
-def test_values_larger_than_the_sockets_buffer_arrive_whole(agent: Served) -> None:
+def test_values_larger_than_the_socket_buffer_arrive_whole(agent: Served) -> None:
     with RawPeer(agent.run_dir.store_socket) as peer:
         for size in (1 << 10, 1 << 18, 1 << 23):
             value = random.Random(size).randbytes(size)
@@ -120,7 +120,7 @@ def test_values_larger_than_the_sockets_buffer_arrive_whole(agent: Served) -> No
         assert peer.ask_store(b"delete", b"t-large") == [b"1"]
 
 
-def test_replies_wait_for_a_client_that_reads_late(agent: Served) -> None:
+def test_slow_reader_gets_its_replies(agent: Served) -> None:
     with RawPeer(agent.run_dir.agent_socket) as peer:
         number = 2000
         for identity in range(number):
@@ -129,7 +129,7 @@ def test_replies_wait_for_a_client_that_reads_late(agent: Served) -> None:
         assert [peer.line()["id"] for _ in range(number)] == list(range(number))
 
 
-def test_a_client_that_leaves_while_it_waits_harms_nobody(agent: Served) -> None:
+def test_client_may_disconnect_while_waiting(agent: Served) -> None:
     with RawPeer(agent.run_dir.store_socket) as leaver:
         leaver.send(encode([b"wait", b"60000", b"t-left"]))
         assert leaver.ask_store(b"count")  # the wait has been taken in
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_while_it_waits_harms_nobody(agent: Served) -> None
         assert other.ask_store(b"wait", b"1000", b"t-left") == [b"1"]
 
 
-def test_more_connections_than_the_agent_has_file_descriptors(make_agent: MakeAgent) -> None:
+def test_agent_survives_descriptor_exhaustion(make_agent: MakeAgent) -> None:
     served = make_agent()
     resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, (32, 32))
     with contextlib.ExitStack() as peers:
@@ -151,7 +151,7 @@ def test_more_connections_than_the_agent_has_file_descriptors(make_agent: MakeAg
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can connect as somebody else")
-def test_another_users_connection_is_closed_at_once(make_agent: MakeAgent) -> None:
+def test_connection_of_another_user_is_closed_at_once(make_agent: MakeAgent) -> None:
     served = make_agent()
     sockets = [served.run_dir.agent_socket, served.run_dir.store_socket]
     assert [path.stat().st_mode & 0o777 for path in sockets] == [0o600, 0o600]

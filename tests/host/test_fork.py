@@ -53,7 +53,7 @@ def report(forking_agent: Served, reports: dict[str, Path]) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def test_it_gets_the_notebooks_folder_environment_path_and_umask(
+def test_forked_rank_inherits_folder_environment_path_and_umask(
     report: dict[str, Any], reports: dict[str, Path]
 ) -> None:
     assert report["cwd"] == str(reports["folder"])
@@ -64,27 +64,25 @@ def test_it_gets_the_notebooks_folder_environment_path_and_umask(
     assert report["umask"] == 0o027
 
 
-def test_it_is_a_process_of_its_own_with_torch_at_hand(report: dict[str, Any], forking_agent: Served) -> None:
+def test_forked_rank_is_a_separate_process_with_torch_loaded(report: dict[str, Any], forking_agent: Served) -> None:
     assert report["session"] == report["pid"]
     assert report["ppid"] == forking_agent.process.pid
     assert report["preloaded"]
     assert report["default_signals"] == [True, True, True]
 
 
-def test_the_oom_killer_prefers_it_to_the_kernel(report: dict[str, Any]) -> None:
+def test_oom_killer_prefers_ranks_to_the_kernel(report: dict[str, Any]) -> None:
     assert int(report["oom"]) >= 300
 
 
-def test_it_holds_none_of_the_agents_files_and_sockets(report: dict[str, Any]) -> None:
+def test_forked_rank_inherits_no_agent_descriptors(report: dict[str, Any]) -> None:
     log = [name for name in report["files"] if name.endswith(".log")]
     assert len(log) == 2
     others = [name for name in report["files"] if name not in log and not name.startswith(("/proc/", "/dev/null"))]
     assert others == []
 
 
-def test_its_log_is_for_its_owner_alone(
-    report: dict[str, Any], reports: dict[str, Path], forking_agent: Served
-) -> None:
+def test_rank_log_is_owner_only(report: dict[str, Any], reports: dict[str, Path], forking_agent: Served) -> None:
     log = forking_agent.run_dir.rank_log(int((reports["folder"] / "rank").read_text()))
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
@@ -97,7 +95,7 @@ def test_ranks_draw_different_random_numbers(forking_agent: Served, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("argv", "code"), [(["exit", "0"], 0), (["exit", "3"], 3), (["fail"], 1), (["no such"], 1)])
-def test_its_exit_code_is_reported(forking_agent: Served, argv: list[str], code: int) -> None:
+def test_rank_exit_code_is_reported(forking_agent: Served, argv: list[str], code: int) -> None:
     rank, pid = forking_agent.fork(*argv)
     event = forking_agent.event(event="exit", rank=rank)
     assert (event["pid"], event["code"]) == (pid, code)
@@ -105,27 +103,27 @@ def test_its_exit_code_is_reported(forking_agent: Served, argv: list[str], code:
     assert not psutil.pid_exists(pid)
 
 
-def test_what_made_it_fail_is_in_its_log(forking_agent: Served) -> None:
+def test_rank_log_has_the_cause_of_failure(forking_agent: Served) -> None:
     rank, _ = forking_agent.fork("fail")
     forking_agent.event(event="exit", rank=rank)
     assert "LookupError: this entry fails" in forking_agent.run_dir.rank_log(rank).read_text()
 
 
-def test_a_missing_folder_is_reported_in_its_log(forking_agent: Served, tmp_path: Path) -> None:
+def test_missing_folder_is_reported_in_the_log(forking_agent: Served, tmp_path: Path) -> None:
     rank, _ = forking_agent.fork("wait", cwd=str(tmp_path / "gone"))
     assert forking_agent.event(event="exit", rank=rank)["code"] == 1
     assert "FileNotFoundError" in forking_agent.run_dir.rank_log(rank).read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
-def test_a_signal_reaches_it(forking_agent: Served, number: signal.Signals) -> None:
+def test_signal_reaches_the_rank(forking_agent: Served, number: signal.Signals) -> None:
     rank, _ = forking_agent.fork("wait")
     assert forking_agent.client.call(Signal(rank, int(number))).sent is True
     assert forking_agent.event(event="exit", rank=rank)["code"] == -number
     assert forking_agent.client.call(Signal(rank, int(number))).sent is False
 
 
-def test_a_signal_that_comes_right_after_the_fork_spares_the_others(forking_agent: Served, tmp_path: Path) -> None:
+def test_signal_right_after_fork_spares_other_ranks(forking_agent: Served, tmp_path: Path) -> None:
     other, pid = forking_agent.fork("wait", str(tmp_path / "other"))
     published(tmp_path / "other", forking_agent, pid)
     for _ in range(5):
@@ -135,14 +133,14 @@ def test_a_signal_that_comes_right_after_the_fork_spares_the_others(forking_agen
     assert forking_agent.client.call(GetInfo()).ranks.get(other) == pid
 
 
-def test_a_signal_that_does_not_exist_is_refused(forking_agent: Served) -> None:
+def test_invalid_signal_is_rejected(forking_agent: Served) -> None:
     rank, _ = forking_agent.fork("wait")
     with pytest.raises(StartError, match="could not signal"):
         forking_agent.client.call(Signal(rank, 10**6))
     forking_agent.client.call(Signal(rank, 9))
 
 
-def test_what_it_started_ends_with_it(forking_agent: Served, tmp_path: Path) -> None:
+def test_children_of_a_rank_end_with_it(forking_agent: Served, tmp_path: Path) -> None:
     rank, pid = forking_agent.fork("child", str(tmp_path / "child.json"))
     child = psutil.Process(published(tmp_path / "child.json", forking_agent, pid))
     forking_agent.client.call(Signal(rank, int(signal.SIGKILL)))
@@ -151,7 +149,7 @@ def test_what_it_started_ends_with_it(forking_agent: Served, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("missing", ["rank", "env", "cwd", "path", "argv", "umask", "log"])
-def test_an_incomplete_request_forks_nothing(forking_agent: Served, missing: str) -> None:
+def test_incomplete_request_forks_nothing(forking_agent: Served, missing: str) -> None:
     before = forking_agent.client.call(GetInfo()).ranks
     request = fork_request(forking_agent.run_dir, "wait")
     del request[missing]
@@ -160,7 +158,7 @@ def test_an_incomplete_request_forks_nothing(forking_agent: Served, missing: str
     assert forking_agent.client.call(GetInfo()).ranks == before
 
 
-def test_owners_get_exit_events_and_observers_do_not(forking_agent: Served) -> None:
+def test_exit_events_go_to_owners_only(forking_agent: Served) -> None:
     events: queue.SimpleQueue[AgentEvent] = queue.SimpleQueue()
     observer = AgentClient(forking_agent.run_dir, owner="")
     observer.on_event(events.put)
@@ -171,12 +169,12 @@ def test_owners_get_exit_events_and_observers_do_not(forking_agent: Served) -> N
     observer.close()
 
 
-def test_an_agent_without_an_entry_forks_nothing(agent: Served) -> None:
+def test_agent_without_entry_point_forks_nothing(agent: Served) -> None:
     with pytest.raises(StartError, match="does not fork ranks"):
         agent.fork("wait")
 
 
-def test_stop_leaves_no_rank_even_one_that_ignores_sigterm(make_agent: MakeAgent, tmp_path: Path) -> None:
+def test_stop_kills_ranks_that_ignore_sigterm(make_agent: MakeAgent, tmp_path: Path) -> None:
     served = make_agent(entry=ENTRY)
     _, waiting = served.fork("wait", str(tmp_path / "wait.json"))
     _, stubborn = served.fork("stubborn", str(tmp_path / "stubborn.json"))
@@ -188,7 +186,7 @@ def test_stop_leaves_no_rank_even_one_that_ignores_sigterm(make_agent: MakeAgent
     assert until(served.gone)
 
 
-def test_a_killed_agent_takes_its_ranks_along(make_agent: MakeAgent, tmp_path: Path) -> None:
+def test_ranks_die_with_a_killed_agent(make_agent: MakeAgent, tmp_path: Path) -> None:
     served = make_agent(entry=ENTRY)
     ranks = [psutil.Process(served.fork(word, str(tmp_path / word))[1]) for word in ("wait", "stubborn")]
     for rank, word in zip(ranks, ("wait", "stubborn"), strict=True):
@@ -199,7 +197,7 @@ def test_a_killed_agent_takes_its_ranks_along(make_agent: MakeAgent, tmp_path: P
     assert served.event(event="closed")
 
 
-def test_a_missing_entry_point_is_reported_in_the_log(make_agent: MakeAgent) -> None:
+def test_missing_entry_point_is_reported_in_the_log(make_agent: MakeAgent) -> None:
     served = make_agent(entry="axon_nb.host.nowhere:run")
     rank, _ = served.fork()
     assert served.event(event="exit", rank=rank)["code"] == 1

@@ -50,7 +50,7 @@ def report(driver: Path) -> Iterator[GpuReport]:
 
 
 @needs_nvml
-def test_the_agent_reports_memory_load_temperature_and_power(report: GpuReport) -> None:
+def test_agent_reports_memory_load_temperature_and_power(report: GpuReport) -> None:
     free, used, cut, *instances = report.gpus
     assert (used.index, used.uuid, used.name) == (1, "GPU-1", "NVIDIA H100 80GB HBM3")
     assert (used.used_bytes, used.total_bytes) == (70 * GIB, 80 * GIB)
@@ -70,7 +70,7 @@ def test_the_agent_reports_memory_load_temperature_and_power(report: GpuReport) 
         assert "GPU 2 (NVIDIA H100 80GB HBM3): 1.00 MiB of 80.0 GiB used, 0 % busy, 42 °C" in text
 
 
-def test_an_agent_without_a_driver_reports_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_without_driver_reports_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a driver")
     served = serve(entry="", controller=[], owner="the tests")
@@ -82,7 +82,7 @@ def test_an_agent_without_a_driver_reports_no_gpu(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_nvml
-def test_without_nvidia_smi_gpus_are_found_through_nvml(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_found_through_nvml_without_nvidia_smi(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = list_gpus([driver])
     assert [(gpu.index, gpu.name, gpu.busy) for gpu in found] == [
         (0, "NVIDIA H100 80GB HBM3", False),
@@ -96,7 +96,7 @@ def test_without_nvidia_smi_gpus_are_found_through_nvml(driver: Path, monkeypatc
     assert (instance.index, instance.selector, instance.name) == (2, "MIG-21", "NVIDIA H100 80GB HBM3 MIG 3g.40gb")
 
 
-def test_a_driver_whose_gpus_nothing_lists_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_with_unlistable_gpus_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a driver")
     monkeypatch.setenv("PATH", str(tmp_path))

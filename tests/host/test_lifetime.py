@@ -65,15 +65,15 @@ def stays(served: Served, seconds: float) -> bool:
         return False
 
 
-def test_an_agent_stops_if_its_starter_exits_before_anyone_connects() -> None:
+def test_agent_stops_if_its_starter_exits_unconnected() -> None:
     assert ended(*start_and_leave())
 
 
-def test_a_killed_starter_counts_the_same() -> None:
+def test_agent_stops_if_its_starter_is_killed() -> None:
     assert ended(*start_and_leave("import os; os.kill(os.getpid(), 9)"))
 
 
-def test_an_observer_does_not_keep_it_alive() -> None:
+def test_observer_does_not_keep_the_agent_alive() -> None:
     run_dir, pid = start_and_leave()
     try:
         observer = AgentClient(run_dir, owner="")
@@ -85,7 +85,7 @@ def test_an_observer_does_not_keep_it_alive() -> None:
         observer.close()
 
 
-def test_an_owner_keeps_it_alive_after_its_starter_exited() -> None:
+def test_owner_keeps_the_agent_alive_after_starter_exit() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-c", STARTER + "sys.stdin.read()"],
@@ -99,13 +99,13 @@ def test_an_owner_keeps_it_alive_after_its_starter_exited() -> None:
     assert client.stop(60.0)
 
 
-def test_a_warm_agent_ends_at_once_when_its_owner_leaves(make_agent: MakeAgent) -> None:
+def test_warm_agent_stops_at_once_without_owner(make_agent: MakeAgent) -> None:
     served = make_agent()
     served.client.close()
     assert until(served.gone)
 
 
-def test_a_cluster_lives_on_for_its_keep_alive_and_no_longer(make_agent: MakeAgent) -> None:
+def test_cluster_survives_for_exactly_its_keep_alive(make_agent: MakeAgent) -> None:
     served = make_agent()
     served.client.call(SetInfo(facts(keep_alive_s=0.8)))
     left = time.monotonic()
@@ -114,7 +114,7 @@ def test_a_cluster_lives_on_for_its_keep_alive_and_no_longer(make_agent: MakeAge
     assert time.monotonic() - left > 0.75
 
 
-def test_reattaching_in_time_keeps_it_alive(make_agent: MakeAgent) -> None:
+def test_reattach_within_keep_alive_keeps_the_cluster(make_agent: MakeAgent) -> None:
     later, keep_alive = None, 0.5
     while later is None:
         served = make_agent()
@@ -130,7 +130,7 @@ def test_reattaching_in_time_keeps_it_alive(make_agent: MakeAgent) -> None:
     assert later.stop(60.0)
 
 
-def test_it_stays_as_long_as_one_of_its_owners(make_agent: MakeAgent) -> None:
+def test_agent_lives_as_long_as_any_owner(make_agent: MakeAgent) -> None:
     served = make_agent()
     other = AgentClient(served.run_dir, owner="another")
     served.client.close()
@@ -139,14 +139,14 @@ def test_it_stays_as_long_as_one_of_its_owners(make_agent: MakeAgent) -> None:
     assert until(served.gone)
 
 
-def test_a_disconnecting_observer_changes_nothing(make_agent: MakeAgent) -> None:
+def test_disconnecting_observer_has_no_effect(make_agent: MakeAgent) -> None:
     served = make_agent()
     AgentClient(served.run_dir, owner="").close()
     assert stays(served, 0.5)
 
 
 @pytest.mark.parametrize("keep_alive", [30 * 86400, float("inf")], ids=["a month", "for ever"])
-def test_a_long_keep_alive_is_kept(make_agent: MakeAgent, keep_alive: float) -> None:
+def test_long_keep_alive_is_respected(make_agent: MakeAgent, keep_alive: float) -> None:
     served = make_agent()
     served.client.call(SetInfo(facts(keep_alive_s=keep_alive)))
     served.client.close()
@@ -155,7 +155,7 @@ def test_a_long_keep_alive_is_kept(make_agent: MakeAgent, keep_alive: float) -> 
     assert until(served.gone)
 
 
-def test_stop_leaves_nothing(make_agent: MakeAgent) -> None:
+def test_stop_leaves_no_processes_or_files(make_agent: MakeAgent) -> None:
     served = make_agent()
     assert served.client.stop(60.0)
     assert until(served.gone)
@@ -165,20 +165,20 @@ def test_stop_leaves_nothing(make_agent: MakeAgent) -> None:
         AgentClient(served.run_dir, owner="the tests")
 
 
-def test_sigterm_leaves_nothing(make_agent: MakeAgent) -> None:
+def test_sigterm_leaves_no_processes_or_files(make_agent: MakeAgent) -> None:
     served = make_agent()
     served.process.terminate()
     assert until(served.gone)
 
 
-def test_it_ignores_signals_of_a_terminal(make_agent: MakeAgent) -> None:
+def test_agent_ignores_terminal_signals(make_agent: MakeAgent) -> None:
     served = make_agent()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
         served.process.send_signal(number)
     assert served.client.call(GetInfo()).pid == served.process.pid
 
 
-def test_it_has_a_session_of_its_own(agent: Served) -> None:
+def test_agent_runs_in_a_separate_session(agent: Served) -> None:
     assert os.getsid(agent.process.pid) == agent.process.pid != os.getsid(0)
 
 
@@ -186,14 +186,14 @@ CONTROLLER = [sys.executable, "-c", "import signal; signal.pause()"]
 """Any process will do: the agent only starts it, watches it and stops it."""
 
 
-def test_the_controller_ends_with_a_stopped_agent(make_agent: MakeAgent) -> None:
+def test_controller_ends_when_the_agent_stops(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
     controller = psutil.Process(served.client.call(GetInfo()).controller)
     served.client.stop(60.0)
     assert until(lambda: dead(controller))
 
 
-def test_the_controller_ends_with_a_killed_agent(make_agent: MakeAgent) -> None:
+def test_controller_ends_when_the_agent_is_killed(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
     controller = psutil.Process(served.client.call(GetInfo()).controller)
     assert until(lambda: "signal.pause" in " ".join(controller.cmdline()))
@@ -201,7 +201,7 @@ def test_the_controller_ends_with_a_killed_agent(make_agent: MakeAgent) -> None:
     assert until(lambda: dead(controller))
 
 
-def test_a_cluster_stops_when_its_controller_dies(make_agent: MakeAgent) -> None:
+def test_cluster_stops_when_its_controller_dies(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
     psutil.Process(served.client.call(GetInfo()).controller).kill()
     assert served.event(event="controller_exit")["code"] == -signal.SIGKILL
@@ -213,7 +213,7 @@ BROKEN = "raise SystemExit(print('\\nno such port\\n') or 4)"
 EXIT_REASON = "The ipyparallel controller exited with code 4: no such port"
 
 
-def test_a_controller_exit_before_the_notebook_connects_is_reported(run_dir: RunDir) -> None:
+def test_controller_exit_before_connect_is_reported(run_dir: RunDir) -> None:
     pid = spawn_agent(run_dir, controller=[sys.executable, "-c", BROKEN], entry="")
     log = run_dir.path / "log" / "controller.log"
     assert until(lambda: log.exists() and log.stat().st_size and not psutil.Process(pid).children())
@@ -223,7 +223,7 @@ def test_a_controller_exit_before_the_notebook_connects_is_reported(run_dir: Run
     assert ended(run_dir, pid)
 
 
-def test_a_controller_exit_while_the_notebook_waits_is_reported(make_agent: MakeAgent, tmp_path: Path) -> None:
+def test_controller_exit_during_connect_is_reported(make_agent: MakeAgent, tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
     code = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n{BROKEN}"
     served = make_agent(controller=[sys.executable, "-c", code])
@@ -234,23 +234,23 @@ def test_a_controller_exit_while_the_notebook_waits_is_reported(make_agent: Make
     assert until(served.gone)
 
 
-def test_a_controller_that_stop_ends_is_not_reported(make_agent: MakeAgent) -> None:
+def test_controller_exit_on_stop_is_not_reported(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
     assert served.client.stop(60.0)
     assert served.client.end_reason == ""
 
 
-def test_an_agent_with_a_broken_controller_stops_if_nobody_connects() -> None:
+def test_unconnected_agent_with_broken_controller_stops() -> None:
     assert ended(*start_and_leave(controller=[sys.executable, "-c", BROKEN]))
 
 
-def test_an_agent_that_fails_to_start_says_why(run_dir: RunDir) -> None:
+def test_failed_agent_start_reports_cause(run_dir: RunDir) -> None:
     (run_dir.path / "log" / "agent.log").write_text("the disk\nis full\n")
     with pytest.raises(StartError, match=r"failed to start: the disk \| is full"):
         AgentClient(run_dir, owner="the tests")
 
 
-def test_of_notebooks_that_attach_at_once_one_gets_the_cluster(make_agent: MakeAgent) -> None:
+def test_concurrent_attaches_give_one_owner(make_agent: MakeAgent) -> None:
     agent = make_agent()
     agent.client.call(SetInfo(facts(keep_alive_s=60.0)))
     with pytest.raises(StartError, match="is in use by another notebook"):

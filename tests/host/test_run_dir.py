@@ -37,19 +37,19 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_the_folder_is_private_and_made_once(root: Path) -> None:
+def test_run_dir_is_private_and_created_once(root: Path) -> None:
     assert base_dir() == base_dir() == root / OWN
     assert stat.S_IMODE((root / OWN).stat().st_mode) == 0o700
 
 
-def test_a_folder_with_open_permissions_is_made_private(root: Path) -> None:
+def test_run_dir_with_open_permissions_is_made_private(root: Path) -> None:
     (root / OWN).mkdir(mode=0o755)
     (root / OWN).chmod(0o777)
     assert base_dir() == root / OWN
     assert stat.S_IMODE((root / OWN).stat().st_mode) == 0o700
 
 
-def test_the_runtime_folder_of_the_desktop_comes_second(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xdg_runtime_dir_is_the_second_choice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "xdg").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(root / "xdg"))
     assert base_dir() == root / OWN
@@ -104,7 +104,7 @@ def _a_dangling_link_in_its_place(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("make", [make for _, make in UNFIT], ids=[name for name, _ in UNFIT])
-def test_an_unfit_folder_is_passed_over(
+def test_unusable_base_folder_is_skipped(
     root: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], str]
 ) -> None:
     (root / "bad").mkdir()
@@ -116,7 +116,7 @@ def test_an_unfit_folder_is_passed_over(
 
 
 @as_root
-def test_folders_that_cannot_be_used_are_named_with_the_reason_and_the_fix(root: Path) -> None:
+def test_unusable_folders_are_reported_with_cause_and_fix(root: Path) -> None:
     """No folder is usable: one is not writable, one too long, one owned by someone else."""
     closed, long = root / "closed", root / ("long" * 20)
     closed.mkdir(mode=0o755)
@@ -145,7 +145,7 @@ def test_folders_that_cannot_be_used_are_named_with_the_reason_and_the_fix(root:
 
 
 @as_root
-def test_a_folder_of_another_user_is_not_used(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_another_user_is_not_used(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / OWN).mkdir()
     os.chown(root / OWN, OTHER_UID, OTHER_UID)
     (root / "next").mkdir()
@@ -154,7 +154,7 @@ def test_a_folder_of_another_user_is_not_used(root: Path, monkeypatch: pytest.Mo
     assert not list((root / OWN).iterdir())
 
 
-def test_everything_in_a_new_folder_is_for_its_owner_alone(root: Path) -> None:
+def test_new_run_dir_is_owner_only(root: Path) -> None:
     path = RunDir.create().path
     assert path.parent == root / OWN
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -162,7 +162,7 @@ def test_everything_in_a_new_folder_is_for_its_owner_alone(root: Path) -> None:
         assert mode == (0o700 if (path / name).is_dir() else 0o600), name
 
 
-def test_folders_of_live_agents_stay_and_those_of_dead_agents_are_removed(root: Path, make_agent: MakeAgent) -> None:
+def test_only_folders_of_dead_agents_are_removed(root: Path, make_agent: MakeAgent) -> None:
     served, doomed = make_agent(), make_agent()
     doomed.process.kill()
     assert until(lambda: dead(doomed.process))
@@ -172,12 +172,12 @@ def test_folders_of_live_agents_stay_and_those_of_dead_agents_are_removed(root: 
     assert served.client.call(GetInfo()).pid == served.process.pid
 
 
-def test_a_folder_whose_agent_is_being_started_stays(root: Path) -> None:
+def test_folder_of_a_starting_agent_is_kept(root: Path) -> None:
     run_dir = RunDir.create()
     assert [entry.path for entry in list_run_dirs()] == [run_dir.path]
 
 
-def test_a_folder_is_removed_if_its_starter_died_before_the_agent_came(root: Path) -> None:
+def test_folder_of_a_dead_starter_is_removed(root: Path) -> None:
     script = "from axon_nb.host.run_dir import RunDir; print(RunDir.create().path)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
@@ -187,7 +187,7 @@ def test_a_folder_is_removed_if_its_starter_died_before_the_agent_came(root: Pat
     assert not path.exists()
 
 
-def test_other_files_do_not_stop_the_search(root: Path, make_agent: MakeAgent) -> None:
+def test_foreign_files_are_skipped(root: Path, make_agent: MakeAgent) -> None:
     served = make_agent()
     (base_dir() / "a file").touch()
     (base_dir() / "empty").mkdir()
@@ -199,13 +199,13 @@ def test_other_files_do_not_stop_the_search(root: Path, make_agent: MakeAgent) -
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", json.dumps({"name": "x"})[:-1]], ids=repr)
-def test_a_broken_description_reads_as_none(run_dir: RunDir, text: str) -> None:
+def test_broken_description_reads_as_none(run_dir: RunDir, text: str) -> None:
     (run_dir.path / "agent.json").write_text(text)
     assert run_dir.read_info() == {}
     assert run_dir.name == ""
 
 
-def test_the_description_is_replaced_atomically(run_dir: RunDir) -> None:
+def test_description_is_replaced_atomically(run_dir: RunDir) -> None:
     run_dir.write_info({"name": "one"})
     with open(run_dir.path / "agent.json") as before:
         run_dir.write_info({"name": "two"})
@@ -214,7 +214,7 @@ def test_the_description_is_replaced_atomically(run_dir: RunDir) -> None:
     assert stat.S_IMODE((run_dir.path / "agent.json").stat().st_mode) == 0o600
 
 
-def test_the_socket_path_fits_where_the_base_folder_fits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_path_fits_in_any_accepted_base_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the longest accepted base folder an agent can still listen."""
     room = 107 - 40 - len(os.fsencode(root)) - len("/") * 2 - len(OWN)
     longest = root / ("x" * room)
@@ -227,7 +227,7 @@ def test_the_socket_path_fits_where_the_base_folder_fits(root: Path, monkeypatch
     run_dir.remove()
 
 
-def test_a_full_disk_keeps_no_notebook_from_the_ranks(make_agent: MakeAgent) -> None:
+def test_full_disk_does_not_block_attach(make_agent: MakeAgent) -> None:
     agent = make_agent()
     before = json.loads((agent.run_dir.path / "agent.json").read_text())
     # The agent cannot write a byte to a file any more, as on a full disk.
@@ -239,7 +239,7 @@ def test_a_full_disk_keeps_no_notebook_from_the_ranks(make_agent: MakeAgent) -> 
     client.close()
 
 
-def test_a_full_disk_is_named_and_nothing_is_left(root: Path) -> None:
+def test_full_disk_is_reported_and_start_cleans_up(root: Path) -> None:
     code = (
         "import resource\nfrom axon_nb.errors import StartError\nfrom axon_nb.host.run_dir import RunDir\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"  # no byte can be written, as on a full disk

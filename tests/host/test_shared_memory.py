@@ -29,7 +29,7 @@ HUGE = [b"head", bytes(40 << 20) + b"end", b"tail"]
 
 
 @pytest.mark.parametrize("parts", [SMALL, LARGE, HUGE, []], ids=["small", "large", "huge", "none"])
-def test_parts_come_back_as_they_were(parts: list[bytes]) -> None:
+def test_parts_round_trip(parts: list[bytes]) -> None:
     with SharedBlock() as parcel:
         assert parcel.empty
         parcel.write(parts)
@@ -37,7 +37,7 @@ def test_parts_come_back_as_they_were(parts: list[bytes]) -> None:
     assert [bytes(part) for part in split_parts(join_parts(parts))] == parts
 
 
-def test_each_reader_has_a_copy_of_its_own() -> None:
+def test_each_reader_gets_a_private_copy() -> None:
     with SharedBlock() as parcel:
         parcel.write(LARGE)
         first, second = read_block(parcel.address)[1], parcel.read()[1]
@@ -46,7 +46,7 @@ def test_each_reader_has_a_copy_of_its_own() -> None:
     assert bytes(second) == LARGE[1]
 
 
-def test_large_parts_are_mapped_at_multiples_of_64() -> None:
+def test_large_parts_are_aligned_to_64_bytes() -> None:
     with SharedBlock() as parcel:
         parcel.write(LARGE)
         parts = parcel.read()
@@ -54,7 +54,7 @@ def test_large_parts_are_mapped_at_multiples_of_64() -> None:
     assert shared_memory._offsets([len(part) for part in LARGE])[0][1] % 64 == 0
 
 
-def test_another_process_fills_and_seals_it() -> None:
+def test_block_is_filled_and_sealed_by_another_process() -> None:
     code = (
         "import ast, sys; from axon_nb.host.shared_memory import write_block\n"
         "write_block(ast.literal_eval(sys.argv[1]), [b'from the child', bytes(2 << 20)])"
@@ -66,13 +66,13 @@ def test_another_process_fills_and_seals_it() -> None:
             parcel.write([b"again"])
 
 
-def test_reading_an_incomplete_block_fails() -> None:
+def test_incomplete_block_cannot_be_read() -> None:
     with SharedBlock() as parcel, pytest.raises(ValueError, match="incomplete"):
         parcel.read()
 
 
 @pytest.mark.parametrize("file", [0, 1])
-def test_a_closed_or_replaced_block_is_reported(file: int) -> None:
+def test_closed_or_replaced_block_is_reported(file: int) -> None:
     opened = len(os.listdir("/proc/self/fd"))
     with SharedBlock() as parcel:
         address = list(parcel.address)
@@ -85,7 +85,7 @@ def test_a_closed_or_replaced_block_is_reported(file: int) -> None:
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_other_users_cannot_open_it() -> None:
+def test_other_users_cannot_open_the_block() -> None:
     if os.getuid() != 0:
         pytest.skip("needs root, to become another user")
     with SharedBlock() as parcel:
@@ -96,7 +96,7 @@ def test_other_users_cannot_open_it() -> None:
             assert "PermissionError" in run.stderr
 
 
-def test_nothing_has_a_name_in_dev_shm() -> None:
+def test_blocks_have_no_name_in_dev_shm() -> None:
     """Checks this process only: others create and delete files there."""
 
     def mapped() -> set[str]:
@@ -121,7 +121,7 @@ PIECES = {
 
 
 @pytest.mark.parametrize("name", PIECES)
-def test_pieces_are_written_to_the_right_file(name: str) -> None:
+def test_chunks_are_written_to_the_right_file(name: str) -> None:
     pieces = [(place, memoryview(os.urandom(size))) for place, size in PIECES[name]]
     wanted = bytearray(max(SPLIT, *(place + len(view) for place, view in pieces)))
     for place, view in pieces:
@@ -138,7 +138,7 @@ def test_pieces_are_written_to_the_right_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-def test_large_data_is_split_over_two_files_on_two_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_data_is_split_over_two_files(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "usable_cores", lambda: cores)
     content = os.urandom(1 << 20) * 33 + b"the end"
     opened = len(os.listdir("/proc/self/fd"))
@@ -159,7 +159,7 @@ def test_large_data_is_split_over_two_files_on_two_cores(cores: int, monkeypatch
     assert "/memfd:axon_nb" not in maps.read_text()
 
 
-def test_an_error_of_the_second_thread_is_raised() -> None:
+def test_error_in_the_second_thread_is_raised() -> None:
     files = os.memfd_create("first"), os.memfd_create("second", os.MFD_ALLOW_SEALING)
     fcntl.fcntl(files[1], fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
     try:
@@ -208,12 +208,12 @@ print(hit > 100)
 """
 
 
-def test_an_interrupt_at_any_moment_leaves_no_file_open() -> None:
+def test_interrupt_at_any_time_leaks_no_descriptor() -> None:
     ran = subprocess.run([sys.executable, "-c", INTERRUPTED], check=False, capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
 
 
-def test_without_address_space_a_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_is_read_without_address_space_for_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(files: object) -> mmap.mmap:
         raise OSError("no room")
 

@@ -17,7 +17,7 @@ from tests.support.processes import until
 CONTROLLER = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"]
 
 
-def test_a_stopped_agent_goes_on_to_stop(make_agent: MakeAgent) -> None:
+def test_suspended_agent_is_continued_and_stops(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
     controller = psutil.Process(served.client.call(GetInfo()).controller)
     served.process.suspend()
@@ -27,7 +27,7 @@ def test_a_stopped_agent_goes_on_to_stop(make_agent: MakeAgent) -> None:
     assert until(lambda: dead(controller))
 
 
-def test_an_agent_that_stays_stopped_is_killed_with_its_children(make_agent: MakeAgent) -> None:
+def test_agent_that_stays_suspended_is_killed_with_its_children(make_agent: MakeAgent) -> None:
     served = make_agent(controller=CONTROLLER)
     controller = psutil.Process(served.client.call(GetInfo()).controller)
     over = threading.Event()

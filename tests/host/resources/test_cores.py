@@ -34,13 +34,13 @@ V2 = [
 
 @pytest.mark.parametrize(("text", "cores"), V2, ids=[repr(text) for text, _ in V2])
 @pytest.mark.parametrize("group", ["/", "/user.slice/job.scope"])
-def test_the_quota_of_the_own_cgroup(tmp_path: Path, group: str, text: str, cores: int) -> None:
+def test_quota_of_the_processs_cgroup_applies(tmp_path: Path, group: str, text: str, cores: int) -> None:
     groups = Cgroups(tmp_path, f"0::{group}\n")
     groups.set(group, {"cpu.max": text})
     assert usable_cores(groups.root, groups.own) == cores
 
 
-def test_the_least_quota_above_the_own_cgroup_counts(tmp_path: Path) -> None:
+def test_smallest_quota_of_parent_cgroups_applies(tmp_path: Path) -> None:
     groups = Cgroups(tmp_path, "0::/batch.slice/job.slice/task.scope\n")
     groups.set("/batch.slice/job.slice/task.scope", {"cpu.max": f"{(CORES + 3) * 100000} 100000\n"})
     groups.set("/batch.slice", {"cpu.max": "max 100000\n"})
@@ -57,13 +57,13 @@ MOUNTS = [("cpu", "/docker/3f1c"), ("cpu,cpuacct", "/docker/3f1c"), ("cpuacct,cp
 
 @pytest.mark.parametrize(("quota", "cores"), V1)
 @pytest.mark.parametrize(("mount", "group"), MOUNTS)
-def test_the_quota_of_an_older_container(tmp_path: Path, mount: str, group: str, quota: str, cores: int) -> None:
+def test_cgroup_v1_container_quota_applies(tmp_path: Path, mount: str, group: str, quota: str, cores: int) -> None:
     groups = Cgroups(tmp_path, f"9:memory:/elsewhere\n4:{mount}:{group}\n0::/\n")
     groups.set(f"/{mount}", {"cpu.cfs_quota_us": f"{quota}\n", "cpu.cfs_period_us": "100000\n"})
     assert usable_cores(groups.root, groups.own) == cores
 
 
-def test_the_quota_of_an_older_slice(tmp_path: Path) -> None:
+def test_cgroup_v1_slice_quota_applies(tmp_path: Path) -> None:
     groups = Cgroups(tmp_path, "4:cpu,cpuacct:/job/task\n")
     groups.set("/cpu", {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"})
     groups.set("/cpu/job", {"cpu.cfs_quota_us": "100000\n", "cpu.cfs_period_us": "100000\n"})
@@ -71,25 +71,25 @@ def test_the_quota_of_an_older_slice(tmp_path: Path) -> None:
     assert usable_cores(groups.root, groups.own) == 1
 
 
-def test_an_older_container_without_a_period_has_no_quota(tmp_path: Path) -> None:
+def test_cgroup_v1_without_a_period_has_no_quota(tmp_path: Path) -> None:
     groups = Cgroups(tmp_path, "1:cpu:/\n")
     groups.set("/cpu", {"cpu.cfs_quota_us": "100000\n"})
     assert usable_cores(groups.root, groups.own) == CORES
 
 
 @pytest.mark.parametrize("listed", ["", "\n", "nothing of use\n", "1:memory:/\n", "0::/gone\n"])
-def test_what_lists_no_quota_limits_nothing(tmp_path: Path, listed: str) -> None:
+def test_cgroup_without_quota_does_not_limit(tmp_path: Path, listed: str) -> None:
     groups = Cgroups(tmp_path, listed)
     assert usable_cores(groups.root, groups.own) == CORES
 
 
-def test_where_no_cgroup_is_listed_the_topmost_counts(tmp_path: Path) -> None:
+def test_root_cgroup_applies_if_none_is_listed(tmp_path: Path) -> None:
     groups = Cgroups(tmp_path, "")
     groups.set("/", {"cpu.max": "100000 100000\n"})
     assert usable_cores(groups.root, tmp_path / "none") == 1
 
 
-def test_outside_a_container_affinity_counts(tmp_path: Path) -> None:
+def test_affinity_applies_outside_a_container(tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "none") == CORES
     script = (
         "import os\nfrom pathlib import Path\nfrom axon_nb.host.resources.cgroups import usable_cores\n"

@@ -18,7 +18,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def test_all_cards_with_their_memory(driver: Driver) -> None:
+def test_all_gpus_are_listed_with_their_memory(driver: Driver) -> None:
     gpus = list_gpus()
     assert [gpu.index for gpu in gpus] == [0, 1, 2, 3]
     assert {gpu.name for gpu in gpus} == {"NVIDIA A100-SXM4-80GB"}
@@ -26,7 +26,7 @@ def test_all_cards_with_their_memory(driver: Driver) -> None:
     assert [gpu.used_bytes >> 20 for gpu in gpus] == [4, 79211, 4, 512]
 
 
-def test_a_card_is_busy_when_more_than_half_a_gib_of_it_is_used(driver: Driver) -> None:
+def test_gpu_is_busy_above_half_a_gib_of_memory(driver: Driver) -> None:
     assert [gpu.busy for gpu in list_gpus()] == [False, True, False, False]
 
 
@@ -51,13 +51,13 @@ VISIBLE = [
 
 
 @pytest.mark.parametrize(("visible", "indices"), VISIBLE)
-def test_the_users_choice_is_followed_in_its_order(driver: Driver, visible: str, indices: list[int]) -> None:
+def test_cuda_visible_devices_order_is_respected(driver: Driver, visible: str, indices: list[int]) -> None:
     driver.shows(visible)
     assert [gpu.index for gpu in list_gpus()] == indices
 
 
 @pytest.mark.parametrize("visible", ["1,1", "2,0,2", "GPU-8d2b,GPU-5c,GPU-8d2b6a44", "GPU-8d", "GPU-"])
-def test_a_duplicate_or_ambiguous_entry_hides_all_gpus_as_in_cuda(driver: Driver, visible: str) -> None:
+def test_duplicate_or_ambiguous_entry_hides_all_gpus_as_in_cuda(driver: Driver, visible: str) -> None:
     driver.shows(visible)
     assert list_gpus() == []
 
@@ -87,7 +87,7 @@ INSTANCES = [
 
 
 @pytest.mark.parametrize(("visible", "expected"), INSTANCES)
-def test_a_mig_instance_is_followed_to_its_card(driver: Driver, visible: str, expected: list[tuple[int, str]]) -> None:
+def test_mig_instance_resolves_to_its_gpu(driver: Driver, visible: str, expected: list[tuple[int, str]]) -> None:
     driver.prints(A100X4, listing=MIG)
     driver.shows(visible)
     gpus = list_gpus()
@@ -96,25 +96,25 @@ def test_a_mig_instance_is_followed_to_its_card(driver: Driver, visible: str, ex
     assert not any(gpu.busy for gpu in gpus if gpu.mig), "what others use of the card is not the instance's"
 
 
-def test_an_instance_has_the_name_of_its_profile(driver: Driver) -> None:
+def test_mig_instance_has_its_profile_name(driver: Driver) -> None:
     driver.prints(A100X4, listing=MIG)
     driver.shows(SECOND)
     assert [gpu.name for gpu in list_gpus()] == ["NVIDIA A100-SXM4-80GB MIG 1c.3g.40gb"]
 
 
-def test_instances_of_older_drivers_have_the_numbers_that_are_listed() -> None:
+def test_older_drivers_mig_instances_keep_listed_numbers() -> None:
     card = "GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10"
     cards, instances = {card: Gpu(0, "A100-SXM4-80GB", 80 << 30, 0)}, mig_instances(MIG_R450.splitlines())
     assert [gpu.mig for gpu in visible_gpus(f"MIG-{card}/2/0", cards, instances)] == [f"MIG-{card}/2/0"]
     assert visible_gpus(f"MIG-{card}/3/0", cards, instances) == []
 
 
-def test_instances_that_nobody_lists_are_not_there(driver: Driver) -> None:
+def test_unlisted_mig_instances_are_ignored(driver: Driver) -> None:
     driver.shows(FIRST)
     assert list_gpus() == []
 
 
-def test_odd_lines_are_read_or_left_out(driver: Driver) -> None:
+def test_malformed_lines_are_parsed_or_skipped(driver: Driver) -> None:
     driver.prints(MIXED)
     gpus = list_gpus()
     assert [(gpu.index, gpu.name) for gpu in gpus] == [(0, "NVIDIA GB10"), (1, "NVIDIA RTX A6000, Engineering Sample")]
@@ -132,16 +132,16 @@ def test_odd_lines_are_read_or_left_out(driver: Driver) -> None:
     ],
     ids=["nothing", "no devices", "no driver", "failed in the middle"],
 )
-def test_an_unresponsive_driver_means_no_gpu(driver: Driver, text: str, code: int) -> None:
+def test_unresponsive_driver_means_no_gpus(driver: Driver, text: str, code: int) -> None:
     driver.prints(text, code=code)
     assert list_gpus() == []
 
 
-def test_without_the_program_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nvidia_smi_means_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert list_gpus() == []
 
 
-def test_a_program_that_cannot_be_run_means_no_gpu(driver: Driver, tmp_path: Path) -> None:
+def test_failing_nvidia_smi_means_no_gpus(driver: Driver, tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/nowhere/at/all\n")
     assert list_gpus() == []

@@ -26,7 +26,7 @@ def _v2(limit: str, used: int, cache: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("group", ["/", "/user.slice/job.scope"])
-def test_the_own_cgroup_counts(tmp_path: Path, machine: Path, group: str) -> None:
+def test_own_cgroup_limits_free_memory(tmp_path: Path, machine: Path, group: str) -> None:
     groups = Cgroups(tmp_path, f"0::{group}\n")
     assert free_memory(groups.root, groups.own, machine) == MACHINE
     groups.set(group, _v2("1000000", 700_000, 200_000))
@@ -38,7 +38,7 @@ def test_the_own_cgroup_counts(tmp_path: Path, machine: Path, group: str) -> Non
     assert free_memory(groups.root, groups.own, tmp_path / "none") is None
 
 
-def test_the_cgroup_with_the_least_left_counts(tmp_path: Path, machine: Path) -> None:
+def test_tightest_cgroup_limits_free_memory(tmp_path: Path, machine: Path) -> None:
     groups = Cgroups(tmp_path, "0::/batch.slice/job.slice/task.scope\n")
     groups.set("/batch.slice/job.slice/task.scope", _v2("1000000", 100_000, 0))
     groups.set("/batch.slice/job.slice", _v2("1500000", 1_400_000, 20_000))
@@ -47,7 +47,7 @@ def test_the_cgroup_with_the_least_left_counts(tmp_path: Path, machine: Path) ->
     assert free_memory(groups.root, groups.own, machine) == 120_000
 
 
-def test_older_cgroups_count_too(tmp_path: Path, machine: Path) -> None:
+def test_cgroup_v1_limits_free_memory(tmp_path: Path, machine: Path) -> None:
     groups = Cgroups(tmp_path, "7:cpu:/\n4:memory:/docker/3f1c\n0::/\n")
     unlimited = {"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "5\n"}
     groups.set("/memory", unlimited)
@@ -59,7 +59,7 @@ def test_older_cgroups_count_too(tmp_path: Path, machine: Path) -> None:
     assert free_memory(groups.root, groups.own, machine) == 400_000
 
 
-def test_this_machine_tells_how_much_is_free() -> None:
+def test_free_memory_of_this_machine_is_read() -> None:
     free = free_memory()
     assert free is not None
     assert free > 0

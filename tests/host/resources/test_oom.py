@@ -24,7 +24,7 @@ def made(folder: Path, name: str, text: str) -> Path:
 
 
 @pytest.mark.parametrize(("root", "path", "below"), [("/", "/a/b", "a/b"), ("/pod", "/pod/b", "b"), ("/pod", "/", ".")])
-def test_version_2_and_1_are_found(tmp_path: Path, root: str, path: str, below: str) -> None:
+def test_cgroup_v2_and_v1_counters_are_found(tmp_path: Path, root: str, path: str, below: str) -> None:
     mounts, groups = tmp_path / "mountinfo", tmp_path / "cgroup"
     two = made(tmp_path / "two" / below, "memory.events", EVENTS.format(3))
     mounts.write_text(V2.format(root=root, point=tmp_path / "two"))
@@ -42,7 +42,7 @@ def test_version_2_and_1_are_found(tmp_path: Path, root: str, path: str, below: 
     assert found.samefile(one)
 
 
-def test_version_1_counts_where_version_2_has_no_memory(tmp_path: Path) -> None:
+def test_cgroup_v1_is_used_if_v2_lacks_memory(tmp_path: Path) -> None:
     one = made(tmp_path / "one", "memory.oom_control", CONTROL.format(0))
     (tmp_path / "two").mkdir()
     mounts, groups = tmp_path / "mountinfo", tmp_path / "cgroup"
@@ -52,19 +52,19 @@ def test_version_1_counts_where_version_2_has_no_memory(tmp_path: Path) -> None:
     assert counter_file(groups, mounts) == one
 
 
-def test_a_missing_or_empty_file_has_no_counter(tmp_path: Path) -> None:
+def test_missing_or_empty_file_has_no_counter(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     assert counter_file(tmp_path / "absent", tmp_path / "absent") is None
     assert counter_file(tmp_path / "empty", tmp_path / "empty") is None
 
 
 @pytest.mark.parametrize(("text", "count"), [(EVENTS.format(7), 7), (CONTROL.format(0), 0), ("oom 3\n", None)])
-def test_counts(tmp_path: Path, text: str, count: int | None) -> None:
+def test_oom_kill_counters_are_parsed(tmp_path: Path, text: str, count: int | None) -> None:
     assert read_count(made(tmp_path, "file", text)) == count
     assert read_count(tmp_path / "absent") is None
 
 
-def test_an_increased_count_means_out_of_memory(tmp_path: Path) -> None:
+def test_increased_count_means_out_of_memory(tmp_path: Path) -> None:
     own = made(tmp_path, "own", EVENTS.format(1))
     machine = made(tmp_path, "vmstat", "pgfault 5\noom_kill 9\n")
     counter = OomCounter(own, machine)
@@ -75,7 +75,7 @@ def test_an_increased_count_means_out_of_memory(tmp_path: Path) -> None:
     assert counter.poll() is False, "another cgroup's process"
 
 
-def test_the_machine_wide_count_can_only_rule_it_out(tmp_path: Path) -> None:
+def test_machine_wide_count_only_rules_oom_out(tmp_path: Path) -> None:
     machine = made(tmp_path, "vmstat", "oom_kill 9\n")
     counter = OomCounter(tmp_path / "absent", machine)
     assert counter.poll() is False
@@ -85,7 +85,7 @@ def test_the_machine_wide_count_can_only_rule_it_out(tmp_path: Path) -> None:
     assert counter.poll() is None
 
 
-def test_this_machines_own_files_are_read() -> None:
+def test_counter_files_of_this_machine_are_read() -> None:
     file = counter_file(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"))
     if file is None:
         pytest.skip("this machine has no cgroup with a counter of memory kills")

@@ -18,7 +18,7 @@ MESSAGES = st.lists(st.lists(st.binary(max_size=40), max_size=5), max_size=6)
 
 @settings(max_examples=200, deadline=None)
 @given(MESSAGES, st.lists(st.integers(1, 30), min_size=1, max_size=20))
-def test_messages_survive_any_cut(messages: list[list[bytes]], sizes: list[int]) -> None:
+def test_messages_survive_any_fragmentation(messages: list[list[bytes]], sizes: list[int]) -> None:
     stream = b"".join(map(encode, messages))
     decoder, got, at, turn = Decoder(), list[list[bytes]](), 0, 0
     while at < len(stream):
@@ -30,7 +30,7 @@ def test_messages_survive_any_cut(messages: list[list[bytes]], sizes: list[int])
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60))
-def test_garbage_is_a_value_error_or_incomplete(data: bytes) -> None:
+def test_garbage_raises_value_error_or_is_incomplete(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         Decoder().feed(data)
 
@@ -44,7 +44,7 @@ def test_garbage_is_a_value_error_or_incomplete(data: bytes) -> None:
         pytest.param(struct.pack("<II", MAX_MESSAGE + 1, 1), id="above the limit"),
     ],
 )
-def test_an_invalid_message_is_a_value_error(data: bytes) -> None:
+def test_invalid_message_raises_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match="store message"):
         Decoder().feed(data)
 

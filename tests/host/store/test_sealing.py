@@ -46,7 +46,7 @@ def test_messages_arrive_unchanged(messages: list[list[bytes]]) -> None:
     assert [rank.verify(store.sign(parts)) for parts in messages] == messages
 
 
-def test_a_changed_message_is_refused() -> None:
+def test_tampered_message_is_rejected() -> None:
     rank, store = _ends()
     *parts, proof = rank.sign([b"set", b"key", b"1"])
     with pytest.raises(ValueError, match="wrong signature"):
@@ -54,7 +54,7 @@ def test_a_changed_message_is_refused() -> None:
     assert parts == [b"set", b"key", b"1"]
 
 
-def test_a_message_cannot_be_replayed_or_reflected() -> None:
+def test_replayed_or_reflected_message_is_rejected() -> None:
     rank, store = _ends()
     sent = rank.sign([b"add", b"count", b"1"])
     assert store.verify(sent) == [b"add", b"count", b"1"]
@@ -85,7 +85,7 @@ def agent() -> Iterator[tuple[Served, str]]:
     served.end()
 
 
-def test_a_store_over_tcp_is_the_same_store(agent: tuple[Served, str]) -> None:
+def test_tcp_store_shares_the_same_data(agent: tuple[Served, str]) -> None:
     served, address = agent
     here = AgentStore(str(served.run_dir.store_socket), timedelta(seconds=60))
     there = AgentStore(address, timedelta(seconds=60), key=KEY)
@@ -100,7 +100,7 @@ def test_a_store_over_tcp_is_the_same_store(agent: tuple[Served, str]) -> None:
         client._sock.close()
 
 
-def test_a_client_with_another_key_is_rejected(agent: tuple[Served, str]) -> None:
+def test_client_with_another_key_is_rejected(agent: tuple[Served, str]) -> None:
     with pytest.raises(ConnectionError):
         AgentStore(agent[1], key=store_key(b"another"))
 
@@ -108,7 +108,7 @@ def test_a_client_with_another_key_is_rejected(agent: tuple[Served, str]) -> Non
 @pytest.mark.parametrize(
     "garbage", [encode([b"set", b"stolen", b"1"]), bytes(64), bytes(4096), b"GET / HTTP/1.1\r\n\r\n" * 8]
 )
-def test_strangers_change_nothing_and_stop_nothing(agent: tuple[Served, str], garbage: bytes) -> None:
+def test_unauthenticated_clients_have_no_effect(agent: tuple[Served, str], garbage: bytes) -> None:
     _, address = agent
     ip, port = address.split(":")[1:]
     with socket.create_connection((ip, int(port)), 60) as sock, contextlib.suppress(ConnectionError):

@@ -76,7 +76,7 @@ def apply(table: dict[bytes, bytes], operation: tuple[Any, ...]) -> list[bytes] 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(OPERATIONS, max_size=30))
-def test_it_does_what_a_dictionary_does_and_every_wait_ends_once(operations: list[tuple[Any, ...]]) -> None:
+def test_store_matches_a_dictionary_and_each_wait_ends_once(operations: list[tuple[Any, ...]]) -> None:
     store, table = StoreServer(), dict[bytes, bytes]()
     answers: dict[int, list[bytes]] = {}
     waiting: dict[int, list[bytes]] = {}
@@ -109,7 +109,7 @@ def test_it_does_what_a_dictionary_does_and_every_wait_ends_once(operations: lis
     assert all(answers[number] == [] for number in waiting)
 
 
-def test_an_expired_wait_gets_an_empty_reply() -> None:
+def test_expired_wait_gets_an_empty_reply() -> None:
     store, answers = StoreServer(), list[list[bytes]]()
     before = time.monotonic()
     store.handle([b"wait", b"50", b"never"], answers.append)
@@ -122,7 +122,7 @@ def test_an_expired_wait_gets_an_empty_reply() -> None:
     assert answers == [[]]
 
 
-def test_the_earliest_wait_determines_the_next_deadline() -> None:
+def test_earliest_wait_determines_the_next_deadline() -> None:
     store, before = StoreServer(), time.monotonic()
     for limit in (b"90000", b"1000", b"5000"):
         store.handle([b"wait", limit, b"never"], lambda parts: None)
@@ -132,7 +132,7 @@ def test_the_earliest_wait_determines_the_next_deadline() -> None:
     assert before + 0.999 <= due <= after + 1.001
 
 
-def test_an_unknown_request_gets_an_empty_answer_and_changes_nothing() -> None:
+def test_unknown_request_gets_an_empty_reply_without_effect() -> None:
     store, answers = StoreServer(), list[list[bytes]]()
     store.handle([b"format", b"everything"], answers.append)
     store.handle([b"count"], answers.append)
