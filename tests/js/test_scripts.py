@@ -38,7 +38,7 @@ def write(folder: Path, **modules: str) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_is_one_module_with_one_export(view: str, tmp_path: Path) -> None:
+def test_view_is_one_module_with_one_export(view: str, tmp_path: Path) -> None:
     lines = assets.script(view).splitlines()
     assert not [line for line in lines if line.startswith("import")]
     assert [line.split()[1] for line in lines if line.startswith("export ")] == ["default"]
@@ -46,27 +46,27 @@ def test_a_view_is_one_module_with_one_export(view: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_loads_fast(view: str) -> None:
+def test_view_bundle_is_small(view: str) -> None:
     assert len(assets.script(view).encode()) <= MAX_BYTES
     assert len(assets.style(view).encode()) <= 25_000
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_what_is_loaded_later_is_small_and_complete(name: str, tmp_path: Path) -> None:
+def test_lazy_modules_are_small_and_complete(name: str, tmp_path: Path) -> None:
     text = assets.script(name)
     assert len(text.encode()) <= MAX_BYTES
     assert not [line for line in text.splitlines() if line.startswith("import")]
     node("--check", saved(name, tmp_path))
 
 
-def test_all_modules_belong_to_a_view() -> None:
+def test_every_module_belongs_to_a_view() -> None:
     static = Path(assets.__file__).parent / "static"
     used = {module.path for view in VIEWS for module in assets._in_order(f"{view}/view.js")}
     used |= {module.path for name in LATER for module in assets._in_order(f"{name}.js")}
     assert used == {path.relative_to(static).as_posix() for path in static.rglob("*.js")}
 
 
-def test_modules_come_once_and_after_what_they_import(static: Path, tmp_path: Path) -> None:
+def test_modules_are_bundled_once_in_import_order(static: Path, tmp_path: Path) -> None:
     write(
         static,
         view__view="""// @ts-check
@@ -125,13 +125,13 @@ export function both(...texts) {
         ('import { a } from "./other.js";', "export const a = `one\n  two`;", "end a template on the line"),
     ],
 )
-def test_what_cannot_be_joined_is_refused(static: Path, imports: str, other: str, message: str) -> None:
+def test_unsupported_module_syntax_is_rejected(static: Path, imports: str, other: str, message: str) -> None:
     write(static, view=f"{imports}\n\nconst own = 1;\nexport default own;\n", other=f"{other}\n")
     with pytest.raises(ValueError, match=message):
         assets.script("view")
 
 
-def test_circular_imports_are_refused(static: Path) -> None:
+def test_circular_imports_are_rejected(static: Path) -> None:
     write(
         static,
         view='import { a } from "./other.js";\n\nexport const b = a;\n',

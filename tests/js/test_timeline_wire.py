@@ -64,7 +64,7 @@ def test_browser_reads_what_the_kernel_packs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 1000])
-def test_a_span_takes_few_bytes(count: int) -> None:
+def test_packed_span_is_small(count: int) -> None:
     store = SpanStore()
     store.add(Span(0, "forward", "F", i, i + 1) for i in range(count))
     empty = len(pack(store.table(count), {}, origin_ns=0))
