@@ -71,8 +71,8 @@ def _doctor(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     from axon_nb.doctor.clusters import find_clusters, table
 
-    found = find_clusters()
-    print(json.dumps([one.to_json() for one in found], indent=2) if options.json else table(found))
+    clusters = find_clusters()
+    print(json.dumps([one.to_json() for one in clusters], indent=2) if options.json else table(clusters))
     return 0
 
 

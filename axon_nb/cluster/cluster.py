@@ -141,9 +141,9 @@ class Cluster:
             as_is: Whether arrays on a GPU of other libraries than torch, such as CuPy's, stay such arrays; else NumPy
                 arrays arrive.
         """
-        chosen = resolve_ranks(ranks, self.world_size)
-        push_pull.push(self.cells, dict.fromkeys(chosen, variables), as_is=as_is)
-        self._history.record_push(variables, chosen)
+        targets = resolve_ranks(ranks, self.world_size)
+        push_pull.push(self.cells, dict.fromkeys(targets, variables), as_is=as_is)
+        self._history.record_push(variables, targets)
 
     def pull(
         self,
@@ -170,16 +170,18 @@ class Cluster:
         Raises:
             UsageError: a rank does not have it, or it cannot be pickled.
         """
-        chosen = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
-        values, _ = push_pull.pull(self.cells, chosen, name, shards=shards, arrays=numpy, as_is=as_is)
-        return values[chosen[0]] if isinstance(ranks, int) else values
+        sources = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
+        values, _ = push_pull.pull(self.cells, sources, name, shards=shards, arrays=numpy, as_is=as_is)
+        return values[sources[0]] if isinstance(ranks, int) else values
 
     def scatter(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None, dim: int = 0) -> None:
         """Split variables and send each rank its part, in rank order; tensors and arrays are split along `dim`."""
-        chosen = resolve_ranks(ranks, self.world_size)
-        parts = {name: split_value(value, len(chosen), dim=dim, name=name) for name, value in variables.items()}
-        push_pull.push(self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(chosen)})
-        self._history.record_push(variables, chosen, scatter_dim=dim)
+        targets = resolve_ranks(ranks, self.world_size)
+        parts = {name: split_value(value, len(targets), dim=dim, name=name) for name, value in variables.items()}
+        push_pull.push(
+            self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(targets)}
+        )
+        self._history.record_push(variables, targets, scatter_dim=dim)
 
     def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, numpy: bool = False) -> Any:
         """Fetch a variable of each rank as `pull` does, and concatenate the values in rank order.
@@ -188,9 +190,9 @@ class Cluster:
             Tensors and arrays concatenated along `dim`, tables by rows, lists and tuples end to end. A list of anything
             else. A distributed tensor is already complete and returned as it is.
         """
-        chosen = resolve_ranks(ranks, self.world_size)
-        values, is_full = push_pull.pull(self.cells, chosen, name, arrays=numpy)
-        return values[chosen[0]] if is_full else join_values(list(values.values()), dim=dim)
+        sources = resolve_ranks(ranks, self.world_size)
+        values, is_full = push_pull.pull(self.cells, sources, name, arrays=numpy)
+        return values[sources[0]] if is_full else join_values(list(values.values()), dim=dim)
 
     def repair(
         self, ranks: str | Iterable[int] | None = None, *, from_rank: int | None = None, names: Iterable[str] = ()
@@ -205,8 +207,8 @@ class Cluster:
         Returns:
             What was replaced and copied, and what is lost because only those ranks held it; displays as text.
         """
-        chosen = None if ranks is None else resolve_ranks(ranks, self.world_size)
-        return repair(self.state, chosen, source=from_rank, names=list(names))
+        targets = None if ranks is None else resolve_ranks(ranks, self.world_size)
+        return repair(self.state, targets, source=from_rank, names=list(names))
 
     def sync(self, from_rank: int = 0, names: Iterable[str] = ()) -> SyncReport:
         """Copy models, optimizers and schedulers of one rank to all others, in place; empty `names`: all of them."""
@@ -226,8 +228,8 @@ class Cluster:
 
     def sample(self, ranks: Iterable[int] | None = None) -> dict[int, RankState]:
         """Return what each rank is doing right now; ranks that do not reply within a second are left out."""
-        chosen = self.ranks if ranks is None else list(ranks)
-        return status.request_states(self.client, [rank for rank in chosen if rank not in self.health.dead])
+        selection = self.ranks if ranks is None else list(ranks)
+        return status.request_states(self.client, [rank for rank in selection if rank not in self.health.dead])
 
     def info(self) -> ClusterInfo:
         """Return everything about the cluster in one record, with the current state of the ranks."""
@@ -254,8 +256,8 @@ class Cluster:
         Returns:
             The stacks by rank; printed, ranks with the same stack share one entry.
         """
-        chosen = resolve_ranks(ranks, self.world_size)
-        return rank_stacks(self.client, chosen, self.ranks, self.health.dead)
+        selection = resolve_ranks(ranks, self.world_size)
+        return rank_stacks(self.client, selection, self.ranks, self.health.dead)
 
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
         """Send a signal to one rank's process (forked ranks only)."""

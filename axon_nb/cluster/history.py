@@ -56,8 +56,8 @@ def failed_line(report: str, number: int | None) -> int | None:
         report: The traceback as shown.
         number: The cell's prompt.
     """
-    found = re.search(rf"Cell In\[{number}\], line (\d+)", _ANSI.sub("", report))
-    return int(found.group(1)) - 1 if found else None
+    match = re.search(rf"Cell In\[{number}\], line (\d+)", _ANSI.sub("", report))
+    return int(match.group(1)) - 1 if match else None
 
 
 def _one_line(error: BaseException | None) -> str:

@@ -45,8 +45,8 @@ class Kind(Protocol):
     def unit(self) -> str:
         """Name of the unit in the documentation."""
 
-    def read(self, name: str, given: object) -> Value:
-        """Parse `given`, which is text or a value.
+    def read(self, name: str, value: object) -> Value:
+        """Parse `value`, which is text or a value.
 
         Raises:
             UsageError: it is invalid; the message names the setting `name` and says what is valid.
@@ -62,11 +62,11 @@ class Switch:
 
     unit: str = "on or off"
 
-    def read(self, name: str, given: object) -> bool:
+    def read(self, name: str, value: object) -> bool:
         """See `Kind`."""
-        text = str(given).strip().lower()
+        text = str(value).strip().lower()
         if text not in _ON + _OFF:
-            raise UsageError(f"{name} must be on or off; got {given!r}.")
+            raise UsageError(f"{name} must be on or off; got {value!r}.")
         return text in _ON
 
     def show(self, value: Any) -> str:
@@ -91,21 +91,21 @@ class Number:
     units: Mapping[str, float] = field(default_factory=lambda: {"": 1})
     """Factor of each unit that may follow the number; lower case."""
 
-    def read(self, name: str, given: object) -> int | float:
+    def read(self, name: str, value: object) -> int | float:
         """See `Kind`."""
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", _text(given))
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", _text(value))
         factor = self.units.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            raise self._error(name, given)
+            raise self._error(name, value)
         number = float(match[1]) * factor
         if (number < self.minimum and not (number == 0 and self.zero_is_valid)) or (self.unit == "" and number % 1):
-            raise self._error(name, given)
+            raise self._error(name, value)
         if number > self.maximum:
-            raise UsageError(f"{name} must be at most {self.show(self.maximum)}; got {given!r}.")
+            raise UsageError(f"{name} must be at most {self.show(self.maximum)}; got {value!r}.")
         return int(number) if self.is_integer else number
 
-    def _error(self, name: str, given: object) -> UsageError:
-        return UsageError(f"{name} must be {self.expected}; got {given!r}.")
+    def _error(self, name: str, value: object) -> UsageError:
+        return UsageError(f"{name} must be {self.expected}; got {value!r}.")
 
     def show(self, value: Any) -> str:
         """See `Kind`."""
@@ -115,13 +115,13 @@ class Number:
         return f"{text} s" if self.unit == "seconds" else text
 
 
-def _text(given: object) -> str:
+def _text(value: object) -> str:
     """Return the digits of a finite number of 0 or more; anything else becomes text that is not parsed as a number."""
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        return str(given)
-    if math.isfinite(given) and given >= 0:
-        return f"{given:.17f}".rstrip("0").rstrip(".") if isinstance(given, float) else str(given)
-    return repr(given)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if math.isfinite(value) and value >= 0:
+        return f"{value:.17f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    return repr(value)
 
 
 def seconds(minimum: float = 0.0) -> Number:

@@ -138,8 +138,8 @@ class LiveSettings(Settings):
             UsageError: there is no such setting, or the value is invalid.
             ClusterLostError: the cluster was lost before it got the new value.
         """
-        given = [pair for text in assignments for pair in _pairs(text)]
-        wanted = {name: _of(name).kind.read(name, value) for name, value in [*given, *values.items()]}
+        pairs = [pair for text in assignments for pair in _pairs(text)]
+        wanted = {name: _of(name).kind.read(name, value) for name, value in [*pairs, *values.items()]}
         self._apply(wanted)
         vars(self).update(wanted)
         self._chosen.update(wanted)
@@ -222,9 +222,9 @@ class LiveSettings(Settings):
         self._apply({name: getattr(self, name) for name in self._chosen if _applies_to_cluster(name)})
 
 
-def settings_facts(own: Settings) -> dict[str, Any]:
+def settings_facts(settings: Settings) -> dict[str, Any]:
     """Return what the host agent needs of a cluster's settings: the keep-alive time, and all settings for an attach."""
-    return {"keep_alive_s": own.keep_alive, "settings": own.per_cluster()}
+    return {"keep_alive_s": settings.keep_alive, "settings": settings.per_cluster()}
 
 
 def _nothing(value: object) -> None:

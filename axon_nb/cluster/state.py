@@ -124,9 +124,9 @@ class ClusterState:
 
     def apply_settings(self, changed: Mapping[str, Value]) -> None:
         """Change the cluster's own copy of the settings, also for notebooks that attach later."""
-        own = dataclasses.replace(self.settings, **changed)  # type: ignore[arg-type]
-        self._store(dataclasses.replace(self._facts, **settings_facts(own)))
-        self.settings = own
+        settings = dataclasses.replace(self.settings, **changed)  # type: ignore[arg-type]
+        self._store(dataclasses.replace(self._facts, **settings_facts(settings)))
+        self.settings = settings
 
     def _store(self, facts: ClusterFacts) -> None:
         self.connection.agent.call(SetInfo(facts))

@@ -116,8 +116,8 @@ class KernelInterruptHandler:
         first, now = self._pending_at, time.time()
         forced = bool(self._handling) and first is not None and self._started_at <= first < now - _FORCE_AFTER_S
         # IPython's `run_code` also calls `_show`: an interrupt there would leave the first one without a traceback.
-        own = user_frame(frame)
-        if forced or (own is not None and own.f_code is not KernelInterruptHandler._show.__code__):
+        user = user_frame(frame)
+        if forced or (user is not None and user.f_code is not KernelInterruptHandler._show.__code__):
             self._pending_at = None
             raise KeyboardInterrupt
         if first is None or first < self._started_at or not self._handling:

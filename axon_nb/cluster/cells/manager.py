@@ -140,15 +140,15 @@ class CellManager:
         state = self.state
         quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
         cell_code.check(code, name="cell" if cell is None else f"Cell In[{cell}]")
-        chosen = resolve_ranks(options.get("ranks"), state.world_size)
+        ranks = resolve_ranks(options.get("ranks"), state.world_size)
         rebuild_if_back(state)
         if self.settings.auto_repair:
             auto_repair(state)
-        state.health.ensure_available(chosen)
+        state.health.ensure_available(ranks)
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
-        ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in chosen]
-        run = self.new_run(chosen, options)
+        ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in ranks]
+        run = self.new_run(ranks, options)
         if ahead and not quiet:
             print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
         exclusive = options.get("exclusive", False) and is_exclusive(state, run)
@@ -167,15 +167,15 @@ class CellManager:
         state.health.report_to(run)  # what has happened while we were sending
         return run
 
-    def new_run(self, chosen: list[int], options: CellOptions) -> CellRun:
+    def new_run(self, ranks: list[int], options: CellOptions) -> CellRun:
         """Create the run of a cell that the caller sends or reattaches to; it counts as running until `finish`."""
         quiet = options.get("quiet", False)
         sink = RecordingSink() if quiet else NotebookSink()
         run = CellRun(
             self.state.client,
-            chosen,
-            CellOutput(chosen, sink, quiet=quiet, limit_bytes=self.state.settings.output_limit),
-            self._abort_controller(chosen),
+            ranks,
+            CellOutput(ranks, sink, quiet=quiet, limit_bytes=self.state.settings.output_limit),
+            self._abort_controller(ranks),
             timeout_s=options.get("timeout"),
             view=options.get("view"),
             show_value=options.get("show_value", False),
@@ -189,13 +189,13 @@ class CellManager:
             self.state.active_cells.append(run)
         return run
 
-    def _abort_controller(self, chosen: Sequence[int]) -> AbortController:
+    def _abort_controller(self, ranks: Sequence[int]) -> AbortController:
         state = self.state
-        watch = DeadlockWatch(state.client, state.live_ranks, chosen, dead=state.health.dead)
+        watch = DeadlockWatch(state.client, state.live_ranks, ranks, dead=state.health.dead)
         # A cut needs Python in each operation, which NCCL's do not have.
-        can_cut = state.backend != "nccl" and chosen == state.ranks
+        can_cut = state.backend != "nccl" and ranks == state.ranks
         stopped = AgentWatch(state.connection.agent).stopped
-        return AbortController(state.client, chosen, watch=watch, can_cut=can_cut, stopped=stopped)
+        return AbortController(state.client, ranks, watch=watch, can_cut=can_cut, stopped=stopped)
 
     def recovery(self, aborted: CellRun | None = None) -> Recovery:
         """Create the recovery that rebuilds all groups; the caller steps it until it is done.

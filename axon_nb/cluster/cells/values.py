@@ -23,12 +23,12 @@ _POLL_INTERVAL_S = 0.1
 def last_values(state: ClusterState, ranks: Iterable[int], token: str) -> dict[int, Any]:
     """Fetch the value of the last expression of the cell with this token; its text if it cannot be sent."""
     client, values = state.connection.client, {}
-    chosen = list(ranks)
-    local = ranks_on_this_host(state, chosen)
+    requested = list(ranks)
+    local = ranks_on_this_host(state, requested)
     with contextlib.ExitStack() as stack:
         blocks = {rank: stack.enter_context(SharedBlock()) for rank in local}
         futures = {}
-        for rank in chosen:
+        for rank in requested:
             address = blocks[rank].address if rank in blocks else None
             futures[rank] = requests.call(client, rank, LastValue(token, address))
         for rank, future in futures.items():
@@ -54,8 +54,8 @@ def ranks_on_this_host(state: ClusterState, ranks: Iterable[int]) -> list[int]:
     """Return those of the ranks that run on the notebook's own host; none if it has no shared memory."""
     if not memfd_supported():
         return []
-    own = socket.gethostname()
-    return [rank for rank in ranks if state.rank_info[rank].host == own]
+    host = socket.gethostname()
+    return [rank for rank in ranks if state.rank_info[rank].host == host]
 
 
 def await_reply(state: ClusterState, rank: int, future: Any, what: str) -> Any:

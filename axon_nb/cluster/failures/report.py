@@ -82,11 +82,11 @@ def cell_error(
     """
     if explanation:
         aborted = {error.rank for error in errors.values() if error.kind == "aborted"}
-        found = CellError(explanation, [f"CellError: {explanation}", *_others(errors, aborted)])
+        exception = CellError(explanation, [f"CellError: {explanation}", *_others(errors, aborted)])
         if errors:
             cause = root_cause(errors, first)
-            found.failure = Failure(cause, (cause.rank,), dict(errors), explanation, hint)
-        return found
+            exception.failure = Failure(cause, (cause.rank,), dict(errors), explanation, hint)
+        return exception
     cause = root_cause(errors, first)
     alike = [e.rank for e in errors.values() if (e.kind, e.ename, e.evalue) == (cause.kind, cause.ename, cause.evalue)]
     who = name_ranks(alike)

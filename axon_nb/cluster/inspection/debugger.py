@@ -32,16 +32,16 @@ class PostMortem:
 
     def __init__(self, cells: CellManager, ranks: str | None) -> None:
         self._cells, state = cells, cells.state
-        chosen = None if ranks is None else resolve_ranks(ranks, state.world_size)
-        if chosen is not None and len(chosen) > 1:
+        selection = None if ranks is None else resolve_ranks(ranks, state.world_size)
+        if selection is not None and len(selection) > 1:
             raise UsageError(f"--ranks {ranks}: the debugger opens on one rank at a time.")
         replies = request_all(state.client, state.live_ranks, FailureRequest(), timeout_s=_TIMEOUT_S)
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
-        self.rank = chosen[0] if chosen else min(failures, default=0)
+        self.rank = selection[0] if selection else min(failures, default=0)
         if self.rank in state.health.dead:
             raise UsageError(f"Rank {self.rank} is dead: there is nothing to debug.")
         if self.rank not in failures:
-            raise UsageError(_no_failure(chosen, failures, kept=cells.settings.debug))
+            raise UsageError(_no_failure(selection, failures, kept=cells.settings.debug))
         if self.rank in state.busy:
             raise UsageError(f"Rank {self.rank} is running a cell: wait until it finishes, or interrupt it.")
         self.error = failures[self.rank]
@@ -69,13 +69,13 @@ class PostMortem:
         return result.values.get(self.rank), result.text.get(self.rank, "")
 
 
-def _no_failure(chosen: list[int] | None, failures: dict[int, str], *, kept: bool) -> str:
+def _no_failure(selection: list[int] | None, failures: dict[int, str], *, kept: bool) -> str:
     if not kept:
         return (
             "Nothing to debug: failures are not kept (`%distributed config debug=off`). "
             "Run `%distributed config debug=on`, then rerun the failing cell."
         )
-    who = f"Rank {chosen[0]} has no failure" if chosen else "No rank has a failure"
+    who = f"Rank {selection[0]} has no failure" if selection else "No rank has a failure"
     fix = f"There is one on {name_ranks(failures)}." if failures else "Rerun the failing cell."
     return (
         f"{who} to debug: a failure is kept until the rank's next cell, unless memory ran out or the rank was aborted "

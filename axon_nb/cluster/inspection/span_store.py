@@ -76,7 +76,8 @@ class CollectiveMatcher:
         latest = collective.calls[last][1]
         # The source of a broadcast may return before the others arrive: its wait ends with its call.
         return [
-            CollectiveWait(own, max(0, min(latest, end) - start), last) for own, start, end in collective.calls.values()
+            CollectiveWait(index, max(0, min(latest, end) - start), last)
+            for index, start, end in collective.calls.values()
         ]
 
 
@@ -154,9 +155,9 @@ class SpanStore:
         columns["label"][place] = [self._label((span.kind, span.name, span.group)) for span in spans]
         columns["late"][place], columns["by"][place] = 0, -1
         self._count += len(spans)
-        for own, span in enumerate(spans, start=number):
+        for index, span in enumerate(spans, start=number):
             if span.kind == "collective":
-                self._match_collective(own, span)
+                self._match_collective(index, span)
             elif span.kind == "cell":
                 self._update_last_cell(span)
 

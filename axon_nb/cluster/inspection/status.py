@@ -77,12 +77,14 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
     """Request the state of every rank, and return the cluster's state."""
     states = request_states(state.client, state.live_ranks) if state.running else {}
     late: dict[int, tuple[int, ...]] = {}
-    if any(own.activity is Activity.WAITING for own in states.values()):
+    if any(rank_state.activity is Activity.WAITING for rank_state in states.values()):
         late = missing_ranks(request_waits(state.client, states), _MIN_WAIT_S)
     rows = []
     for rank, place in enumerate(state.rank_info):
-        own = states.get(rank)
-        text = state.health.dead.get(rank) or (describe_state(own, late.get(rank, ())) if state.running else "gone")
+        rank_state = states.get(rank)
+        text = state.health.dead.get(rank) or (
+            describe_state(rank_state, late.get(rank, ())) if state.running else "gone"
+        )
         rows.append(
             RankInfo(
                 rank=rank,
@@ -91,9 +93,9 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
                 device=place.device,
                 backend=state.backend,
                 state=text,
-                rss_bytes=own.rss_bytes if own else 0,
-                device_bytes=own.device_bytes if own else 0,
-                cell=own.cell if own else None,
+                rss_bytes=rank_state.rss_bytes if rank_state else 0,
+                device_bytes=rank_state.device_bytes if rank_state else 0,
+                cell=rank_state.cell if rank_state else None,
             )
         )
     hosts = ", ".join(dict.fromkeys(row.host for row in rows))

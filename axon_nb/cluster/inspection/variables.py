@@ -130,7 +130,7 @@ def _difference_rows(ours: VariableParts, theirs: VariableParts, rank: int) -> l
     if theirs.refused:
         return [_difference_row("", rank, values=theirs.refused)]
     if ours.text is not None or theirs.text is not None:
-        mine, other = ("arrays" if own.text is None else own.text for own in (ours, theirs))
+        mine, other = ("arrays" if summary.text is None else summary.text for summary in (ours, theirs))
         return [] if mine == other else [_difference_row("", rank, values=f"{mine} / {other}")]
     names = dict.fromkeys([*ours.parts, *theirs.parts])
     rows = (_compare(name, ours.parts.get(name), theirs.parts.get(name), rank) for name in names)

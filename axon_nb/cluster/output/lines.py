@@ -69,8 +69,8 @@ class LineAssembler:
         row = self._rows[0]
         if len(self._rows) == 1 and not (row.bar or row.returned or row.at_start) and not HAS_CONTROL.search(text):
             return self._feed_lines(text, now)
-        if found := INCOMPLETE.search(text):
-            text, self._incomplete = text[: found.start()], found.group()
+        if match := INCOMPLETE.search(text):
+            text, self._incomplete = text[: match.start()], match.group()
         for i, piece in enumerate(CONTROL.split(text)):
             if i % 2:
                 self._apply(piece, now)
@@ -209,8 +209,8 @@ class LineAssembler:
         # tqdm draws a finished bar at the top, and leaves its previous state where the bar was.
         if name := METER_NAME.match(row.text):
             for other in self._rows[self._cursor :]:
-                found = METER_NAME.match(other.text) if other.bar else None
-                if found and found.groups() == name.groups():
+                match = METER_NAME.match(other.text) if other.bar else None
+                if match and match.groups() == name.groups():
                     row.number, row.shown = other.number, row.shown or other.shown
                     self._reset(other)
 

@@ -127,16 +127,16 @@ class MergeQueue:
         due_keys = {head.key for head in heads.values() if head.at <= before}
         if not due_keys:
             return {}
-        chosen: set[int] = set()
+        overdue: set[int] = set()
         grows = True
         while grows:
             grows = False
             for rank, head in heads.items():
-                if rank not in chosen and any(key in self._keys[rank] for key in due_keys):
-                    chosen.add(rank)
+                if rank not in overdue and any(key in self._keys[rank] for key in due_keys):
+                    overdue.add(rank)
                     grows = grows or head.key not in due_keys
                     due_keys.add(head.key)
-        return {rank: head for rank, head in heads.items() if rank in chosen}
+        return {rank: head for rank, head in heads.items() if rank in overdue}
 
     def _choose(self, heads: Mapping[int, Item], eligible: Mapping[int, Item]) -> int:
         # If another rank has an equal item further back, the head waits for it; otherwise it would be shown twice.

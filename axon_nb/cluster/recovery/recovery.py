@@ -46,17 +46,17 @@ def describe_diverged_steps(reports: Mapping[int, Sequence[OptimizerReport]]) ->
 
 
 def _match_optimizer(number: int, reports: Mapping[int, Sequence[OptimizerReport]]) -> dict[int, OptimizerReport]:
-    found = {rank: record for rank, report in reports.items() for record in report if record.number == number}
-    names = {record.name for record in found.values()}
-    for rank in reports.keys() - found.keys():
+    matches = {rank: record for rank, report in reports.items() for record in report if record.number == number}
+    names = {record.name for record in matches.values()}
+    for rank in reports.keys() - matches.keys():
         unused = (record for record in reports[rank] if record.number == -1)
-        found.update((rank, record) for record in unused if record.name in names)
-    return dict(sorted(found.items()))
+        matches.update((rank, record) for record in unused if record.name in names)
+    return dict(sorted(matches.items()))
 
 
 def _describe_divergence(optimizers: Mapping[int, OptimizerReport]) -> str:
     first = next(iter(optimizers.values()))
-    is_same = all(own.shapes == first.shapes and own.before == first.before for own in optimizers.values())
+    is_same = all(entry.shapes == first.shapes and entry.before == first.before for entry in optimizers.values())
     steps = {rank: record.steps for rank, record in optimizers.items()}
     most, least = max(steps.values()), min(steps.values())
     if not is_same or most - least != 1 or not all(record.communicated for record in optimizers.values()):
@@ -234,9 +234,9 @@ class Recovery:
             left = [rank for rank in left if rank not in known]
             parts += [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {state}"] if ranks else []
         # Without --ranks, `repair` leaves stuck ranks alone: they may come back.
-        chosen = f" --ranks {format_ranks(missing)}" if health.stuck.intersection(missing) else ""
+        option = f" --ranks {format_ranks(missing)}" if health.stuck.intersection(missing) else ""
         pronoun = "it" if len(missing) == 1 else "them"
-        repair = f"run `%distributed repair{chosen}` to replace {pronoun}"
+        repair = f"run `%distributed repair{option}` to replace {pronoun}"
         return f"{' and '.join(parts)}; {repair if health.remedy == REPAIR_HINT else 'run `%distributed restart`'}"
 
     def _disable_groups(self, reason: str, ranks: Sequence[int], *, until_back: bool = False) -> bool:

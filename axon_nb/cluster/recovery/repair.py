@@ -108,47 +108,47 @@ def repair(
         UsageError: there is nothing to replace, these ranks cannot be replaced, or the source cannot be copied from.
         StartError: a new rank failed to start.
     """
-    chosen = sorted({*state.health.dead, *state.health.lost_contexts, *(ranks or ())})
-    _check_request(state, chosen, source, names, all_allowed)
-    survivors = [rank for rank in state.ranks if rank not in chosen]
+    targets = sorted({*state.health.dead, *state.health.lost_contexts, *(ranks or ())})
+    _check_request(state, targets, source, names, all_allowed)
+    survivors = [rank for rank in state.ranks if rank not in targets]
     if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
         raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
     with _interrupts_deferred() as interrupted:
-        reasons = {rank: state.health.dead.get(rank, "") for rank in chosen}
-        _kill(state, [rank for rank in chosen if rank not in state.health.dead])
-        lost = _call_all(state.connection, survivors, FindLostShards(tuple(chosen)))
-        _replace_ranks(state, chosen, survivors, interrupted)
-        copied = None if source is None else copy_variables(state, chosen, survivors, source, names)
-    return RepairReport.of(chosen, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
+        reasons = {rank: state.health.dead.get(rank, "") for rank in targets}
+        _kill(state, [rank for rank in targets if rank not in state.health.dead])
+        lost = _call_all(state.connection, survivors, FindLostShards(tuple(targets)))
+        _replace_ranks(state, targets, survivors, interrupted)
+        copied = None if source is None else copy_variables(state, targets, survivors, source, names)
+    return RepairReport.of(targets, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
 
 
 def _check_request(
-    state: ClusterState, chosen: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
+    state: ClusterState, targets: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
 ) -> None:
-    if not chosen and (source is not None or not (state.health.groups_disabled or state.health.stuck)):
+    if not targets and (source is not None or not (state.health.groups_disabled or state.health.stuck)):
         raise UsageError("All ranks are alive. Use `--ranks 2` to replace one anyway; its variables will be lost.")
     if reason := refusal(state.rank_info, state.backend):
         raise UsageError(reason)
-    if chosen and state.engines != "axon":
+    if targets and state.engines != "axon":
         raise UsageError(
             f"Ranks of the launcher {state.engines!r} cannot be replaced one by one: use `%distributed restart`."
         )
-    if len(chosen) == state.world_size and not all_allowed and set(chosen) != set(state.health.dead):
+    if len(targets) == state.world_size and not all_allowed and set(targets) != set(state.health.dead):
         raise UsageError("That would replace every rank: use `%distributed restart`.")
     if names and source is None:
         raise UsageError(f"Names need a rank to copy from: use `--from 0 {' '.join(names)}`.")
     if source is not None and source not in state.ranks:
         raise UsageError(f"--from must be a rank from 0 to {state.world_size - 1}; got {source}.")
-    if source is not None and (source in chosen or source in state.health.dead):
+    if source is not None and (source in targets or source in state.health.dead):
         raise UsageError(f"--from {source}: rank {source} is being replaced; choose a surviving rank.")
-    stuck = sorted(state.health.stuck - set(chosen))
+    stuck = sorted(state.health.stuck - set(targets))
     if stuck:
-        both, one, too = format_ranks({*stuck, *chosen}), len(stuck) == 1, " too" if chosen else ""
+        both, one, too = format_ranks({*stuck, *targets}), len(stuck) == 1, " too" if targets else ""
         raise UsageError(
             f"{name_ranks(stuck).capitalize()} {'is' if one else 'are'} stuck in an earlier cell and cannot rejoin: "
             f"run `%distributed repair --ranks {both}` to replace {'it' if one else 'them'}{too}."
         )
-    busy = [rank for rank in state.busy if rank not in chosen]
+    busy = [rank for rank in state.busy if rank not in targets]
     if busy:
         are = "is" if len(busy) == 1 else "are"
         raise UsageError(
@@ -157,26 +157,26 @@ def _check_request(
 
 
 def _replace_ranks(
-    state: ClusterState, chosen: Sequence[int], survivors: Sequence[int], interrupted: threading.Event
+    state: ClusterState, targets: Sequence[int], survivors: Sequence[int], interrupted: threading.Event
 ) -> None:
     groups = _groups(state.connection, survivors)
     try:
-        _fork(state.connection, state, chosen, interrupted)
-        infos = _join(state, chosen, survivors, groups)
+        _fork(state.connection, state, targets, interrupted)
+        infos = _join(state, targets, survivors, groups)
     except StartError as error:
         # The next repair would take the exit of one that is left for that of its successor.
-        state.connection.agent.kill_ranks(chosen, _KILL_TIMEOUT_S)
+        state.connection.agent.kill_ranks(targets, _KILL_TIMEOUT_S)
         raise StartError(f"{error} Run `%distributed repair` to try again.") from None
     if lost := {rank: infos[rank].lost_device for rank in survivors if infos[rank].lost_device}:
         state.health.lost_contexts.update(lost)
         raise StartError(f"The process groups were not rebuilt. {' '.join(lost.values())}")
-    for rank in chosen:
+    for rank in targets:
         state.mark_replaced(rank, infos[rank])
     state.health.groups_disabled = ""
 
 
 def _join(
-    state: ClusterState, chosen: Sequence[int], survivors: Sequence[int], groups: Sequence[GroupRecord]
+    state: ClusterState, targets: Sequence[int], survivors: Sequence[int], groups: Sequence[GroupRecord]
 ) -> dict[int, Any]:
     connection = state.connection
     epoch = state.next_epoch()
@@ -185,25 +185,25 @@ def _join(
     }
     placements = place_ranks(state.layout, state.rank_info)
     store = store_address(connection, {info.host for info in state.rank_info})
-    for rank in chosen:
+    for rank in targets:
         config = join_config(state.layout, state.settings, rank, placements[rank], store, recoverable=True)
-        own = tuple(group for group in groups if rank in group.ranks)
-        calls[rank] = requests.call(connection.client, rank, Join(config, epoch, own))
+        rank_groups = tuple(group for group in groups if rank in group.ranks)
+        calls[rank] = requests.call(connection.client, rank, Join(config, epoch, rank_groups))
     try:
         return gather(calls, _REPAIR_TIMEOUT_S, connection)
     except AxonError:
-        _release_survivors(connection, chosen, survivors)
+        _release_survivors(connection, targets, survivors)
         raise
 
 
-def _release_survivors(connection: Connection, chosen: Sequence[int], survivors: Sequence[int]) -> None:
+def _release_survivors(connection: Connection, targets: Sequence[int], survivors: Sequence[int]) -> None:
     """Release the survivors from waiting, until their timeout, for a new rank that failed."""
     client = connection.client
     aborts = [client.request(rank, AbortRequest(again=True)) for rank in survivors]
     end = time.monotonic() + _ABORT_TIMEOUT_S
     for answer in aborts:
         answer.wait(max(0.0, end - time.monotonic()))
-    what = f"{name_ranks(chosen)} could not be replaced" if chosen else "the process groups could not be rebuilt"
+    what = f"{name_ranks(targets)} could not be replaced" if targets else "the process groups could not be rebuilt"
     reason = f"{what}; run `%distributed repair` to try again"
     for rank in survivors:
         requests.call(client, rank, DisableGroups(reason))

@@ -74,15 +74,15 @@ class RepairReport:
                 part = LostPart(record.name, record.kind, record.parts, record.of, record.bytes)
                 if part.name not in parts or part.bytes > parts[part.name].bytes:
                     parts[part.name] = part
-        chosen = copied or Copied()
+        copies = copied or Copied()
         return cls(
             tuple(ranks),
             tuple(kept),
             dict(reasons),
             source,
-            chosen.names,
-            dict(chosen.skipped),
-            chosen.size,
+            copies.names,
+            dict(copies.skipped),
+            copies.size,
             tuple(parts.values()),
         )
 

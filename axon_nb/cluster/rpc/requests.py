@@ -41,8 +41,8 @@ class Replies(dict[int, R]):
             if rank not in self and rank not in self.refused:
                 ranks_by_reason.setdefault(self.failed.get(rank, ""), []).append(rank)
         return [
-            f"{name_ranks(found).capitalize()} did not reply{': ' if reason else ''}{reason.rstrip('.')}."
-            for reason, found in ranks_by_reason.items()
+            f"{name_ranks(silent).capitalize()} did not reply{': ' if reason else ''}{reason.rstrip('.')}."
+            for reason, silent in ranks_by_reason.items()
         ]
 
 

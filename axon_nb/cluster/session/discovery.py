@@ -43,12 +43,12 @@ class ClusterEntry:
 
 def running() -> list[ClusterEntry]:
     """Return all clusters of this user that have ranks."""
-    found = []
+    entries = []
     for run_dir in list_run_dirs():
         info = run_dir.read_info()
         if info.get("world_size"):
             attached = _attached(run_dir)
-            found.append(
+            entries.append(
                 ClusterEntry(
                     run_dir,
                     info["name"],
@@ -59,7 +59,7 @@ def running() -> list[ClusterEntry]:
                     version=read_version(info.get("version")),
                 )
             )
-    return found
+    return entries
 
 
 def _attached(run_dir: RunDir) -> bool:
@@ -70,8 +70,8 @@ def _attached(run_dir: RunDir) -> bool:
 
 def own_detached() -> list[ClusterEntry]:
     """Return the detached clusters that this notebook's previous kernel left running."""
-    own = kernel_id()
-    return [entry for entry in running() if entry.owner == own and not entry.attached]
+    kernel = kernel_id()
+    return [entry for entry in running() if entry.owner == kernel and not entry.attached]
 
 
 def stop_detached() -> list[str]:
@@ -102,8 +102,8 @@ def find(name: str | None) -> ClusterEntry:
         entries = [entry for entry in everything if entry.name == name]
     else:
         free = [entry for entry in everything if entry.has_world and not entry.attached]
-        own = kernel_id()
-        entries = [entry for entry in free if entry.owner == own] or free
+        kernel = kernel_id()
+        entries = [entry for entry in free if entry.owner == kernel] or free
     names = ", ".join(repr(entry.name) for entry in everything) or "none"
     if not entries:
         problem = f"No cluster {name!r} is running" if name else "No detached cluster found"

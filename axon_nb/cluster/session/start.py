@@ -90,7 +90,7 @@ def start(
     layout = plan_layout(
         n, devices=devices, backend=backend, threads=chosen_settings.threads, several_hosts=several_hosts
     )
-    chosen = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
+    launcher = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
     if (existing := session.cluster) is not None:
         ranks = "1 rank" if existing.world_size == 1 else f"{existing.world_size} ranks"
         raise UsageError(
@@ -101,16 +101,16 @@ def start(
         raise_if_busy()
     for line in stop_detached():
         print(line)
-    if several_hosts and chosen in ON_THIS_HOST:
+    if several_hosts and launcher in ON_THIS_HOST:
         raise UsageError(
-            f"--interface {interface}: the launcher {chosen!r} starts ranks on this host only; use another --engines."
+            f"--interface {interface}: the launcher {launcher!r} starts ranks on this host only; use another --engines."
         )
     cluster_name = _free_name(name)
     raise_if_too_few(layout.num_ranks)
     for note in layout.notes:
         print(note)
     end = time.monotonic() + chosen_settings.start_timeout
-    if chosen in ON_THIS_HOST:
+    if launcher in ON_THIS_HOST:
         connection = session.prewarm.take(chosen_settings.start_timeout)
     else:  # such a launcher may start ranks where they do not see this host's files
         session.prewarm.discard()
@@ -119,18 +119,18 @@ def start(
         print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
     launched = None
     try:
-        launched = launch_engines(connection, layout, engines=chosen, timeout_s=end - time.monotonic())
+        launched = launch_engines(connection, layout, engines=launcher, timeout_s=end - time.monotonic())
         rank_info = join_world(connection, layout, chosen_settings, timeout_s=max(1.0, end - time.monotonic()))
         layout = compatibility.with_possible_backend(layout, rank_info)
         timeout_s = compatibility.collective_timeout(chosen_settings, recoverable=False)
         for note in compatibility.at_start(rank_info, layout.backend, timeout_s=timeout_s):
             print(note, file=sys.stderr)
         cluster = _publish(
-            session, connection, layout, chosen_settings, name=cluster_name, engines=chosen, rank_info=rank_info
+            session, connection, layout, chosen_settings, name=cluster_name, engines=launcher, rank_info=rank_info
         )
     except BaseException:
         if launched is not None:
-            stop_engines(launched, chosen)
+            stop_engines(launched, launcher)
         connection.stop()
         raise
     cluster.state.launched = launched
@@ -142,7 +142,7 @@ def _publish(
     session: NotebookSession,
     connection: Connection,
     layout: Layout,
-    own: Settings,
+    settings: Settings,
     *,
     name: str,
     engines: str,
@@ -154,12 +154,12 @@ def _publish(
         ip=connection.ip,
         world_size=layout.num_ranks,
         version=own_version(),
-        **settings_facts(own),
+        **settings_facts(settings),
         layout=encode(layout),
         rank_info=tuple(rank_info),
     )
     connection.agent.call(SetInfo(facts))
-    return session.new_cluster(ClusterState(connection, layout, own, facts))
+    return session.new_cluster(ClusterState(connection, layout, settings, facts))
 
 
 def _free_name(name: str | None) -> str:
@@ -208,8 +208,8 @@ def attach(name: str | None = None) -> Cluster:
             f"No rank of the cluster {facts.name!r} is alive. Run `%distributed start` to start a new cluster."
         )
     wait_for_output(connection.client, live_ranks, timeout_s=_OUTPUT_TIMEOUT_S)
-    own = session.settings.inherit(dict(facts.settings))
-    cluster = session.new_cluster(ClusterState(connection, layout, own, facts))
+    settings = session.settings.inherit(dict(facts.settings))
+    cluster = session.new_cluster(ClusterState(connection, layout, settings, facts))
     for rank in set(cluster.ranks) - live_ranks:
         event = hello_reply.deaths.get(rank)
         reason = "died while no notebook was connected" if event is None else describe_death(event)

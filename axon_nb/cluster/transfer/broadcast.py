@@ -62,13 +62,13 @@ def plan_sync(
             f"`{name}` {reason}: {_ALTERNATIVE}. `%distributed sync` copies only what every rank holds in full."
         )
     possible = [name for name in reports[source] if name not in skipped]
-    chosen = [
+    selection = [
         name for name in possible if not all(reports[rank][name].contained_in in possible for rank in reports)
     ]  # the others come with the variable that contains them
-    if not chosen:
+    if not selection:
         more = "".join(f" `{name}` {reason}." for name, reason in skipped.items())
         raise UsageError(f"Rank {source} has no module, optimizer or scheduler that can be copied.{more}")
-    return chosen, {
+    return selection, {
         name: reason for name, reason in skipped.items() if reports[source][name].contained_in not in skipped
     }
 
@@ -81,8 +81,10 @@ def _why_not(reports: Mapping[int, Mapping[str, SyncRecord]], source: int, name:
     reasons = [entry.obstacle for entry in entries.values() if entry.obstacle]
     if reasons:
         return reasons[0]
-    own = entries[source]
-    different = [rank for rank, entry in entries.items() if (entry.kind, entry.digest) != (own.kind, own.digest)]
+    reference = entries[source]
+    different = [
+        rank for rank, entry in entries.items() if (entry.kind, entry.digest) != (reference.kind, reference.digest)
+    ]
     return f"has different types or shapes on {name_ranks(different)}" if different else ""
 
 
@@ -93,10 +95,10 @@ def sync(cells: CellManager, source: int, names: Sequence[str]) -> SyncReport:
     if busy := cells.state.busy:
         raise UsageError(f"A cell is running on {name_ranks(busy)}: wait until it finishes, or interrupt it.")
     reports: Mapping[int, Mapping[str, SyncRecord]] = _call(cells, DescribeModels(tuple(names)))
-    chosen, skipped = plan_sync(reports, source, names)
-    _call(cells, BroadcastModels(source, tuple(chosen)))
-    size = sum(reports[source][name].bytes for name in chosen if reports[source][name].kind == "module")
-    return SyncReport(source, tuple(chosen), size, skipped)
+    selection, skipped = plan_sync(reports, source, names)
+    _call(cells, BroadcastModels(source, tuple(selection)))
+    size = sum(reports[source][name].bytes for name in selection if reports[source][name].kind == "module")
+    return SyncReport(source, tuple(selection), size, skipped)
 
 
 def _call(cells: CellManager, call: RankCall[Any]) -> Mapping[int, Any]:

@@ -35,14 +35,14 @@ def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]], *, as_i
         UsageError: a name is not valid, or a value cannot be pickled or is too large.
         ClusterLostError: the cluster is gone, or one of the ranks is dead or stuck.
     """
-    names = list(dict.fromkeys(name for own in variables.values() for name in own))
+    names = list(dict.fromkeys(name for namespace in variables.values() for name in namespace))
     for name in names:
         if not name.isidentifier():
             raise UsageError(f"{name!r} is not a valid variable name.")
     task = f"receive {', '.join(names)}"
     cells.state.health.ensure_available(list(variables))
     _report_queue(cells.state, variables)
-    packed = {id(own): _packed(own, as_is=as_is) for own in variables.values()}
+    packed = {id(namespace): _packed(namespace, as_is=as_is) for namespace in variables.values()}
     local = ranks_on_this_host(cells.state, variables)
     _check_memory(sum(block_size(parts) for parts in packed.values()), what=", ".join(names))
     with contextlib.ExitStack() as open_blocks:
