@@ -63,11 +63,11 @@ class ProcessGroup:
     def __init__(self, ranks: Iterable[int]) -> None:
         if not dist.is_initialized():
             raise WorldClosedError("No world is initialized: call `World.init()` first.")
-        chosen = validate_ranks(ranks, dist.get_world_size())
-        made = dist.new_group(list(chosen))
-        member = dist.get_rank() in chosen
+        members = validate_ranks(ranks, dist.get_world_size())
+        made = dist.new_group(list(members))
+        member = dist.get_rank() in members
         self._torch: Any = made if member else None
-        self.info = _info_of(made, chosen) if member else GroupInfo(chosen, _backend_of(None))
+        self.info = _info_of(made, members) if member else GroupInfo(members, _backend_of(None))
 
     @classmethod
     def from_info(cls, torch_group: Any, info: GroupInfo) -> ProcessGroup:
@@ -194,8 +194,8 @@ def resolve(group: Any) -> ProcessGroup:
     if isinstance(group, ProcessGroup):
         return group
     if group is not None and callable(default := getattr(group, "default_group", None)):
-        chosen: ProcessGroup = default()
-        return chosen
+        selected: ProcessGroup = default()
+        return selected
     torch_group: Any = dist.group.WORLD if group is None else group
     try:
         info = None if torch_group is None else _known.get(torch_group)
@@ -233,13 +233,13 @@ def _of_mesh(mesh: Any) -> Any:
     return mesh.get_group()
 
 
-def _no_group(given: Any) -> CommError:
+def _no_group(argument: Any) -> CommError:
     nobody = dist.GroupMember.NON_GROUP_MEMBER
-    if type(given) is type(nobody) and given == nobody:
+    if type(argument) is type(nobody) and argument == nobody:
         return NotInGroupError("This rank is not a member of the group: `new_group` returned torch's placeholder.")
     return InvalidArgumentError(
         "group must be a ProcessGroup, a World, a mesh with one axis, a torch group, or None for all ranks; got "
-        f"{given!r}. For a group of some ranks, call `ProcessGroup([0, 2])` on every rank."
+        f"{argument!r}. For a group of some ranks, call `ProcessGroup([0, 2])` on every rank."
     )
 
 
@@ -251,22 +251,22 @@ def validate_ranks(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
     """
     if not isinstance(ranks, Iterable):
         raise InvalidRankError(f"ranks must be a list of ranks, such as [0, 1]; got {ranks!r}.")
-    chosen = [_as_rank(rank, "ranks") for rank in ranks]
-    if not chosen:
+    members = [_as_rank(rank, "ranks") for rank in ranks]
+    if not members:
         raise InvalidRankError("ranks must name at least one rank; got none.")
-    for rank in chosen:
+    for rank in members:
         if not 0 <= rank < world_size:
             raise InvalidRankError(f"ranks must be 0 to {world_size - 1}; got {rank}.")
-    if len(set(chosen)) < len(chosen):
-        raise InvalidRankError(f"Duplicate rank in {list(chosen)}.")
-    return tuple(sorted(chosen))
+    if len(set(members)) < len(members):
+        raise InvalidRankError(f"Duplicate rank in {list(members)}.")
+    return tuple(sorted(members))
 
 
-def _as_rank(given: Any, name: str) -> int:
+def _as_rank(value: Any, name: str) -> int:
     try:
-        return operator.index(given)
+        return operator.index(value)
     except TypeError:
-        raise InvalidRankError(f"{name}: a rank must be an integer from 0; got {given!r}.") from None
+        raise InvalidRankError(f"{name}: a rank must be an integer from 0; got {value!r}.") from None
 
 
 def _info_of(group: Any, ranks: tuple[int, ...]) -> GroupInfo:

@@ -51,34 +51,34 @@ _FROM_TORCH[dist.ReduceOp.AVG] = ReduceOp.AVERAGE
 _ALIASES = {"avg": "average", "mean": "average", "prod": "product"}
 
 
-def as_op(given: object) -> ReduceOp:
+def as_op(value: object) -> ReduceOp:
     """Convert one of our operations, one of torch's, or a name.
 
     Raises:
         InvalidArgumentError: the operation is unknown.
     """
-    if type(given) is ReduceOp:
-        return given
-    name = given.lower() if isinstance(given, str) else ""
+    if type(value) is ReduceOp:
+        return value
+    name = value.lower() if isinstance(value, str) else ""
     for known, op in _FROM_TORCH.items():
-        if given == known or _ALIASES.get(name, name) == op.value:
+        if value == known or _ALIASES.get(name, name) == op.value:
             return op
     raise InvalidArgumentError(
-        f"op must be one of {', '.join(f'ReduceOp.{op.name}' for op in ReduceOp)}; got {given!r}."
+        f"op must be one of {', '.join(f'ReduceOp.{op.name}' for op in ReduceOp)}; got {value!r}."
     )
 
 
-def as_backend(given: Backend | str) -> Backend:
+def as_backend(backend: Backend | str) -> Backend:
     """Return the backend with this name.
 
     Raises:
         InvalidArgumentError: the backend is unknown.
     """
     try:
-        return Backend(str(given).lower())
+        return Backend(str(backend).lower())
     except ValueError:
         raise InvalidArgumentError(
-            f"backend must be one of {', '.join(map(repr, map(str, Backend)))}; got {given!r}."
+            f"backend must be one of {', '.join(map(repr, map(str, Backend)))}; got {backend!r}."
         ) from None
 
 

@@ -33,16 +33,16 @@ def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
     """
     for launcher in _LAUNCHERS:
         if launcher[0] in environment and launcher[1] in environment:
-            found = {
+            values = {
                 name: environment[theirs]
                 for name, theirs in zip(_NAMES, launcher, strict=True)
                 if theirs in environment
             }
-            found["LOCAL_WORLD_SIZE"] = re.match(r"\d+", found.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"]))[0]  # type: ignore[index]
-            found.setdefault("LOCAL_RANK", "0" if found["WORLD_SIZE"] == "1" else found["RANK"])
-            found["MASTER_ADDR"] = MASTER_ADDR.get(environment) or _first_host(environment)
-            found["MASTER_PORT"] = MASTER_PORT.get(environment)
-            return found
+            values["LOCAL_WORLD_SIZE"] = re.match(r"\d+", values.get("LOCAL_WORLD_SIZE", values["WORLD_SIZE"]))[0]  # type: ignore[index]
+            values.setdefault("LOCAL_RANK", "0" if values["WORLD_SIZE"] == "1" else values["RANK"])
+            values["MASTER_ADDR"] = MASTER_ADDR.get(environment) or _first_host(environment)
+            values["MASTER_PORT"] = MASTER_PORT.get(environment)
+            return values
     return None
 
 
@@ -78,14 +78,14 @@ class World:
             )
         os.environ.update(environment)
         local_ranks = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
-        chosen = wanted or choose_backend(local_ranks)
-        if chosen is Backend.MOCK:
+        selected = wanted or choose_backend(local_ranks)
+        if selected is Backend.MOCK:
             raise InvalidArgumentError("backend must be 'gloo' or 'nccl'; use `World.mock(n)` for a mock world.")
         device = None
-        if chosen is Backend.NCCL:
+        if selected is Backend.NCCL:
             device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
-        dist.init_process_group(chosen.value, device_id=device)
+        dist.init_process_group(selected.value, device_id=device)
         return cls()
 
     new = init

@@ -59,9 +59,9 @@ def check_agreement(
     if not is_checking():
         return
     device = tensor.device if group.backend is Backend.NCCL else torch.device("cpu")
-    own = torch.tensor(_signature(name, op, root, tensor), dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(own) for _ in group.ranks]
-    dist.all_gather(everyone, own, group=group.torch_group)
+    local = torch.tensor(_signature(name, op, root, tensor), dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(local) for _ in group.ranks]
+    dist.all_gather(everyone, local, group=group.torch_group)
     rows = [row.tolist() for row in everyone]
     for rank, row in enumerate(rows):
         if row[:3] != rows[0][:3]:

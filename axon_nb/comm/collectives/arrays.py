@@ -62,14 +62,14 @@ def _from_numpy(array: Any, name: str) -> torch.Tensor:
         raise TensorError(f"{name}: torch cannot share the memory of this NumPy array: {error}.") from None
 
 
-def as_input_type(result: torch.Tensor, given: Array) -> Array:
-    """Return `result` as the same kind of array as `given`."""
-    if isinstance(given, torch.Tensor):
+def as_input_type(result: torch.Tensor, original: Array) -> Array:
+    """Return `result` as the same kind of array as `original`."""
+    if isinstance(original, torch.Tensor):
         return result
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(given, numpy.ndarray):
+    if numpy is not None and isinstance(original, numpy.ndarray):
         return result.cpu().numpy()
-    module = sys.modules.get(type(given).__module__.partition(".")[0])
+    module = sys.modules.get(type(original).__module__.partition(".")[0])
     return module.from_dlpack(result) if module is not None and hasattr(module, "from_dlpack") else result
 
 
@@ -94,9 +94,9 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 class WireTensor:
     """A tensor prepared for communication."""
 
-    given: torch.Tensor
+    original: torch.Tensor
     buffer: torch.Tensor
-    """The tensor that is communicated; `given` itself where possible."""
+    """The tensor that is communicated; `original` itself where possible."""
     op: ReduceOp | None = None
     """The operation that gives the right result on `buffer`."""
 
@@ -106,25 +106,25 @@ class WireTensor:
         return self.op is ReduceOp.PRODUCT and self.buffer.is_complex()
 
     def copy_back(self, num_ranks: int = 1) -> torch.Tensor:
-        """Copy the result back into `given`; divide here if the operation is an average."""
-        given, buffer = self.given, self.buffer
+        """Copy the result back into `original`; divide here if the operation is an average."""
+        original, buffer = self.original, self.buffer
         if self.op is ReduceOp.AVERAGE and num_ranks > 1:
             buffer.div_(num_ranks)
-        if buffer.data_ptr() != given.data_ptr():  # else the same memory, viewed in another dtype
-            given.copy_(self.restore(buffer))
-        return given
+        if buffer.data_ptr() != original.data_ptr():  # else the same memory, viewed in another dtype
+            original.copy_(self.restore(buffer))
+        return original
 
     def restore(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Convert `buffer` (whole rows in wire format) to the dtype and row shape of `given`."""
-        given = self.given
-        if buffer.dtype is given.dtype:
-            return buffer.view(given.shape) if buffer.numel() == given.numel() else buffer
-        if given.is_complex() and buffer.is_floating_point():
-            return torch.view_as_complex(buffer.view(-1, 2)).view(-1, *given.shape[1:] if given.ndim else ())
+        """Convert `buffer` (whole rows in wire format) to the dtype and row shape of `original`."""
+        original = self.original
+        if buffer.dtype is original.dtype:
+            return buffer.view(original.shape) if buffer.numel() == original.numel() else buffer
+        if original.is_complex() and buffer.is_floating_point():
+            return torch.view_as_complex(buffer.view(-1, 2)).view(-1, *original.shape[1:] if original.ndim else ())
         if self.op is None:
-            rows = buffer.reshape(-1).view(given.dtype)
-            return rows.view(given.shape) if rows.numel() == given.numel() else rows.view(-1, *given.shape[1:])
-        return buffer.to(given.dtype)
+            rows = buffer.reshape(-1).view(original.dtype)
+            return rows.view(original.shape) if rows.numel() == original.numel() else rows.view(-1, *original.shape[1:])
+        return buffer.to(original.dtype)
 
 
 def check_device(tensor: torch.Tensor, group: ProcessGroup, what: str) -> None:

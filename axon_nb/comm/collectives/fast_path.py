@@ -34,8 +34,8 @@ class _FastPath:
 
     __slots__ = ("calls_backend", "gather", "global_rank", "group", "name", "records_spans", "scatter", "size")
 
-    def __init__(self, own: ProcessGroup) -> None:
-        torch_group, info = own.torch_group, own.info
+    def __init__(self, group: ProcessGroup) -> None:
+        torch_group, info = group.torch_group, group.info
         self.group: Any = weakref.ref(torch_group, functools.partial(_fast_paths.pop, id(torch_group)))
         self.size, self.name, self.global_rank = len(info.ranks), info.name, info.ranks[info.rank]
         self.records_spans = not info.emits_spans
@@ -82,10 +82,10 @@ def _fast_path(tensor: Any, group: Any) -> _FastPath | None:
 
 
 def _open(group: Any) -> _FastPath | None:
-    own = resolve(group)
-    if own.backend is not Backend.GLOO or not own.is_member:
+    resolved = resolve(group)
+    if resolved.backend is not Backend.GLOO or not resolved.is_member:
         return None
-    return _fast_paths.setdefault(id(own.torch_group), _FastPath(own))
+    return _fast_paths.setdefault(id(resolved.torch_group), _FastPath(resolved))
 
 
 @functools.cache

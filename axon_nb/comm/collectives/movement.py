@@ -38,13 +38,13 @@ def broadcast(tensor: Array, *, src: int = 0, group: GroupLike = None, async_op:
     if not async_op and (done := fast_path.broadcast(tensor, src, group)) is not None:
         return done
     pg = resolve(group)
-    given = as_tensor(tensor)
-    check_device(given, pg, "broadcast")
-    check_in_place(given, "broadcast")
+    source = as_tensor(tensor)
+    check_device(source, pg, "broadcast")
+    check_in_place(source, "broadcast")
     root = pg.check_rank(src, "src")
-    check_agreement(pg, "broadcast", given, root=src)
-    wire = prepare_move(given)
-    start, size = now(), given.nbytes
+    check_agreement(pg, "broadcast", source, root=src)
+    wire = prepare_move(source)
+    start, size = now(), source.nbytes
     work = direct.broadcast(wire.buffer, root, group=pg.torch_group, async_op=async_op)
 
     def finish() -> Any:
@@ -83,9 +83,9 @@ def all_gather(
     if not (uneven or async_op) and dim == 0 and (done := fast_path.all_gather(tensor, group)) is not None:
         return done
     pg = resolve(group)
-    given = as_tensor(tensor)
-    check_device(given, pg, "all_gather")
-    block = given.reshape(1) if given.ndim == 0 else given
+    source = as_tensor(tensor)
+    check_device(source, pg, "all_gather")
+    block = source.reshape(1) if source.ndim == 0 else source
     if not hasattr(dim, "__index__") or not -block.ndim <= dim < block.ndim:
         raise TensorError(f"all_gather: dim must be {-block.ndim} to {block.ndim - 1}; got {dim!r}.")
     if uneven and async_op:
@@ -93,12 +93,12 @@ def all_gather(
     rows = block.movedim(dim, 0) if dim else block
     sizes = _gather_sizes(rows, pg) if uneven else [int(rows.shape[0])] * pg.size()
     if not uneven:
-        check_agreement(pg, "all_gather", given)
-    start, size, longest = now(), given.nbytes, max(sizes)
+        check_agreement(pg, "all_gather", source)
+    start, size, longest = now(), source.nbytes, max(sizes)
     wire = prepare_move(_padded(rows, longest))
-    if wire.buffer is given and not uneven:  # the received tensor is the result
-        whole = given.new_empty((longest * pg.size(), *given.shape[1:]))
-        work = direct.all_gather(whole, given, group=pg.torch_group, async_op=async_op)
+    if wire.buffer is source and not uneven:  # the received tensor is the result
+        whole = source.new_empty((longest * pg.size(), *source.shape[1:]))
+        work = direct.all_gather(whole, source, group=pg.torch_group, async_op=async_op)
     else:
         whole = None
         everyone = wire.buffer.new_empty(pg.size() * wire.buffer.numel())
@@ -108,7 +108,7 @@ def all_gather(
         if whole is not None:
             joined = whole
         else:
-            parts = everyone.view(given.dtype).view(pg.size(), longest, *rows.shape[1:])
+            parts = everyone.view(source.dtype).view(pg.size(), longest, *rows.shape[1:])
             joined = torch.cat([parts[rank, :n] for rank, n in enumerate(sizes)]) if uneven else parts.flatten(0, 1)
             joined = joined.movedim(0, dim)
         record(pg, "all_gather", start, size)
@@ -118,9 +118,9 @@ def all_gather(
 
 
 def _gather_sizes(rows: torch.Tensor, pg: ProcessGroup) -> list[int]:
-    own = torch.tensor([rows.shape[0]], dtype=torch.int64, device=_header_device(rows, pg))
-    everyone = own.new_empty(pg.size())
-    direct.all_gather(everyone, own, group=pg.torch_group, async_op=False)
+    local = torch.tensor([rows.shape[0]], dtype=torch.int64, device=_header_device(rows, pg))
+    everyone = local.new_empty(pg.size())
+    direct.all_gather(everyone, local, group=pg.torch_group, async_op=False)
     return [int(size) for size in everyone.tolist()]
 
 
@@ -151,13 +151,13 @@ def gather_tensor(tensor: Array, *, dst: int = 0, group: GroupLike = None, async
         NotInGroupError: this rank is not a member of the group.
     """
     pg = resolve(group)
-    given = as_tensor(tensor)
-    check_device(given, pg, "gather_tensor")
+    source = as_tensor(tensor)
+    check_device(source, pg, "gather_tensor")
     root = pg.ranks[pg.check_rank(dst, "dst")]
-    check_agreement(pg, "gather_tensor", given, root=dst)
-    block = given.reshape(1) if given.ndim == 0 else given
+    check_agreement(pg, "gather_tensor", source, root=dst)
+    block = source.reshape(1) if source.ndim == 0 else source
     wire = prepare_move(block)
-    start, size = now(), given.nbytes
+    start, size = now(), source.nbytes
     is_root = pg.rank() == dst
     parts = [torch.empty_like(wire.buffer) for _ in pg.ranks] if is_root else None
     work = dist.gather(wire.buffer, parts, dst=root, group=pg.torch_group, async_op=async_op)
@@ -166,7 +166,7 @@ def gather_tensor(tensor: Array, *, dst: int = 0, group: GroupLike = None, async
         record(pg, "gather", start, size)
         if parts is None:
             return None
-        joined = torch.cat([part.view(given.dtype).view(block.shape) for part in parts])
+        joined = torch.cat([part.view(source.dtype).view(block.shape) for part in parts])
         return as_input_type(joined, tensor)
 
     return Handle(work, finish) if async_op else finish()

@@ -89,12 +89,12 @@ def send(
         NotInGroupError: this rank is not a member of the group.
     """
     pg = resolve(group)
-    given = as_tensor(tensor)
-    check_device(given, pg, "send")
+    source = as_tensor(tensor)
+    check_device(source, pg, "send")
     peer = _peer(pg, dst, "dst")
-    wire = prepare_move(given)
-    start, size = now(), given.nbytes
-    works: list[Any] = [dist.isend(pack(given).to(_device(pg)), peer, group=pg.torch_group, tag=tag)] if header else []
+    wire = prepare_move(source)
+    start, size = now(), source.nbytes
+    works: list[Any] = [dist.isend(pack(source).to(_device(pg)), peer, group=pg.torch_group, tag=tag)] if header else []
     works.append(dist.isend(wire.buffer, peer, group=pg.torch_group, tag=tag))
 
     def finish() -> None:

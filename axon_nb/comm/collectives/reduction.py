@@ -55,13 +55,13 @@ def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike =
     if not async_op and (done := fast_path.all_reduce(tensor, op, group)) is not None:
         return done
     pg = resolve(group)
-    given = as_tensor(tensor)
+    source = as_tensor(tensor)
     op = as_op(op)
-    check_device(given, pg, "all_reduce")
-    check_in_place(given, "all_reduce")
-    wire = prepare_reduce(given, op, "all_reduce")
-    check_agreement(pg, "all_reduce", given, op=op)
-    start, torch_group, size = now(), pg.torch_group, given.nbytes
+    check_device(source, pg, "all_reduce")
+    check_in_place(source, "all_reduce")
+    wire = prepare_reduce(source, op, "all_reduce")
+    check_agreement(pg, "all_reduce", source, op=op)
+    start, torch_group, size = now(), pg.torch_group, source.nbytes
     assert wire.op is not None
     if op is ReduceOp.PRODUCT and wire.needs_gathered_product:
         work = _multiply_all(wire, pg, async_op)
@@ -136,29 +136,29 @@ def reduce_scatter(
     if not async_op and (done := fast_path.reduce_scatter(tensor, op, group)) is not None:
         return done
     pg = resolve(group)
-    given = as_tensor(tensor)
+    source = as_tensor(tensor)
     op = as_op(op)
-    check_device(given, pg, "reduce_scatter")
-    num_rows = _rows(given, pg.size())
-    wire = prepare_reduce(given, op, "reduce_scatter")
-    check_agreement(pg, "reduce_scatter", given, op=op)
-    start, torch_group, size = now(), pg.torch_group, given.nbytes
+    check_device(source, pg, "reduce_scatter")
+    num_rows = _rows(source, pg.size())
+    wire = prepare_reduce(source, op, "reduce_scatter")
+    check_agreement(pg, "reduce_scatter", source, op=op)
+    start, torch_group, size = now(), pg.torch_group, source.nbytes
     assert wire.op is not None
-    own = pg.rank() * num_rows
+    first_row = pg.rank() * num_rows
     if op is ReduceOp.PRODUCT and wire.needs_gathered_product:
-        whole = given.clone()
-        work = _multiply_all(WireTensor(given, whole, wire.op), pg, async_op)
-        part = whole[own : own + num_rows]
+        whole = source.clone()
+        work = _multiply_all(WireTensor(source, whole, wire.op), pg, async_op)
+        part = whole[first_row : first_row + num_rows]
     else:
         part = wire.buffer.new_empty((num_rows, *wire.buffer.shape[1:]))
         work = direct.reduce_scatter(part, wire.buffer, wire.op.torch_op, group=torch_group, async_op=async_op)
 
     def finish() -> Any:
         result = part / pg.size() if wire.op is ReduceOp.AVERAGE else part
-        if given.is_complex() and not result.is_complex():
+        if source.is_complex() and not result.is_complex():
             result = torch.view_as_complex(result)
         record(pg, "reduce_scatter", start, size)
-        return as_input_type(result.to(given.dtype), tensor)
+        return as_input_type(result.to(source.dtype), tensor)
 
     return Handle(work, finish) if async_op else finish()
 

@@ -83,7 +83,7 @@ class MockGroup(PythonProcessGroup):
         root, op = opts.rootRank, opts.reduceOp
 
         def execute(args_by_rank: list[Tensors]) -> None:
-            parts = [own[0] for own in args_by_rank]
+            parts = [args[0] for args in args_by_rank]
             self._check_shapes("reduce", parts)
             parts[root].detach().copy_(combine(parts, op))
 
@@ -107,15 +107,15 @@ class MockGroup(PythonProcessGroup):
 
         def execute(args_by_rank: list[tuple[Sequence[Tensors], Tensors]]) -> None:
             for position in range(len(args_by_rank[0][1])):
-                for given, _ in args_by_rank:
-                    for source, target in enumerate(given[position]):
+                for rank_outputs, _ in args_by_rank:
+                    for source, target in enumerate(rank_outputs[position]):
                         self._copy_into("all_gather", target, args_by_rank[source][1][position])
 
         return self._join("all_gather", (outputs, inputs), execute, list(outputs[0]) if outputs else [])
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> MockWork:
         """Like `allgather`, with outputs indexed by rank first."""
-        by_tensor = [[own[position] for own in outputs] for position in range(len(inputs))]
+        by_tensor = [[rank_outputs[position] for rank_outputs in outputs] for position in range(len(inputs))]
         return self.allgather(by_tensor, inputs)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MockWork:
@@ -127,7 +127,7 @@ class MockGroup(PythonProcessGroup):
 
         def execute(args_by_rank: list[tuple[Tensors, Tensors]]) -> None:
             for position in range(len(args_by_rank[0][1])):
-                parts = [given[position].detach().reshape(-1) for _, given in args_by_rank]
+                parts = [inputs[position].detach().reshape(-1) for _, inputs in args_by_rank]
                 self._check_shapes("all_gather", parts)
                 joined = torch.cat(parts)
                 for targets, _ in args_by_rank:
@@ -164,7 +164,7 @@ class MockGroup(PythonProcessGroup):
 
         def execute(args_by_rank: list[tuple[Tensors, Sequence[Tensors]]]) -> None:
             for rank, (target, _) in enumerate(args_by_rank):
-                parts = [given[0][rank] for _, given in args_by_rank]
+                parts = [inputs[0][rank] for _, inputs in args_by_rank]
                 self._check_shapes("reduce_scatter", parts)
                 self._copy_into("reduce_scatter", target[0], combine(parts, op))
 
@@ -180,7 +180,7 @@ class MockGroup(PythonProcessGroup):
 
         def execute(args_by_rank: list[tuple[Tensors, Tensors]]) -> None:
             for position in range(len(args_by_rank[0][1])):
-                parts = [given[position].detach().reshape(-1) for _, given in args_by_rank]
+                parts = [inputs[position].detach().reshape(-1) for _, inputs in args_by_rank]
                 self._check_shapes("reduce_scatter", parts)
                 total = combine(parts, op).view(len(args_by_rank), -1)
                 for rank, (targets, _) in enumerate(args_by_rank):
@@ -246,9 +246,9 @@ class MockGroup(PythonProcessGroup):
         received: list[int] = []
 
         def ready() -> bool:
-            if not received and (found := self._hub.receive_any(self._own_rank, tag)) is not None:
-                self._copy_into("recv", tensors[0], found[1])
-                received.append(found[0])
+            if not received and (message := self._hub.receive_any(self._own_rank, tag)) is not None:
+                self._copy_into("recv", tensors[0], message[1])
+                received.append(message[0])
             return bool(received)
 
         def wait(ready: Callable[[], bool]) -> None:

@@ -125,13 +125,13 @@ class NcclGroup(_Base):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce over ranks, in place."""
         op = _nccl_op(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
-        own = [tensors[0]]
-        return self._enqueue(lambda comms: torch.cuda.nccl.all_reduce(own, own, op, None, comms), own)
+        buffers = [tensors[0]]
+        return self._enqueue(lambda comms: torch.cuda.nccl.all_reduce(buffers, buffers, op, None, comms), buffers)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """Copy one rank's tensor to all ranks."""
-        own, root = [tensors[0]], opts.rootRank
-        return self._enqueue(lambda comms: torch.cuda.nccl.broadcast(own, root, None, comms), own)
+        buffers, root = [tensors[0]], opts.rootRank
+        return self._enqueue(lambda comms: torch.cuda.nccl.broadcast(buffers, root, None, comms), buffers)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Gather all ranks' tensors on every rank."""
@@ -187,8 +187,8 @@ def register(group: Any) -> None:
 
 
 def _nccl_op(op: Any) -> int:
-    found = next((number for known, number in _NCCL_OPS if op == known), None)
-    if found is None:
+    code = next((number for known, number in _NCCL_OPS if op == known), None)
+    if code is None:
         names = ", ".join(str(known).rpartition(".")[2] for known, _ in _NCCL_OPS)
         raise NcclError(f"hand-made NCCL worlds support {names}; got {op}.")
-    return found
+    return code

@@ -81,8 +81,8 @@ class Calls:
         if REDUCE_OPERATIONS[number] != "SUM":
             raise TensorError(f"Sparse tensors support only SUM; got {REDUCE_OPERATIONS[number]}.")
         ranks = range(self._rounds.size)
-        own = tensor.detach().coalesce()
-        indices, values = own.indices(), own.values()
+        local = tensor.detach().coalesce()
+        indices, values = local.indices(), local.values()
         counts = torch.empty(len(ranks), dtype=torch.int64)
         self.all_gather_single(counts, torch.tensor([values.shape[0]]), line)
         longest = int(counts.max())

@@ -28,19 +28,19 @@ def barrier(rounds: Rounds) -> None:
 
 def all_gather(rounds: Rounds, source: int, size: int, targets: Sequence[int]) -> None:
     """Copy `size` bytes at `source` of each rank to that rank's address in `targets`."""
-    piece, own, base = rounds.piece_bytes(size), rounds.rank, rounds.address
-    others = [(rank, target) for rank, target in enumerate(targets) if rank != own]
-    copies_own = targets[own] != source
+    piece, self_rank, base = rounds.piece_bytes(size), rounds.rank, rounds.address
+    others = [(rank, target) for rank, target in enumerate(targets) if rank != self_rank]
+    copies_own = targets[self_rank] != source
 
     def write(i: int) -> None:
-        copy(base + rounds.slot(own, i), source + i * piece, min(piece, size - i * piece))
+        copy(base + rounds.slot(self_rank, i), source + i * piece, min(piece, size - i * piece))
 
     def read(i: int) -> None:
         count = min(piece, size - i * piece)
         for rank, target in others:
             copy(target + i * piece, base + rounds.slot(rank, i), count)
         if copies_own:
-            copy(targets[own] + i * piece, source + i * piece, count)
+            copy(targets[self_rank] + i * piece, source + i * piece, count)
 
     rounds.run(_pieces(size, piece), write, read)
 
@@ -115,22 +115,22 @@ def all_to_all(
     Raises:
         TensorMismatchError: two ranks disagree about what one sends to the other; raised on all ranks.
     """
-    n, own, base = rounds.size, rounds.rank, rounds.address
+    n, self_rank, base = rounds.size, rounds.rank, rounds.address
     table = table_bytes(2 * n)
     piece = part_bytes(rounds.layout.slot_bytes, n, table)
 
     def write(i: int) -> None:
-        place = base + rounds.slot(own, i) + table
+        place = base + rounds.slot(self_rank, i) + table
         for rank in range(n):
-            if rank != own and (count := min(piece, sent[rank] - i * piece)) > 0:
+            if rank != self_rank and (count := min(piece, sent[rank] - i * piece)) > 0:
                 copy(place + rank * piece, sources[rank] + i * piece, count)
 
     def read(i: int) -> None:
         for rank in range(n):
-            if rank != own and (count := min(piece, taken[rank] - i * piece)) > 0:
-                copy(targets[rank] + i * piece, base + rounds.slot(rank, i) + table + own * piece, count)
+            if rank != self_rank and (count := min(piece, taken[rank] - i * piece)) > 0:
+                copy(targets[rank] + i * piece, base + rounds.slot(rank, i) + table + self_rank * piece, count)
 
-    mine = np.frombuffer(rounds.buffer, np.int64, 2 * n, rounds.slot(own, 0))
+    mine = np.frombuffer(rounds.buffer, np.int64, 2 * n, rounds.slot(self_rank, 0))
     mine[:n], mine[n:] = sent, taken
     write(0)
     rounds.post(1)
@@ -151,5 +151,5 @@ def all_to_all(
         )
     rounds.move(pieces, write, read)
     rounds.end(pieces)
-    if sent[own] and targets[own] != sources[own]:
-        copy(targets[own], sources[own], sent[own])
+    if sent[self_rank] and targets[self_rank] != sources[self_rank]:
+        copy(targets[self_rank], sources[self_rank], sent[self_rank])

@@ -56,7 +56,7 @@ def all_reduce(rounds: Rounds, address: int, *, target: Any, count: int, item: i
         item: Bytes of one.
         sums: The arithmetic.
     """
-    n, own, base, buffer = rounds.size, rounds.rank, rounds.address, rounds.buffer
+    n, self_rank, base, buffer = rounds.size, rounds.rank, rounds.address, rounds.buffer
     piece = rounds.piece_bytes(count * item) // item
     pieces = -(-count // piece)
 
@@ -67,23 +67,23 @@ def all_reduce(rounds: Rounds, address: int, *, target: Any, count: int, item: i
 
     for i in range(pieces + 2):
         if i < pieces:
-            edges, place, slot = edges_of(i), address + i * piece * item, base + rounds.slot(own, i)
-            copy(slot, place, edges[own])
-            copy(slot + edges[own + 1], place + edges[own + 1], edges[n] - edges[own + 1])
+            edges, place, slot = edges_of(i), address + i * piece * item, base + rounds.slot(self_rank, i)
+            copy(slot, place, edges[self_rank])
+            copy(slot + edges[self_rank + 1], place + edges[self_rank + 1], edges[n] - edges[self_rank + 1])
         if i > 1:
             rounds.wait(-1, i)
         if 0 < i <= pieces:
             edges, offset = edges_of(i - 1), (i - 1) * piece * item
-            start, size = edges[own], edges[own + 1] - edges[own]
+            start, size = edges[self_rank], edges[self_rank + 1] - edges[self_rank]
             if size:
                 sources = [(buffer, rounds.slot(rank, i - 1) + start) for rank in range(n)]
-                gap, sources[own] = sources[own], (target, offset + start)
+                gap, sources[self_rank] = sources[self_rank], (target, offset + start)
                 sums.reduce(gap, sources, size // item)
                 copy(address + offset + start, base + gap[1], size)
         if i > 1:
             edges, place = edges_of(i - 2), address + (i - 2) * piece * item
             for rank in range(n):
-                if rank != own:
+                if rank != self_rank:
                     start = edges[rank]
                     copy(place + start, base + rounds.slot(rank, i - 2) + start, edges[rank + 1] - start)
         rounds.post(i + 1)
@@ -104,12 +104,12 @@ def reduce(rounds: Rounds, address: int, *, buffer: Any, count: int, item: int, 
         sums: The arithmetic.
         root: Group rank of the root.
     """
-    own, base = rounds.rank, rounds.address
+    self_rank, base = rounds.rank, rounds.address
     piece = rounds.piece_bytes(count * item) // item
     pieces = max(1, -(-count // piece))
 
     def write(i: int) -> None:
-        copy(base + rounds.slot(own, i), address + i * piece * item, min(piece, count - i * piece) * item)
+        copy(base + rounds.slot(self_rank, i), address + i * piece * item, min(piece, count - i * piece) * item)
 
     def read(i: int) -> None:
         length = min(piece, count - i * piece)
@@ -117,7 +117,7 @@ def reduce(rounds: Rounds, address: int, *, buffer: Any, count: int, item: int, 
             sources = [(rounds.buffer, rounds.slot(rank, i)) for rank in range(rounds.size)]
             sums.reduce((buffer, i * piece * item), sources, length)
 
-    if own == root:
+    if self_rank == root:
         rounds.run(pieces, write, read)
     else:
         rounds.run(pieces, write, None, root)
@@ -137,24 +137,24 @@ def reduce_scatter(
         item: Bytes of one.
         sums: The arithmetic.
     """
-    n, own, base = rounds.size, rounds.rank, rounds.address
+    n, self_rank, base = rounds.size, rounds.rank, rounds.address
     piece = part_bytes(rounds.piece_bytes(count * item * n), n) // item
     pieces = max(1, -(-count // piece))
     stride = piece * item
     skips_own = len(own_part) > 0
 
     def write(i: int) -> None:
-        place, length = base + rounds.slot(own, i), min(piece, count - i * piece) * item
+        place, length = base + rounds.slot(self_rank, i), min(piece, count - i * piece) * item
         for rank in range(n):
-            if rank != own or not skips_own:
+            if rank != self_rank or not skips_own:
                 copy(place + rank * stride, sources[rank] + i * stride, length)
 
     def read(i: int) -> None:
         length = min(piece, count - i * piece)
         if length > 0:
-            parts = [(rounds.buffer, rounds.slot(rank, i) + own * stride) for rank in range(n)]
+            parts = [(rounds.buffer, rounds.slot(rank, i) + self_rank * stride) for rank in range(n)]
             if skips_own:
-                parts[own] = (own_part, i * stride)
+                parts[self_rank] = (own_part, i * stride)
             sums.reduce((buffer, i * stride), parts, length)
 
     rounds.run(pieces, write, read)

@@ -46,7 +46,7 @@ def reduce_scatter(
     Raises:
         TensorMismatchError: the counts differ between ranks; raised on all.
     """
-    n, own, base = rounds.size, rounds.rank, rounds.address
+    n, self_rank, base = rounds.size, rounds.rank, rounds.address
     edges = [sum(counts[:rank]) for rank in range(n + 1)]
     table = table_bytes(n)
     piece = (rounds.layout.slot_bytes - table) // _ALIGN * _ALIGN // item
@@ -57,7 +57,7 @@ def reduce_scatter(
         return max(edges[rank], i * piece), min(edges[rank + 1], (i + 1) * piece)
 
     def write(i: int) -> None:
-        place = base + rounds.slot(own, i) + table
+        place = base + rounds.slot(self_rank, i) + table
         for rank in range(n):
             start, end = overlap(i, rank)
             if start < end:
@@ -65,13 +65,13 @@ def reduce_scatter(
                 copy(place + (start - i * piece) * item, source, (end - start) * item)
 
     def read(i: int) -> None:
-        start, end = overlap(i, own)
+        start, end = overlap(i, self_rank)
         if start < end:
             offset = table + (start - i * piece) * item
             parts = [(rounds.buffer, rounds.slot(rank, i) + offset) for rank in range(n)]
-            sums.reduce((buffer, (start - edges[own]) * item), parts, end - start)
+            sums.reduce((buffer, (start - edges[self_rank]) * item), parts, end - start)
 
-    np.frombuffer(rounds.buffer, np.int64, n, rounds.slot(own, 0))[:] = counts
+    np.frombuffer(rounds.buffer, np.int64, n, rounds.slot(self_rank, 0))[:] = counts
     write(0)
     rounds.post(1)
     rounds.wait_for_peers()

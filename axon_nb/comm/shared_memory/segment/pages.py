@@ -36,8 +36,8 @@ class ControlPages:
         self.words = memory.words
         self.places = [memory.layout.control(peer) // WORD for peer in range(self.size)]
         """Address of each rank's progress word, which begins its control page."""
-        self.own = self.places[rank]
-        self.own_address = memory.address + self.own * WORD
+        self.own_place = self.places[rank]
+        self.own_address = memory.address + self.own_place * WORD
         self._started: dict[int, int] = {}
         """Start times of the processes of peers."""
         self.others = [(peer, place) for peer, place in enumerate(self.places) if peer != rank]
@@ -46,11 +46,11 @@ class ControlPages:
         """Write a word of this rank's page, after everything that was written before."""
         if futex.NEEDS_FENCE:
             futex.fence()
-        self.words[self.own + word] = value
+        self.words[self.own_place + word] = value
 
     def announce(self, sequence: int, fact: int, line: int) -> None:
         """Announce what this rank does in collective number `sequence`."""
-        words, place = self.words, self.own + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
+        words, place = self.words, self.own_place + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
         words[place] = 0
         if futex.NEEDS_FENCE:
             futex.fence()
@@ -74,7 +74,7 @@ class ControlPages:
 
     def name_place(self, sequence: int, place: str) -> None:
         """Say where in the user's code this rank makes the call of collective number `sequence`."""
-        words, index = self.words, self.own + _PLACE
+        words, index = self.words, self.own_place + _PLACE
         words[index] = 0
         if futex.NEEDS_FENCE:
             futex.fence()
@@ -120,7 +120,7 @@ class ControlPages:
         page = self.memory.layout.control(self.rank) + _TEXT
         text = reason.encode()[:_TEXT_BYTES]
         self.memory.bytes[page : page + len(text)] = text
-        self.words[self.own + _REASON] = len(text)
+        self.words[self.own_place + _REASON] = len(text)
 
     def reason_of(self, peer: int) -> str:
         """Why a rank left the group, as the caller has seen."""
@@ -135,8 +135,8 @@ class ControlPages:
 
     def behind(self) -> list[int]:
         """Return the group ranks that have made less progress than this one."""
-        own = self.words[self.own]
-        return [peer for peer, place in self.others if self.words[place] < own]
+        sequence = self.words[self.own_place]
+        return [peer for peer, place in self.others if self.words[place] < sequence]
 
     def last_call(self, rank: int) -> tuple[str, int, bool]:
         """Return the operation and line of a rank's last collective, and whether it waits there; "" and 0: none."""

@@ -55,7 +55,7 @@ class Progress(ControlPages):
         """Why this rank left the group."""
         self.looks = _FEW_LOOKS if is_crowded(self.size) else _MANY_LOOKS
         """Number of polls before this rank sleeps on a word."""
-        self.words[self.own + PID] = os.getpid()
+        self.words[self.own_place + PID] = os.getpid()
         _open_groups.add(self)
         self._raise_word(READY, 1)
         futex.wake(self.own_address)
@@ -64,7 +64,7 @@ class Progress(ControlPages):
         """Publish this rank's progress; the other ranks then see what it wrote before."""
         if futex.NEEDS_FENCE:
             futex.fence()
-        self.words[self.own] = value
+        self.words[self.own_place] = value
         futex.wake(self.own_address)
 
     def wait_for_all(self, target: int, deadline: float, check: Callable[[], None] | None = None) -> None:
@@ -102,8 +102,8 @@ class Progress(ControlPages):
             if words[place] >= target:
                 return
         address = self.memory.address + place * WORD
-        words[self.own + SINCE] = since = time.monotonic_ns()
-        words[self.own + AWAITED] = peer + 1
+        words[self.own_place + SINCE] = since = time.monotonic_ns()
+        words[self.own_place + AWAITED] = peer + 1
         checked_at = since * 1e-9
         try:
             while (seen := words[place]) < target:
@@ -117,7 +117,7 @@ class Progress(ControlPages):
                     check()
                 futex.wait(address, seen, SLICE_S)
         finally:
-            words[self.own + AWAITED] = 0
+            words[self.own_place + AWAITED] = 0
 
     def check_wait(
         self,
@@ -223,7 +223,7 @@ class Progress(ControlPages):
             reason: Why; peers report it.
             closed: Nothing failed, this rank just no longer needs the group: only waits that need it are aborted.
         """
-        if self.left and self.words[self.own + LEFT]:
+        if self.left and self.words[self.own_place + LEFT]:
             return
         self.left = self.left or reason or "this rank has destroyed the group"
         self._give_reason(reason)
@@ -253,7 +253,7 @@ class _OpenGroups:
         if hasattr(sys, "last_value"):  # an exception ends the program
             return
         for progress in list(self._members):
-            if progress.words[progress.own + PID] == os.getpid():
+            if progress.words[progress.own_place + PID] == os.getpid():
                 progress.leave("has ended", closed=True)
 
     def num_bytes(self) -> int:

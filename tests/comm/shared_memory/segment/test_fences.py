@@ -48,7 +48,7 @@ def refusal(ranks: list[Progress], words: Words) -> None:
 
 
 def reason(ranks: list[Progress], words: Words) -> None:
-    ranks[1].words[ranks[1].own + 13] = 0
+    ranks[1].words[ranks[1].own_place + 13] = 0
     ranks[1].leave("x" * 222)
     ranks[0].words = words  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="x" * 222):
@@ -58,7 +58,7 @@ def reason(ranks: list[Progress], words: Words) -> None:
 def readiness(ranks: list[Progress], words: Words) -> None:
     ranks[0].words = words  # type: ignore[assignment]
     ranks[0].wait_until_ready(time.monotonic() + 60)
-    assert ranks[0].words[ranks[1].own] == 0
+    assert ranks[0].words[ranks[1].own_place] == 0
 
 
 READS: dict[str, tuple[Callable[[list[Progress], Words], None], list[str]]] = {
