@@ -101,7 +101,7 @@ def _last_object(text: str) -> dict[str, Any]:
     """Find the JSON object on standard output; libraries may have printed other lines before it."""
     for candidate in [text, *reversed(text.splitlines())]:
         with contextlib.suppress(ValueError):
-            found = json.loads(candidate)
-            if isinstance(found, dict):
-                return found
+            value = json.loads(candidate)
+            if isinstance(value, dict):
+                return value
     return {}

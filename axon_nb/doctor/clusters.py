@@ -71,7 +71,7 @@ class FoundCluster:
 
 def find_clusters() -> list[FoundCluster]:
     """Return this user's clusters on this host; a prewarmed agent without ranks does not count."""
-    return [found for run_dir in all_run_dirs() if (found := _examine(run_dir)) is not None]
+    return [cluster for run_dir in all_run_dirs() if (cluster := _examine(run_dir)) is not None]
 
 
 def _examine(run_dir: RunDir) -> FoundCluster | None:
@@ -131,14 +131,14 @@ def _started(pids: list[int]) -> float | None:
     return None
 
 
-def rank_names(found: list[FoundCluster]) -> dict[int, str]:
+def rank_names(entries: list[FoundCluster]) -> dict[int, str]:
     """Return display names of ranks' processes, by pid."""
-    return {pid: f"rank {rank} of {one.name}" for one in found for rank, pid in one.rank_pids.items()}
+    return {pid: f"rank {rank} of {one.name}" for one in entries for rank, pid in one.rank_pids.items()}
 
 
-def clusters(found: list[FoundCluster]) -> Section:
+def clusters(entries: list[FoundCluster]) -> Section:
     """Report running clusters, and how to stop unused ones."""
-    return Section("clusters", tuple(map(_finding, found)), {"clusters": [one.to_json() for one in found]})
+    return Section("clusters", tuple(map(_finding, entries)), {"clusters": [one.to_json() for one in entries]})
 
 
 def _finding(one: FoundCluster) -> Finding:
@@ -184,12 +184,12 @@ def _since(one: FoundCluster) -> str:
     return "" if one.since is None else f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(one.since))}"
 
 
-def table(found: list[FoundCluster]) -> str:
+def table(entries: list[FoundCluster]) -> str:
     """Format a table of clusters, with how to stop detached ones."""
-    if not found:
+    if not entries:
         return "You have no clusters on this host."
     rows = [("NAME", "RANKS", "BACKEND", "SINCE", "AGENT", "STATE")]
-    for one in found:
+    for one in entries:
         dead = one.state == "dead"
         rows.append(
             (
@@ -203,8 +203,8 @@ def table(found: list[FoundCluster]) -> str:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if any(one.state == "detached" and one.has_joined for one in found):
+    if any(one.state == "detached" and one.has_joined for one in entries):
         lines.append("Run `%distributed attach NAME` in a notebook to reconnect to a detached cluster.")
-    if any(one.state != "attached" for one in found):
+    if any(one.state != "attached" for one in entries):
         lines.append("Run `axon-nb stop NAME` to stop a cluster, or to remove the files of a dead one.")
     return "\n".join(lines)

@@ -33,12 +33,12 @@ def cgroup_limit(controller: str, *, root: Path = CGROUPS, own: Path = OWN_CGROU
         root: Where cgroups are mounted.
         own: Which of them this process is in.
     """
-    found = []
+    limits = []
     for folder, version in cgroup_folders(controller, root=root, own=own):
         limit, used = (_number(folder / file[controller, version]) for file in (_LIMIT, _USAGE))
         if limit is not None and limit < _V1_UNLIMITED:
-            found.append((limit, used or 0))
-    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
+            limits.append((limit, used or 0))
+    return min(limits, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def _number(file: Path) -> int | None:

@@ -44,14 +44,14 @@ def examine() -> Report:
             child(TORCH_BUILD, _TORCH_TIMEOUT_S),
             child(NVML, _NVML_TIMEOUT_S),
         )
-        found: list[FoundCluster] = []
+        entries: list[FoundCluster] = []
 
         def cluster_section() -> Section:
-            found.extend(find_clusters())
-            return clusters(found)
+            entries.extend(find_clusters())
+            return clusters(entries)
 
         layout = functools.cache(lambda: plan_layout(None))  # queries the driver, which may be slow
-        own = [
+        host_sections = [
             _try("host", lambda: host(layout())),
             _try("limits", lambda: limits(layout().num_ranks)),
             _try("network", network),
@@ -63,8 +63,8 @@ def examine() -> Report:
             _try("software", lambda: software(build)),
             _try("self-test", lambda: self_test(verdict)),
             _try("private hooks", lambda: private_hooks(verdict)),
-            _try("GPUs", lambda: gpus(cards, build, rank_names(found))),
-            *own,
+            _try("GPUs", lambda: gpus(cards, build, rank_names(entries))),
+            *host_sections,
             running,
         )
     return Report(f"axon_nb {__version__} doctor, {time.strftime('%Y-%m-%d %H:%M %Z')}", sections)

@@ -16,28 +16,28 @@ __all__ = ["network"]
 
 def network() -> Section:
     """Check loopback, and list interfaces with an IPv4 address that other hosts may reach."""
-    found, usual = _interfaces(), _outgoing_ip()
+    interfaces, usual = _interfaces(), _outgoing_ip()
     findings = [_loopback()]
-    for entry in found:
+    for entry in interfaces:
         route = ", the default route" if entry["ip"] == usual else ""
         state = "up" if entry["up"] else "down"
         use = f"; for ranks on other hosts use `--interface {entry['name']}`" if entry["up"] else ""
         findings.append(Finding(str(entry["name"]), f"{entry['ip']}, {state}{route}{use}"))
-    if not found:
+    if not interfaces:
         findings.append(Finding("others", "none; ranks on other hosts cannot reach this host"))
-    return Section("network", tuple(findings), {"host": socket.gethostname(), "interfaces": found})
+    return Section("network", tuple(findings), {"host": socket.gethostname(), "interfaces": interfaces})
 
 
 def _interfaces() -> list[dict[str, Any]]:
     stats = psutil.net_if_stats()
-    found = []
+    interfaces = []
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.family == socket.AF_INET for address in addresses):
             ip = interface_ip(name)
             if not ipaddress.ip_address(ip).is_loopback:
                 up = name in stats and bool(stats[name].isup)
-                found.append({"name": name, "ip": ip, "up": up})
-    return found
+                interfaces.append({"name": name, "ip": ip, "up": up})
+    return interfaces
 
 
 def _loopback() -> Finding:

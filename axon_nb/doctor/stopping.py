@@ -41,10 +41,12 @@ def stop_clusters(name: str | None, *, everything: bool = False, force: bool = F
     """
     if name is not None and everything:
         raise UsageError("axon-nb stop: give NAME or --all, not both.")
-    found = find_clusters()
-    chosen = [_named(found, name, force=force)] if name is not None else _all(found, several=everything, force=force)
+    entries = find_clusters()
+    targets = (
+        [_named(entries, name, force=force)] if name is not None else _all(entries, several=everything, force=force)
+    )
     lines, failures = [], []
-    for one in chosen:
+    for one in targets:
         try:
             lines.append(_stop(one))
         except StopFailedError as error:
@@ -52,20 +54,20 @@ def stop_clusters(name: str | None, *, everything: bool = False, force: bool = F
     if failures:
         raise StopFailedError(" ".join([*lines, *failures]))
     if everything and not force:
-        used = [one.name for one in found if one.state == "attached"]
+        used = [one.name for one in entries if one.state == "attached"]
         if used:
             verb, them = ("is", "it") if len(used) == 1 else ("are", "them")
             lines.append(f"{_list(used)} {verb} in use by a notebook; use --force to stop {them} too.")
     return lines or ["You have no clusters on this host."]
 
 
-def _named(found: list[FoundCluster], name: str, *, force: bool) -> FoundCluster:
-    matching = [one for one in found if one.name == name] or [one for one in found if one.folder == name]
+def _named(entries: list[FoundCluster], name: str, *, force: bool) -> FoundCluster:
+    matching = [one for one in entries if one.name == name] or [one for one in entries if one.folder == name]
     if len(matching) > 1:
         folders = ", ".join(f"{one.folder} ({one.state})" for one in matching)
         raise UsageError(f"axon-nb stop: several clusters are named {name!r}; use a folder name instead: {folders}.")
     if not matching:
-        names = [one.name for one in found]
+        names = [one.name for one in entries]
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" did you mean {close[0]!r}?" if close else f" you have {_list(names)}." if names else ""
         raise UsageError(f"axon-nb stop: no cluster named {name!r} on this host{';' if hint else '.'}{hint}")
@@ -77,18 +79,18 @@ def _named(found: list[FoundCluster], name: str, *, force: bool) -> FoundCluster
     return matching[0]
 
 
-def _all(found: list[FoundCluster], *, several: bool, force: bool) -> list[FoundCluster]:
-    dead = [one for one in found if one.state == "dead"]
-    living = [one for one in found if one.state != "dead" and (force or one.state != "attached")]
+def _all(entries: list[FoundCluster], *, several: bool, force: bool) -> list[FoundCluster]:
+    dead = [one for one in entries if one.state == "dead"]
+    living = [one for one in entries if one.state != "dead" and (force or one.state != "attached")]
     if len(living) > 1 and not several:
         names = _list([one.name for one in living])
         raise UsageError(
             f"axon-nb stop: {names} are running: choose one with `axon-nb stop NAME`, or use `axon-nb stop --all`."
         )
-    if not living and not dead and not several and found:
-        used = _list([one.name for one in found])
+    if not living and not dead and not several and entries:
+        used = _list([one.name for one in entries])
         raise UsageError(
-            f"axon-nb stop: only {used} {'is' if len(found) == 1 else 'are'} running, in use by a notebook: run "
+            f"axon-nb stop: only {used} {'is' if len(entries) == 1 else 'are'} running, in use by a notebook: run "
             "`%distributed stop` there, or add --force."
         )
     return [*living, *dead]

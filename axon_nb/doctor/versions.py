@@ -149,8 +149,10 @@ def _capability(entry: dict[str, Any]) -> Finding:
 
 def environment() -> Section:
     """List environment variables that affect how ranks compute and communicate."""
-    found = {name: value for name, value in sorted(os.environ.items()) if _ENVIRONMENT.fullmatch(name)}
-    return Section("environment", tuple(Finding(name, value or "(empty)") for name, value in found.items()), found)
+    variables = {name: value for name, value in sorted(os.environ.items()) if _ENVIRONMENT.fullmatch(name)}
+    return Section(
+        "environment", tuple(Finding(name, value or "(empty)") for name, value in variables.items()), variables
+    )
 
 
 def _version(name: str) -> str | None:
