@@ -67,15 +67,15 @@ def find_implicit_collective(frame: FrameType | None, stop: FrameType | None = N
 
     Outermost, because a `get_model_state_dict` that calls `full_tensor` is what the user wrote.
     """
-    found = ""
+    match = ""
     while frame is not None and frame is not stop:
         name = _RENAMED.get(frame.f_code.co_name, frame.f_code.co_name)
         if name == _FORWARD and frame.f_code.co_filename.endswith(_DDP_FILE):
             name = "the forward pass of a DDP model"
         if name in COLLECTIVE_FUNCTIONS and any(part in frame.f_code.co_filename for part in _LIBRARIES):
-            found = name
+            match = name
         frame = frame.f_back
-    return found
+    return match
 
 
 _SINGLE_OPERATIONS = frozenset({"all_reduce", "barrier", "broadcast", "gather", "reduce", "scatter"})

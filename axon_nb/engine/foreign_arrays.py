@@ -54,12 +54,12 @@ def as_numpy(value: Any) -> Any:
     reasons = []
     for way in ways:
         try:
-            found = way()
+            array = way()
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}")
             continue
-        if isinstance(found, np.ndarray) and not found.dtype.hasobject:
-            return found
+        if isinstance(array, np.ndarray) and not array.dtype.hasobject:
+            return array
     raise TypeError(f"{type(value).__name__} gives no NumPy array: {'; '.join(reasons)}")
 
 

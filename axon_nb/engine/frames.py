@@ -53,12 +53,12 @@ def main_frame() -> FrameType | None:
 
 def code_by_thread() -> dict[int, list[CodeType]]:
     """The code that each thread runs, by thread ident, innermost first."""
-    found: dict[int, list[CodeType]] = {}
+    codes: dict[int, list[CodeType]] = {}
     with gc_paused():
         for ident, innermost in sys._current_frames().items():
             frame: FrameType | None = innermost
-            found[ident] = []
+            codes[ident] = []
             while frame is not None:
-                found[ident].append(frame.f_code)
+                codes[ident].append(frame.f_code)
                 frame = frame.f_back
-    return found
+    return codes

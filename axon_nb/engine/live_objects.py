@@ -58,16 +58,16 @@ def live_objects(*kinds: tuple[str, str]) -> list[list[Any]]:
         # `fully_shard` changes the class of existing modules, and CUDAGraph has no constructor in Python.
         if cls in scanned and kind != _FSDP and any(name in vars(cls) for name in _CONSTRUCTORS):
             _track(cls, scanned[cls])
-    found = []
+    objects = []
     for kind, cls in classes.items():
         if kind == _FSDP and modules is not None:
-            found.append(modules)
+            objects.append(modules)
         elif cls in _tracked:
             references = _tracked[cls].valuerefs()  # a copy: other threads may make objects
-            found.append([item for item in (reference() for reference in references) if item is not None])
+            objects.append([item for item in (reference() for reference in references) if item is not None])
         else:
-            found.append(scanned.get(cls, []))
-    return found
+            objects.append(scanned.get(cls, []))
+    return objects
 
 
 def _track(cls: type, existing: Iterable[Any]) -> None:
@@ -117,8 +117,8 @@ def _objects_of(types: set[type]) -> list[Any]:
             skipped.pop(kind, None)
         flatten, select = itertools.chain.from_iterable, cast(Any, skipped.get)
         # type() instead of isinstance: lazy proxies answer the latter with side effects.
-        found = list(flatten(itertools.starmap(select, itertools.groupby(_all_objects(), type))))
-    return [item for item in found if type(item) in types]  # another thread may have made the first of its type
+        objects = list(flatten(itertools.starmap(select, itertools.groupby(_all_objects(), type))))
+    return [item for item in objects if type(item) in types]  # another thread may have made the first of its type
 
 
 def _all_objects() -> Iterator[Any]:
@@ -131,16 +131,16 @@ _MAX_SCAN_SHARE = 0.001
 
 def storages_of(tensors: Iterable[Any], device_type: str) -> dict[int, int]:
     """Bytes of each distinct storage of these tensors on a device type, by address."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
         try:
             storage = local.untyped_storage()
             if storage.device.type == device_type and storage.nbytes():
-                found[storage.data_ptr()] = storage.nbytes()
+                sizes[storage.data_ptr()] = storage.nbytes()
         except Exception:  # no storage: sparse, fake, wrapped, uninitialized; a subclass may raise anything
             continue
-    return found
+    return sizes
 
 
 class LiveTensors:

@@ -41,22 +41,22 @@ def _sockets() -> list[_Socket]:
 
 
 def _own_inodes() -> set[int]:
-    found = set()
+    inodes = set()
     for name in os.listdir(_FILES):
         try:
             target = os.readlink(f"{_FILES}/{name}")
         except OSError:  # closed meanwhile
             continue
         if target.startswith("socket:["):
-            found.add(int(target[8:-1]))
-    return found
+            inodes.add(int(target[8:-1]))
+    return inodes
 
 
 def listening_ports() -> set[int]:
     """Return the IPv4 ports on which this process listens; none where the system does not list them."""
     listeners = [socket for socket in _sockets() if socket.state == _LISTEN]
-    own = _own_inodes() if listeners else set()
-    return {socket.port for socket in listeners if socket.inode in own}
+    inodes = _own_inodes() if listeners else set()
+    return {socket.port for socket in listeners if socket.inode in inodes}
 
 
 class PeerCheck:
@@ -73,17 +73,17 @@ class PeerCheck:
 
     def foreign(self) -> list[str]:
         """Describe who else holds the other end of an accepted connection; empty if nobody does."""
-        found, sockets = [], _sockets()
+        peers, sockets = [], _sockets()
         by_ends = {(socket.local, socket.remote): socket for socket in sockets}
-        own = _own_inodes() if self._ports else set()
+        inodes = _own_inodes() if self._ports else set()
         for socket in sockets:
             if socket.port not in self._ports or socket.state in (_LISTEN, _TIME_WAIT):
                 continue
-            if socket.inode not in own or socket.inode in self._known:
+            if socket.inode not in inodes or socket.inode in self._known:
                 continue
             other = by_ends.get((socket.remote, socket.local))
             if other is not None and other.inode and other.uid == os.getuid():
                 self._known.add(socket.inode)
             else:  # a socket that its process has closed has no owner
-                found.append("a process that is gone" if other is None or not other.inode else f"user {other.uid}")
-        return found
+                peers.append("a process that is gone" if other is None or not other.inode else f"user {other.uid}")
+        return peers

@@ -131,11 +131,11 @@ def native_waits(
     """
     groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in native.all()}
     recording = parse(dump(recorder), groups, since_ns=native.rebuilt_at_ns)
-    own = list(recording.pending)
+    recorded = list(recording.pending)
     counts = {**counts, **recording.counts}
-    if own and not pending and (place := synchronizes_in(main_frame())):
-        return {"pending": own, "counts": counts, "call": f"{place} behind {own[0]['name']}"}
-    newest = [call for call in own if call["sequence"]][-1:]
+    if recorded and not pending and (place := synchronizes_in(main_frame())):
+        return {"pending": recorded, "counts": counts, "call": f"{place} behind {recorded[0]['name']}"}
+    newest = [call for call in recorded if call["sequence"]][-1:]
     return {"pending": [*pending, *newest], "counts": counts}
 
 

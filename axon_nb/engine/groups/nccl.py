@@ -134,7 +134,7 @@ def _record_beside_queue(device: torch.device) -> Callable[[], bool]:
 
 def _why_unusable(launch: Callable[[], Callable[[], bool]]) -> str:
     answered_at = [began := time.monotonic()]
-    found: list[str] = []
+    reasons: list[str] = []
 
     def look() -> None:
         try:
@@ -142,16 +142,16 @@ def _why_unusable(launch: Callable[[], Callable[[], bool]]) -> str:
             while not done() and time.monotonic() - began < _BUSY_S:
                 answered_at[0] = time.monotonic()
                 time.sleep(_MAX_POLL_S)
-            found.append("")
+            reasons.append("")
         except RuntimeError as error:
-            found.append(str(error).partition("\n")[0])
+            reasons.append(str(error).partition("\n")[0])
 
     threading.Thread(target=look, name="axon_nb-device", daemon=True).start()
-    while not found:
+    while not reasons:
         if time.monotonic() - answered_at[0] > _DEVICE_TIMEOUT_S:
             return f"it has not answered for {_DEVICE_TIMEOUT_S:g} s"
         time.sleep(_MAX_POLL_S)
-    return found[0]
+    return reasons[0]
 
 
 def install_native_groups(

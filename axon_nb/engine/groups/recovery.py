@@ -131,29 +131,29 @@ def join_groups(groups: Sequence[GroupRecord], *, epoch: int) -> None:
             raise RuntimeError(problems[0])
         native.rebuild(c10d._get_default_group(), epoch)
     complete = common_groups({group.name: group.ranks for group in groups})
-    own = [group for group in groups if group.name in complete]
-    recreate_groups([group for group in own if group.backend == _GLOO])
+    joinable = [group for group in groups if group.name in complete]
+    recreate_groups([group for group in joinable if group.backend == _GLOO])
     if native is not None:
         # torch makes them without a connection.
-        recreate_groups([group for group in own if group.backend != _GLOO])
+        recreate_groups([group for group in joinable if group.backend != _GLOO])
         for group in native.all():
             if group is not c10d._get_default_group():
                 native.rebuild(group, epoch)
         native.end_rebuild()
 
 
-def common_groups(own: Mapping[str, Sequence[int]]) -> set[str]:
+def common_groups(members: Mapping[str, Sequence[int]]) -> set[str]:
     """Return the names of this rank's groups that all of their ranks have; collective over all ranks.
 
     A rank that was aborted in `new_group`, or that destroyed a group on its own, lacks one: the others would wait
     for it forever.
 
     Args:
-        own: Global ranks of each group that this rank has, by name.
+        members: Global ranks of each group that this rank has, by name.
     """
     names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, sorted(own))
-    return {name for name, ranks in own.items() if all(name in names[rank] for rank in ranks)}
+    dist.all_gather_object(names, sorted(members))
+    return {name for name, ranks in members.items() if all(name in names[rank] for rank in ranks)}
 
 
 def sync_group_count(device: torch.device | str = "cpu") -> None:

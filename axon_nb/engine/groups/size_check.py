@@ -147,11 +147,11 @@ class SizeTable:
                 self._refuse(name, entry, theirs, other, ranks())
 
     def _refuse(self, name: str, entry: int, theirs: int, other: int, ranks: Sequence[int]) -> None:
-        own, other = ranks[self._rank], ranks[other]
+        local, other = ranks[self._rank], ranks[other]
         call = describe_call(name)
         if theirs >> NAME_AT != entry >> NAME_AT:
             raise UsageError(
-                f"Collective mismatch: rank {own} is in {call}, rank {other} in {CALL_NAMES[theirs >> NAME_AT]}, "
+                f"Collective mismatch: rank {local} is in {call}, rank {other} in {CALL_NAMES[theirs >> NAME_AT]}, "
                 "on the same group."
             )
         for part in (ROOTS, REDUCTIONS):
@@ -159,7 +159,7 @@ class SizeTable:
                 entry, theirs = entry & ~part, theirs & ~part
         here, there = describe_entry(entry, ranks), describe_entry(theirs, ranks)
         raise UsageError(
-            f"{call}: rank {own} passed {here}, rank {other} passed {there}; all ranks of a group must pass the same."
+            f"{call}: rank {local} passed {here}, rank {other} passed {there}; all ranks of a group must pass the same."
         )
 
     def _check_splits(
@@ -172,14 +172,14 @@ class SizeTable:
             self._write(self._pair_index(self._rank, peer, sequence, sends=True), number, sent[peer])
             self._write(self._pair_index(peer, self._rank, sequence, sends=False), number, expected[peer])
         for peer in peers:
-            for own, sends, source, target in ((sent, True, self._rank, peer), (expected, False, peer, self._rank)):
+            for sizes, sends, source, target in ((sent, True, self._rank, peer), (expected, False, peer, self._rank)):
                 index = self._pair_index(source, target, sequence, sends=not sends)
-                if self._words[index] != number or self._words[index + 1] == own[peer]:
+                if self._words[index] != number or self._words[index + 1] == sizes[peer]:
                     continue
-                theirs = self._reread(index, number, otherwise=own[peer])
-                if theirs != own[peer]:
+                theirs = self._reread(index, number, otherwise=sizes[peer])
+                if theirs != sizes[peer]:
                     members = ranks()
-                    first, second = (own[peer], theirs) if sends else (theirs, own[peer])
+                    first, second = (sizes[peer], theirs) if sends else (theirs, sizes[peer])
                     raise UsageError(
                         f"{describe_call(name)}: rank {members[source]} sends {first:,} bytes to rank "
                         f"{members[target]}, which expects {second:,} bytes; the splits of both must agree."
@@ -219,9 +219,9 @@ class SizeTable:
             )
 
 
-def _overflows(own: int, theirs: int, *, sends: bool) -> bool:
+def _overflows(ours: int, theirs: int, *, sends: bool) -> bool:
     """Whether more bytes are sent than received."""
-    return own > theirs if sends else theirs > own
+    return ours > theirs if sends else theirs > ours
 
 
 def open_size_table(

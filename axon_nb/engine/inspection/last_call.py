@@ -99,12 +99,12 @@ def _describe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return None
     if bound.kwargs:
         return None
-    found: list[Any] = []
+    facts: list[Any] = []
     for value in bound.args:
         if type(value) in (torch.Tensor, nn.Parameter):
-            found.append({"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")})
+            facts.append({"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")})
         elif isinstance(value, _PLAIN):
-            found.append(value)
+            facts.append(value)
         else:
             return None
-    return found
+    return facts

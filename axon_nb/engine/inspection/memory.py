@@ -137,7 +137,9 @@ class MemoryReader:
         parameters = [parameter for module in modules for parameter in module.parameters()]
         empty: dict[int, int] = {}
         key = ("memory", *map(id, modules))
-        gradients = self._gradients.read(key, parameters, lambda found: storages_of(found, device_type), default=empty)
+        gradients = self._gradients.read(
+            key, parameters, lambda storages: storages_of(storages, device_type), default=empty
+        )
         roles = {
             "parameters": storages_of(parameters, device_type),
             "gradients": gradients,
@@ -147,9 +149,9 @@ class MemoryReader:
             "other": self._live_tensors.storages(device_type, now=session.cell is None),
         }
         sizes, seen = {}, set[int]()
-        for role, found in roles.items():  # a storage counts for its first role
-            sizes[role] = sum(size for place, size in found.items() if place not in seen)
-            seen |= found.keys()
+        for role, storages in roles.items():  # a storage counts for its first role
+            sizes[role] = sum(size for place, size in storages.items() if place not in seen)
+            seen |= storages.keys()
         resident = resident_bytes()
         resident_peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         total, occupied = capacity(session.device, resident)
@@ -197,8 +199,10 @@ def _optimizers_of(modules: list[torch.nn.Module], session: RankSession) -> list
     """The optimizers among the variables that step parameters of these modules."""
     parameter_ids = {id(parameter) for module in modules for parameter in module.parameters()}
     everything = user_variables(session.kernel.shell).values()
-    found = {id(value): value for value in everything if isinstance(value, Optimizer)}
-    return [item for item in found.values() if parameter_ids & {id(p) for g in item.param_groups for p in g["params"]}]
+    optimizers = {id(value): value for value in everything if isinstance(value, Optimizer)}
+    return [
+        item for item in optimizers.values() if parameter_ids & {id(p) for g in item.param_groups for p in g["params"]}
+    ]
 
 
 def _state_tensors(optimizers: list[Optimizer]) -> list[torch.Tensor]:

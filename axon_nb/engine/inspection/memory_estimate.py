@@ -45,11 +45,11 @@ def estimate(
         return None, f"No estimate: {type(error).__name__}: {error}"
     if not parts or None in parts:
         return None, _NO_FORMULA
-    found = [part for part in parts if part is not None]
+    estimates = [part for part in parts if part is not None]
     sizes = {
-        "parameters": sum(part.param_memory_bytes for part in found),
-        "gradients": sum(part.grad_memory_bytes for part in found),
-        "optimizer": sum(part.optim_memory_bytes for part in found),
+        "parameters": sum(part.param_memory_bytes for part in estimates),
+        "gradients": sum(part.grad_memory_bytes for part in estimates),
+        "optimizer": sum(part.optim_memory_bytes for part in estimates),
     }
     note = "" if optimizers else "No optimizer for this model found among the variables; the estimate assumes Adam."
     return MemoryUse(session.config.rank, time.monotonic_ns(), "estimate", sizes), note

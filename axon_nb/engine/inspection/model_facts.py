@@ -118,9 +118,9 @@ def _strategy(
     if isinstance(module, loaded_class(*_SHARDED)):
         sharded: Any = module
         mesh = sharded.mesh
-        found = {"strategy": sharded.strategy.value, "world_size": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
-        found |= {"cpu_offload": sharded.cpu_offload.value, "mixed_precision": _compute_dtype(inner)}
-        return {**found, "known": True}
+        facts = {"strategy": sharded.strategy.value, "world_size": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
+        facts |= {"cpu_offload": sharded.cpu_offload.value, "mixed_precision": _compute_dtype(inner)}
+        return {**facts, "known": True}
     if isinstance(module, DistributedDataParallel):
         size = torch.distributed.get_world_size(module.process_group)
         return {"strategy": "optimizer_state" if zero1 else "ddp", "world_size": size, "shard": size, "known": True}
@@ -138,8 +138,8 @@ def _strategy(
         return {"strategy": "full_shard", "world_size": rest, "shard": rest, "known": False}
     keeps_unsharded = _keeps_unsharded(inner)
     strategy = "hybrid_shard" if mesh.ndim == 2 else "shard_grad_op" if keeps_unsharded else "full_shard"
-    found = {"strategy": strategy, "world_size": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
-    return {**found, "mixed_precision": _compute_dtype(inner), "known": True}
+    facts = {"strategy": strategy, "world_size": mesh.size(), "shard": mesh.size(mesh.ndim - 1)}
+    return {**facts, "mixed_precision": _compute_dtype(inner), "known": True}
 
 
 def _fsdp_states(inner: nn.Module) -> list[tuple[nn.Module, Any]]:

@@ -36,7 +36,7 @@ _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 def awaited_peers() -> tuple[PeerCall, ...]:
     """Report what shared memory shows of the ranks that this rank waits for."""
     groups = {group.group_name: group for group in all_groups()}
-    found = {}
+    peers = {}
     for call in current_groups().calls.pending():
         group = groups.get(call.group)
         if group is None or group.memory is None or not call.waiting_thread:
@@ -45,8 +45,8 @@ def awaited_peers() -> tuple[PeerCall, ...]:
         for peer in progress.behind() if call.sequence else [call.peer]:
             if peer >= 0:
                 seen = PeerCall(progress.members[peer], *progress.last_call(peer), progress.is_stopped(peer))
-                found[seen.rank] = seen
-    return tuple(found.values())
+                peers[seen.rank] = seen
+    return tuple(peers.values())
 
 
 class Sampler:

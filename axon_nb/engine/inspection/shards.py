@@ -47,10 +47,10 @@ def layout_report(
     records: list[Shard] = []
     for name in names:
         value = resolve_variable(name, space)
-        found = list(_shards(name, value, space, gradients=gradients))
-        if not found:
+        shards = list(_shards(name, value, space, gradients=gradients))
+        if not shards:
             raise UsageError(f"{name!r} (type {type(value).__name__}) holds no tensors.")
-        records += found
+        records += shards
     key = f"{os.getpid()}:{hash(tuple(records))}"
     if key == known:
         return LayoutsReply(key, None)
@@ -118,8 +118,8 @@ def _info_of_tensor(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, An
 def _of_module(module: torch.nn.Module, *, gradients: GradientReader | None) -> Iterator[Shard]:
     info = _TensorInfo.by(module)
     parameters = [(name, parameter, info.of(parameter)) for name, parameter in module.named_parameters()]
-    found = _of_gradients(parameters, gradients) if gradients else []
-    for (name, parameter, known), gradient in itertools.zip_longest(parameters, found):
+    gradient_records = _of_gradients(parameters, gradients) if gradients else []
+    for (name, parameter, known), gradient in itertools.zip_longest(parameters, gradient_records):
         yield _shard(name, "parameter", parameter, known, sharded=info.unsharded.get(id(parameter)))
         if gradient is not None:
             yield gradient
@@ -145,15 +145,15 @@ def _of_gradients(
 
 def _ddp_groups(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
     """The process group over which DDP replicates a tensor, by the tensor's `id`."""
-    found: dict[int, Any] = {}
+    groups: dict[int, Any] = {}
     for module in modules:
         wrapper: Any = module
         if issubclass(type(wrapper), loaded_class("axon_nb.parallel.data.zero", "ZeRO1")):
             wrapper = wrapper.ddp  # modules() does not list it
         if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
             group: Any = wrapper.process_group
-            found |= {id(tensor): group for tensor in [*wrapper.parameters(), *wrapper.buffers()]}
-    return found
+            groups |= {id(tensor): group for tensor in [*wrapper.parameters(), *wrapper.buffers()]}
+    return groups
 
 
 def _of_optimizer(optimizer: Optimizer, space: dict[str, Any]) -> Iterator[Shard]:
@@ -189,7 +189,7 @@ def _names_of_parameters(optimizer: Optimizer, space: dict[str, Any]) -> tuple[d
         if names:
             known.replicated.update(info.replicated)
             known.cut.update({stands_for.get(key, key): cut for key, cut in info.cut.items()})
-            best = max(best, names, key=lambda found: (len(found), -sum(map(len, found.values()))))
+            best = max(best, names, key=lambda candidate: (len(candidate), -sum(map(len, candidate.values()))))
     return best, known
 
 

@@ -70,9 +70,9 @@ def _facts(value: Any) -> dict[str, Any]:
 def _array_facts(value: Any, device: str) -> dict[str, Any]:
     """Describe an array of another library, such as CuPy's."""
     size = int(getattr(value, "nbytes", 0))
-    found = as_numpy(value) if size <= _MAX_DIGEST else None
-    shape, dtype = (value.shape, value.dtype) if found is None else (found.shape, found.dtype)
-    digest = "" if found is None else _digest([found.tobytes()])
+    array = as_numpy(value) if size <= _MAX_DIGEST else None
+    shape, dtype = (value.shape, value.dtype) if array is None else (array.shape, array.dtype)
+    digest = "" if array is None else _digest([array.tobytes()])
     return _record(shape=_shape(shape), dtype=str(dtype), device=device, size=size, digest=digest)
 
 
@@ -103,10 +103,10 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _digest(parts: Any) -> str:
-    found = hashlib.blake2b(digest_size=12)
+    digest = hashlib.blake2b(digest_size=12)
     for part in parts:
-        found.update(part)
-    return found.hexdigest()
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _is_plain(value: Any) -> bool:
@@ -181,13 +181,13 @@ def own_mesh() -> MeshInfo | None:
     """
     kind: Any = device_mesh_type()
     space = list(current().kernel.shell.user_ns.items())  # a copy: a cell may be adding names
-    found: dict[str, Any] = {
+    meshes: dict[str, Any] = {
         name: value for name, value in space if isinstance(value, kind) and value.ndim and not name.startswith("_")
     }
-    if not found:
+    if not meshes:
         return None
-    name = max(found, key=lambda key: (key == "mesh", found[key].mesh.numel(), found[key].mesh.ndim))
-    mesh = found[name]
+    name = max(meshes, key=lambda key: (key == "mesh", meshes[key].mesh.numel(), meshes[key].mesh.ndim))
+    mesh = meshes[name]
     axes = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.mesh.ndim))
     return MeshInfo(
         name=name,

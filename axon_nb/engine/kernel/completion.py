@@ -70,16 +70,16 @@ def names_snapshot(shell: Any, *, known: set[str]) -> NamesReply:
 
 
 def _instance_attributes(value: Any) -> list[str]:
-    found: list[Any] = []
+    names: list[Any] = []
     if isinstance(value, ModuleType):
-        found = dir(value)
+        names = dir(value)
     else:
-        found += getattr(value, "__dict__", ())
+        names += getattr(value, "__dict__", ())
     if isinstance(value, torch.nn.Module):
-        found += [name for part in (value._modules, value._parameters, value._buffers) for name in part]
+        names += [name for part in (value._modules, value._parameters, value._buffers) for name in part]
     elif _is_data_frame(value):
-        found += _simple_keys(value.columns, identifiers=True)
-    return [name for name in found if isinstance(name, str) and not name.startswith("__")][:_MAX_ATTRIBUTES]
+        names += _simple_keys(value.columns, identifiers=True)
+    return [name for name in names if isinstance(name, str) and not name.startswith("__")][:_MAX_ATTRIBUTES]
 
 
 def _keys(value: Any) -> list[str]:
@@ -94,10 +94,10 @@ def _is_data_frame(value: Any) -> bool:
 
 
 def _simple_keys(keys: Iterable[Any], *, identifiers: bool = False) -> list[str | int]:
-    found = [key for key, _ in zip(list(keys), range(_MAX_KEYS), strict=False) if type(key) in (str, int)]
+    simple = [key for key, _ in zip(list(keys), range(_MAX_KEYS), strict=False) if type(key) in (str, int)]
     return [
         key
-        for key in found
+        for key in simple
         if len(str(key)) <= _MAX_KEY and (not identifiers or (isinstance(key, str) and key.isidentifier()))
     ]
 

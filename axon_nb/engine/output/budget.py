@@ -57,11 +57,11 @@ class OutputBudget:
 
     def _restore_streams(self) -> None:
         """Replace `sys.stdout` and `sys.stderr` if the cell broke them: ipykernel replies only if it can flush both."""
-        for name, own in self._streams.items():
+        for name, limited in self._streams.items():
             try:
                 getattr(sys, name).flush()
             except Exception:
-                setattr(sys, name, own.stream)
+                setattr(sys, name, limited.stream)
 
     def spend(self, size: int) -> bool:
         """Use up `size` characters of the budget; return whether they may be sent."""

@@ -141,14 +141,14 @@ def shared_memory(process: CheckProcess) -> None:
 
 
 def _continue_after_abort(process: CheckProcess) -> None:
-    world, own = dist.group.WORLD, dist.new_group([0, 1])
-    _expect_sum(own)  # both are connected: an abort closes all groups, and would fail the peer's `new_group`
+    world, pair = dist.group.WORLD, dist.new_group([0, 1])
+    _expect_sum(pair)  # both are connected: an abort closes all groups, and would fail the peer's `new_group`
     _wait_forever(process)
     recover_groups()
     if dist.group.WORLD is not world:
         raise AssertionError("the default group is a different object")
     _expect_sum()
-    _expect_sum(own)
+    _expect_sum(pair)
     _expect_sum(dist.new_group([0, 1]))
 
 
@@ -161,8 +161,8 @@ def repair(process: CheckProcess) -> None:
         recovery.sync_group_count()
     else:
         join(process)
-        own = dist.new_group([0, 1])
-        _expect_sum(own)
+        pair = dist.new_group([0, 1])
+        _expect_sum(pair)
         if process.rank == 1:
             process.die()
         with aborted_when_waiting():

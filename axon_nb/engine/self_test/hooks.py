@@ -23,18 +23,18 @@ def walk(*, with_optional: bool = False) -> dict[str, Any]:
         Plain JSON values: ``checked``, the names of the hooks that were checked; ``unused``, those for other versions;
         ``unchecked``, those of packages that are not loaded; ``missing``, a dictionary for each that lacks something.
     """
-    found: dict[str, Any] = {"checked": [], "unused": [], "unchecked": [], "missing": []}
+    verdict: dict[str, Any] = {"checked": [], "unused": [], "unchecked": [], "missing": []}
     for entry in map(hook, groups()):
         if not entry.is_used:
-            found["unused"].append(entry.group)
+            verdict["unused"].append(entry.group)
             continue
         if entry.if_loaded and not (with_optional and _load(entry)):
-            found["unchecked"].append(entry.group)
+            verdict["unchecked"].append(entry.group)
             continue
-        found["checked"].append(entry.group)
+        verdict["checked"].append(entry.group)
         if names := _missing(entry):
-            found["missing"].append(_facts(entry, names))
-    return found
+            verdict["missing"].append(_facts(entry, names))
+    return verdict
 
 
 def _load(entry: Hook) -> bool:

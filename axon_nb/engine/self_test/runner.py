@@ -106,9 +106,9 @@ def _ranks() -> Iterator[dict[int, int]]:
 
 def _next_exit(pids: dict[int, int]) -> tuple[int, int]:
     for pid in pids:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return found, status
+        exited, status = os.waitpid(pid, os.WNOHANG)
+        if exited:
+            return exited, status
     return 0, 0
 
 

@@ -119,8 +119,8 @@ def startup_verdict() -> Verdict:
     If none is cached, tested versions are assumed to work. The test that `start_in_child` has started counts from the
     next start on, so that it does not delay the first one. Other versions wait for it.
     """
-    if (found := cached_verdict()) is not None:
-        return found
+    if (cached := cached_verdict()) is not None:
+        return cached
     if are_tested(_versions()):
         return Verdict(torch.__version__, platform.python_version(), 0.0, ())
     return current_verdict()
@@ -168,11 +168,11 @@ def current_verdict(*, in_process: bool = False) -> Verdict:
     Args:
         in_process: Whether this process may fork the checks itself; otherwise a fresh interpreter does.
     """
-    if (found := cached_verdict()) is not None:
-        return found
+    if (cached := cached_verdict()) is not None:
+        return cached
     with _locked(timeout_s=_TIMEOUT_S):
-        if (found := cached_verdict()) is not None:
-            return found
+        if (cached := cached_verdict()) is not None:
+            return cached
         return run_and_save() if in_process else _run_in_interpreter()
 
 

@@ -45,20 +45,20 @@ def layer_shardings(modules: Iterable[Any]) -> dict[int, LayerSharding]:
     """Return the sharding of parameters of tensor-parallel layers, by `id`; layers on a single rank are left out."""
     linear = (loaded_class(_LINEAR, "ColumnParallelLinear"), loaded_class(_LINEAR, "RowParallelLinear"))
     block, sequence_norm = loaded_class(*_BLOCK), loaded_class(*_NORM)
-    found: dict[int, LayerSharding] = {}
+    shardings: dict[int, LayerSharding] = {}
     for module in modules:
         if issubclass(type(module), linear):
             dims = module.shard_dims
-            own = dict(module.named_parameters(recurse=False))
-            found |= {id(own[name]): LayerSharding(module.group, dims.get(name)) for name in own}
+            parameters = dict(module.named_parameters(recurse=False))
+            shardings |= {id(parameters[name]): LayerSharding(module.group, dims.get(name)) for name in parameters}
         elif issubclass(type(module), block):
             replicated = [parameter for norm in (module.norm_1, module.norm_2) for parameter in norm.parameters()]
-            found |= {id(parameter): LayerSharding(module.attention.group, None) for parameter in replicated}
+            shardings |= {id(parameter): LayerSharding(module.attention.group, None) for parameter in replicated}
         elif issubclass(type(module), sequence_norm):
-            found |= {
+            shardings |= {
                 id(parameter): LayerSharding(module.group, None) for parameter in module.parameters(recurse=False)
             }
-    return {key: sharding for key, sharding in found.items() if sharding.group.size() > 1}
+    return {key: sharding for key, sharding in shardings.items() if sharding.group.size() > 1}
 
 
 _utils: Any = importlib.import_module("torch.distributed.tensor._utils")

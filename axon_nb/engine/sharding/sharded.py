@@ -121,19 +121,19 @@ def unreplicated_reason(tensors: Iterable[Any], in_wrappers: Mapping[int, str] |
 
 def only_on_ranks(ranks: Iterable[int]) -> list[LostShards]:
     """List the variables of this rank with shards that only `ranks` hold."""
-    chosen = frozenset(ranks)
-    found, submodules = [], set[int]()
+    targets = frozenset(ranks)
+    lost, submodules = [], set[int]()
     for name, value in user_variables(current().kernel.shell).items():
         record = None
         with contextlib.suppress(Exception):  # an odd object of the user must not prevent a repair
-            record = _lost_parts(name, value, chosen)
+            record = _lost_parts(name, value, targets)
         if record is not None:
-            found.append((value, record))
+            lost.append((value, record))
             if isinstance(value, torch.nn.Module):
                 submodules |= {id(module) for module in value.modules() if module is not value}
     seen = set[int]()
     records = []
-    for value, record in found:
+    for value, record in lost:
         if id(value) not in submodules and id(value) not in seen:  # not part of another variable, nor a second name
             seen.add(id(value))
             records.append(record)

@@ -30,10 +30,10 @@ def describe(names: Sequence[str] = ()) -> dict[str, SyncRecord]:
     Args:
         names: Which variables; empty: all modules, optimizers and schedulers.
     """
-    found = {name: value for name, value in _variables() if not names or name in names}
-    parts = {name: {id(tensor) for tensor in _tensors(value)} for name, value in found.items() if _kind(value)}
+    variables = {name: value for name, value in _variables() if not names or name in names}
+    parts = {name: {id(tensor) for tensor in _tensors(value)} for name, value in variables.items() if _kind(value)}
     records: dict[str, SyncRecord] = {}
-    for name, value in found.items():
+    for name, value in variables.items():
         kind = _kind(value)
         if not kind:
             if name in names:

@@ -54,10 +54,10 @@ def pack(names: Sequence[str] = ()) -> PackedNamespace:
         names: Which; empty: all that can be copied.
     """
     variables = user_variables(current().kernel.shell)
-    chosen = {name: variables[name] for name in names if name in variables} if names else variables
+    selection = {name: variables[name] for name in names if name in variables} if names else variables
     skipped = {name: f"does not exist on rank {current().config.rank}" for name in names if name not in variables}
     copied = {}
-    for name, value in chosen.items():
+    for name, value in selection.items():
         try:
             _ProbePickler(_NullFile(), protocol=5).dump(value)
         except Exception as error:
@@ -175,5 +175,5 @@ def _transfer_device() -> torch.device:
 
 
 def _restore_location(storage: Any, location: str) -> Any:
-    own = str(current().device) if location.startswith("cuda") else location
-    return torch.serialization.default_restore_location(storage, own)
+    target = str(current().device) if location.startswith("cuda") else location
+    return torch.serialization.default_restore_location(storage, target)

@@ -97,13 +97,13 @@ def _find_group(name: str) -> Any:
     return dist.GroupMember.NON_GROUP_MEMBER
 
 
-def _make_device(name: str, own: bool) -> torch.device:
-    return current().device if own else torch.device(name)
+def _make_device(name: str, is_rank_device: bool) -> torch.device:
+    return current().device if is_rank_device else torch.device(name)
 
 
 def _make_generator(device: str, state: torch.Tensor) -> torch.Generator:
-    own = current().device if device.startswith("cuda") else torch.device(device)
-    return torch.Generator(own).set_state(state)
+    target = current().device if device.startswith("cuda") else torch.device(device)
+    return torch.Generator(target).set_state(state)
 
 
 def _reduce_ddp(model: DistributedDataParallel) -> Any:

@@ -188,7 +188,7 @@ def send_value(
         UsageError: it cannot be sent; the message follows the rank and a colon.
     """
     session = current()
-    own = session.config.rank
+    self_rank = session.config.rank
     session.pending_value = b""
     value = eval(expression, session.kernel.shell.user_ns)
     parts: list[Any] = []
@@ -199,14 +199,14 @@ def send_value(
         return Undelivered(needed=tuple(sorted(holders | set(ranks))))
     if holders:
         sender = min(holders & set(addresses))
-        value = gather_full(value, keep=own == sender)
-        if own != sender:
-            addresses = {rank: address for rank, address in addresses.items() if rank != own}
-    if own not in addresses:
+        value = gather_full(value, keep=self_rank == sender)
+        if self_rank != sender:
+            addresses = {rank: address for rank, address in addresses.items() if rank != self_rank}
+    if self_rank not in addresses:
         return None
     value = to_cpu(to_local(value))
     parts = pack(to_numpy(value) if arrays else value, as_is=as_is)
-    address = addresses[own]
+    address = addresses[self_rank]
     if address is None:
         session.pending_value = join_parts(parts)
         return None
