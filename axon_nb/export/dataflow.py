@@ -61,24 +61,24 @@ class _EffectsVisitor(ast.NodeVisitor):
     """Collects the effects of one statement."""
 
     def __init__(self) -> None:
-        self.found = Effects()
+        self.effects = Effects()
 
     def visit(self, node: ast.AST) -> None:
         """Add the effects of one node."""
         if isinstance(node, ast.Name):
-            (self.found.uses if isinstance(node.ctx, ast.Load) else self.found.binds).add(node.id)
+            (self.effects.uses if isinstance(node.ctx, ast.Load) else self.effects.binds).add(node.id)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            self.found.binds.add(node.name)
-            self.found.uses |= free_names(node)
+            self.effects.binds.add(node.name)
+            self.effects.uses |= free_names(node)
         elif isinstance(node, ast.Lambda):
-            self.found.uses |= free_names(node)
+            self.effects.uses |= free_names(node)
         elif isinstance(node, _COMPREHENSIONS):
-            self.found.uses |= free_names(node)
+            self.effects.uses |= free_names(node)
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Call):
                     self._call(inner)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            self.found.binds |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            self.effects.binds |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, _BLOCKS):
             self._block(node)
         else:
@@ -89,7 +89,7 @@ class _EffectsVisitor(ast.NodeVisitor):
             self._call(node)
         elif isinstance(node, ast.AugAssign):
             self._change(node.target)
-            self.found.uses |= set(_bases(node.target))
+            self.effects.uses |= set(_bases(node.target))
         elif isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
             self._change(node)
         self.generic_visit(node)
@@ -100,17 +100,17 @@ class _EffectsVisitor(ast.NodeVisitor):
         for child in ast.iter_child_nodes(node):
             if id(child) not in inside:
                 self.visit(child)
-        bound = set(self.found.binds)
+        bound = set(self.effects.binds)
         if isinstance(node, ast.ExceptHandler) and node.name:
             bound.add(node.name)
         for block in _blocks(node):
             inner = _sequence_effects(block)
-            self.found.binds |= inner.binds | bound
-            self.found.uses |= inner.uses - bound
-            self.found.changes |= inner.changes
+            self.effects.binds |= inner.binds | bound
+            self.effects.uses |= inner.uses - bound
+            self.effects.changes |= inner.changes
 
     def _change(self, node: ast.expr) -> None:
-        self.found.changes |= set(_bases(node))
+        self.effects.changes |= set(_bases(node))
 
     def _call(self, node: ast.Call) -> None:
         function = node.func
@@ -160,15 +160,15 @@ def free_names(node: ast.AST) -> set[str]:
         scopes = [symtable.symtable(ast.unparse(tree), "<cell>", "exec")]
     except SyntaxError:  # `await` outside a function
         return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)}
-    found, outermost = set[str](), scopes[0]
+    names, outermost = set[str](), scopes[0]
     while scopes:
         scope = scopes.pop()
         scopes += scope.get_children()
         for symbol in scope.get_symbols():
             outer = symbol.is_global() or (scope is outermost and not symbol.is_assigned())
             if outer and (symbol.is_referenced() or symbol.is_declared_global()):
-                found.add(symbol.get_name())
-    return found - {getattr(node, "name", "")}
+                names.add(symbol.get_name())
+    return names - {getattr(node, "name", "")}
 
 
 def called_names(statements: Iterable[ast.stmt]) -> set[str]:
@@ -185,10 +185,10 @@ def _sequence_effects(statements: Iterable[ast.stmt]) -> Effects:
     for statement in statements:
         visitor = _EffectsVisitor()
         visitor.visit(statement)
-        found = visitor.found
+        step = visitor.effects
         if isinstance(statement, _SIMPLE_BINDINGS):
-            found.replaces = found.binds - found.uses
-        total = total.then(found)
+            step.replaces = step.binds - step.uses
+        total = total.then(step)
     return total
 
 
@@ -205,15 +205,17 @@ _TRAINS = {"backward", "step"}
 _WRITES = ("save", "write", "dump", "to_csv", "to_parquet", "log", "export")
 
 
-def live_cells(trees: Sequence[ast.Module], wanted: Mapping[int, Iterable[str]], *, given: Iterable[str]) -> list[bool]:
+def live_cells(
+    trees: Sequence[ast.Module], wanted: Mapping[int, Iterable[str]], *, predefined: Iterable[str]
+) -> list[bool]:
     """Determine which cells are live: the last one, the last that trains, all that write, and their dependencies.
 
     Args:
         trees: The cells, in order.
         wanted: By cell index, names needed after that cell, such as those that the notebook fetched.
-        given: Names that every rank has, and imported modules.
+        predefined: Names that every rank has, and imported modules.
     """
-    known = set(given)
+    known = set(predefined)
     all_effects = [effects(tree.body) for tree in trees]
     statements = [statement for tree in trees for statement in tree.body]
     functions = called_names(statements)
@@ -226,11 +228,11 @@ def live_cells(trees: Sequence[ast.Module], wanted: Mapping[int, Iterable[str]],
     needed: set[str] = set()
     for index in range(len(trees) - 1, -1, -1):
         needed |= set(wanted.get(index, ()))
-        own = all_effects[index]
-        touched = own.binds | (_closure(own.changes - known, sources) - functions)
+        cell_effects = all_effects[index]
+        touched = cell_effects.binds | (_closure(cell_effects.changes - known, sources) - functions)
         live[index] = index in roots or bool(touched & _closure(needed, sources))
         if live[index]:
-            needed = (needed - own.replaces) | (own.uses - known)
+            needed = (needed - cell_effects.replaces) | (cell_effects.uses - known)
     return live
 
 
@@ -241,13 +243,13 @@ def defining_statements(names: Iterable[str], statements: Sequence[ast.stmt]) ->
         names: Names of the values.
         statements: All statements that ran before, in order.
     """
-    needed, chosen = set(names), []
+    needed, selected = set(names), []
     for statement in reversed(statements):
-        own = effects([statement])
-        if own.binds & needed or (_changes_in_place(statement) and own.changes & needed):
-            chosen.append(statement)
-            needed = (needed - own.replaces) | own.uses
-    return chosen[::-1], needed
+        statement_effects = effects([statement])
+        if statement_effects.binds & needed or (_changes_in_place(statement) and statement_effects.changes & needed):
+            selected.append(statement)
+            needed = (needed - statement_effects.replaces) | statement_effects.uses
+    return selected[::-1], needed
 
 
 def _changes_in_place(statement: ast.stmt) -> bool:
@@ -259,21 +261,21 @@ def _changes_in_place(statement: ast.stmt) -> bool:
 
 def _calls(tree: ast.Module) -> set[str]:
     """Names of all called functions and methods."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             function = node.func
-            found.add(function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", ""))
-    return found
+            names.add(function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", ""))
+    return names
 
 
 def _references(trees: Iterable[ast.AST], known: set[str]) -> dict[str, set[str]]:
     """Names that each name's object may refer to: those in expressions assigned to it, but not what loops iterate."""
-    found: dict[str, set[str]] = {}
+    references: dict[str, set[str]] = {}
     for node in (node for tree in trees for node in ast.walk(tree)):
         targets: list[ast.expr] = []
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.setdefault(node.name, set()).update(free_names(node) - known)
+            references.setdefault(node.name, set()).update(free_names(node) - known)
         elif isinstance(node, ast.Assign):
             targets = node.targets
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
@@ -284,8 +286,8 @@ def _references(trees: Iterable[ast.AST], known: set[str]) -> dict[str, set[str]
         if targets and value is not None:
             referenced = effects([ast.Expr(value)]).uses - known
             for name in (inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)):
-                found.setdefault(name, set()).update(referenced)
-    return found
+                references.setdefault(name, set()).update(referenced)
+    return references
 
 
 def _closure(names: Iterable[str], sources: Mapping[str, set[str]]) -> set[str]:

@@ -62,9 +62,9 @@ class Imports:
             for alias in statement.names:
                 self._modules[alias.name, alias.asname] = None
         elif isinstance(statement, ast.ImportFrom):
-            own = self._names.setdefault("." * statement.level + (statement.module or ""), {})
+            names = self._names.setdefault("." * statement.level + (statement.module or ""), {})
             for alias in statement.names:
-                own[alias.name, alias.asname] = None
+                names[alias.name, alias.asname] = None
                 self.has_star = self.has_star or alias.name == "*"
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             self._bound.update(_bindings(statement))
@@ -99,13 +99,13 @@ class Imports:
 
 def packages_in(tree: ast.AST) -> set[str]:
     """Return the top-level packages that code imports, including within functions."""
-    found = set[str]()
+    packages = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.partition(".")[0])
-    return found
+            packages.add(node.module.partition(".")[0])
+    return packages
 
 
 def _bindings(statement: ast.Import | ast.ImportFrom) -> list[tuple[str, tuple[str, ...]]]:

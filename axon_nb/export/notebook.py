@@ -39,7 +39,7 @@ def read_notebook(path: Path) -> tuple[SessionFacts, list[ExecutedCell | PushedV
         raise UsageError(f"{path} is not a notebook; expected an .ipynb file.") from None
     ran = [cell for cell in cells if cell.get("execution_count")]
     ordered = sorted(ran, key=lambda cell: int(cell["execution_count"])) if ran else cells
-    facts, found = SessionFacts(), list[ExecutedCell | PushedValues]()
+    facts, entries = SessionFacts(), list[ExecutedCell | PushedValues]()
     auto: str | None = None
     for cell in ordered:
         source = "".join(cell["source"])
@@ -47,7 +47,7 @@ def read_notebook(path: Path) -> tuple[SessionFacts, list[ExecutedCell | PushedV
             words = _words(line)
             if words[:1] == ["%distributed"] and words[1:2] and words[1] in _RESET_COMMANDS:
                 facts = _facts(words[2:], facts) if words[1] == "start" else facts
-                found = [entry for entry in found if isinstance(entry, ExecutedCell) and not entry.magic]
+                entries = [entry for entry in entries if isinstance(entry, ExecutedCell) and not entry.magic]
             elif words[:2] == ["%distributed", "config"]:
                 facts = _configured(words[2:], facts)
             elif words[:2] == ["%distributed", "auto"]:
@@ -55,8 +55,8 @@ def read_notebook(path: Path) -> tuple[SessionFacts, list[ExecutedCell | PushedV
         facts = _facts_from_outputs(cell, facts)
         entry = _entry(cell, source, auto=auto)
         pushes = pushes_in(entry.code) if entry.outcome == "ok" else []
-        found += [*pushes, entry] if entry.magic else [entry, *pushes]
-    return facts, found
+        entries += [*pushes, entry] if entry.magic else [entry, *pushes]
+    return facts, entries
 
 
 def _words(line: str) -> list[str]:
@@ -80,8 +80,8 @@ def _facts_from_outputs(cell: dict[str, Any], before: SessionFacts) -> SessionFa
     for output in cell.get("outputs", ()):
         with contextlib.suppress(KeyError, TypeError, ValueError):
             before = SessionFacts.from_json(output["metadata"]["axon_nb"])
-        if found := _AUTO_STARTED.search("".join(output.get("text", ""))):
-            before = SessionFacts(int(found[1]), found[2], before.threads, found[2] == "nccl")
+        if match := _AUTO_STARTED.search("".join(output.get("text", ""))):
+            before = SessionFacts(int(match[1]), match[2], before.threads, match[2] == "nccl")
     return before
 
 

@@ -124,7 +124,7 @@ def _strip_dead(cells: list[CellStep], wanted: dict[int, list[str]]) -> list[Cel
         if isinstance(statement, (ast.Import, ast.ImportFrom))
         for name in effects([statement]).binds
     }
-    live = live_cells([step.tree for step in cells], wanted, given={*_RANK_NAMES, *imported})
+    live = live_cells([step.tree for step in cells], wanted, predefined={*_RANK_NAMES, *imported})
     dead = [step for step, alive in zip(cells, live, strict=True) if not alive]
     for step in dead:
         kept = [s for s in step.tree.body if isinstance(s, (ast.Import, ast.ImportFrom))]
@@ -141,12 +141,12 @@ def _without_unused(steps: list[Step]) -> list[Step]:
     kept: list[Step] = []
     for step in reversed(steps):
         if isinstance(step, CellStep):
-            own = effects(step.tree.body)
-            if step.omitted and not own.binds & needed:
+            step_effects = effects(step.tree.body)
+            if step.omitted and not step_effects.binds & needed:
                 step.omitted = _omit_all(step)
-                step.code, step.tree, own = "", parse(""), effects([])
-            needed |= own.uses | own.changes
-            replaced -= own.uses | own.changes
+                step.code, step.tree, step_effects = "", parse(""), effects([])
+            needed |= step_effects.uses | step_effects.changes
+            replaced -= step_effects.uses | step_effects.changes
         elif isinstance(step, ValueStep):
             if step.name not in needed or (step.name in replaced and step.source in ("file", "path")):
                 continue
@@ -261,8 +261,8 @@ class _Writer:
         """Return the complete script."""
         used = set[str]()
         for tree in (*self._trees, *(ast.parse(text) for text in self._helpers.values())):
-            found = effects(tree.body)
-            used |= found.uses | found.changes
+            tree_effects = effects(tree.body)
+            used |= tree_effects.uses | tree_effects.changes
         bound = {name for tree in self._trees for name in effects(tree.body).binds}
         setup = preamble(
             self._facts, used, bound, self._imports, self._arguments, packages=self._packages, file_name=file_name

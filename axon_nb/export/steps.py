@@ -211,8 +211,8 @@ def _value(context: _Context, entry: PushedValues, name: str, *, is_last: bool) 
 def _assigned_literal(plain: Sequence[ast.stmt], name: str) -> str:
     """Source text of a name's last assigned value, if that is a literal and unchanged since."""
     for statement in reversed(plain):
-        found = effects([statement])
-        if name not in found.binds and name not in found.changes:
+        statement_effects = effects([statement])
+        if name not in statement_effects.binds and name not in statement_effects.changes:
             continue
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             target, value = statement.targets[0], statement.value
@@ -249,7 +249,7 @@ def _joined(context: _Context, statements: Sequence[ast.stmt]) -> str:
 
 def pushes_in(code: str) -> list[PushedValues]:
     """Reconstruct pushes from the `%push` and `%scatter` lines of a cell, where they were not recorded."""
-    found = []
+    pushes = []
     for line in code.splitlines():
         word, _, rest = line.strip().partition(" ")
         if word not in ("%push", "%scatter"):
@@ -260,5 +260,5 @@ def pushes_in(code: str) -> list[PushedValues]:
         parser.add_argument("--dim", type=int, default=0)
         options = parser.parse_known_args(shlex.split(rest))[0]
         ranks = tuple(parse_ranks(options.ranks, 1 << 16)) if options.ranks else None
-        found.append(PushedValues(tuple(options.names), ranks, options.dim if word == "%scatter" else None))
-    return found
+        pushes.append(PushedValues(tuple(options.names), ranks, options.dim if word == "%scatter" else None))
+    return pushes

@@ -25,16 +25,16 @@ def indent_code(code: str, by: str = "    ") -> str:
 
 
 def _lines_in_strings(code: str) -> set[int]:
-    found, opened = set[int](), list[int]()
+    numbers, opened = set[int](), list[int]()
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         kind = tokenize.tok_name[token.type]
         if kind == "STRING":
-            found |= set(range(token.start[0] + 1, token.end[0] + 1))
+            numbers |= set(range(token.start[0] + 1, token.end[0] + 1))
         elif kind in ("FSTRING_START", "TSTRING_START"):  # Python 3.12 and newer
             opened.append(token.start[0])
         elif kind in ("FSTRING_END", "TSTRING_END"):
-            found |= set(range(opened.pop() + 1, token.end[0] + 1))
-    return found
+            numbers |= set(range(opened.pop() + 1, token.end[0] + 1))
+    return numbers
 
 
 def comment_out(code: str) -> str:
@@ -115,10 +115,10 @@ def apply_ruff(text: str, target: Path) -> tuple[str, list[str]]:
     if ruff is None:
         return text, []
     fixed = _run([*ruff, "check", "--fix-only", f"--fixable={_FIXED}"], text, target) or text
-    found = json.loads(_run([*ruff, "check", "--output-format=json"], fixed, target) or "[]")
-    codes = {entry["code"] for entry in found if entry.get("code")}
+    findings = json.loads(_run([*ruff, "check", "--output-format=json"], fixed, target) or "[]")
+    codes = {entry["code"] for entry in findings if entry.get("code")}
     undefined = sorted(
-        {entry["message"].partition("`")[2].partition("`")[0] for entry in found if entry["code"] == "F821"}
+        {entry["message"].partition("`")[2].partition("`")[0] for entry in findings if entry["code"] == "F821"}
     )
     silenced = sorted(codes - _NEVER_SILENCED)
     if silenced:

@@ -169,15 +169,15 @@ def guard_group_calls(code: str) -> str:
     if _INIT not in code and _DESTROY not in code:
         return code
     lines = code.splitlines()
-    for statement, name, module in sorted(_calls(parse(code)), key=lambda found: -found[0].lineno):
+    for statement, name, module in sorted(_calls(parse(code)), key=lambda call: -call[0].lineno):
         first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
         indent = lines[first][: statement.col_offset]
         if name == _DESTROY:
             lines[first:last] = [f"{indent}pass  # {ast.unparse(statement)}: this script destroys the group below"]
         else:
-            own = indent_code("\n".join(lines[first:last])).splitlines()
+            block = indent_code("\n".join(lines[first:last])).splitlines()
             head = f"{indent}if not {module}.is_initialized():  # this script created the group above"
-            lines[first:last] = [head, *own]
+            lines[first:last] = [head, *block]
     return "\n".join(lines) + "\n"
 
 

@@ -6,11 +6,11 @@ import ast
 
 from axon_nb.export.dataflow import defining_statements, effects, live_cells
 
-GIVEN = ("rank", "torch", "dist", "F")
+PREDEFINED = ("rank", "torch", "dist", "F")
 
 
 def live(*cells: str, wanted: dict[int, list[str]] | None = None) -> list[bool]:
-    return live_cells([ast.parse(cell) for cell in cells], wanted or {}, given=GIVEN)
+    return live_cells([ast.parse(cell) for cell in cells], wanted or {}, predefined=PREDEFINED)
 
 
 def test_names_that_are_bound_used_and_changed() -> None:
