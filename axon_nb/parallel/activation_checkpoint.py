@@ -44,24 +44,24 @@ def checkpoint_blocks(model: nn.Module, kinds: ModuleKinds, *, every: int = 1, *
     """
     if every < 1:
         raise UsageError(f"every must be at least 1; got {every}. (1: all blocks, 2: every second one.)")
-    found = _blocks(model, kinds)
-    if not found:
+    blocks = _blocks(model, kinds)
+    if not blocks:
         classes = ", ".join(sorted({type(inner).__name__ for inner in model.modules() if inner is not model}))
         raise UsageError(
             f"No module of {type(model).__name__} matches kinds={kinds!r}; it contains {classes or 'no modules'}."
         )
-    chosen = list(found.items())[::every]
-    for name, block in chosen:
+    selected = list(blocks.items())[::every]
+    for name, block in selected:
         if "forward" in vars(block):
             raise UsageError(f"{name} already has its own forward; call checkpoint_blocks only once per block.")
-    for _, block in chosen:
+    for _, block in selected:
         # Set on the instance, so that hooks such as FSDP's stay outside: a unit is gathered once for both forwards.
         vars(block)["forward"] = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
-    return len(chosen)
+    return len(selected)
 
 
 def _blocks(module: nn.Module, kinds: ModuleKinds, prefix: str = "") -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, child in module.named_children():
-        found |= {prefix + name: child} if matches(child, kinds) else _blocks(child, kinds, f"{prefix}{name}.")
-    return found
+        blocks |= {prefix + name: child} if matches(child, kinds) else _blocks(child, kinds, f"{prefix}{name}.")
+    return blocks

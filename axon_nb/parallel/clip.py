@@ -95,10 +95,10 @@ def _norm(parts: list[Part], norm_type: float, groups: Any) -> float:
     # alone, and is the same on all their ranks.
     for parameter, groups_of_parameter in parts:
         shard_groups |= {group.ranks: group for group in groups_of_parameter}
-        found = norms.setdefault(tuple(sorted({group.ranks for group in groups_of_parameter})), [])
+        group_norms = norms.setdefault(tuple(sorted({group.ranks for group in groups_of_parameter})), [])
         if parameter.grad is not None and (gradient := _local(_reduced_gradient(parameter))).numel():
             wide = torch.float32 if gradient.dtype.itemsize < 4 else None
-            found.append(torch.linalg.vector_norm(gradient, norm_type, dtype=wide))
+            group_norms.append(torch.linalg.vector_norm(gradient, norm_type, dtype=wide))
     sums = {
         key: _combine([torch.stack(_to_one_device(some)).double().pow(power)], op)
         for key, some in norms.items()
@@ -127,10 +127,10 @@ def _trainable(model: Any) -> Iterator[Part]:
 def _module_parts(module: nn.Module) -> Iterator[Part]:
     for inner in module.modules():
         # Layers of `axon_nb.parallel.tensor` hold plain tensors; `shard_dims` names the sharded ones.
-        own: dict[str, int] = getattr(inner, "shard_dims", {})
+        dims: dict[str, int] = getattr(inner, "shard_dims", {})
         for name, parameter in inner.named_parameters(recurse=False):
             over = _shard_groups(parameter)
-            if name in own and isinstance(group := getattr(inner, "group", None), ProcessGroup) and group.size() > 1:
+            if name in dims and isinstance(group := getattr(inner, "group", None), ProcessGroup) and group.size() > 1:
                 over.append(group)
             yield parameter, over
 

@@ -85,11 +85,11 @@ def _number(name: str, metric: float | torch.Tensor) -> float:
 
 
 def _check_headers(headers: list[list[float]], names: list[str], pg: ProcessGroup) -> None:
-    own = headers[pg.rank()][1]
+    expected = headers[pg.rank()][1]
     for rank, (weight, other) in zip(pg.ranks, headers, strict=True):
         if not weight >= 0:
             raise UsageError(f"weight must be a number of samples, 0 or more; got {weight:g} on rank {rank}.")
-        if other != own:
+        if other != expected:
             raise UsageError(
                 f"Metric names differ: this rank has {names}, rank {rank} has others. All ranks must pass the same "
                 "names; use weight=0 on ranks without samples."

@@ -122,11 +122,11 @@ def model_states(
     params = grads = states = unsharded = 0
     for number, (shape, dtype, trained) in enumerate(table):
         elements = math.prod(shape)
-        padded, own = _rows(shape, num_parts, rank if num_parts > 1 else 0)
+        padded, held = _rows(shape, num_parts, rank if num_parts > 1 else 0)
         width = widths[dtype, trained]
         params += padded * dtype.itemsize
-        grads += trained * (own if copied else padded) * dtype.itemsize
-        states += round(own * width) if owned is None or number in owned else 0
+        grads += trained * (held if copied else padded) * dtype.itemsize
+        states += round(held * width) if owned is None or number in owned else 0
         unsharded += (1 + trained) * elements * dtype.itemsize + round(elements * width)
     total = sum(math.prod(shape) for shape, _, _ in table)
     host = {
@@ -212,11 +212,11 @@ def measure_model_states(
         "grads": _storages([parameter.grad for parameter in held if parameter.grad is not None]),
         "states": _storages(optimizer_states(optimizer)),
     }
-    sizes = {role: sum(storage.nbytes() for storage in found) for role, found in storages.items()}
+    sizes = {role: sum(storage.nbytes() for storage in group) for role, group in storages.items()}
     if device.type == "cpu":
         host = sum(sizes[role] for role in _ON_HOST[cpu_offload])
     else:
-        host = sum(item.nbytes() for found in storages.values() for item in found if item.device.type == "cpu")
+        host = sum(item.nbytes() for group in storages.values() for item in group if item.device.type == "cpu")
     return replace(
         estimate,
         param_memory_bytes=sizes["params"],
@@ -229,13 +229,13 @@ def measure_model_states(
 
 
 def _storages(tensors: Iterable[Any]) -> list[torch.UntypedStorage]:
-    found = {}
+    storages = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         # The gradients of a unit are views into the output of one reduce-scatter.
         storage = local.untyped_storage()
-        found[storage.data_ptr()] = storage
-    return list(found.values())
+        storages[storage.data_ptr()] = storage
+    return list(storages.values())
 
 
 def _peak_mb(device: torch.device) -> float:

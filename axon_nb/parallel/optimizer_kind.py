@@ -56,14 +56,14 @@ class OptimizerKind:
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that holds the states: for ZeroRedundancyOptimizer, its local one."""
-    own: Optimizer = getattr(optimizer, "optim", optimizer)
-    return own
+    inner: Optimizer = getattr(optimizer, "optim", optimizer)
+    return inner
 
 
 def optimizer_states(optimizer: Optimizer | None) -> list[torch.Tensor]:
     """Return the states that an optimizer holds on this rank, except scalars."""
     if optimizer is None:
         return []
-    own = local_optimizer(optimizer)
-    values = [value for state in own.state.values() for value in state.values()]
+    inner = local_optimizer(optimizer)
+    values = [value for state in inner.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, torch.Tensor) and value.ndim > 0]

@@ -40,14 +40,14 @@ class CPUOffload(enum.Enum):
     """Parameters, gradients and optimizer states; the optimizer step runs on the host."""
 
 
-def parse_enum(kind: type[Choice], given: Any, name: str) -> Choice:
+def parse_enum(kind: type[Choice], value: Any, name: str) -> Choice:
     """Return the enum member that is given itself or by its value.
 
     Raises:
         UsageError: there is no such member.
     """
     try:
-        return kind(given)
+        return kind(value)
     except ValueError:
         names = ", ".join(f"{kind.__name__}.{item.name}" for item in kind)
-        raise UsageError(f"{name} must be one of {names}; got {given!r}.") from None
+        raise UsageError(f"{name} must be one of {names}; got {value!r}.") from None

@@ -104,11 +104,11 @@ class Parallel3D(nn.Module):
 
     def mean_loss(self, losses: torch.Tensor | None) -> float:
         """Average the losses that `step` returned over all samples of all ranks. Collective."""
-        own = self.pipeline.mean_loss(losses)
+        local = self.pipeline.mean_loss(losses)
         if self._axis_size("dp") == 1:
-            return own
+            return local
         device = next(self.pipeline.parameters()).device
-        mean = torch.tensor(own, dtype=torch.float64, device=device)
+        mean = torch.tensor(local, dtype=torch.float64, device=device)
         return float(all_reduce_mean(mean, group=axis_group(self.mesh, "dp")))
 
     def clip_grad_norm(self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:

@@ -194,10 +194,10 @@ class Checkpoints:
         """
         peers = Peers(self._group)
         self._finish_pending(peers)
-        found = peers.run_on_first(
+        manifest = peers.run_on_first(
             lambda: self._folder.find(step), error=CheckpointError, what="Reading the folder failed"
         )
-        return self._load(peers, found, model, optimizer, stateful, strict=strict)
+        return self._load(peers, manifest, model, optimizer, stateful, strict=strict)
 
     def load_latest(
         self, *, model: nn.Module, optimizer: Optimizers = None, strict: bool = True, **stateful: Any
@@ -214,10 +214,10 @@ class Checkpoints:
         """
         peers = Peers(self._group)
         self._finish_pending(peers)
-        found = peers.run_on_first(self._latest_complete, error=CheckpointError, what="Reading the folder failed")
-        if found is None:
+        latest = peers.run_on_first(self._latest_complete, error=CheckpointError, what="Reading the folder failed")
+        if latest is None:
             return None
-        manifest, broken = found
+        manifest, broken = latest
         if broken and peers.rank == 0:
             warnings.warn(f"{broken} Resuming from step {manifest.step}.", CheckpointWarning, stacklevel=2)
         return self._load(peers, manifest, model, optimizer, stateful, strict=strict)
@@ -238,23 +238,23 @@ class Checkpoints:
     def _load(
         self,
         peers: Peers,
-        found: Manifest,
+        manifest: Manifest,
         model: nn.Module,
         optimizer: Optimizers,
         stateful: dict[str, Any],
         *,
         strict: bool,
     ) -> Resumed:
-        found = dataclasses.replace(found, path=self.folder / found.path.name)
-        extra = restore(peers, found, model=model, optimizer=optimizer, stateful=stateful, strict=strict)
-        if found.world_size != peers.size and peers.rank == 0:
+        manifest = dataclasses.replace(manifest, path=self.folder / manifest.path.name)
+        extra = restore(peers, manifest, model=model, optimizer=optimizer, stateful=stateful, strict=strict)
+        if manifest.world_size != peers.size and peers.rank == 0:
             warnings.warn(
-                f"Step {found.step} was saved by {found.world_size} ranks and is loaded by {peers.size}: `extra` and "
-                "samplers are those of rank 0, and random states are new.",
+                f"Step {manifest.step} was saved by {manifest.world_size} ranks and is loaded by {peers.size}: `extra` "
+                "and samplers are those of rank 0, and random states are new.",
                 CheckpointWarning,
                 stacklevel=3,
             )
-        return Resumed(found.step, extra, found.world_size, found.path)
+        return Resumed(manifest.step, extra, manifest.world_size, manifest.path)
 
     def _prepare(
         self,

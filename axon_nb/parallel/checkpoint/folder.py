@@ -57,8 +57,8 @@ class CheckpointFolder:
 
     def complete(self) -> list[Manifest]:
         """Return the checkpoints that have a manifest, in the order in which they were saved."""
-        found = [manifest for path in self._candidates() if (manifest := _read(path)) is not None]
-        return sorted(found, key=lambda manifest: manifest.serial)
+        manifests = [manifest for path in self._candidates() if (manifest := _read(path)) is not None]
+        return sorted(manifests, key=lambda manifest: manifest.serial)
 
     def find(self, step: int) -> Manifest:
         """Return the checkpoint of a step; the latest if there are several.
@@ -67,10 +67,10 @@ class CheckpointFolder:
             CheckpointNotFoundError: there is none.
             CorruptCheckpointError: it is incomplete.
         """
-        found = [manifest for manifest in self.complete() if manifest.step == step]
-        if found:
-            check(found[-1])
-            return found[-1]
+        matching = [manifest for manifest in self.complete() if manifest.step == step]
+        if matching:
+            check(matching[-1])
+            return matching[-1]
         for path in self._candidates():
             if _step_of(path) == step:
                 raise CorruptCheckpointError(f"{path} has no readable {_MANIFEST}, so it is incomplete; remove it.")
@@ -178,9 +178,9 @@ def sync_folder(path: Path) -> None:
 
 
 def _step_of(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    assert found is not None
-    return int(found[1])
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def _read(path: Path) -> Manifest | None:

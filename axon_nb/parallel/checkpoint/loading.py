@@ -23,7 +23,7 @@ _SHOWN = 6
 
 def restore(
     peers: Peers,
-    found: Manifest,
+    manifest: Manifest,
     *,
     model: nn.Module,
     optimizer: Optimizers,
@@ -45,42 +45,42 @@ def restore(
     model_tensors = {f"{_MODEL}{name}": value for name, value in model_state(plain, shards).items()}
 
     def check_fit() -> tuple[set[str], set[str], list[str]]:
-        _check_visible(peers, found)
-        if optimizer is not None and _OPTIMIZER not in found.files:
-            raise CheckpointMismatchError(f"Step {found.step} was saved without an optimizer; load it without one.")
-        saved = read_metadata(found.path)
+        _check_visible(peers, manifest)
+        if optimizer is not None and _OPTIMIZER not in manifest.files:
+            raise CheckpointMismatchError(f"Step {manifest.step} was saved without an optimizer; load it without one.")
+        saved = read_metadata(manifest.path)
         in_checkpoint = {name for name in saved.state_dict_metadata if name.startswith(_MODEL)}
         return set(model_tensors), in_checkpoint, mismatches(model_tensors, saved)
 
-    outcomes = peers.run_on_all(check_fit, error=CorruptCheckpointError, what=f"{found.path} cannot be read")
-    _compare(outcomes, found, strict=strict)
-    metadata = read_metadata(found.path)
+    outcomes = peers.run_on_all(check_fit, error=CorruptCheckpointError, what=f"{manifest.path} cannot be read")
+    _compare(outcomes, manifest, strict=strict)
+    metadata = read_metadata(manifest.path)
     model_tensors = {name: value for name, value in model_tensors.items() if name in metadata.state_dict_metadata}
     tensors = states.expected(metadata)
 
     def read() -> Any:
-        read_tensors({**model_tensors, **tensors}, found.path, metadata)
+        read_tensors({**model_tensors, **tensors}, manifest.path, metadata)
         set_model_state(plain, shards, {name.removeprefix(_MODEL): value for name, value in model_tensors.items()})
         if optimizer is not None:
-            states.restore(tensors, read_plain(found.path / _OPTIMIZER))
-        same = found.world_size == peers.size
-        saved = read_plain(found.path / f"rank_{peers.rank if same else 0:05d}.pt")
-        set_rank_state(saved, stateful, is_own=same, step=found.step, rank=peers.rank)
+            states.restore(tensors, read_plain(manifest.path / _OPTIMIZER))
+        same = manifest.world_size == peers.size
+        saved = read_plain(manifest.path / f"rank_{peers.rank if same else 0:05d}.pt")
+        set_rank_state(saved, stateful, is_own=same, step=manifest.step, rank=peers.rank)
         return saved["extra"]
 
-    return peers.run_on_all(read, error=CorruptCheckpointError, what=f"{found.path} cannot be read")[peers.rank]
+    return peers.run_on_all(read, error=CorruptCheckpointError, what=f"{manifest.path} cannot be read")[peers.rank]
 
 
-def _check_visible(peers: Peers, found: Manifest) -> None:
-    if not found.path.is_dir():
+def _check_visible(peers: Peers, manifest: Manifest) -> None:
+    if not manifest.path.is_dir():
         raise CheckpointError(
-            f"Rank {peers.rank} on host {socket.gethostname()} cannot see {found.path}, which rank 0 can; use a folder "
-            "on a disk that all hosts share."
+            f"Rank {peers.rank} on host {socket.gethostname()} cannot see {manifest.path}, which rank 0 can; use a "
+            "folder on a disk that all hosts share."
         )
-    check(found)
+    check(manifest)
 
 
-def _compare(outcomes: list[tuple[set[str], set[str], list[str]]], found: Manifest, *, strict: bool) -> None:
+def _compare(outcomes: list[tuple[set[str], set[str], list[str]]], manifest: Manifest, *, strict: bool) -> None:
     problems = sorted({text for _, _, texts in outcomes for text in texts})
     everyone = set().union(*(names for names, _, _ in outcomes))
     problems += [f"{name.removeprefix(_MODEL)} is not in the model" for name in sorted(outcomes[0][1] - everyone)]
@@ -89,5 +89,5 @@ def _compare(outcomes: list[tuple[set[str], set[str], list[str]]], found: Manife
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointMismatchError(
-            f"Step {found.step} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}."
+            f"Step {manifest.step} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}."
         )

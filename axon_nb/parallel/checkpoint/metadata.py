@@ -47,9 +47,9 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member
         if module == _RECORDS or (module, name) in _OTHERS:
-            found = getattr(importlib.import_module(module), name, None)
-            if (module, name) in _OTHERS or (isinstance(found, type) and found.__module__ == _RECORDS):
-                return found
+            value = getattr(importlib.import_module(module), name, None)
+            if (module, name) in _OTHERS or (isinstance(value, type) and value.__module__ == _RECORDS):
+                return value
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         raise CorruptCheckpointError(f"it refers to {module}.{name}, which the index of a checkpoint never contains.")
@@ -65,11 +65,11 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / ".metadata"
     with path.open("rb") as file:
         try:
-            found = _Unpickler(file).load()
+            index = _Unpickler(file).load()
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{path} was not read: {error}") from None
         except Exception as error:
             raise CorruptCheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
-    if not isinstance(found, Metadata):
-        raise CorruptCheckpointError(f"{path} holds an object of type {type(found).__name__}, not the index.")
-    return found
+    if not isinstance(index, Metadata):
+        raise CorruptCheckpointError(f"{path} holds an object of type {type(index).__name__}, not the index.")
+    return index

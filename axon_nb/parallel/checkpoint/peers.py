@@ -95,5 +95,5 @@ def describe(error: BaseException) -> str:
 def _raise_first(failures: list[Failure], kind: type[CheckpointError], what: str) -> None:
     for rank, failure in enumerate(failures):
         if failure is not None:
-            own, text = failure
-            raise own if own is not None else kind(f"{what} on rank {rank}: {text}")
+            error, text = failure
+            raise error if error is not None else kind(f"{what} on rank {rank}: {text}")

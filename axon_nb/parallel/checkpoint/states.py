@@ -30,11 +30,11 @@ def model_state(model: nn.Module, shards: Shards) -> dict[str, Any]:
 
 def set_model_state(model: nn.Module, shards: Shards, state: dict[str, Any]) -> None:
     """Load a state as returned by `model_state`, or a part of it, into the model."""
-    own = {
+    local = {
         name: value.to_local() if name in shards.sharded_names and isinstance(value, DTensor) else value
         for name, value in state.items()
     }
-    set_model_state_dict(model, own, options=StateDictOptions(strict=False))
+    set_model_state_dict(model, local, options=StateDictOptions(strict=False))
 
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
@@ -64,12 +64,12 @@ class OptimizerStates:
 
     def tensors(self) -> dict[str, Any]:
         """Return the states that are tensors, by name."""
-        found = {}
+        states = {}
         for optimizer, _, name, parameter in self._parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{_PREFIX}.{key}.{name}"] = self._shards.as_dtensor(name, value, parameter.shape)
-        return found
+                    states[f"{_PREFIX}.{key}.{name}"] = self._shards.as_dtensor(name, value, parameter.shape)
+        return states
 
     def plain(self) -> dict[str, Any]:
         """Return everything else: options by parameter name, and states that are not tensors."""
@@ -88,17 +88,17 @@ class OptimizerStates:
             key, _, name = rest.partition(".")
             if prefix == _PREFIX and isinstance(entry, TensorStorageMetadata):
                 saved.setdefault(name, []).append((key, entry))
-        found = {}
+        blanks = {}
         for _, group, name, parameter in self._parameters():
             for key, entry in saved.get(name, []):
                 dtype = entry.properties.dtype
                 if entry.size == self._shards.full_shape(name) and len(entry.size):
                     blank = torch.zeros_like(parameter.detach(), dtype=dtype)
-                    found[f"{_PREFIX}.{key}.{name}"] = self._shards.as_dtensor(name, blank)
+                    blanks[f"{_PREFIX}.{key}.{name}"] = self._shards.as_dtensor(name, blank)
                 else:
                     device = parameter.device if group.get("capturable") or group.get("fused") else "cpu"
-                    found[f"{_PREFIX}.{key}.{name}"] = torch.zeros(entry.size, dtype=dtype, device=device)
-        return found
+                    blanks[f"{_PREFIX}.{key}.{name}"] = torch.zeros(entry.size, dtype=dtype, device=device)
+        return blanks
 
     def restore(self, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
         """Set the states that were read.
@@ -128,9 +128,9 @@ class OptimizerStates:
         return value.to_local() if name in self._shards.sharded_names and isinstance(value, DTensor) else value
 
     def _update_outer(self) -> None:
-        for outer, own in zip(self._optimizers, self._local_optimizers, strict=True):
-            if outer is not own:
-                for outer_group, local_group in zip(outer.param_groups, own.param_groups, strict=True):
+        for outer, inner in zip(self._optimizers, self._local_optimizers, strict=True):
+            if outer is not inner:
+                for outer_group, local_group in zip(outer.param_groups, inner.param_groups, strict=True):
                     outer_group.update({key: value for key, value in local_group.items() if key != "params"})
 
     def _parameters(self) -> Iterator[tuple[Optimizer, dict[str, Any], str, torch.nn.Parameter]]:

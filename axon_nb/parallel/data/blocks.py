@@ -21,20 +21,20 @@ def named_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _outermost(module: nn.Module, names: set[str]) -> list[nn.Module]:
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in module.children():
         is_block = type(child).__name__ in names and any(True for _ in child.parameters())
-        found += [child] if is_block else _outermost(child, names)
-    return found
+        blocks += [child] if is_block else _outermost(child, names)
+    return blocks
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules with parts and parameters whose container holds several of their class."""
     kinds = Counter(type(child) for child in module.children() if _is_block(child)) if _is_row(module) else Counter()
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in module.children():
-        found += [child] if _is_block(child) and kinds[type(child)] > 1 else repeated_blocks(child)
-    return found
+        blocks += [child] if _is_block(child) and kinds[type(child)] > 1 else repeated_blocks(child)
+    return blocks
 
 
 def _is_row(module: nn.Module) -> bool:
@@ -66,6 +66,6 @@ def num_parameters(blocks: list[nn.Module]) -> int:
 
 def equal_row(model: nn.Module) -> list[nn.Module] | None:
     """Return the modules of one class, at least two in a row, that have the most parameters; None: there are none."""
-    found = [list(row.values()) for row in rows_of_blocks(model) if len(row) > 1]
-    best = max(found, key=num_parameters, default=None)
+    rows = [list(row.values()) for row in rows_of_blocks(model) if len(row) > 1]
+    best = max(rows, key=num_parameters, default=None)
     return best if best and num_parameters(best) else None

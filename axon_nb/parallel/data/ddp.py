@@ -69,15 +69,15 @@ class DDP(TorchDDP):
         **torch_options: Any,
     ) -> None:
         buffers: dict[str, Any] = {_BUFFERS: broadcast_buffers}
-        own = resolve(group if group is not None else torch_options.pop("process_group", None))
+        resolved = resolve(group if group is not None else torch_options.pop("process_group", None))
         bucket_size_mb = torch_options.pop("bucket_cap_mb", None) or bucket_size_mb
         if not isinstance(bucket_size_mb, (int, float)) or not bucket_size_mb > 0:
             raise UsageError(f"bucket_size_mb must be a positive number of MiB; got {bucket_size_mb!r}.")
         strategy = parse_enum(GradSyncStrategy, strategy, "strategy")
-        check_model(model, own)
+        check_model(model, resolved)
         super().__init__(
             model,
-            process_group=own.torch_group,
+            process_group=resolved.torch_group,
             bucket_cap_mb=_SINGLE_BUCKET_MIB if strategy is GradSyncStrategy.SYNCHRONOUS else bucket_size_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,

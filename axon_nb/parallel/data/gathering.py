@@ -65,11 +65,11 @@ class ParameterGatherer:
             return
         ranks = self._mesh.size(self._mesh.ndim - 1)
         start = self._mesh.get_local_rank(self._mesh.ndim - 1) * -(-full.shape[0] // ranks)
-        own = full.narrow(0, start, part.shape[0]).to(part.device)
+        local = full.narrow(0, start, part.shape[0]).to(part.device)
         # Unchanged elements keep the shard's value, which may be more precise than the gathered one.
-        changed = own != part.to(own.dtype)
+        changed = local != part.to(local.dtype)
         if changed.any():
-            part.copy_(torch.where(changed, own.to(part.dtype), part))
+            part.copy_(torch.where(changed, local.to(part.dtype), part))
 
 
 def full_value(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,9 @@ def check_model(model: nn.Module, group: ProcessGroup) -> None:
         TensorMismatchError: the model differs between ranks; the message names the parameter and the rank.
     """
     problem = _problem(model, group)
-    own = _description(model) if problem is None else problem
+    description = _description(model) if problem is None else problem
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, own, group=group.torch_group)
+    dist.all_gather_object(everyone, description, group=group.torch_group)
     if problem is not None:
         raise problem
     for rank, other in zip(group.ranks, everyone, strict=True):
@@ -123,13 +123,13 @@ def broadcast_model(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     groups = [ProcessGroup.wrap(mesh.get_group(dim)) for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1]
     for tensor in (*model.parameters(), *model.buffers()):
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        if own.is_meta or not own.numel():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        if local.is_meta or not local.numel():
             continue
         # One at a time: the whole model may not fit on the device.
-        sent = own.to(mesh.device_type) if groups and groups[0].backend is Backend.NCCL else own
+        sent = local.to(mesh.device_type) if groups and groups[0].backend is Backend.NCCL else local
         sent = sent.contiguous()
         for group in groups:
             broadcast(sent, group=group)
-        if sent is not own:
-            own.copy_(sent)
+        if sent is not local:
+            local.copy_(sent)

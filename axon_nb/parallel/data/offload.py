@@ -88,20 +88,20 @@ def offload_states(optimizer: Optimizer, device: torch.device) -> None:
         _move_states(optimizer, _HOST)
 
     # ZeroRedundancyOptimizer has no states itself; its local optimizer does.
-    own = local_optimizer(optimizer)
-    own.register_step_pre_hook(fetch)
-    own.register_step_post_hook(store)
+    inner = local_optimizer(optimizer)
+    inner.register_step_pre_hook(fetch)
+    inner.register_step_post_hook(store)
 
 
 def _fsdp_parameters(model: nn.Module) -> list[Any]:
-    found = []
+    parameters = []
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             state: Any = unit._get_fsdp_state()
             # Up to torch 2.11: one group per module.
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            found += [part for group in groups if group is not None for part in group.fsdp_params]
-    return found
+            parameters += [part for group in groups if group is not None for part in group.fsdp_params]
+    return parameters
 
 
 @torch.no_grad()

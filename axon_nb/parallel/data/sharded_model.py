@@ -128,18 +128,18 @@ class ShardedModel(nn.Module):
             UsageError: names or shapes differ from the model's.
         """
         self.reshard_parameters()
-        own = self.module.state_dict()
-        for name in sorted(own.keys() ^ state.keys()):
+        shards = self.module.state_dict()
+        for name in sorted(shards.keys() ^ state.keys()):
             raise UsageError(
-                f"{name} is only in {'the model' if name in own else 'the state'}; the state is of another model."
+                f"{name} is only in {'the model' if name in shards else 'the state'}; the state is of another model."
             )
         for name, value in state.items():
-            if own[name].shape != value.shape:
+            if shards[name].shape != value.shape:
                 raise UsageError(
-                    f"{name} has shape {tuple(own[name].shape)} in the model and {tuple(value.shape)} in the state."
+                    f"{name} has shape {tuple(shards[name].shape)} in the model and {tuple(value.shape)} in the state."
                 )
         for name, value in state.items():
-            copy_full_value(own[name], value)
+            copy_full_value(shards[name], value)
 
     def memory_estimate(
         self,

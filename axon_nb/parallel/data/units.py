@@ -72,19 +72,19 @@ def _select(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
 def _children_or_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the direct children that have parameters; instead of a child, the repeated blocks inside it."""
     blocks = repeated_blocks(model)
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     for child in _children(model):
         inside = set(map(id, child.modules()))
         whole = [child] if any(True for _ in child.parameters()) else []
-        found += [block for block in blocks if id(block) in inside] or whole
-    return found
+        units += [block for block in blocks if id(block) in inside] or whole
+    return units
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    found = []
+    children = []
     for child in module.children():
-        found += _children(child) if isinstance(child, _CONTAINERS) else [child]
-    return found
+        children += _children(child) if isinstance(child, _CONTAINERS) else [child]
+    return children
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
@@ -116,16 +116,16 @@ def resolve_mesh(
         if group is not None:
             raise UsageError("Pass either group or mesh, not both: the mesh already defines the ranks.")
         return _check_mesh(mesh, strategy)
-    own = resolve(group)
-    device = "cuda" if any(parameter.is_cuda for parameter in model.parameters()) else rank_device(own).type
+    resolved = resolve(group)
+    device = "cuda" if any(parameter.is_cuda for parameter in model.parameters()) else rank_device(resolved).type
     if strategy is ShardingStrategy.HYBRID_SHARD:
         raise UsageError("HYBRID_SHARD needs a mesh of (replicas, shards), such as make_mesh(replicate=2, shard=-1).")
     if strategy is ShardingStrategy.NO_SHARD:
         # Each rank is a replica, "sharded" over itself alone.
         return DeviceMesh(
-            device, torch.tensor(own.ranks, device="cpu").view(-1, 1), mesh_dim_names=("replicate", "shard")
+            device, torch.tensor(resolved.ranks, device="cpu").view(-1, 1), mesh_dim_names=("replicate", "shard")
         )
-    return DeviceMesh.from_group(own.torch_group, device, mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(resolved.torch_group, device, mesh_dim_names=("shard",))
 
 
 def _check_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:

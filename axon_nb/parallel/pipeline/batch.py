@@ -109,9 +109,9 @@ def agree(group: ProcessGroup, problem: str | None, *numbers: int) -> list[list[
         UsageError: a rank cannot continue; raised on all ranks, so that none waits.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if group.backend is Backend.NCCL else torch.device("cpu")
-    own = torch.tensor([problem is not None, *numbers], dtype=torch.int64, device=device)
-    everyone = torch.empty(group.size() * len(own), dtype=torch.int64, device=device)
-    all_gather_single(everyone, own, group=group.torch_group)
+    local = torch.tensor([problem is not None, *numbers], dtype=torch.int64, device=device)
+    everyone = torch.empty(group.size() * len(local), dtype=torch.int64, device=device)
+    all_gather_single(everyone, local, group=group.torch_group)
     rows: list[list[int]] = everyone.view(group.size(), -1).tolist()
     if any(row[0] for row in rows):
         texts: list[Any] = [None] * group.size()

@@ -82,8 +82,8 @@ class ForwardPass:
 
     def _must_defer_sends(self, stage: int) -> bool:
         # When two ranks send to each other at once, NCCL processes all messages in order, one at a time.
-        own, other = self._rank_of(stage), self._rank_of(stage + 1)
-        return self._group.size() == 2 and other < own
+        sender, receiver = self._rank_of(stage), self._rank_of(stage + 1)
+        return self._group.size() == 2 and receiver < sender
 
     def _inputs(self, stage: int, microbatch: int) -> tuple[Any, ...]:
         if stage - 1 in self._modules:

@@ -110,8 +110,8 @@ class HeldStages(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's part of a state, which may be that of the whole model."""
-        own = self.module.state_dict()
-        part = {name: value for name, value in state_dict.items() if name in own}
+        expected = self.module.state_dict()
+        part = {name: value for name, value in state_dict.items() if name in expected}
         return self.module.load_state_dict(part, strict=strict, assign=assign)
 
     def clip_grad_norm(self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:

@@ -86,12 +86,12 @@ class Pipeline(HeldStages):
         wrap: Callable[[nn.Module], nn.Module] | None = None,
         spans: bool = True,
     ) -> None:
-        given = [stage if isinstance(stage, PipelineStage) else PipelineStage(stage) for stage in stages]
-        own, chosen = resolve(group), PipelineSchedule.of(schedule)
-        count = len(given) if num_microbatches is None else num_microbatches
-        check_counts(chosen, num_ranks=own.size(), num_stages=len(given), num_microbatches=count)
-        check_no_shared_parameters(given)
-        super().__init__(given, own, chosen, device=device, wrap=wrap)
+        parts = [stage if isinstance(stage, PipelineStage) else PipelineStage(stage) for stage in stages]
+        resolved, kind = resolve(group), PipelineSchedule.of(schedule)
+        count = len(parts) if num_microbatches is None else num_microbatches
+        check_counts(kind, num_ranks=resolved.size(), num_stages=len(parts), num_microbatches=count)
+        check_no_shared_parameters(parts)
+        super().__init__(parts, resolved, kind, device=device, wrap=wrap)
         self.num_microbatches = count
         self._loss = (loss,)  # in a tuple, so that a loss that is a module does not become a submodule
         self._step_loss: tuple[Loss | None] = (None,)
@@ -135,10 +135,10 @@ class Pipeline(HeldStages):
             UsageError: the model is not a Sequential, or cannot be split like that.
         """
         if at is None:
-            own = resolve(group)
+            resolved = resolve(group)
             schedule = PipelineSchedule.of(options.get("schedule", PipelineSchedule.ONE_F_ONE_B))
-            wanted = num_stages or default_num_stages(schedule, own.size())
-            at = balanced_stage_starts(model, split, wanted, sample=sample, group=own)
+            wanted = num_stages or default_num_stages(schedule, resolved.size())
+            at = balanced_stage_starts(model, split, wanted, sample=sample, group=resolved)
         elif num_stages not in (None, len(at) + 1):
             raise UsageError(f"at={list(at)} defines {len(at) + 1} stages, but num_stages={num_stages}; pass only one.")
         return cls(split_sections(model, at), group=group, **options)
@@ -161,10 +161,10 @@ class Pipeline(HeldStages):
         """
         self._step_loss = (loss,) if loss is not None else self._loss
         args = as_args(x) if self.is_first and x is not None else ()
-        own = (describe_args(args), self._shape_context())
-        self._check_batch(x, target, training=True, changed=self._runner is None or own != self._runner_key)
+        key = (describe_args(args), self._shape_context())
+        self._check_batch(x, target, training=True, changed=self._runner is None or key != self._runner_key)
         if self._runner is None:
-            self._runner, self._runner_key = self._make_runner(), own
+            self._runner, self._runner_key = self._make_runner(), key
         self._losses.clear()
         try:
             self._runner.step(args, target if self.is_last else None)
@@ -266,5 +266,5 @@ class Pipeline(HeldStages):
 
     def extra_repr(self) -> str:
         """Describe stages and schedule in `repr`."""
-        own = ", ".join(map(str, self.stage_indices))
-        return f"stages {own} of {self.num_stages}, {self.schedule.value}, {self.num_microbatches} microbatches"
+        indices = ", ".join(map(str, self.stage_indices))
+        return f"stages {indices} of {self.num_stages}, {self.schedule.value}, {self.num_microbatches} microbatches"

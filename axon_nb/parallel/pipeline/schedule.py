@@ -28,20 +28,20 @@ class PipelineSchedule(enum.Enum):
     """Two stages per rank in a V, forwards and backwards of different microbatches paired (DeepSeek-V3, 2024)."""
 
     @classmethod
-    def of(cls, given: PipelineSchedule | str) -> PipelineSchedule:
+    def of(cls, value: PipelineSchedule | str) -> PipelineSchedule:
         """Return the schedule itself, or the one with this name in any case.
 
         Raises:
             UsageError: no schedule has this name.
         """
-        if isinstance(given, cls):
-            return given
-        wanted = str(given).lower().replace("_", "").replace("-", "")
+        if isinstance(value, cls):
+            return value
+        wanted = str(value).lower().replace("_", "").replace("-", "")
         for member in cls:
             if wanted in (member.value.lower(), member.name.lower().replace("_", ""), *_ALIASES.get(member, ())):
                 return member
         names = ", ".join(repr(member.value) for member in cls)
-        raise UsageError(f"schedule must be one of {names}, or a PipelineSchedule; got {given!r}.")
+        raise UsageError(f"schedule must be one of {names}, or a PipelineSchedule; got {value!r}.")
 
     @property
     def has_many_stages(self) -> bool:

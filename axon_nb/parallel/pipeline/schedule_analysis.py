@@ -60,12 +60,12 @@ class PipelineMemoryStats:
         Raises:
             UsageError: the schedule cannot run with these numbers.
         """
-        chosen = PipelineSchedule.of(schedule)
-        stages = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages
+        kind = PipelineSchedule.of(schedule)
+        stages = default_num_stages(kind, num_ranks) if num_stages is None else num_stages
         counts = {"num_ranks": num_ranks, "num_stages": stages, "num_microbatches": num_microbatches}
-        check_counts(chosen, **counts)
-        per_stage, per_rank = peak_live_microbatches(actions(chosen, **counts), num_stages=stages)
-        return cls(chosen, num_ranks, stages, num_microbatches, per_stage, per_rank)
+        check_counts(kind, **counts)
+        per_stage, per_rank = peak_live_microbatches(actions(kind, **counts), num_stages=stages)
+        return cls(kind, num_ranks, stages, num_microbatches, per_stage, per_rank)
 
     @staticmethod
     def gpipe_peak_activations(num_stages: int, num_microbatches: int) -> int:
@@ -160,9 +160,9 @@ def ideal_timeline(
     Raises:
         UsageError: the schedule cannot run with these numbers.
     """
-    chosen = PipelineSchedule.of(schedule)
-    stages = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages
+    kind = PipelineSchedule.of(schedule)
+    stages = default_num_stages(kind, num_ranks) if num_stages is None else num_stages
     counts = {"num_ranks": num_ranks, "num_stages": stages, "num_microbatches": num_microbatches}
-    check_counts(chosen, **counts)
+    check_counts(kind, **counts)
     lengths = {"F": forward_s, "B": backward_s, "I": backward_s / 2, "W": backward_s / 2}
-    return play(actions(chosen, **counts), lengths)
+    return play(actions(kind, **counts), lengths)

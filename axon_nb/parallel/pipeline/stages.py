@@ -151,8 +151,8 @@ def _measure_seconds(children: list[nn.Module], sample: Any, repeats: int = 3) -
 
 def _time_once(child: nn.Module, value: Any) -> tuple[float, Any]:
     """Run one forward and backward; return the seconds and the output."""
-    given = tree_map(_as_leaf, value)
-    args = given if isinstance(given, tuple) else (given,)
+    leaves = tree_map(_as_leaf, value)
+    args = leaves if isinstance(leaves, tuple) else (leaves,)
     sources = [tensor for tensor in (*_tensors(args), *child.parameters()) if tensor.requires_grad]
     _wait_for_device()
     start = time.perf_counter()
@@ -204,10 +204,10 @@ class PipelineStage:
         return self.module if isinstance(self.module, nn.Module) else self.module()
 
 
-def stage_device(given: torch.device | str | None, stage: nn.Module, group: ProcessGroup) -> torch.device:
+def stage_device(device: torch.device | str | None, stage: nn.Module, group: ProcessGroup) -> torch.device:
     """Return a stage's device: the given one, or that of its parameters; with NCCL, this rank's GPU."""
-    if given is not None:
-        return torch.device(given)
+    if device is not None:
+        return torch.device(device)
     parameter = next(stage.parameters(), None)
     if group.backend is Backend.NCCL and (parameter is None or not parameter.is_cuda):
         return torch.device("cuda", torch.cuda.current_device())

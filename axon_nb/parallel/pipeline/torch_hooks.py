@@ -232,5 +232,5 @@ def _computations(action: Any) -> list[tuple[str, int, int]]:
     if action is None:
         return []
     parts = action.sub_actions or (action,)
-    found = [(str(part.computation_type.value), part.stage_index, part.microbatch_index) for part in parts]
-    return [item for item in found if item[0] in ("F", "B", "I", "W")]
+    computations = [(str(part.computation_type.value), part.stage_index, part.microbatch_index) for part in parts]
+    return [item for item in computations if item[0] in ("F", "B", "I", "W")]

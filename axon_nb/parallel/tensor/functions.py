@@ -117,8 +117,8 @@ def _local_chunk(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor
 
 def _reduce_scatter(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     _check_positions(x, group)
-    own: torch.Tensor = reduce_scatter_sum(x.movedim(_SEQUENCE, 0).contiguous(), group=group)
-    return own.movedim(0, _SEQUENCE).contiguous()
+    part: torch.Tensor = reduce_scatter_sum(x.movedim(_SEQUENCE, 0).contiguous(), group=group)
+    return part.movedim(0, _SEQUENCE).contiguous()
 
 
 def _check_positions(x: torch.Tensor, group: ProcessGroup) -> None:

@@ -31,9 +31,9 @@ class _CrossEntropy(torch.autograd.Function):
         local = targets - group.rank() * size
         is_local = (local >= 0) & (local < size)
         local = local.where(is_local, 0)
-        chosen = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(is_local, 0.0)
+        target_logits = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(is_local, 0.0)
         exponents = wide.exp_()
-        sums = torch.stack([exponents.sum(-1), chosen])
+        sums = torch.stack([exponents.sum(-1), target_logits])
         total, at_target = all_reduce_sum(sums, group=group)
         softmax = exponents.div_(total.unsqueeze(-1))
         ctx.save_for_backward(softmax, local, is_local, ignored)

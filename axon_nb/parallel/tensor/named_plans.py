@@ -60,7 +60,7 @@ def _planned(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _norms(parent: nn.Module, path: str, unit: dict[str, str]) -> dict[str, str] | None:
     """Return the norms of single heads in a module; None: it has other parameters besides."""
-    found = {}
+    norms = {}
     size = getattr(parent, "head_dim", None)
     if any(True for _ in parent.parameters(recurse=False)):
         return None
@@ -72,5 +72,5 @@ def _norms(parent: nn.Module, path: str, unit: dict[str, str]) -> dict[str, str]
         if shapes and shapes != [(size,)]:
             return None
         if shapes:
-            found[full] = "heads"
-    return found
+            norms[full] = "heads"
+    return norms

@@ -101,7 +101,7 @@ def _axis(mesh: Any, model: nn.Module) -> tuple[ProcessGroup, DeviceMesh]:
 
 
 def _match_patterns(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    found: dict[str, tuple[str, Style]] = {}
+    choices: dict[str, tuple[str, Style]] = {}
     names = [name for name, _ in model.named_modules() if name]
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle) and style not in STYLES:
@@ -110,10 +110,10 @@ def _match_patterns(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, St
         if not matches:
             raise TensorError(f"{pattern!r} matches no module; the modules are {_abbreviate(names)}.")
         for name in matches:
-            if name in found and found[name][1] != style:
-                raise TensorError(f"{name} matches {found[name][0]!r} and {pattern!r}, which have different styles.")
-            found[name] = (pattern, style)
-    return {name: style for name, (_, style) in found.items()}
+            if name in choices and choices[name][1] != style:
+                raise TensorError(f"{name} matches {choices[name][0]!r} and {pattern!r}, which have different styles.")
+            choices[name] = (pattern, style)
+    return {name: style for name, (_, style) in choices.items()}
 
 
 def _has_prepared_input(name: str, styles: Mapping[str, Style]) -> bool:
