@@ -210,10 +210,10 @@ def _names_in_methods(kind: type) -> frozenset[str]:
 
 def _resolve(place: str) -> Any:
     module, _, names = place.partition(":")
-    found = _module(module)
+    value = _module(module)
     for name in names.split("."):
-        found = getattr(found, name, _ABSENT)
-    return found
+        value = getattr(value, name, _ABSENT)
+    return value
 
 
 def _module(name: str) -> Any:

@@ -146,7 +146,7 @@ class MemorySetup:
         return {axis: size for axis, size in axes.items() if size > 1 or axis == "dp"}
 
 
-def changed(setup: MemorySetup, given: Mapping[str, Any]) -> MemorySetup:
+def changed(setup: MemorySetup, updates: Mapping[str, Any]) -> MemorySetup:
     """Return a copy of `setup` with some fields replaced by a page's input.
 
     Raises:
@@ -154,7 +154,7 @@ def changed(setup: MemorySetup, given: Mapping[str, Any]) -> MemorySetup:
     """
     values: dict[str, Any] = {}
     known = {item.name for item in fields(MemorySetup)}
-    for name, value in given.items():
+    for name, value in updates.items():
         if name not in known:
             raise UsageError(f"{name!r} is unknown; fields are {', '.join(sorted(known))}.")
         values[name] = _number(name, value) if name in _NUMBERS else value

@@ -38,12 +38,12 @@ class MeshInfo:
         """Split the mesh into 2-D slices, in order."""
         *outer, rows, columns = (1,) * (2 - len(self.shape)) + self.shape
         size = rows * columns
-        found = []
+        slices = []
         for number, begin in enumerate(range(0, len(self.ranks), size)):
             part = self.ranks[begin : begin + size]
             lines = tuple(part[row * columns : (row + 1) * columns] for row in range(rows))
-            found.append(MeshSlice(self._place(number, outer), lines))
-        return found
+            slices.append(MeshSlice(self._place(number, outer), lines))
+        return slices
 
     def _place(self, number: int, outer: Sequence[int]) -> str:
         places = []

@@ -37,12 +37,12 @@ def parse_ranks(spec: str, world_size: int) -> list[int]:
     Raises:
         UsageError: a part is malformed, a rank does not exist, or no rank is selected.
     """
-    chosen: set[int] = set()
+    ranks: set[int] = set()
     for part in spec.split(","):
-        chosen.update(_parse_part(part.strip(), spec, world_size))
-    if not chosen:
+        ranks.update(_parse_part(part.strip(), spec, world_size))
+    if not ranks:
         raise UsageError(f"ranks {spec!r} selects none of the ranks 0 to {world_size - 1}.")
-    return sorted(chosen)
+    return sorted(ranks)
 
 
 def _parse_part(part: str, spec: str, world_size: int) -> Iterable[int]:

@@ -147,31 +147,31 @@ class RankWaits:
         return f"{self.via or self.call}{f' at line {self.line}{self.within}' if self.line else ''}"
 
 
-def _missing_peers(own: RankWaits, call: PendingCall, reports: Mapping[int, RankWaits]) -> set[int]:
+def _missing_peers(me: RankWaits, call: PendingCall, reports: Mapping[int, RankWaits]) -> set[int]:
     """Ranks that have not reached `call`."""
     if call.sequence == 0:
         other = reports.get(call.peer)
         if other is None:  # a recv from any rank, or the peer did not respond
             return set()
         # A send finishes when it is received: Gloo does not buffer messages for a late receiver.
-        names, peers = (("recv", "recv_anysource"), (own.rank, -1)) if call.name == "send" else (("send",), (own.rank,))
+        names, peers = (("recv", "recv_anysource"), (me.rank, -1)) if call.name == "send" else (("send",), (me.rank,))
         return set() if any(c.name in names and c.peer in peers for c in other.pending) else {call.peer}
-    peers_in_group = (rank for rank in call.ranks if rank != own.rank and rank in reports)
+    peers_in_group = (rank for rank in call.ranks if rank != me.rank and rank in reports)
     return {rank for rank in peers_in_group if reports[rank].counts.get(call.group, 0) < call.sequence}
 
 
-def _possible_senders(own: RankWaits, call: PendingCall, reports: Mapping[int, RankWaits]) -> set[int]:
+def _possible_senders(me: RankWaits, call: PendingCall, reports: Mapping[int, RankWaits]) -> set[int]:
     """Ranks of which one must still send, for a recv from any rank; none if one has, or for other calls."""
     if call.sequence or call.peer >= 0:
         return set()
-    others = {rank for rank in call.ranks if rank != own.rank and rank in reports}
-    sends = any(c.name == "send" and c.peer == own.rank for rank in others for c in reports[rank].pending)
+    others = {rank for rank in call.ranks if rank != me.rank and rank in reports}
+    sends = any(c.name == "send" and c.peer == me.rank for rank in others for c in reports[rank].pending)
     return set() if sends else others
 
 
 def missing_ranks(reports: Mapping[int, RankWaits], after_s: float) -> dict[int, tuple[int, ...]]:
     """For each rank that has waited at least `after_s` seconds: the ranks that have not reached its call."""
-    blocked = {rank: call for rank, own in reports.items() if (call := own.blocked_in) and call.seconds >= after_s}
+    blocked = {rank: call for rank, state in reports.items() if (call := state.blocked_in) and call.seconds >= after_s}
     missing = {rank: tuple(sorted(_missing_peers(reports[rank], call, reports))) for rank, call in blocked.items()}
     return {rank: others for rank, others in missing.items() if others}
 
@@ -187,16 +187,16 @@ def explain_deadlock(reports: Mapping[int, RankWaits], cell_ranks: Collection[in
         cell_ranks: The ranks that the cell was sent to.
         after_s: Minimum waiting time of a call to be considered, in seconds.
     """
-    blocked = {rank: call for rank, own in reports.items() if (call := own.blocked_in) and call.seconds >= after_s}
+    blocked = {rank: call for rank, state in reports.items() if (call := state.blocked_in) and call.seconds >= after_s}
     if (mismatch := _mismatch(blocked, reports)) is not None:
         return mismatch + advice_for(reports[rank].via for rank in blocked)
-    threaded = {rank for rank, own in reports.items() if own.threads}
+    threaded = {rank for rank, state in reports.items() if state.threads}
     missing, senders = {}, {}
     for rank, call in blocked.items():
         patient = threaded if call.seconds < _USER_THREAD_GRACE_S else set()
         missing[rank] = _missing_peers(reports[rank], call, reports) - patient
         senders[rank] = set() if patient else _possible_senders(reports[rank], call, reports)
-    finished = {rank for rank, own in reports.items() if not own.running}
+    finished = {rank for rank, state in reports.items() if not state.running}
     deadlocked = set(blocked)
     while True:
         over = finished | deadlocked
@@ -296,5 +296,5 @@ def describe_slow_ranks(reports: Mapping[int, RankWaits], after_s: float) -> str
 
 
 def _where(late: list[RankWaits]) -> str:
-    places = {own.place if own.call else f"line {own.line}" for own in late if own.running and own.line}
-    return f" ({places.pop()})" if len(places) == 1 and all(own.running for own in late) else ""
+    places = {state.place if state.call else f"line {state.line}" for state in late if state.running and state.line}
+    return f" ({places.pop()})" if len(places) == 1 and all(state.running for state in late) else ""

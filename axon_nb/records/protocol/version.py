@@ -53,12 +53,12 @@ def refuse_attach(name: str, theirs: Version) -> str:
         name: The cluster's name.
         theirs: What its ranks run.
     """
-    own = own_version()
-    if theirs.protocol == own.protocol:
+    ours = own_version()
+    if theirs.protocol == ours.protocol:
         return ""
     install = f"install axon_nb {theirs.package}" if theirs.package else "install the axon_nb that started them"
     return (
-        f"The ranks of {name!r} run {theirs}, but this notebook has {own}. Run `%distributed start` to start new "
+        f"The ranks of {name!r} run {theirs}, but this notebook has {ours}. Run `%distributed start` to start new "
         f"ranks. To keep these, {install} here, restart the kernel and attach again."
     )
 
@@ -71,10 +71,10 @@ def refuse_join(rank: int, host: str, theirs: Version) -> str:
         host: Where it runs.
         theirs: What it runs.
     """
-    own = own_version()
-    if theirs.protocol == own.protocol:
+    ours = own_version()
+    if theirs.protocol == ours.protocol:
         return ""
     return (
-        f"Rank {rank} on {host} runs {theirs}, but this notebook has {own}. Install axon_nb {own.package} on every "
+        f"Rank {rank} on {host} runs {theirs}, but this notebook has {ours}. Install axon_nb {ours.package} on every "
         "host, then run `%distributed start`."
     )

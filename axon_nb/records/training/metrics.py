@@ -82,12 +82,12 @@ class MetricRing:
             first = self._next - len(self._records)
             position = position if position <= self._next else 0
             begin = max(position, first)
-            found = list(itertools.islice(self._records, begin - first, begin - first + limit))
-        for record in found:
+            records = list(itertools.islice(self._records, begin - first, begin - first + limit))
+        for record in records:
             for name, value in record.values.items():
                 if not isinstance(value, float):
                     record.values[name] = float(value.item())  # synchronises with the device, on the reader's thread
-        return found, begin + len(found), begin - position
+        return records, begin + len(records), begin - position
 
 
 metrics = MetricRing()

@@ -46,10 +46,10 @@ def simulate_orders(
     count = num_microbatches
     owner = {stage: rank for rank, order in enumerate(orders) for _, stage, _ in order}
     delays = [[0.0] * (num_stages + 1) for _ in range(2)]  # forward and backward, at the boundary before each stage
-    given = latency_s, latency_s if backward_latency_s is None else backward_latency_s
-    for own, seconds in zip(delays, given, strict=True):
+    latencies = latency_s, latency_s if backward_latency_s is None else backward_latency_s
+    for stage_delays, seconds in zip(delays, latencies, strict=True):
         for stage, delay in enumerate(seconds or (), start=1):
-            own[stage] = delay if owner.get(stage) != owner.get(stage - 1) else 0.0
+            stage_delays[stage] = delay if owner.get(stage) != owner.get(stage - 1) else 0.0
     # End of each forward, then of each backward, by stage and microbatch; negative while unknown.
     half = num_stages * count
     ends = [-1.0] * (2 * half)

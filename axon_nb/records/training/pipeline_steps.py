@@ -47,17 +47,17 @@ def last_steps(spans: Iterable[Span], *, members: Mapping[str, Iterable[int]] | 
         if span.kind in _COMPUTING and span.stage >= 0:
             groups.setdefault(span.group, {}).setdefault(span.rank, []).append(span)
     known = members or {}
-    found = [_last_step(group, by_rank, set(known.get(group, by_rank))) for group, by_rank in groups.items()]
-    steps = [step for step in found if step is not None]
+    candidates = [_last_step(group, by_rank, set(known.get(group, by_rank))) for group, by_rank in groups.items()]
+    steps = [step for step in candidates if step is not None]
     return sorted(steps, key=lambda step: max(span.end_ns for span in step.measured), reverse=True)
 
 
 def _last_step(group: str, by_rank: Mapping[int, list[Span]], members: set[int]) -> PipelineStep | None:
     parts = {rank: list(_training_steps(rank, spans)) for rank, spans in sorted(by_rank.items())}
-    tried = itertools.chain.from_iterable(own[-_MAX_TRIED:] for own in parts.values())
-    for own in sorted(tried, key=lambda part: part.end_ns, reverse=True):
+    tried = itertools.chain.from_iterable(step[-_MAX_TRIED:] for step in parts.values())
+    for step in sorted(tried, key=lambda part: part.end_ns, reverse=True):
         together = [
-            match for rank, others in parts.items() if (match := _overlapping_step(own, rank, others)) is not None
+            match for rank, others in parts.items() if (match := _overlapping_step(step, rank, others)) is not None
         ]
         if not members <= {part.rank for part in together}:
             continue  # a rank has not reported yet, or did not take part
@@ -75,9 +75,9 @@ def _last_step(group: str, by_rank: Mapping[int, list[Span]], members: set[int])
 
 def _training_steps(rank: int, spans: Iterable[Span]) -> Iterator[_RankStep]:
     """Training steps of one rank, in order: those with a backward."""
-    for own in _split_steps(sorted(spans, key=lambda span: span.start_ns)):
-        if any(span.kind == "backward" for span in own):
-            yield _RankStep(rank, tuple(own), own[0].start_ns, max(span.end_ns for span in own))
+    for part in _split_steps(sorted(spans, key=lambda span: span.start_ns)):
+        if any(span.kind == "backward" for span in part):
+            yield _RankStep(rank, tuple(part), part[0].start_ns, max(span.end_ns for span in part))
 
 
 def _split_steps(spans: Iterable[Span]) -> list[list[Span]]:
@@ -95,15 +95,15 @@ def _split_steps(spans: Iterable[Span]) -> list[list[Span]]:
     return steps
 
 
-def _overlapping_step(own: _RankStep, rank: int, others: Sequence[_RankStep]) -> _RankStep | None:
-    """The step of `rank` that overlaps `own` the most; None if none does."""
-    if rank == own.rank:
-        return own
+def _overlapping_step(step: _RankStep, rank: int, others: Sequence[_RankStep]) -> _RankStep | None:
+    """The step of `rank` that overlaps `step` the most; None if none does."""
+    if rank == step.rank:
+        return step
     best, longest = None, 0
     for part in reversed(others):
-        if part.end_ns <= own.start_ns:
+        if part.end_ns <= step.start_ns:
             break
-        if (overlap := own.overlap_ns(part)) > longest:
+        if (overlap := step.overlap_ns(part)) > longest:
             best, longest = part, overlap
     return best
 
