@@ -28,10 +28,10 @@ def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None)
         NoClusterError: none is running.
         UsageError: nothing with that name can be shown.
     """
-    chosen = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.shards()")
+    target = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.shards()")
     if not names:
         raise UsageError("axon_nb.show.shards() needs the name of a variable on the ranks, such as 'model'.")
-    import_module("axon_nb.widgets.open").show_shards(chosen, _checked(names), gradients=gradients)
+    import_module("axon_nb.widgets.open").show_shards(target, _checked(names), gradients=gradients)
 
 
 def memory(*names: str, cluster: Cluster | None = None) -> None:
@@ -45,8 +45,8 @@ def memory(*names: str, cluster: Cluster | None = None) -> None:
         NoClusterError: none is running.
         UsageError: a name does not exist on the ranks.
     """
-    chosen = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.memory()")
-    import_module("axon_nb.widgets.open").show_memory(chosen, _checked(names))
+    target = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.memory()")
+    import_module("axon_nb.widgets.open").show_memory(target, _checked(names))
 
 
 def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -84,9 +84,9 @@ def timeline(
     if planned is not None:
         drawn: Timeline = import_module("axon_nb.widgets.open").show_planned(planned.spans, planned.title)
         return drawn
-    chosen = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.timeline()")
-    rows = import_module("axon_nb.records.ranks").resolve_ranks(ranks, chosen.world_size)
-    shown: Timeline = import_module("axon_nb.widgets.open").show_timeline(chosen, rows, cell=cell)
+    target = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.timeline()")
+    rows = import_module("axon_nb.records.ranks").resolve_ranks(ranks, target.world_size)
+    shown: Timeline = import_module("axon_nb.widgets.open").show_timeline(target, rows, cell=cell)
     return shown
 
 
@@ -99,5 +99,5 @@ def watch(*, cluster: Cluster | None = None) -> None:
     Raises:
         NoClusterError: none is running.
     """
-    chosen = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.watch()")
-    import_module("axon_nb.widgets.open").show_watch(chosen)
+    target = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.watch()")
+    import_module("axon_nb.widgets.open").show_watch(target)

@@ -78,15 +78,15 @@ class TorchApi:
         Args:
             modules: Modules to search for those that FSDP2 manages.
         """
-        found = {}
+        shards = {}
         for module in modules:
             if not hasattr(module, "_get_fsdp_state"):
                 continue
             for group in self.fsdp_parameter_groups(module._get_fsdp_state()):
                 for parameter in getattr(group, "fsdp_params", ()):
                     if getattr(getattr(parameter, "sharded_state", None), "name", "") == "UNSHARDED":
-                        found[id(parameter.unsharded_param)] = parameter.sharded_param
-        return found
+                        shards[id(parameter.unsharded_param)] = parameter.sharded_param
+        return shards
 
     def drop_accumulated_gradient(self, parameter: Any) -> None:
         """Drop an FSDPParam's accumulated unsharded gradient; since 2.15 that is `_unsharded_param.grad`."""

@@ -132,9 +132,9 @@ def _imported(path: str, line: str, rest: Iterator[str]) -> tuple[str, list[str]
     """Return the module and the names of an import that starts with a line and continues with the next ones."""
     while not line.rstrip().endswith(";"):
         line += next(rest, ";")
-    names, found, source = line.rstrip().removesuffix(";").partition(_FROM)
+    names, separator, source = line.rstrip().removesuffix(";").partition(_FROM)
     imported = [name.strip() for name in names.removeprefix(_IMPORT).split(",") if name.strip()]
-    if not found or not names.startswith(_IMPORT) or not all(map(str.isidentifier, imported)):
+    if not separator or not names.startswith(_IMPORT) or not all(map(str.isidentifier, imported)):
         raise ValueError(f"{path}: import names in braces, without `as`, unlike {line.strip()!r}.")
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), source.strip('"'))), imported
 

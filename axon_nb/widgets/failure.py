@@ -103,9 +103,9 @@ def _marked(line: str, cause: RankError) -> str:
         return f'{indent}<mark style="{_MARK}">{escape(line.strip())}</mark>'
     pattern = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in sorted(names, key=len, reverse=True)))
     parts, at = [], 0
-    for found in pattern.finditer(line):
-        parts += [escape(line[at : found.start()]), f'<mark style="{_MARK}">{escape(found[0])}</mark>']
-        at = found.end()
+    for match in pattern.finditer(line):
+        parts += [escape(line[at : match.start()]), f'<mark style="{_MARK}">{escape(match[0])}</mark>']
+        at = match.end()
     return "".join([*parts, escape(line[at:])])
 
 
@@ -119,8 +119,8 @@ def _fates(failure: Failure, ranks: Sequence[int]) -> str:
     if len(groups) == 1 and not failure.explanation:
         return ""
     rows = (
-        table_row(row_title(escape(name_ranks(own))), f'<td style="{WRAPPED_CELL}">{escape(text)}</td>')
-        for text, own in sorted(groups.items(), key=lambda group: failure.cause.rank not in group[1])
+        table_row(row_title(escape(name_ranks(sharing))), f'<td style="{WRAPPED_CELL}">{escape(text)}</td>')
+        for text, sharing in sorted(groups.items(), key=lambda group: failure.cause.rank not in group[1])
     )
     return table((), rows)
 

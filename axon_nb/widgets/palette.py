@@ -142,9 +142,9 @@ def _tokens(theme: int) -> list[tuple[str, str]]:
     colors += [(f"rank-{number}", color) for number, color in enumerate(RANKS)]
     for name, (words, plane) in STATES.items():
         colors += [(name, words), (f"{name}-soft", plane)]
-    found = [(name, (color.light, color.dark)[theme]) for name, color in colors]
-    inks = [(f"on-{name}", _ink_on(paint)) for name, paint in found if name.startswith("role-")]
-    return [*tokens, *found, *inks]
+    paints = [(name, (color.light, color.dark)[theme]) for name, color in colors]
+    inks = [(f"on-{name}", _ink_on(paint)) for name, paint in paints if name.startswith("role-")]
+    return [*tokens, *paints, *inks]
 
 
 def _ink_on(paint: str) -> str:

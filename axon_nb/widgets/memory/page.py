@@ -76,15 +76,15 @@ def _html(rows: MemoryRows, roles: Sequence[str], what_if: str) -> str:
     notes = rows.notes()
     if len(shown) > _MAX_RANKS:
         notes.append(f"{len(shown) - _MAX_RANKS} more ranks are left out here.")
-    numbers = html.figures((own["name"], own["value"], own["remark"]) for own in figures(rows))
-    found = notice(rows)
+    numbers = html.figures((figure["name"], figure["value"], figure["remark"]) for figure in figures(rows))
+    warning = notice(rows)
     pictures = [*map(_picture_row, shown[:_MAX_RANKS]), _axis_row(rows.scale.ticks)]
     bars = html.table((), pictures, style=html.table_style(widths=(480, 1400)))
     table = html.table(
         (f"rank, {rows.scale.unit}", *rows.columns), map(_number_row, shown[:_MAX_RANKS]), cell=html.NUMBER
     )
     body = (
-        f"{numbers}{html.notice(*found) if found else ''}<div>{samples}</div>{bars}{table}{html.note_lines(notes)}"
+        f"{numbers}{html.notice(*warning) if warning else ''}<div>{samples}</div>{bars}{table}{html.note_lines(notes)}"
         f"{what_if}"
     )
     return html.figure(body, heading=rows.heading)

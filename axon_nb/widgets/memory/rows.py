@@ -209,15 +209,15 @@ class MemoryRows:
 
     def notes(self, *, flags: bool = True) -> list[str]:
         """Return sentences about ranks that need attention, if `flags`, and about what is unknown."""
-        found = [f"Rank {row.rank}: {row.flag}" for row in self.rows() if row.flag and flags]
+        lines = [f"Rank {row.rank}: {row.flag}" for row in self.rows() if row.flag and flags]
         uses = self._replies.measured
         without = [rank for rank, use in uses.items() if "activations" not in use.by_role]
         if without:
-            found.append(
+            lines.append(
                 f"Activations of {name_ranks(without)} are unknown: on CPUs no allocator counts them. Resident memory "
                 "includes them, along with the interpreter and libraries."
             )
-        return [*found, *self._replies.notes]
+        return [*lines, *self._replies.notes]
 
 
 def _process_text(use: MemoryUse, *, on_device: bool) -> str:

@@ -17,16 +17,16 @@ def figures(rows: MemoryRows) -> list[dict[str, str]]:
     others = [rows.peak_of(use) for use in uses if use is not fullest]
     on_device = fullest.source == "allocator" and bool(fullest.capacity)
     of = f"of {format_bytes(fullest.capacity or 0)}, " if on_device else ""
-    found = [("fullest rank", format_bytes(rows.peak_of(fullest)), f"{of}rank {fullest.rank}")]
+    entries = [("fullest rank", format_bytes(rows.peak_of(fullest)), f"{of}rank {fullest.rank}")]
     if on_device and fullest.capacity:
         left = fullest.capacity - rows.peak_of(fullest)
-        found.append(("left there", format_bytes(left), f"{100 * left / fullest.capacity:.0f} %"))
+        entries.append(("left there", format_bytes(left), f"{100 * left / fullest.capacity:.0f} %"))
     if others:
-        found.append(("others", format_bytes(max(others)), "at most"))
+        entries.append(("others", format_bytes(max(others)), "at most"))
     planned = [use.peak or use.total for use in rows.estimates.values()]
     if planned:
-        found.append(("estimate", format_bytes(max(planned)), SOURCES[next(iter(rows.estimates.values())).source]))
-    return [{"name": name, "value": value, "remark": remark} for name, value, remark in found]
+        entries.append(("estimate", format_bytes(max(planned)), SOURCES[next(iter(rows.estimates.values())).source]))
+    return [{"name": name, "value": value, "remark": remark} for name, value, remark in entries]
 
 
 def notice(rows: MemoryRows) -> tuple[str, str] | None:

@@ -107,14 +107,14 @@ def _row(row: MemoryRow) -> dict[str, Any]:
 
 
 def _bar(bar: Bar) -> dict[str, Any]:
-    found = {
+    marks = {
         "segments": [(role, round(share, 4)) for role, share in bar.segments],
         "peak": bar.peak and round(bar.peak, 4),
         "capacity": bar.capacity,
         "text": bar.text,
         "labels": bar.labels,
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in marks.items() if value}
 
 
 def _on_what_if(view_ref: weakref.ref[MemoryView], message: dict[str, Any]) -> None:

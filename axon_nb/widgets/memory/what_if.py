@@ -109,8 +109,8 @@ def prediction_bars(state: WhatIfState, capacity: int | None) -> list[LabelledBa
 
 def _scale(state: WhatIfState, capacity: int | None) -> Scale:
     """Return the axis of the bars; if all are far below the capacity, it ends before it."""
-    found = [prediction for prediction in (state.reference, state.estimate) if prediction is not None]
-    sizes = [sum(use.values()) for own in found for _, use in _moments(own)]
+    predictions = [prediction for prediction in (state.reference, state.estimate) if prediction is not None]
+    sizes = [sum(use.values()) for prediction in predictions for _, use in _moments(prediction)]
     is_far = capacity is not None and capacity > _FAR * max(sizes, default=0)
     return Scale.of(sizes, None if is_far else capacity)
 
@@ -186,13 +186,13 @@ def _total(by_rank: Mapping[int, Mapping[str, int]], estimate: MemoryPrediction)
 
 
 def _notes(state: WhatIfState) -> list[str]:
-    found = list(state.notes)
+    lines = list(state.notes)
     estimate = state.estimate
     if estimate is None:
-        return found
+        return lines
     if estimate.host:
-        found.append(f"Another {format_bytes(estimate.host)} of host memory is used.")
-    return [*found, *estimate.notes]
+        lines.append(f"Another {format_bytes(estimate.host)} of host memory is used.")
+    return [*lines, *estimate.notes]
 
 
 def what_if_lines(state: WhatIfState) -> list[str]:

@@ -44,8 +44,8 @@ def fold(tensors: Iterable[PlacedTensor]) -> list[Alike]:
 
 def _name(group: Sequence[PlacedTensor]) -> str:
     name = group[0].name
-    found = _NUMBER.search(name)
-    if len(group) == 1 or found is None:
+    match = _NUMBER.search(name)
+    if len(group) == 1 or match is None:
         return name
     numbers = sorted(int(number[0]) for tensor in group if (number := _NUMBER.search(tensor.name)))
-    return f"{name[: found.start()]}{format_ranks(numbers)}{name[found.end() :]}"
+    return f"{name[: match.start()]}{format_ranks(numbers)}{name[match.end() :]}"

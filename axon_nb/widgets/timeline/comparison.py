@@ -49,7 +49,7 @@ def comparison_bundle(cells: Sequence[tuple[str, SpanTable]], ranks: Sequence[in
         body += f'<div style="margin:8px 0 2px">{title}</div>{notice}{drawn}'
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
-    sentences = [f"{title}: {own.notice}" for title, own in zip(titles, summaries, strict=True) if own.notice]
+    sentences = [f"{title}: {part.notice}" for title, part in zip(titles, summaries, strict=True) if part.notice]
     return {
         "text/html": html.figure(body, heading=heading),
         "text/plain": "\n".join([heading, *lines, *sentences]),
@@ -58,18 +58,18 @@ def comparison_bundle(cells: Sequence[tuple[str, SpanTable]], ranks: Sequence[in
 
 def _rows(first: TimelineSummary, second: TimelineSummary) -> list[tuple[str, str, str, str]]:
     """Return name, both values and their difference, of each part that either cell has."""
-    found = []
+    rows = []
     steps = (first.facts.step, second.facts.step)
     if steps[0] is not None and steps[1] is not None:
-        found.append(_row("step", steps[0][0], steps[1][0], format_duration))
+        rows.append(_row("step", steps[0][0], steps[1][0], format_duration))
     for name, part in _PARTS:
         before, after = (fmean(map(part, summary.facts.ranks)) for summary in (first, second))
         if before or after:
-            found.append(_row(name, before, after, format_duration))
+            rows.append(_row(name, before, after, format_duration))
     before, after = (fmean(rank.bytes for rank in summary.facts.ranks) for summary in (first, second))
     if before or after:
-        found.append(_row("moved", before, after, lambda size: format_bytes(round(size))))
-    return found
+        rows.append(_row("moved", before, after, lambda size: format_bytes(round(size))))
+    return rows
 
 
 def _row(name: str, before: float, after: float, text: Callable[[float], str]) -> tuple[str, str, str, str]:

@@ -129,10 +129,10 @@ def _most_exposed(table: SpanTable) -> str:
     exposed: dict[str, int] = {}
     for name in sorted(totals, key=lambda name: totals[name], reverse=True)[:_MAX_NAMES]:
         for rank in np.unique(columns["rank"]):
-            own = columns["rank"] == rank
-            chosen, busy = own & communicates & (names == name), own & computes
+            on_rank = columns["rank"] == rank
+            calls, busy = on_rank & communicates & (names == name), on_rank & computes
             alone = subtract(
-                (columns["start"][chosen], columns["end"][chosen]), (columns["start"][busy], columns["end"][busy])
+                (columns["start"][calls], columns["end"][calls]), (columns["start"][busy], columns["end"][busy])
             )
             exposed[name] = exposed.get(name, 0) + union_ns(alone)
     return max(exposed, key=lambda name: exposed[name], default="")
@@ -140,23 +140,23 @@ def _most_exposed(table: SpanTable) -> str:
 
 def figures(summary: TimelineSummary) -> list[dict[str, str]]:
     """Return the numbers above a timeline: each with its name, value and a remark."""
-    ranks, found = summary.facts.ranks, []
+    ranks, entries = summary.facts.ranks, []
     if summary.facts.step is not None:
         mean, spread = summary.facts.step
-        found.append(("step", format_duration(mean), f"± {format_duration(spread)}"))
+        entries.append(("step", format_duration(mean), f"± {format_duration(spread)}"))
     total = sum(rank.known for rank in ranks)
     if total:
         computing, waiting = sum(rank.computing for rank in ranks), sum(rank.waiting for rank in ranks)
-        found.append(("computing", f"{computing / total:.0%}", "of the time"))
-        found.append(("waiting", f"{waiting / total:.0%}", f"{format_duration(waiting / len(ranks))} per rank"))
+        entries.append(("computing", f"{computing / total:.0%}", "of the time"))
+        entries.append(("waiting", f"{waiting / total:.0%}", f"{format_duration(waiting / len(ranks))} per rank"))
     if summary.facts.overlap is not None:
         communicating = sum(rank.communicating for rank in ranks) / len(ranks)
         remark = f"of {format_duration(communicating)} per rank"
-        found.append(("communication hidden", f"{summary.facts.overlap:.0%}", remark))
+        entries.append(("communication hidden", f"{summary.facts.overlap:.0%}", remark))
     if summary.steps:
         step = summary.steps[0]
-        found.append(("bubble", f"{step.bubble:.0%}", f"ideal {step.ideal_bubble:.0%}"))
-    return [{"name": name, "value": value, "remark": remark} for name, value, remark in found]
+        entries.append(("bubble", f"{step.bubble:.0%}", f"ideal {step.ideal_bubble:.0%}"))
+    return [{"name": name, "value": value, "remark": remark} for name, value, remark in entries]
 
 
 def page_facts(summary: TimelineSummary, ranks: Sequence[int]) -> dict[str, Any]:

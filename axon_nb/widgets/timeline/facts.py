@@ -207,8 +207,8 @@ def _step(table: SpanTable) -> tuple[float, float] | None:
         begins = steps.copy()
         begins[1:] &= ~steps[:-1]
         lengths.append(np.diff(starts[begins]))
-    found = np.concatenate(lengths) / 1e9 if lengths else np.zeros(0)
-    return (float(found.mean()), float(found.std())) if len(found) >= _MIN_STEPS else None
+    seconds = np.concatenate(lengths) / 1e9 if lengths else np.zeros(0)
+    return (float(seconds.mean()), float(seconds.std())) if len(seconds) >= _MIN_STEPS else None
 
 
 def _straggler(ranks: tuple[RankFacts, ...], seconds: float, num_collectives: int) -> Straggler | None:

@@ -59,7 +59,7 @@ def timeline_bundle(
     steps = "".join(map(_step_html, summary.steps[:MAX_PIPELINES]))
     notes = html.note_lines([*omitted_pipelines(summary), *_losses(table)])
     notice = html.notice(summary.notice.claim, summary.notice.text) if summary.notice is not None else ""
-    numbers = html.figures((own["name"], own["value"], own["remark"]) for own in figures(summary))
+    numbers = html.figures((figure["name"], figure["value"], figure["remark"]) for figure in figures(summary))
     table_html = _table([by_rank[rank] for rank in known])
     body = f"{numbers}{notice}{_legend(shown)}{drawn}{steps}{table_html}{notes}"
     return {

@@ -46,9 +46,9 @@ def timeline_svg(table: SpanTable, ranks: Sequence[int], *, title: str) -> str:
         parts.append(_text(format_duration(at) if at else "0", x, top, anchor=anchor, size=10, color=INK))
     for row, rank in enumerate(shown):
         y = top + 14 + row * (_ROW + _GAP)
-        own = rank_svg(table, rank, start, start + max(1, round(seconds * 1e9)), num_rows=1)
+        drawing = rank_svg(table, rank, start, start + max(1, round(seconds * 1e9)), num_rows=1)
         place = f'<svg x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT}" height="{_ROW}"'
-        parts += [_text(f"rank {rank}", 0, y + 15), _nested(own, place)]
+        parts += [_text(f"rank {rank}", 0, y + 15), _nested(drawing, place)]
     parts += _legend(table, bottom + 8)
     height = bottom + 28
     return (

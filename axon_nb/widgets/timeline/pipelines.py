@@ -21,20 +21,20 @@ def pipeline_steps(table: SpanTable) -> list[PipelineStep]:
     index = {name: number for number, name in enumerate(names)}
     group_of = np.array([index[group] for _, _, group in table.labels], dtype=np.int64)
     rows = np.flatnonzero(table.of_kind("forward", "backward") & (table.columns["stage"] >= 0))
-    found: dict[str, PipelineStep] = {}
+    steps: dict[str, PipelineStep] = {}
     for limit in _LIMITS:
         groups = group_of[table.columns["label"][rows]] if len(rows) else rows
-        chosen = rows[_last_of_each(groups * (1 << 32) + table.columns["rank"][rows], limit)]
+        last = rows[_last_of_each(groups * (1 << 32) + table.columns["rank"][rows], limit)]
         selected = np.zeros(len(table), dtype=bool)
-        selected[chosen] = True
+        selected[last] = True
         for step in last_steps(table.pick(selected).spans(), members=table.groups):
-            found[step.group] = step
+            steps[step.group] = step
         # Read more only of pipelines whose step was not found among the first spans.
-        rest = np.isin(groups, [index[name] for name in names if name not in found])
-        if len(chosen) == len(rows) or not rest.any():
+        rest = np.isin(groups, [index[name] for name in names if name not in steps])
+        if len(last) == len(rows) or not rest.any():
             break
         rows = rows[rest]
-    return sorted(found.values(), key=lambda step: max(span.end_ns for span in step.measured), reverse=True)
+    return sorted(steps.values(), key=lambda step: max(span.end_ns for span in step.measured), reverse=True)
 
 
 def _last_of_each(keys: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.bool_]:
@@ -44,6 +44,6 @@ def _last_of_each(keys: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.boo
     ends = np.append(edges, len(keys))
     sizes = np.diff(np.concatenate(([0], ends)))
     after = np.repeat(ends, sizes) - 1 - np.arange(len(keys))
-    chosen = np.zeros(len(keys), dtype=bool)
-    chosen[order] = after < limit
-    return chosen
+    is_last = np.zeros(len(keys), dtype=bool)
+    is_last[order] = after < limit
+    return is_last

@@ -94,9 +94,9 @@ def _lanes(table: SpanTable, rank: int, running_since: int | None) -> tuple[dict
     own_code = subtract(join(times("cell"), running_cell(columns, is_own, running_since)), taken)
     code[OTHER] = join(code[OTHER], own_code)
     communication = {
-        SPAN_CODES[kind]: (ready[chosen], columns["end"][chosen])
+        SPAN_CODES[kind]: (ready[mask], columns["end"][mask])
         for kind in ("collective", "p2p")
-        if (chosen := is_own & table.of_kind(kind)).any()
+        if (mask := is_own & table.of_kind(kind)).any()
     }
     communication[SPAN_CODES["wait"]] = subtract(
         (columns["start"][moving], ready[moving]), join(*communication.values()) if communication else _NONE

@@ -233,25 +233,25 @@ class JobStore:
 
     def notes(self) -> list[str]:
         """Return sentences about missing and non-finite values."""
-        found = []
+        lines = []
         for series in self.metrics.values():
             if series.not_finite:
                 first = min(series.not_finite.values())
-                found.append(f"{series.name} is not finite on {name_ranks(series.not_finite)}, since step {first:.0f}.")
+                lines.append(f"{series.name} is not finite on {name_ranks(series.not_finite)}, since step {first:.0f}.")
         if more := list(self.metrics)[MAX_CURVES:]:
             rest = f" and {len(more) - _MAX_LISTED} more" if len(more) > _MAX_LISTED else ""
-            found.append(f"Only {MAX_CURVES} metrics have a curve; not shown: {', '.join(more[:_MAX_LISTED])}{rest}.")
+            lines.append(f"Only {MAX_CURVES} metrics have a curve; not shown: {', '.join(more[:_MAX_LISTED])}{rest}.")
         if self._has_earlier_run:
-            found.append("Steps started again: the curves show the last run.")
+            lines.append("Steps started again: the curves show the last run.")
         if self._omitted_names:
-            found.append(f"Only {_MAX_NAMES} metrics are stored; {len(self._omitted_names)} more were dropped.")
+            lines.append(f"Only {_MAX_NAMES} metrics are stored; {len(self._omitted_names)} more were dropped.")
         if self.lost:
             calls = "1 call of axon_nb.log was" if self.lost == 1 else f"{self.lost} calls of axon_nb.log were"
-            found.append(f"{calls} dropped before being read.")
+            lines.append(f"{calls} dropped before being read.")
         silent = [rank for rank in self._states if rank not in self.reports]
         if silent:
-            found.append(f"No report from {name_ranks(silent)} yet.")
-        return found
+            lines.append(f"No report from {name_ranks(silent)} yet.")
+        return lines
 
 
 def memory_of(report: JobReport) -> int:
