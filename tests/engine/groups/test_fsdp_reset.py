@@ -55,7 +55,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, fail: str = "
 
 
 @pytest.mark.parametrize("fail", WHERE)
-def test_a_step_run_again_gives_the_same_bits(fail: str) -> None:
+def test_rerun_step_is_bitwise_identical(fail: str) -> None:
     def work(world: World, fail: str) -> list[torch.Tensor]:
         model = _build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

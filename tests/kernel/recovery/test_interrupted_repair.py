@@ -55,7 +55,7 @@ def three() -> Iterator[Kernel]:
         yield kernel
 
 
-def test_a_new_process_that_is_killed_is_reported_at_once(three: Kernel) -> None:
+def test_killed_replacement_is_reported_at_once(three: Kernel) -> None:
     with NewProcesses(footprint(three).agent, signal.SIGKILL):
         reply = three.run("%distributed repair")
     assert reply.ename == "StartError", (reply.stdout, reply.stderr)
@@ -66,7 +66,7 @@ def test_a_new_process_that_is_killed_is_reported_at_once(three: Kernel) -> None
     assert sorted(three.ok(WHOLE).lines()) == ["[rank 0] (3.0, 0)", "[rank 1] (3.0, 1)", "[rank 2] (3.0, None)"]
 
 
-def test_an_interrupt_ends_the_wait_for_a_new_process(three: Kernel) -> None:
+def test_interrupt_ends_the_wait_for_a_replacement(three: Kernel) -> None:
     with NewProcesses(footprint(three).agent, signal.SIGSTOP) as new:
         request = three.submit("%distributed repair")
         assert new.found.wait(120)
@@ -78,7 +78,7 @@ def test_an_interrupt_ends_the_wait_for_a_new_process(three: Kernel) -> None:
     assert sorted(three.ok(WHOLE).lines()) == ["[rank 0] (3.0, 0)", "[rank 1] (3.0, 1)", "[rank 2] (3.0, None)"]
 
 
-def test_a_kernel_killed_during_a_repair_leaves_a_rank_that_attach_names(three: Kernel) -> None:
+def test_attach_reports_a_rank_left_by_a_killed_repair(three: Kernel) -> None:
     cluster = footprint(three)
     with NewProcesses(cluster.agent, signal.SIGSTOP) as new:
         three.submit("%distributed repair")

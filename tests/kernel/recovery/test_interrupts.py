@@ -117,7 +117,7 @@ ANYTHING = {
 
 
 @pytest.mark.parametrize("what", ANYTHING)
-def test_an_interrupt_ends_anything(trained: Kernel, what: str) -> None:
+def test_interrupt_aborts_any_cell(trained: Kernel, what: str) -> None:
     reply = interrupted(trained, ANYTHING[what])
     assert reply.ename == "CellInterrupt", reply.traceback
     assert told_ranks(reply) == {0, 1, 2, 3}, reply.traceback
@@ -140,7 +140,7 @@ STEPS = {"a step": "step()", "a barrier": "dist.barrier()", "no communication": 
 @pytest.mark.parametrize(
     ("end", "what", "form"), pairwise(["an interrupt", "another rank raises"], list(STEPS), list(FORMS))
 )
-def test_code_that_swallows_is_ended(trained: Kernel, end: str, what: str, form: str) -> None:
+def test_code_that_swallows_interrupts_is_aborted(trained: Kernel, end: str, what: str, form: str) -> None:
     code = FORMS[form].format(STEPS[what])
     if end == "an interrupt":
         endless = form == "bare except"  # swallows for ever, and ends only between its own lines
@@ -154,7 +154,7 @@ def test_code_that_swallows_is_ended(trained: Kernel, end: str, what: str, form:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_presses_while_groups_are_formed_anew_change_nothing(trained: Kernel, seed: int) -> None:
+def test_interrupts_during_rebuild_are_ignored(trained: Kernel, seed: int) -> None:
     begin_together(trained)
     every = random.Random(seed).uniform(0.005, 0.05)
     reply = interrupted(trained, "while True: step()", presses=8, every_s=every)
@@ -165,7 +165,7 @@ def test_presses_while_groups_are_formed_anew_change_nothing(trained: Kernel, se
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_press_while_a_failed_cell_ends_changes_nothing(trained: Kernel, seed: int) -> None:
+def test_interrupt_while_a_failed_cell_ends_is_ignored(trained: Kernel, seed: int) -> None:
     request = trained.submit("%%distributed\nprint('go', flush=True)\nif rank == 2: 1 / 0\ndist.barrier()")
     trained.wait_for_output(request, "go")
     for _ in range(2):
@@ -189,7 +189,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("what", OPTIMIZERS)
-def test_a_step_is_whole(trained: Kernel, what: str) -> None:
+def test_optimizer_step_is_atomic(trained: Kernel, what: str) -> None:
     make, step = OPTIMIZERS[what]
     for round_number in range(3):
         code = f"params = many()\nopt = {make}\nwhile True: {step}"
@@ -199,14 +199,14 @@ def test_a_step_is_whole(trained: Kernel, what: str) -> None:
         assert all(len(seen) == 1 for seen in trained.value("values.values").values()), ranks.stdout
 
 
-def test_a_step_that_is_stuck_in_a_collective_ends(trained: Kernel) -> None:
+def test_step_stuck_in_a_collective_is_aborted(trained: Kernel) -> None:
     reply = interrupted(trained, "opt = Talking(many(2))\nwhile True: opt.step()")
     assert reply.ename == "CellInterrupt"
     assert "[rank 0] waited in barrier" in reply.traceback
     assert check_next_cell(trained) == ""
 
 
-def test_a_step_whose_closure_never_ends_does_end(trained: Kernel) -> None:
+def test_step_with_endless_closure_is_aborted(trained: Kernel) -> None:
     code = "def closure():\n    while True: time.sleep(0.01)\ntorch.optim.LBFGS(many(1)).step(closure)"
     reply = interrupted(trained, code)
     assert reply.ename == "CellInterrupt", reply.traceback
@@ -224,7 +224,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
-def test_ranks_are_at_the_same_step_or_the_difference_is_told(trained: Kernel, what: str) -> None:
+def test_ranks_are_at_the_same_step_or_the_difference_is_reported(trained: Kernel, what: str) -> None:
     _interrupt_training(trained, PROGRAMS[what], rounds=6)
 
 
@@ -251,7 +251,7 @@ def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> int:
     return together
 
 
-def test_a_recovery_leaves_two_threads_a_group_and_nothing_else(trained: Kernel) -> None:
+def test_recovery_leaves_two_threads_per_group(trained: Kernel) -> None:
     look = (
         "%%distributed --out held\nimport os, threading\nfrom axon_nb.engine.groups.state import current_groups\n"
         "count = len(current_groups().gloo.abandoned)\n"

@@ -80,7 +80,7 @@ def values(reply: Reply) -> set[str]:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
-def test_a_step_is_run_again_after_a_failure_in(kernel: Kernel, schedule: str, where: str) -> None:
+def test_step_is_rerun_after_a_failure_in(kernel: Kernel, schedule: str, where: str) -> None:
     made = "isinstance(globals().get('good'), dict)"  # other tests of the session have names of their own
     if kernel.ok(f"%%distributed\n{made}").lines() != ["[ranks 0-3] True"]:
         kernel.ok(SETUP, timeout=120)
@@ -109,7 +109,7 @@ spans = [span for span in trace.ring.since(before)[0] if span.stage == rank]
     assert values(kernel.ok(code)) == {"(['B', 'F'], {0, 1, 2, 3})"}
 
 
-def test_a_pipeline_of_which_a_stage_is_lost_is_named(fresh_cluster: FreshCluster) -> None:
+def test_pipeline_with_a_lost_stage_is_reported(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(3)
     code = "from axon_nb.parallel import Pipeline\n"
     code += "pipe = Pipeline.from_modules([torch.nn.Linear(4, 4) for _ in range(3)])"

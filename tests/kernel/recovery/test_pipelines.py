@@ -58,7 +58,7 @@ good = [run(0), run(1)]
 @pytest.mark.parametrize("first", [True, False], ids=["its first step", "a later step"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("which", [0, 1], ids=["1F1B", "interleaved"])
-def test_a_pipeline_goes_on_after_a_failure_in(kernel: Kernel, which: int, where: str, first: bool) -> None:
+def test_pipeline_continues_after_a_failure_in(kernel: Kernel, which: int, where: str, first: bool) -> None:
     kernel.ok(PIPELINE)
     if first:
         kernel.ok("%%distributed\nbuild()")

@@ -48,7 +48,7 @@ def trained() -> object:
 
 
 @pytest.mark.parametrize("where", RAISES)
-def test_a_failing_rank_releases_those_that_wait(trained: Kernel, where: str) -> None:
+def test_failed_rank_releases_waiting_ranks(trained: Kernel, where: str) -> None:
     reply = trained.run(f"%%distributed\n{RAISES[where]}")
     assert reply.ename == "CellError"
     assert any(name in reply.traceback for name in ("ValueError: bug", "ZeroDivisionError", "KeyError: 'x'"))
@@ -57,7 +57,7 @@ def test_a_failing_rank_releases_those_that_wait(trained: Kernel, where: str) ->
     assert "[rank 0] 2.0" in after.lines()
 
 
-def test_those_that_waited_say_in_what_and_where(trained: Kernel, tmp_path: Path) -> None:
+def test_waiting_ranks_report_their_call_and_line(trained: Kernel, tmp_path: Path) -> None:
     met = tmp_path / "met"
     meet_when(trained, waiting("barrier", 0, 1, 3), met)
     code = f"if rank == 2:\n    t_meet({str(met)!r}); raise ValueError('bug')\ndist.barrier()"
@@ -75,7 +75,7 @@ INTERRUPTS = {
 
 
 @pytest.mark.parametrize("what", INTERRUPTS)
-def test_the_stop_button_ends_anything_and_keeps_everything(trained: Kernel, what: str) -> None:
+def test_stop_button_aborts_any_cell_and_keeps_all_state(trained: Kernel, what: str) -> None:
     begin_together(trained)
     request = trained.submit(f"%%distributed\nprint('go', flush=True)\n{INTERRUPTS[what]}")
     trained.wait_for_output(request, "go")
@@ -91,7 +91,7 @@ def test_the_stop_button_ends_anything_and_keeps_everything(trained: Kernel, wha
     assert "[ranks 0-3] True" in trained.ok("%%distributed\nstep()\nlen(weights()) == 2").lines()
 
 
-def test_weights_after_a_failed_step_are_those_of_an_undisturbed_run(fresh_cluster: FreshCluster) -> None:
+def test_weights_after_a_failed_step_match_an_undisturbed_run(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(2)
     setup = SETUP.replace("dist.new_group([0, 1]), dist.new_group([1, 2, 3])", "None, None")
     sums = []
@@ -148,7 +148,7 @@ if rank < 2: dist.barrier(group=second)""",
 
 
 @pytest.mark.parametrize("what", DEADLOCKS)
-def test_a_deadlock_is_explained_and_ended(trained: Kernel, tmp_path: Path, what: str) -> None:
+def test_deadlock_is_explained_and_aborted(trained: Kernel, tmp_path: Path, what: str) -> None:
     moment, code, sentence = DEADLOCKS[what]
     met = tmp_path / "met"
     if moment:
@@ -159,18 +159,18 @@ def test_a_deadlock_is_explained_and_ended(trained: Kernel, tmp_path: Path, what
     assert "[ranks 0-3] 4.0" in trained.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines()
 
 
-def test_the_default_group_in_a_cell_of_some_ranks_is_explained(trained: Kernel) -> None:
+def test_default_group_on_some_ranks_is_explained(trained: Kernel) -> None:
     reply = trained.run("%%distributed --ranks 0,2\ndist.barrier()")
     assert "in a cell on ranks 0,2: ranks 1,3 do not run this cell. Use `group=subgroup`" in reply.traceback
     assert trained.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-3] 'fine'"]
 
 
-def test_a_slow_rank_is_never_ended(trained: Kernel) -> None:
+def test_slow_rank_is_never_aborted(trained: Kernel) -> None:
     reply = trained.ok("%%distributed\nif rank == 3:\n    time.sleep(3)\ndist.barrier()\n'met'")
     assert reply.lines() == ["[ranks 0-3] 'met'"]
 
 
-def test_a_group_that_not_all_of_its_ranks_have_stands_in_nobodys_way(trained: Kernel) -> None:
+def test_partially_created_group_blocks_nobody(trained: Kernel) -> None:
     trained.ok("%%distributed\nlame = dist.new_group([1, 2])\nif rank == 1: dist.destroy_process_group(lame)")
     reply = trained.run("%%distributed\nif rank == 3: raise ValueError('bug')\ndist.barrier()")
     assert "ValueError: bug" in reply.traceback
@@ -179,7 +179,7 @@ def test_a_group_that_not_all_of_its_ranks_have_stands_in_nobodys_way(trained: K
     assert "no longer exists on all of its ranks. Recreate it with `dist.new_group`" in reply.traceback
 
 
-def test_a_rank_that_failed_before_new_group_holds_nobody_up(trained: Kernel) -> None:
+def test_rank_that_failed_before_new_group_blocks_nobody(trained: Kernel) -> None:
     """The others connect to it in C++; left alone they would stand between the next rebuild and the store."""
     for failing in range(4):
         reply = trained.run(f"%%distributed\nif rank == {failing}: 1 / 0\ndist.new_group([0, 1, 2, 3])")
@@ -187,7 +187,7 @@ def test_a_rank_that_failed_before_new_group_holds_nobody_up(trained: Kernel) ->
     assert "[rank 0] 2.0" in trained.ok("%%distributed\nprint(groups_work())").lines()
 
 
-def test_an_abort_that_comes_late_leaves_the_new_groups_alone(trained: Kernel) -> None:
+def test_late_abort_does_not_affect_new_groups(trained: Kernel) -> None:
     trained.ok(
         "%%distributed\nfrom axon_nb.engine.groups.install import all_groups\n"
         "late = [group.connection_closer() for group in all_groups()]"
@@ -197,7 +197,7 @@ def test_an_abort_that_comes_late_leaves_the_new_groups_alone(trained: Kernel) -
     assert "[rank 0] 2.0" in reply.lines()
 
 
-def test_connections_of_groups_that_were_given_up_are_closed(trained: Kernel) -> None:
+def test_connections_of_abandoned_groups_are_closed(trained: Kernel) -> None:
     count = "%%distributed --out fds\nimport os\nlen(os.listdir('/proc/self/fd'))"
 
     def counted() -> dict[int, int]:
@@ -215,7 +215,7 @@ def test_connections_of_groups_that_were_given_up_are_closed(trained: Kernel) ->
     assert until(closed), (before, seen[-1])
 
 
-def test_repair_replaces_a_dead_rank_and_the_others_keep_everything(fresh_cluster: FreshCluster) -> None:
+def test_repair_replaces_a_dead_rank_and_keeps_the_others_state(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(4)
     kernel.ok(SETUP)
     _replace_rank_2(kernel)

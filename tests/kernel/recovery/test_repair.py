@@ -26,7 +26,7 @@ DIE = "%%distributed\nimport os\nif rank == 2: os._exit(3)\ndist.barrier()"
         ("--ranks 1 --from x", "must be an integer"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_happens(kernel: Kernel, arguments: str, sentence: str) -> None:
+def test_invalid_repair_changes_nothing(kernel: Kernel, arguments: str, sentence: str) -> None:
     reply = kernel.run(f"%distributed repair {arguments}")
     assert reply.ename == "UsageError"
     assert sentence in reply.traceback
@@ -53,7 +53,7 @@ plain = nn.Linear(3, 3)
 """
 
 
-def test_shards_that_only_the_dead_rank_held_are_named(fresh_cluster: FreshCluster) -> None:
+def test_shards_lost_with_a_dead_rank_are_reported(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(4)
     kernel.ok(SHARDED)
     kernel.run(DIE)
@@ -80,7 +80,7 @@ def test_sharded_objects_are_not_copied(fresh_cluster: FreshCluster) -> None:
     kernel.ok(SHARDED)
 
 
-def test_a_stage_that_only_the_dead_rank_held_is_named(fresh_cluster: FreshCluster) -> None:
+def test_stage_lost_with_a_dead_rank_is_reported(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(3)
     code = "from torch.distributed.pipelining import PipelineStage\n"
     code += "stage = PipelineStage(torch.nn.Linear(4, 4), rank, world_size, device)"
@@ -91,7 +91,7 @@ def test_a_stage_that_only_the_dead_rank_held_is_named(fresh_cluster: FreshClust
     assert lines[-1].startswith("Only rank 2 held stage 2 of 3 (`stage`): load a checkpoint")
 
 
-def test_a_repair_waits_for_no_cell(fresh_cluster: FreshCluster) -> None:
+def test_repair_does_not_wait_for_a_cell(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(3)
     kernel.ok("%%distributed --ranks 0 --noblock --out handle\nimport time\ntime.sleep(600)")
     reply = kernel.run("%distributed repair --ranks 2")
@@ -100,7 +100,7 @@ def test_a_repair_waits_for_no_cell(fresh_cluster: FreshCluster) -> None:
     assert "Replaced rank 2" in kernel.ok("%distributed repair --ranks 2").stdout
 
 
-def test_auto_repair_replaces_before_the_next_cell(fresh_cluster: FreshCluster) -> None:
+def test_auto_repair_runs_before_the_next_cell(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(3)
     kernel.ok("%distributed config auto_repair=on")
     kernel.run(DIE)
@@ -157,7 +157,7 @@ def press_again(kernel: Kernel, request: str, noticed: Path) -> Reply:
 
 
 @pytest.mark.parametrize("what", IN_C)
-def test_a_second_interrupt_replaces_ranks_in_c_code(fresh_cluster: FreshCluster, tmp_path: Path, what: str) -> None:
+def test_second_interrupt_replaces_ranks_in_c_code(fresh_cluster: FreshCluster, tmp_path: Path, what: str) -> None:
     kernel = fresh_cluster(3)
     kernel.ok("%%distributed\nkept = rank")
     touch_when(kernel, PRESSED, tmp_path / "noticed")
@@ -171,9 +171,7 @@ def test_a_second_interrupt_replaces_ranks_in_c_code(fresh_cluster: FreshCluster
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_replaces_all_ranks_when_all_are_in_c_code(
-    fresh_cluster: FreshCluster, tmp_path: Path
-) -> None:
+def test_second_interrupt_replaces_all_ranks_if_all_are_in_c_code(fresh_cluster: FreshCluster, tmp_path: Path) -> None:
     kernel = fresh_cluster(2)
     touch_when(kernel, PRESSED, tmp_path / "noticed")
     request = press_in_c_code(kernel, IN_C["C code"], [0, 1], tmp_path)
@@ -183,7 +181,7 @@ def test_a_second_interrupt_replaces_all_ranks_when_all_are_in_c_code(
     assert after.lines() == ["[ranks 0-1] (2.0, False)"]
 
 
-def test_dead_ranks_are_replaced_along_with_the_chosen_one(fresh_cluster: FreshCluster) -> None:
+def test_dead_ranks_are_replaced_with_the_selected_one(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(3)
     kernel.ok("%%distributed\nfrom datetime import timedelta\nown = dist.new_group(timeout=timedelta(seconds=77))")
     kernel.run(DIE)
@@ -200,7 +198,7 @@ def test_all_ranks_are_replaced_if_all_are_dead(fresh_cluster: FreshCluster) -> 
     assert kernel.ok("%%distributed\ndist.barrier()\n1").lines() == ["[ranks 0-1] 1"]
 
 
-def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code(fresh_cluster: FreshCluster, tmp_path: Path) -> None:
+def test_first_interrupt_names_the_rank_in_c_code_without_killing(fresh_cluster: FreshCluster, tmp_path: Path) -> None:
     kernel = fresh_cluster(2)
     kernel.ok("%%distributed\nimport os")
     pid = kernel.ok("%%distributed --ranks 1\nprint(os.getpid())").lines()
@@ -214,9 +212,7 @@ def test_one_interrupt_kills_nothing_and_names_the_rank_in_c_code(fresh_cluster:
     assert kernel.ok("%%distributed --ranks 1\nimport os\nprint(os.getpid())").lines() != pid
 
 
-def test_groups_disabled_by_a_rank_that_was_stuck_are_rebuilt_once_it_is_back(
-    fresh_cluster: FreshCluster, tmp_path: Path
-) -> None:
+def test_groups_are_rebuilt_once_a_stuck_rank_returns(fresh_cluster: FreshCluster, tmp_path: Path) -> None:
     kernel = fresh_cluster(2)
     kernel.ok("%%distributed\nkept = rank + 1")
     fifo = tmp_path / "fifo"

@@ -73,7 +73,7 @@ def repaired() -> Iterator[tuple[Kernel, Reply]]:
         yield kernel, kernel.ok("%distributed repair --from 0")
 
 
-def test_it_says_what_was_copied_and_what_not(repaired: tuple[Kernel, Reply]) -> None:
+def test_repair_reports_copied_and_skipped_variables(repaired: tuple[Kernel, Reply]) -> None:
     lines = repaired[1].lines()
     assert lines[0].startswith("Replaced rank 2: new, with `DDP`, ")
     assert lines[0].endswith("and the random state of rank 0. All other ranks keep their state.")
@@ -84,7 +84,7 @@ def test_it_says_what_was_copied_and_what_not(repaired: tuple[Kernel, Reply]) ->
     ]
 
 
-def test_training_goes_on_with_equal_weights_and_optimizer_state(repaired: tuple[Kernel, Reply]) -> None:
+def test_training_continues_with_equal_weights_and_optimizer_state(repaired: tuple[Kernel, Reply]) -> None:
     kernel, _ = repaired
     kernel.ok("%%distributed\nbefore = steps\nfor _ in range(4): step()")
     state = "steps - before, same(ddp.parameters()), same(moments()), round(scheduler.get_last_lr()[0], 9)"
@@ -92,7 +92,7 @@ def test_training_goes_on_with_equal_weights_and_optimizer_state(repaired: tuple
     assert "4, True, True" in kernel.ok(f"%%distributed\nprint(({state}))").stdout
 
 
-def test_objects_keep_pointing_at_each_other(repaired: tuple[Kernel, Reply]) -> None:
+def test_object_references_are_preserved(repaired: tuple[Kernel, Reply]) -> None:
     kernel, _ = repaired
     checks = [
         "bag['net'] is ddp.module",
@@ -109,7 +109,7 @@ def test_objects_keep_pointing_at_each_other(repaired: tuple[Kernel, Reply]) -> 
         assert kernel.ok(f"%%distributed\nprint(bool({check}))").lines() == ["[ranks 0-2] True"], check
 
 
-def test_groups_are_its_own_even_those_that_the_source_is_not_in(repaired: tuple[Kernel, Reply]) -> None:
+def test_replaced_rank_gets_its_groups_even_without_the_source(repaired: tuple[Kernel, Reply]) -> None:
     code = "t = torch.ones(1)\nif rank: dist.all_reduce(t, group=pair)\nprint(rank, t.item())"
     assert sorted(repaired[0].ok(f"%%distributed\n{code}").lines()) == [
         "[rank 0] 0 1.0",
@@ -118,7 +118,7 @@ def test_groups_are_its_own_even_those_that_the_source_is_not_in(repaired: tuple
     ]
 
 
-def test_random_numbers_are_the_sources(fresh_cluster: FreshCluster) -> None:
+def test_random_state_is_copied_from_the_source(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(2)
     kernel.ok("%%distributed\nimport random, numpy as np\nfor f in (random.seed, np.random.seed): f(rank)")
     kernel.run("%%distributed\ntorch.manual_seed(rank)\nimport os\nif rank == 1: os.kill(os.getpid(), 9)")
@@ -128,7 +128,7 @@ def test_random_numbers_are_the_sources(fresh_cluster: FreshCluster) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_named_variables_and_large_ones(fresh_cluster: FreshCluster) -> None:
+def test_only_named_variables_are_copied_even_if_large(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(2)
     kernel.ok("%%distributed\nbig = torch.arange(40_000_000) + rank\nleft, small = 1, [1, 2]")
     reported = kernel.ok("%distributed repair --ranks 1 --from 0 big small absent", timeout=120)

@@ -100,7 +100,7 @@ def break_off(kernel: Kernel, name: str, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", BREAKS)
-def test_a_step_run_again_gives_the_same_bits(kernel: Kernel, undisturbed: list[str], where: str) -> None:
+def test_rerun_step_is_bitwise_identical(kernel: Kernel, undisturbed: list[str], where: str) -> None:
     kernel.ok(SETUP, timeout=120)
     # Where every rank has whole gradients, nothing holds the others back before their steps: the cell reports them.
     names = {"full", "grad", "none", "params", "states", "zero"} - ({"none"} if where == "before the step" else set())
@@ -110,7 +110,7 @@ def test_a_step_run_again_gives_the_same_bits(kernel: Kernel, undisturbed: list[
     assert kernel.ok("%%distributed\nbreaking = None\nstep()\nstep()\nprint(*weights())").lines() == undisturbed
 
 
-def test_a_rank_alone_in_the_norm_of_gradients_is_told_the_fix(kernel: Kernel, undisturbed: list[str]) -> None:
+def test_partial_gradient_norm_is_explained_with_fix(kernel: Kernel, undisturbed: list[str]) -> None:
     reply = kernel.run("%%distributed\nif rank == 0: models['full'].clip_grad_norm(1.0)")
     assert "clip_grad_norm_" in reply.traceback
     assert "call it on every rank" in reply.traceback
@@ -127,7 +127,7 @@ HYBRID = re.sub(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [where for where in BREAKS if where != "before the step"])
-def test_a_step_of_a_hybrid_model_run_again_gives_the_same_bits(shared_kernel: Kernel, where: str) -> None:
+def test_rerun_step_of_a_hybrid_model_is_bitwise_identical(shared_kernel: Kernel, where: str) -> None:
     shared_kernel.ok(HYBRID, timeout=120)
     undisturbed = shared_kernel.ok("%%distributed\nstep()\nstep()\nprint(*weights())").lines()
     shared_kernel.ok(HYBRID, timeout=120)

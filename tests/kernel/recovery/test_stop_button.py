@@ -36,21 +36,21 @@ def pair() -> Iterator[Kernel]:
         yield kernel
 
 
-def test_the_kernel_has_the_hooks(pair: Kernel) -> None:
+def test_kernel_has_the_hooks(pair: Kernel) -> None:
     assert pair.value("get_ipython().kernel.pre_handler_hook.__module__") == "axon_nb.cluster.cells.kernel_interrupts"
 
 
-def test_each_press_of_20_ends_its_cell(pair: Kernel) -> None:
+def test_each_of_20_interrupts_aborts_its_cell(pair: Kernel) -> None:
     assert press_at_random(pair, CELLS, seed=1, rounds=20, within_s=0.1) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_each_press_of_200_ends_its_cell(pair: Kernel) -> None:
+def test_each_of_200_interrupts_aborts_its_cell(pair: Kernel) -> None:
     assert press_at_random(pair, CELLS, seed=2, rounds=200, within_s=0.1) == []
 
 
-def test_a_press_that_comes_before_the_cell_has_begun_ends_it(pair: Kernel) -> None:
+def test_interrupt_before_the_cell_starts_aborts_it(pair: Kernel) -> None:
     """A cell that waits to be read: the kernel is stopped meanwhile, so that the press is noticed first."""
     for _ in range(3):
         os.kill(pair.pid, signal.SIGSTOP)
@@ -61,7 +61,7 @@ def test_a_press_that_comes_before_the_cell_has_begun_ends_it(pair: Kernel) -> N
         assert check_next_cell(pair) == ""
 
 
-def test_a_press_in_an_idle_kernel_is_not_meant_for_the_next_cell(pair: Kernel) -> None:
+def test_interrupt_of_an_idle_kernel_spares_the_next_cell(pair: Kernel) -> None:
     for _ in range(3):
         pair.interrupt()
         pair.settle()
@@ -71,7 +71,7 @@ def test_a_press_in_an_idle_kernel_is_not_meant_for_the_next_cell(pair: Kernel) 
         assert pair.ok("%%distributed\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
 
 
-def test_cells_that_were_queued_behind_an_interrupted_one_do_not_run(pair: Kernel) -> None:
+def test_cells_queued_behind_an_interrupted_one_do_not_run(pair: Kernel) -> None:
     first = pair.submit("%%distributed\nprint('go', flush=True)\nwhile True: pass")
     second = pair.submit("ran = True")
     pair.wait_for_output(first, "go")
@@ -85,7 +85,7 @@ def test_cells_that_were_queued_behind_an_interrupted_one_do_not_run(pair: Kerne
     assert check_next_cell(pair) == ""
 
 
-def test_a_press_while_another_request_is_served_leaves_the_kernel_answering(pair: Kernel) -> None:
+def test_interrupt_during_another_request_keeps_the_kernel_responsive(pair: Kernel) -> None:
     for _ in range(5):
         pair.client.complete("imp", 3)
         pair.interrupt()
@@ -93,7 +93,7 @@ def test_a_press_while_another_request_is_served_leaves_the_kernel_answering(pai
     assert pair.value("1 + 1") == 2
 
 
-def test_unloading_gives_the_stop_button_back() -> None:
+def test_unload_restores_the_stop_button() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb")
         kernel.ok("%unload_ext axon_nb")
@@ -102,7 +102,7 @@ def test_unloading_gives_the_stop_button_back() -> None:
         assert kernel.value("'pre_handler_hook' in vars(get_ipython().kernel)") is False
 
 
-def test_an_interrupt_shows_the_users_lines_alone(pair: Kernel) -> None:
+def test_interrupt_shows_only_user_lines(pair: Kernel) -> None:
     request = pair.submit("def wait():\n    while True: pass\nprint('go', flush=True)\nwait()")
     pair.wait_for_output(request, "go")
     pair.interrupt()

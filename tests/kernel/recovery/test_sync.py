@@ -54,7 +54,7 @@ def trained() -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("source", [0, 1])
-def test_all_ranks_get_one_ranks_weights_and_optimizer_state(trained: Kernel, source: int) -> None:
+def test_sync_copies_weights_and_optimizer_state_to_all_ranks(trained: Kernel, source: int) -> None:
     trained.ok(APART)
     trained.ok("%%distributed --out before\neverything().tolist()")
     assert "[rank 0] [True, False]" in trained.ok("%%distributed\nsame()").lines()
@@ -73,7 +73,7 @@ def test_all_ranks_get_one_ranks_weights_and_optimizer_state(trained: Kernel, so
     assert trained.ok(f"{weights}\n{both}").lines() == ["[ranks 0-1] True"]
 
 
-def test_only_what_was_named_is_copied(trained: Kernel) -> None:
+def test_sync_copies_only_named_variables(trained: Kernel) -> None:
     trained.ok(APART)
     reply = trained.ok("%distributed sync model")
     assert reply.stdout.startswith("Copied `model` from rank 0 to all ranks (")
@@ -91,11 +91,11 @@ def test_only_what_was_named_is_copied(trained: Kernel) -> None:
         ("--from 7", "--from 7: ranks are 0 to 1."),
     ],
 )
-def test_what_cannot_be_copied_is_said(trained: Kernel, line: str, says: str) -> None:
+def test_sync_reports_uncopyable_variables(trained: Kernel, line: str, says: str) -> None:
     assert says in trained.run(f"%distributed sync {line}").traceback
 
 
-def test_ranks_a_step_apart_are_told_and_sync_brings_them_together(trained: Kernel) -> None:
+def test_ranks_a_step_apart_are_reported_and_synced(trained: Kernel) -> None:
     """The step of rank 1 is made by hand: no interrupt could be relied on to hit between the two."""
     trained.ok("%distributed sync")
     ahead = "if rank == 1: optimizer.step()\ndist.barrier()\nif rank == 0: 1 / 0\ndist.barrier()"
@@ -112,7 +112,7 @@ def test_ranks_a_step_apart_are_told_and_sync_brings_them_together(trained: Kern
     assert "at step" not in reply.stdout
 
 
-def test_a_first_step_that_one_rank_has_not_made_is_told(trained: Kernel) -> None:
+def test_missing_first_step_of_a_rank_is_reported(trained: Kernel) -> None:
     trained.ok("%distributed sync")
     reply = trained.run(
         "%%distributed\nyoung = torch.optim.SGD(net.parameters(), 0.1)\n"
@@ -126,7 +126,7 @@ def test_a_first_step_that_one_rank_has_not_made_is_told(trained: Kernel) -> Non
     assert trained.ok("%%distributed\nsame()").lines() == ["[ranks 0-1] [True, True]"]
 
 
-def test_one_rank_that_trains_alone_is_no_news(trained: Kernel) -> None:
+def test_rank_training_alone_is_not_reported(trained: Kernel) -> None:
     reply = trained.run(
         "%%distributed\nown = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)\n"
         "if rank == 0:\n    own.step()\n    1 / 0\ndist.barrier()"
