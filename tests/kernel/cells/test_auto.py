@@ -40,7 +40,7 @@ def test_our_line_magics_stay_in_the_notebook(auto: Kernel) -> None:
     assert HEAD not in auto.ok("%distributed config").stdout
 
 
-def test_a_failure_names_the_cells_own_line(auto: Kernel) -> None:
+def test_failure_names_the_line_of_the_cell(auto: Kernel) -> None:
     reply = auto.run("%distributed config warm_up=on\nx = 1\n\nraise ValueError(rank)")
     assert "----> 4" in reply.traceback or "line 4" in reply.traceback
     assert reply.ename == "CellError"
@@ -52,21 +52,21 @@ def test_await_and_other_cell_magics(auto: Kernel) -> None:
     assert auto.ok("%%local\nt_said.stdout").result == "'x\\n'"
 
 
-def test_scripts_that_the_notebook_runs_stay_there(auto: Kernel, tmp_path: Path) -> None:
+def test_scripts_run_by_the_notebook_stay_local(auto: Kernel, tmp_path: Path) -> None:
     script = tmp_path / "here.ipy"
     script.write_text("t_ran = 'in the notebook'\n", encoding="utf-8")
     auto.ok(f"%%local\n%run {script}")
     assert auto.ok("%%local\nt_ran").result == "'in the notebook'"
 
 
-def test_completions_and_help_are_those_of_ranks(auto: Kernel) -> None:
+def test_completions_and_help_come_from_ranks(auto: Kernel) -> None:
     auto.ok("t_of_ranks = {'deep': 1}")
     expect_completed(auto, "x = 1\nt_of_r", "t_of_ranks")
     expect_help(auto, "t_of_ranks", "dict")
     assert completed(auto, "%%local\nt_of_r") == []
 
 
-def test_some_ranks_and_off_again(kernel: Kernel) -> None:
+def test_auto_mode_on_some_ranks_and_off(kernel: Kernel) -> None:
     assert "Plain cells run on ranks 1-2" in kernel.ok("%distributed auto on --ranks 1-2").stdout
     assert kernel.ok("print(rank)").lines()[0].startswith("On ranks 1-2")
     assert "Plain cells run in the notebook" in kernel.ok("%distributed auto off").stdout
@@ -86,5 +86,5 @@ def test_some_ranks_and_off_again(kernel: Kernel) -> None:
         ("%timeit x\n", [("", "%timeit x\n")]),
     ],
 )
-def test_cells_are_cut_at_our_magics(body: str, pieces: list[tuple[str, str]]) -> None:
+def test_cells_are_split_at_our_magics(body: str, pieces: list[tuple[str, str]]) -> None:
     assert split_cell(body, {"push"}.__contains__) == [Piece(*piece) for piece in pieces]

@@ -37,7 +37,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("code", "sentence"), CASES, ids=[code.splitlines()[0] for code, _ in CASES])
-def test_one_sentence(kernel: Kernel, code: str, sentence: str) -> None:
+def test_bad_input_is_reported_in_one_sentence(kernel: Kernel, code: str, sentence: str) -> None:
     reply = kernel.run(code)
     assert reply.status == "error"
     assert sentence in reply.traceback
@@ -73,7 +73,7 @@ def bare_kernel() -> object:
 
 
 @pytest.mark.parametrize(("code", "sentence"), START_CASES, ids=[code for code, _ in START_CASES])
-def test_one_sentence_without_a_cluster(bare_kernel: Kernel, code: str, sentence: str) -> None:
+def test_bad_input_without_a_cluster_is_reported_in_one_sentence(bare_kernel: Kernel, code: str, sentence: str) -> None:
     reply = bare_kernel.run(code)
     assert reply.status == "error"
     assert sentence in reply.traceback
@@ -86,7 +86,7 @@ def test_code_that_does_not_parse_starts_no_ranks(bare_kernel: Kernel) -> None:
     assert "needs a cluster, but none is running" in bare_kernel.run("%distributed status").traceback
 
 
-def test_a_rank_starts_no_cluster_of_its_own(kernel: Kernel) -> None:
+def test_rank_cannot_start_a_cluster(kernel: Kernel) -> None:
     for command in ("start -n 2", "attach"):
         reply = kernel.run(f"%%distributed --ranks 1\n%load_ext axon_nb\n%distributed {command}")
         assert reply.traceback.startswith("[rank 1]"), "as any error of a rank"

@@ -10,7 +10,7 @@ from tests.support.kernel import FreshCluster, Kernel
 from tests.support.processes import until
 
 
-def test_a_cell_runs_on_every_rank_in_one_group(kernel: Kernel) -> None:
+def test_cell_runs_on_every_rank_in_one_group(kernel: Kernel) -> None:
     reply = kernel.ok("%%distributed\nt = torch.ones(2) * rank\ndist.all_reduce(t)\nprint(rank, t.tolist())")
     assert sorted(reply.lines()) == [f"[rank {r}] {r} [6.0, 6.0]" for r in range(4)]
 
@@ -21,23 +21,23 @@ def test_identical_lines_are_shown_once(kernel: Kernel) -> None:
     assert until(lambda: kernel.ok(code).stdout.splitlines() == ["[ranks 0-3] hello", "[ranks 0-3] world 4"])
 
 
-def test_the_last_expression_is_shown(kernel: Kernel) -> None:
+def test_last_expression_is_shown(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\nworld_size * 10").lines() == ["[ranks 0-3] 40"]
     assert sorted(kernel.ok("%%distributed\nrank * 10").lines()) == [f"[rank {r}] {r * 10}" for r in range(4)]
     assert kernel.ok("%%distributed\nrank;").stdout == ""
 
 
 @pytest.mark.parametrize(("spec", "ranks"), [("0", [0]), ("0,2-3", [0, 2, 3]), ("1:", [1, 2, 3]), ("-1", [3])])
-def test_ranks_chooses(kernel: Kernel, spec: str, ranks: list[int]) -> None:
+def test_ranks_option_selects_ranks(kernel: Kernel, spec: str, ranks: list[int]) -> None:
     reply = kernel.ok(f"%%distributed --ranks {spec}\nprint('here', rank)")
     assert sorted(reply.lines()) == [f"[rank {r}] here {r}" for r in ranks]
 
 
-def test_rank_magic_chooses_too(kernel: Kernel) -> None:
+def test_rank_magic_selects_ranks(kernel: Kernel) -> None:
     assert kernel.ok("%%rank 2\nprint('here', rank)").lines() == ["[rank 2] here 2"]
 
 
-def test_variables_live_on_between_cells(kernel: Kernel) -> None:
+def test_variables_persist_between_cells(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nkept = rank + 100")
     assert sorted(kernel.ok("%%distributed\nkept").lines()) == [f"[rank {r}] {r + 100}" for r in range(4)]
 
@@ -62,7 +62,7 @@ def test_await_shell_and_magic_lines(kernel: Kernel, tmp_path: Path) -> None:
     assert "[ranks 0-1] 'end'" in reply.lines()
 
 
-def test_a_syntax_error_reaches_no_rank(kernel: Kernel) -> None:
+def test_syntax_error_is_reported_before_ranks_run(kernel: Kernel) -> None:
     kernel.ok("%%distributed\ncount = 0")
     reply = kernel.run("%%distributed\ncount += 1\ndef broken(:\n    pass")
     assert not reply.ok
@@ -122,7 +122,7 @@ def test_timeout_ends_the_cell(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
-def test_an_awaited_cell_leaves_the_event_loop_free(kernel: Kernel, tmp_path: Path) -> None:
+def test_awaited_cell_does_not_block_the_event_loop(kernel: Kernel, tmp_path: Path) -> None:
     begun, flag = tmp_path / "begun", tmp_path / "flag"
     # The ranks wait for a task of the notebook, and that for the ranks to run: it needs the event loop meanwhile.
     kernel.ok(
@@ -142,7 +142,7 @@ def test_run_cell_magic_blocks(kernel: Kernel) -> None:
     assert reply.lines() == ["[rank 1] 1"]
 
 
-def test_a_cell_with_only_a_comment_says_so(kernel: Kernel) -> None:
+def test_comment_only_cell_is_reported(kernel: Kernel) -> None:
     reply = kernel.ok("%%distributed\n# later\n")
     assert reply.lines() == ["Nothing to run: put code for the ranks below the %%distributed line."]
 

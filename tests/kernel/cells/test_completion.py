@@ -59,13 +59,13 @@ def test_keys_and_columns_are_those_of_rank_0(typed: Kernel, typed_so_far: str, 
     assert until(lambda: any(key in found for found in completed(typed, f"%%distributed\n{typed_so_far}")), timeout=100)
 
 
-def test_the_cell_says_which_rank(typed: Kernel) -> None:
+def test_cell_options_select_the_completing_rank(typed: Kernel) -> None:
     assert completed(typed, "%%distributed\nt_only_t") == []
     expect_completed(typed, "%%distributed --ranks 2-3\nt_only_t", "t_only_two")
     expect_completed(typed, "%%rank 2\nt_only_t", "t_only_two")
 
 
-def test_a_plain_cell_has_the_notebooks_names(typed: Kernel) -> None:
+def test_plain_cell_completes_from_the_notebook(typed: Kernel) -> None:
     expect_completed(typed, "x = 1\nt_noteb", "t_notebook")
     assert completed(typed, "x = 1\nt_sca") == []
 
@@ -89,7 +89,7 @@ def test_options_and_commands_of_the_magics(typed: Kernel, typed_so_far: str, ex
 
 
 @pytest.mark.parametrize("work", ["time.sleep(0.01)", "sum(range(1000))"])
-def test_ranks_that_run_a_cell_answer(typed: Kernel, tmp_path: Path, work: str) -> None:
+def test_busy_ranks_complete(typed: Kernel, tmp_path: Path, work: str) -> None:
     flag = tmp_path / "flag"
     typed.ok(f"%%distributed --noblock --out t_job\n{WAIT.format(path=str(flag), work=work)}")
     expect_completed(typed, "%%distributed\nt_net.he", "t_net.head")
@@ -97,7 +97,7 @@ def test_ranks_that_run_a_cell_answer(typed: Kernel, tmp_path: Path, work: str) 
     typed.ok("_ = t_job.result(100)")
 
 
-def test_the_kernel_answers_while_the_notebook_waits_for_the_ranks(typed: Kernel, tmp_path: Path) -> None:
+def test_kernel_replies_while_waiting_for_ranks(typed: Kernel, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     request = typed.submit(f"%%distributed\nprint('on')\n{WAIT.format(path=str(flag), work='time.sleep(0.01)')}")
     typed.wait_for_output(request, "on")
@@ -109,7 +109,7 @@ def test_the_kernel_answers_while_the_notebook_waits_for_the_ranks(typed: Kernel
     assert typed.ok("1 + 1").result == "2"
 
 
-def test_a_rank_that_cannot_answer_is_known_from_before(typed: Kernel) -> None:
+def test_unresponsive_rank_completes_from_the_last_snapshot(typed: Kernel) -> None:
     typed.ok(KNOWN)
     # C code that keeps Python's lock, for some seconds: whether it is over when the answer is due changes nothing.
     typed.ok("%%distributed --noblock --out t_job\nimport ctypes\nctypes.PyDLL(None).usleep(3_000_000)")
@@ -121,7 +121,7 @@ def test_a_rank_that_cannot_answer_is_known_from_before(typed: Kernel) -> None:
     typed.ok("_ = t_job.result(100)")
 
 
-def test_help_is_on_the_ranks_object(typed: Kernel) -> None:
+def test_help_describes_the_object_on_the_rank(typed: Kernel) -> None:
     expect_help(typed, "%%distributed\nt_scale", "factor=2.0", "Multiply the values.")
     expect_help(typed, "%%distributed\nt_scale", "return values * factor", detail=1)
     expect_help(typed, "%%distributed\nt_net", "Sequential")
@@ -136,7 +136,7 @@ def test_a_question_mark_in_a_cell_shows_help(typed: Kernel) -> None:
     assert "return values * factor" in plain(typed.ok("%%rank 0\nt_scale??").stdout)
 
 
-def test_names_of_ranks_behind_magics_that_take_them(typed: Kernel) -> None:
+def test_names_are_completed_in_arguments_of_magics(typed: Kernel) -> None:
     typed.ok(KNOWN)
     expect_completed(typed, "%shards t_ne", "%shards t_net")
     expect_completed(typed, "%distributed diff t_wei", "%distributed diff t_weights")
@@ -155,7 +155,7 @@ def answered_while(kernel: Kernel, flag: Path, *, wait: bool) -> list[str]:
     return answers
 
 
-def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(typed: Kernel, tmp_path: Path) -> None:
+def test_missing_hook_keeps_help_and_delays_completions(typed: Kernel, tmp_path: Path) -> None:
     change = "%unload_ext axon_nb\nfrom axon_nb.magics import kernel_requests as front_end\n{}\n%load_ext axon_nb"
     lacking = "front_end.missing_hooks = lambda group, **_: ['gone'] if group == 'front_end.requests' else []"
     typed.ok(change.format(lacking))
@@ -166,7 +166,7 @@ def test_without_a_hook_help_is_left_and_completions_wait_for_the_cells_end(type
     assert answered_while(typed, tmp_path / "flag", wait=True) == ["complete_reply", "execute_reply"]
 
 
-def test_unloading_leaves_jupyters_own_ways(typed: Kernel) -> None:
+def test_unload_restores_jupyters_completion(typed: Kernel) -> None:
     typed.ok("%unload_ext axon_nb")
     assert completed(typed, "%%distributed\nt_sca") == []
     expect_help(typed, "%%distributed\nt_net", "of the notebook")

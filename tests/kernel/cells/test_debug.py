@@ -32,7 +32,7 @@ def _debug(kernel: Kernel, line: str, commands: list[str]) -> Reply:
     return reply
 
 
-def test_it_opens_on_the_rank_that_failed_and_the_others_go_on(kernel: Kernel) -> None:
+def test_debugger_opens_on_the_failed_rank_only(kernel: Kernel) -> None:
     assert "on rank 2" in kernel.run(FAIL).traceback
     reply = _debug(kernel, "%distributed debug", ["p secret", "u", "p outside", "p rank, inner", "q"])
     assert reply.ok
@@ -67,7 +67,7 @@ def test_expressions_statements_and_mistakes(kernel: Kernel) -> None:
         assert text in reply.stdout
 
 
-def test_a_command_that_hangs_is_interrupted(kernel: Kernel, tmp_path: Path) -> None:
+def test_hung_command_can_be_interrupted(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(FAIL)
     request = kernel.submit("%distributed debug")
     kernel.client.get_stdin_msg(timeout=100)
@@ -84,7 +84,7 @@ def test_a_command_that_hangs_is_interrupted(kernel: Kernel, tmp_path: Path) -> 
     assert "200" in reply.stdout
 
 
-def test_what_is_not_kept_is_said(kernel: Kernel) -> None:
+def test_missing_traceback_is_reported(kernel: Kernel) -> None:
     kernel.run(FAIL)
     reply = kernel.run("%distributed debug --ranks 1")
     assert "Rank 1 has no failure to debug" in reply.traceback
@@ -97,7 +97,7 @@ def test_what_is_not_kept_is_said(kernel: Kernel) -> None:
     assert "failures are not kept (`%distributed config debug=off`)" in reply.traceback
 
 
-def test_a_front_end_without_input_is_told(kernel: Kernel) -> None:
+def test_front_end_without_input_is_reported(kernel: Kernel) -> None:
     kernel.run(FAIL)
     reply = kernel.collect(str(kernel.client.execute("%distributed debug", allow_stdin=False)))
     assert reply.ename == "UsageError"

@@ -22,7 +22,7 @@ def _magics(kernel: Kernel, kind: str) -> dict[str, str]:
     return found
 
 
-def test_asking_for_help_does_nothing_else(kernel: Kernel) -> None:
+def test_help_has_no_side_effects(kernel: Kernel) -> None:
     for name in _commands(kernel):
         reply = kernel.ok(f"%distributed {name} --help")
         assert reply.stdout.startswith(f"usage: %distributed {name}"), name
@@ -32,7 +32,7 @@ def test_asking_for_help_does_nothing_else(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\n1").lines() == ["[ranks 0-3] 1"]
 
 
-def test_every_magic_tells_its_options_and_an_example(kernel: Kernel) -> None:
+def test_every_magic_lists_its_options_and_an_example(kernel: Kernel) -> None:
     for name in _magics(kernel, "line").keys() - {"distributed"}:
         reply = kernel.ok(f"%{name} --help")
         assert reply.stdout.startswith(f"usage: %{name}"), name
@@ -53,7 +53,7 @@ def test_every_magic_tells_its_options_and_an_example(kernel: Kernel) -> None:
         ("%pull losses?", "%pull losses --ranks 0"),
     ],
 )
-def test_a_question_mark_asks_for_it_too(kernel: Kernel, code: str, said: str) -> None:
+def test_question_mark_shows_help(kernel: Kernel, code: str, said: str) -> None:
     assert said in kernel.ok(code).stdout
 
 
@@ -83,7 +83,7 @@ def test_every_magic_has_a_docstring_with_an_example(kernel: Kernel) -> None:
     }.items(),
     ids=lambda value: value.partition("\n")[0],
 )
-def test_the_nearest_is_suggested(kernel: Kernel, typed: str, sentence: str) -> None:
+def test_typo_suggests_the_nearest_name(kernel: Kernel, typed: str, sentence: str) -> None:
     reply = kernel.run(typed)
     assert reply.ename == "UsageError"
     assert sentence in reply.traceback

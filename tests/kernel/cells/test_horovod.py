@@ -81,7 +81,7 @@ def horovod(shared_kernel: Kernel) -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("where", FAILURES)
-def test_a_rank_that_raises_ends_the_cell_and_the_next_one_works(horovod: Kernel, where: str) -> None:
+def test_raising_rank_aborts_the_cell_and_the_next_one_works(horovod: Kernel, where: str) -> None:
     reply = horovod.run(f"%%distributed\n{FAILURES[where]}")
     assert reply.ename == "CellError"
     assert "ValueError: bug" in reply.traceback
@@ -90,7 +90,7 @@ def test_a_rank_that_raises_ends_the_cell_and_the_next_one_works(horovod: Kernel
     assert said == dict.fromkeys(range(4), "True 4.0")
 
 
-def test_those_that_waited_say_in_which_of_its_calls(horovod: Kernel) -> None:
+def test_waiting_ranks_name_their_horovod_call(horovod: Kernel) -> None:
     code = "dist.barrier()\nif rank == 1:\n    raise ValueError('bug')\nhvd.allreduce(torch.ones(3))"
     reply = horovod.run(f"%%distributed\n{code}")
     assert "[ranks 0,2-3] waited in allreduce at line 5" in reply.traceback
@@ -99,7 +99,7 @@ def test_those_that_waited_say_in_which_of_its_calls(horovod: Kernel) -> None:
     assert horovod.ok(AFTER).ok
 
 
-def test_some_ranks_alone_are_refused_at_once(horovod: Kernel) -> None:
+def test_subset_of_ranks_is_rejected_at_once(horovod: Kernel) -> None:
     reply = horovod.run("%%rank 0,2\nhvd.allreduce(torch.ones(3))")
     assert (
         "allreduce at line 2 on the group of ranks 0-3 in a cell on ranks 0,2: ranks 1,3 do not run this cell"
@@ -108,13 +108,13 @@ def test_some_ranks_alone_are_refused_at_once(horovod: Kernel) -> None:
     assert horovod.ok(AFTER).ok
 
 
-def test_tensors_that_differ_are_one_sentence_on_all_ranks(horovod: Kernel) -> None:
+def test_mismatched_tensors_raise_one_sentence_on_all_ranks(horovod: Kernel) -> None:
     reply = horovod.run("%%distributed\nhvd.allreduce(torch.ones(3 + (rank == 2)), name='total')")
     assert "hvd.allreduce 'total': rank 0 passed Average of torch.float32 of shape (3,), rank 2" in reply.traceback
     assert horovod.ok(AFTER).ok
 
 
-def test_an_interrupt_ends_a_loop_and_the_next_cell_works(horovod: Kernel) -> None:
+def test_interrupt_aborts_a_loop_and_the_next_cell_works(horovod: Kernel) -> None:
     request = horovod.submit("%%distributed\nprint('on the way')\nwhile True: hvd_step()")
     horovod.wait_for_output(request, "on the way", ranks=range(4))
     horovod.interrupt()
@@ -123,7 +123,7 @@ def test_an_interrupt_ends_a_loop_and_the_next_cell_works(horovod: Kernel) -> No
     assert all("True" in line for line in after.lines())
 
 
-def test_the_script_runs_as_a_cell(horovod: Kernel) -> None:
+def test_script_runs_as_a_cell(horovod: Kernel) -> None:
     reply = horovod.ok(f"%%distributed\n{SCRIPT.read_text()}")
     (weights,) = [line for line in reply.lines() if "weights" in line]
     assert weights.startswith("[ranks 0-3] weights ")
@@ -135,7 +135,7 @@ def test_the_script_runs_as_a_cell(horovod: Kernel) -> None:
 
 
 @pytest.mark.slow
-def test_a_replaced_rank_comes_in_with_init(new_kernel: Callable[..., Kernel]) -> None:
+def test_replaced_rank_joins_with_init(new_kernel: Callable[..., Kernel]) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
     kernel.ok("%%distributed\nimport axon_nb.compat.horovod as hvd\nhvd.init()\nhvd.allreduce(torch.ones(1))")

@@ -22,12 +22,12 @@ from tests.kernel.cells.labelled import merged, ranks_of
         ("\n[rank 0\n", ["", "[rank 0"]),
     ],
 )
-def test_lines_of_several_ranks_are_one(shown: str, lines: list[str]) -> None:
+def test_late_lines_of_several_ranks_are_merged(shown: str, lines: list[str]) -> None:
     assert merged(shown) == lines
     assert merged("\n".join(lines)) == lines
 
 
-def test_the_ranks_of_a_line() -> None:
+def test_ranks_of_a_line() -> None:
     assert ranks_of("[ranks 0,2-4] [rank 9] text") == {0, 2, 3, 4}
     assert ranks_of("[rank 12]") == {12}
     assert ranks_of(" [rank 1] text") == set()

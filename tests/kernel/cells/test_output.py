@@ -40,7 +40,7 @@ def test_warnings_and_logging_come_through(kernel: Kernel) -> None:
     assert "bad" in reply.stderr
 
 
-def test_the_first_line_comes_while_the_cell_runs(holding: Kernel, tmp_path: Path) -> None:
+def test_first_line_arrives_while_the_cell_runs(holding: Kernel, tmp_path: Path) -> None:
     shown = tmp_path / "shown"
     request = holding.submit(
         "%%distributed\nimport os, time\nprint('early')\n"
@@ -53,7 +53,7 @@ def test_the_first_line_comes_while_the_cell_runs(holding: Kernel, tmp_path: Pat
     assert texts == ["[ranks 0-3] early\n", "[ranks 0-3] late\n"]
 
 
-def test_a_bar_does_not_use_up_what_a_cell_may_print(kernel: Kernel) -> None:
+def test_progress_bar_does_not_consume_the_output_limit(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed --ranks 0\nimport sys\n"
         "for i in range(3000):\n    sys.stderr.write(f'\\rstep {i} ' + '#' * 990)\n"
@@ -85,14 +85,14 @@ def test_dataframes_keep_their_html(holding: Kernel) -> None:
     assert "<table" in reply.displays[0]["text/html"]
 
 
-def test_figures_of_matplotlib_come_as_pictures(kernel: Kernel) -> None:
+def test_matplotlib_figures_arrive_as_images(kernel: Kernel) -> None:
     reply = kernel.ok("%%distributed --ranks 1\nimport matplotlib.pyplot as plt\nplt.plot([1, 2, 3])\nplt.show()")
     pictures = [d for d in reply.displays if "image/png" in d]
     assert len(pictures) == 1
     assert "[rank 1]" in reply.lines()
 
 
-def test_figures_of_plotly_come_as_plotly(kernel: Kernel) -> None:
+def test_plotly_figures_keep_their_mime_type(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed --ranks 0\nimport plotly.graph_objects as go\n"
         "go.Figure(go.Scatter(y=[1, 2])).show('plotly_mimetype')"
@@ -101,7 +101,7 @@ def test_figures_of_plotly_come_as_plotly(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("where", ["stdout", "stderr"])
-def test_ten_megabytes_neither_hang_nor_flood(kernel: Kernel, where: str) -> None:
+def test_ten_megabytes_of_output_are_bounded(kernel: Kernel, where: str) -> None:
     reply = kernel.ok(
         "%%distributed\nimport sys\nfor i in range(100_000):\n"
         f"    print('x' * 90, i, file=sys.{where})\nprint('end of it')",
@@ -115,7 +115,7 @@ def test_ten_megabytes_neither_hang_nor_flood(kernel: Kernel, where: str) -> Non
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
-def test_a_display_can_be_updated_by_its_rank(kernel: Kernel) -> None:
+def test_display_is_updated_by_its_rank(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed --ranks 0-1\nfrom IPython.display import display, HTML\n"
         "h = display(HTML(f'<b>one {rank}</b>'), display_id=True)\nh.update(HTML(f'<b>two {rank}</b>'))"
@@ -123,6 +123,6 @@ def test_a_display_can_be_updated_by_its_rank(kernel: Kernel) -> None:
     assert sorted(d["text/html"] for d in reply.displays) == ["<b>two 0</b>", "<b>two 1</b>"]
 
 
-def test_an_empty_cell_writes_nothing(kernel: Kernel) -> None:
+def test_empty_cell_prints_nothing(kernel: Kernel) -> None:
     reply = kernel.ok("%%distributed\npass")
     assert (reply.stdout, reply.stderr, reply.displays, reply.result) == ("", "", [], "")

@@ -13,14 +13,14 @@ def test_init_process_group_attaches(kernel: Kernel) -> None:
     assert reply.lines() == ["[ranks 0-3] 4"]
 
 
-def test_asking_for_another_backend_gets_a_note(kernel: Kernel) -> None:
+def test_requesting_another_backend_prints_a_note(kernel: Kernel) -> None:
     reply = kernel.ok("%%distributed\ndist.init_process_group('nccl')")
     assert reply.lines() == [
         "[ranks 0-3] axon_nb: the ranks use gloo; init_process_group('nccl') attached to that group."
     ]
 
 
-def test_another_world_is_refused(kernel: Kernel) -> None:
+def test_different_world_is_rejected(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\ndist.init_process_group('gloo', rank=0, world_size=1)")
     assert "a group of all ranks already exists" in reply.traceback
 
@@ -33,12 +33,12 @@ def test_destroy_keeps_the_default_group(kernel: Kernel) -> None:
     ]
 
 
-def test_mp_spawn_is_refused_with_the_fix(kernel: Kernel) -> None:
+def test_mp_spawn_is_rejected_with_fix(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\nimport torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
     assert "this cell already runs on every rank. Call fn(rank, ...) instead" in reply.traceback
 
 
-def test_a_whole_training_script_runs_as_it_is(kernel: Kernel) -> None:
+def test_training_script_runs_unmodified(kernel: Kernel) -> None:
     script = """%%distributed
 import os
 import torch, torch.distributed as dist, torch.nn as nn
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     assert reply.lines()[1].startswith("[ranks 0-3] weights ")
 
 
-def test_threads_are_shared_out(kernel: Kernel) -> None:
+def test_threads_are_divided_among_ranks(kernel: Kernel) -> None:
     import os
 
     share = max(1, len(os.sched_getaffinity(0)) // 4)

@@ -24,7 +24,7 @@ def _draws(kernel: Kernel) -> list[object]:
     return list(kernel.value("list(t_draws.values.values())"))
 
 
-def test_a_seed_is_the_same_on_all_ranks(kernel: Kernel) -> None:
+def test_seed_is_equal_on_all_ranks(kernel: Kernel) -> None:
     reply = kernel.ok("%distributed seed 5")
     assert reply.lines() == ["Seeded random, numpy and torch on ranks 0-3 with 5."]
     first = _draws(kernel)
@@ -33,7 +33,7 @@ def test_a_seed_is_the_same_on_all_ranks(kernel: Kernel) -> None:
     assert _draws(kernel) == first
 
 
-def test_each_rank_has_its_own(kernel: Kernel) -> None:
+def test_per_rank_seeds_differ(kernel: Kernel) -> None:
     kernel.ok("%distributed seed 5")
     shared = _draws(kernel)
     kernel.ok("%distributed seed 5 --per-rank")
@@ -43,11 +43,11 @@ def test_each_rank_has_its_own(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "x", "1.5", "99999999999999999999"])
-def test_a_seed_is_a_whole_number(kernel: Kernel, value: str) -> None:
+def test_seed_must_be_an_integer(kernel: Kernel, value: str) -> None:
     assert kernel.run(f"%distributed seed {value}").ename == "UsageError"
 
 
-def test_a_hint_tells_of_equal_dropout_and_batches_once(kernel: Kernel) -> None:
+def test_equal_dropout_and_batches_give_one_hint(kernel: Kernel) -> None:
     kernel.ok(TRAIN)
     kernel.ok(FORGET)
     kernel.ok("%distributed seed 0")
@@ -70,7 +70,7 @@ def test_no_hint_without_a_reason(kernel: Kernel, prepare: str) -> None:
     assert "Hint" not in kernel.ok(STEP).stdout
 
 
-def test_draws_that_differ_or_are_not_known_are_no_hint() -> None:
+def test_differing_or_unknown_draws_give_no_hint() -> None:
     same = CellEnd(draws=Draws(states=("a", "b"), dropout="m", loader=""))
     other = CellEnd(draws=Draws(states=("a", "c"), dropout="m", loader=""))
     assert "masks of `m`" in shared_draws_hint({0: same, 1: same}, [0, 1])

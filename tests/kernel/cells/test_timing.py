@@ -12,7 +12,7 @@ from axon_nb.magics.measure import duration, repeat_lines, time_lines
 from tests.support.kernel import Kernel
 
 
-def test_time_tells_wall_and_cpu_of_each_rank_and_the_slowest(kernel: Kernel) -> None:
+def test_time_reports_wall_and_cpu_per_rank_and_the_slowest(kernel: Kernel) -> None:
     reply = kernel.ok("%%distributed --time --out t_timed\nimport time\ntime.sleep(0.5 if rank == 2 else 0)")
     *ranks, slowest = reply.lines()
     assert [line.split(":")[0] for line in ranks] == [f"rank {r}" for r in range(4)]
@@ -22,7 +22,7 @@ def test_time_tells_wall_and_cpu_of_each_rank_and_the_slowest(kernel: Kernel) ->
     assert kernel.value("t_timed.seconds[2] >= 0.5, sorted(t_timed.cpu_seconds)") == (True, [0, 1, 2, 3])
 
 
-def test_repeat_runs_the_cell_so_often_with_ranks_in_step(kernel: Kernel) -> None:
+def test_repeat_runs_the_cell_n_times_in_step(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nt_count, t_ahead = 0, []\nt_names = {n for n in globals() if 'axon_nb' in n}")
     reply = kernel.ok(
         "%%distributed --repeat 5 --out t_repeated\n"
@@ -47,14 +47,14 @@ def test_repeat_runs_the_cell_so_often_with_ranks_in_step(kernel: Kernel) -> Non
     assert added.lines() == ["[ranks 0-3] set()"]
 
 
-def test_a_failure_in_a_repeated_cell_names_its_line(kernel: Kernel) -> None:
+def test_failure_in_a_repeated_cell_names_its_line(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed --repeat 3 --ranks 0,2\nx = 1\nraise ValueError('third line')")
     assert "third line" in reply.traceback
     assert "----> 3" in reply.traceback
     assert kernel.ok("%%distributed --repeat 2\nawait __import__('asyncio').sleep(0)").ok
 
 
-def test_profile_gives_a_table_and_a_trace_of_each_chosen_rank(kernel: Kernel, tmp_path: Path) -> None:
+def test_profile_writes_table_and_trace_per_rank(kernel: Kernel, tmp_path: Path) -> None:
     kernel.ok(f"import os\nt_folder = os.getcwd()\nos.chdir({str(tmp_path)!r})")
     reply = kernel.ok("%%distributed --profile 1,3 --time\na = torch.ones(64, 64)\nfor _ in range(3):\n    a @ a")
     kernel.ok("os.chdir(t_folder)")
@@ -69,7 +69,7 @@ def test_profile_gives_a_table_and_a_trace_of_each_chosen_rank(kernel: Kernel, t
     assert "slowest: rank" in reply.stdout
 
 
-def test_a_profile_that_cannot_be_written_fails_the_cell(kernel: Kernel, tmp_path: Path) -> None:
+def test_unwritable_profile_fails_the_cell(kernel: Kernel, tmp_path: Path) -> None:
     (tmp_path / "axon_profiles").touch()  # no folder
     kernel.ok(f"import os\nt_folder = os.getcwd()\nos.chdir({str(tmp_path)!r})")
     reply = kernel.run("%%distributed --profile 2\nt_done = 1")
@@ -105,7 +105,7 @@ def test_lines_of_one_rank_name_no_slowest() -> None:
     assert repeat_lines({0: [1.0, 3.0]}) == ["rank 0: 2 s ± 1 s (mean ± std. dev. of 2 runs), best 1 s"]
 
 
-def test_the_slowest_is_compared_with_the_median_of_the_others() -> None:
+def test_slowest_rank_is_compared_with_the_median() -> None:
     assert time_lines({0: 1.0, 1: 4.0, 2: 2.0, 3: 3.0}, {})[-1] == (
         "slowest: rank 1, 2 s more than the median of the others"
     )

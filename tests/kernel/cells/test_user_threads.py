@@ -40,7 +40,7 @@ for number, batch in enumerate(DataLoader(torch.arange(8), num_workers=1)):
         dist.recv(torch.zeros(1), 5 - rank)"""
 
 
-def test_a_thread_that_comes_later_is_waited_for_though_its_rank_has_finished(kernel: Kernel, tmp_path: Path) -> None:
+def test_late_user_thread_is_waited_for_after_its_rank_finished(kernel: Kernel, tmp_path: Path) -> None:
     come = tmp_path / "come"
     request = kernel.submit(RECEIVES_LATER.format(str(come)))
     kernel.wait_for_output(request, "rank 0 has been in send")
@@ -49,12 +49,12 @@ def test_a_thread_that_comes_later_is_waited_for_though_its_rank_has_finished(ke
     assert kernel.ok("%%distributed --ranks 1\nreceiver.join(60)\ngot.mean().item()").lines() == ["[rank 1] 1.0"]
 
 
-def test_so_is_a_timer_that_has_not_begun(kernel: Kernel) -> None:
+def test_pending_timer_is_waited_for(kernel: Kernel) -> None:
     kernel.ok(TIMER)
     assert kernel.ok("%%distributed --ranks 1\nreceiver.join(60)\ngot.mean().item()").lines() == ["[rank 1] 1.0"]
 
 
-def test_threads_of_libraries_keep_nobody_waiting(kernel: Kernel) -> None:
+def test_library_threads_are_not_waited_for(kernel: Kernel) -> None:
     """Those of a data loader and of a pool without work run on each rank here."""
     reply = kernel.run(WAITS_IN_A_RING)
     assert "rank 2 waits in recv at line 11 for rank 3; rank 3 waits in recv at line 11 for rank 2" in reply.traceback
