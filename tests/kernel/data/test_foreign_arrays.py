@@ -46,23 +46,23 @@ def ready(shared_kernel: Kernel) -> Kernel:
     return shared_kernel
 
 
-def test_the_table_has_their_shape_and_compares_values(ready: Kernel) -> None:
+def test_table_has_shapes_and_compares_values(ready: Kernel) -> None:
     ready.ok("rows = {row['name']: row for row in c.variables().to_dict('records')}")
     columns = ("type", "shape", "dtype", "device", "ranks")
     assert ready.value(f"[rows['same'][name] for name in {columns}]") == ["Array", "10000", "float32", "cuda:0", "same"]
     assert ready.value("rows['odd']['ranks'], rows['host']['shape']") == ("differs on rank 2", "3")
 
 
-def test_a_difference_that_their_text_does_not_show_is_found(ready: Kernel) -> None:
+def test_difference_hidden_by_repr_is_detected(ready: Kernel) -> None:
     assert ready.value("c.diff('odd').values.tolist()") == [["", 2, 1, 10_000, "[5000]", 1.0, "5000.0 / 5001.0"]]
     assert ready.value("len(c.diff('same')), len(c.diff('host'))") == (0, 3)
 
 
-def test_long_texts_that_begin_alike_differ(ready: Kernel) -> None:
+def test_long_reprs_with_equal_prefix_differ(ready: Kernel) -> None:
     assert ready.value("c.diff('long')['rank'].tolist()") == [1, 2, 3]
 
 
-def test_they_are_pulled_as_numpy_arrays_where_the_library_is_missing(ready: Kernel) -> None:
+def test_foreign_arrays_are_pulled_as_numpy_without_the_library(ready: Kernel) -> None:
     assert ready.value("a = c.pull('odd', ranks=2)\n(type(a).__name__, a.shape, float(a[5000]))") == (
         "ndarray",
         (10_000,),
@@ -73,7 +73,7 @@ def test_they_are_pulled_as_numpy_arrays_where_the_library_is_missing(ready: Ker
     assert "No module named 'cardpy'" in ready.run("%pull odd --ranks 2 --as-is").traceback
 
 
-def test_they_are_pushed_as_numpy_arrays_unless_they_are_to_stay(ready: Kernel) -> None:
+def test_foreign_arrays_are_pushed_as_numpy_unless_as_is(ready: Kernel) -> None:
     ready.ok(f"{LIBRARY}\nmine = cardpy.Array([1, 2, 3])")
     ready.ok("%push mine")
     kinds = "dict(c.run('type(mine).__name__', quiet=True).values)"

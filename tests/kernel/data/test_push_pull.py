@@ -47,7 +47,7 @@ def test_push_to_some_ranks(kernel: Kernel) -> None:
     assert sorted(reply.lines()) == ["[ranks 0,2] False", "[ranks 1,3] True"]
 
 
-def test_large_arrays_are_each_ranks_own_and_leave_nothing(kernel: Kernel) -> None:
+def test_large_arrays_are_private_per_rank_and_freed(kernel: Kernel) -> None:
     kernel.ok("import numpy as np\nt_big = np.arange(1 << 20, dtype=np.float64)\n%push t_big")
     kernel.ok("%%distributed\nt_big[rank] = -1.0\nt_sum = float(t_big.sum())")
     expected = [sum(range(1 << 20)) - rank - 1.0 for rank in range(4)]
@@ -107,7 +107,7 @@ def test_tensors_keep_dtype_layout_sharing_and_gradients(kernel: Kernel) -> None
     assert reply.lines() == ["[ranks 0-3] (torch.Size([64, 64]), (1, 128), True)"]
 
 
-def test_tables_and_any_picklable_object_travel(kernel: Kernel) -> None:
+def test_tables_and_picklable_objects_are_transferred(kernel: Kernel) -> None:
     kernel.ok(
         "import pandas as pd\nfrom collections import namedtuple\n"
         "t_frame = pd.DataFrame({'x': range(1000), 'name': ['ä'] * 1000})\n"
@@ -123,7 +123,7 @@ def test_tables_and_any_picklable_object_travel(kernel: Kernel) -> None:
     assert kernel.value("t_frame2.equals(t_frame), t_thing2.n") == (True, 5)
 
 
-def test_what_cannot_travel_is_named(kernel: Kernel) -> None:
+def test_untransferable_values_are_reported(kernel: Kernel) -> None:
     kernel.ok("import threading\nt_fine, t_lock = 1, threading.Lock()")
     reply = kernel.run("%push t_fine t_lock")
     assert "UsageError: 't_lock' cannot be sent to ranks: TypeError: cannot pickle" in reply.traceback
@@ -135,7 +135,7 @@ def test_what_cannot_travel_is_named(kernel: Kernel) -> None:
     assert "--as t_other names one variable" in kernel.run("%pull t_fine t_lock --as t_other").traceback
 
 
-def test_pull_gives_a_dict_by_rank_or_the_value_of_one(kernel: Kernel) -> None:
+def test_pull_returns_dict_by_rank_or_single_value(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nt_x = torch.full((2,), float(rank))")
     kernel.ok("%pull t_x --as t_all\n%pull t_x --ranks 2 --as t_one\n%pull 't_x.sum().item() + rank' --as t_sums")
     assert kernel.value("{r: v.tolist() for r, v in t_all.items()}") == {r: [float(r)] * 2 for r in range(4)}
@@ -149,7 +149,7 @@ def test_pull_as_numpy(kernel: Kernel) -> None:
     assert kernel.value("str(t_arrays['w'].dtype), t_arrays['n'][0].tolist()") == ("float32", [0, 1])
 
 
-def test_pull_never_overwrites_unasked(kernel: Kernel) -> None:
+def test_pull_overwrites_only_on_request(kernel: Kernel) -> None:
     kernel.ok("t_mine = 'precious'\n%push t_mine")
     reply = kernel.run("%pull t_mine")
     assert "The notebook already has a variable 't_mine'" in reply.traceback
@@ -183,7 +183,7 @@ def test_scatter_and_gather(kernel: Kernel) -> None:
     assert "t_mapping has type dict" in kernel.run("t_mapping = {}\n%scatter t_mapping").traceback
 
 
-def test_distributed_tensors_come_whole_or_in_shards(kernel: Kernel) -> None:
+def test_distributed_tensors_are_pulled_whole_or_sharded(kernel: Kernel) -> None:
     kernel.ok(
         "%%distributed\n"
         "from torch.distributed.device_mesh import init_device_mesh\n"
@@ -212,14 +212,14 @@ def test_distributed_tensors_come_whole_or_in_shards(kernel: Kernel) -> None:
     assert kernel.value("{k: tuple(v.shape) for k, v in t_state.items()}") == {"weight": (4, 4), "bias": (4,)}
 
 
-def test_values_of_cells_come_by_the_same_way(kernel: Kernel) -> None:
+def test_cell_values_use_the_same_transfer(kernel: Kernel) -> None:
     kernel.ok("%%distributed --out t_result\ntorch.full((300_000,), float(rank))")
     assert kernel.value("[t_result[r].sum().item() for r in range(4)]") == [300_000.0 * r for r in range(4)]
     kernel.ok("del t_result")
     assert until(lambda: not parcels_of(kernel.pid))
 
 
-def test_a_push_waits_for_the_cell_that_runs_and_says_so(kernel: Kernel, tmp_path: Path) -> None:
+def test_push_waits_for_the_running_cell_with_a_note(kernel: Kernel, tmp_path: Path) -> None:
     wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
     kernel.ok(f"%%distributed --noblock --ranks 0,2 --out t_handle\n{wait}")
     request = kernel.submit("t_late = 1\n%push t_late")
@@ -229,7 +229,7 @@ def test_a_push_waits_for_the_cell_that_runs_and_says_so(kernel: Kernel, tmp_pat
     assert kernel.ok("%%distributed\nt_late").lines() == ["[ranks 0-3] 1"]
 
 
-def test_an_interrupt_of_a_pull_gives_control_back(kernel: Kernel) -> None:
+def test_interrupted_pull_returns_control(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nimport time\ndef t_slow():\n    print('begun', flush=True)\n    time.sleep(600)")
     request = kernel.submit("print('asking', flush=True)\n%pull t_slow() --as t_never")
     kernel.wait_for_output(request, "asking")
@@ -240,7 +240,7 @@ def test_an_interrupt_of_a_pull_gives_control_back(kernel: Kernel) -> None:
     assert until(lambda: not any(parcels_of(pid) for pid in family(kernel)))
 
 
-def test_a_rank_that_dies_in_a_transfer_is_told_and_leaves_nothing() -> None:
+def test_rank_death_in_a_transfer_is_reported_and_leaks_nothing() -> None:
     with Kernel() as kernel:
         kernel.ok(
             "%load_ext axon_nb\n%distributed start -n 2\nimport numpy as np, os\nt_big = np.ones(1 << 20)\n%push t_big"
@@ -260,7 +260,7 @@ def test_a_rank_that_dies_in_a_transfer_is_told_and_leaves_nothing() -> None:
         assert kernel.ok("%%distributed\nfloat(t_big.sum())").lines() == ["[ranks 0-1] 1048576.0"]
 
 
-def test_python_api_runs_pushes_and_pulls(kernel: Kernel) -> None:
+def test_python_api_pushes_and_pulls(kernel: Kernel) -> None:
     kernel.ok("import axon_nb\nt_c = axon_nb.cluster.session.current.get()\nt_c.push({'t_p': 3}, ranks=[0, 2])")
     assert kernel.value("t_c.pull('t_p + rank', ranks=[0, 2])") == {0: 3, 2: 5}
     kernel.ok("t_c.scatter({'t_p': list(range(8))})")
@@ -269,7 +269,7 @@ def test_python_api_runs_pushes_and_pulls(kernel: Kernel) -> None:
     assert kernel.value("t_c.run('rank * 2')[3]") == 6
 
 
-def test_the_notebook_imports_no_torch_until_a_tensor_comes(new_kernel: Callable[..., Kernel]) -> None:
+def test_notebook_imports_torch_only_for_tensors(new_kernel: Callable[..., Kernel]) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed start -n 2\nimport numpy as np\nt_n = np.ones(1 << 20)\n%push t_n")
     kernel.ok("%%distributed\nt = torch.ones(2)\nt")

@@ -64,11 +64,11 @@ def rows(shared_kernel: Kernel) -> dict[str, dict[str, object]]:
         "thing": "not compared",
     }.items(),
 )
-def test_ranks_that_differ_are_named(rows: dict[str, dict[str, object]], name: str, ranks: str) -> None:
+def test_differing_ranks_are_reported(rows: dict[str, dict[str, object]], name: str, ranks: str) -> None:
     assert rows[name]["ranks"] == ranks
 
 
-def test_what_variables_are(rows: dict[str, dict[str, object]]) -> None:
+def test_variables_are_described(rows: dict[str, dict[str, object]]) -> None:
     same = rows["same"]
     assert (same["type"], same["shape"], same["dtype"], same["device"]) == ("Tensor", "2 × 3", "float32", "cpu")
     assert same["bytes"] == 4 * 24
@@ -78,12 +78,12 @@ def test_what_variables_are(rows: dict[str, dict[str, object]]) -> None:
     assert not {"rank", "torch", "dist", "Odd", "pandas"} & set(rows)
 
 
-def test_the_command_shows_the_table(shared_kernel: Kernel, rows: dict[str, dict[str, object]]) -> None:
+def test_vars_command_shows_the_table(shared_kernel: Kernel, rows: dict[str, dict[str, object]]) -> None:
     # Cells of other tests leave variables, too: pandas shortens a long table.
     assert "differs on rank 2" in shared_kernel.ok("t_vars = %distributed vars\nprint(t_vars.to_string())").stdout
 
 
-def test_while_a_cell_runs_it_says_so(shared_kernel: Kernel, tmp_path: Path) -> None:
+def test_vars_command_mentions_a_running_cell(shared_kernel: Kernel, tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     wait = f"import os, time\nwhile not os.path.exists({str(asked)!r}): time.sleep(0.01)"
     shared_kernel.ok(f"%%distributed --noblock --out job\n{wait}")
@@ -113,7 +113,7 @@ def test_agreement_in_words(digests: dict[int, str], words: str) -> None:
     assert agreement({rank: _fact(digest) for rank, digest in digests.items()}, [0, 1, 2]) == words
 
 
-def test_two_against_two_are_told_by_the_lowest_rank() -> None:
+def test_tied_majority_follows_the_lowest_rank() -> None:
     facts = {rank: _fact("ab"[rank // 2]) for rank in range(4)}
     assert agreement(facts, range(4)) == "differs on ranks 2-3"
 
@@ -128,13 +128,15 @@ def test_two_against_two_are_told_by_the_lowest_rank() -> None:
         "net": [],
     }.items(),
 )
-def test_diff_says_where(shared_kernel: Kernel, rows: object, name: str, expected: list[list[object]]) -> None:
+def test_diff_locates_the_difference(
+    shared_kernel: Kernel, rows: object, name: str, expected: list[list[object]]
+) -> None:
     shared_kernel.ok(f"where = current.require('t').diff({name!r}).values.tolist()")
     found = shared_kernel.value("where")
     assert [row[: len(wanted)] for row, wanted in zip(found, expected, strict=True)] == expected
 
 
-def test_diff_of_shapes_texts_and_what_cannot_be_compared(shared_kernel: Kernel, rows: object) -> None:
+def test_diff_of_shapes_texts_and_incomparable_values(shared_kernel: Kernel, rows: object) -> None:
     assert "1 float32 / 2 float32" in shared_kernel.ok("%distributed diff ranked").result
     assert "'hello from 0' / 'hello from 1'" in shared_kernel.ok("%distributed diff text").result
     assert "has no such variable" in shared_kernel.ok("%distributed diff few").result
