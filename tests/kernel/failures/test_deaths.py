@@ -42,7 +42,7 @@ IMPORTS = "%%distributed\nimport asyncio, ctypes, os, signal, time\ndef crash():
 
 @pytest.mark.parametrize("how", DEATHS)
 @pytest.mark.parametrize("others", ["dist.barrier()", "time.sleep(600)"], ids=["waited for", "not waited for"])
-def test_a_death_is_told_with_its_reason(mortal: Kernel, how: str, others: str) -> None:
+def test_dead_rank_is_reported_with_cause(mortal: Kernel, how: str, others: str) -> None:
     code, reported = DEATHS[how]
     mortal.ok(IMPORTS)
     reply = mortal.run(f"%%distributed\n\nif rank == 1:\n    {code}\n{others}")
@@ -52,14 +52,14 @@ def test_a_death_is_told_with_its_reason(mortal: Kernel, how: str, others: str) 
     assert "`%distributed repair`" in reply.traceback
 
 
-def test_the_reason_of_a_crash_in_c_code_is_told(mortal: Kernel) -> None:
+def test_crash_in_c_code_is_reported_with_cause(mortal: Kernel) -> None:
     code = "if rank == 1:\n    os.write(2, b'  what():  [enforce fail at pair.cc]\\n')\n    os.abort()\ndist.barrier()"
     reply = mortal.run(f"%%distributed\nimport os\n{code}")
     assert "rank 1 was killed by SIGABRT at line 5" in reply.traceback
     assert "; last line: what():  [enforce fail at pair.cc]" in reply.traceback
 
 
-def test_a_death_in_the_middle_of_a_large_send_frees_the_sender(mortal: Kernel) -> None:
+def test_rank_death_during_a_large_send_releases_the_sender(mortal: Kernel) -> None:
     mortal.ok(IMPORTS)
     code = """t = torch.zeros(64 << 20)
 if rank == 0:
@@ -77,14 +77,14 @@ else:
     assert "[ranks 0-2] 3.0" in after.lines()
 
 
-def test_a_death_outside_of_a_cell_does_not_hide_its_deadlock(mortal: Kernel) -> None:
+def test_rank_death_outside_a_cell_does_not_hide_a_deadlock(mortal: Kernel) -> None:
     mortal.ok("%%distributed --quiet --out t_pids\nimport os\nos.getpid()")
     code = f"if rank == 0:\n    os.kill({mortal.value('t_pids.values[2]')}, 9)\n    dist.barrier(group=subgroup)"
     reply = mortal.run(f"%%distributed --ranks 0-1\n{code}")
     assert "rank 0 waits in barrier at line 4 for rank 1, which has finished the cell" in reply.traceback
 
 
-def test_a_death_while_idle_is_told_at_once_and_by_the_next_cell(fresh_cluster: FreshCluster) -> None:
+def test_idle_rank_death_is_reported_at_once_and_by_the_next_cell(fresh_cluster: FreshCluster) -> None:
     kernel = fresh_cluster(2)
     kernel.ok("import axon_nb")
     request = kernel.submit("axon_nb.cluster.session.current.get().signal(1, 9)")
@@ -94,7 +94,7 @@ def test_a_death_while_idle_is_told_at_once_and_by_the_next_cell(fresh_cluster: 
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(3)", "raise SystemExit('enough')", "exit()", "quit()"])
-def test_exits_of_python_end_the_cell_and_not_the_rank(kernel: Kernel, code: str) -> None:
+def test_python_exit_ends_the_cell_but_not_the_rank(kernel: Kernel, code: str) -> None:
     pids = kernel.ok("%%distributed\nimport os\nos.getpid()").lines()
     reply = kernel.run(f"%%distributed\nif rank == 2:\n    {code}\ndist.barrier()")
     assert reply.traceback.startswith("[rank 2]\nSystemExit at line 3: sys.exit(")
@@ -132,7 +132,7 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["interrupt", "kill", "another rank's failure"])
-def test_dataloader_workers_of_a_dead_or_ended_rank_are_gone(fresh_cluster: FreshCluster, how: str) -> None:
+def test_dataloader_workers_die_with_their_rank(fresh_cluster: FreshCluster, how: str) -> None:
     kernel = fresh_cluster(2)
     kernel.ok(WORKERS)
     last = {"kill": "os.kill(os.getpid(), 9)", "another rank's failure": "1 / 0"}.get(how, "pass")
@@ -149,7 +149,7 @@ def test_dataloader_workers_of_a_dead_or_ended_rank_are_gone(fresh_cluster: Fres
     assert until(lambda: not any(map(runs, pids))), [pid for pid in pids if runs(pid)]
 
 
-def test_what_c_code_and_child_processes_write_is_shown_in_its_place(kernel: Kernel) -> None:
+def test_output_of_c_code_and_children_is_shown_in_order(kernel: Kernel) -> None:
     code = """import ctypes, os, subprocess, sys
 print("one")
 os.system("echo two")
@@ -164,7 +164,7 @@ ctypes.CDLL(None).fflush(None)"""
         assert reply.stderr == "[rank 0] to stderr\n"
 
 
-def test_a_flood_from_a_child_process_ends_and_leaves_no_large_file(kernel: Kernel) -> None:
+def test_child_output_flood_is_bounded_and_leaves_no_large_file(kernel: Kernel) -> None:
     flood = "yes | head -c 200000000; echo done"
     reply = kernel.ok(f"%%distributed --ranks 0\nimport os\nos.system({flood!r})", timeout=120)
     assert "done" in reply.stdout
@@ -176,7 +176,7 @@ def test_a_flood_from_a_child_process_ends_and_leaves_no_large_file(kernel: Kern
 
 
 @pytest.mark.skipif(not CGROUP, reason="AXON_NB_TEST_CGROUP names no memory cgroup with a limit")
-def test_a_memory_limit_takes_a_rank_and_is_named() -> None:
+def test_rank_killed_by_memory_limit_is_reported_as_such() -> None:
     with Kernel() as kernel:
         (Path(CGROUP) / "cgroup.procs").write_text(str(kernel.pid))
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")

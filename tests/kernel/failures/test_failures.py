@@ -9,7 +9,7 @@ import pytest
 from tests.support.kernel import Kernel
 
 
-def test_the_failing_rank_and_the_users_line_come_first(kernel: Kernel) -> None:
+def test_failed_rank_and_user_line_come_first(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\nx = 1\nif rank == 2:\n    raise ValueError(f'bad value on {rank}')")
     assert reply.status == "error"
     assert reply.ename == "CellError"
@@ -25,13 +25,13 @@ def test_the_failing_rank_and_the_users_line_come_first(kernel: Kernel) -> None:
     assert "%distributed debug --ranks 2" in card["text/html"]
 
 
-def test_the_traceback_names_the_notebooks_prompt(kernel: Kernel) -> None:
+def test_traceback_names_the_notebook_prompt(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\n1 / 0")
     prompt = kernel.value("len(In)") - 2
     assert f"Cell In[{prompt}], line 2" in reply.traceback
 
 
-def test_the_same_failure_on_all_ranks_is_shown_once(kernel: Kernel) -> None:
+def test_equal_failures_on_all_ranks_are_shown_once(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\ndist.barrier()\nundefined_name")
     assert reply.traceback.startswith("[ranks 0-3]")
     assert reply.traceback.count("NameError: name") == 1
@@ -43,7 +43,7 @@ def test_other_failures_take_one_line_each(kernel: Kernel) -> None:
     assert "[rank 3] TypeError: b" in reply.traceback or "[rank 1] KeyError: 'a'" in reply.traceback
 
 
-def test_ranks_that_sleep_are_released_when_one_fails(kernel: Kernel) -> None:
+def test_sleeping_ranks_are_released_when_one_fails(kernel: Kernel) -> None:
     code = "import time; dist.barrier()\nif rank == 1:\n    raise ValueError('first')\ntime.sleep(600)"
     reply = kernel.run(f"%%distributed\n{code}")
     assert reply.traceback.startswith("[rank 1]")
@@ -58,7 +58,7 @@ def test_sys_exit_fails_the_cell_and_keeps_the_rank(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
-def test_huge_and_odd_exceptions_end_normally(kernel: Kernel) -> None:
+def test_huge_and_malformed_exceptions_are_reported(kernel: Kernel) -> None:
     odd = (
         "class Odd(Exception):\n    def __str__(self): raise RuntimeError('no text')\n    __repr__ = __str__\n"
         "if rank == 0: raise Odd()\n"
@@ -72,7 +72,7 @@ def test_huge_and_odd_exceptions_end_normally(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
-def test_the_text_of_an_error_is_read_once(kernel: Kernel) -> None:
+def test_error_text_is_read_once(kernel: Kernel) -> None:
     code = (
         "reads = []\nclass Counted(Exception):\n    def __str__(self): reads.append(1); return 'its text'\n"
         "if rank == 1:\n    raise Counted() from KeyError('its cause')"
@@ -84,14 +84,14 @@ def test_the_text_of_an_error_is_read_once(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\nlen(reads)").lines() == ["[ranks 0,2-3] 0", "[rank 1] 1"]
 
 
-def test_an_error_without_a_text_is_named_with_its_traceback(kernel: Kernel) -> None:
+def test_error_without_text_is_reported_with_traceback(kernel: Kernel) -> None:
     code = "class Odd(Exception):\n    def __str__(self): raise SystemExit\nif rank == 1: raise Odd()"
     reply = kernel.run(f"%%distributed\n{code}")
     assert "Odd: <exception str() failed>" in reply.traceback
     assert "----> 4 if rank == 1: raise Odd()" in reply.traceback
 
 
-def test_an_exception_group_is_shown_with_its_parts(kernel: Kernel) -> None:
+def test_exception_group_is_shown_with_its_exceptions(kernel: Kernel) -> None:
     code = "if rank == 1:\n    raise ExceptionGroup('several', [ValueError('one'), TypeError('two')])\ndist.barrier()"
     reply = kernel.run(f"%%distributed\n{code}")
     assert reply.traceback.startswith("[rank 1]")
@@ -114,7 +114,7 @@ def test_lone_surrogates_become_question_marks(kernel: Kernel) -> None:
     assert "ValueError: error ?" in reply.traceback
 
 
-def test_of_a_recursion_the_ends_are_shown_and_how_much_is_not(kernel: Kernel) -> None:
+def test_recursion_traceback_is_truncated_in_the_middle(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed --ranks 1\ndef down(n): return down(n + 1)\ndown(0)")
     assert "RecursionError" in reply.traceback
     assert "----> 3 down(0)" in reply.traceback
@@ -145,7 +145,7 @@ def test_interrupt_of_an_await(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\n'alive'").lines() == ["[ranks 0-3] 'alive'"]
 
 
-def test_a_rank_that_dies_is_named(kernel: Kernel) -> None:
+def test_dead_rank_is_reported(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\nimport os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)")
     assert reply.ename == "CellError"
     assert "rank 1 was killed by SIGKILL" in reply.traceback
@@ -171,14 +171,14 @@ IDIOMS = {
 
 
 @pytest.mark.parametrize("what", IDIOMS)
-def test_a_cell_ends_whatever_it_did_to_its_streams(kernel: Kernel, what: str) -> None:
+def test_cell_ends_with_broken_streams(kernel: Kernel, what: str) -> None:
     reply = kernel.run(f"%%distributed\nimport os, sys\nif rank == 1:\n{textwrap.indent(IDIOMS[what], '    ')}")
     assert reply.ok == ("error" not in what and what != "neither"), reply.traceback
     assert kernel.ok("%%distributed\nprint('heard')\ndist.barrier()").lines() == ["[ranks 0-3] heard"]
 
 
 @pytest.mark.parametrize("streams", ["None", "type('Broken', (), {'write': lambda self, text: len(text)})()"])
-def test_an_error_is_reported_where_streams_cannot_be_flushed(kernel: Kernel, streams: str) -> None:
+def test_error_is_reported_if_streams_cannot_be_flushed(kernel: Kernel, streams: str) -> None:
     code = f"import sys\nsys.stdout = sys.stderr = {streams}\nraise ValueError('own bug')"
     reply = kernel.run(f"%%distributed\nif rank == 1:\n{textwrap.indent(code, '    ')}")
     assert reply.traceback.startswith("[rank 1]")
@@ -186,7 +186,7 @@ def test_an_error_is_reported_where_streams_cannot_be_flushed(kernel: Kernel, st
     assert kernel.ok("%%distributed\nprint('heard')\ndist.barrier()").lines() == ["[ranks 0-3] heard"]
 
 
-def test_a_stream_of_the_users_that_works_stays(kernel: Kernel) -> None:
+def test_working_user_stream_is_kept(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nimport io, sys\nt_own, sys.stdout = sys.stdout, io.StringIO()")
     assert kernel.ok("%%distributed\nprint('kept')").lines() == []
     kernel.ok("%%distributed\nt_text, sys.stdout = sys.stdout.getvalue(), t_own")
@@ -213,7 +213,7 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("what", REPLACED)
-def test_a_rank_goes_on_whatever_a_cell_replaced(kernel: Kernel, what: str) -> None:
+def test_rank_survives_replaced_functions(kernel: Kernel, what: str) -> None:
     code, undo = REPLACED[what]
     kernel.ok(f"%%distributed --ranks 1\n{code}")
     reply = kernel.run("%%distributed\nif rank == 1: raise ValueError('bug')\ndist.barrier()")
@@ -225,7 +225,7 @@ def test_a_rank_goes_on_whatever_a_cell_replaced(kernel: Kernel, what: str) -> N
 
 
 @pytest.mark.parametrize("handler", ["signal.SIG_DFL", "signal.SIG_IGN", "lambda *_: None"])
-def test_a_cell_that_replaced_the_handler_of_interrupts_is_still_interrupted(kernel: Kernel, handler: str) -> None:
+def test_cell_with_replaced_sigint_handler_is_interrupted(kernel: Kernel, handler: str) -> None:
     code = f"import signal, time\nsignal.signal(signal.SIGINT, {handler})\nprint('go', flush=True)"
     request = kernel.submit(f"%%distributed\n{code}\nwhile True: time.sleep(0.1)")
     kernel.wait_for_output(request, "go", ranks=range(4))

@@ -68,7 +68,7 @@ def kill(pid: int) -> None:
 
 
 @pytest.mark.slow
-def test_start_works_after_the_kernel_the_agent_and_both_were_killed(new_kernel: MakeKernel) -> None:
+def test_start_works_after_kernel_and_agent_kills(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     for victims in ("kernel", "agent", "both"):
         cluster = start(kernel)
@@ -89,7 +89,7 @@ def assert_gone_or_swept(kernel: Kernel, cluster: Footprint) -> None:
     assert until(lambda: not cluster.folder.exists(), timeout=LIMIT_S)
 
 
-def test_a_kernel_killed_during_a_cell_that_allocates_shared_memory(new_kernel: MakeKernel) -> None:
+def test_kernel_killed_during_shared_memory_allocation(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     before = shared_memory()
     cluster = start(kernel)
@@ -104,7 +104,7 @@ def test_a_kernel_killed_during_a_cell_that_allocates_shared_memory(new_kernel: 
     assert until(lambda: not left_in_memory(before), timeout=LIMIT_S), left_in_memory(before)
 
 
-def test_a_kernel_shut_down_during_a_cell(new_kernel: MakeKernel) -> None:
+def test_kernel_shutdown_during_a_cell(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
     cluster = footprint(kernel)
@@ -122,7 +122,7 @@ def base() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_kernel_killed_while_it_starts_a_cluster(base: Path, new_kernel: MakeKernel) -> None:
+def test_kernel_killed_during_cluster_start(base: Path, new_kernel: MakeKernel) -> None:
     kernel = new_kernel(AXON_NB_RUNTIME_DIR=str(base), AXON_NB_WARM_UP="0")
     kernel.ok("%load_ext axon_nb")
     kernel.ok("%distributed config keep_alive=5")  # should it have started before it is killed
@@ -136,7 +136,7 @@ def test_a_kernel_killed_while_it_starts_a_cluster(base: Path, new_kernel: MakeK
     assert kernel.ok("%%distributed\nworld_size").lines() == ["[ranks 0-1] 2"]
 
 
-def test_ranks_killed_one_after_the_other_are_named_and_the_rest_goes_on(new_kernel: MakeKernel) -> None:
+def test_ranks_killed_in_turn_are_reported_and_others_continue(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     cluster = start(kernel, 3)
     for rank in range(2):
@@ -174,7 +174,7 @@ def test_all_ranks_killed_while_the_kernel_is_away(new_kernel: MakeKernel) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["agent", "controller"])
-def test_idle_loss_of_the_agent_or_controller_is_said_by_the_next_cell(new_kernel: MakeKernel, who: str) -> None:
+def test_idle_agent_or_controller_loss_is_reported_by_the_next_cell(new_kernel: MakeKernel, who: str) -> None:
     kernel = new_kernel()
     cluster = start(kernel)
     kill(getattr(cluster, who))
@@ -188,7 +188,7 @@ def test_idle_loss_of_the_agent_or_controller_is_said_by_the_next_cell(new_kerne
 
 
 @pytest.mark.slow
-def test_the_kernel_of_one_notebook_is_killed_and_the_other_goes_on(new_kernel: MakeKernel) -> None:
+def test_killed_kernel_does_not_affect_another_notebook(new_kernel: MakeKernel) -> None:
     one, two = new_kernel(), new_kernel()
     first = start(one)
     two.ok("%load_ext axon_nb\n%distributed start -n 2 --name second")

@@ -27,7 +27,7 @@ def test_agent_and_controller_killed_at_once() -> None:
         assert until(cluster.all_ended), [process for process in cluster.processes if not ended(process)]
 
 
-def test_processes_in_a_session_of_their_own_end_with_the_cluster() -> None:
+def test_detached_processes_end_with_the_cluster() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
         kernel.ok(f"%%distributed\n{DAEMON}")

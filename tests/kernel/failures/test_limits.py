@@ -21,13 +21,13 @@ def gloo() -> Iterator[Kernel]:
         yield kernel
 
 
-def test_a_rank_may_open_as_many_files_as_the_system_allows(gloo: Kernel) -> None:
+def test_rank_has_the_hard_open_file_limit(gloo: Kernel) -> None:
     reply = gloo.ok("%%distributed\nresource.getrlimit(resource.RLIMIT_NOFILE)")
     assert reply.lines() == ["[ranks 0-1] (4096, 4096)"]
     assert gloo.value("resource.getrlimit(resource.RLIMIT_NOFILE)") == (1024, 4096)
 
 
-def test_a_rank_that_is_out_of_files_says_so_and_lives(gloo: Kernel) -> None:
+def test_rank_out_of_descriptors_reports_it_and_survives(gloo: Kernel) -> None:
     lower = "used = len(os.listdir('/proc/self/fd'))\nresource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, 4096))"
     gloo.ok(f"%%distributed --ranks 1\n{lower}")
     reply = gloo.run("%%distributed\ndist.new_group([0, 1])")
@@ -45,7 +45,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("where", WAITS)
-def test_a_rank_that_cannot_start_a_thread_while_its_cell_fails_is_not_lost(gloo: Kernel, where: str) -> None:
+def test_rank_survives_thread_exhaustion_in_a_failing_cell(gloo: Kernel, where: str) -> None:
     model = "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"
     gloo.ok(f"%%distributed\n{model}\nmodel(torch.ones(1, 4)).sum().backward()")
     # A stack of 32 TiB: the system refuses each new thread, as it does at a limit of processes.

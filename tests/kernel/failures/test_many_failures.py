@@ -93,7 +93,7 @@ def pair() -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(6 * MANY)])])
-def test_failed_cells_leave_no_threads_files_or_memory(pair: Kernel, count: int) -> None:
+def test_failed_cells_leak_no_threads_files_or_memory(pair: Kernel, count: int) -> None:
     cluster = footprint(pair)
     pids = [cluster.agent, cluster.controller, *cluster.ranks]
     pair.ok(SETTLE)

@@ -75,7 +75,7 @@ if rank == 0:
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_no_call_stays_open(kernel: Kernel, what: str) -> None:
+def test_finished_calls_are_not_listed_as_open(kernel: Kernel, what: str) -> None:
     kernel.ok(SETUP)
     code = "".join(f"    {line}\n" for line in CALLS[what].strip().splitlines())
     kernel.ok(f"%%distributed\nif rank < 2:\n{code}    until(lambda: not current_groups().calls.pending())\n")

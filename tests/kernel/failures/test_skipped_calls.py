@@ -70,7 +70,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("what", CASES)
-def test_what_ranks_do_differently_is_said_in_one_sentence(pair: Kernel, what: str) -> None:
+def test_call_mismatch_is_explained_in_one_sentence(pair: Kernel, what: str) -> None:
     code, sentence = CASES[what]
     reply = pair.run(f"%%distributed\n{code}")
     assert reply.status == "error", reply.stdout
@@ -79,7 +79,7 @@ def test_what_ranks_do_differently_is_said_in_one_sentence(pair: Kernel, what: s
     assert after.lines() == ["[ranks 0-1] (2.0, 0)"]
 
 
-def test_a_backward_pass_of_ddp_on_some_ranks_is_explained_with_the_fix(pair: Kernel) -> None:
+def test_partial_ddp_backward_is_explained_with_fix(pair: Kernel) -> None:
     pair.ok("%%distributed\nt_ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
     step = "t_ddp(torch.ones(1, 2)).sum().backward()"
     place = "rank 0 waits in the backward pass of a DDP model at line "
@@ -94,7 +94,7 @@ def test_a_backward_pass_of_ddp_on_some_ranks_is_explained_with_the_fix(pair: Ke
     assert reply.lines() == ["[ranks 0-1] [1.0, 1.0]"]
 
 
-def test_a_monitored_barrier_still_names_who_does_not_come(pair: Kernel) -> None:
+def test_monitored_barrier_names_missing_ranks_on_a_cluster(pair: Kernel) -> None:
     code = "from datetime import timedelta\nimport time\nif rank: time.sleep(3)\n"
     reply = pair.run(f"%%distributed\n{code}dist.monitored_barrier(timeout=timedelta(seconds=0.5))")
     assert re.search(r"(?i)rank 1 (failed|did not)", reply.traceback), reply.traceback

@@ -30,7 +30,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize("what", CELLS)
-def test_the_stop_button_gives_control_back(kernel: Kernel, what: str) -> None:
+def test_stop_button_returns_control(kernel: Kernel, what: str) -> None:
     cluster = footprint(kernel)
     os.kill(cluster.agent, signal.SIGSTOP)
     try:
@@ -58,7 +58,7 @@ def _interrupt_with_a_stopped_process(kernel: Kernel, pid: int) -> str:
     return reply.traceback
 
 
-def test_a_stopped_controller_is_named_and_goes_on(kernel: Kernel) -> None:
+def test_suspended_controller_is_reported_and_continued(kernel: Kernel) -> None:
     cluster = footprint(kernel)
     try:
         report = _interrupt_with_a_stopped_process(kernel, cluster.controller)
@@ -77,7 +77,7 @@ def test_a_stopped_controller_is_named_and_goes_on(kernel: Kernel) -> None:
     assert first == ["Rebuilt the process groups. All ranks keep their state.", "[ranks 0-1] (2.0, 0)"]
 
 
-def test_a_restart_replaces_a_stopped_controller(kernel: Kernel) -> None:
+def test_restart_replaces_a_suspended_controller(kernel: Kernel) -> None:
     cluster = footprint(kernel)
     assert "or `%distributed restart`" in _interrupt_with_a_stopped_process(kernel, cluster.controller)
     kernel.ok("%distributed restart")
@@ -85,7 +85,7 @@ def test_a_restart_replaces_a_stopped_controller(kernel: Kernel) -> None:
     assert kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines() == ["[ranks 0-1] 2.0"]
 
 
-def test_a_stopped_rank_is_named_and_replaced(kernel: Kernel) -> None:
+def test_suspended_rank_is_reported_and_replaced(kernel: Kernel) -> None:
     report = _interrupt_with_a_stopped_process(kernel, footprint(kernel).ranks[1])
     assert "[rank 1] is stopped (SIGSTOP) and does not react to interrupts" in report
     assert "Replaced rank 1" in kernel.ok("%distributed repair --ranks 1").stdout

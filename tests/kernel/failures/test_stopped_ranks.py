@@ -34,7 +34,7 @@ def three() -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("where", CASES)
-def test_a_stopped_rank_is_named_while_it_is_waited_for(three: Kernel, where: str) -> None:
+def test_suspended_rank_is_named_while_awaited(three: Kernel, where: str) -> None:
     code, text = CASES[where]
     pid = footprint(three).ranks[1]
     request = three.submit(f"%%distributed\nimport os, signal, time\n{code}\n'met'")
@@ -46,7 +46,7 @@ def test_a_stopped_rank_is_named_while_it_is_waited_for(three: Kernel, where: st
     still_works(three, request)
 
 
-def test_a_rank_that_is_stopped_in_a_call_is_named_with_it(three: Kernel, tmp_path: Path) -> None:
+def test_suspended_rank_is_named_with_its_call(three: Kernel, tmp_path: Path) -> None:
     come, pid = tmp_path / "come", footprint(three).ranks[1]
     wait = f"while rank == 2 and not os.path.exists({str(come)!r}): time.sleep(0.02)"
     request = three.submit(

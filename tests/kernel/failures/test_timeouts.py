@@ -45,7 +45,7 @@ print(rank, "timed out" in str(error).lower(), repr(error))
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_a_timeout_ends_a_call_whose_peer_is_late(kernel: Kernel, tmp_path: Path, what: str) -> None:
+def test_user_timeout_ends_a_call_with_a_late_peer(kernel: Kernel, tmp_path: Path, what: str) -> None:
     reply = kernel.run(CELL.format(setup=CALLS[what], there=str(tmp_path / "there")))
     assert any(line.startswith("[rank 0] 0 True") for line in reply.lines()), reply.lines()
     after = kernel.run("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")

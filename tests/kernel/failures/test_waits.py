@@ -52,7 +52,7 @@ def still_works(kernel: Kernel) -> None:
     assert reply.lines() == ["[ranks 0-3] 4.0"]
 
 
-def test_a_slow_rank_is_named_while_it_is_waited_for(ranks: Kernel, tmp_path: Path) -> None:
+def test_slow_rank_is_named_while_awaited(ranks: Kernel, tmp_path: Path) -> None:
     request = ranks.submit(f"%%distributed\nif rank == 1:\n    {late(tmp_path)}\ndist.all_reduce(torch.ones(1))\n'met'")
     sentence = "Waiting for rank 1 (line 3): ranks 0,2-3 have been in all_reduce at line 4 for "
     ranks.wait_for_output(request, sentence)
@@ -65,14 +65,14 @@ def test_a_slow_rank_is_named_while_it_is_waited_for(ranks: Kernel, tmp_path: Pa
     assert {data["text/plain"] for data in reply.displays} == {""}, "nothing of it stays"
 
 
-def test_a_slow_peer_is_waited_for_in_send_and_recv(ranks: Kernel) -> None:
+def test_send_and_recv_wait_for_a_slow_peer(ranks: Kernel) -> None:
     code = "t = torch.ones(1) * rank\nif rank == 1: time.sleep(5)\nif rank == 0: dist.send(t, 1)\n"
     reply = ranks.ok(f"%%distributed\n{code}if rank == 1: dist.recv(t, 0)\nif rank == 2: dist.recv(t, 3)\n"
                      "if rank == 3:\n    time.sleep(5)\n    dist.send(t, 2)\nt.item()")  # fmt: skip
     assert {line.split()[-1] for line in reply.lines()} == {"0.0", "3.0"}
 
 
-def test_a_slow_rank_is_waited_for_in_new_group(ranks: Kernel, tmp_path: Path) -> None:
+def test_new_group_waits_for_a_slow_rank(ranks: Kernel, tmp_path: Path) -> None:
     code = f"if rank == 1:\n    {late(tmp_path)}\nfresh = dist.new_group([0, 1])\nrank < 2"
     request = ranks.submit(f"%%distributed\n{code}")
     ranks.wait_for_output(request, "Waiting for rank 1 (line 3): rank 0 has been in new_group")
@@ -81,7 +81,7 @@ def test_a_slow_rank_is_waited_for_in_new_group(ranks: Kernel, tmp_path: Path) -
     still_works(ranks)
 
 
-def test_new_group_on_some_ranks_is_explained_with_the_fix(ranks: Kernel) -> None:
+def test_partial_new_group_is_explained_with_fix(ranks: Kernel) -> None:
     reply = ranks.run("%%distributed\nif rank == 0:\n    dist.new_group([0, 1])")
     assert "rank 0 waits in new_group at line 3 for rank 1, which has finished the cell." in reply.traceback
     assert "`new_group()` must be called by every rank" in reply.traceback
@@ -99,7 +99,7 @@ def test_only_quiet_cells_do_not_name_slow_ranks(ranks: Kernel, tmp_path: Path, 
     assert bool(reply.displays) == (not options)
 
 
-def test_status_says_who_is_waited_for(ranks: Kernel, tmp_path: Path) -> None:
+def test_status_names_awaited_ranks(ranks: Kernel, tmp_path: Path) -> None:
     ranks.ok(f"%%distributed --noblock --out background\nif rank == 1:\n    {late(tmp_path)}\ndist.barrier()")
     ranks.ok(
         "cluster, end, state = axon_nb.current_cluster(), time.time() + 60, ''\n"
@@ -151,9 +151,7 @@ ALONE = {
 
 @pytest.mark.parametrize("then", ["", "\ndist.barrier()"])
 @pytest.mark.parametrize("function", ALONE)
-def test_a_collective_in_disguise_on_one_rank_is_explained_with_the_fix(
-    ranks: Kernel, function: str, then: str
-) -> None:
+def test_implicit_collective_on_one_rank_is_explained_with_fix(ranks: Kernel, function: str, then: str) -> None:
     reply = ranks.run(f"%%distributed\nimport torch.distributed.tensor\nif rank == 0:\n    {ALONE[function]}{then}")
     assert reply.ename == "CellError"
     assert f"rank 0 {'is' if then else 'waits'} in {function} at line 4" in reply.traceback
@@ -163,7 +161,7 @@ def test_a_collective_in_disguise_on_one_rank_is_explained_with_the_fix(
     still_works(ranks)
 
 
-def test_the_forward_pass_of_a_ddp_model_is_not_called_that_of_fsdp(ranks: Kernel) -> None:
+def test_ddp_forward_is_not_described_as_fsdp(ranks: Kernel) -> None:
     ranks.ok(
         "%%distributed\nfrom torch.nn.parallel import DistributedDataParallel\n"
         "t_ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))"
@@ -186,7 +184,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_the_default_group_in_a_cell_of_some_ranks_is_refused_before_it_waits(ranks: Kernel, what: str) -> None:
+def test_default_group_on_some_ranks_is_rejected_before_waiting(ranks: Kernel, what: str) -> None:
     chosen, code, text = REFUSED[what]
     reply = ranks.run(f"%%distributed --ranks {chosen}\n{code}")
     assert reply.ename == "CellError"
@@ -196,13 +194,13 @@ def test_the_default_group_in_a_cell_of_some_ranks_is_refused_before_it_waits(ra
     still_works(ranks)
 
 
-def test_two_background_cells_may_meet(ranks: Kernel) -> None:
+def test_background_cells_may_communicate(ranks: Kernel) -> None:
     ranks.ok("%%distributed --ranks 0,2 --noblock --out first\ndist.all_reduce(t := torch.ones(1))\nt.item()")
     ranks.ok("%%distributed --ranks 1,3 --out second\ndist.all_reduce(t := torch.ones(1))\nt.item()")
     assert ranks.value("sum([*first.result().values.values(), *second.values.values()])") == 16.0
 
 
-def test_what_was_begun_in_one_cell_may_be_met_in_the_next(ranks: Kernel, tmp_path: Path) -> None:
+def test_call_of_one_cell_may_complete_in_the_next(ranks: Kernel, tmp_path: Path) -> None:
     ranks.ok("%%distributed --ranks 1-3\nt = torch.ones(1)\nwork = dist.all_reduce(t, async_op=True)")
     assert ranks.ok("%%rank 0\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").lines() == ["[rank 0] 4.0"]
     assert ranks.ok("%%distributed --ranks 1-3\nwork.wait()\nt.item()").lines() == ["[ranks 1-3] 4.0"]
@@ -230,13 +228,13 @@ def test_subgroup_is_the_group_of_the_cells_ranks(ranks: Kernel) -> None:
     assert reply.lines() == ["[ranks 0-1] 1", "[ranks 2-3] 2"], "each is made once"
 
 
-def test_a_variable_of_that_name_stays_the_users(ranks: Kernel) -> None:
+def test_user_variable_named_subgroup_is_kept(ranks: Kernel) -> None:
     ranks.ok("%%distributed\nkept = globals().pop('subgroup', None)\nsubgroup = 'mine'")
     assert ranks.ok("%%rank 0,2\nsubgroup").lines() == ["[ranks 0,2] 'mine'"]
     ranks.ok("%%distributed\ndel subgroup")
 
 
-def test_a_replaced_rank_is_in_the_subgroups_of_the_one_before(fresh_cluster: FreshCluster) -> None:
+def test_replaced_rank_joins_its_predecessors_subgroups(fresh_cluster: FreshCluster) -> None:
     total = "t = torch.ones(1)\ndist.all_reduce(t, group=subgroup)\nt.item()"
     kernel = fresh_cluster(3)
     # Ranks are then in different numbers of groups.
@@ -270,7 +268,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("what", SHAPES)
-def test_different_shapes_are_explained_and_no_rank_dies(ranks: Kernel, what: str) -> None:
+def test_shape_mismatch_is_explained_and_no_rank_dies(ranks: Kernel, what: str) -> None:
     code, text = SHAPES[what]
     reply = ranks.run(f"%%distributed\n{code}")
     assert reply.ename == "CellError"
@@ -279,7 +277,7 @@ def test_different_shapes_are_explained_and_no_rank_dies(ranks: Kernel, what: st
     still_works(ranks)
 
 
-def test_all_to_all_with_split_sizes_and_messages_by_tag_stay_as_they_are(ranks: Kernel) -> None:
+def test_split_sizes_and_tagged_messages_are_unaffected(ranks: Kernel) -> None:
     code = (
         "own = torch.ones(4) * rank if rank else torch.zeros(7)\n"
         "splits = [4, 1, 1, 1] if rank == 0 else [1] * 4\nback = [4, 1, 1, 1] if rank == 0 else [1] * 4\n"
