@@ -19,7 +19,7 @@ BARS = {
 
 
 @pytest.mark.parametrize("bar", BARS)
-def test_a_bar_moves_and_ends(kernel: Kernel, bar: str) -> None:
+def test_progress_bar_moves_and_ends(kernel: Kernel, bar: str) -> None:
     if bar == "rich":
         pytest.importorskip("rich")
     code, end = BARS[bar]
@@ -37,7 +37,7 @@ def test_other_widgets_are_shown_as_text(kernel: Kernel) -> None:
     assert not [data for data in reply.displays if WIDGET in data]
 
 
-def test_clear_output_of_one_rank_leaves_the_others(kernel: Kernel) -> None:
+def test_clear_output_affects_one_rank_only(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed\nfrom IPython.display import clear_output\nprint('text of', rank)\ndist.barrier()\n"
         "import time; time.sleep(0.3)\n"

@@ -24,7 +24,7 @@ def shown_between(kernel: Kernel, cell: str, num_lines: int) -> list[str]:
     return sorted(found)
 
 
-def test_a_child_process_that_outlives_its_cell(kernel: Kernel, tmp_path: Path) -> None:
+def test_child_process_that_outlives_its_cell(kernel: Kernel, tmp_path: Path) -> None:
     go, done = tmp_path / "go", tmp_path / "done"
     kernel.ok(
         "%%rank 1\nimport subprocess\n_ = subprocess.Popen(['sh', '-c', "
@@ -51,7 +51,7 @@ def test_threads_and_timers(kernel: Kernel, tmp_path: Path) -> None:
     assert shown_between(kernel, "%%rank 0\n5", 4) == [f"  [rank {rank}] timer {rank}" for rank in range(4)]
 
 
-def test_a_thread_of_an_earlier_cell_prints_into_the_cell_that_runs(kernel: Kernel) -> None:
+def test_thread_of_an_earlier_cell_prints_into_the_running_cell(kernel: Kernel) -> None:
     kernel.ok(
         "%%rank 2\nimport threading\nspeak = threading.Event()\n"
         "thread = threading.Thread(target=lambda: (speak.wait(60), print('from the thread')))\nthread.start()"

@@ -30,12 +30,12 @@ def ranks_and_lines(reply: Reply) -> list[str]:
 
 
 @pytest.mark.parametrize("how", FORKED)
-def test_what_a_child_prints_is_shown_under_its_rank(kernel: Kernel, how: str) -> None:
+def test_child_output_is_shown_under_its_rank(kernel: Kernel, how: str) -> None:
     reply = kernel.ok(f"%%distributed\n{SHOUT}{FORKED[how]}")
     assert ranks_and_lines(reply) == [f"[rank {rank}] child {rank} speaks" for rank in range(4)]
 
 
-def test_a_spawned_child_speaks(kernel: Kernel, tmp_path: Path) -> None:
+def test_spawned_child_prints(kernel: Kernel, tmp_path: Path) -> None:
     (tmp_path / "spoken.py").write_text("def shout(n):\n    print('child', n, 'speaks')\n")
     reply = kernel.ok(
         f"%%rank 1\nimport sys; sys.path.insert(0, {str(tmp_path)!r})\nimport spoken\n"
@@ -45,7 +45,7 @@ def test_a_spawned_child_speaks(kernel: Kernel, tmp_path: Path) -> None:
     assert reply.lines() == ["[rank 1] child 7 speaks", "[rank 1] 0"]
 
 
-def test_the_traceback_of_a_child_is_shown(kernel: Kernel) -> None:
+def test_child_traceback_is_shown(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%rank 2\nfrom multiprocessing import Process\ndef bad():\n    raise KeyError('child failed')\n"
         "p = Process(target=bad); p.start(); p.join()\np.exitcode"
@@ -64,7 +64,7 @@ def test_warnings_and_logs_of_a_child_are_shown(kernel: Kernel) -> None:
     assert "logged" in reply.stderr
 
 
-def test_a_child_is_terminated_at_once(kernel: Kernel) -> None:
+def test_child_terminates_at_once(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed\nimport time\nfrom multiprocessing import Process\n"
         "p = Process(target=time.sleep, args=(600,)); p.start(); p.terminate(); p.join(60)\np.exitcode"
@@ -72,7 +72,7 @@ def test_a_child_is_terminated_at_once(kernel: Kernel) -> None:
     assert reply.lines() == ["[ranks 0-3] -15"]
 
 
-def test_pools_end(kernel: Kernel) -> None:
+def test_process_pools_terminate(kernel: Kernel) -> None:
     began = time.monotonic()
     reply = kernel.ok(
         "%%distributed\nfrom multiprocessing import Pool\nfor _ in range(5):\n"
@@ -82,7 +82,7 @@ def test_pools_end(kernel: Kernel) -> None:
     assert time.monotonic() - began < 60
 
 
-def test_a_handler_that_the_user_installed_is_inherited(kernel: Kernel) -> None:
+def test_user_signal_handler_is_inherited_by_children(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%rank 1\nimport os, signal, time\nbefore = signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
         "from multiprocessing import Process\np = Process(target=time.sleep, args=(600,)); p.start()\n"
@@ -91,7 +91,7 @@ def test_a_handler_that_the_user_installed_is_inherited(kernel: Kernel) -> None:
     assert reply.lines() == ["[rank 1] 7"]
 
 
-def test_lines_of_children_are_whole_and_the_output_of_the_rank_is_not_repeated(kernel: Kernel) -> None:
+def test_child_lines_are_whole_and_rank_output_is_not_repeated(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%rank 3\nfrom multiprocessing import Process\nprint('before')\n"
         "def talk(n):\n    for i in range(50): print('line', n, i)\n"
@@ -103,7 +103,7 @@ def test_lines_of_children_are_whole_and_the_output_of_the_rank_is_not_repeated(
     assert sorted(lines) == sorted(f"[rank 3] line {n} {i}" for n in range(4) for i in range(50))
 
 
-def test_an_interrupt_ends_the_children(kernel: Kernel) -> None:
+def test_interrupt_ends_the_children(kernel: Kernel) -> None:
     request = kernel.submit(
         "%%distributed\nimport subprocess, time\nfrom multiprocessing import Process\n"
         "child = Process(target=time.sleep, args=(600,))\nchild.start()\n"

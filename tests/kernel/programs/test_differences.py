@@ -98,7 +98,7 @@ def rows(heading: str) -> list[str]:
     return [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")][1:]
 
 
-def test_each_row_has_a_test() -> None:
+def test_every_difference_has_a_test() -> None:
     assert set(rows("The same")) - set(IN_OTHER_FILES) == set(SAME)
     assert set(rows("Different on purpose")) - set(IN_OTHER_FILES) - ELSEWHERE == set(DIFFERENT)
     for name in IN_OTHER_FILES.values():
@@ -110,14 +110,14 @@ ELSEWHERE = {"a handler that raises between cells", "random numbers without a se
 
 
 @pytest.mark.parametrize("row", SAME)
-def test_a_rank_does_the_same(kernel: Kernel, row: str) -> None:
+def test_rank_behaves_as_the_notebook(kernel: Kernel, row: str) -> None:
     for code in SAME[row]:
         plain, rank = kernel.ok(code), kernel.ok(f"%%rank 1\n{code}")
         assert text_of(plain) == text_of(rank)
 
 
 @pytest.mark.parametrize("row", DIFFERENT)
-def test_a_rank_differs_as_the_page_says(kernel: Kernel, row: str) -> None:
+def test_rank_differs_as_documented(kernel: Kernel, row: str) -> None:
     code, in_notebook, on_rank = DIFFERENT[row]
     if row != "`input()` and `pdb`":  # the test's front end could not answer
         assert in_notebook(kernel.run(code))
@@ -132,7 +132,7 @@ def test_unseeded_ranks_draw_different_numbers(fresh_cluster: Callable[[int], Ke
     assert all(one != other for one, other in zip(first, second, strict=True))
 
 
-def test_a_handler_that_raises_between_cells_is_named(fresh_cluster: Callable[[int], Kernel]) -> None:
+def test_raising_handler_between_cells_is_reported(fresh_cluster: Callable[[int], Kernel]) -> None:
     kernel = fresh_cluster(2)
     kernel.ok(
         "%%rank 1\nimport signal\ndef late(*_):\n    raise TimeoutError('late')\n"
@@ -143,7 +143,7 @@ def test_a_handler_that_raises_between_cells_is_named(fresh_cluster: Callable[[i
     assert "the handler of SIGALRM raised between cells: TimeoutError('late')" in reply.traceback
 
 
-def test_a_signal_that_ends_a_rank_is_named(fresh_cluster: Callable[[int], Kernel]) -> None:
+def test_fatal_signal_of_a_rank_is_reported(fresh_cluster: Callable[[int], Kernel]) -> None:
     kernel = fresh_cluster(2)
     kernel.ok("%%rank 0\nimport signal\n_ = signal.setitimer(signal.ITIMER_REAL, 0.3)")
     reply = kernel.run("%%distributed\nimport time; time.sleep(60)")

@@ -40,7 +40,7 @@ def test_exit_handlers_run_and_files_are_written(end: Callable[[Cluster], object
             left.stop()
 
 
-def test_an_exit_handler_that_does_not_end_is_cut_off(tmp_path: Path) -> None:
+def test_hung_exit_handler_is_killed(tmp_path: Path) -> None:
     cluster = axon_nb.start(2)
     began = tmp_path / "began"
     cluster.run(

@@ -16,14 +16,14 @@ ONLY_HERE = {
 
 
 @pytest.mark.parametrize("code", ONLY_HERE)
-def test_a_name_that_only_the_notebook_has(kernel: Kernel, code: str) -> None:
+def test_notebook_only_name_gets_a_push_hint(kernel: Kernel, code: str) -> None:
     kernel.ok(code)
     name = next(word for word in code.replace("(", " ").split() if word.startswith("a_"))
     assert ONLY_HERE[code] in kernel.run(f"%%distributed\n{name}").traceback
     assert "Only the notebook" not in kernel.run(f"%%distributed\n{name}_of_nobody").traceback
 
 
-def test_a_function_can_be_pushed(kernel: Kernel) -> None:
+def test_function_can_be_pushed(kernel: Kernel) -> None:
     kernel.ok("def pushed(x):\n    return 2 * x\n%push pushed")
     assert kernel.ok("%%rank 1\npushed(4)").lines() == ["[rank 1] 8"]
 
@@ -33,7 +33,7 @@ def test_sync_batch_norm_on_cpus(kernel: Kernel) -> None:
     assert "use `axon_nb.parallel.SyncBatchNorm`" in reply.traceback
 
 
-def test_a_ddp_model_is_pulled_as_its_module(kernel: Kernel) -> None:
+def test_ddp_model_is_pulled_as_its_module(kernel: Kernel) -> None:
     kernel.ok(
         "%%distributed\nfrom torch.nn.parallel import DistributedDataParallel\n"
         "replica = DistributedDataParallel(torch.nn.Linear(2, 2))"
@@ -44,12 +44,12 @@ def test_a_ddp_model_is_pulled_as_its_module(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("call", ["mp.spawn(print, nprocs=2)", "mp.start_processes(print, nprocs=2)"])
-def test_processes_that_would_be_ranks_are_refused(kernel: Kernel, call: str) -> None:
+def test_spawned_rank_processes_are_rejected(kernel: Kernel, call: str) -> None:
     reply = kernel.run(f"%%distributed\nimport torch.multiprocessing as mp\n{call}")
     assert "this cell already runs on every rank. Call fn(rank, ...) instead." in reply.traceback
 
 
-def test_a_thread_in_the_group_of_the_main_thread(kernel: Kernel) -> None:
+def test_thread_using_the_main_threads_group_gets_a_hint(kernel: Kernel) -> None:
     reply = kernel.run(
         "%%distributed\nimport threading\n"
         "def beside():\n    dist.all_reduce(torch.ones(3))\n"
@@ -60,7 +60,7 @@ def test_a_thread_in_the_group_of_the_main_thread(kernel: Kernel) -> None:
     assert "Threads of the ranks (beside) communicate in the same group as the main thread" in reply.traceback
 
 
-def test_an_asynchronous_checkpoint_in_a_group_of_its_own(kernel: Kernel, tmp_path: Path) -> None:
+def test_async_checkpoint_in_a_separate_group(kernel: Kernel, tmp_path: Path) -> None:
     kernel.ok(
         "%%distributed\nimport torch.distributed.checkpoint as dcp\nfrom torch.distributed.fsdp import fully_shard\n"
         "model, group = fully_shard(torch.nn.Linear(4, 4)), dist.new_group()\n"

@@ -24,29 +24,29 @@ def with_functions(kernel: Kernel, tmp_path: Path) -> Iterator[Kernel]:
     kernel.ok("%%distributed\ndel sys.path[0], sys.modules['steps_of_tests']")
 
 
-def test_a_function_of_another_cell(with_functions: Kernel) -> None:
+def test_line_in_a_function_of_another_cell(with_functions: Kernel) -> None:
     reply = with_functions.run("%%distributed\ndef train():\n    inner()\nif rank != 1:\n    train()")
     assert "wait in all_reduce at line 5 (inner, Cell In[" in reply.evalue
     assert "] line 5) for rank 1" in reply.evalue
 
 
-def test_a_function_of_a_file(with_functions: Kernel) -> None:
+def test_line_in_a_function_of_a_file(with_functions: Kernel) -> None:
     reply = with_functions.run("%%distributed\nif rank == 3:\n    raise ValueError('x')\nstep()")
     assert "waited in all_reduce at line 4 (step, steps_of_tests.py line 6)" in reply.traceback
 
 
-def test_a_function_of_the_same_cell(kernel: Kernel) -> None:
+def test_line_in_a_function_of_the_same_cell(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\ndef local():\n    dist.barrier()\nif rank != 2:\n    local()")
     assert "wait in barrier at line 5 (local, line 3) for rank 2" in reply.evalue
 
 
-def test_calls_that_differ(with_functions: Kernel) -> None:
+def test_mismatched_calls_name_their_lines(with_functions: Kernel) -> None:
     reply = with_functions.run("%%distributed\nif rank == 0:\n    step()\nelse:\n    dist.broadcast(torch.ones(1), 0)")
     assert "in all_reduce at line 3 (step, steps_of_tests.py line 6)" in reply.traceback
     assert "in broadcast at line 5" in reply.traceback
 
 
-def test_a_call_in_a_thread_names_a_line_of_the_cell(kernel: Kernel) -> None:
+def test_call_in_a_thread_names_a_line_of_the_cell(kernel: Kernel) -> None:
     reply = kernel.run(
         "%%distributed\nimport threading\ndef other():\n    dist.all_reduce(torch.ones(1))\n"
         "if rank == 0:\n    thread = threading.Thread(target=other)\n    thread.start()\n    thread.join()\n"
@@ -55,7 +55,7 @@ def test_a_call_in_a_thread_names_a_line_of_the_cell(kernel: Kernel) -> None:
     assert "rank 0 is in all_reduce at line 4" in reply.traceback + reply.stderr
 
 
-def test_warnings_and_printed_tracebacks_are_one_for_all_ranks(kernel: Kernel) -> None:
+def test_warnings_and_tracebacks_are_merged_across_ranks(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed\nimport traceback, warnings\nwarnings.warn('careful')\n"
         "try:\n    1/0\nexcept ZeroDivisionError:\n    traceback.print_exc()"
@@ -67,7 +67,7 @@ def test_warnings_and_printed_tracebacks_are_one_for_all_ranks(kernel: Kernel) -
     assert "ipykernel_" not in reply.stderr
 
 
-def test_the_source_of_a_function_that_another_cell_of_that_number_has_defined(kernel: Kernel) -> None:
+def test_source_of_a_function_from_an_earlier_cell_of_the_same_number(kernel: Kernel) -> None:
     kernel.ok("import axon_nb\nfrom axon_nb.cluster.session import current")
     kernel.ok("current.get().run('def first():\\n    return 1', cell=7)")
     kernel.ok("current.get().run('def second():\\n    return 2', cell=7)")

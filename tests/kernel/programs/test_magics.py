@@ -24,7 +24,7 @@ BELOW = {
 
 
 @pytest.mark.parametrize("magic", ABOVE)
-def test_a_magic_above(kernel: Kernel, magic: str) -> None:
+def test_cell_magic_above(kernel: Kernel, magic: str) -> None:
     reply = kernel.ok(f"{magic}\n%%rank 1\nprint('ran')")
     assert "[rank 1] ran" in reply.stdout
     assert ABOVE[magic] in reply.stdout
@@ -36,7 +36,7 @@ def test_capture_above_captures_what_all_ranks_print(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("cell", BELOW, ids=lambda cell: cell.split()[0])
-def test_a_magic_below(kernel: Kernel, cell: str) -> None:
+def test_cell_magic_below(kernel: Kernel, cell: str) -> None:
     reply = kernel.ok(f"%%rank 1\n{cell}")
     for text in BELOW[cell]:
         assert text in reply.stdout
@@ -52,14 +52,14 @@ def test_writefile_below_writes_on_the_rank(kernel: Kernel, tmp_path: Path) -> N
     assert (tmp_path / "written.txt").read_text() == "from rank 3\n"
 
 
-def test_an_error_below_another_magic_fails_the_cell(kernel: Kernel) -> None:
+def test_error_below_another_magic_fails_the_cell(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\n%%time\nif rank == 2:\n    1/0\ndist.all_reduce(torch.ones(1))")
     assert reply.ename == "CellError"
     assert "ZeroDivisionError" in reply.traceback
     kernel.ok("%%distributed\ndist.all_reduce(torch.ones(1))")
 
 
-def test_two_lines_that_choose_ranks_are_refused(kernel: Kernel) -> None:
+def test_two_rank_selections_are_rejected(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\n%%rank 0\nprint('ran')")
     assert reply.evalue == "The cell has two lines that choose ranks, %%distributed and %%rank: keep one."
     assert "ran" not in reply.stdout

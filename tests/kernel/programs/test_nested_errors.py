@@ -15,7 +15,7 @@ def shown(reply: Reply) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", reply.stderr)
 
 
-def test_a_script_that_fails_on_one_rank_is_the_cause(kernel: Kernel, tmp_path: Path) -> None:
+def test_script_failing_on_one_rank_is_the_cause(kernel: Kernel, tmp_path: Path) -> None:
     script = tmp_path / "bad.py"
     script.write_text("if dist.get_rank() == 1:\n    raise ValueError('no data')\ndist.all_reduce(torch.ones(1))\n")
     reply = kernel.run(f"%%distributed\n%run -i {script}")
@@ -28,7 +28,7 @@ def test_a_script_that_fails_on_one_rank_is_the_cause(kernel: Kernel, tmp_path: 
     assert kernel.ok(WORKS).lines() == ["[ranks 0-3] 4.0"]
 
 
-def test_a_script_that_fails_alone_fails_the_cell(kernel: Kernel, tmp_path: Path) -> None:
+def test_script_failing_on_the_only_rank_fails_the_cell(kernel: Kernel, tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text("print('begins')\n1/0\n")
     reply = kernel.run(f"%%distributed --ranks 2\n%run {script}\nprint('goes on')")
@@ -38,7 +38,7 @@ def test_a_script_that_fails_alone_fails_the_cell(kernel: Kernel, tmp_path: Path
     assert reply.lines() == ["[rank 2] begins", "[rank 2] goes on"]
 
 
-def test_a_cell_within_a_cell_that_fails(kernel: Kernel) -> None:
+def test_failing_nested_cell(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\nr = get_ipython().run_cell('1/0')\nprint('goes on')")
     assert reply.ename == "CellError"
     assert "ZeroDivisionError: division by zero" in shown(reply)
@@ -46,14 +46,14 @@ def test_a_cell_within_a_cell_that_fails(kernel: Kernel) -> None:
     assert kernel.ok(WORKS).lines() == ["[ranks 0-3] 4.0"]
 
 
-def test_the_error_of_the_cell_itself_comes_besides(kernel: Kernel) -> None:
+def test_error_of_the_cell_is_shown_as_well(kernel: Kernel) -> None:
     reply = kernel.run("%%rank 0\nr = get_ipython().run_cell('1/0')\nraise KeyError('its own')")
     assert "ZeroDivisionError" in shown(reply)
     assert "KeyError: 'its own'" in reply.traceback
     assert "ZeroDivisionError" not in reply.traceback
 
 
-def test_a_callback_that_fails_is_named_without_our_metadata(kernel: Kernel) -> None:
+def test_failing_callback_is_reported_without_our_metadata(kernel: Kernel) -> None:
     kernel.ok(
         "%%rank 1\ndef failing(*args): raise OSError('disk')\nget_ipython().events.register('pre_run_cell', failing)"
     )
@@ -70,7 +70,7 @@ def test_a_callback_that_fails_is_named_without_our_metadata(kernel: Kernel) -> 
     assert kernel.ok("%%rank 1\n5").lines() == ["[rank 1] 5"]
 
 
-def test_an_interrupted_script_is_an_interrupt(kernel: Kernel, tmp_path: Path) -> None:
+def test_interrupted_script_is_an_interrupt(kernel: Kernel, tmp_path: Path) -> None:
     script = tmp_path / "long.py"
     script.write_text("print('go', flush=True)\nimport time\ntime.sleep(600)\n")
     request = kernel.submit(f"%%distributed\n%run {script}")

@@ -42,7 +42,7 @@ def run(kernel: Kernel, cell: dict[str, Any]) -> Reply:
     "path",
     [pytest.param(path, marks=pytest.mark.slow if path.stem in LONG else (), id=path.stem) for path in SITUATIONS],
 )
-def test_a_situation_ends_as_users_expect(path: Path, tmp_path: Path) -> None:
+def test_program_ends_as_users_expect(path: Path, tmp_path: Path) -> None:
     situation = tomllib.loads(path.read_text(encoding="utf-8"))
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with Kernel(cwd=tmp_path, env={"PATH": search}) as kernel:
