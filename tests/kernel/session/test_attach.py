@@ -66,9 +66,7 @@ def numbers(reply: Reply, word: str) -> list[int]:
 
 
 @pytest.mark.parametrize("how", LEAVE)
-def test_the_running_cell_comes_back_and_ends_in_the_new_kernel(
-    new_kernel: MakeKernel, tmp_path: Path, how: str
-) -> None:
+def test_running_cell_returns_and_ends_in_the_new_kernel(new_kernel: MakeKernel, tmp_path: Path, how: str) -> None:
     kernel = new_kernel()
     start(kernel)
     counting = (
@@ -99,7 +97,7 @@ def _ticks_of(reply: Reply, rank: str) -> list[int]:
     return [int(line[2]) for line in lines if line and line[1] in labels]
 
 
-def test_a_cell_that_ended_meanwhile_is_told_with_its_output(new_kernel: MakeKernel, tmp_path: Path) -> None:
+def test_cell_that_ended_meanwhile_is_reported_with_output(new_kernel: MakeKernel, tmp_path: Path) -> None:
     kernel = new_kernel()
     start(kernel)
     code = f"{TICKS}print('last words')\nopen(f'ended{{rank}}', 'w').close()\nx = rank + 5"
@@ -115,7 +113,7 @@ def test_a_cell_that_ended_meanwhile_is_told_with_its_output(new_kernel: MakeKer
     assert kernel.ok("%distributed attach").stdout == "", "what was reported once is not reported again"
 
 
-def test_a_rank_that_failed_meanwhile_is_the_cause_and_the_others_are_released(
+def test_rank_that_failed_meanwhile_is_the_cause_and_releases_the_others(
     new_kernel: MakeKernel, tmp_path: Path
 ) -> None:
     kernel = new_kernel()
@@ -135,7 +133,7 @@ def test_a_rank_that_failed_meanwhile_is_the_cause_and_the_others_are_released(
     assert kernel.ok(f"%%distributed\n{fresh}").lines() == ["[ranks 0-2] 3.0"]
 
 
-def test_a_rank_that_died_meanwhile_is_told_and_can_be_replaced(new_kernel: MakeKernel) -> None:
+def test_rank_that_died_meanwhile_is_reported_and_replaceable(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel, 3)
     before = footprint(kernel)
@@ -151,7 +149,7 @@ def test_a_rank_that_died_meanwhile_is_told_and_can_be_replaced(new_kernel: Make
     assert kernel.ok("%%distributed\nt = torch.ones(1); dist.all_reduce(t); t.item()").lines() == ["[ranks 0-2] 3.0"]
 
 
-def test_cancel_interrupts_the_cell_that_came_back(new_kernel: MakeKernel) -> None:
+def test_cancel_interrupts_the_returned_cell(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
     leave_during(kernel, "print('go', flush=True)\nif rank == 0: dist.barrier()\nwhile True: pass", "go")
@@ -166,7 +164,7 @@ def test_cancel_interrupts_the_cell_that_came_back(new_kernel: MakeKernel) -> No
     assert kernel.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
 
 
-def test_a_deadlock_in_the_cell_that_came_back_is_explained(new_kernel: MakeKernel) -> None:
+def test_deadlock_in_the_returned_cell_is_explained(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
     code = "import os, time\nprint('go', flush=True)\nif rank == 0:\n    dist.barrier()"
@@ -177,7 +175,7 @@ def test_a_deadlock_in_the_cell_that_came_back_is_explained(new_kernel: MakeKern
     assert kernel.ok("%%distributed\ndist.barrier()\n'fine'").lines() == ["[ranks 0-1] 'fine'"]
 
 
-def test_only_the_last_output_is_kept_and_the_cut_is_told(new_kernel: MakeKernel, tmp_path: Path) -> None:
+def test_only_recent_output_is_kept_and_truncation_is_reported(new_kernel: MakeKernel, tmp_path: Path) -> None:
     kernel = new_kernel()
     start(kernel)
     flood = "for i in range(20000): print('line', i)\nopen(f'ended{rank}', 'w').close()"
@@ -193,7 +191,7 @@ def test_only_the_last_output_is_kept_and_the_cut_is_told(new_kernel: MakeKernel
     assert int(text.split()[1].replace(",", "")) > kept[0], "with the ticks"
 
 
-def test_displays_come_back_and_a_value_does(new_kernel: MakeKernel, tmp_path: Path) -> None:
+def test_displays_and_value_of_the_returned_cell_are_shown(new_kernel: MakeKernel, tmp_path: Path) -> None:
     kernel = new_kernel()
     start(kernel)
     code = (
@@ -213,7 +211,7 @@ def test_displays_come_back_and_a_value_does(new_kernel: MakeKernel, tmp_path: P
     assert kernel.value(f"{HANDLE}.result(100).values") == {0: 0, 1: 7}
 
 
-def test_a_kernel_killed_while_its_ranks_were_being_interrupted(new_kernel: MakeKernel) -> None:
+def test_kernel_killed_during_an_interrupt(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
     # Rank 0 ends the kernel itself when it is interrupted: so it is interrupted once.
@@ -246,7 +244,7 @@ HALF_WAY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", HALF_WAY)
-def test_a_kernel_killed_half_way_through_a_recovery(new_kernel: MakeKernel, what: str) -> None:
+def test_kernel_killed_during_a_recovery(new_kernel: MakeKernel, what: str) -> None:
     kernel = new_kernel()
     start(kernel)
     records = (
@@ -261,7 +259,7 @@ def test_a_kernel_killed_half_way_through_a_recovery(new_kernel: MakeKernel, wha
     assert reply.lines() == ["[ranks 0-1] 2.0"]
 
 
-def test_a_running_cell_comes_back_though_its_ranks_answer_late(new_kernel: MakeKernel, tmp_path: Path) -> None:
+def test_running_cell_returns_with_late_replies(new_kernel: MakeKernel, tmp_path: Path) -> None:
     kernel = new_kernel()
     start(kernel)
     ranks = footprint(kernel).ranks
@@ -280,7 +278,7 @@ def test_a_running_cell_comes_back_though_its_ranks_answer_late(new_kernel: Make
     kernel.follow(request, reply, until=lambda: "is done" in reply.stdout)
 
 
-def test_engines_of_another_launcher_end_when_they_are_stopped_after_an_attach() -> None:
+def test_engines_of_another_launcher_stop_after_an_attach() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb\n%distributed start -n 2 --engines local --devices cpu")
         pids = kernel.value("[place.pid for place in __import__('axon_nb').cluster.current.require('x').rank_info]")

@@ -25,7 +25,7 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_home_that_cannot_be_written_to(new_kernel: MakeKernel, scratch: Path) -> None:
+def test_read_only_home(new_kernel: MakeKernel, scratch: Path) -> None:
     kernel = new_kernel(HOME="/nonexistent", IPYTHONDIR="", TMPDIR=str(scratch))
     kernel.ok("%load_ext axon_nb")
     before = set(scratch.iterdir())
@@ -36,7 +36,7 @@ def test_a_home_that_cannot_be_written_to(new_kernel: MakeKernel, scratch: Path)
 
 
 @pytest.mark.parametrize("runtime", ["missing", "long", "a file"])
-def test_a_temporary_folder_with_a_long_path(new_kernel: MakeKernel, scratch: Path, runtime: str) -> None:
+def test_long_temporary_path(new_kernel: MakeKernel, scratch: Path, runtime: str) -> None:
     long = scratch / ("x" * 150)
     long.mkdir()
     plain = scratch / "file"
@@ -86,7 +86,7 @@ def run_with_mount(options: str, folder: str, script: str, **env: str) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_little_shared_memory_is_named_with_what_to_set() -> None:
+def test_small_shared_memory_is_reported_with_the_setting() -> None:
     said = run_with_mount("size=1m", "/dev/shm", LOADER)
     lines = said.splitlines()
     assert lines[0] == "{0: 2.0, 1: 2.0}"
@@ -132,7 +132,7 @@ cluster.stop()
 """
 
 
-def test_groups_share_at_most_what_is_set_with_no_room_in_dev_shm() -> None:
+def test_shared_memory_setting_applies_with_full_dev_shm() -> None:
     said = run_with_mount("size=64k", "/dev/shm", GROUP_MEMORY)
     assert said.splitlines() == ["True", "rank 1: ValueError: bug", "True"]
 
@@ -178,7 +178,7 @@ print("left", [str(path.relative_to(base)) for path in base.rglob("*")])
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_full_disk_costs_no_state_and_is_named_by_the_next_start(scratch: Path) -> None:
+def test_full_disk_loses_no_state_and_is_reported_by_the_next_start(scratch: Path) -> None:
     said = run_with_mount("size=8m,mode=700", str(scratch), FULL_DISK, AXON_NB_RUNTIME_DIR=str(scratch))
     lines = [line for line in said.splitlines() if not line.startswith("[rank")]
     full, printed, failed, pulled, kept, full_again, refused, again, left = lines

@@ -37,7 +37,7 @@ def kernel() -> Iterator[Kernel]:
         yield kernel
 
 
-def test_groups_on_connections_of_another_user_are_refused(kernel: Kernel) -> None:
+def test_groups_reject_connections_of_another_user(kernel: Kernel) -> None:
     cluster = footprint(kernel)
     processes = [process for process in cluster.processes if process.pid in cluster.ranks]
     ports = {str(entry.laddr.port) for entry in listening(dataclasses.replace(cluster, processes=tuple(processes)))}

@@ -8,14 +8,14 @@ from tests.support.kernel import Kernel
 from tests.support.processes import footprint, until
 
 
-def test_the_notebooks_kernel_has_the_hooks(kernel: Kernel) -> None:
+def test_notebook_kernel_has_the_hooks(kernel: Kernel) -> None:
     kernel.ok("from axon_nb.records.hooks import missing_hooks")
     for group in ("front_end.help", "front_end.requests", "session.shutdown", "stop_button.presses"):
         assert kernel.value(f"missing_hooks({group!r}, kernel=get_ipython().kernel)") == [], group
     assert kernel.value("missing_hooks('stop_button.shell', shell=get_ipython())") == []
 
 
-def test_ipykernel_and_torch_have_what_ranks_need(kernel: Kernel) -> None:
+def test_ipykernel_and_torch_have_the_hooks_of_ranks(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed --ranks 0\n"
         "from axon_nb.records.hooks import missing_hooks\nfrom axon_nb.engine import collective_names\n"
@@ -25,12 +25,12 @@ def test_ipykernel_and_torch_have_what_ranks_need(kernel: Kernel) -> None:
     assert reply.lines() == ["[rank 0] [] []", "[rank 0] RecoverableGroup True gloo"]
 
 
-def test_a_restart_and_a_shutdown_are_told_apart(kernel: Kernel) -> None:
+def test_restart_and_shutdown_are_distinguished(kernel: Kernel) -> None:
     code = "get_ipython().kernel.do_shutdown.__module__"
     assert kernel.ok(code).result == "'axon_nb.cluster.session.notebook'"
 
 
-def test_without_the_shutdown_hook_a_shutdown_still_stops_the_ranks(new_kernel: Callable[..., Kernel]) -> None:
+def test_shutdown_stops_the_ranks_without_the_hook(new_kernel: Callable[..., Kernel]) -> None:
     kernel = new_kernel()
     kernel.ok("own = get_ipython().kernel\nfull = own.do_shutdown\nown.do_shutdown = lambda again: full(again)")
     kernel.ok("%load_ext axon_nb\n%distributed start -n 2")

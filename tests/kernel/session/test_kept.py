@@ -28,7 +28,7 @@ def leave(kernel: Kernel, cell: str = "") -> None:
     kernel.ok("%load_ext axon_nb")
 
 
-def test_a_cell_after_a_restart_runs_on_the_ranks_that_were_left(new_kernel: MakeKernel) -> None:
+def test_cell_after_a_restart_runs_on_the_kept_ranks(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     leave(kernel)
     reply = kernel.ok("%%distributed\nkept")
@@ -40,7 +40,7 @@ def test_a_cell_after_a_restart_runs_on_the_ranks_that_were_left(new_kernel: Mak
 @pytest.mark.parametrize(
     "command", ["%distributed status", "%distributed stacks", "%distributed vars", "%pull kept", "%shards numbers"]
 )
-def test_commands_reconnect(new_kernel: MakeKernel, command: str) -> None:
+def test_commands_reconnect_to_kept_ranks(new_kernel: MakeKernel, command: str) -> None:
     kernel = new_kernel()
     leave(kernel)
     before = footprint_by_agent(kernel)
@@ -55,7 +55,7 @@ def footprint_by_agent(kernel: Kernel) -> list[int]:
     return sorted(kernel.value(f"[info['pid'] for info in {listed}.run_dir.read_info()['rank_info']]"))
 
 
-def test_a_cell_waits_for_the_one_that_still_runs_and_shows_its_output(new_kernel: MakeKernel, tmp_path: Path) -> None:
+def test_cell_waits_for_the_running_one_and_shows_its_output(new_kernel: MakeKernel, tmp_path: Path) -> None:
     kernel = new_kernel()
     leave(kernel, TICKS)
     request = kernel.submit("%%distributed\nkept - rank")
@@ -69,7 +69,7 @@ def test_a_cell_waits_for_the_one_that_still_runs_and_shows_its_output(new_kerne
     assert {"[ranks 0-1] ended", "[ranks 0-1] 10"} <= set(reply.lines())
 
 
-def test_start_refuses_while_a_cell_runs_there(new_kernel: MakeKernel, tmp_path: Path) -> None:
+def test_start_is_rejected_while_kept_ranks_run_a_cell(new_kernel: MakeKernel, tmp_path: Path) -> None:
     kernel = new_kernel()
     leave(kernel, TICKS)
     before = footprint_by_agent(kernel)
@@ -83,7 +83,7 @@ def test_start_refuses_while_a_cell_runs_there(new_kernel: MakeKernel, tmp_path:
     assert not set(footprint(kernel).ranks) & set(before)
 
 
-def test_a_cell_that_start_refused_to_end_comes_back(new_kernel: MakeKernel, tmp_path: Path) -> None:
+def test_cell_spared_by_start_returns(new_kernel: MakeKernel, tmp_path: Path) -> None:
     kernel = new_kernel()
     leave(kernel, TICKS)
     assert kernel.run("%distributed start -n 2").ename == "UsageError"
@@ -95,7 +95,7 @@ def test_a_cell_that_start_refused_to_end_comes_back(new_kernel: MakeKernel, tmp
     assert "[ranks 0-1] ended" in reply.lines()
 
 
-def test_stop_ends_what_was_left_and_commands_then_say_that_there_is_none(new_kernel: MakeKernel) -> None:
+def test_stop_ends_kept_ranks_and_commands_report_no_cluster(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     leave(kernel)
     stopped = kernel.ok("%distributed stop")
@@ -103,7 +103,7 @@ def test_stop_ends_what_was_left_and_commands_then_say_that_there_is_none(new_ke
     assert "needs a cluster, but none is running" in kernel.run("%distributed status").evalue
 
 
-def test_a_message_that_there_is_none_names_what_another_kernel_left(new_kernel: MakeKernel) -> None:
+def test_no_cluster_message_names_ranks_of_another_kernel(new_kernel: MakeKernel) -> None:
     one, two = new_kernel(), new_kernel()
     one.ok("%load_ext axon_nb\n%distributed start -n 2 --name alpha")
     one.kill()

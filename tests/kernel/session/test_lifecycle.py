@@ -19,7 +19,7 @@ def start(kernel: Kernel, n: int = 2) -> None:
     kernel.ok("%%distributed\nkept = rank + 10")
 
 
-def test_stop_leaves_nothing_and_says_one_line(new_kernel: MakeKernel) -> None:
+def test_stop_leaves_no_processes_and_prints_one_line(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
     print_ = footprint(kernel)
@@ -29,7 +29,7 @@ def test_stop_leaves_nothing_and_says_one_line(new_kernel: MakeKernel) -> None:
     assert until(print_.gone)
 
 
-def test_a_cell_without_a_cluster_starts_the_default_one(new_kernel: MakeKernel) -> None:
+def test_cell_without_a_cluster_starts_the_default_one(new_kernel: MakeKernel) -> None:
     kernel = new_kernel(AXON_NB_WARM_UP="0")
     kernel.ok("%load_ext axon_nb")
     reply = kernel.ok("%%distributed\nworld_size")
@@ -38,7 +38,7 @@ def test_a_cell_without_a_cluster_starts_the_default_one(new_kernel: MakeKernel)
     assert reply.lines()[1] == f"[ranks 0-{size - 1}] {size}"
 
 
-def test_a_cell_right_after_start_is_never_lost(new_kernel: MakeKernel) -> None:
+def test_cell_right_after_start_is_never_lost(new_kernel: MakeKernel) -> None:
     kernel = new_kernel(AXON_NB_WARM_UP="0")
     kernel.ok("%load_ext axon_nb")
     for _ in range(3):
@@ -74,7 +74,7 @@ def _owned_by(base: str, name: str, pid: int) -> bool:
         return False
 
 
-def test_polite_restart_keeps_ranks_and_attach_gets_them_back(new_kernel: MakeKernel) -> None:
+def test_graceful_restart_keeps_ranks_for_attach(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
     before = footprint(kernel)
@@ -88,7 +88,7 @@ def test_polite_restart_keeps_ranks_and_attach_gets_them_back(new_kernel: MakeKe
     assert until(before.gone)
 
 
-def test_forced_restart_keeps_ranks_and_attach_gets_them_back(new_kernel: MakeKernel) -> None:
+def test_forced_restart_keeps_ranks_for_attach(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
     kernel.restart(now=True)
@@ -97,7 +97,7 @@ def test_forced_restart_keeps_ranks_and_attach_gets_them_back(new_kernel: MakeKe
     assert sorted(kernel.ok("%%distributed\nkept").lines()) == ["[rank 0] 10", "[rank 1] 11"]
 
 
-def test_start_after_a_restart_ends_the_kept_cluster_and_says_so(new_kernel: MakeKernel) -> None:
+def test_start_after_a_restart_replaces_the_kept_cluster_with_a_note(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
     before = footprint(kernel)
@@ -109,7 +109,7 @@ def test_start_after_a_restart_ends_the_kept_cluster_and_says_so(new_kernel: Mak
     assert "kept" not in kernel.ok("%%distributed\nprint(sorted(n for n in globals() if n == 'kept'))").stdout
 
 
-def test_a_killed_kernels_ranks_are_gone_after_the_keep_alive(new_kernel: MakeKernel) -> None:
+def test_killed_kernel_loses_its_ranks_after_keep_alive(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed config keep_alive=5")
     kernel.ok("%distributed start -n 2")
@@ -122,7 +122,7 @@ def test_a_killed_kernels_ranks_are_gone_after_the_keep_alive(new_kernel: MakeKe
     assert until(left.gone)
 
 
-def test_a_killed_agent_takes_its_ranks_along_and_start_works_again(new_kernel: MakeKernel) -> None:
+def test_ranks_die_with_a_killed_agent_and_start_works(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
     before = footprint(kernel)
@@ -138,7 +138,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_start_works_again(new_kernel: 
     assert until(before.gone)
 
 
-def test_a_killed_controller_is_said_and_leaves_nothing(new_kernel: MakeKernel) -> None:
+def test_killed_controller_is_reported_and_leaves_no_processes(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
     before = footprint(kernel)
@@ -168,7 +168,7 @@ def test_two_clusters_live_side_by_side(new_kernel: MakeKernel) -> None:
     assert one.ok(meets).lines() == ["[ranks 0-1] 2.0"]
 
 
-def test_the_stop_button_leaves_the_cluster_alone(new_kernel: MakeKernel) -> None:
+def test_stop_button_does_not_stop_the_cluster(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     start(kernel)
     request = kernel.submit("import time\nprint('go')\ntime.sleep(600)")

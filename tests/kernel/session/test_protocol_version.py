@@ -44,7 +44,7 @@ def test_attach_to_ranks_of_another_protocol_is_refused(new_kernel: MakeKernel) 
     assert kernel.ok("%%distributed\nkept").lines() == ["[rank 0] 40", "[rank 1] 41"]
 
 
-def test_new_ranks_start_where_the_old_ones_are_refused(new_kernel: MakeKernel) -> None:
+def test_start_works_where_attach_is_rejected(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
     old = footprint(kernel).ranks
@@ -56,7 +56,7 @@ def test_new_ranks_start_where_the_old_ones_are_refused(new_kernel: MakeKernel) 
     assert not set(footprint(kernel).ranks) & set(old)
 
 
-def test_ranks_of_another_protocol_do_not_join(new_kernel: MakeKernel) -> None:
+def test_ranks_of_another_protocol_are_rejected(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     kernel.ok(f"%load_ext axon_nb\n{ANOTHER}")
     refused = kernel.run("%distributed start -n 2")

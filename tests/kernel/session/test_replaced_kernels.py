@@ -70,7 +70,7 @@ EXPECTED = [
 
 
 @pytest.mark.timeout(600)
-def test_a_kernel_is_replaced_after_a_failure_in_any_phase(tmp_path: Path) -> None:
+def test_shared_kernel_is_replaced_after_a_failed_test(tmp_path: Path) -> None:
     file = tmp_path / "test_shared.py"
     file.write_text(TESTS)
     plugins = [f"-p{name}" for name in ("no:cacheprovider", "no:xdist", "tests.conftest", "tests.kernel.conftest")]

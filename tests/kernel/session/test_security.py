@@ -19,7 +19,7 @@ def test_no_process_listens_on_a_port(kernel: Kernel) -> None:
     assert listening(footprint(kernel)) == []
 
 
-def test_files_are_for_their_owner_alone(kernel: Kernel) -> None:
+def test_cluster_files_are_owner_only(kernel: Kernel) -> None:
     folder = footprint(kernel).folder
     assert stat.S_IMODE(os.lstat(folder).st_mode) == 0o700
     readable = {name: oct(mode) for name, mode in modes(folder).items() if mode & 0o077}
@@ -64,7 +64,7 @@ def test_no_socket_accepts_another_user(kernel: Kernel) -> None:
     assert _answer(folder / "channels" / f"c-{iopub}", os.getuid()) == b"connected"
 
 
-def test_files_that_ranks_write_have_the_users_own_mode(kernel: Kernel) -> None:
+def test_files_written_by_ranks_follow_the_users_umask(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed --ranks 0\nimport os, tempfile\n"
         "p = os.path.join(tempfile.mkdtemp(), 'f'); open(p, 'w').close(); oct(os.stat(p).st_mode & 0o777)"

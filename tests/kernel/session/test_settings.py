@@ -29,7 +29,9 @@ AGENT_INFO = (
     ],
     ids=["magic", "attribute"],
 )
-def test_a_shorter_keep_alive_acts_on_the_running_cluster(new_kernel: MakeKernel, change: str, said: list[str]) -> None:
+def test_shorter_keep_alive_applies_to_the_running_cluster(
+    new_kernel: MakeKernel, change: str, said: list[str]
+) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
     assert kernel.ok(change).lines() == said
@@ -42,7 +44,7 @@ def test_a_shorter_keep_alive_acts_on_the_running_cluster(new_kernel: MakeKernel
     assert until(left.gone)
 
 
-def test_a_longer_keep_alive_acts_on_the_running_cluster_and_attach_restores_it(new_kernel: MakeKernel) -> None:
+def test_longer_keep_alive_applies_and_survives_attach(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed config keep_alive=1\n%distributed start -n 2")
     kernel.ok("%%distributed\nkept = rank + 10")
@@ -82,7 +84,7 @@ while not given_up.exists():
 """
 
 
-def test_a_new_group_has_the_collective_timeout(new_kernel: MakeKernel, tmp_path: Path) -> None:
+def test_new_group_has_the_collective_timeout(new_kernel: MakeKernel, tmp_path: Path) -> None:
     """The start has it, too, so that a short one could fail on a busy machine."""
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed config collective_timeout=600\n%distributed start -n 2 --devices cpu")
@@ -90,7 +92,7 @@ def test_a_new_group_has_the_collective_timeout(new_kernel: MakeKernel, tmp_path
     assert reply.lines() == ["[rank 0] (600.0, 600.0) timed out while waiting for rank 1"]
 
 
-def test_output_limit_acts_in_the_next_cell(kernel: Kernel) -> None:
+def test_output_limit_applies_to_the_next_cell(kernel: Kernel) -> None:
     flood = "%%distributed --ranks 0\nfor i in range(1000):\n    print(i, 'x' * 90)"
     assert len(kernel.ok(flood).lines()) == 1000
     assert kernel.ok("%distributed config output_limit=4KiB").lines() == ["output_limit = 4 KiB (from the next cell)"]
@@ -104,7 +106,7 @@ def test_output_limit_acts_in_the_next_cell(kernel: Kernel) -> None:
     assert len(kernel.ok(flood).lines()) == 1000
 
 
-def test_a_setting_of_the_next_start_says_so_and_acts_after_a_restart(new_kernel: MakeKernel) -> None:
+def test_start_setting_applies_after_a_restart_with_a_note(new_kernel: MakeKernel) -> None:
     kernel = new_kernel()
     kernel.ok("%load_ext axon_nb\n%distributed config threads=1\n%distributed start -n 2")
     ask = "%%distributed\n(dist.group.WORLD.timeout.total_seconds(), torch.get_num_threads())"
@@ -121,7 +123,7 @@ def test_a_setting_of_the_next_start_says_so_and_acts_after_a_restart(new_kernel
     assert "collective_timeout = 60 s (default 1800 s)" in kernel.ok("%distributed config").lines()
 
 
-def test_a_wrong_value_leaves_the_cluster_and_all_settings_as_they_were(kernel: Kernel) -> None:
+def test_invalid_value_changes_no_setting(kernel: Kernel) -> None:
     before = kernel.ok("%distributed config").stdout
     reply = kernel.run("%distributed config keep_alive=5 threads=many debug=off")
     assert (reply.ename, len(reply.traceback.splitlines())) == ("UsageError", 1)

@@ -77,7 +77,7 @@ def _test_versions(folder: Path, environment: dict[str, str]) -> Path:
     return saved
 
 
-def test_a_newer_torch_that_passes_the_self_test_recovers_without_a_word(tmp_path: Path) -> None:
+def test_newer_torch_that_passes_the_self_test_recovers_silently(tmp_path: Path) -> None:
     environment = _environment(tmp_path, ONLY_VERSION + TWO_CHECKS)
     verdict = _test_versions(tmp_path, environment)
     assert json.loads(verdict.read_text())["build"].startswith(f"torch-{NEWER}-")
@@ -115,7 +115,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield kernel
 
 
-def test_its_own_groups_are_used_and_a_failure_leaves_the_others_to_their_time_limit(kernel: Kernel) -> None:
+def test_torch_groups_are_used_and_waits_end_by_timeout(kernel: Kernel) -> None:
     shown = kernel.ok("%%distributed\ndist.all_reduce(x)\nprint(x.tolist(), type(dist.group.WORLD).__name__)")
     assert shown.lines() == ["[ranks 0-1] [2.0, 2.0] ProcessGroup"]
     limit = "dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout"
@@ -128,7 +128,7 @@ def test_its_own_groups_are_used_and_a_failure_leaves_the_others_to_their_time_l
     assert "repair" not in failed.traceback
 
 
-def test_ranks_cannot_be_replaced_and_the_sentence_says_so(kernel: Kernel) -> None:
+def test_unsupported_repair_is_reported(kernel: Kernel) -> None:
     assert kernel.run("%%rank 1\nos._exit(3)").status == "error"
     refused = kernel.run("%distributed repair")
     assert refused.evalue.startswith(f"Ranks cannot be replaced with torch {CHANGED}.")
