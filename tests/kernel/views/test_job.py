@@ -68,7 +68,7 @@ def reported(kernel: Kernel, expression: str) -> Any:
     return json.loads(kernel.ok(f"print(json.dumps({expression}))").stdout)
 
 
-def test_what_is_logged_is_read_once_and_in_order(ready: Kernel) -> None:
+def test_logged_values_are_read_once_in_order(ready: Kernel) -> None:
     ready.ok("t_before = t_ask().reports")
     ready.ok(
         "%%distributed\nimport axon_nb\nfor step in range(3):\n"
@@ -88,7 +88,7 @@ def test_bad_numbers_raise_in_the_cell_and_lose_nothing(ready: Kernel) -> None:
     assert ready.ok("%%rank 0\nkept").lines() == ["[rank 0] 5"]
 
 
-def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
+def test_waiting_ranks_are_reported(ready: Kernel) -> None:
     ready.ok(
         "%%distributed --noblock --out t_job --quiet\nimport time\nimport axon_nb\n"
         "for _ in axon_nb.progress(range(10), desc='t_loop'):\n"
@@ -108,7 +108,7 @@ def test_ranks_are_told_while_they_wait(ready: Kernel) -> None:
     ready.ok("_ = t_job.wait(100)")
 
 
-def test_bars_of_plain_tqdm_are_told(ready: Kernel) -> None:
+def test_plain_tqdm_bars_are_reported(ready: Kernel) -> None:
     pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
     ready.ok(
         "%%distributed --quiet\nfrom tqdm import tqdm\n"
@@ -121,7 +121,7 @@ def test_bars_of_plain_tqdm_are_told(ready: Kernel) -> None:
     ready.ok("%%distributed --quiet\nt_bar.close()")
 
 
-def test_the_card_has_the_mesh(ready: Kernel) -> None:
+def test_card_shows_the_mesh(ready: Kernel) -> None:
     ready.ok("%%distributed\nfrom axon_nb.parallel import make_mesh\nmesh = make_mesh(dp=2, tp=2)\nt_tp = mesh['tp']")
     card = "import axon_nb\naxon_nb.current_cluster()"
     mesh = ["mesh: dp 2 × tp 2", "  dp 0: 0 1", "  dp 1: 2 3"]
@@ -129,7 +129,7 @@ def test_the_card_has_the_mesh(ready: Kernel) -> None:
     ready.ok("%%distributed\nmesh = None\ndel t_tp")
 
 
-def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel) -> None:
+def test_panel_is_a_view_with_a_saved_picture(ready: Kernel) -> None:
     reply = ready.ok("%watch")
     assert views(reply) == 1
     assert any("<details>" in bundle.get("text/html", "") for bundle in reply.displays)
@@ -145,7 +145,7 @@ def test_the_panel_is_a_view_and_a_picture_that_follows_the_cells(ready: Kernel)
     assert reported(ready, "len([key for key in current.session().panels if key == ('watch',)])") == 1
 
 
-def test_the_button_on_the_page_ends_the_cell(ready: Kernel) -> None:
+def test_page_button_aborts_the_cell(ready: Kernel) -> None:
     panel = model_of(ready.ok("%watch"))
     request = ready.submit("%%distributed\nprint('on', flush=True)\nwhile True:\n    dist.all_reduce(torch.ones(1))")
     ready.wait_for_output(request, "on")
@@ -182,7 +182,7 @@ def test_memory_is_measured_by_role_and_estimated_beside(ready: Kernel) -> None:
     assert all(use["resident_peak"] >= use["resident"] > 0 and use["capacity"] > use["resident"] for use in uses)
 
 
-def test_the_memory_panel_and_what_it_cannot_show(ready: Kernel) -> None:
+def test_memory_panel_and_unusable_names(ready: Kernel) -> None:
     ready.ok(MODEL)
     reply = ready.ok("%memory t_plain")
     assert views(reply) == 1

@@ -47,7 +47,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("command", VIEWS)
-def test_a_rank_that_does_not_answer_is_named_and_comes_back(
+def test_unresponsive_rank_is_named_until_it_replies(
     shared_kernel: Kernel, ranks: tuple[int, ...], command: str
 ) -> None:
     late, there = VIEWS[command]
@@ -68,7 +68,7 @@ def test_a_rank_that_does_not_answer_is_named_and_comes_back(
     assert until(lambda: says(there)), said
 
 
-def test_spans_of_a_rank_that_does_not_answer_come_the_next_time(shared_kernel: Kernel, ranks: tuple[int, ...]) -> None:
+def test_spans_of_an_unresponsive_rank_arrive_later(shared_kernel: Kernel, ranks: tuple[int, ...]) -> None:
     shared_kernel.ok(CLOSE_PANELS)  # one that is open would fetch the spans before they are asked for
     shared_kernel.ok("%%distributed --quiet\ndist.barrier()")
     name = f"In [{shared_kernel.value('len(In)') - 2}]"
@@ -88,7 +88,7 @@ def test_spans_of_a_rank_that_does_not_answer_come_the_next_time(shared_kernel: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["%memory layer", "%shards layer"])
-def test_views_of_models_name_a_rank_that_does_not_answer(fresh_cluster: FreshCluster, command: str) -> None:
+def test_model_views_name_an_unresponsive_rank(fresh_cluster: FreshCluster, command: str) -> None:
     """They wait for 10 s, and do so several times, as a rank may have to look through a large model."""
     kernel = fresh_cluster(3)
     kernel.ok("%%distributed --quiet\nlayer = torch.nn.Linear(4, 2)")

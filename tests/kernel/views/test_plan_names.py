@@ -40,7 +40,7 @@ def planner(shared_kernel: Kernel) -> Kernel:
     return shared_kernel
 
 
-def test_a_model_on_the_ranks_is_planned_by_name(planner: Kernel) -> None:
+def test_model_on_the_ranks_is_planned_by_name(planner: Kernel) -> None:
     has_torch = "'torch' in __import__('sys').modules"
     before = planner.value(has_torch)  # tests of this session may have loaded it
     planner.ok("planned = plan.memory('trainer.model', 64, device='cpu', batch=2)", timeout=500)
@@ -53,7 +53,7 @@ def test_a_model_on_the_ranks_is_planned_by_name(planner: Kernel) -> None:
 
 
 @pytest.mark.parametrize(("name", "elements"), [("net", 280), ("trainer.model.module.head", 2112), ("alone", 72)])
-def test_any_module_of_any_rank_has_a_name(planner: Kernel, name: str, elements: int) -> None:
+def test_modules_of_every_rank_can_be_named(planner: Kernel, name: str, elements: int) -> None:
     planner.ok("from axon_nb.plan.named_models import sendable_model")
     factory = pickle.loads(planner.value(f"sendable_model({name!r}).factory"))
     assert sum(parameter.numel() for parameter in factory().parameters()) == elements

@@ -33,7 +33,7 @@ for _ in range(3):
 """
 
 
-def test_a_cell_is_planned_with_the_notebooks_variables(kernel_for_clusters: Kernel) -> None:
+def test_cell_is_planned_with_notebook_variables(kernel_for_clusters: Kernel) -> None:
     kernel = kernel_for_clusters
     kernel.ok(SETUP)
     reply = kernel.ok(CELL)
@@ -46,7 +46,7 @@ def test_a_cell_is_planned_with_the_notebooks_variables(kernel_for_clusters: Ker
     assert kernel.value("'model' in globals() or torch.distributed.is_initialized()") is False
 
 
-def test_a_cell_that_cannot_be_planned_says_why(kernel_for_clusters: Kernel) -> None:
+def test_unplannable_cell_reports_cause(kernel_for_clusters: Kernel) -> None:
     kernel = kernel_for_clusters
     kernel.ok(f"{SETUP}\nimport threading\nlock = threading.Lock()")
     for cell, said in (

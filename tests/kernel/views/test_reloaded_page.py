@@ -23,7 +23,7 @@ def idle(kernel: Kernel) -> Iterator[Kernel]:
     kernel.ok(f"axon_nb.magics.kernel_requests._MAX_LOAD_PER_CORE = {before}")
 
 
-def test_the_kernel_and_the_list_of_widgets_are_told_while_a_cell_runs(idle: Kernel, tmp_path: Path) -> None:
+def test_kernel_info_and_widget_list_are_served_during_a_cell(idle: Kernel, tmp_path: Path) -> None:
     kernel = idle
     kernel.ok("import ipywidgets\nt_slider = ipywidgets.IntSlider()")
     known = kernel.value("t_slider.comm.comm_id")
@@ -44,7 +44,7 @@ def test_the_kernel_and_the_list_of_widgets_are_told_while_a_cell_runs(idle: Ker
     kernel.ok("t_slider.close()")
 
 
-def test_on_an_overloaded_machine_a_page_waits_for_the_kernel(idle: Kernel, tmp_path: Path) -> None:
+def test_page_waits_for_the_kernel_on_an_overloaded_machine(idle: Kernel, tmp_path: Path) -> None:
     """It needs the time for itself: see `axon_nb.magics.kernel_requests`."""
     idle.ok("axon_nb.magics.kernel_requests._MAX_LOAD_PER_CORE = -1.0")
     flag = tmp_path / "flag"
@@ -59,7 +59,7 @@ def test_on_an_overloaded_machine_a_page_waits_for_the_kernel(idle: Kernel, tmp_
     idle.settle()
 
 
-def test_a_page_never_takes_the_kernel_for_busy_after_a_cell(idle: Kernel) -> None:
+def test_kernel_is_reported_idle_after_a_cell(idle: Kernel) -> None:
     """Whatever it asks, and whenever: in a cell, at its end, or several things at once."""
     kernel = idle
     for round_ in range(24):
@@ -97,7 +97,7 @@ def t_shows():
 threading.Thread(target=t_shows).start()"""
 
 
-def test_what_a_thread_of_the_notebook_shows_stays_with_the_cell_that_runs(idle: Kernel, tmp_path: Path) -> None:
+def test_notebook_thread_output_stays_with_the_running_cell(idle: Kernel, tmp_path: Path) -> None:
     """It belongs to that cell, not to a question that was answered meanwhile."""
     kernel = idle
     show, end = tmp_path / "show", tmp_path / "end"

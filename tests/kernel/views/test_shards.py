@@ -51,7 +51,7 @@ def ask(kernel: Kernel, *names: str, gradients: bool = False) -> dict[tuple[str,
     return {(shard["role"], shard["name"], shard["rank"]): shard for shard in shards}
 
 
-def test_fsdp_shards_say_where_they_begin_and_what_is_padding(ready: Kernel) -> None:
+def test_fsdp_shards_have_offsets_and_padding(ready: Kernel) -> None:
     found = ask(ready, "sharded", gradients=True)
     offsets = [found["parameter", "0.weight", rank]["offset"] for rank in range(4)]
     assert offsets == [[0, 0], [2, 0], [4, 0], [6, 0]]
@@ -61,13 +61,13 @@ def test_fsdp_shards_say_where_they_begin_and_what_is_padding(ready: Kernel) -> 
     assert ("gradient", "2.bias", 0) in found
 
 
-def test_an_optimizers_state_has_the_names_of_the_parameters(ready: Kernel) -> None:
+def test_optimizer_state_is_named_by_parameter(ready: Kernel) -> None:
     found = ask(ready, "optimizer")
     state = found["optimizer", "0.weight: exp_avg", 1]
     assert (state["global_shape"], state["offset"], state["placements"]) == ([6, 10], [2, 0], ["Shard(0)"])
 
 
-def test_copies_are_told_from_each_ranks_own(ready: Kernel) -> None:
+def test_replicas_are_distinguished_from_per_rank_values(ready: Kernel) -> None:
     found = ask(ready, "copied", "own")
     assert found["parameter", "module.weight", 2]["placements"] == ["Replicate()"]
     assert [found["tensor", "own", rank]["global_shape"] for rank in range(4)] == [[1], [2], [3], [4]]
@@ -81,12 +81,12 @@ def test_two_axes_cut_one_tensor(ready: Kernel) -> None:
     assert found["parameter", "0.weight", 3]["local_shape"] == [2, 8]
 
 
-def test_parts_of_collections_and_of_modules_can_be_named(ready: Kernel) -> None:
+def test_items_of_collections_and_modules_can_be_named(ready: Kernel) -> None:
     assert ask(ready, "summands")["tensor", "total", 0]["placements"] == ["Partial(sum)"]
     assert ask(ready, "both[1].weight")["tensor", "both[1].weight", 3]["offset"] == [4, 4]
 
 
-def test_a_gather_is_seen(ready: Kernel) -> None:
+def test_gather_is_visible(ready: Kernel) -> None:
     ready.ok("%%distributed\nsharded[0].unshard()")
     found = ask(ready, "sharded")
     assert found["parameter", "0.weight", 1]["local_shape"] == [6, 10]
@@ -96,14 +96,14 @@ def test_a_gather_is_seen(ready: Kernel) -> None:
     assert ask(ready, "sharded")["parameter", "0.weight", 1]["local_shape"] == [2, 10]
 
 
-def test_ranks_answer_while_they_run_a_cell(ready: Kernel) -> None:
+def test_busy_ranks_report_shards(ready: Kernel) -> None:
     busy = "%%distributed --noblock --out job\nimport time\nend = time.time() + 3\nwhile time.time() < end: pass"
     ready.ok(busy)
     assert ask(ready, "copied")["parameter", "module.weight", 0]["local_shape"] == [4, 4]
     ready.ok("_ = job.result()")
 
 
-def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel) -> None:
+def test_unavailable_view_is_explained_in_one_sentence(ready: Kernel) -> None:
     for name, words in {
         "nothing": "variable 'nothing' does not exist",
         "rank": "'rank' (type int) holds no tensors",
@@ -167,7 +167,7 @@ def offsets(found: dict[tuple[str, str, int], dict[str, Any]], role: str, name: 
     return [found[role, name, rank]["offset"] for rank in range(4)]
 
 
-def test_parts_of_hand_written_layers_say_which_slice_they_are(layers: Kernel) -> None:
+def test_hand_written_layers_report_their_slices(layers: Kernel) -> None:
     found = ask(layers, "t_block", gradients=True)
     for role in ("parameter", "gradient"):
         up = found[role, "mlp.up.weight", 3]
@@ -219,7 +219,7 @@ def test_hybrid_shards_have_copies_gradients_and_states(layers: Kernel) -> None:
     assert (state["placements"], state["offset"]) == (["Replicate()", "Shard(0)"], [0, 0])
 
 
-def test_states_that_are_dealt_out_are_on_one_rank_each(layers: Kernel) -> None:
+def test_zero_optimizer_states_are_on_one_rank_each(layers: Kernel) -> None:
     found = ask(layers, "t_zero", "t_zero_steps", gradients=True)
     assert found["parameter", "module.0.weight", 2]["placements"] == ["Replicate()"]
     holders = [rank for role, name, rank in found if (role, name) == ("optimizer", "module.0.weight: exp_avg")]
@@ -237,7 +237,7 @@ def test_stages_of_three_dimensions(layers: Kernel) -> None:
     assert piped["parameter", "head.norm.weight", 3]["placements"] == ["Shard(0)"]
 
 
-def test_what_is_as_it_was_is_not_sent_again(ready: Kernel) -> None:
+def test_unchanged_shards_are_not_resent(ready: Kernel) -> None:
     ready.ok(
         "from axon_nb.cluster.session import current\nfrom axon_nb.cluster.inspection.shards import LayoutRequest\n"
         "t_asked = LayoutRequest(current.require('test').state, ['sharded'])\nt_first = t_asked.send()"

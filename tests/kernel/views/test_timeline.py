@@ -88,7 +88,7 @@ def has_recorded(kernel: Kernel, code: str, extra: str = "", /, **expected: int)
     return until(recorded)
 
 
-def test_work_is_recorded_from_the_moment_that_a_timeline_is_open(ready: Kernel) -> None:
+def test_recording_starts_when_a_timeline_opens(ready: Kernel) -> None:
     reply = ready.ok("%timeline")
     kinds = [set(bundle) for bundle in reply.displays]
     assert "application/vnd.jupyter.widget-view+json" in kinds[0]
@@ -102,7 +102,7 @@ def test_work_is_recorded_from_the_moment_that_a_timeline_is_open(ready: Kernel)
     assert ready.value("set(t_own[t_own.kind == 'collective'].line.dropna()) == {2}")
 
 
-def test_the_panel_is_saved_as_a_picture_after_each_cell(ready: Kernel) -> None:
+def test_panel_is_saved_as_picture_after_each_cell(ready: Kernel) -> None:
     ready.ok("%timeline")
 
     # The update goes to where the panel is; its message belongs to the cell that brought it about.
@@ -115,7 +115,7 @@ def test_the_panel_is_saved_as_a_picture_after_each_cell(ready: Kernel) -> None:
     assert ready.ok("1").displays == []
 
 
-def test_an_error_in_a_forward_stays_the_users_own(ready: Kernel) -> None:
+def test_error_in_forward_is_unchanged(ready: Kernel) -> None:
     ready.ok("%timeline")
     ready.ok(
         "%%distributed\nclass Bad(nn.Module):\n    def forward(self, x):\n        raise ValueError('mine')\nbad = Bad()"
@@ -140,7 +140,7 @@ def test_an_error_in_a_forward_stays_the_users_own(ready: Kernel) -> None:
     assert has_recorded(ready, caught, forward=6), counts(ready)
 
 
-def test_a_pipeline_is_shown_beside_its_ideal(ready: Kernel) -> None:
+def test_pipeline_is_compared_with_its_ideal_on_ranks(ready: Kernel) -> None:
     ready.ok("%timeline")
     of_stages = " & (t_frame.stage >= 0)"
     assert has_recorded(ready, PIPELINE, of_stages, forward=24, backward=24), counts(ready, of_stages)
@@ -159,7 +159,7 @@ def test_a_pipeline_is_shown_beside_its_ideal(ready: Kernel) -> None:
     assert ready.value(of_none) == ["Sequential"]
 
 
-def test_it_is_saved_as_a_trace_a_page_and_a_table(ready: Kernel, tmp_path: Path) -> None:
+def test_timeline_is_saved_as_trace_page_and_table(ready: Kernel, tmp_path: Path) -> None:
     ready.ok("%%distributed\ntrain(2)")
     for ending in ("json", "html", "csv", "svg"):
         reply = ready.ok(f"%timeline --save {tmp_path}/spans.{ending}")
@@ -172,7 +172,7 @@ def test_it_is_saved_as_a_trace_a_page_and_a_table(ready: Kernel, tmp_path: Path
     assert (tmp_path / "spans.csv").read_text().startswith("rank,kind,name,group,start,seconds,bytes")
 
 
-def test_one_cell_and_some_ranks_can_be_chosen(ready: Kernel, tmp_path: Path) -> None:
+def test_timeline_of_one_cell_and_some_ranks(ready: Kernel, tmp_path: Path) -> None:
     ready.ok("%%distributed\ntrain(1)")
     assert until(lambda: counts(ready) and ready.value("int((t_frame.name == t_last).sum())") == 4)
     number = ready.value("int(t_last[4:-1])")
@@ -185,7 +185,7 @@ def test_one_cell_and_some_ranks_can_be_chosen(ready: Kernel, tmp_path: Path) ->
     assert {line.split(",")[0] for line in (tmp_path / "one.csv").read_text().splitlines()[1:]} == {"2"}
 
 
-def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel, tmp_path: Path) -> None:
+def test_unavailable_view_is_explained_in_one_sentence(ready: Kernel, tmp_path: Path) -> None:
     for line, words in {
         "%timeline --cell 99999": "ranks have no spans of In [99999]",
         "%timeline --ranks 9": "rank 9 does not exist",
@@ -197,7 +197,7 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(ready: Kernel, tmp_path: Pat
         assert words in reply.traceback
 
 
-def test_nothing_stays_in_torch_when_nobody_looks(ready: Kernel) -> None:
+def test_closed_view_leaves_no_hooks_in_torch(ready: Kernel) -> None:
     ready.ok("%timeline")
     assert until(lambda: ready.ok(HOOKS).lines()[0].startswith("[ranks 0-3] 1 True []"))
     ready.ok(CLOSE_PANELS)
@@ -211,7 +211,7 @@ def test_nothing_stays_in_torch_when_nobody_looks(ready: Kernel) -> None:
     ready.ok("%%distributed\ntrain(1)")
 
 
-def test_a_watched_cell_has_a_timeline_that_becomes_a_picture(ready: Kernel) -> None:
+def test_watched_cell_timeline_becomes_a_picture(ready: Kernel) -> None:
     def shown() -> dict[str, Any]:
         return ready.ok("%%distributed --watch\ntrain(3)").displays[1]
 

@@ -30,7 +30,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_shown_is_one_sentence(kernel: Kernel) -> None:
+def test_unavailable_data_is_explained_in_one_sentence(kernel: Kernel) -> None:
     kernel.ok("%%distributed\nt_text = 'text'\nt_tensor = torch.ones(2)")
     kernel.ok("import axon_nb")
     for code, words in REFUSED.items():
@@ -51,7 +51,7 @@ def test_what_cannot_be_shown_is_one_sentence(kernel: Kernel) -> None:
         ("%watch", "axon_nb.widgets.watch.view:WatchView.to_bundle"),
     ],
 )
-def test_a_panel_that_fails_leaves_the_cells_alone(kernel: Kernel, command: str, place: str) -> None:
+def test_failing_panel_does_not_affect_cells(kernel: Kernel, command: str, place: str) -> None:
     module, _, name = place.partition(":")
     view, _, method = name.partition(".")
     kernel.ok("%%distributed --quiet\nt_tensor, t_layer = torch.ones(2), torch.nn.Linear(2, 2)")

@@ -33,13 +33,13 @@ def test_watch_ends_as_a_picture_and_a_table(kernel: Kernel, tmp_path: Path) -> 
     assert "barrier" in pictures[0]["text/plain"] + pictures[0]["text/html"]
 
 
-def test_a_failing_cell_freezes_its_view_too(kernel: Kernel) -> None:
+def test_failing_cell_freezes_its_view(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed --watch\nimport time\ntime.sleep(0.3)\nif rank == 1:\n    raise ValueError('x')")
     assert reply.traceback.startswith("[rank 1]")
     assert "data:image/svg+xml;base64," in reply.displays[0]["text/html"]
 
 
-def test_nothing_is_sent_when_nobody_looks(kernel: Kernel) -> None:
+def test_closed_view_receives_no_messages(kernel: Kernel) -> None:
     kernel.ok(
         "import axon_nb\nt_client = axon_nb.current_cluster().client\nt_seen = []\n"
         "from axon_nb.records.protocol.inspection import WatchRequest\n"
@@ -56,7 +56,7 @@ def test_nothing_is_sent_when_nobody_looks(kernel: Kernel) -> None:
     kernel.ok("t_client.request(2, WatchRequest(20, 0)).result(60);\nt_client.on_telemetry(None)")
 
 
-def test_status_says_where_a_stuck_rank_waits(kernel: Kernel, tmp_path: Path) -> None:
+def test_status_shows_where_a_stuck_rank_waits(kernel: Kernel, tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     wait = f"import os, time\n    while not os.path.exists({str(asked)!r}): time.sleep(0.01)"
     kernel.ok(f"%%distributed --noblock --out t_handle\nif rank == 0:\n    {wait}\ndist.barrier()")
@@ -68,7 +68,7 @@ def test_status_says_where_a_stuck_rank_waits(kernel: Kernel, tmp_path: Path) ->
     assert found
 
 
-def test_a_result_opens_its_views_again(kernel: Kernel) -> None:
+def test_result_reopens_its_views(kernel: Kernel) -> None:
     kernel.ok("%%distributed --watch --out t_result\nfor _ in range(3):\n    dist.all_reduce(torch.ones(10))")
     kernel.ok("%%distributed\ndist.barrier()")  # what comes later is no part of it
     reply = kernel.ok("t_result.show()")
@@ -88,7 +88,7 @@ def test_a_result_opens_its_views_again(kernel: Kernel) -> None:
         assert "No live view was recorded: rerun the cell as `%%distributed --watch --out result`" in refused.traceback
 
 
-def test_a_view_that_fails_does_not_break_the_cell(kernel: Kernel) -> None:
+def test_failing_view_does_not_break_the_cell(kernel: Kernel) -> None:
     kernel.ok(
         "from axon_nb.widgets.cell.strip import RankStrip\nt_flush, t_start = RankStrip.flush, RankStrip.start\n"
         "def t_broken(*_): raise RuntimeError('t_broken')"

@@ -83,7 +83,7 @@ def reported(kernel: Kernel, expression: str) -> Any:
     return json.loads(kernel.ok(f"print(json.dumps({expression}))", timeout=LIMIT_S).stdout)
 
 
-def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
+def test_ranks_report_training_setup(ready: Kernel) -> None:
     gpt = reported(ready, "t_plan('t_gpt')")
     setup = gpt["facts"]["setup"]
     assert [setup[name] for name in ("world_size", "strategy", "optimizer", "cpu_offload")] == [
@@ -110,7 +110,7 @@ def test_ranks_tell_how_a_model_is_trained(ready: Kernel) -> None:
     ]
 
 
-def test_states_by_formula_come_at_once(ready: Kernel) -> None:
+def test_formula_estimate_is_immediate(ready: Kernel) -> None:
     one = reported(ready, "t_plan('t_ddp', asked={'world_size': 1})")["states"]
     own = 4 * (64 * 128 + 128 + 128 * 64 + 64)
     assert one == {"parameters": own, "gradients": own, "optimizer": 2 * own}
@@ -119,7 +119,7 @@ def test_states_by_formula_come_at_once(ready: Kernel) -> None:
     assert eight == {"parameters": own // 8, "gradients": own // 8}
 
 
-def test_what_has_no_plan_says_why(ready: Kernel) -> None:
+def test_unplannable_model_reports_cause(ready: Kernel) -> None:
     for name, words in {
         "t_column": "The model's layers were sharded by hand (ColumnParallelLinear)",
         "t_nothing": "variable 't_nothing' does not exist.",
@@ -131,7 +131,7 @@ def test_what_has_no_plan_says_why(ready: Kernel) -> None:
     assert refused.startswith("strategy must be one of full_shard")
 
 
-def test_a_pipeline_is_put_together_of_what_its_ranks_hold(ready: Kernel) -> None:
+def test_pipeline_is_assembled_from_its_ranks(ready: Kernel) -> None:
     before = reported(ready, "t_plan('t_pipe')")
     assert before["facts"]["inputs"] is None
     assert before["sent"] > 0
@@ -147,7 +147,7 @@ def test_a_pipeline_is_put_together_of_what_its_ranks_hold(ready: Kernel) -> Non
 
 
 @pytest.mark.slow
-def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> None:
+def test_panel_replies_without_blocking_the_notebook(ready: Kernel) -> None:
     panel = model_of(ready.ok("%memory t_gpt"))
     ready.ok("t_panel = current.session().panels['memory', 't_gpt']")
     ask(ready, panel, None)
@@ -190,7 +190,7 @@ def test_the_panel_answers_without_holding_up_the_notebook(ready: Kernel) -> Non
     assert ready.ok("%%distributed\nrank").ok
 
 
-def test_a_hook_that_waits_for_a_call_is_not_copied(ready: Kernel) -> None:
+def test_forward_hook_is_not_copied_with_the_model(ready: Kernel) -> None:
     ready.ok("%memory t_ddp")
     reported(ready, "t_plan('t_ddp')")  # the hook is set by now
     lines = ready.ok("%%rank 0\nimport copy\ncopy.deepcopy(t_ddp.module)(torch.ones(2, 64)).shape").lines()
