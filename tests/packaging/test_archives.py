@@ -63,7 +63,7 @@ def description(metadata: email.message.Message) -> str:
     return payload.decode()
 
 
-def test_twine_finds_no_fault(archives: Archives) -> None:
+def test_archives_pass_twine_check(archives: Archives) -> None:
     command = [sys.executable, "-m", "twine", "check", "--strict", str(archives.source), str(archives.wheel)]
     found = run(command, cwd=archives.unpacked, env=dict(os.environ))
     assert found.count("PASSED") == 2, found

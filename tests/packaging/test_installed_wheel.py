@@ -36,7 +36,7 @@ def test_installed_wheel_is_consistent(installed: Environment) -> None:
     assert "usage: axon-nb" in run(["axon-nb", "--help"], cwd=installed.folder, env=installed.env)
 
 
-def test_quickstart_command_gives_a_notebook_that_needs_no_extra(installed: Environment) -> None:
+def test_quickstart_command_copies_a_notebook_without_extras(installed: Environment) -> None:
     run(["axon-nb", "quickstart", "visit", "--no-open"], cwd=installed.folder, env=installed.env)
     folder, script = installed.folder / "visit", Path(__file__).with_name("first_visit.py")
     shutil.copy(script, folder)

@@ -51,14 +51,14 @@ def test_keeps_a_notebook_that_was_changed(tmp_path: Path) -> None:
     assert notebook.read_text() == "{}"
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = quickstart("file", folder=tmp_path)
     sentence = "axon-nb quickstart: cannot write to file (File exists); name another folder.\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
 
 
-def test_a_terminal_in_jupyter_gets_the_address(tmp_path: Path) -> None:
+def test_jupyter_terminal_prints_the_address(tmp_path: Path) -> None:
     server = {"JUPYTER_SERVER_URL": "http://localhost:8888/", "JUPYTER_SERVER_ROOT": str(tmp_path)}
     done = quickstart("learn", folder=tmp_path, **server)
     address = "http://localhost:8888/lab/tree/learn/quickstart.ipynb"
