@@ -110,7 +110,7 @@ def test_without_broadcast_buffers_each_rank_keeps_its_own(two: Any) -> None:
     ],
     ids=["plain", "without weights", "cumulative", "without statistics"],
 )
-def test_on_one_rank_every_kind_equals_torchs_own(make: Any) -> None:
+def test_every_kind_equals_torchs_on_one_rank(make: Any) -> None:
     theirs = make()
     ours = SyncBatchNorm.convert(make(), group=ProcessGroup.mock())
     for step in range(3):
@@ -125,7 +125,7 @@ def test_on_one_rank_every_kind_equals_torchs_own(make: Any) -> None:
     assert ours.train().bfloat16()(half).dtype is torch.bfloat16
 
 
-def test_a_single_value_per_channel_raises_on_all_ranks(two: Any) -> None:
+def test_single_value_per_channel_raises_on_all_ranks(two: Any) -> None:
     def work(world: World) -> None:
         model = SyncBatchNorm.convert(nn.BatchNorm1d(2))
         with pytest.raises(TensorError, match="at least 2 values per channel over all ranks to train; got 1"):
@@ -134,7 +134,7 @@ def test_a_single_value_per_channel_raises_on_all_ranks(two: Any) -> None:
     two.run(work)
 
 
-def test_torchs_sync_batch_norm_is_refused_with_the_fix() -> None:
+def test_torch_sync_batch_norm_is_rejected_with_fix() -> None:
     model: Any = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
     with pytest.raises(
         TensorError, match=r"works on GPUs only, and the model is on cpu; .*SyncBatchNorm.convert\(model\)"

@@ -129,7 +129,7 @@ LAYOUTS: dict[str, Callable[[World], tuple[Any, Any]]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_norm_is_that_of_one_process(gloo: Any, ranks: int, layout: str) -> None:
+def test_norm_matches_one_process(gloo: Any, ranks: int, layout: str) -> None:
     def work(world: World) -> Any:
         model, groups = LAYOUTS[layout](world)
         norms = [grad_norm(model, norm_type=order, groups=groups) for order in ORDERS]

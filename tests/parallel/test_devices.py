@@ -27,7 +27,7 @@ def _net() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("kind", ["ddp", *(one.value for one in ShardingStrategy if one.name != "HYBRID_SHARD")])
-def test_inputs_that_are_not_where_the_model_is(kind: str) -> None:
+def test_inputs_on_another_device_raise(kind: str) -> None:
     def work(world: World) -> list[str]:
         model: Any = DDP(_net(), world) if kind == "ddp" else FSDP(_net(), world, strategy=ShardingStrategy(kind))
         messages = []
@@ -41,7 +41,7 @@ def test_inputs_that_are_not_where_the_model_is(kind: str) -> None:
     assert World.mock(2).run(work) == [[ELSEWHERE]] * 2
 
 
-def test_batches_that_are_not_where_the_stages_are() -> None:
+def test_pipeline_batches_on_another_device_raise() -> None:
     def work(world: World) -> list[str]:
         pipe = Pipeline(list(_net()), group=world, num_microbatches=2, loss=nn.functional.mse_loss)
         here, there = torch.ones(4, 4), torch.ones(4, 4, device="meta")
@@ -65,7 +65,7 @@ def test_batches_that_are_not_where_the_stages_are() -> None:
     )
 
 
-def test_the_ranks_of_a_mock_world_are_on_the_cpu() -> None:
+def test_mock_world_ranks_are_on_the_cpu() -> None:
     def work(world: World) -> tuple[str, str]:
         return str(rank_device(world.default_group())), make_mesh(dp=-1).device_type
 
@@ -79,11 +79,11 @@ def _on_a_card(rank: int, store: Any) -> list[str]:
     return [str(rank_device(group)) for group in (resolve(None), ProcessGroup([0]))]
 
 
-def test_a_gloo_group_of_ranks_on_a_card_knows_it(tmp_path: Path) -> None:
+def test_gloo_group_on_a_gpu_has_its_device(tmp_path: Path) -> None:
     assert run_on_ranks(_on_a_card, 1, tmp_path) == {0: ["cuda:0", "cuda:0"]}
 
 
-def test_a_checked_barrier_compares_where_the_ranks_are() -> None:
+def test_checked_barrier_compares_devices() -> None:
     def work(world: World) -> bool:
         with checking():
             barrier(group=world.default_group())

@@ -102,7 +102,7 @@ def test_error_feedback_loses_nothing(four: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_overflow_reaches_all_ranks_and_leaves_no_residual(two: Any, value: float) -> None:
+def test_overflow_reaches_all_ranks_and_leaves_no_residual(two: Any, value: float) -> None:
     def work(world: World) -> Any:
         model = nn.Linear(50, 1, bias=False)
         wrapped = DDP(model)
@@ -168,7 +168,7 @@ def test_training_converges_as_without_compression() -> None:
         assert digits(hook) > plain - 0.03
 
 
-def test_misuse_is_told() -> None:
+def test_invalid_arguments_raise() -> None:
     model = DDP(blocks(), ProcessGroup.mock())
     with pytest.raises(UsageError, match="PowerSGD needs all gradients in one bucket"):
         model.register_hook(PowerSGD())

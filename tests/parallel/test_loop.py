@@ -75,7 +75,7 @@ def test_save_on_main_returns_once_the_checkpoint_exists(two: Any, tmp_path: Pat
     assert [item.name for item in tmp_path.iterdir()] == ["model.pt"]
 
 
-def test_a_failed_save_raises_on_all_ranks(two: Any, tmp_path: Path) -> None:
+def test_failed_save_raises_on_all_ranks(two: Any, tmp_path: Path) -> None:
     good = tmp_path / "model.pt"
     good.write_bytes(b"the last good one")
 
@@ -97,7 +97,7 @@ def test_a_failed_save_raises_on_all_ranks(two: Any, tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "nothing.pt")
 
 
-def test_a_distributed_sampler_yields_every_sample_once_and_shuffles_by_epoch(two: Any) -> None:
+def test_distributed_sampler_yields_every_sample_once_and_shuffles_by_epoch(two: Any) -> None:
     def work(world: World) -> Any:
         data = TensorDataset(torch.arange(10))
         sampler: DistributedSampler[Any] = DistributedSampler(data, seed=4)

@@ -66,7 +66,7 @@ def _bytes_of_a_step(model: FSDP, kind: Any, dtype: torch.dtype) -> tuple[tuple[
 
 
 @pytest.mark.parametrize("strategy", S, ids=lambda s: s.name)
-def test_the_estimate_equals_the_measurement(gloo: Any, strategy: S) -> None:
+def test_estimate_equals_measurement(gloo: Any, strategy: S) -> None:
     def work(world: World) -> Any:
         found = {}
         for name, kind in OPTIMIZERS.items():
@@ -146,7 +146,7 @@ def test_formulas() -> None:
     assert frozen.current_allocation_mb == frozen.total_memory_mb() == 32 / 2**20
 
 
-def test_misuse_is_told() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(UsageError, match="HYBRID_SHARD needs shard_size"):
         model_states([], S.HYBRID_SHARD, world_size=4)
     with pytest.raises(UsageError, match=r"shard_size must divide world_size \(4\); got 3"):
@@ -218,7 +218,7 @@ def test_checkpointed_blocks_use_less_memory_and_give_the_same_gradients() -> No
         assert all(torch.equal(own, other) for own, other in zip(gradients[0], others, strict=True))
 
 
-def test_checkpointing_keeps_names_and_refuses_misuse() -> None:
+def test_checkpointing_keeps_names_and_rejects_bad_arguments() -> None:
     model = GPT(GPTConfig(context=8, hidden=8, blocks=2))
     names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
     checkpoint_blocks(model, lambda module: isinstance(module, Block))

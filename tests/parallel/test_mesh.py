@@ -52,7 +52,7 @@ def test_invalid_sizes_are_refused(axes: dict[str, int], text: str) -> None:
         World.mock(4).run(work)
 
 
-def test_other_misuse() -> None:
+def test_invalid_mesh_arguments_raise() -> None:
     with pytest.raises(WorldClosedError, match="No world is initialized"):
         make_mesh(dp=1)
 

@@ -9,7 +9,7 @@ from torch import nn
 from axon_nb.parallel.models import CNN, GPT, MLP, GPTConfig, next_byte_loss, standard_library, windows
 
 
-def test_the_gpt_learns_the_standard_library() -> None:
+def test_gpt_learns_the_standard_library() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(hidden=32, heads=2, blocks=2, context=32))
     text = standard_library(1 << 16)
@@ -37,7 +37,7 @@ def test_later_bytes_do_not_change_earlier_logits() -> None:
     assert torch.equal(model(inputs)[:, :8], model(changed)[:, :8])
 
 
-def test_a_gpt_is_a_sequence_of_blocks() -> None:
+def test_gpt_is_a_sequence_of_blocks() -> None:
     model = GPT(GPTConfig(blocks=3))
     assert [name for name, _ in model.named_children()] == ["embedding", "block0", "block1", "block2", "head"]
     inputs, _ = windows(standard_library(4096), batch=2, seq=16)

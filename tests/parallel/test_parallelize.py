@@ -94,7 +94,7 @@ def assert_same(found: Any, expected: Any, tolerance: float) -> None:
             assert float((value - theirs[name]).abs().max()) <= tolerance * largest, name
 
 
-def test_a_step_sends_no_more_than_it_must(process_worlds: Any) -> None:
+def test_step_sends_only_required_bytes(process_worlds: Any) -> None:
     def work(world: World) -> Any:
         counts = []
         for kind in ("auto", "sequence and loss"):
@@ -125,7 +125,7 @@ def test_a_step_sends_no_more_than_it_must(process_worlds: Any) -> None:
     indirect=["world"],
     ids=str,
 )
-def test_a_gpt_trains_as_in_one_process(world: Any, dtype: torch.dtype, kind: str) -> None:
+def test_gpt_trains_as_in_one_process(world: Any, dtype: torch.dtype, kind: str) -> None:
     def work(world: World) -> Any:
         model = gpt(dtype, seed=100 + world.rank())
         if world.rank() == 0:
@@ -141,7 +141,7 @@ def test_a_gpt_trains_as_in_one_process(world: Any, dtype: torch.dtype, kind: st
             assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
 
 
-def test_an_axis_of_a_mesh_and_a_checkpoint_for_one_process(process_worlds: Any, tmp_path: Any) -> None:
+def test_mesh_axis_and_checkpoint_for_one_process(process_worlds: Any, tmp_path: Any) -> None:
     def work(world: World, folder: str) -> Any:
         mesh = make_mesh(dp=2, tp=2, device="cpu")
         model = gpt(torch.float64)
@@ -162,7 +162,7 @@ def test_an_axis_of_a_mesh_and_a_checkpoint_for_one_process(process_worlds: Any,
     )
 
 
-def test_the_report_lists_styles_and_reasons(two: Any) -> None:
+def test_report_lists_styles_and_reasons(two: Any) -> None:
     def work(world: World) -> Any:
         report = parallelize(gpt(torch.float32), "auto")
         odd = GPT(GPTConfig(vocab=33, context=8, hidden=18, heads=3, blocks=2))
@@ -196,7 +196,7 @@ def test_the_report_lists_styles_and_reasons(two: Any) -> None:
         assert [line.split()[2] for line in layers.splitlines()[2:]] == ["column", "row", "replicated"]
 
 
-def test_invalid_plans_are_refused(two: Any) -> None:
+def test_invalid_plans_raise(two: Any) -> None:
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = model[0].weight

@@ -60,7 +60,7 @@ def test_gradients_and_shares() -> None:
                 assert held < 0.6 * size, f"{dense}: all but the embedding and the norms is sharded"
 
 
-def test_what_cannot_be_divided_stays_whole() -> None:
+def test_indivisible_layers_stay_whole() -> None:
     with torch.device("meta"):
         grouped = HuggingFaceModel(config_of("Qwen 3", num_key_value_heads=2))()
         tied = HuggingFaceModel(config_of("Llama 3 8B", tie_word_embeddings=True))()

@@ -126,7 +126,7 @@ def test_attention_and_block_train_as_in_one_process(four: Any, causal: bool, se
     assert alone[-1] < alone[0]
 
 
-def test_a_group_of_an_axis(four: Any) -> None:
+def test_tensor_parallelism_in_a_mesh_axis(four: Any) -> None:
     def work(world: World) -> Any:
         mesh = make_mesh(dp=2, tp=2, device="cpu")
         layer = ColumnParallelLinear.from_linear(_layer(), gather_output=True, group=axis_group(mesh, "tp"))

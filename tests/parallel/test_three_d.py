@@ -161,7 +161,7 @@ def test_in_bfloat16(four: Any) -> None:
 
 
 @pytest.mark.parametrize("two", ["mock-2", pytest.param("ranks-2", marks=pytest.mark.slow)], indirect=True)
-def test_invalid_meshes_are_refused(two: Any) -> None:
+def test_invalid_meshes_raise(two: Any) -> None:
     def reported(call: Any) -> str:
         try:
             call()

@@ -99,7 +99,7 @@ def train(world: Any, folder: str, kind: str, *, until: int, save_at: int | None
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_resumed_run_is_bitwise_identical(real_two: Any, tmp_path: Path, kind: str) -> None:
+def test_resumed_run_is_bitwise_identical(real_two: Any, tmp_path: Path, kind: str) -> None:
     # Three batches an epoch and rank: step 4 is in the middle of the second one.
     full = real_two.run(train, str(tmp_path), kind, until=9, save_at=4)
     again = real_two.run(train, str(tmp_path), kind, until=9, resume=True)
@@ -112,9 +112,7 @@ def test_a_resumed_run_is_bitwise_identical(real_two: Any, tmp_path: Path, kind:
         assert all(torch.equal(value, resumed_after[name]) for name, value in after.items())
 
 
-def test_saved_by_four_loaded_by_two_and_by_one_in_another_layout(
-    real_four: Any, real_two: Any, tmp_path: Path
-) -> None:
+def test_checkpoint_of_four_ranks_loads_on_two_and_one(real_four: Any, real_two: Any, tmp_path: Path) -> None:
     folder = str(tmp_path)
     saved = real_four.run(train, folder, "fsdp", until=3, save_at=2)[0][1]
 
@@ -196,7 +194,7 @@ def test_retention_keeps_the_most_recent_saves(tmp_path: Path) -> None:
     assert repr(checkpoints) == f"Checkpoints('{tmp_path}', steps=[30, 15])"
 
 
-def test_a_sampler_resumes_within_its_epoch_on_another_number_of_ranks() -> None:
+def test_sampler_resumes_within_its_epoch_on_another_world_size() -> None:
     data = TensorDataset(torch.arange(24))
 
     def samplers(ranks: int) -> list[ResumableSampler]:

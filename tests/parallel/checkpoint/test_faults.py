@@ -50,7 +50,7 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def test_a_failed_save_raises_on_all_ranks_and_keeps_the_last_one(real_two: Any, tmp_path: Path) -> None:
+def test_failed_save_raises_on_all_ranks_and_keeps_the_last_one(real_two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> Any:
         checkpoints = Checkpoints(folder)
         checkpoints.save(1, model=filled(1))
@@ -81,7 +81,7 @@ def test_a_failed_save_raises_on_all_ranks_and_keeps_the_last_one(real_two: Any,
         assert (step, value, steps) == (1, 1.0, [1, 3])
 
 
-def test_a_background_save_is_a_snapshot(two: Any, tmp_path: Path) -> None:
+def test_background_save_is_a_snapshot(two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> Any:
         checkpoints, model = Checkpoints(folder), filled(1)
         pending = checkpoints.async_save(5, model=model, extra=[1, 2])
@@ -96,7 +96,7 @@ def test_a_background_save_is_a_snapshot(two: Any, tmp_path: Path) -> None:
         assert outcome == (1.0, None, "PendingSave(step=5, done)", [1, 2], 1.0)
 
 
-def test_mismatches_are_named(two: Any, tmp_path: Path) -> None:
+def test_checkpoint_mismatches_are_reported(two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> list[str]:
         checkpoints = Checkpoints(folder)
         saved = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
@@ -142,7 +142,7 @@ def test_mismatches_are_named(two: Any, tmp_path: Path) -> None:
         assert len(reported) == 9
 
 
-def test_different_folders_raise(two: Any, tmp_path: Path) -> None:
+def test_differing_folders_raise(two: Any, tmp_path: Path) -> None:
     def work(world: World, folder: str) -> list[str]:
         common, own = Checkpoints(f"{folder}/0"), Checkpoints(f"{folder}/{world.rank()}")
         common.save(1, model=filled(1))
@@ -160,7 +160,7 @@ def test_different_folders_raise(two: Any, tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.rglob("*") if item.is_dir()] == ["0", "step_00000001"]
 
 
-def test_a_corrupt_checkpoint_is_reported_and_the_previous_one_loaded(tmp_path: Path) -> None:
+def test_corrupt_checkpoint_is_reported_and_the_previous_one_loaded(tmp_path: Path) -> None:
     checkpoints, model = Checkpoints(tmp_path), filled(0)
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 1; there are no checkpoints\."):
         checkpoints.load(1, model=model)
@@ -195,7 +195,7 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, flat.reshape(entry["shape"])
 
 
-def test_a_sharded_model_is_exported_whole(real_two: Any, tmp_path: Path) -> None:
+def test_sharded_model_is_exported_whole(real_two: Any, tmp_path: Path) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3).bfloat16())
@@ -227,7 +227,7 @@ def test_a_sharded_model_is_exported_whole(real_two: Any, tmp_path: Path) -> Non
     assert [item.name for item in path.parent.iterdir()] == ["model.safetensors"]
 
 
-def test_a_program_finishes_its_last_save_before_it_exits(tmp_path: Path) -> None:
+def test_program_finishes_its_last_save_before_exit(tmp_path: Path) -> None:
     code = """
 import sys, torch
 from axon_nb.parallel.checkpoint import Checkpoints

@@ -25,7 +25,7 @@ def kill(folder: Path, rounds: int, seed: int) -> list[Round]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_a_kill_while_saving_never_leaves_a_bad_checkpoint(tmp_path: Path, rounds: int) -> None:
+def test_kill_during_save_never_leaves_a_bad_checkpoint(tmp_path: Path, rounds: int) -> None:
     reported = kill(tmp_path / "run", rounds, seed=rounds)
     assert len(reported) == rounds + 1
     assert [item.bad for item in reported] == [""] * len(reported)

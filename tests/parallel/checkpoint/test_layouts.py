@@ -103,7 +103,7 @@ def test_fsdp_over_tensor_parallelism(process_worlds: Any, tmp_path: Path, expec
     check_moves(process_worlds, work, tmp_path, expected, rel=1e-10)
 
 
-def test_ranks_that_hold_different_stages(two: Any, tmp_path: Path, expected: list[float]) -> None:
+def test_ranks_holding_different_stages(two: Any, tmp_path: Path, expected: list[float]) -> None:
     def work(world: World, folder: str) -> Any:
         mine = [str(2 * world.rank()), str(2 * world.rank() + 1)]
         model, trained = blocks(), blocks()

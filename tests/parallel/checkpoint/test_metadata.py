@@ -29,7 +29,7 @@ class Call:
         return self._call
 
 
-def test_metadata_are_those_that_torch_reads(tmp_path: Path) -> None:
+def test_metadata_match_those_torch_reads(tmp_path: Path) -> None:
     dtypes = [value for value in vars(torch).values() if isinstance(value, torch.dtype) and value.itemsize]
     plain = [dtype for dtype in dtypes if dtype.is_floating_point or dtype in (torch.int8, torch.int64, torch.bool)]
     state: dict[str, Any] = {str(dtype): torch.zeros(2, 3).to(dtype) for dtype in plain if dtype.itemsize in (2, 4, 8)}
@@ -51,7 +51,7 @@ def test_metadata_are_those_that_torch_reads(tmp_path: Path) -> None:
         (torch.load, "torch.serialization.load"),
     ],
 )
-def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path: Path, function: Any, name: str) -> None:
+def test_code_in_a_checkpoint_is_rejected_and_not_run(tmp_path: Path, function: Any, name: str) -> None:
     checkpoints = Checkpoints(tmp_path)
 
     def work(world: World) -> None:
@@ -75,7 +75,7 @@ def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path: Path, functi
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1])])
-def test_what_is_no_index_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_index_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match=r"\.metadata (is damaged|holds an object of type list)"):
         read_metadata(tmp_path)

@@ -45,7 +45,7 @@ def part(world: World) -> slice:
     indirect=["world"],
     ids=str,
 )
-def test_weights_are_those_of_one_process(world: Any, strategy: GradSyncStrategy, dtype: torch.dtype) -> None:
+def test_weights_match_one_process(world: Any, strategy: GradSyncStrategy, dtype: torch.dtype) -> None:
     tolerance = {torch.float64: 1e-10, torch.float32: 5e-6}[dtype]
 
     def work(world: World) -> list[torch.Tensor]:
@@ -247,7 +247,7 @@ def test_activation_checkpointing_gives_the_same_gradients(two: Any) -> None:
             torch.testing.assert_close(weight, reference, rtol=1e-10, atol=1e-10)
 
 
-def test_a_group_of_some_ranks(four: Any) -> None:
+def test_ddp_in_a_group_of_some_ranks(four: Any) -> None:
     def work(world: World) -> Any:
         group = world.new_group([1, 3])
         if not group.contains(world.rank()):
@@ -269,7 +269,7 @@ def test_a_group_of_some_ranks(four: Any) -> None:
         assert ranks == (1, 3)
 
 
-def test_a_single_process_world() -> None:
+def test_ddp_in_a_single_process_world() -> None:
     for group in (ProcessGroup.mock(), World.mock()):
         model = DDP(blocks(), group)
         assert all(
@@ -277,7 +277,7 @@ def test_a_single_process_world() -> None:
         )
 
 
-def test_a_mismatched_model_names_its_parameter(two: Any) -> None:
+def test_mismatched_model_names_its_parameter(two: Any) -> None:
     def work(world: World) -> None:
         DDP(nn.Linear(4, 2 + world.rank()))
 

@@ -44,7 +44,7 @@ class Branches(nn.Module):
         return out
 
 
-def test_a_forward_without_backward_averages_nothing(two: Any) -> None:
+def test_forward_without_backward_averages_nothing(two: Any) -> None:
     """Accumulate gradients, compute a validation loss, then average."""
 
     def work(world: World) -> Any:
@@ -151,7 +151,7 @@ def test_every_kind_of_group(four: Any) -> None:
     assert four.run(work) == [[1.5, 1.5, 1.5, 2.5]] * 2 + [[3.5, 3.5, 3.5, 2.5]] * 2
 
 
-def test_torchs_placeholder_for_non_members(two: Any) -> None:
+def test_non_member_placeholder_of_torch(two: Any) -> None:
     def work(world: World) -> str:
         group: Any = dist.new_group([0])
         try:
@@ -202,7 +202,7 @@ ONE_SIDED: list[tuple[Callable[[World], nn.Module], type[UsageError], str]] = [
 
 
 @pytest.mark.parametrize(("make", "kind", "text"), ONE_SIDED, ids=["frozen", "meta", "lazy", "buffer", "long", "dtype"])
-def test_an_error_on_one_rank_raises_on_all(
+def test_error_on_one_rank_raises_on_all(
     two: Any, make: Callable[[World], nn.Module], kind: type[UsageError], text: str
 ) -> None:
     def work(world: World) -> float:
@@ -233,7 +233,7 @@ def test_ignored_parameters(two: Any) -> None:
     assert two.run(work) == [[[1.5, 1.5]]] * 2
 
 
-def test_misuse_is_told() -> None:
+def test_invalid_arguments_raise() -> None:
     group = ProcessGroup.mock()
     for given in ([0], 0, "gloo"):
         with pytest.raises(UsageError, match="group must be a ProcessGroup, a World, a mesh with one axis"):
@@ -287,7 +287,7 @@ def test_uneven_batches_with_join_train_as_one_process(two: Any) -> None:
         torch.testing.assert_close(weight, reference.detach(), rtol=1e-10, atol=1e-12)
 
 
-def test_state_dicts_equal_torchs(two: Any) -> None:
+def test_state_dicts_match_torch(two: Any) -> None:
     def work(world: World) -> Any:
         model = DDP(linear())
         assert model.train() is model.eval() is model

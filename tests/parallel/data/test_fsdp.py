@@ -47,7 +47,7 @@ STRATEGIES = list(S)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_weights_and_norms_are_those_of_one_process(four: Any, strategy: S) -> None:
+def test_weights_and_norms_match_one_process(four: Any, strategy: S) -> None:
     def work(world: World) -> Any:
         model = _fsdp(world, strategy)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -158,7 +158,7 @@ def _tied() -> nn.Sequential:
     return model
 
 
-def test_a_shared_parameter_stays_shared(two: Any) -> None:
+def test_shared_parameter_stays_shared(two: Any) -> None:
     def work(world: World) -> Any:
         found = []
         for strategy in (S.FULL_SHARD, S.NO_SHARD, S.OPTIMIZER_STATE):
@@ -184,7 +184,7 @@ def test_a_shared_parameter_stays_shared(two: Any) -> None:
             torch.testing.assert_close(weight, model[0].weight.detach(), rtol=1e-10, atol=1e-12)
 
 
-def test_each_block_of_a_list_is_a_unit() -> None:
+def test_blocks_of_a_list_are_units() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -202,7 +202,7 @@ def test_each_block_of_a_list_is_a_unit() -> None:
     ]
 
 
-def test_misuse_is_told() -> None:
+def test_invalid_arguments_raise() -> None:
     def work(world: World) -> list[str]:
         reported = []
         line = make_mesh(a=-1, device="cpu")

@@ -102,7 +102,7 @@ def test_unchanged_values_keep_their_precision(two: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", S, ids=lambda s: s.name)
-def test_a_forward_before_the_step_changes_nothing(four: Any, strategy: S) -> None:
+def test_forward_before_the_step_changes_nothing(four: Any, strategy: S) -> None:
     def work(world: World, look: bool) -> Any:
         model = _fsdp(world, strategy)
         optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
@@ -125,7 +125,7 @@ def test_a_forward_before_the_step_changes_nothing(four: Any, strategy: S) -> No
         assert all(torch.equal(plain[name], value) for name, value in looked.items())
 
 
-def test_shards_changed_by_a_step_are_newer_than_gathered_values(two: Any) -> None:
+def test_stepped_shards_take_precedence_over_gathered_values(two: Any) -> None:
     def work(world: World, gather: bool) -> Any:
         model = FSDP(blocks(), world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # knows nothing of what is gathered

@@ -59,7 +59,7 @@ def test_accumulation_sends_the_gradients_once_per_step(two: Any) -> None:
     assert two.run(work) == [(expected, True)] * 2
 
 
-def test_a_remainder_of_micro_batches_completes_a_step(two: Any) -> None:
+def test_remaining_micro_batches_complete_a_step(two: Any) -> None:
     def work(world: World) -> list[float]:
         model = DDP(torch.nn.Linear(1, 1, bias=False))
         gradients = []

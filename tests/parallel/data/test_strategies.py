@@ -163,7 +163,7 @@ BFLOAT16 = {
 
 @pytest.mark.parametrize("policy", BFLOAT16)
 @pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP, S.HYBRID_SHARD, S.NO_SHARD], ids=lambda s: s.name)
-def test_bfloat16_is_as_close_as_its_8_bits_allow(gloo: Any, strategy: S, policy: str) -> None:
+def test_bfloat16_error_is_within_its_precision(gloo: Any, strategy: S, policy: str) -> None:
     """About 20 operations deep with a rounding error of 2 ** -9 each: 0.04 of the largest gradient."""
 
     def work(world: World) -> Any:

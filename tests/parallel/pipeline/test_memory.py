@@ -124,7 +124,7 @@ class Watched(nn.Module):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] == 4], ids=str)
-def test_what_autograd_keeps(case: tuple[str, int, int, int], process_worlds: Any) -> None:
+def test_live_microbatches_match_autograd(case: tuple[str, int, int, int], process_worlds: Any) -> None:
     schedule, ranks, stages, microbatches = case
 
     def work(world: World) -> dict[int, int]:
@@ -146,7 +146,7 @@ def test_what_autograd_keeps(case: tuple[str, int, int, int], process_worlds: An
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", *LOOPED])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 32)])
-def test_the_ideal_bubble(schedule: str, ranks: int, microbatches: int) -> None:
+def test_ideal_bubble(schedule: str, ranks: int, microbatches: int) -> None:
     spans = ideal_timeline(schedule, num_ranks=ranks, num_microbatches=microbatches)
     per_rank = 2 if schedule in LOOPED else 1
     assert bubble_fraction(spans) == pytest.approx((ranks - 1) / (per_rank * microbatches + ranks - 1), abs=1e-9)
@@ -159,5 +159,5 @@ def test_deferring_weight_gradients_reduces_the_bubble(schedule: str) -> None:
     assert bubble_fraction(ideal_timeline(schedule, num_ranks=4, num_microbatches=8)) < plain
 
 
-def test_no_spans_no_bubble() -> None:
+def test_missing_spans_give_no_bubble() -> None:
     assert bubble_fraction([]) == 0.0

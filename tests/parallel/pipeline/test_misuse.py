@@ -39,11 +39,11 @@ def test_invalid_numbers_for_a_schedule(
 
 
 @pytest.mark.parametrize("given", ["1f1b", "one_f_one_b", "OneFOneBSchedule", PipelineSchedule.ONE_F_ONE_B])
-def test_a_schedule_by_any_of_its_names(given: Any) -> None:
+def test_schedule_by_any_of_its_names(given: Any) -> None:
     assert PipelineSchedule.of(given) is PipelineSchedule.ONE_F_ONE_B
 
 
-def test_an_unknown_schedule() -> None:
+def test_unknown_schedule_raises() -> None:
     with pytest.raises(UsageError, match=r"schedule must be one of 'GPipe', '1F1B', 'Interleaved1F1B', .*; got '2F2B'"):
         PipelineSchedule.of("2F2B")
 
@@ -109,7 +109,7 @@ def test_invalid_steps_raise_on_all_ranks(two: Any) -> None:
     assert two.run(work) == [expected] * 2
 
 
-def test_models_that_cannot_be_split() -> None:
+def test_unsplittable_models_raise() -> None:
     def work(world: World) -> list[str]:
         alone = axis_group(make_mesh(dp=1, pp=2, device="cpu"), "dp")
         tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -144,7 +144,7 @@ def test_models_that_cannot_be_split() -> None:
             assert text.startswith(start), text
 
 
-def test_an_exception_in_a_stage_is_raised_unchanged() -> None:
+def test_exception_in_a_stage_is_raised_unchanged() -> None:
     class Broken(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise ValueError("mine")

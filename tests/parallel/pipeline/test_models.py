@@ -201,7 +201,7 @@ def test_stages_in_ddp(four: Any, schedule: str) -> None:
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-10, atol=1e-13)
 
 
-def test_a_forward_is_recorded(two: Any) -> None:
+def test_forward_is_recorded(two: Any) -> None:
     def work(world: World) -> Any:
         pipe = Pipeline.split(whole(), group=world, schedule="LoopedBFS", num_microbatches=3)
         position = trace.ring.position
@@ -242,7 +242,7 @@ def test_changing_dtypes_between_stages(two: Any) -> None:
             assert (gradient - wanted).norm() <= limit * wanted.norm(), (number, name)
 
 
-def test_a_pipeline_of_one_rank() -> None:
+def test_pipeline_of_one_rank() -> None:
     def work(world: World) -> Any:
         pipe = Pipeline.split(whole(), group=world, num_microbatches=4, loss=loss_of)
         ((x, y),) = batches(1, 8)

@@ -46,7 +46,7 @@ def _assert_same(ranks: list[Trained], expected: Trained, rtol: float) -> None:
 
 @pytest.mark.parametrize("kind", ["mock", "gloo"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_pipeline_trains_as_one_process(trained: Any, kind: str, case: tuple[str, int, int, int]) -> None:
+def test_pipeline_trains_as_one_process(trained: Any, kind: str, case: tuple[str, int, int, int]) -> None:
     _assert_same(trained(kind, case), in_one_process(STEPS, 2 * case[3]), 1e-10)
 
 

@@ -19,7 +19,7 @@ from axon_nb.parallel.pipeline.stages import balance, child_costs
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), parts=st.integers(1, 5))
-def test_the_most_expensive_part_is_minimal(costs: list[int], parts: int) -> None:
+def test_most_expensive_part_is_minimal(costs: list[int], parts: int) -> None:
     if parts > len(costs):
         return
 
@@ -82,7 +82,7 @@ def test_all_ranks_split_at_the_same_places(two: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_a_gpt_learns_in_a_pipeline_as_in_one_process(two: Any, schedule: str) -> None:
+def test_gpt_in_a_pipeline_learns_as_in_one_process(two: Any, schedule: str) -> None:
     config = GPTConfig(context=8, hidden=16, heads=2, blocks=3)
 
     def build() -> GPT:
