@@ -66,7 +66,7 @@ def test_every_example_is_in_the_table_once() -> None:
     assert max(Counter(known).values()) == 1
 
 
-def test_all_of_ours_is_there() -> None:
+def test_all_our_names_are_in_the_table() -> None:
     wrong = []
     for row in parity_table.read_names():
         assert row["ours"], f"{row['theirs']} is nothing here"
@@ -83,7 +83,7 @@ def test_all_of_ours_is_there() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_test_that_is_named_is_there() -> None:
+def test_named_tests_exist_in_the_suite() -> None:
     wrong = []
     for row in [*parity_table.read_names(), *parity_table.read_examples()]:
         assert row["proof"], f"{row} has no test"
@@ -94,13 +94,13 @@ def test_every_test_that_is_named_is_there() -> None:
     assert not wrong, "\n".join(sorted(set(wrong)))
 
 
-def test_every_test_was_run_or_says_why_not() -> None:
+def test_every_test_was_run_or_has_a_reason() -> None:
     _, runs = parity_table.read_runs()
     wrong = sorted(set(parity_table.named_tests()) - runs.keys())
     assert not wrong, "nobody has run these; run `python -m scripts.parity_run`:\n" + "\n".join(wrong)
 
 
-def test_a_line_counts_only_if_one_of_its_tests_was_run() -> None:
+def test_row_counts_only_if_one_of_its_tests_ran() -> None:
     row = {"theirs": "a", "ours": "b", "note": "", "proof": "tests/x.py::test_one tests/x.py::test_two"}
     for places, proven in (
         ({}, 0),
@@ -136,7 +136,7 @@ def test_never():
 """
 
 
-def test_what_was_skipped_counts_as_not_run(tmp_path: Path) -> None:
+def test_skipped_tests_count_as_not_run(tmp_path: Path) -> None:
     (tmp_path / "test_skips.py").write_text(SKIPS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: 1\n    slow: 2\n")
     code = (
@@ -160,7 +160,7 @@ def test_the_page_is_up_to_date() -> None:
     assert parity_table.main(["--check"]) == 0
 
 
-def test_a_row_that_is_stale_is_noticed() -> None:
+def test_stale_row_is_detected() -> None:
     """What the checks above rest on."""
     assert resolve("axon_nb.parallel.FSDP.module") is None
     assert "strategy" in parameters(resolve("axon_nb.parallel.FSDP"))
