@@ -101,7 +101,7 @@ def test_pipeline_messages() -> None:
 
 
 @pytest.mark.slow
-def test_a_large_world_is_planned_at_once() -> None:
+def test_large_world_is_planned_quickly() -> None:
     config = GPTConfig(vocab=50304, context=2048, hidden=4096, heads=32, blocks=34)
     found = plan.communication(config, 1024, links="ib-ndr", wrap=None)
     elements = sum(p.numel() for p in _shapes(config))
@@ -122,7 +122,7 @@ def test_without_inputs_bytes_are_the_same() -> None:
     assert "reverse parameter order" in guessed.notes[0]
 
 
-def test_a_module_instance_is_not_modified() -> None:
+def test_module_instance_is_not_modified() -> None:
     model = odd()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = plan.communication(model, 2, strategy="ddp", inputs=rows())
@@ -131,7 +131,7 @@ def test_a_module_instance_is_not_modified() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_tp_that_shards_nothing_is_noted() -> None:
+def test_tp_that_shards_nothing_is_noted() -> None:
     found = plan.communication(odd, mesh={"tp": 2}, inputs=rows())
     assert found.rows == ()
     assert "tp shards no layer" in str(found)
@@ -196,7 +196,7 @@ def test_bad_options_get_one_sentence(options: dict[str, Any], message: str | No
         plan.communication(odd, **options)
 
 
-def test_models_that_cannot_be_planned() -> None:
+def test_unplannable_models_raise() -> None:
     def broken() -> nn.Module:
         raise OSError("no weights here")
 

@@ -46,7 +46,7 @@ def several(task: Any, report: Any) -> dict[str, Any]:
     return found
 
 
-def test_all_calls_return_and_no_process_is_left() -> None:
+def test_all_calls_return_and_no_process_remains() -> None:
     found = run_in_process(several, cloudpickle.dumps(None))
     assert found == {
         "squares": [0, 1, 4, 9, 16],
@@ -81,7 +81,7 @@ def forks_that_die(task: Any, report: Any) -> dict[str, Any]:
     }
 
 
-def test_plans_go_on_after_forks_that_died(tmp_path: Path) -> None:
+def test_plans_continue_after_killed_forks(tmp_path: Path) -> None:
     """Also with CUDA builds of torch, whose forks refuse a backward once this process has made one."""
     found = run_in_process(forks_that_die, cloudpickle.dumps(str(tmp_path / "first")))
     assert found == {"once": [6.0, 6.0], "forked": True, "always": [6.0, 6.0], "later": [6.0, 6.0]}
@@ -100,6 +100,6 @@ def sequential_forks(task: Any, report: Any) -> list[list[float]]:
     return [fork_map([backward]), fork_map([backward, backward]), fork_map([])]
 
 
-def test_a_single_backward_does_not_break_later_ones() -> None:
+def test_single_backward_does_not_break_later_ones() -> None:
     found = run_in_process(sequential_forks, cloudpickle.dumps(None))
     assert found == [[6.0], [6.0, 6.0], []]

@@ -36,7 +36,7 @@ def _plan(scale: int) -> MemoryPlan:
         ((5000 * GIB,), "GiB"),
     ],
 )
-def test_the_largest_number_decides_the_unit(sizes: tuple[int, ...], name: str) -> None:
+def test_largest_number_decides_the_unit(sizes: tuple[int, ...], name: str) -> None:
     assert unit_for(sizes).name == name
 
 
@@ -52,7 +52,7 @@ def test_numbers_in_a_unit() -> None:
     [(8, "bytes", "69", "1"), (KIB, "KiB", "8.501", "0.001"), (MIB, "MiB", "8.500", "<0.001"),
      (300 * GIB, "GiB", "2,550.000", "<0.001")],
 )  # fmt: skip
-def test_a_memory_plan_uses_one_unit(scale: int, unit: str, total: str, least: str) -> None:
+def test_memory_plan_uses_one_unit(scale: int, unit: str, total: str, least: str) -> None:
     plan = _plan(scale)
     text = str(plan)
     rows = {line.split("  ")[0]: line.split()[-1] for line in text.splitlines()}
@@ -68,7 +68,7 @@ def test_a_memory_plan_uses_one_unit(scale: int, unit: str, total: str, least: s
     assert plan.to_frame()["total_gib"].max() == plan.peak_bytes / GIB
 
 
-def test_a_search_over_layouts_of_a_tiny_model() -> None:
+def test_layout_search_of_a_tiny_model() -> None:
     one = Candidate(2, 1, 1, "ddp", step_s=2e-9, memory={"model states": 3 * KIB})
     found = SearchPlan("2 GPUs of 80 GiB", (one, Candidate(1, 2, 1, reason="tp shards no layer of this model")))
     assert "memory, KiB" in str(found)
@@ -78,7 +78,7 @@ def test_a_search_over_layouts_of_a_tiny_model() -> None:
     assert found.figure().data[0].x == (3.0,)
 
 
-def test_a_search_draws_the_limit_and_tells_by_form_what_does_not_fit() -> None:
+def test_search_figure_marks_the_limit_and_misfits() -> None:
     small = Candidate(2, 1, 1, "ddp", step_s=2e-3, memory={"model states": 3 * GIB})
     large = Candidate(1, 1, 1, "ddp", step_s=1e-3, memory={"model states": 9 * GIB}, reason="needs 9 GiB")
     figure = SearchPlan("2 GPUs of 4 GiB", (small, large), limit_bytes=4 * GIB).figure()

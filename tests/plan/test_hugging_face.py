@@ -32,7 +32,7 @@ def _config(**more: Any) -> Any:
     )
 
 
-def test_a_config_and_its_file_give_the_same_plan(tmp_path: Path) -> None:
+def test_config_and_its_file_give_the_same_plan(tmp_path: Path) -> None:
     config = _config()
     config.save_pretrained(tmp_path)
     plans = [plan.memory(given, 4, wrap=BLOCK, batch=2, seq=16) for given in (config, tmp_path / "config.json")]
@@ -68,7 +68,7 @@ def test_other_planners_take_configs() -> None:
     assert found.communication.calls("dp", "reduce_scatter") == 2 + 1  # blocks, and what is outside of them
 
 
-def test_a_search_shards_checkpoints_and_divides_decoder_layers() -> None:
+def test_search_shards_checkpoints_and_divides_decoder_layers() -> None:
     config = _config(num_hidden_layers=6, hidden_size=128, intermediate_size=352, vocab_size=256)
     options: dict[str, Any] = {"rates": 1e12, "links": "nvlink4", "seq": 32, "global_batch": 32}
     found = plan.search(config, 4, 80, **options)
@@ -111,7 +111,7 @@ def test_stages_of_a_pipeline_hold_the_decoder_layers(has_plan: bool) -> None:
     assert row.messages == ((2 * 16 * 32 * 4, 2),)
 
 
-def test_a_search_offers_pipelines_unless_stages_share_parameters() -> None:
+def test_search_offers_pipelines_unless_stages_share_parameters() -> None:
     options: dict[str, Any] = {"rates": 1e12, "links": "nvlink4", "seq": 16, "global_batch": 16}
     found = plan.search(_config(num_hidden_layers=6), 4, 80, **options)
     offered = [one for one in found.candidates if one.pp > 1 and one.tp == 1]
@@ -124,7 +124,7 @@ def test_a_search_offers_pipelines_unless_stages_share_parameters() -> None:
 
 
 @pytest.mark.parametrize("again", [None, True], ids=["plain", "checkpointed"])
-def test_the_estimate_of_a_search_is_near_the_simulation(again: Any) -> None:
+def test_search_estimate_is_near_the_simulation(again: Any) -> None:
     config = _config(num_hidden_layers=6, hidden_size=256, intermediate_size=704, vocab_size=512)
     found = plan.search(config, 2, 80, rates=1e12, links="nvlink4", seq=32, global_batch=32, strategies="full_shard")
     one = next(c for c in found.candidates if c.dp == 2 and c.activation_checkpointing is bool(again))
@@ -143,7 +143,7 @@ def test_names_and_paths(tmp_path: Path) -> None:
         plan.memory(tmp_path / "config.json", 2, seq=9)
 
 
-def test_a_name_without_a_network_fails_soon_with_the_fix(tmp_path: Path) -> None:
+def test_model_name_without_a_network_fails_fast_with_fix(tmp_path: Path) -> None:
     """In a process of its own, where the hub is an address that refuses connections."""
     script = """
 import time, sys

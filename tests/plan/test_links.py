@@ -52,7 +52,7 @@ def test_ring_all_reduce_matches_a_simulated_ring(ranks: int) -> None:
 
 @given(RANKS)
 @PROPERTY
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: int) -> None:
+def test_all_reduce_equals_reduce_scatter_plus_all_gather(ranks: int) -> None:
     parts = [rounds_and_volume(name, ranks) for name in ("reduce_scatter", "all_gather")]
     whole = rounds_and_volume("all_reduce", ranks)
     assert whole == pytest.approx((parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]))
@@ -93,7 +93,7 @@ def test_presets_match_their_sources() -> None:
         assert link.source in str(link)
 
 
-def test_check_runs_are_predicted_from_the_other_sizes() -> None:
+def test_checked_sizes_are_predicted_from_the_others() -> None:
     """On a line nothing is off; a kink at one size is seen there."""
     sizes = (1000, 2000, 4000, 8000)
     straight = [Sample("dp", 4, "all_reduce", size, 1e-3 + 1e-6 * size) for size in sizes]
@@ -131,7 +131,7 @@ def test_scaled_bandwidth() -> None:
 
 @given(st.floats(0, 1e-3), st.floats(1e-12, 1e-6), st.lists(st.integers(1, 10**8), min_size=2, unique=True))
 @PROPERTY
-def test_a_fit_recovers_a_line(start: float, slope: float, sizes: list[int]) -> None:
+def test_fit_recovers_a_line(start: float, slope: float, sizes: list[int]) -> None:
     points = [(float(size), start + slope * size) for size in sizes]
     found = fit_line(points)
     for x, y in points:
@@ -140,14 +140,14 @@ def test_a_fit_recovers_a_line(start: float, slope: float, sizes: list[int]) -> 
 
 @given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 1)), min_size=1, max_size=8))
 @PROPERTY
-def test_a_fit_has_no_negative_coefficients(points: list[tuple[float, float]]) -> None:
+def test_fit_has_no_negative_coefficients(points: list[tuple[float, float]]) -> None:
     start, slope = fit_line(points)
     assert start >= 0
     assert slope >= 0
     assert math.isfinite(start + slope)
 
 
-def test_a_fitted_link_reproduces_the_measured_times() -> None:
+def test_fitted_link_reproduces_the_measured_times() -> None:
     samples = [
         Sample("dp", 4, operation, size, latency + size * byte)
         for operation, latency, byte in (("all_reduce", 1e-4, 1e-9), ("send", 2e-5, 5e-10))

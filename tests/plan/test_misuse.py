@@ -135,7 +135,7 @@ def test_bad_arguments_get_one_sentence(call: Callable[..., Any], message: str) 
     assert len(text) < 400
 
 
-def test_a_model_that_does_not_fit_its_inputs_gets_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_model_input_mismatch_is_reported_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     """Torch logs the traceback of a failed fake operation."""
     with pytest.raises(UsageError, match=r"check that inputs= and loss= fit it") as caught:
         plan.step_time(LINEAR, 1, inputs=torch.zeros(2, 9), rates=1e12)
@@ -168,7 +168,7 @@ def test_equivalent_arguments_give_equal_plans() -> None:
     assert spec == plan.TensorSpec(("batch", 8), "float32")
 
 
-def test_plans_say_which_zero_2_they_mean() -> None:
+def test_plans_state_their_zero_2_variant() -> None:
     """In torch's, parameters are sharded between steps; in the ZeRO paper's stage 2 they are whole."""
     for strategy in ("shard_grad_op", "full_shard"):
         says = [

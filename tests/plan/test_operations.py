@@ -16,7 +16,7 @@ from axon_nb.plan.tracing.trace import trace_model
 CONFIG = GPTConfig(vocab=96, context=32, hidden=64, heads=4, blocks=3)
 
 
-def test_a_small_model_takes_as_long_as_its_operations_are_issued() -> None:
+def test_small_model_is_bound_by_launch_time() -> None:
     small = GPTConfig(vocab=256, context=64, hidden=64, heads=4, blocks=4)
     found = plan.step_time(small, 1, rates="h100")
     trace = trace_model(ModelSource(small), optimizer=torch.optim.AdamW)
@@ -51,7 +51,7 @@ def test_grouped_products_count_as_products() -> None:
         assert trace.total("backward").flops == 2 * 2 * rows * wide * deep
 
 
-def test_questions_about_metadata_and_allocations_are_free() -> None:
+def test_metadata_queries_and_allocations_are_free() -> None:
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             assert not torch.ops.aten.is_pinned(x)
@@ -65,7 +65,7 @@ def test_questions_about_metadata_and_allocations_are_free() -> None:
     assert work.bytes == 8 * 4 * 4 + 4
 
 
-def test_operations_of_unknown_flops_are_named() -> None:
+def test_operations_of_unknown_flops_are_reported() -> None:
     class Solver(nn.Module):
         def __init__(self) -> None:
             super().__init__()

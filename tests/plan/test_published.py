@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(600)
 SHARE, WORST = 0.85, 1.5
 
 
-def test_published_steps_that_nothing_was_fitted_to() -> None:
+def test_held_out_published_steps_are_predicted() -> None:
     """Within a factor of 1.2 for 85 %, and never off by more than 1.5."""
     kept = [run for run in load_runs() if not is_fitted(run)]
     assert len(kept) > 40
@@ -39,7 +39,7 @@ def test_published_steps_that_nothing_was_fitted_to() -> None:
     assert statistics.fmean(map(is_near, kept)) >= SHARE
 
 
-def test_the_readme_says_what_the_kept_half_gives() -> None:
+def test_readme_states_the_held_out_accuracy() -> None:
     (said,) = re.findall(r"\[([^]]*)\]\(docs/plan_published.md\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     kept = [run for run in load_runs() if not is_fitted(run)]
     assert f"{statistics.fmean(map(is_near, kept)):.0%}" in said.replace(" %", "%")
@@ -49,7 +49,7 @@ def test_the_readme_says_what_the_kept_half_gives() -> None:
 @pytest.mark.parametrize(
     "chosen", [("mosaic-h100", "MPT 1B"), ("korthikanti", "GPT 22B"), ("nemo", "Llama 2 13B")], ids=" ".join
 )
-def test_the_table_is_what_step_time_answers(chosen: tuple[str, str]) -> None:
+def test_published_table_matches_step_time(chosen: tuple[str, str]) -> None:
     """The table's traces repeat one block; users' traces have all."""
     run = next(run for run in load_runs() if (run.source, run.model) == chosen)
     tokens = plan.TensorSpec((run.batch, run.seq), "int64")
@@ -60,7 +60,7 @@ def test_the_table_is_what_step_time_answers(chosen: tuple[str, str]) -> None:
     assert predicted_s(run) == pytest.approx(predicted(run).total_s)
 
 
-def test_every_run_has_a_source_and_is_in_one_half() -> None:
+def test_published_runs_have_a_source_and_one_half() -> None:
     runs = load_runs()
     assert {run.source for run in runs} <= SOURCES.keys()
     assert {run.card for run in runs} <= CARDS.keys()
@@ -70,7 +70,7 @@ def test_every_run_has_a_source_and_is_in_one_half() -> None:
     assert abs(len(halves[0]) - len(halves[1])) <= 1
 
 
-def test_all_shares_are_those_of_the_fitted_half() -> None:
+def test_shares_come_from_the_fitted_half() -> None:
     half = [run for run in load_runs() if is_fitted(run)]
     found = fit(half)
     assert found.achieved.keys() == FITTED.achieved.keys() == {family_of(run) for run in half}
@@ -102,7 +102,7 @@ def test_the_page_is_up_to_date() -> None:
     assert main(["--check"]) == 0, "run `python -m scripts.plan_published`"
 
 
-def test_cards_without_published_runs_say_so() -> None:
+def test_gpus_without_published_runs_are_marked() -> None:
     fitted = {card.name for card in CARDS.values() if not card.assumption}
     assert fitted == {family_of(run) for run in load_runs()}
     assert "assumed" in CARDS["b200"].rates.source

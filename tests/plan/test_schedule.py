@@ -53,7 +53,7 @@ def test_bubble_of_zero_bubble_1p(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_zbv_is_never_idle_between_first_and_last(ranks: int) -> None:
+def test_zbv_is_never_idle_between_first_and_last_action(ranks: int) -> None:
     """No bubble with F = B = W and twice as many microbatches as ranks, but for the ramps at both ends.
 
     Qi et al., Pipeline Parallelism with Controllable Memory, 2024, section 3 (V-ZB).
@@ -185,7 +185,7 @@ def test_longer_messages_never_help(name: str, first: float, second: float) -> N
     assert plan.schedule(name, 4, 8, latency_s=low).step_s <= plan.schedule(name, 4, 8, latency_s=high).step_s + 1e-12
 
 
-def test_the_largest_that_is_benchmarked() -> None:
+def test_largest_benchmarked_schedule() -> None:
     for name in ALL:
         found = plan.schedule(name, 16, 64)
         assert len(found.timeline) == sum(map(len, found.orders))

@@ -55,7 +55,7 @@ def test_layouts_that_fit_come_first_the_fastest_at_the_top() -> None:
     assert "<table" in found._repr_mimebundle_()["text/html"]
 
 
-def test_nothing_fits_and_all_fits() -> None:
+def test_search_where_nothing_or_everything_fits() -> None:
     assert plan.search(CONFIG, 2, MIB / 1024, **OPTIONS).best is None
     every = plan.search(CONFIG, 2, 80, **OPTIONS)
     assert all(one.fits for one in every.candidates)
@@ -98,7 +98,7 @@ class _Plain(torch.nn.Module):
         return self.inner(x)
 
 
-def test_a_custom_memory_estimate() -> None:
+def test_custom_memory_estimate() -> None:
     asked: list[ParallelLayout] = []
 
     def estimate(layout: ParallelLayout) -> dict[str, int]:
@@ -110,7 +110,7 @@ def test_a_custom_memory_estimate() -> None:
     assert all(one.fits == (one.tp > 1) for one in found.candidates if one.memory)
 
 
-def test_the_winner_is_simulated() -> None:
+def test_winner_is_simulated() -> None:
     heard: list[tuple[float, str]] = []
     options: dict[str, Any] = {**OPTIONS, "global_batch": 32}
     model = GPTConfig(vocab=8192, context=512, hidden=1024, heads=8, blocks=2)
@@ -153,7 +153,7 @@ def test_inputs_must_depend_on_the_batch() -> None:
         plan.search(partial(GPT, CONFIG), 4, 80, inputs=fixed, **OPTIONS)
 
 
-def test_mixed_precision_halves_what_is_computed_and_keeps_parameters() -> None:
+def test_mixed_precision_halves_activations_and_keeps_parameters() -> None:
     whole = trace_model(ModelSource(CONFIG, batch=2), optimizer=torch.optim.AdamW)
     mixed = trace_model(ModelSource(CONFIG, batch=2), optimizer=torch.optim.AdamW, dtype=torch.bfloat16)
     assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
@@ -234,7 +234,7 @@ def test_states_match_the_formula_and_checkpointing_saves_memory() -> None:
     assert estimate_memory(piped)["activations"] < parts["activations"]
 
 
-def test_activation_checkpointing_repeats_what_tp_sends() -> None:
+def test_activation_checkpointing_repeats_tp_communication() -> None:
     options = {"mesh": {"tp": 2}, "batch": 2}
     from axon_nb.plan.traffic.communication import traffic_of
 
@@ -283,7 +283,7 @@ def test_bad_arguments_get_one_sentence(options: dict[str, Any], message: str) -
         plan.search(**({"model": CONFIG, "num_gpus": 4, "memory_gib": 80} | OPTIONS | options))
 
 
-def test_a_search_says_how_near_the_next_layouts_are() -> None:
+def test_search_reports_the_distance_to_the_next_layouts() -> None:
     def candidate(step_s: float, reason: str = "") -> Candidate:
         return Candidate(1, 1, 1, "ddp", step_s=step_s, memory={"all": 1}, reason=reason)
 

@@ -60,7 +60,7 @@ def test_work_is_split_by_module() -> None:
     assert trace.ready[-1].startswith("embedding.")
 
 
-def test_the_trace_counts_as_torch_does() -> None:
+def test_trace_counts_flops_as_torch() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     def make() -> nn.Module:
@@ -114,7 +114,7 @@ def test_sharding_divides_the_optimizer_step_and_tp_the_blocks() -> None:
     assert cut.total_s < one.total_s
 
 
-def test_a_pipeline_has_a_bubble() -> None:
+def test_pipeline_has_a_bubble() -> None:
     link = plan.Link("x", 0.0, 1e15)
     config = dataclasses.replace(CONFIG, blocks=4)
     found = plan.step_time(
@@ -139,7 +139,7 @@ def test_a_pipeline_has_a_bubble() -> None:
     assert slow.total_s > found.total_s
 
 
-def test_messages_between_stages_take_their_own_time() -> None:
+def test_messages_between_stages_take_time() -> None:
     """With sequence parallelism each rank along tp sends its part of the activations."""
     link = plan.Link("x", 0.0, 1e6)
     options: dict[str, Any] = {"mesh": {"pp": 2, "tp": 4}, "batch": 4, "num_microbatches": 2, "rates": 1e12}
@@ -152,7 +152,7 @@ def test_messages_between_stages_take_their_own_time() -> None:
         assert found.schedule.latency_s == found.schedule.backward_latency_s == (pytest.approx(size / 1e6),)
 
 
-def test_a_step_has_an_interval_and_says_what_it_depends_on() -> None:
+def test_step_time_has_an_interval_and_its_assumptions() -> None:
     slow = plan.step_time(CONFIG, 4, batch=BATCH, rates=Rates(1e15, 1e15, 0.0), links=plan.Link("x", 0.0, 1e6))
     assert slow.uncertainty is not None
     assert slow.uncertainty.low_s < slow.total_s < slow.uncertainty.high_s
@@ -213,7 +213,7 @@ def test_inputs_are_required() -> None:
         plan.step_time(lambda: nn.Linear(2, 2), 1, rates=1e9)
 
 
-def test_factors_make_the_measured_model_exact() -> None:
+def test_calibration_factors_make_the_measured_model_exact() -> None:
     rates = Rates(1e9, 1e9, 1e-6)
     work = {"forward": (Work(1e6, 1e5, 10), 0.5), "backward": (Work(2e6, 1e5, 10), 0.25)}
     fitted = rates.fitted(work, "here")

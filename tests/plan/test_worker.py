@@ -39,18 +39,18 @@ def _exits() -> nn.Module:
     ("model", "text"),
     [(_kills_itself, "was killed by SIGKILL(?s:.*)a last word"), (_exits, "exited with code 3")],
 )
-def test_a_simulator_crash_is_reported(model: Any, text: str) -> None:
+def test_simulator_crash_is_reported(model: Any, text: str) -> None:
     with pytest.raises(plan.SimulatorError, match=text):
         plan.memory(model, 2, inputs=TensorSpec((1, 2)))
 
 
-def test_a_plan_can_be_cancelled() -> None:
+def test_plan_can_be_cancelled() -> None:
     cancel = threading.Event()
     with pytest.raises(plan.PlanCancelledError):
         plan.memory(SMALL, 8, progress=lambda *_: cancel.set(), cancel=cancel, refresh=True)
 
 
-def test_an_interrupt_ends_the_simulator() -> None:
+def test_interrupt_ends_the_simulator() -> None:
     def interrupted(share: float, text: str) -> None:
         raise KeyboardInterrupt
 
@@ -80,7 +80,7 @@ plan.memory(partial(_says_its_pid, sys.argv[1]), 2, inputs=plan.TensorSpec((1, 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the children of a killed process")
-def test_the_simulator_ends_with_the_process_that_asked(tmp_path: Path) -> None:
+def test_simulator_ends_with_its_parent_process(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _ASKS, str(tmp_path)]) as asking:
         try:
             assert until(lambda: any(tmp_path.iterdir()), timeout=300)
@@ -97,6 +97,6 @@ def _is_large() -> nn.Module:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds a process's memory")
-def test_the_simulators_memory_is_bounded() -> None:
+def test_simulator_memory_is_bounded() -> None:
     with pytest.raises(plan.PlanError, match="GiB of memory: make the model and its inputs without data"):
         plan.memory(_is_large, 2, inputs=TensorSpec((1, 2)))

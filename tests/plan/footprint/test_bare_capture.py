@@ -45,7 +45,7 @@ class Tied(nn.Module):
         return self.scale * self.second(self.first(x))
 
 
-def test_a_model_is_made_again_without_its_data() -> None:
+def test_model_is_rebuilt_without_its_data() -> None:
     for model in (GPT(GPTConfig(blocks=2)), Tied(), nn.Sequential(nn.BatchNorm1d(3), nn.LSTM(3, 2))):
         again = made(model)
         assert type(again) is type(model)
@@ -57,7 +57,7 @@ def test_a_model_is_made_again_without_its_data() -> None:
     assert made(Tied(), "cpu")(torch.ones(2, 4)).shape == (2, 4)
 
 
-def test_it_is_small_however_large_the_model() -> None:
+def test_bare_capture_is_small_for_any_model() -> None:
     small, large = (capture(nn.Linear(size, size), bare=True).factory for size in (4, 4000))
     assert len(large) < len(small) + 20 < 4000
 
@@ -77,13 +77,13 @@ def test_hooks_and_checkpointed_forwards_are_left_out() -> None:
     assert list(shapes(made(wrapped))) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def test_compiled_models_are_those_within() -> None:
+def test_compiled_models_are_captured_uncompiled() -> None:
     model = nn.Linear(3, 3)
     compiled: Any = torch.compile(model, backend="eager")
     assert inner_model(compiled) is model
 
 
-def test_what_cannot_be_sent_is_told_in_a_sentence() -> None:
+def test_uncapturable_model_is_reported_in_one_sentence() -> None:
     lazy = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(CaptureError, match="The model has uninitialized lazy parameters: run it once"):
         capture(lazy, bare=True)

@@ -47,7 +47,7 @@ def test_modules_with_flattened_weight_references() -> None:
     assert output.shape == (5, 1, 3)
 
 
-def test_blocks_that_were_wrapped_one_by_one() -> None:
+def test_blocks_wrapped_individually() -> None:
     def blocks() -> list[nn.Module]:
         return [nn.Linear(4, 4), nn.Linear(4, 4)]
 
@@ -79,7 +79,7 @@ class _WithLock(nn.Linear):
         super().__setstate__({**state, "lock": threading.Lock()})
 
 
-def test_a_modules_own_pickling_is_used() -> None:
+def test_custom_pickling_of_a_module_is_used() -> None:
     with _made(plan.capture(_WithLock())).lock:
         pass
 
@@ -90,7 +90,7 @@ def test_user_hooks_are_kept() -> None:
     assert _made(plan.capture(model))(torch.zeros(1, 2)).shape == (1, 4)
 
 
-def test_a_module_instance_can_be_planned() -> None:
+def test_module_instance_can_be_planned() -> None:
     spec = TensorSpec(("batch", 8))
     whole = plan.memory(nn.Linear(8, 4), 2, inputs=spec, method="closed_form")
     assert whole.ranks == plan.memory(lambda: nn.Linear(8, 4), 2, inputs=spec, method="closed_form").ranks
@@ -111,7 +111,7 @@ def test_capture_errors() -> None:
         plan.capture([1])  # type: ignore[arg-type]
 
 
-def test_a_rank_reports_why_it_has_no_model() -> None:
+def test_rank_reports_why_it_has_no_model() -> None:
     space: dict[str, Any] = {"net": nn.Linear(2, 2), "number": 3}
     assert isinstance(capture_or_reason(lambda: space["net"], "net"), CapturedModel)
     assert capture_or_reason(lambda: space["other"], "other") == "'other' does not exist ('other')"
@@ -124,7 +124,7 @@ def test_names_cannot_call_anything(name: str) -> None:
         plan.memory(name, 2)
 
 
-def test_a_name_needs_ranks() -> None:
+def test_name_requires_ranks() -> None:
     with pytest.raises(Exception, match="needs a cluster, but none is running") as raised:
         plan.memory("model", 2)
     assert type(raised.value).__name__ == "NoClusterError"

@@ -83,7 +83,7 @@ def test_decoder_layers_are_the_units(family: str) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_peak_is_that_of_real_ranks(family: str, again: bool, two: RankWorld, planned: dict[str, Any]) -> None:
+def test_peak_matches_real_ranks(family: str, again: bool, two: RankWorld, planned: dict[str, Any]) -> None:
     plan = planned[f"{family}{' again' * again}"]
     assert isinstance(plan, MemoryPlan), plan
     assert f"FSDP units: {LAYERS} {FAMILIES[family][2]}, and one of all other parameters" in str(plan)

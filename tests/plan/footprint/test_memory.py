@@ -35,7 +35,7 @@ def _request(model: Any = SMALL, mesh: dict[str, int] | None = None, strategy: s
     return MemoryRequest(model, mesh or {"dp": 4}, strategy, **more)
 
 
-def test_a_plan_has_the_memory_of_each_rank() -> None:
+def test_plan_has_the_memory_of_each_rank() -> None:
     heard: list[tuple[float, str]] = []
     made = plan.memory(SMALL, 4, batch=2, ranks="all", progress=lambda share, text: heard.append((share, text)))
     assert [rank.rank for rank in made.ranks] == [0, 1, 2, 3]

@@ -84,7 +84,7 @@ def trained() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_matches_a_real_step(name: str, trained: Any, planned: dict[str, Any]) -> None:
+def test_peak_matches_a_real_step(name: str, trained: Any, planned: dict[str, Any]) -> None:
     plan, limit = planned[name], 0.02 if name in SHARDED else 0.04
     assert isinstance(plan, MemoryPlan), plan
     for rank in plan.ranks:
@@ -94,7 +94,7 @@ def test_the_peak_matches_a_real_step(name: str, trained: Any, planned: dict[str
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_model_states_are_exact(name: str, trained: Any, planned: dict[str, Any]) -> None:
+def test_model_states_are_exact(name: str, trained: Any, planned: dict[str, Any]) -> None:
     plan = planned[name]
     assert isinstance(plan, MemoryPlan), plan
     for rank, formula in zip(plan.ranks, plan.model_states, strict=True):

@@ -49,7 +49,7 @@ LOCAL_AND_GLOBAL = (4, 4, 4, 4, 4, 0) * 7
 """Gemma 3's groups: five local blocks and a global one."""
 
 
-def test_blocks_that_differ_in_a_plain_attribute_only() -> None:
+def test_blocks_differing_in_a_plain_attribute_only() -> None:
     mixed = (4, 0, 0, 4, 0, 4, 4, 4, 0, 0, 4)
     found = _both_ways({"groups": partial(Irregular, LOCAL_AND_GLOBAL, {}), "no order": partial(Irregular, mixed, {})})
     _check(found)
@@ -59,7 +59,7 @@ def test_blocks_that_differ_in_a_plain_attribute_only() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS[2:])
-def test_each_way_in_which_blocks_differ_is_noticed(kind: str) -> None:
+def test_every_difference_between_blocks_is_detected(kind: str) -> None:
     """Of 9 blocks, one in the middle or every second one differs: five equal blocks in a row are too few."""
     for places in ([4], range(1, 9, 2)):
         model = Irregular((0,) * 9, dict.fromkeys(places, kind))
@@ -85,7 +85,7 @@ def test_equal_blocks_are_proven() -> None:
     assert run.names == tuple(f"layers.{number}" for number in range(9))
 
 
-def test_signatures_see_what_blocks_hold() -> None:
+def test_signatures_cover_all_that_blocks_hold() -> None:
     def changed(change: Any) -> bool:
         layers = nn.ModuleList(Layer(0, 0) for _ in range(2))
         layer: Any = layers[1]

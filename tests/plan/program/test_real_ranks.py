@@ -56,7 +56,7 @@ def peaks() -> Iterator[Callable[[str, int], list[int]]]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_peak_is_that_of_real_ranks(name: str, peaks: Any) -> None:
+def test_peak_matches_real_ranks(name: str, peaks: Any) -> None:
     size = 4 if name in FOUR_RANKS else 2
     planned = plan.run(PROGRAMS[name], size, device="cpu")
     for rank, peak in enumerate(peaks(name, size)):

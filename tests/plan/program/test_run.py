@@ -53,7 +53,7 @@ def large_ddp() -> plan.ProgramPlan:
     return plan.run(programs.ddp, 1024, device="h100")
 
 
-def test_one_rank_stands_for_all_that_do_the_same(large_ddp: plan.ProgramPlan) -> None:
+def test_equivalent_ranks_are_simulated_once(large_ddp: plan.ProgramPlan) -> None:
     (one,) = large_ddp.ranks
     assert len(one.ranks) == 1024
     assert one.num_steps == programs.STEPS
@@ -68,7 +68,7 @@ def test_memory_is_grouped_by_the_line_that_allocated_it(large_ddp: plan.Program
     assert all(line.startswith("programs.py:") for line in one.memory), one.memory
 
 
-def test_calls_and_bytes_are_those_of_a_step(large_ddp: plan.ProgramPlan) -> None:
+def test_calls_and_bytes_match_a_step(large_ddp: plan.ProgramPlan) -> None:
     (row,) = large_ddp.ranks[0].calls
     size = sum(p.nbytes for p in programs.Block().parameters()) * 3
     assert (row.operation, row.num_ranks, row.bytes) == ("all_reduce", 1024, size)
@@ -90,7 +90,7 @@ def test_stages_of_a_pipeline_wait_for_each_other() -> None:
     assert [len({span.rank for span in one.spans}) for one in planned.ranks] == [1] * 4
 
 
-def test_along_each_axis_ranks_run_once() -> None:
+def test_ranks_along_each_axis_run_once() -> None:
     planned = plan.run(programs.two_axes, 64, device="h100")
     assert sum(len(one.ranks) for one in planned.ranks) == 64
     assert len(planned.ranks) <= 4
@@ -98,7 +98,7 @@ def test_along_each_axis_ranks_run_once() -> None:
     assert {("all_gather", 32), ("reduce_scatter", 32), ("all_reduce", 2)} <= sizes
 
 
-def test_a_rank_that_differs_is_found() -> None:
+def test_differing_rank_is_detected() -> None:
     planned = plan.run(_by_rank, 100, device="cpu")
     assert planned.rank(99).peak_bytes == 2 * planned.rank(0).peak_bytes == 8 * MIB + planned.rank(99).peak_bytes % MIB
     assert planned.rank(98) is planned.rank(0)
@@ -113,13 +113,13 @@ def test_running_out_of_memory_names_the_line() -> None:
     assert plan.run(_grows, 2).out_of_memory is None
 
 
-def test_a_value_that_is_read_is_an_error_unless_it_is_given() -> None:
+def test_reading_an_unknown_value_raises() -> None:
     with pytest.raises(PlanError, match=r"^Line \d+ of .*test_run\.py reads a tensor's value \(\.item\(\)\).*item="):
         plan.run(_reads, 2)
     assert plan.run(_reads, 2, item=3.0).ranks[0].calls[0].operation == "all_reduce"
 
 
-def test_a_call_that_no_rank_makes_is_named() -> None:
+def test_call_missing_on_all_ranks_is_reported() -> None:
     planned = plan.run(_waits_forever, 2, device="h100", ranks="all")
     assert any("waits in line" in note for note in planned.notes)
 
@@ -134,12 +134,12 @@ def test_a_call_that_no_rank_makes_is_named() -> None:
         ({"overlap": 2}, "overlap must be a fraction"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_reported(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan.run(_grows, 2, **options)
 
 
-def test_a_failure_names_the_line() -> None:
+def test_failure_names_the_line() -> None:
     def fails() -> None:
         nn.Linear(2, 3)(torch.ones(2, 5))
 
@@ -157,7 +157,7 @@ def _wrapped_by_ours() -> Any:
     return model, sharded, optimizer
 
 
-def test_our_own_wrappers_work() -> None:
+def test_axon_nb_wrappers_work() -> None:
     planned = plan.run(_wrapped_by_ours, 16)
     assert {"all_reduce", "all_gather", "reduce_scatter"} <= {row.operation for row in planned.ranks[0].calls}
 
@@ -168,7 +168,7 @@ def _by_parity() -> Any:
     return held
 
 
-def test_ranks_that_differ_by_parity_are_told_apart() -> None:
+def test_ranks_differing_by_parity_are_distinguished() -> None:
     planned = plan.run(_by_parity, 12, device="cpu")
     assert [one.ranks for one in planned.ranks] == [tuple(range(0, 12, 2)), tuple(range(1, 12, 2))]
 

@@ -37,13 +37,13 @@ def _found(size: int, kind: Callable[[int], int], groups: tuple[tuple[int, ...],
     ],
     ids=["uniform", "first", "last", "uneven shards", "parity", "all"],
 )
-def test_every_rank_gets_its_kind(kind: Callable[[int], int], most: int) -> None:
+def test_every_rank_gets_its_class(kind: Callable[[int], int], most: int) -> None:
     kinds, count = _found(1024, kind, (tuple(range(1024)),))
     assert kinds == [int(kind(rank)) for rank in range(1024)]
     assert count <= most
 
 
-def test_axes_are_those_of_the_programs_groups() -> None:
+def test_axes_match_the_programs_groups() -> None:
     tp, dp, pp = (0, 1), tuple(range(0, 64, 2)), tuple(range(0, 512, 64))
     kinds, count = _found(512, lambda rank: rank // 64, (tp, dp, pp))
     assert kinds == [rank // 64 for rank in range(512)]
