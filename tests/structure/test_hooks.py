@@ -69,7 +69,7 @@ def test_groups_are_unique_and_complete() -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.group)
-def test_a_hook_says_everything(hook: hooks.Hook) -> None:
+def test_hooks_have_all_fields(hook: hooks.Hook) -> None:
     assert hook.needs
     assert hook.replaces
     assert bool(hook.lost) != bool(hook.capability), "either says what is lost"
@@ -82,7 +82,7 @@ def test_a_hook_says_everything(hook: hooks.Hook) -> None:
 
 
 @pytest.mark.parametrize("hook", [hook for hook in HOOKS if "/blob/" in hook.upstream], ids=lambda hook: hook.group)
-def test_the_source_upstream_is_a_file_of_the_package_in_a_tested_version(hook: hooks.Hook) -> None:
+def test_upstream_source_is_a_file_of_a_tested_version(hook: hooks.Hook) -> None:
     match = UPSTREAM.fullmatch(hook.upstream)
     assert match is not None
     package = "ipykernel" if "/ipykernel/" in hook.upstream else hook.package
@@ -103,7 +103,7 @@ def endings(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.group)
-def test_the_files_of_a_hook_use_it(hook: hooks.Hook, root: Path) -> None:
+def test_files_of_a_hook_use_it(hook: hooks.Hook, root: Path) -> None:
     texts = [(root / file).read_text(encoding="utf-8") for file in hook.files]
     places = (*hook.needs, *hook.objects.values(), hook.only_if)
     names = used_names(hook).union(*map(names_of, places), *(re.findall(r"\w+", need)[-2:] for need in hook.needs))
@@ -114,7 +114,7 @@ def test_the_files_of_a_hook_use_it(hook: hooks.Hook, root: Path) -> None:
     assert not unused, f"used in none of its files: {sorted(unused)}"
 
 
-def test_every_private_name_that_is_used_is_registered(package_files: list[Path], root: Path) -> None:
+def test_used_private_names_are_registered(package_files: list[Path], root: Path) -> None:
     known = registered(root)
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package_files}
     ours = set().union(*map(own_names, trees.values())) - set().union(*known.values())
@@ -152,7 +152,7 @@ def test_tested_versions_agree(root: Path) -> None:
         ("self._own = 1\nvalue.__dict__, value._repr_html_()", set()),
     ],
 )
-def test_the_finder_sees_private_names(code: str, found: set[str]) -> None:
+def test_finder_detects_private_names(code: str, found: set[str]) -> None:
     assert {name for _, name, _ in private_uses(ast.parse(code))} == found
 
 

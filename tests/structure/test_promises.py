@@ -71,7 +71,7 @@ def test_every_promise_has_a_test_that_is_not_slow(promises: dict[str, Any], roo
         ("@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.slow), 2])\ndef test_it(x): pass", False),
     ],
 )
-def test_marks_of_functions_and_modules_are_seen(tmp_path: Path, code: str, slow: bool) -> None:
+def test_marks_of_functions_and_modules_are_detected(tmp_path: Path, code: str, slow: bool) -> None:
     (tmp_path / "test_file.py").write_text(code)
     assert ("slow" in _functions(tmp_path, "test_file.py::test_it")["test_it"]) == slow
 

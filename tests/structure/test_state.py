@@ -193,11 +193,11 @@ def test_no_module_keeps_state() -> None:
         "class Log:\n    def add(self): self.calls += 1\nstate = Log()",
     ],
 )
-def test_state_is_found(source: str) -> None:
+def test_module_state_is_detected(source: str) -> None:
     assert find_state({"package.module": ast.parse(source)}) == {"package.module:state"}
 
 
-def test_state_that_another_module_changes_is_found() -> None:
+def test_state_changed_by_another_module_is_detected() -> None:
     owner, by_name, by_module = (
         ast.parse(source)
         for source in (
@@ -218,5 +218,5 @@ def test_state_that_another_module_changes_is_found() -> None:
         "@dataclass(frozen=True)\nclass Kind:\n    name: str\nKIND = Kind('a')",
     ],
 )
-def test_constants_are_no_state(source: str) -> None:
+def test_constants_are_not_state(source: str) -> None:
     assert find_state({"package.module": ast.parse(source)}) == set()

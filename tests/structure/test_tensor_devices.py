@@ -17,7 +17,7 @@ from scripts.devices import files, places
         "torch.amp.GradScaler('cuda')",
     ],
 )
-def test_a_tensor_without_a_device_is_found(source: str) -> None:
+def test_tensor_without_a_device_is_reported(source: str) -> None:
     assert [line for line, _ in places(source)] == [1]
 
 
@@ -34,11 +34,11 @@ def test_a_tensor_without_a_device_is_found(source: str) -> None:
         "torch.autocast(device.type)",
     ],
 )
-def test_a_tensor_with_a_device_is_not(source: str) -> None:
+def test_tensor_with_a_device_is_accepted(source: str) -> None:
     assert list(places(source)) == []
 
 
-def test_the_examples_and_the_library_name_their_devices() -> None:
+def test_examples_and_library_name_their_devices() -> None:
     searched = files()
     assert {"examples", "comm", "engine", "parallel"} <= {part for path in searched for part in path.parts}
     assert [(str(path), place) for path in searched for place in places(path.read_text("utf-8"))] == []

@@ -16,7 +16,7 @@ _DEFINED = re.compile(r"^def (test_\w+)\(", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", ["faults.md", "gpu.md"])
-def test_the_tests_that_it_names_exist(page: str) -> None:
+def test_faults_page_names_existing_tests(page: str) -> None:
     named = set(_NAME.findall((ROOT / "docs" / page).read_text(encoding="utf-8")))
     defined = {
         name for path in (ROOT / "tests").rglob("test_*.py") for name in _DEFINED.findall(path.read_text("utf-8"))
@@ -32,7 +32,7 @@ def test_each_fault_has_an_answer() -> None:
     assert [text for text in answers if len(text) < 10] == []
 
 
-def test_each_weakness_on_gpus_has_a_state() -> None:
+def test_gpu_weaknesses_have_a_state() -> None:
     rows = _WEAKNESS.findall((ROOT / "docs" / "gpu.md").read_text("utf-8"))
     assert [number for number, _ in rows] == [f"N{n}" for n in range(1, 25)] + [f"C{n}" for n in range(1, 16)]
     assert [number for number, state in rows if not state.startswith((*_PROVEN, "holds", "in part", "open"))] == []

@@ -48,7 +48,7 @@ def test_badge_opens_a_notebook(root: Path, base: str) -> None:
     assert (root / path).is_file()
 
 
-def test_one_address_of_the_repository(root: Path, base: str) -> None:
+def test_repository_has_one_address(root: Path, base: str) -> None:
     owner = base.rpartition("/")[0]
     for name in NAMED:
         found = re.findall(rf"{owner}/[\w.-]+", (root / name).read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ def test_durations_are_summed_by_test_and_folder() -> None:
         read_durations("3 passed")
 
 
-def test_a_table_is_replaced_and_the_page_has_a_place_for_it() -> None:
+def test_table_is_replaced_in_its_place() -> None:
     page = "before\n<!-- a -->\n\nold\n\n<!-- end of a -->\nafter\n"
     assert replace_table(page, "a", ["| new |"]) == "before\n<!-- a -->\n\n| new |\n\n<!-- end of a -->\nafter\n"
     assert "durations" in replace_table(Path(PAGE).read_text(encoding="utf-8"), "durations", [])

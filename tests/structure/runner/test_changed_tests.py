@@ -34,5 +34,5 @@ def test_every_package_has_a_row_and_every_row_names_tests_that_exist() -> None:
         ),
     ],
 )
-def test_a_change_selects_the_tests_that_run_it(changed: list[str], selected: list[str]) -> None:
+def test_change_selects_the_tests_that_run_it(changed: list[str], selected: list[str]) -> None:
     assert select(changed) == selected

@@ -61,7 +61,7 @@ def failed(*tests: str, kind: str = "failure") -> list[dict[str, str]]:
     return [{"kind": kind, "test": test} for test in tests]
 
 
-def test_a_flaky_test_passes_and_is_recorded_with_evidence(folder: Path) -> None:
+def test_flaky_test_passes_and_is_recorded_with_evidence(folder: Path) -> None:
     (folder / "test_flaky.py").write_text(FLAKY)
     status, shown = run(folder)
     assert status == 0, shown
@@ -80,7 +80,7 @@ def test_strict_forgives_nothing(folder: Path) -> None:
     assert not (folder / "out" / "flaky.jsonl").exists()
 
 
-def test_what_fails_each_time_fails_the_run(folder: Path) -> None:
+def test_repeated_failure_fails_the_run(folder: Path) -> None:
     (folder / "test_broken.py").write_text(BROKEN)
     status, shown = run(folder)
     assert status == 1
@@ -101,7 +101,7 @@ def test_what_fails_each_time_fails_the_run(folder: Path) -> None:
         ([], "the failure belongs to no file"),
     ],
 )
-def test_what_may_run_again(records: list[dict[str, str]], reason: str) -> None:
+def test_only_isolated_failures_rerun(records: list[dict[str, str]], reason: str) -> None:
     assert verdict(records) == reason
 
 
