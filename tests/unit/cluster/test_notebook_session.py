@@ -75,7 +75,7 @@ def test_each_session_has_its_own_history(clusters: list[Any]) -> None:
     assert [session.history.sent_values({"x": 1}) for session in (first, second)] == [{"x": 1}, {}]
 
 
-def test_the_cells_of_each_session_get_its_interrupts() -> None:
+def test_interrupts_reach_cells_of_their_session() -> None:
     first, second = NotebookSession(), NotebookSession()
     with contextlib.suppress(KeyboardInterrupt), first.interrupts.capture() as outer:
         with contextlib.suppress(KeyboardInterrupt), second.interrupts.capture() as inner:
@@ -85,7 +85,7 @@ def test_the_cells_of_each_session_get_its_interrupts() -> None:
     assert (outer.count, inner.count) == (1, 1)
 
 
-def test_users_act_on_the_session_in_the_slot(clusters: list[Any]) -> None:
+def test_user_functions_use_the_current_session(clusters: list[Any]) -> None:
     before, session = current.session(), NotebookSession()
     session.put(clusters[0])
     current.set_session(session)

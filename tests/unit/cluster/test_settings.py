@@ -70,12 +70,12 @@ def test_bytes(text: str, value: int, shown: str) -> None:
 
 
 @given(st.integers(1, 1 << 40))
-def test_bytes_as_shown_are_read_back(value: int) -> None:
+def test_formatted_bytes_round_trip(value: int) -> None:
     assert byte_count(1).read("x", byte_count(1).show(value)) == value
 
 
 @given(st.floats(0, 1e9))
-def test_seconds_as_values_and_as_shown_are_read_back(value: float) -> None:
+def test_formatted_seconds_round_trip(value: float) -> None:
     assert seconds().read("x", value) == pytest.approx(value, abs=1e-15)
     if value == 0 or value > 1e-4:
         assert seconds().read("x", seconds().show(value)) == value
@@ -124,7 +124,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(assignment: str, sentence
     assert cluster.taken == []
 
 
-def test_without_a_cluster_a_line_is_just_the_value() -> None:
+def test_setting_line_without_a_cluster_shows_only_the_value() -> None:
     own = LiveSettings()
     assert own.set("group_memory=4MiB group_memory=0") == ["group_memory = 0 B"]
     assert own.set("keep_alive=5 output_limit = 2 MiB threads=2", "debug=off") == [
@@ -136,7 +136,7 @@ def test_without_a_cluster_a_line_is_just_the_value() -> None:
     assert own.snapshot() == Settings(keep_alive=5.0, output_limit=2 << 20, threads=2, debug=False)
 
 
-def test_with_a_cluster_a_line_says_when_the_value_takes_effect() -> None:
+def test_setting_line_with_a_cluster_says_when_it_takes_effect() -> None:
     own, cluster = started()
     assert own.set("keep_alive=5 output_limit=2MiB auto_repair=on start_timeout=60") == [
         "keep_alive = 5 s (in effect now)",
@@ -152,7 +152,7 @@ def test_with_a_cluster_a_line_says_when_the_value_takes_effect() -> None:
     assert own.set("collective_timeout=30min") == ["collective_timeout = 1800 s (in effect now)"]
 
 
-def test_the_list_marks_what_is_not_the_default_or_not_what_the_cluster_has() -> None:
+def test_list_marks_values_differing_from_default_or_cluster() -> None:
     own, _ = started(keep_alive=60.0)
     own.set("threads=2")
     assert own.lines() == [
@@ -169,7 +169,7 @@ def test_the_list_marks_what_is_not_the_default_or_not_what_the_cluster_has() ->
     assert own.assignments()[:2] == ["keep_alive=60s", "warm_up=on"]
 
 
-def test_values_and_attributes_are_checked_and_act_as_text_does() -> None:
+def test_typed_values_are_checked_like_text() -> None:
     own, cluster = started()
     own.keep_alive = 7
     own.set(output_limit=4096, threads=3, debug=False)
@@ -181,7 +181,7 @@ def test_values_and_attributes_are_checked_and_act_as_text_does() -> None:
     assert own.keep_alive == 7.0
 
 
-def test_a_configuration_file_gives_defaults() -> None:
+def test_configuration_file_sets_defaults() -> None:
     own = LiveSettings()
     own.set("threads=2")
     own.configure({"keep_alive": "10min", "threads": 8, "debug": False})
@@ -198,7 +198,7 @@ def test_a_configuration_file_gives_defaults() -> None:
     assert own.keep_alive == 60.0
 
 
-def test_a_cluster_that_cannot_be_told_changes_nothing() -> None:
+def test_unreachable_cluster_changes_no_setting() -> None:
     own, cluster = started()
 
     def gone(changed: Mapping[str, Value]) -> None:
@@ -210,7 +210,7 @@ def test_a_cluster_that_cannot_be_told_changes_nothing() -> None:
     assert own.snapshot() == Settings()
 
 
-def test_the_settings_of_an_attached_cluster_are_taken_over_except_those_set_here() -> None:
+def test_attach_inherits_settings_not_set_locally() -> None:
     own = LiveSettings()
     own.set("keep_alive=9 threads=4")
     kept = {"keep_alive": 60.0, "output_limit": 4096, "collective_timeout": 30.0, "threads": 1}

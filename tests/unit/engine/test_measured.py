@@ -14,7 +14,7 @@ from axon_nb.engine.inspection.memory import capacity
 from axon_nb.engine.live_objects import LiveTensors, storages_of
 
 
-def test_a_storage_counts_once_whoever_views_it() -> None:
+def test_storage_counts_once_for_all_views() -> None:
     whole = torch.zeros(100)
     found = storages_of([whole, whole[10:], whole.view(10, 10), torch.zeros(5), torch.zeros(3, device="meta")], "cpu")
     assert sorted(found.values()) == [20, 400]
@@ -28,14 +28,14 @@ class Refusing(torch.Tensor):
         raise LookupError("not here")
 
 
-def test_tensors_that_refuse_to_show_a_storage_are_left_out() -> None:
+def test_tensors_without_a_storage_are_skipped() -> None:
     refusing = torch.zeros(7).as_subclass(Refusing)
     uninitialized = torch.nn.LazyLinear(3).weight
     assert list(storages_of([refusing, uninitialized, torch.zeros(5)], "cpu").values()) == [20]
     assert LiveTensors().storages("cpu")
 
 
-def test_all_living_tensors_are_found_and_seldom_looked_for() -> None:
+def test_live_tensors_are_found_with_few_scans() -> None:
     kept, living = [torch.zeros(12345)], LiveTensors()
     assert 4 * 12345 in living.storages("cpu").values()
     kept.append(torch.zeros(23456))
@@ -44,7 +44,7 @@ def test_all_living_tensors_are_found_and_seldom_looked_for() -> None:
     assert len(kept) == 2
 
 
-def test_scans_leave_the_tuples_of_other_threads_alone() -> None:
+def test_scans_do_not_touch_tuples_of_other_threads() -> None:
     errors: list[BaseException] = []
     stop = threading.Event()
 
@@ -74,14 +74,14 @@ def test_scans_leave_the_tuples_of_other_threads_alone() -> None:
     assert errors == []
 
 
-def test_a_cpu_rank_could_have_what_it_has_and_what_is_free() -> None:
+def test_cpu_capacity_is_used_plus_free_memory() -> None:
     limit, taken = capacity(torch.device("cpu"), 1000)
     assert taken == 1000
     assert limit is not None
     assert limit > 1000
 
 
-def test_bars_of_tqdm_are_seen_open_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tqdm_bars_are_tracked_open_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     tqdm = pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
     kind = sys.modules["tqdm.std"].tqdm
     close = kind.close

@@ -28,7 +28,7 @@ WAYS: dict[str, Callable[[torch.Tensor], bytes]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_element_of_any_stride_is_moved_as_bytes(way: str) -> None:
+def test_single_element_of_any_stride_is_sent_as_bytes(way: str) -> None:
     tensor = torch.arange(16, dtype=torch.int16)[8::8]
     assert tensor.stride() == (8,)
     assert WAYS[way](tensor) == bytes([8, 0])

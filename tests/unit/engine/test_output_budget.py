@@ -24,7 +24,7 @@ class _Stream(io.StringIO):
         self.sent = self.getvalue()
 
 
-def test_a_flush_during_a_write_does_not_hold_the_text_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_during_a_write_does_not_delay_text(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = _Stream()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", _Stream())

@@ -17,7 +17,7 @@ from axon_nb.records.protocol.cells import AbortLocation, FailureRequest
 from tests.support.records.rank_session import session_of_rank
 
 
-def test_an_abort_reaches_one_session() -> None:
+def test_abort_reaches_one_session_only() -> None:
     first, second = session_of_rank(0), session_of_rank(1)
     first.groups.abort.set()
     with pytest.raises(AbortedError):
@@ -25,14 +25,14 @@ def test_an_abort_reaches_one_session() -> None:
     second.groups.abort.raise_if_set("all_reduce")
 
 
-def test_a_call_is_pending_in_one_session() -> None:
+def test_pending_call_is_in_one_session_only() -> None:
     first, second = session_of_rank(0), session_of_rank(1)
     call = first.groups.calls.start("allreduce", "0", 1, -1, 4)
     assert first.groups.calls.pending() == [call]
     assert second.groups.calls.pending() == []
 
 
-def test_steps_are_counted_by_each_session_from_its_start() -> None:
+def test_steps_are_counted_per_session() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     optimizers = [torch.optim.SGD([weight], lr=0.1), torch.optim.Adam([weight])]
@@ -51,7 +51,7 @@ def test_steps_are_counted_by_each_session_from_its_start() -> None:
     assert (first.steps.steps, second.steps.steps) == (8, 2)
 
 
-def test_a_failure_is_saved_by_one_session() -> None:
+def test_failure_is_saved_by_one_session_only() -> None:
     first, second = PostMortem(Pager()), PostMortem(Pager())
     first.save(ValueError("odd"), "odd")
     assert first.report(FailureRequest()).failure == "ValueError: odd"
@@ -59,7 +59,7 @@ def test_a_failure_is_saved_by_one_session() -> None:
     assert second.start() == ""
 
 
-def test_an_error_that_a_cell_swallowed_fails_the_cell_of_one_session(capsys: pytest.CaptureFixture[str]) -> None:
+def test_swallowed_error_fails_the_cell_of_one_session_only(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = NestedErrors(), NestedErrors()
     replies: list[dict[str, Any]] = [{"status": "ok"}, {"status": "ok"}]
     try:

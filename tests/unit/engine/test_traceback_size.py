@@ -32,7 +32,7 @@ def caught(n: int) -> ValueError:
     raise AssertionError
 
 
-def test_the_ends_of_a_long_traceback_are_kept() -> None:
+def test_ends_of_a_long_traceback_are_kept() -> None:
     trace = caught(500).__traceback__
     assert trace is not None
     short, left_out = shorten_traceback(trace)
@@ -45,13 +45,13 @@ def test_the_ends_of_a_long_traceback_are_kept() -> None:
     assert last.tb_lineno == down.__code__.co_firstlineno + 2
 
 
-def test_a_short_one_is_itself() -> None:
+def test_short_traceback_is_unchanged() -> None:
     trace = caught(5).__traceback__
     assert trace is not None
     assert shorten_traceback(trace) == (trace, 0)
 
 
-def test_what_is_rendered_says_how_much_is_not_and_the_exception_stays_whole() -> None:
+def test_truncated_rendering_states_the_omission_and_keeps_the_exception() -> None:
     render = Tracebacks().bound(AutoFormattedTB(mode="Context", theme_name="nocolor").structured_traceback)
     outer = RuntimeError("the effect")
     outer.__cause__ = cause = caught(500)

@@ -90,7 +90,7 @@ def test_cells_of_auto_mode_are_cells_on_ranks(tmp_path: Path) -> None:
     assert "here = 2" not in text
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = notebook(tmp_path / "n.ipynb", (None, "%%distributed\nprint(1)"))
     assert cli.main(["export", str(source), str(tmp_path / "t.py"), "--live-only"]) == 0
     assert "Wrote" in capsys.readouterr().out

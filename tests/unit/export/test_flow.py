@@ -13,7 +13,7 @@ def live(*cells: str, wanted: dict[int, list[str]] | None = None) -> list[bool]:
     return live_cells([ast.parse(cell) for cell in cells], wanted or {}, predefined=PREDEFINED)
 
 
-def test_names_that_are_bound_used_and_changed() -> None:
+def test_bound_used_and_changed_names() -> None:
     found = effects(ast.parse("import a.b\nfor i in x: y[i] += z.f(w, print(v))\nq = [k for k in m]").body)
     assert found.binds == {"a", "i", "q"}
     assert found.uses == {"x", "y", "z", "w", "v", "m"}
@@ -42,7 +42,7 @@ def test_cells_that_nothing_depends_on_are_dead() -> None:
     ) == [False, True, False, True, True]
 
 
-def test_an_abandoned_experiment_is_dead() -> None:
+def test_abandoned_experiment_is_dead() -> None:
     train = "for x in data:\n    model(x).backward()\n    optimizer.step()"
     make = "model = make({})\noptimizer = SGD(model.parameters())"
     assert live(make.format(1), train, make.format(2), train, "score = test(model)") == [False, False, True, True, True]
@@ -59,11 +59,11 @@ def test_written_or_fetched_values_are_live() -> None:
     assert live(*cells, wanted={2: ["b"]}) == [True, True, True, False, True]
 
 
-def test_a_change_through_another_name_counts() -> None:
+def test_change_through_an_alias_counts() -> None:
     assert live("x = make()", "y = [x]", "y[0].append(1)", "print(x)") == [True, True, True, True]
 
 
-def test_defining_statements_are_found_one_by_one() -> None:
+def test_defining_statements_are_selected_individually() -> None:
     statements = ast.parse(
         "import numpy as np\nnoise = 3\nraw = np.arange(8)\nraw[0] = 5\nprint(noise)\n"
         "train, test = raw[:4], raw[4:]\nraw = None"

@@ -48,18 +48,18 @@ def script(*cells: ExecutedCell, facts: SessionFacts = ON_CPUS) -> str:
         ("self.init_process_group()\n", "self.init_process_group()\n"),
     ],
 )
-def test_the_group_of_the_script_is_kept(cell: str, kept: str) -> None:
+def test_script_group_is_kept(cell: str, kept: str) -> None:
     assert guard_group_calls(cell) == kept
 
 
-def test_a_failed_cell_is_truncated_where_it_failed() -> None:
+def test_failed_cell_is_truncated_at_the_failure() -> None:
     code = "dist.init_process_group()\na = {}\nb = a[rank]\n"
     failed = ExecutedCell(1, "distributed", code, "failed", 3, "KeyError")
     text = script(failed, ExecutedCell(2, "distributed", "print(a)\n"))
     assert "    dist.init_process_group()\na = {}\n# Failed here in the notebook at line 3" in text
 
 
-def test_a_cell_may_take_the_name_of_torch_distributed() -> None:
+def test_cell_may_shadow_torch_distributed() -> None:
     text = script(ExecutedCell(1, "distributed", "dist = torch.ones(2)\nprint(dist)\n"))
     assert text.endswith("\ntorch.distributed.destroy_process_group()\n")
 
@@ -75,7 +75,7 @@ def test_accelerate_trains_together_on_cpus() -> None:
     assert setting not in script(training, facts=ON_GPUS)
 
 
-def test_deepspeed_builds_as_little_as_on_ranks() -> None:
+def test_deepspeed_skips_op_builds_as_on_ranks() -> None:
     training = ExecutedCell(1, "distributed", "import deepspeed\nprint(deepspeed)\n")
     head = script(training).partition("dist.init_process_group")[0]
     assert '    import_module("deepspeed.comm.torch").build_shm_op = lambda: None\n' in head

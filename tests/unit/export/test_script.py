@@ -55,14 +55,14 @@ def test_set_up_and_teardown() -> None:
     assert text.endswith("\ndist.destroy_process_group()\n")
 
 
-def test_on_gpus_each_rank_takes_its_own() -> None:
+def test_script_assigns_one_gpu_per_rank() -> None:
     text = script(cell("x = torch.ones(1, device=device)\n"), facts=SessionFacts(2, "nccl", 1, on_gpus=True))
     assert 'device = torch.device("cuda", local_rank % torch.cuda.device_count())' in text
     assert 'dist.init_process_group("nccl", device_id=device)' in text
     assert "sleep" not in text
 
 
-def test_on_gloo_the_script_lets_its_threads_finish() -> None:
+def test_script_on_gloo_joins_its_threads() -> None:
     text = script(cell("x = torch.ones(1)\n"))
     wait = text.index("    time.sleep(0.5)")
     assert text.index('if dist.get_backend() == "gloo":') < wait < text.index("dist.destroy")
@@ -92,7 +92,7 @@ def test_cells_of_some_ranks_are_inside_an_if() -> None:
     assert text.index("import json") < text.index("rank = int")
 
 
-def test_imports_move_to_the_top_once() -> None:
+def test_imports_are_hoisted_once() -> None:
     text = script(
         cell("from torch import nn\nimport math, os\nmodel = nn.Linear(1, 1)\n"),
         cell("from torch import nn\nimport json\nprint(nn, math.pi)\n", number=2),
@@ -103,7 +103,7 @@ def test_imports_move_to_the_top_once() -> None:
     assert "\nos.environ['X'] = '1'\nimport random\n" in text
 
 
-def test_values_at_a_cells_end_are_printed() -> None:
+def test_last_values_of_cells_are_printed() -> None:
     text = script(cell("x = 1\nx + 1\n"), cell("x.append(2)\n", number=2), cell("len([x])\n", number=3))
     assert "show(x + 1)\n" in text
     assert "\nx.append(2)\n" in text
@@ -146,7 +146,7 @@ def test_scattered_values_are_split_over_ranks() -> None:
     assert "if rank in (1, 3,):\n    y = share(y, [1, 3].index(rank), 2, dim=1)\n" in text
 
 
-def test_a_value_pushed_again_before_its_use_is_set_once() -> None:
+def test_value_pushed_again_before_use_is_set_once() -> None:
     history = [PushedValues(("rows",)), PushedValues(("rows",), scatter_dim=0), cell("print(rows)\nrows\n")]
     made = make_script(history, FACTS, title="t", file_name="t.py", values=["rows"])
     assert (made.file_names, made.paths) == (("rows",), ())
@@ -157,7 +157,7 @@ def test_a_value_pushed_again_before_its_use_is_set_once() -> None:
     assert make_script(on_one, FACTS, title="t", file_name="t.py", values=["rows"]).paths == ("rows",)
 
 
-def test_the_script_does_not_reuse_names_of_the_cells() -> None:
+def test_script_does_not_reuse_names_of_the_cells() -> None:
     text = script(
         PushedValues(("x", "__y"), scatter_dim=0, literals={"x": "[1, 2, 3]"}),
         PushedValues(("lr",), literals={"lr": "1"}),
@@ -195,7 +195,7 @@ def test_magics_of_plain_cells_that_concern_ranks() -> None:
     assert "random.seed(5 + rank)\nnp.random.seed((5 + rank) % 2**32)\ntorch.manual_seed(5 + rank)\n" in text
 
 
-def test_quiet_and_repeated_cells_stay_so() -> None:
+def test_quiet_and_repeated_cells_keep_their_options() -> None:
     text = script(
         cell("x = [1]\nx\n", "distributed --quiet --out kept"),
         cell("import math\nx.append(math.pi)\nx\n", "rank 1 --repeat 3", number=2),
@@ -239,7 +239,7 @@ def test_redefined_functions_and_ugly_style_pass_ruff() -> None:
     )
 
 
-def test_nothing_to_export_is_an_error() -> None:
+def test_empty_export_raises() -> None:
     with pytest.raises(UsageError, match=r"no %%distributed cell has run"):
         script(cell("x = 1\n", ""))
 

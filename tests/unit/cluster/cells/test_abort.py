@@ -56,7 +56,7 @@ def runs_nothing(rank: int) -> WaitsReply:
     return WaitsReply(RankWaits(rank, False, None, "", (), {"0": 0}), 0)
 
 
-def test_a_rank_that_has_not_begun_the_cell_is_not_taken_for_one_that_has_ended_it() -> None:
+def test_rank_that_has_not_started_is_not_taken_as_finished() -> None:
     ranks: Any = Ranks()
     ranks.answers = {0: waits(0), 1: waits(1), 2: runs_nothing(2)}
     watch, now = DeadlockWatch(ranks, [0, 1, 2], [0, 1, 2]), time.monotonic()
@@ -65,7 +65,7 @@ def test_a_rank_that_has_not_begun_the_cell_is_not_taken_for_one_that_has_ended_
     assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in reported
 
 
-def test_a_rank_outside_of_the_cell_that_dies_is_not_waited_for() -> None:
+def test_dead_rank_outside_the_cell_is_not_waited_for() -> None:
     ranks: Any = Ranks()
     ranks.answers = {0: waits(0), 1: waits(1), 2: runs_nothing(2), 3: runs_nothing(3)}
     ranks.silent = {3}
@@ -77,7 +77,7 @@ def test_a_rank_outside_of_the_cell_that_dies_is_not_waited_for() -> None:
     assert "ranks 0-1 wait in barrier at line 2 for rank 2, which has finished the cell." in reported
 
 
-def test_a_stopped_rank_is_named_with_its_last_call_and_no_deadlock_is_proven_without_it() -> None:
+def test_suspended_rank_is_named_and_blocks_deadlock_proofs() -> None:
     ranks: Any = Ranks()
     peer = PeerCall(2, "all_reduce", 4, is_waiting=True, is_stopped=True)
     blocked = dataclasses.replace(BARRIER, seconds=5.0)
@@ -100,7 +100,7 @@ def test_a_stopped_rank_is_named_with_its_last_call_and_no_deadlock_is_proven_wi
     assert controller.stuck(2).evalue == "is still busy and does not react to interrupts"
 
 
-def test_what_ranks_have_not_carried_out_yet_is_waited_for() -> None:
+def test_pending_aborts_are_waited_for() -> None:
     ranks: Any = Ranks()
     controller, now = AbortController(ranks, [0, 1]), 100.0
     controller.step(now, [0, 1], failed_at=None, died=False, interrupted=False, timed_out=True)
@@ -113,7 +113,7 @@ def test_what_ranks_have_not_carried_out_yet_is_waited_for() -> None:
     assert controller.acknowledged(now + 0.1, set())
 
 
-def test_the_output_of_an_aborted_cell_is_waited_for_once_its_ranks_have_replied() -> None:
+def test_output_of_an_aborted_cell_is_awaited_after_replies() -> None:
     ranks: Any = Ranks()
     controller = AbortController(ranks, [0])
     run = CellRun(ranks, [0], CellOutput([0], RecordingSink()), controller)

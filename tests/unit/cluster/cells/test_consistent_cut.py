@@ -20,7 +20,7 @@ def optimizer(steps: int, **other: Any) -> OptimizerReport:
     return OptimizerReport(**{**reported, "steps": steps, **other})
 
 
-def test_ranks_a_step_apart_are_told_with_the_way_back() -> None:
+def test_ranks_a_step_apart_are_reported_with_fix() -> None:
     reports = {rank: [optimizer(12 if rank < 2 else 11)] for rank in range(4)}
     assert describe_diverged_steps(reports) == [
         (
@@ -30,7 +30,7 @@ def test_ranks_a_step_apart_are_told_with_the_way_back() -> None:
     ]
 
 
-def test_a_single_rank_and_a_split_model_read_well() -> None:
+def test_single_rank_and_split_model_are_worded_correctly() -> None:
     reports = {
         rank: [optimizer(7 if rank == 3 else 6, name="", not_replicated="is sharded over ranks")] for rank in range(4)
     }
@@ -53,11 +53,11 @@ def test_a_single_rank_and_a_split_model_read_well() -> None:
         {"steps": 11, "number": 1},
     ],
 )
-def test_ranks_that_may_differ_are_not(other: dict[str, Any]) -> None:
+def test_legitimately_differing_ranks_are_not_reported(other: dict[str, Any]) -> None:
     assert describe_diverged_steps({0: [optimizer(12)], 1: [optimizer(**other)]}) == []
 
 
-def test_a_first_step_is_compared_with_the_variable_of_that_name() -> None:
+def test_first_step_is_compared_with_the_variable_of_that_name() -> None:
     first, none = optimizer(1, before=0), optimizer(0, before=0, number=-1)
     (line,) = describe_diverged_steps({0: [none, optimizer(0, before=0, number=-1, name="other")], 1: [first]})
     assert line.startswith("Rank 1 is at step 1 of `adam`, rank 0 at 0")
@@ -65,7 +65,7 @@ def test_a_first_step_is_compared_with_the_variable_of_that_name() -> None:
     assert describe_diverged_steps({0: [none], 1: [none]}) == []
 
 
-def test_a_rank_that_trains_alone_is_not_told() -> None:
+def test_rank_training_alone_is_ignored() -> None:
     assert describe_diverged_steps({0: [optimizer(12)], 1: []}) == []
 
 
@@ -77,20 +77,20 @@ def test_a_rank_that_trains_alone_is_not_told() -> None:
         ({"0": 3, "": 3}, {"0": 3, "": 3}, None),
     ],
 )
-def test_the_cut_is_in_a_group_that_moves_on_all_ranks(
+def test_cut_is_in_a_group_that_moves_on_all_ranks(
     first: dict[str, int], last: dict[str, int], group: str | None
 ) -> None:
     assert progressing_group({0: first, 1: first}, {0: last, 1: last}) == group
 
 
-def test_the_cut_is_in_all_groups_together_where_no_group_has_all_ranks() -> None:
+def test_cut_spans_all_groups_if_none_has_all_ranks() -> None:
     first = {0: {"0": 1, "a": 3, "": 4}, 1: {"0": 1, "b": 3, "": 4}}
     last = {0: {"0": 1, "a": 7, "": 8}, 1: {"0": 1, "b": 7, "": 8}}
     assert progressing_group(first, last) == ""
     assert progressing_group(first, {**last, 1: first[1]}) is None
 
 
-def test_the_cut_may_be_in_a_group_that_was_made_meanwhile() -> None:
+def test_cut_may_be_in_a_group_created_meanwhile() -> None:
     first, last = {"0": 3, "": 3}, {"0": 3, "new": 1, "": 4}
     assert progressing_group({0: first, 1: first}, {0: last, 1: last}) == "new"
     assert cut_sequence_number("new", {0: first, 1: first}, {0: last, 1: last}, seconds=0.015) == 1 + 2
@@ -102,7 +102,7 @@ def has(kind: str = "module", **other: Any) -> SyncRecord:
     return SyncRecord(kind, **{"digest": "d", "bytes": 8, **other})
 
 
-def test_sync_copies_what_all_ranks_have_whole() -> None:
+def test_sync_copies_unsharded_variables_of_all_ranks() -> None:
     reported = {
         0: {
             "ddp": has(),
@@ -117,7 +117,7 @@ def test_sync_copies_what_all_ranks_have_whole() -> None:
     assert skipped == {"sharded": "is sharded over ranks", "mine": "does not exist on rank 1"}
 
 
-def test_sync_copies_a_part_that_is_no_part_on_another_rank() -> None:
+def test_sync_copies_submodule_that_is_whole_elsewhere() -> None:
     reported = {0: {"ddp": has(), "net": has(contained_in="ddp")}, 1: {"ddp": has(), "net": has()}}
     assert plan_sync(reported, 0, ())[0] == ["ddp", "net"]
 
@@ -130,7 +130,7 @@ def test_sync_copies_a_part_that_is_no_part_on_another_rank() -> None:
         ("odd", r"`odd` has different types or shapes on rank 1"),
     ],
 )
-def test_sync_refuses_what_was_named_and_cannot_be_copied(name: str, says: str) -> None:
+def test_sync_rejects_named_uncopyable_variables(name: str, says: str) -> None:
     reported = {
         rank: {"sharded": has(obstacle="is sharded over ranks"), "odd": has(digest=str(rank))} for rank in range(2)
     }

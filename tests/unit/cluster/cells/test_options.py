@@ -5,17 +5,17 @@ from __future__ import annotations
 from axon_nb.cluster.cells.options import RankProgress
 
 
-def test_output_that_is_late_is_waited_for() -> None:
+def test_late_output_is_waited_for() -> None:
     assert not RankProgress().is_done(1000.0)
     assert not RankProgress(replied_at=1000.0).is_done(1004.0)
     assert RankProgress(replied_at=1000.0, idle=True).is_done(1004.0)
 
 
-def test_nothing_is_waited_for_without_end() -> None:
+def test_every_wait_is_bounded() -> None:
     assert RankProgress(replied_at=1000.0).is_done(1006.0)
 
 
-def test_who_is_gone_after_its_reply_sends_little_more() -> None:
+def test_rank_lost_after_its_reply_is_waited_for_briefly() -> None:
     progress = RankProgress(replied_at=1000.0, gone_at=1003.0)
     assert not progress.is_done(1003.1)
     assert progress.is_done(1004.0)

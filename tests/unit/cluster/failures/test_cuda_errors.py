@@ -20,7 +20,7 @@ def _raised(rank: int, text: str) -> RankError:
 @pytest.mark.parametrize(
     "text", [ASSERT, "CUDA error: an illegal memory access was encountered", "CUDA error: unspecified launch failure"]
 )
-def test_a_lost_context_is_told_with_the_ranks_to_repair(text: str) -> None:
+def test_lost_cuda_context_is_reported_with_ranks_to_repair(text: str) -> None:
     errors = {2: _raised(2, text), 0: RankError(0, "aborted", "AbortedError", "waited in barrier")}
     assert lost_contexts(errors) == [2]
     error = cell_error(errors, first=[2, 0], hint=context_hint(errors))
@@ -39,7 +39,7 @@ def test_a_lost_context_is_told_with_the_ranks_to_repair(text: str) -> None:
         RankError(0, "died", "", "was killed by SIGKILL"),
     ],
 )
-def test_other_errors_are_not(error: RankError) -> None:
+def test_other_errors_are_not_lost_contexts(error: RankError) -> None:
     assert lost_contexts({0: error}) == []
     assert context_hint({0: error}) == ""
 
@@ -59,7 +59,7 @@ NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:90, u
         (NCCL + "socketStartConnect: Connect to 10.0.0.2<38117> failed", "`NCCL_DEBUG=WARN`"),
     ],
 )
-def test_errors_of_nccl_come_with_what_to_do(text: str, hint: str) -> None:
+def test_nccl_errors_have_a_fix(text: str, hint: str) -> None:
     found = hint_for([RankError(0, "raised", "DistBackendError", text, ("line 1",))])
     assert hint in found
     assert found.count("NCCL_DEBUG") == ("NCCL_DEBUG" in hint)

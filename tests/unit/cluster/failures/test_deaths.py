@@ -56,7 +56,7 @@ def crash(frames: str, *, what: str = "Aborted", head: str = "Current thread", n
         ),
     ],
 )
-def test_a_death_reads(event: dict[str, Any], text: str) -> None:
+def test_death_is_worded(event: dict[str, Any], text: str) -> None:
     assert describe_death(Exit(rank=0, pid=1, time_ns=0, **event)) == text
 
 
@@ -75,11 +75,11 @@ def test_a_death_reads(event: dict[str, Any], text: str) -> None:
         ("", ""),
     ],
 )
-def test_the_line_of_a_crash(report: str, place: str) -> None:
+def test_crash_line(report: str, place: str) -> None:
     assert crash_location(report) == place
 
 
-def test_a_report_among_the_words_is_not_the_last_line() -> None:
+def test_crash_report_is_not_the_last_output_line() -> None:
     assert last_line("before\n" + crash(CELL)) == "before"
     assert last_line(crash(CELL)) == ""
     assert len(last_line("x" * 10_000)) == 300

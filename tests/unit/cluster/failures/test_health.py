@@ -40,7 +40,7 @@ def refused(health: Health, ranks: list[int]) -> str:
     return str(refused.value)
 
 
-def test_stuck_ranks_are_named_with_the_command_that_replaces_them() -> None:
+def test_stuck_ranks_are_reported_with_the_repair_command() -> None:
     health, cell = Health("default", list), Cell()
     health.track_stuck(cell)
     assert "Ranks 1-2 are still stuck in an earlier cell" in refused(health, [0, 1, 2])
@@ -50,7 +50,7 @@ def test_stuck_ranks_are_named_with_the_command_that_replaces_them() -> None:
 
 
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
-def test_a_late_reply_counts_whenever_it_comes(moment: str) -> None:
+def test_late_reply_clears_the_stuck_rank(moment: str) -> None:
     """Ranks are recorded when the groups are rebuilt and again when the cell ends; replies come from another thread."""
     health, cell = Health("default", list), Cell()
     for step in ("before", "between", "after"):

@@ -16,7 +16,7 @@ def raised(text: str, name: str = "ModuleNotFoundError") -> RankError:
 
 
 @pytest.mark.parametrize("module", ["accelerate", "deepspeed", "transformers"])
-def test_a_missing_framework_names_its_extra(module: str) -> None:
+def test_missing_framework_names_its_extra(module: str) -> None:
     errors = {0: raised(f"No module named '{module}'"), 1: RankError(1, "aborted", "", "waited in barrier")}
     hint = hint_for(errors.values())
     assert hint == (
@@ -26,7 +26,7 @@ def test_a_missing_framework_names_its_extra(module: str) -> None:
     assert hint in "\n".join(cell_error(errors, first=[0], hint=hint)._render_traceback_())
 
 
-def test_the_named_extras_exist() -> None:
+def test_named_extras_exist() -> None:
     extras = metadata("axon_nb").get_all("Provides-Extra")
     assert {"frameworks", "gpu"} <= set(extras or [])
     assert "axon_nb[gpu]" in missing_package("cupy")
@@ -54,5 +54,5 @@ def test_unknown_packages_get_no_hint(error: RankError) -> None:
         "Ninja is required to load C++ extensions (pip install ninja to get it)",
     ],
 )
-def test_a_missing_compiler_is_reported(text: str) -> None:
+def test_missing_compiler_is_reported(text: str) -> None:
     assert hint_for([raised(text, "RuntimeError")]).startswith("This cell compiles C++: install a compiler")

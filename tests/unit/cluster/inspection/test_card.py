@@ -15,7 +15,7 @@ RANKS = (
 INFO = ClusterInfo("default", "gloo", "node-1", 2, True, "axon", RANKS)
 
 
-def test_words() -> None:
+def test_card_as_text() -> None:
     assert cluster_card(INFO)["text/plain"].splitlines() == [
         "default: running, 2 ranks, gloo, on node-1, engines: axon",
         "rank  host     pid  device  backend  state                      memory",
@@ -24,7 +24,7 @@ def test_words() -> None:
     ]
 
 
-def test_device_memory_is_a_column_where_there_is_any() -> None:
+def test_device_memory_column_appears_only_with_devices() -> None:
     on_gpu = dataclasses.replace(RANKS[0], device="cuda:0", device_bytes=3 * 2**30)
     card = cluster_card(dataclasses.replace(INFO, ranks=(on_gpu, RANKS[1])))
     assert "on device" in card["text/plain"]
@@ -44,7 +44,7 @@ def test_many_ranks_are_folded() -> None:
     assert "<details><summary>" in cluster_card(dataclasses.replace(INFO, ranks=many, num_ranks=64))["text/html"]
 
 
-def test_cluster_that_is_gone() -> None:
+def test_card_of_a_lost_cluster() -> None:
     card = cluster_card(dataclasses.replace(INFO, running=False, ranks=()))
     assert card["text/plain"].startswith("default: not running, 2 ranks")
     assert "not running" in card["text/html"]

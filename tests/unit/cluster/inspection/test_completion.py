@@ -39,10 +39,10 @@ def snapshot() -> NameSnapshot:
         ("whil", "whil", ["while"]),
     ],
 )
-def test_what_may_stand_there(snapshot: NameSnapshot, before: str, fragment: str, found: list[str]) -> None:
+def test_snapshot_completions(snapshot: NameSnapshot, before: str, fragment: str, found: list[str]) -> None:
     assert snapshot.complete(before) == (fragment, found)
 
 
-def test_nothing_is_known_at_first() -> None:
+def test_no_completions_before_the_first_snapshot() -> None:
     assert not NameSnapshot()
     assert NameSnapshot().complete("zzz") == ("zzz", [])

@@ -20,7 +20,7 @@ def known(num_ranks: int) -> CollectiveMatcher:
 
 
 @given(st.permutations(range(12)), st.lists(st.integers(0, 1000), min_size=12, max_size=12))
-def test_each_waits_for_the_last(order: list[int], starts: list[int]) -> None:
+def test_ranks_wait_for_the_last_arrival(order: list[int], starts: list[int]) -> None:
     meetings, found = known(4), []
     calls = [call(i % 4, starts[i] + 10_000 * (i // 4), 10_000 * (i // 4) + 2000, 1 + i // 4) for i in range(12)]
     for number in order:
@@ -35,7 +35,7 @@ def test_each_waits_for_the_last(order: list[int], starts: list[int]) -> None:
         )
 
 
-def test_the_source_of_a_broadcast_waits_no_longer_than_its_call() -> None:
+def test_broadcast_source_waits_only_during_its_call() -> None:
     meetings = known(2)
     assert meetings.add(0, call(0, 0, 10, name="broadcast")) == []
     assert meetings.add(1, call(1, 500, 520, name="broadcast")) == [CollectiveWait(0, 10, 1), CollectiveWait(1, 0, 1)]
@@ -49,7 +49,7 @@ def test_unmatched_calls_are_ignored() -> None:
     assert meetings.add(3, call(0, 0, 9)._replace(group="unknown")) == []
 
 
-def test_a_rebuilt_group_restarts_its_numbering() -> None:
+def test_rebuilt_group_restarts_its_numbering() -> None:
     meetings = known(2)
     meetings.add(0, call(0, 0, 9))  # rank 1 never came: the cell was ended
     meetings.add(1, call(0, 100, 130))

@@ -63,7 +63,7 @@ def asked_of(model: GPT, calls: CallRecorder, asked: list[Any]) -> Any:
     return ask
 
 
-def test_states_come_by_formula_and_errors_are_sentences(calls: CallRecorder, model: GPT) -> None:
+def test_formula_states_and_error_sentences(calls: CallRecorder, model: GPT) -> None:
     asked: list[Any] = []
     shown, busy = Shown(), threading.Event()
     what_if = WhatIf(asked_of(model, calls, asked), shown, busy.is_set)
@@ -105,7 +105,7 @@ def test_states_come_by_formula_and_errors_are_sentences(calls: CallRecorder, mo
 
 
 @pytest.mark.slow
-def test_the_newest_question_wins(calls: CallRecorder, model: GPT) -> None:
+def test_newest_question_wins(calls: CallRecorder, model: GPT) -> None:
     shown = Shown()
     what_if = WhatIf(asked_of(model, calls, []), shown, lambda: False)
     model_key(model, calls)
@@ -126,7 +126,7 @@ def test_the_newest_question_wins(calls: CallRecorder, model: GPT) -> None:
     what_if.close()
 
 
-def test_a_rank_that_fails_is_a_sentence_too() -> None:
+def test_failing_rank_is_reported_in_one_sentence() -> None:
     def ask(setup: Mapping[str, Any] | None, known: str) -> PlanReply:
         raise ValueError("first line\nsecond line")
 

@@ -13,12 +13,12 @@ MESH = MeshInfo("mesh", ("dp", "<tp>"), (2, 2), (0, 1, 2, 3))
 INFO = ClusterInfo("default", "gloo", "h", 4, True, "axon", RANKS, MESH)
 
 
-def test_words_have_a_line_for_each_row() -> None:
+def test_text_has_one_line_per_row() -> None:
     lines = cluster_card(INFO)["text/plain"].splitlines()
     assert lines[-3:] == ["mesh: dp 2 × <tp> 2", "  dp 0: 0 1", "  dp 1: 2 3"]
 
 
-def test_html_has_axes_ranks_and_what_they_do() -> None:
+def test_html_has_axes_ranks_and_activities() -> None:
     html = cluster_card(INFO)["text/html"]
     assert "mesh: dp 2 × &lt;tp&gt; 2" in html
     assert '<th scope="col" style="' in html
@@ -27,14 +27,14 @@ def test_html_has_axes_ranks_and_what_they_do() -> None:
     assert "line-through" not in html
 
 
-def test_a_rank_that_is_gone_is_struck_out() -> None:
+def test_lost_rank_is_struck_out() -> None:
     dead = dataclasses.replace(RANKS[2], state="was killed by SIGKILL", rss_bytes=0)
     html = cluster_card(dataclasses.replace(INFO, ranks=(*RANKS[:2], dead, RANKS[3])))["text/html"]
     assert html.count("line-through") == 1
     assert 'title="rank 2: gone"' in html
 
 
-def test_large_meshes_are_told_in_words_alone() -> None:
+def test_large_meshes_are_shown_as_text_only() -> None:
     large = MeshInfo("mesh", ("dp", "tp"), (512, 8), tuple(range(4096)))
     card = cluster_card(dataclasses.replace(INFO, mesh=large))
     assert "dp 512 × tp 8" in card["text/html"]

@@ -17,7 +17,7 @@ def span(rank: int, start: int, end: int, kind: str = "forward", **more: object)
     return Span(rank, kind, name, start, end)._replace(**more)
 
 
-def test_the_oldest_are_dropped_and_counted() -> None:
+def test_oldest_spans_are_dropped_and_counted() -> None:
     store = SpanStore(limit=100)
     for start in range(0, 1000, 50):
         store.add([span(0, start + i, start + i + 1) for i in range(50)])
@@ -31,20 +31,20 @@ def test_the_oldest_are_dropped_and_counted() -> None:
     assert store.table(0, 10).first == store.first  # they are gone
 
 
-def test_a_batch_larger_than_the_store_keeps_its_newest() -> None:
+def test_oversized_batch_keeps_its_newest_spans() -> None:
     store = SpanStore(limit=50)
     store.add([span(0, i, i + 1) for i in range(1000)], lost=3)
     assert store.table().columns["start"].tolist()[-50:] == list(range(950, 1000))
     assert store.lost == 3
 
 
-def test_spans_of_another_clock_are_moved() -> None:
+def test_spans_are_aligned_to_the_notebook_clock() -> None:
     store = SpanStore()
     store.add([span(1, 5, 9)], offset_ns=100)
     assert [(own.start_ns, own.end_ns) for own in store.table().spans()] == [(105, 109)]
 
 
-def test_how_late_a_rank_was_becomes_known_when_all_have_told() -> None:
+def test_lateness_is_known_once_all_ranks_reported() -> None:
     store = SpanStore()
     store.set_groups({"0": [0, 1]})
     calls = [span(rank, 10 * rank, 50, "collective", group="0", sequence=1, bytes=8) for rank in (0, 1)]
@@ -59,7 +59,7 @@ def test_how_late_a_rank_was_becomes_known_when_all_have_told() -> None:
     assert frame["stage"].isna().all()
 
 
-def test_a_message_of_a_pipeline_is_waited_for_in_its_spans_and_under_way_in_its_groups() -> None:
+def test_pipeline_message_wait_and_transfer_times_are_matched() -> None:
     store = SpanStore()
     message = span(0, 20, 30, "p2p", name="recv", group="1", bytes=8)
     waited = span(0, 25, 30, "p2p", name="RECV_F", group="1", bytes=8, stage=1, microbatch=2)
@@ -70,7 +70,7 @@ def test_a_message_of_a_pipeline_is_waited_for_in_its_spans_and_under_way_in_its
     ]
 
 
-def test_the_last_cell_is_that_of_all_its_ranks() -> None:
+def test_last_cell_covers_all_its_ranks() -> None:
     store = SpanStore()
     store.add([span(0, 0, 5, "cell", name="In [3]"), span(0, 100, 150, "cell", name="In [4]")])
     store.add([span(1, 90, 155, "cell", name="In [4]"), span(1, 2, 6, "cell", name="In [3]")])
@@ -80,7 +80,7 @@ def test_the_last_cell_is_that_of_all_its_ranks() -> None:
         cell_window(store.table(), 7)
 
 
-def test_many_threads_may_add_and_read() -> None:
+def test_spans_are_added_and_read_concurrently() -> None:
     store = SpanStore(limit=2000)
 
     def work(rank: int) -> None:
@@ -96,7 +96,7 @@ def test_many_threads_may_add_and_read() -> None:
     assert store.end == 4000
 
 
-def test_what_ends_after_a_moment_begins_with_the_first_that_does() -> None:
+def test_spans_after_a_time_start_with_the_first_to_end_after_it() -> None:
     store = SpanStore(limit=100)
     store.add([span(0, i, i + 1) for i in range(150)])
     found = store.ending_after(140)

@@ -28,7 +28,7 @@ class Page:
         self.displays.clear()
 
 
-def test_it_is_updated_once_a_second_and_leaves_nothing() -> None:
+def test_wait_notice_updates_once_per_second_and_is_cleared() -> None:
     page = Page(in_place=True)
     notice = WaitNotice(page)
     for tenth in range(31):
@@ -41,7 +41,7 @@ def test_it_is_updated_once_a_second_and_leaves_nothing() -> None:
     assert page.updates == 5
 
 
-def test_a_new_wait_is_told_further_down_but_not_for_ever() -> None:
+def test_new_waits_move_the_notice_down_a_bounded_number_of_times() -> None:
     page = Page(in_place=True)
     notice = WaitNotice(page)
     for second in range(40):
@@ -51,7 +51,7 @@ def test_a_new_wait_is_told_further_down_but_not_for_ever() -> None:
     assert set(page.displays.values()) == {""}
 
 
-def test_a_terminal_gets_few_lines() -> None:
+def test_terminal_gets_few_lines() -> None:
     page = Page(in_place=False)
     notice = WaitNotice(page)
     for second in range(301):

@@ -41,7 +41,7 @@ class Ranks:
         return answer(ANSWERS[rank])
 
 
-def test_a_reply_is_the_record_that_the_request_declares() -> None:
+def test_reply_has_the_declared_record_type() -> None:
     reported = answer(NO_MESH)
     assert reported.done()
     assert reported.result() == reported.reply() == MeshReply(None)
@@ -59,21 +59,21 @@ def test_a_reply_is_the_record_that_the_request_declares() -> None:
         (4, ProtocolError, r"^MeshRequest failed on the rank: it sent apply_reply$"),
     ],
 )
-def test_what_is_no_reply_is_an_error_with_the_reason(rank: int, error: type[Exception], says: str) -> None:
+def test_invalid_reply_raises_with_cause(rank: int, error: type[Exception], says: str) -> None:
     reported = answer(ANSWERS[rank])
     with pytest.raises(error, match=says):
         reported.result()
     assert reported.reply() is None
 
 
-def test_no_answer_is_no_reply() -> None:
+def test_missing_reply_is_reported() -> None:
     late = answer(None)
     assert not late.done()
     assert not late.wait(0.0)
     assert late.reply() is None
 
 
-def test_who_refuses_is_told_apart_from_who_fails_or_is_silent() -> None:
+def test_refusal_failure_and_silence_are_distinguished() -> None:
     ranks: Any = Ranks()
     answers = request_all(ranks, [*ANSWERS, 99], MeshRequest(), timeout_s=0.01)
     assert answers == {0: MeshReply(None)}

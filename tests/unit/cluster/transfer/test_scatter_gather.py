@@ -16,7 +16,7 @@ from axon_nb.errors import UsageError
 
 
 @given(length=st.integers(0, 40), count=st.integers(1, 9))
-def test_parts_are_those_of_numpy_and_of_torch(length: int, count: int) -> None:
+def test_split_matches_numpy_and_torch(length: int, count: int) -> None:
     array = np.arange(length)
     parts = split_value(array, count)
     assert [part.tolist() for part in parts] == [part.tolist() for part in np.array_split(array, count)]
@@ -27,7 +27,7 @@ def test_parts_are_those_of_numpy_and_of_torch(length: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_arrays_and_tensors_come_together_along_a_dimension(dim: int) -> None:
+def test_arrays_and_tensors_are_joined_along_a_dimension(dim: int) -> None:
     array = np.arange(35).reshape(5, 7)
     assert np.array_equal(join_values(split_value(array, 3, dim=dim), dim=dim), array)
     tensor = torch.from_numpy(array)
@@ -61,7 +61,7 @@ def test_scalars_become_a_vector() -> None:
     assert join_values([np.array(1.0), np.array(2.0)]).tolist() == [1.0, 2.0]
 
 
-def test_what_cannot_be_split_is_told_with_the_way_out() -> None:
+def test_unsplittable_value_is_reported_with_fix() -> None:
     with pytest.raises(UsageError, match=r"settings has type dict: .* Use `%push` to send all of it"):
         split_value({}, 2, name="settings")
     with pytest.raises(UsageError, match=r"--dim 2: x has 2 dimensions"):
