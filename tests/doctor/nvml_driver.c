@@ -44,9 +44,9 @@ int nvmlDeviceGetUUID(device *one, char *text, unsigned size) {
     snprintf(text, size, one->number < 20 ? "GPU-%d" : "MIG-%d", one->number);
     return SUCCESS;
 }
-int nvmlDeviceGetMemoryInfo_v2(device *one, memory *told) {
-    told->total = one->number < 20 ? 80 * GIB : 40 * GIB;
-    told->used = one->number == 1 ? 70 * GIB : 1 << 20;
+int nvmlDeviceGetMemoryInfo_v2(device *one, memory *out) {
+    out->total = one->number < 20 ? 80 * GIB : 40 * GIB;
+    out->used = one->number == 1 ? 70 * GIB : 1 << 20;
     return SUCCESS;
 }
 int nvmlDeviceGetComputeMode(device *one, int *mode) { *mode = 0; return SUCCESS; }

@@ -1,4 +1,4 @@
-"""GPUs as NVML reports them: NVIDIA's own Python package on our stand-in for the driver's library."""
+"""GPUs as NVML reports them: NVIDIA's own Python package on a fake of the driver's library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks wait, or are busy, when a fault strikes. Sent as a cell after the workload, whose names it uses."""
+"""Where ranks wait, or are busy, when a fault is injected. Sent as a cell after the workload, whose names it uses."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ RECORD_FAULTS = 1000
 SCRATCH = Path("out/fuzz")
 
 _LEGEND = (
-    "4 ranks with DDP, FSDP2, tensor parallel and two pipelines alive throughout; time from the fault (the last press "
-    "of the stop button) to the end of the cell, with groups rebuilt. A step apart: some ranks had ended a step of an "
+    "4 ranks with DDP, FSDP2, tensor parallel and two pipelines alive throughout; time from the fault (the last "
+    "interrupt) to the end of the cell, with groups rebuilt. A step apart: some ranks had ended a step of an "
     "object in which another failed."
 )
 

@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the stand-in for the driver's library."""
+    """The folder of the fake driver library."""
     return build_library(tmp_path_factory.mktemp("driver"))
 
 

@@ -30,26 +30,26 @@ HUGE = [b"head", bytes(40 << 20) + b"end", b"tail"]
 
 @pytest.mark.parametrize("parts", [SMALL, LARGE, HUGE, []], ids=["small", "large", "huge", "none"])
 def test_parts_round_trip(parts: list[bytes]) -> None:
-    with SharedBlock() as parcel:
-        assert parcel.empty
-        parcel.write(parts)
-        assert [bytes(part) for part in read_block(parcel.address)] == parts
+    with SharedBlock() as block:
+        assert block.empty
+        block.write(parts)
+        assert [bytes(part) for part in read_block(block.address)] == parts
     assert [bytes(part) for part in split_parts(join_parts(parts))] == parts
 
 
 def test_each_reader_gets_a_private_copy() -> None:
-    with SharedBlock() as parcel:
-        parcel.write(LARGE)
-        first, second = read_block(parcel.address)[1], parcel.read()[1]
+    with SharedBlock() as block:
+        block.write(LARGE)
+        first, second = read_block(block.address)[1], block.read()[1]
     first[:4] = b"mine"
     assert bytes(first[:4]) == b"mine"
     assert bytes(second) == LARGE[1]
 
 
 def test_large_parts_are_aligned_to_64_bytes() -> None:
-    with SharedBlock() as parcel:
-        parcel.write(LARGE)
-        parts = parcel.read()
+    with SharedBlock() as block:
+        block.write(LARGE)
+        parts = block.read()
     assert isinstance(parts[1].obj, mmap.mmap)
     assert shared_memory._offsets([len(part) for part in LARGE])[0][1] % 64 == 0
 
@@ -59,27 +59,27 @@ def test_block_is_filled_and_sealed_by_another_process() -> None:
         "import ast, sys; from axon_nb.host.shared_memory import write_block\n"
         "write_block(ast.literal_eval(sys.argv[1]), [b'from the child', bytes(2 << 20)])"
     )
-    with SharedBlock() as parcel:
-        subprocess.run([sys.executable, "-c", code, repr(parcel.address)], check=True)
-        assert bytes(parcel.read()[0]) == b"from the child"
+    with SharedBlock() as block:
+        subprocess.run([sys.executable, "-c", code, repr(block.address)], check=True)
+        assert bytes(block.read()[0]) == b"from the child"
         with pytest.raises(PermissionError):
-            parcel.write([b"again"])
+            block.write([b"again"])
 
 
 def test_incomplete_block_cannot_be_read() -> None:
-    with SharedBlock() as parcel, pytest.raises(ValueError, match="incomplete"):
-        parcel.read()
+    with SharedBlock() as block, pytest.raises(ValueError, match="incomplete"):
+        block.read()
 
 
 @pytest.mark.parametrize("file", [0, 1])
 def test_closed_or_replaced_block_is_reported(file: int) -> None:
     opened = len(os.listdir("/proc/self/fd"))
-    with SharedBlock() as parcel:
-        address = list(parcel.address)
+    with SharedBlock() as block:
+        address = list(block.address)
         address[file] = address[file][0], address[file][1] + 1
         with pytest.raises(SharedBlockUnavailableError, match="different file"):
             read_block((address[0], address[1]))
-        gone = parcel.address
+        gone = block.address
     with pytest.raises(SharedBlockUnavailableError):
         write_block(gone, [b"late"])
     assert len(os.listdir("/proc/self/fd")) == opened
@@ -88,10 +88,10 @@ def test_closed_or_replaced_block_is_reported(file: int) -> None:
 def test_other_users_cannot_open_the_block() -> None:
     if os.getuid() != 0:
         pytest.skip("needs root, to become another user")
-    with SharedBlock() as parcel:
-        parcel.write(SMALL)
+    with SharedBlock() as block:
+        block.write(SMALL)
         code = "import os, sys; os.setuid(65534); open(sys.argv[1], 'rb')"
-        for path, _ in parcel.address:
+        for path, _ in block.address:
             run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
             assert "PermissionError" in run.stderr
 
@@ -103,10 +103,10 @@ def test_blocks_have_no_name_in_dev_shm() -> None:
         return {line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line}
 
     before = mapped()
-    with SharedBlock() as parcel:
-        parcel.write(LARGE)
-        parts = parcel.read()
-        assert all(os.readlink(path).startswith("/memfd:") for path, _ in parcel.address)
+    with SharedBlock() as block:
+        block.write(LARGE)
+        parts = block.read()
+        assert all(os.readlink(path).startswith("/memfd:") for path, _ in block.address)
         assert bytes(parts[1]) == LARGE[1]
         assert mapped() <= before
 
@@ -142,11 +142,11 @@ def test_large_data_is_split_over_two_files(cores: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(shared_memory, "usable_cores", lambda: cores)
     content = os.urandom(1 << 20) * 33 + b"the end"
     opened = len(os.listdir("/proc/self/fd"))
-    with SharedBlock() as parcel:
-        parcel.write([b"head", content, b"tail"])
-        sizes = [os.stat(path).st_size for path, _ in parcel.address]
-        parts = parcel.read()
-        same = parcel.read()
+    with SharedBlock() as block:
+        block.write([b"head", content, b"tail"])
+        sizes = [os.stat(path).st_size for path, _ in block.address]
+        parts = block.read()
+        same = block.read()
     assert (sizes[1] > 0) is (cores == 2)
     assert sum(sizes) >= len(content)
     same[1][:3] = b"own"
@@ -172,16 +172,16 @@ def test_error_in_the_second_thread_is_raised() -> None:
 
 INTERRUPTED = """
 import gc, os, random, signal, threading, time
-from axon_nb.host import shared_memory as parcels
+from axon_nb.host import shared_memory
 from axon_nb.host.shared_memory import SharedBlock, read_block, write_block
 
 def interrupt(*_):
     raise KeyboardInterrupt
 
 def transfer():
-    with SharedBlock() as parcel, SharedBlock() as other:
-        write_block(parcel.address, [b"a", content])
-        other.write(parcel.read())
+    with SharedBlock() as block, SharedBlock() as other:
+        write_block(block.address, [b"a", content])
+        other.write(block.read())
         assert bytes(read_block(other.address)[0]) == b"a"
 
 content = bytes(100)
@@ -191,7 +191,7 @@ signal.signal(signal.SIGALRM, interrupt)
 for number in range(3000):
     if number == 2900:
         content = bytes(34 << 20)
-        parcels.usable_cores = lambda: 2
+        shared_memory.usable_cores = lambda: 2
     try:
         signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-6, 4e-4 if number < 2900 else 4e-2))
         transfer()
@@ -219,7 +219,7 @@ def test_block_is_read_without_address_space_for_mapping(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(shared_memory, "map_files", none)
     monkeypatch.setattr(shared_memory, "usable_cores", lambda: 2)
-    with SharedBlock() as parcel:
-        parcel.write(HUGE)
-        assert os.stat(parcel.address[1][0]).st_size
-        assert [bytes(part) for part in parcel.read()] == HUGE
+    with SharedBlock() as block:
+        block.write(HUGE)
+        assert os.stat(block.address[1][0]).st_size
+        assert [bytes(part) for part in block.read()] == HUGE

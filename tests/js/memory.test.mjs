@@ -14,7 +14,7 @@ test("lengths stay within the bar", () => {
   assert.equal(bars.percent(-1), "0.00%");
 });
 
-test("a rank is told with all its bars, and why it is flagged", () => {
+test("a rank is described with all its bars and the cause of its flag", () => {
   const row = {
     rank: 3,
     measured: { text: "1 MiB" },

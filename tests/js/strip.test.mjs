@@ -43,7 +43,7 @@ test("a message extends the last segment and adds new ones", () => {
   assert.deepEqual([store.now, store.lost, store.finished], [3, 4, false]);
 });
 
-test("a missing message is noticed, and everything sent again mends it", () => {
+test("a missing message is noticed, and a full resend fixes it", () => {
   const store = strip.newStore(1);
   assert.equal(strip.merge(store, message([{ 3: segment(RUNNING, 3, 4) }])), false);
   assert.deepEqual(store.rows[0].segments, []);
@@ -91,22 +91,22 @@ test("everything is on show until somebody zooms", () => {
 });
 
 test("keys zoom about the newest, move, and go back", () => {
-  const press = (view, key, now = 60) => strip.navigate(view, key, now).zoom;
-  const near = press(null, "+");
+  const zoomAfter = (view, key, now = 60) => strip.navigate(view, key, now).zoom;
+  const near = zoomAfter(null, "+");
   assert.deepEqual(near, { follow: true, span: 30 });
-  const moved = press(near, "ArrowLeft");
+  const moved = zoomAfter(near, "ArrowLeft");
   assert.deepEqual(moved, { from: 24, to: 54 });
-  assert.deepEqual(press(moved, "+"), { from: 31.5, to: 46.5 });
-  assert.deepEqual(press(moved, "ArrowRight"), { follow: true, span: 30 });
-  assert.deepEqual(press(moved, "End"), { follow: true, span: 30 });
-  assert.deepEqual(press({ follow: true, span: 10 }, "-"), { follow: true, span: 20 });
-  assert.deepEqual(press({ from: 0, to: 10 }, "-"), { from: 0, to: 20 });
-  assert.equal(press(moved, "-"), null);
-  assert.equal(press(moved, "Home"), null);
-  assert.equal(press(null, "ArrowLeft"), null);
+  assert.deepEqual(zoomAfter(moved, "+"), { from: 31.5, to: 46.5 });
+  assert.deepEqual(zoomAfter(moved, "ArrowRight"), { follow: true, span: 30 });
+  assert.deepEqual(zoomAfter(moved, "End"), { follow: true, span: 30 });
+  assert.deepEqual(zoomAfter({ follow: true, span: 10 }, "-"), { follow: true, span: 20 });
+  assert.deepEqual(zoomAfter({ from: 0, to: 10 }, "-"), { from: 0, to: 20 });
+  assert.equal(zoomAfter(moved, "-"), null);
+  assert.equal(zoomAfter(moved, "Home"), null);
+  assert.equal(zoomAfter(null, "ArrowLeft"), null);
   assert.equal(strip.navigate(null, "x", 60), null);
   let view = near;
-  for (let i = 0; i < 50; i++) view = press(view, "ArrowLeft");
+  for (let i = 0; i < 50; i++) view = zoomAfter(view, "ArrowLeft");
   assert.equal(view.from, 0);
 });
 
@@ -140,10 +140,10 @@ test("the pointer finds the segment below it, and nothing where nothing is known
   assert.equal(strip.segmentAt([], 1, 10, config), null);
 });
 
-test("news are told once: failures, deaths, long waits", () => {
+test("alerts appear once: failures, deaths, long waits", () => {
   const store = strip.newStore(2);
-  const told = new Map();
-  const tell = (now) => strip.newAlerts(store, now, config, told);
+  const seen = new Map();
+  const tell = (now) => strip.newAlerts(store, now, config, seen);
   store.rows[1].segments.push(segment(WAITING, 0, 4, { call: "recv", line: 3 }));
   assert.equal(tell(4), "");
   store.rows[1].segments[0].end = 6;

@@ -129,7 +129,7 @@ test("messages append, patches change what is there, what is old goes", () => {
   assert.equal(timeline.pixelShares(store, { ...selected(store, [0]), from: 0, to: 3, width: 30 }).found, 1);
 });
 
-test("a gap is noticed, and all sent again mends it; what comes twice is taken once", () => {
+test("a gap is noticed, and a full resend fixes it; duplicates are dropped", () => {
   const store = stored([{ kind: FORWARD }], { restart: true });
   assert.equal(timeline.merge(store, message([{ kind: FORWARD }], { first: 5 })), false);
   assert.ok(timeline.merge(store, message([{ kind: FORWARD }, { kind: BACKWARD }], { restart: true })));
@@ -235,7 +235,7 @@ test("the pointer finds the shortest span under it, in its lane and row", () => 
   assert.deepEqual([next(-1, 1), next(0, 1), next(4, 1), next(4, -1)], [0, 1, -1, 0]);
 });
 
-test("spans are told in words", () => {
+test("spans are described in words", () => {
   const store = stored(
     [
       { kind: COLLECTIVE, name: "all_reduce", group: "0", length: 0.0012, bytes: 4096, late: 0.0005, by: 2, start: 3 },
@@ -245,16 +245,16 @@ test("spans are told in words", () => {
     ],
     { groups: { 0: "ranks 0-3" } },
   );
-  const told = [0, 1, 2, 3].map((i) => timeline.describe(store, i, config, 1));
+  const texts = [0, 1, 2, 3].map((i) => timeline.describe(store, i, config, 1));
   assert.equal(
-    told[0],
+    texts[0],
     "all_reduce · rank 0 · took 1.2 ms · waited for rank 2 500 µs · moved 4.00 KiB · rate 5.58 MiB/s · " +
       "group ranks 0-3 · at 2.0000 s",
   );
   const wait = "waits for message RECV_F · rank 0 · took 500 ms · stage 1 · microbatch 3 · moved 10 B · rate 20 B/s";
-  assert.equal(told[1], `${wait} · at -1.00 s`);
-  assert.equal(told[2], "backward · rank 1 · took 2.00 s · at -1.00 s");
-  assert.match(told[3], /barrier · rank 1 · took 1\.00 s · came last/);
+  assert.equal(texts[1], `${wait} · at -1.00 s`);
+  assert.equal(texts[2], "backward · rank 1 · took 2.00 s · at -1.00 s");
+  assert.match(texts[3], /barrier · rank 1 · took 1\.00 s · came last/);
 });
 
 test("the view keeps to the last cell, zooms, moves, and shows everything", () => {

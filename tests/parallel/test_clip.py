@@ -91,7 +91,7 @@ def _sequence_parallel(mesh: Any) -> nn.Sequential:
 
 
 def _stage(index: int, stages: int) -> nn.Module:
-    """A stand-in for a pipeline stage after backward: gradients of its layers over the whole batch."""
+    """A fake pipeline stage after backward: gradients of its layers over the whole batch."""
     model = _train(_model(), 0, 1)
     return nn.Sequential(*list(model)[index::stages])
 

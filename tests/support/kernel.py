@@ -168,7 +168,7 @@ class Kernel:
         raise TimeoutError(f"no {text!r}, or not of ranks {sorted(missing)}; so far:\n{reported}")
 
     def settle(self) -> None:
-        """Return when the kernel has noticed all that was sent to it before, presses of the stop button included."""
+        """Return when the kernel has noticed all that was sent to it before, interrupts included."""
         request, end = self.client.kernel_info(), _end_of(_TIMEOUT_S)
         while time.monotonic() < end:
             if (answer := self._get(self.client.get_shell_msg)) is not None and belongs(answer, request):

@@ -1,4 +1,4 @@
-"""A stand-in for `nvidia-smi` that prints recorded output of the real one."""
+"""A fake `nvidia-smi` that prints recorded output of the real one."""
 
 from __future__ import annotations
 

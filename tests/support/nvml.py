@@ -1,4 +1,4 @@
-"""A stand-in for the driver's management library, which NVIDIA's own Python package loads in place of the real one."""
+"""A fake of the driver's management library, which NVIDIA's own Python package loads in place of the real one."""
 
 from __future__ import annotations
 

@@ -149,18 +149,18 @@ def test_interrupt_ends_a_wait(shm_world: Any, tmp_path: Path) -> None:
         group: Any = dist.new_group(backend="shm")
         waited = 0.0
         if world.rank() == 0:
-            pressed = []
+            sent = []
 
-            def press() -> None:
+            def interrupt() -> None:
                 while "waits for rank" not in group.describe()[0]:
                     time.sleep(0.01)
-                pressed.append(time.monotonic())
+                sent.append(time.monotonic())
                 os.kill(os.getpid(), signal.SIGINT)
 
-            threading.Thread(target=press).start()
+            threading.Thread(target=interrupt).start()
             with pytest.raises(KeyboardInterrupt):
                 dist.all_reduce(torch.ones(4), group=group)
-            waited = time.monotonic() - pressed[0]
+            waited = time.monotonic() - sent[0]
             flag.touch()
         else:
             while not flag.exists():

@@ -1,4 +1,4 @@
-"""Fresh backends under live groups in real processes: torch's own Gloo groups stand in for NCCL's."""
+"""Fresh backends under live groups in real processes: torch's own Gloo groups replace NCCL's."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from axon_nb.comm.collectives.point_to_point import recv, send
 from axon_nb.engine.groups.install import init_default_group
 from tests.engine.groups.native_ranks import run_on_ranks
-from tests.support.stand_in_device import install
+from tests.support.fake_device import install
 
 
 def _join(rank: int, store: Any, backend: str) -> torch.device:

@@ -21,8 +21,8 @@ def kernel(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def parcels_of(pid: int) -> list[str]:
-    """The parcels that a process holds open or maps."""
+def shared_blocks_of(pid: int) -> list[str]:
+    """The shared blocks that a process holds open or maps."""
     found = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed since
@@ -59,7 +59,7 @@ def test_large_arrays_are_private_per_rank_and_freed(kernel: Kernel) -> None:
     assert kernel.value("[t_back[r].flags.writeable for r in range(4)]") == [True] * 4
     kernel.ok("del t_back\n%xdel t_big")
     kernel.ok("%%distributed\ndel t_big")
-    assert until(lambda: not any(parcels_of(pid) for pid in family(kernel)))
+    assert until(lambda: not any(shared_blocks_of(pid) for pid in family(kernel)))
     assert not [name for name in os.listdir("/dev/shm") if "axon" in name]
 
 
@@ -216,7 +216,7 @@ def test_cell_values_use_the_same_transfer(kernel: Kernel) -> None:
     kernel.ok("%%distributed --out t_result\ntorch.full((300_000,), float(rank))")
     assert kernel.value("[t_result[r].sum().item() for r in range(4)]") == [300_000.0 * r for r in range(4)]
     kernel.ok("del t_result")
-    assert until(lambda: not parcels_of(kernel.pid))
+    assert until(lambda: not shared_blocks_of(kernel.pid))
 
 
 def test_push_waits_for_the_running_cell_with_a_note(kernel: Kernel, tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_interrupted_pull_returns_control(kernel: Kernel) -> None:
     reply = kernel.collect(request)
     assert reply.ename in ("CellInterrupt", "KeyboardInterrupt")
     assert kernel.ok("%%distributed\n1").lines() == ["[ranks 0-3] 1"]
-    assert until(lambda: not any(parcels_of(pid) for pid in family(kernel)))
+    assert until(lambda: not any(shared_blocks_of(pid) for pid in family(kernel)))
 
 
 def test_rank_death_in_a_transfer_is_reported_and_leaks_nothing() -> None:
@@ -249,13 +249,13 @@ def test_rank_death_in_a_transfer_is_reported_and_leaks_nothing() -> None:
         reply = kernel.run("%pull 't_die() if rank else t_big' --as t_none")
         assert "rank 1 was killed by SIGKILL" in reply.traceback
         assert "Rank 1 was killed by SIGKILL" in kernel.run("%push t_big").traceback
-        assert until(lambda: not parcels_of(kernel.pid))
+        assert until(lambda: not shared_blocks_of(kernel.pid))
         kernel.ok("%distributed repair\n%push t_big")
         assert kernel.ok("%%distributed\nfloat(t_big.sum())").lines() == ["[ranks 0-1] 1048576.0"]
         ranks = footprint(kernel).ranks
         kernel.come_back()
         assert psutil.pid_exists(ranks[0])
-        assert all("(deleted)" in text for text in parcels_of(ranks[0]))
+        assert all("(deleted)" in text for text in shared_blocks_of(ranks[0]))
         kernel.ok("%load_ext axon_nb\n%distributed attach")
         assert kernel.ok("%%distributed\nfloat(t_big.sum())").lines() == ["[ranks 0-1] 1048576.0"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.recovery.moments import touch_when
+from tests.kernel.recovery.conditions import touch_when
 from tests.support.kernel import FreshCluster, Kernel, Reply
 
 MODEL = """%%distributed

@@ -1,4 +1,4 @@
-"""Presses the stop button at random moments, and checks what must hold after each."""
+"""Interrupts cells at random moments, and checks what must hold after each."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 
 from tests.support.kernel import Kernel, Reply
 
-__all__ = ["LIMIT_S", "STOPPED", "check_next_cell", "press_at_random"]
+__all__ = ["LIMIT_S", "STOPPED", "check_next_cell", "interrupt_at_random"]
 
 LIMIT_S = 100.0
 """Seconds within which an interrupted cell must be over."""
 STOPPED = ("CellInterrupt", "KeyboardInterrupt")
 
 
-def press_at_random(
+def interrupt_at_random(
     kernel: Kernel, cells: Sequence[str], *, seed: int, rounds: int, within_s: float, again: float = 0.3
 ) -> list[str]:
-    """Send endless cells, and press stop once or, with the chance `again`, twice; what went wrong, one line a round."""
+    """Send endless cells, and interrupt once or, with the chance `again`, twice; what went wrong, one line a round."""
     rng = random.Random(seed)
     wrong = []
     for number in range(rounds):
@@ -28,16 +28,16 @@ def press_at_random(
             moments.append(rng.choice([rng.uniform(0, 0.05), rng.uniform(0, 0.5)]))
         request = kernel.submit(cell)
         for moment in moments:
-            time.sleep(moment)  # the moment of the press is what is tested
+            time.sleep(moment)  # the moment of the interrupt is what is tested
             kernel.interrupt()
-        reported = f"round {number}, pressed after {', '.join(f'{1000 * m:.1f}' for m in moments)} ms in {cell!r}"
+        reported = f"round {number}, interrupted after {', '.join(f'{1000 * m:.1f}' for m in moments)} ms in {cell!r}"
         try:
             reply = kernel.collect(request, timeout=LIMIT_S)
         except TimeoutError as error:
             wrong.append(f"{reported}: not over after {LIMIT_S:.0f} s: {error}")
             kernel.interrupt()
             reply = kernel.collect(request, timeout=LIMIT_S)
-        kernel.settle()  # a press just before a cell is sent may be noticed just after
+        kernel.settle()  # an interrupt just before a cell is sent may be noticed just after
         own = ("CancelledError",) if cell.startswith("import asyncio") else ()  # ipykernel's way to end an async cell
         if reply.ename not in (*STOPPED, *own):
             wrong.append(f"{reported}: {reply.status} {reply.ename}\n{reply.stdout}\n{reply.traceback}")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.kernel.recovery.step_parity import PLACE, are_together, begin_together, place_everywhere, step_differences
 from tests.kernel.recovery.stop_button import LIMIT_S, STOPPED, check_next_cell
-from tests.kernel.recovery.together import PLACE, are_together, begin_together, place_everywhere, told_apart
 from tests.kernel.recovery.trained_model import SETUP
 from tests.support.cases.pairwise import pairwise
 from tests.support.kernel import Kernel, Reply
@@ -68,20 +68,20 @@ def trained() -> Iterator[Kernel]:
         yield kernel
 
 
-def interrupted(kernel: Kernel, code: str, *, after_s: float = 0.3, presses: int = 1, every_s: float = 0.02) -> Reply:
-    """Run an endless cell, and press stop when it has begun."""
+def interrupted(kernel: Kernel, code: str, *, after_s: float = 0.3, times: int = 1, every_s: float = 0.02) -> Reply:
+    """Run an endless cell, and interrupt it when it has begun."""
     request = kernel.submit(f"%%distributed\nprint('go', flush=True)\n{code}")
     kernel.wait_for_output(request, "go", ranks=range(4))
     time.sleep(after_s)  # into the middle of it
-    for _ in range(presses):
+    for _ in range(times):
         kernel.interrupt()
         time.sleep(every_s)
     reply = kernel.collect(request, timeout=LIMIT_S)
-    kernel.settle()  # a press just before a cell is sent may be noticed just after
+    kernel.settle()  # an interrupt just before a cell is sent may be noticed just after
     return reply
 
 
-def told_ranks(reply: Reply) -> set[int]:
+def reported_ranks(reply: Reply) -> set[int]:
     """The ranks of which the report says what they did."""
     ranks: set[int] = set()
     for spec in re.findall(r"^\[ranks? ([\d,-]+)\] (?:waited in|(?:was|were) interrupted)", reply.traceback, re.M):
@@ -120,7 +120,7 @@ ANYTHING = {
 def test_interrupt_aborts_any_cell(trained: Kernel, what: str) -> None:
     reply = interrupted(trained, ANYTHING[what])
     assert reply.ename == "CellInterrupt", reply.traceback
-    assert told_ranks(reply) == {0, 1, 2, 3}, reply.traceback
+    assert reported_ranks(reply) == {0, 1, 2, 3}, reply.traceback
     assert check_next_cell(trained) == ""
 
 
@@ -157,7 +157,7 @@ def test_code_that_swallows_interrupts_is_aborted(trained: Kernel, end: str, wha
 def test_interrupts_during_rebuild_are_ignored(trained: Kernel, seed: int) -> None:
     begin_together(trained)
     every = random.Random(seed).uniform(0.005, 0.05)
-    reply = interrupted(trained, "while True: step()", presses=8, every_s=every)
+    reply = interrupted(trained, "while True: step()", times=8, every_s=every)
     assert reply.ename in STOPPED, reply.traceback
     assert check_next_cell(trained) == ""
     begin_together(trained, reply)
@@ -172,7 +172,7 @@ def test_interrupt_while_a_failed_cell_ends_is_ignored(trained: Kernel, seed: in
         time.sleep(random.Random(seed).uniform(0, 0.15))
         trained.interrupt()
     reply = trained.collect(request, timeout=LIMIT_S)
-    trained.settle()  # a press just before a cell is sent may be noticed just after
+    trained.settle()  # an interrupt just before a cell is sent may be noticed just after
     assert reply.ename in (*STOPPED, "CellError"), reply.traceback
     assert check_next_cell(trained) == ""
 
@@ -193,7 +193,7 @@ def test_optimizer_step_is_atomic(trained: Kernel, what: str) -> None:
     make, step = OPTIMIZERS[what]
     for round_number in range(3):
         code = f"params = many()\nopt = {make}\nwhile True: {step}"
-        reply = interrupted(trained, code, after_s=0.2 + 0.03 * round_number, presses=1 + round_number % 2)
+        reply = interrupted(trained, code, after_s=0.2 + 0.03 * round_number, times=1 + round_number % 2)
         assert reply.ename in STOPPED, reply.traceback
         ranks = trained.ok("%%distributed --out values\nsorted({int(p) for p in params})")
         assert all(len(seen) == 1 for seen in trained.value("values.values").values()), ranks.stdout
@@ -210,7 +210,7 @@ def test_step_with_endless_closure_is_aborted(trained: Kernel) -> None:
     code = "def closure():\n    while True: time.sleep(0.01)\ntorch.optim.LBFGS(many(1)).step(closure)"
     reply = interrupted(trained, code)
     assert reply.ename == "CellInterrupt", reply.traceback
-    assert told_ranks(reply) == {0, 1, 2, 3}
+    assert reported_ranks(reply) == {0, 1, 2, 3}
     assert check_next_cell(trained) == ""
 
 
@@ -244,7 +244,7 @@ def _interrupt_training(kernel: Kernel, code: str, *, rounds: int) -> int:
         reply = interrupted(kernel, code, after_s=rng.uniform(0, 0.6))
         assert reply.ename == "CellInterrupt", reply.traceback
         places = place_everywhere(kernel)
-        reported = told_apart(reply)
+        reported = step_differences(reply)
         assert are_together(places) or reported, (places, reply.stdout)
         together += not reported
         begin_together(kernel, reply)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.recovery.moments import MEET, meet_when, waiting
-from tests.kernel.recovery.together import PLACE, are_together, begin_together, place_everywhere, told_apart
+from tests.kernel.recovery.conditions import MEET, meet_when, waiting
+from tests.kernel.recovery.step_parity import PLACE, are_together, begin_together, place_everywhere, step_differences
 from tests.kernel.recovery.trained_model import SETUP
 from tests.support.kernel import FreshCluster, Kernel
 from tests.support.processes import until
@@ -83,7 +83,7 @@ def test_stop_button_aborts_any_cell_and_keeps_all_state(trained: Kernel, what: 
     reply = trained.collect(request)
     assert reply.ename == "CellInterrupt"
     # Only training can leave ranks a step apart, where a machine is too busy for the cut; the cell says so then.
-    apart = told_apart(reply)
+    apart = step_differences(reply)
     assert not apart or what == "training", apart
     places = place_everywhere(trained)
     assert are_together(places) or apart, places

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.recovery.moments import PRESSED, sleeps_masked, spins, touch_when
+from tests.kernel.recovery.conditions import INTERRUPTED, sleeps_masked, spins, touch_when
 from tests.support.kernel import FreshCluster, Kernel, Reply
 from tests.support.processes import until
 
@@ -129,7 +129,7 @@ def t_wait_in_c():
 """Defines a function that waits in C code, whatever signals arrive, until somebody writes a byte into the FIFO."""
 
 
-def press_in_c_code(
+def interrupt_in_c_code(
     kernel: Kernel,
     code: str,
     ranks: Collection[int],
@@ -137,7 +137,7 @@ def press_in_c_code(
     *,
     are_there: Callable[[int], bool] = spins,
 ) -> str:
-    """Send the cell, and press stop when all ranks have begun it and these are in C code; the request."""
+    """Send the cell, and interrupt it when all ranks have begun it and these are in C code; the request."""
     kernel.ok("%%distributed --quiet --out pids\nimport hashlib, os\nos.getpid()")
     pids = kernel.value("dict(pids.values)")
     # By files: what a rank prints stays there when it keeps the interpreter's lock.
@@ -148,8 +148,8 @@ def press_in_c_code(
     return request
 
 
-def press_again(kernel: Kernel, request: str, noticed: Path) -> Reply:
-    """Press a second time: presses within a second of the first, when that was noticed, are the same wish."""
+def interrupt_again(kernel: Kernel, request: str, noticed: Path) -> Reply:
+    """Interrupt again: interrupts within a second of the first, once that was noticed, count as one."""
     assert until(noticed.exists, timeout=100)
     time.sleep(1.2)
     kernel.interrupt()
@@ -160,9 +160,9 @@ def press_again(kernel: Kernel, request: str, noticed: Path) -> Reply:
 def test_second_interrupt_replaces_ranks_in_c_code(fresh_cluster: FreshCluster, tmp_path: Path, what: str) -> None:
     kernel = fresh_cluster(3)
     kernel.ok("%%distributed\nkept = rank")
-    touch_when(kernel, PRESSED, tmp_path / "noticed")
-    request = press_in_c_code(kernel, f"if rank == 1:\n    {IN_C[what]}\ndist.barrier()", [1], tmp_path)
-    reply = press_again(kernel, request, tmp_path / "noticed")
+    touch_when(kernel, INTERRUPTED, tmp_path / "noticed")
+    request = interrupt_in_c_code(kernel, f"if rank == 1:\n    {IN_C[what]}\ndist.barrier()", [1], tmp_path)
+    reply = interrupt_again(kernel, request, tmp_path / "noticed")
     assert reply.ename == "CellInterrupt"
     assert "[rank 1] is still in C code" in reply.traceback
     assert "Replaced rank 1: new and empty. All other ranks keep their state." in reply.traceback
@@ -173,9 +173,9 @@ def test_second_interrupt_replaces_ranks_in_c_code(fresh_cluster: FreshCluster, 
 @pytest.mark.slow
 def test_second_interrupt_replaces_all_ranks_if_all_are_in_c_code(fresh_cluster: FreshCluster, tmp_path: Path) -> None:
     kernel = fresh_cluster(2)
-    touch_when(kernel, PRESSED, tmp_path / "noticed")
-    request = press_in_c_code(kernel, IN_C["C code"], [0, 1], tmp_path)
-    reply = press_again(kernel, request, tmp_path / "noticed")
+    touch_when(kernel, INTERRUPTED, tmp_path / "noticed")
+    request = interrupt_in_c_code(kernel, IN_C["C code"], [0, 1], tmp_path)
+    reply = interrupt_again(kernel, request, tmp_path / "noticed")
     assert "Replaced ranks 0-1: new and empty. No rank keeps its state." in reply.traceback
     after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), 'hashlib' in globals()")
     assert after.lines() == ["[ranks 0-1] (2.0, False)"]
@@ -202,7 +202,7 @@ def test_first_interrupt_names_the_rank_in_c_code_without_killing(fresh_cluster:
     kernel = fresh_cluster(2)
     kernel.ok("%%distributed\nimport os")
     pid = kernel.ok("%%distributed --ranks 1\nprint(os.getpid())").lines()
-    request = press_in_c_code(kernel, f"if rank == 1:\n    {IN_C['C code']}", [1], tmp_path)
+    request = interrupt_in_c_code(kernel, f"if rank == 1:\n    {IN_C['C code']}", [1], tmp_path)
     reply = kernel.collect(request)
     assert "Rank 0 stopped." in reply.traceback
     assert "[rank 1] is still in C code at line 4 and does not react to interrupts" in reply.traceback
@@ -219,7 +219,7 @@ def test_groups_are_rebuilt_once_a_stuck_rank_returns(fresh_cluster: FreshCluste
     os.mkfifo(fifo)
     kernel.ok(WAIT_IN_C.format(fifo=str(fifo)))
     code = "if rank == 1:\n    t_wait_in_c()\ndist.barrier()"
-    reply = kernel.collect(press_in_c_code(kernel, code, [1], tmp_path, are_there=sleeps_masked))
+    reply = kernel.collect(interrupt_in_c_code(kernel, code, [1], tmp_path, are_there=sleeps_masked))
     assert "Rank 1 did not stop. Run `%distributed repair --ranks 1` to replace it" in reply.traceback
     refused = kernel.run("%distributed repair")
     assert "Rank 1 is stuck in an earlier cell and cannot rejoin" in refused.traceback

@@ -1,4 +1,4 @@
-"""No press of the stop button is lost: while a cell is read, parsed, sent or started, nor the second one."""
+"""No interrupt is lost: while a cell is read, parsed, sent or started, nor the second one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernel.recovery.stop_button import STOPPED, check_next_cell, press_at_random
+from tests.kernel.recovery.stop_button import STOPPED, check_next_cell, interrupt_at_random
 from tests.support.kernel import Kernel
 
 CELLS = [
@@ -41,17 +41,17 @@ def test_kernel_has_the_hooks(pair: Kernel) -> None:
 
 
 def test_each_of_20_interrupts_aborts_its_cell(pair: Kernel) -> None:
-    assert press_at_random(pair, CELLS, seed=1, rounds=20, within_s=0.1) == []
+    assert interrupt_at_random(pair, CELLS, seed=1, rounds=20, within_s=0.1) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_each_of_200_interrupts_aborts_its_cell(pair: Kernel) -> None:
-    assert press_at_random(pair, CELLS, seed=2, rounds=200, within_s=0.1) == []
+    assert interrupt_at_random(pair, CELLS, seed=2, rounds=200, within_s=0.1) == []
 
 
 def test_interrupt_before_the_cell_starts_aborts_it(pair: Kernel) -> None:
-    """A cell that waits to be read: the kernel is stopped meanwhile, so that the press is noticed first."""
+    """A cell that waits to be read: the kernel is stopped meanwhile, so that the interrupt is noticed first."""
     for _ in range(3):
         os.kill(pair.pid, signal.SIGSTOP)
         request = pair.submit("%%distributed\nwhile True: pass")
@@ -89,7 +89,7 @@ def test_interrupt_during_another_request_keeps_the_kernel_responsive(pair: Kern
     for _ in range(5):
         pair.client.complete("imp", 3)
         pair.interrupt()
-    assert pair.run("1 + 1").status  # which the last press may have been meant for
+    assert pair.run("1 + 1").status  # which the last interrupt may have been meant for
     assert pair.value("1 + 1") == 2
 
 

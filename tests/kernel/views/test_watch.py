@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.kernel.recovery.moments import MEET
+from tests.kernel.recovery.conditions import MEET
 from tests.support.kernel import Kernel
 from tests.support.processes import until
 

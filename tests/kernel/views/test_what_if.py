@@ -154,8 +154,8 @@ def test_panel_replies_without_blocking_the_notebook(ready: Kernel) -> None:
     ready.ok("_ = t_wait(lambda state: state.estimate is not None and not state.doing)", timeout=LIMIT_S)
     # Seen once, what the model is called with makes the panel simulate of itself.
     ready.ok("%%distributed\nt_train()")
-    ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
-    reference = reported(ready, "t_told['reference']")
+    ready.ok("t_state = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
+    reference = reported(ready, "t_state['reference']")
     assert reference["method"].startswith("simulated")
     assert sorted(reference["persistent"]) == ["0", "1", "2", "3"]
     # The view is given each state a moment after it was reached.
@@ -176,9 +176,9 @@ def test_panel_replies_without_blocking_the_notebook(ready: Kernel) -> None:
     ask(ready, panel, {"world_size": "8", "batch": "2"})
     assert ready.value("1 + 1") == 2
     reached = "own.setup.world_size == 8 and own.estimate is not None and own.estimate.is_whole"
-    ready.ok(f"t_told = t_wait(lambda own: {reached})", timeout=LIMIT_S)
+    ready.ok(f"t_state = t_wait(lambda own: {reached})", timeout=LIMIT_S)
     ready.ok("t_job.cancel()\n_ = t_job.wait(100)")
-    answer = reported(ready, "t_told['estimate']")
+    answer = reported(ready, "t_state['estimate']")
     assert answer["setup"]["world_size"] == 8
     eighth, quarter = answer["persistent"]["0"]["parameters"], reference["persistent"]["0"]["parameters"]
     assert quarter / 2 <= eighth <= quarter / 2 * 1.05
@@ -207,17 +207,17 @@ def test_what_if_of_a_pipeline_is_simulated(ready: Kernel) -> None:
     ask(ready, panel, None)
     ready.ok("_ = t_wait(lambda state: state.as_is is not None and not state.doing)", timeout=LIMIT_S)
     ready.ok("%%distributed\nt_three_d.step(torch.randn(8, 8), torch.zeros(8, 8))\nt_three_d_steps.step()")
-    ready.ok("t_told = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
-    reference = reported(ready, "t_told['reference']")
+    ready.ok("t_state = t_wait(lambda state: state.reference is not None and not state.doing)", timeout=LIMIT_S)
+    reference = reported(ready, "t_state['reference']")
     own = 2 * 4 * (8 * 8 + 8) // 2  # two layers of a stage, shared by two ranks
     for rank in ("0", "1", "2", "3"):
         assert reference["persistent"][rank]["parameters"] == own
         assert reference["persistent"][rank]["optimizer"] == 2 * own
     ask(ready, panel, {"pp": "4", "tp": "1", "num_microbatches": "4"})
-    ready.ok("t_told = t_wait(lambda state: state.setup.pp == 4 and not state.doing)", timeout=LIMIT_S)
-    asked = reported(ready, "t_told")
+    ready.ok("t_state = t_wait(lambda state: state.setup.pp == 4 and not state.doing)", timeout=LIMIT_S)
+    asked = reported(ready, "t_state")
     assert asked["error"] == ""
     assert asked["estimate"]["persistent"]["0"]["parameters"] == 4 * (8 * 8 + 8)
     ask(ready, panel, {"world_size": "5"})
-    ready.ok("t_told = t_wait(lambda state: state.error)", timeout=LIMIT_S)
-    assert "must be a multiple of 2" in reported(ready, "t_told")["error"]
+    ready.ok("t_state = t_wait(lambda state: state.error)", timeout=LIMIT_S)
+    assert "must be a multiple of 2" in reported(ready, "t_state")["error"]

@@ -118,13 +118,13 @@ def _round(number: int, folder: str, generator: random.Random) -> Round:
     victim = generator.randrange(_SIZE)
     touch = generator.randrange(1, _TOUCHES[victim]) if number else 0
     store = f"{folder}.store_{number}"
-    told_out, told_in = os.pipe()
+    report_out, report_in = os.pipe()
     answers = [os.pipe() for _ in range(_SIZE)]
     children = [
-        _fork(rank, folder, store, touch=touch * (rank == victim), reported=told_in, answer=answers[rank][1])
+        _fork(rank, folder, store, touch=touch * (rank == victim), reported=report_in, answer=answers[rank][1])
         for rank in range(_SIZE)
     ]
-    os.close(told_in)
+    os.close(report_in)
     try:
         ended, status = os.wait()
         if status:  # no signal of the other's handlers: it is gone as a machine is that loses power
@@ -138,8 +138,8 @@ def _round(number: int, folder: str, generator: random.Random) -> Round:
         os.close(into)
         read.append(json.loads(os.read(out, 4096) or "null"))
         os.close(out)
-    event = os.read(told_out, 100).decode()
-    os.close(told_out)
+    event = os.read(report_out, 100).decode()
+    os.close(report_out)
     Path(store).unlink(missing_ok=True)
     bad = next((item[1] for item in read if item and item[1]), "")
     if None in read:

@@ -21,7 +21,7 @@ def test_buckets_are_sent_during_backward(two: Any, strategy: GradSyncStrategy) 
         model = DDP(blocks(6, 32), bucket_size_mb=0.01, strategy=strategy)
         hook = model.register_hook(BF16())
         x, y = (part.chunk(2)[world.rank()] for part in batch(64, 32))
-        loss_of(model(x), y).backward()  # torch cuts its buckets anew after the first step
+        loss_of(model(x), y).backward()  # torch rebuilds its buckets after the first step
         model.zero_grad()
         ready: list[int] = []
         for parameter in model.parameters():

@@ -48,7 +48,7 @@ def test_unknown_schedule_raises() -> None:
         PipelineSchedule.of("2F2B")
 
 
-def _told(call: Any) -> str:
+def _message(call: Any) -> str:
     try:
         call()
     except UsageError as error:
@@ -62,22 +62,22 @@ def test_invalid_steps_raise_on_all_ranks(two: Any) -> None:
         ((x, y),) = batches(1, 10)
         first, last = pipe.is_first, pipe.is_last
         reported = [
-            _told(lambda: pipe.step(x, y, loss_of)),
-            _told(lambda: pipe.step(x[:8], y, loss_of)),
-            _told(lambda: pipe.step(x[:8], y[:4], loss_of)),
-            _told(lambda: pipe.step(None, y[:8], loss_of)),
-            _told(lambda: pipe.step(x[:8] if first else None, None, loss_of)),
-            _told(lambda: pipe.step(x[:8], y[:8])),
-            _told(lambda: pipe.step(3 if first else None, y[:8], loss_of)),
-            _told(lambda: pipe.step((x[:8], None), y[:8], loss_of)),
-            _told(lambda: pipe.step(x[:8], [1, 2], loss_of)),
-            _told(lambda: pipe.step(torch.tensor(1.0), y[:8], loss_of)),
-            _told(lambda: pipe.step((x, x[:8]), y[:8], loss_of)),
-            _told(lambda: pipe(x[:2])),
-            _told(pipe),
+            _message(lambda: pipe.step(x, y, loss_of)),
+            _message(lambda: pipe.step(x[:8], y, loss_of)),
+            _message(lambda: pipe.step(x[:8], y[:4], loss_of)),
+            _message(lambda: pipe.step(None, y[:8], loss_of)),
+            _message(lambda: pipe.step(x[:8] if first else None, None, loss_of)),
+            _message(lambda: pipe.step(x[:8], y[:8])),
+            _message(lambda: pipe.step(3 if first else None, y[:8], loss_of)),
+            _message(lambda: pipe.step((x[:8], None), y[:8], loss_of)),
+            _message(lambda: pipe.step(x[:8], [1, 2], loss_of)),
+            _message(lambda: pipe.step(torch.tensor(1.0), y[:8], loss_of)),
+            _message(lambda: pipe.step((x, x[:8]), y[:8], loss_of)),
+            _message(lambda: pipe(x[:2])),
+            _message(pipe),
         ]
         with torch.no_grad():
-            reported.append(_told(lambda: pipe.step(x[:8], y[:8], loss_of)))
+            reported.append(_message(lambda: pipe.step(x[:8], y[:8], loss_of)))
         pipe.step(x[:8] if first else None, y[:8] if last else None, loss_of)  # and it still works
         return reported
 
@@ -115,16 +115,18 @@ def test_unsplittable_models_raise() -> None:
         tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         tied[1].weight = tied[0].weight
         return [
-            _told(lambda: Pipeline.split(nn.Linear(2, 2), group=world)),
-            _told(lambda: Pipeline.split(whole(), group=world, at=["9"])),
-            _told(lambda: Pipeline.split(whole(), group=world, at=["0"])),
-            _told(lambda: Pipeline.split(whole(), group=world, at=["3"], num_stages=4)),
-            _told(lambda: Pipeline.split(blocks(1), group=world)),
-            _told(lambda: Pipeline.split(whole(), group=world, split="size")),  # type: ignore[arg-type]
-            _told(lambda: Pipeline.split(whole(), group=world, split="time")),
-            _told(lambda: Pipeline.split(whole(), group=world, split=lambda block: -1.0)),
-            _told(lambda: Pipeline.split(tied, group=world)),
-            _told(lambda: Pipeline.split(whole(), group=world, schedule="ZBVZeroBubble", wrap=lambda s: DDP(s, alone))),
+            _message(lambda: Pipeline.split(nn.Linear(2, 2), group=world)),
+            _message(lambda: Pipeline.split(whole(), group=world, at=["9"])),
+            _message(lambda: Pipeline.split(whole(), group=world, at=["0"])),
+            _message(lambda: Pipeline.split(whole(), group=world, at=["3"], num_stages=4)),
+            _message(lambda: Pipeline.split(blocks(1), group=world)),
+            _message(lambda: Pipeline.split(whole(), group=world, split="size")),  # type: ignore[arg-type]
+            _message(lambda: Pipeline.split(whole(), group=world, split="time")),
+            _message(lambda: Pipeline.split(whole(), group=world, split=lambda block: -1.0)),
+            _message(lambda: Pipeline.split(tied, group=world)),
+            _message(
+                lambda: Pipeline.split(whole(), group=world, schedule="ZBVZeroBubble", wrap=lambda s: DDP(s, alone))
+            ),
         ]
 
     starts = [

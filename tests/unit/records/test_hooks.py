@@ -27,13 +27,13 @@ class Thing:
 
 @pytest.fixture
 def missing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Checks a hook with these fields into the module `stand_in`, which has `Thing`."""
-    module = ModuleType("stand_in")
+    """Checks a hook with these fields into the module `sample`, which has `Thing`."""
+    module = ModuleType("sample")
     module.Thing = Thing  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "stand_in", module)
+    monkeypatch.setitem(sys.modules, "sample", module)
 
     def check(*needs: str, given: dict[str, Any] | None = None, **fields: Any) -> list[str]:
-        entry = Hook("a.hook", "stand_in", (), "nothing", needs=needs, **fields)
+        entry = Hook("a.hook", "sample", (), "nothing", needs=needs, **fields)
         monkeypatch.setattr(hooks, "hook", {"a.hook": entry}.__getitem__)
         hooks._installed.cache_clear()
         return missing_hooks("a.hook", **(given or {}))
@@ -42,14 +42,12 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_names_are_found_on_classes_and_in_their_methods(missing: Any) -> None:
-    there = ("stand_in:Thing", "stand_in:Thing.kind", "stand_in:Thing._hidden", "stand_in:Thing._by_name", "stand_in:")
+    there = ("sample:Thing", "sample:Thing.kind", "sample:Thing._hidden", "sample:Thing._by_name", "sample:")
     assert missing(*there) == []
-    assert missing(
-        "stand_in:Other", "stand_in:Thing.gone", "stand_in:Thing._hidden.more", "no_module:x", "no_module:"
-    ) == [
-        "stand_in.Other",
-        "stand_in.Thing.gone",
-        "stand_in.Thing._hidden.more",
+    assert missing("sample:Other", "sample:Thing.gone", "sample:Thing._hidden.more", "no_module:x", "no_module:") == [
+        "sample.Other",
+        "sample.Thing.gone",
+        "sample.Thing._hidden.more",
         "no_module.x",
         "no_module",
     ]
@@ -60,15 +58,15 @@ def test_classes_in_c_have_what_they_show(missing: Any) -> None:
 
 
 def test_parameters_are_looked_for(missing: Any) -> None:
-    assert missing("stand_in:Thing.make(size=)", "stand_in:Thing.make(length=)", "stand_in:Thing.gone(size=)") == [
-        "stand_in.Thing.make(length=)",
-        "stand_in.Thing.gone(size=)",
+    assert missing("sample:Thing.make(size=)", "sample:Thing.make(length=)", "sample:Thing.gone(size=)") == [
+        "sample.Thing.make(length=)",
+        "sample.Thing.gone(size=)",
     ]
     assert missing("math:hypot(x=)") == [], "C code need not say"
 
 
 def test_a_live_object_stands_for_itself_and_its_class_otherwise(missing: Any) -> None:
-    objects = {"thing": "stand_in:Thing", "thing.part": "stand_in:Thing", "module": "stand_in:"}
+    objects = {"thing": "sample:Thing", "thing.part": "sample:Thing", "module": "sample:"}
     needs = ("thing._hidden", "thing.part.kind", "module.Thing")
     assert missing(*needs, objects=objects) == []
     bare = SimpleNamespace(part=None)
@@ -76,11 +74,11 @@ def test_a_live_object_stands_for_itself_and_its_class_otherwise(missing: Any) -
 
 
 def test_a_check_is_asked_when_all_names_are_there(missing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = sys.modules["stand_in"]
+    module: Any = sys.modules["sample"]
     module.problems = lambda thing=None: ["something else"] if thing is None else []
-    assert missing("stand_in:Thing", check="stand_in:problems") == ["something else"]
-    assert missing("stand_in:gone", check="stand_in:problems") == ["stand_in.gone"]
-    assert missing(check="stand_in:problems", given={"thing": 1}) == []
+    assert missing("sample:Thing", check="sample:problems") == ["something else"]
+    assert missing("sample:gone", check="sample:problems") == ["sample.gone"]
+    assert missing(check="sample:problems", given={"thing": 1}) == []
 
 
 @pytest.mark.parametrize(
@@ -92,21 +90,21 @@ def test_a_check_is_asked_when_all_names_are_there(missing: Any, monkeypatch: py
         ("2.14.1", {"before": "2.14"}, False),
         ("2.13.9", {"before": "2.14"}, True),
         ("2.13", {"since": "2.12", "before": "2.14"}, True),
-        ("2.13", {"only_if": "stand_in:Thing.kind"}, True),
-        ("2.13", {"only_if": "stand_in:Nothing"}, False),
+        ("2.13", {"only_if": "sample:Thing.kind"}, True),
+        ("2.13", {"only_if": "sample:Nothing"}, False),
     ],
 )
 def test_a_hook_is_for_some_versions(missing: Any, version: str, fields: dict[str, str], is_used: bool) -> None:
-    module: Any = sys.modules["stand_in"]
+    module: Any = sys.modules["sample"]
     module.__version__ = version
-    assert missing("stand_in:gone", **fields) == (["stand_in.gone"] if is_used else [])
+    assert missing("sample:gone", **fields) == (["sample.gone"] if is_used else [])
 
 
 def test_a_package_that_may_stay_unloaded_is_not_imported(missing: Any) -> None:
     sys.modules.pop("colorsys", None)
     assert missing("colorsys:gone", if_loaded=True) == []
     assert "colorsys" not in sys.modules
-    assert missing("stand_in:gone", if_loaded=True) == ["stand_in.gone"]
+    assert missing("sample:gone", if_loaded=True) == ["sample.gone"]
 
 
 def test_an_unknown_group_is_an_error() -> None:

@@ -123,11 +123,11 @@ def test_nothing_is_sent_when_no_page_shows_it() -> None:
 
 
 def test_the_button_ends_the_cell() -> None:
-    pressed: list[str] = []
-    view = WatchView(lambda: pressed.append("stop"))
+    clicks: list[str] = []
+    view = WatchView(lambda: clicks.append("stop"))
     view._handle_custom_msg({"op": "heartbeat"}, [])
     view._handle_custom_msg({"op": "stop"}, [])
-    assert pressed == ["stop"]
+    assert clicks == ["stop"]
     view.close()
 
 

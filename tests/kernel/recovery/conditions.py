@@ -1,4 +1,4 @@
-"""Moments of a running cell that a test has to wait for: what ranks wait in, a press that has been noticed, C code."""
+"""Conditions that a test waits for in a running cell: what ranks wait in, a noticed interrupt, C code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 from tests.support.kernel import Kernel
 from tests.support.processes import until
 
-__all__ = ["MEET", "PRESSED", "meet_when", "sleeps_masked", "spins", "touch_when", "waiting"]
+__all__ = ["INTERRUPTED", "MEET", "meet_when", "sleeps_masked", "spins", "touch_when", "waiting"]
 
 _TOUCH = """
 import axon_nb
@@ -32,8 +32,8 @@ def t_meet(path):
         time.sleep(0.01)
 """
 """Part of a cell: `t_meet(path)` on a rank waits, outside of all communication, for the moment of `meet_when`."""
-PRESSED = "any(run.interrupted_at is not None for run in t_current.state.active_cells)"
-"""The stop button was pressed while a cell runs, and the notebook has noticed it."""
+INTERRUPTED = "any(run.interrupted_at is not None for run in t_current.state.active_cells)"
+"""The notebook has noticed an interrupt of a running cell."""
 
 
 def waiting(call: str, *ranks: int) -> str:
@@ -47,7 +47,7 @@ def touch_when(kernel: Kernel, condition: str, path: Path) -> None:
 
     Args:
         kernel: Of the notebook.
-        condition: `PRESSED`, or what `waiting` gives.
+        condition: `INTERRUPTED`, or what `waiting` gives.
         path: Where there is no file yet.
     """
     kernel.ok(f"{_TOUCH}t_touch_when(lambda: {condition}, {str(path)!r})")

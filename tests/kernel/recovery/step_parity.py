@@ -7,7 +7,7 @@ from typing import Any
 from tests.kernel.recovery.trained_model import SETUP
 from tests.support.kernel import Kernel, Reply
 
-__all__ = ["PLACE", "are_together", "begin_together", "place_everywhere", "told_apart"]
+__all__ = ["PLACE", "are_together", "begin_together", "place_everywhere", "step_differences"]
 
 PLACE = """%%distributed
 def place():
@@ -31,7 +31,7 @@ def begin_together(kernel: Kernel, reply: Reply | None = None) -> None:
 
     Ranks that were apart have other weights afterwards, also when they have made as many steps again.
     """
-    if told_apart(reply) if reply else not are_together(place_everywhere(kernel)):
+    if step_differences(reply) if reply else not are_together(place_everywhere(kernel)):
         kernel.ok(SETUP)
 
 
@@ -40,6 +40,6 @@ def are_together(places: set[Any]) -> bool:
     return len(places) == 1 and bool(next(iter(places))[0])
 
 
-def told_apart(reply: Reply) -> list[str]:
+def step_differences(reply: Reply) -> list[str]:
     """The lines by which a cell says that ranks are a step apart."""
     return [line for line in reply.lines() if " at step " in line]
