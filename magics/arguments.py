@@ -43,15 +43,13 @@ EXAMPLES = {
     "sync": "%distributed sync model optimizer    copies them from rank 0 to all ranks",
     "vars": "%distributed vars                    one row per variable of the ranks",
 }
+_HELP = ("--help", "?", "??")
 
 
 def example_of(prog: str) -> str:
     """Return the help's example for a magic or a command such as ``%distributed start``; empty if there is none."""
     example = EXAMPLES.get(prog.removeprefix("%distributed "))
     return f"\n\nexample:\n  {example}" if example else ""
-
-
-_HELP = ("--help", "?", "??")
 
 
 class LineParser(argparse.ArgumentParser):

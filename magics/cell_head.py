@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 _RANKS = re.compile(r"--ranks[\s=]+(\S+)")
+_OURS = "distributed|gather|memory|pull|push|scatter|shards|timeline|watch"
+_HELP_LINE = re.compile(rf"^(%(?:{_OURS})\s+[^\s?].*?)\s*\?{{1,2}}\s*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,6 @@ def target_rank(text: str, cluster: Cluster | None, auto: AutoMode) -> int | Non
         return parse_ranks(spec, cluster.world_size)[0] if spec else 0
     except UsageError:
         return 0
-
-
-_OURS = "distributed|gather|memory|pull|push|scatter|shards|timeline|watch"
-_HELP_LINE = re.compile(rf"^(%(?:{_OURS})\s+[^\s?].*?)\s*\?{{1,2}}\s*$")
 
 
 def awaited_cells(lines: list[str]) -> list[str]:

@@ -33,14 +33,12 @@ __all__ = ["RequestHandler", "install"]
 _MAX_LOAD_PER_CORE = 3.0
 """With a higher load average of the last minute, per core, the machine counts as overloaded."""
 _SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")
+_is_side_request: ContextVar[bool] = ContextVar("axon_nb_is_side_request", default=False)
+"""Whether the current request is answered while a cell runs."""
 
 
 def _thread(kernel: Any) -> Any:
     return getattr(kernel, "shell_channel_thread", None)
-
-
-_is_side_request: ContextVar[bool] = ContextVar("axon_nb_is_side_request", default=False)
-"""Whether the current request is answered while a cell runs."""
 
 
 class RequestHandler:

@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Measures", "add_measures", "duration", "profile_frame", "read_measures", "repeat_lines", "time_lines"]
 
+_COLUMNS = {
+    "name": "operation",
+    "calls": "calls",
+    "self_cpu_ms": "self CPU ms",
+    "cpu_ms": "CPU ms",
+    "self_device_ms": "self device ms",
+}
+_FOLDER = "axon_profiles"
+
 
 def duration(seconds: float) -> str:
     """Format a duration with three digits and a unit, as `%timeit` does."""
@@ -67,15 +76,6 @@ def _slowest(wall: Mapping[int, float]) -> list[str]:
     return [f"slowest: rank {rank}, {duration(wall[rank] - others)} more than the median of the others"]
 
 
-_COLUMNS = {
-    "name": "operation",
-    "calls": "calls",
-    "self_cpu_ms": "self CPU ms",
-    "cpu_ms": "CPU ms",
-    "self_device_ms": "self device ms",
-}
-
-
 def profile_frame(profiles: Mapping[int, Profile]) -> pd.DataFrame:
     """Return one row per rank and operation, in milliseconds; those that took longest first.
 
@@ -86,9 +86,6 @@ def profile_frame(profiles: Mapping[int, Profile]) -> pd.DataFrame:
 
     rows = [{"rank": rank, **asdict(one)} for rank, profile in sorted(profiles.items()) for one in profile.operations]
     return pd.DataFrame(rows).rename(columns=_COLUMNS).dropna(axis="columns", how="all")
-
-
-_FOLDER = "axon_profiles"
 
 
 def _count(text: str) -> int:

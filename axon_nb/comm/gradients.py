@@ -14,6 +14,8 @@ from axon_nb.comm.types import Handle
 
 __all__ = ["GradientBucket", "sync_gradient", "sync_gradients"]
 
+_BUCKET_ELEMENTS = 6_553_600  # 25 MiB of float32, as DDP's default
+
 
 class GradientBucket:
     """Collects gradients up to a capacity, then averages all of them with one all_reduce.
@@ -101,9 +103,6 @@ class GradientBucket:
         sizes = [gradient.numel() for gradient in self._gradients]
         pieces = self._flat.split(sizes)
         return [piece.view(gradient.shape) for piece, gradient in zip(pieces, self._gradients, strict=True)]
-
-
-_BUCKET_ELEMENTS = 6_553_600  # 25 MiB of float32, as DDP's default
 
 
 def sync_gradient(gradient: Any, *, group: GroupLike = None, async_op: bool = False) -> Any:

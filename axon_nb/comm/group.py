@@ -29,6 +29,11 @@ __all__ = [
     "validate_ranks",
 ]
 
+# Immutable properties of torch's groups. Held weakly: a Gloo group that outlives `destroy_process_group` takes the
+# process down when it is freed ("terminate called without an active exception").
+_known: weakref.WeakKeyDictionary[Any, GroupInfo] = weakref.WeakKeyDictionary()
+_rebuilds = [0]
+
 
 class GroupInfo(NamedTuple):
     """The immutable properties of a group."""
@@ -178,11 +183,6 @@ GroupLike = ProcessGroup | dist.ProcessGroup | None
 """Types that `group=` accepts: our group, torch's, or None for the default group."""
 
 
-# Immutable properties of torch's groups. Held weakly: a Gloo group that outlives `destroy_process_group` takes the
-# process down when it is freed ("terminate called without an active exception").
-_known: weakref.WeakKeyDictionary[Any, GroupInfo] = weakref.WeakKeyDictionary()
-
-
 def resolve(group: Any) -> ProcessGroup:
     """Return the group that `group=` means: a World stands for its default group, a 1-D mesh for its only axis.
 
@@ -279,9 +279,6 @@ def _backend_of(group: Any) -> Backend:
     if NAME in name:
         return Backend.MOCK
     return Backend.NCCL if "nccl" in name else Backend.GLOO
-
-
-_rebuilds = [0]
 
 
 def rebuild_count() -> int:

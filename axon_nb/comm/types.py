@@ -13,6 +13,8 @@ from axon_nb.comm.errors import InvalidArgumentError
 
 __all__ = ["Backend", "Handle", "ReduceOp", "as_backend", "as_op", "choose_backend"]
 
+_ALIASES = {"avg": "average", "mean": "average", "prod": "product"}
+
 
 class Backend(enum.StrEnum):
     """The transport that carries messages between ranks."""
@@ -48,7 +50,6 @@ ReduceOp.MAX.torch_op = dist.ReduceOp.MAX
 
 _FROM_TORCH: dict[object, ReduceOp] = {op.torch_op: op for op in ReduceOp if op is not ReduceOp.AVERAGE}
 _FROM_TORCH[dist.ReduceOp.AVG] = ReduceOp.AVERAGE
-_ALIASES = {"avg": "average", "mean": "average", "prod": "product"}
 
 
 def as_op(value: object) -> ReduceOp:

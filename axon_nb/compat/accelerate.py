@@ -24,6 +24,7 @@ from axon_nb.records.hooks import missing_hooks, tested_versions
 __all__ = ["call_on_ranks", "synchronise_on_cpus"]
 
 _NAMES = ("debug_launcher", "notebook_launcher")
+_PLUGINS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
 
 
 def call_on_ranks(launchers: ModuleType, *, world_size: int) -> None:
@@ -59,9 +60,6 @@ def _caller(
             function(*args)
 
     return launch
-
-
-_PLUGINS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
 
 
 def synchronise_on_cpus(state: ModuleType, *, world_size: int) -> None:

@@ -18,6 +18,8 @@ from axon_nb.records.hooks import missing_hooks
 
 __all__ = ["set_environment", "skip_axon_nb_code"]
 
+_PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records")
+
 
 def set_environment(device: str, *, local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that Accelerate, transformers and DeepSpeed read; call it before any of them is imported.
@@ -44,9 +46,6 @@ def _find_ninja(environ: MutableMapping[str, str]) -> None:
     beside = Path(sys.executable).parent
     if shutil.which("ninja", path=environ.get("PATH")) is None and (beside / "ninja").exists():
         environ["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), str(beside)]))
-
-
-_PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records")
 
 
 def skip_axon_nb_code(trace_rules: ModuleType) -> None:

@@ -53,6 +53,11 @@ _LIBRARIES = tuple(
 _DDP_FILE = os.path.join("torch", "nn", "parallel", "distributed.py")
 _FORWARD = "the forward pass of an FSDP model"
 _RENAMED = {"_pre_forward": _FORWARD, "_root_pre_forward": _FORWARD, "clip_grad_norm": "clip_grad_norm_"}
+_SINGLE_OPERATIONS = frozenset({"all_reduce", "barrier", "broadcast", "gather", "reduce", "scatter"})
+"""Calls that make the operation of their name and no other."""
+_NON_BLOCKING = frozenset({"batch_isend_irecv", "irecv", "isend"})
+# Names differ between versions of torch (`_allgather_base` became `all_gather_single`), and newer ones have more.
+_OPERATION = re.compile("_?(all|barrier|broadcast|gather|recv|reduce|scatter|send)")
 
 
 def is_public_call(code: CodeType) -> bool:
@@ -76,11 +81,6 @@ def find_implicit_collective(frame: FrameType | None, stop: FrameType | None = N
             match = name
         frame = frame.f_back
     return match
-
-
-_SINGLE_OPERATIONS = frozenset({"all_reduce", "barrier", "broadcast", "gather", "reduce", "scatter"})
-"""Calls that make the operation of their name and no other."""
-_NON_BLOCKING = frozenset({"batch_isend_irecv", "irecv", "isend"})
 
 
 def public_call(frame: FrameType | None) -> tuple[str, bool]:
@@ -123,10 +123,6 @@ def describe_call(name: str) -> str:
     user = user_frame(frame)
     call = find_implicit_collective(frame, user) or public_call(frame)[0] or PUBLIC_NAMES.get(name, name)
     return f"{call} at line {user.f_lineno}{inner_function(frame, user)}" if user is not None else call
-
-
-# Names differ between versions of torch (`_allgather_base` became `all_gather_single`), and newer ones have more.
-_OPERATION = re.compile("_?(all|barrier|broadcast|gather|recv|reduce|scatter|send)")
 
 
 def group_operations() -> list[str]:

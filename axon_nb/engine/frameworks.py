@@ -24,6 +24,8 @@ from axon_nb.errors import UsageError
 
 __all__ = ["install_dist_hooks", "install_frameworks"]
 
+_NAME = "axon_nb"
+
 
 def install_frameworks(session: RankSession) -> None:
     """Make Accelerate, transformers and DeepSpeed use the existing ranks; call it when the rank joins."""
@@ -43,9 +45,6 @@ def install_frameworks(session: RankSession) -> None:
         wrapper_reset.track_engines()
 
     after_import("deepspeed.runtime.engine", prepare_engine)
-
-
-_NAME = "axon_nb"
 
 
 def install_dist_hooks() -> None:

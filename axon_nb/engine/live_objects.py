@@ -30,6 +30,8 @@ _STATES = ("torch.distributed._composable_state", "_module_state_mapping")
 _CONSTRUCTORS = ("__init__", "__setstate__")
 
 _tracked: dict[type, weakref.WeakValueDictionary[int, Any]] = {}
+_MAX_SCAN_SHARE = 0.001
+"""Largest share of the time spent on scans."""
 
 
 def _lookup(place: tuple[str, str]) -> Any:
@@ -123,10 +125,6 @@ def _objects_of(types: set[type]) -> list[Any]:
 
 def _all_objects() -> Iterator[Any]:
     return itertools.chain.from_iterable(map(gc.get_objects, (None,)))
-
-
-_MAX_SCAN_SHARE = 0.001
-"""Largest share of the time spent on scans."""
 
 
 def storages_of(tensors: Iterable[Any], device_type: str) -> dict[int, int]:

@@ -17,6 +17,8 @@ from axon_nb.records.protocol.recovery import OptimizerReport
 
 __all__ = ["RankSession", "current", "own_rank", "set_current"]
 
+_session: list[RankSession] = []
+
 
 class StepCounts(Protocol):
     """The optimizer steps of a rank: `kernel.optimizer_steps.OptimizerSteps`."""
@@ -85,9 +87,6 @@ class RankSession:
     """Packed variables to send to a replacement rank."""
     pending_value: bytes | bytearray = b""
     """A packed value that a notebook on another host will fetch."""
-
-
-_session: list[RankSession] = []
 
 
 def current() -> RankSession:

@@ -34,6 +34,8 @@ _SIMPLE_BINDINGS = (
     ast.Import,
     ast.ImportFrom,
 )
+_TRAINS = {"backward", "step"}
+_WRITES = ("save", "write", "dump", "to_csv", "to_parquet", "log", "export")
 
 
 @dataclass
@@ -199,10 +201,6 @@ def effects(statements: Iterable[ast.stmt]) -> Effects:
     total.uses -= known - total.binds
     total.changes -= known - total.binds
     return total
-
-
-_TRAINS = {"backward", "step"}
-_WRITES = ("save", "write", "dump", "to_csv", "to_parquet", "log", "export")
 
 
 def live_cells(

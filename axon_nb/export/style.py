@@ -14,6 +14,10 @@ from pathlib import Path
 
 __all__ = ["apply_ruff", "comment_out", "indent_code", "one_statement_per_line"]
 
+_FIXED = "I001,F401,RUF100"
+_NEVER_SILENCED = {"F821", "invalid-syntax"}
+"""Undefined names stay visible to the reader."""
+
 
 def indent_code(code: str, by: str = "    ") -> str:
     """Indent code by one level, except lines within strings."""
@@ -94,11 +98,6 @@ def _header_end(node: ast.stmt) -> int:
 def _listed(node: ast.AST, name: str) -> list[ast.AST]:
     value = getattr(node, name, None)
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, ast.AST)]
-
-
-_FIXED = "I001,F401,RUF100"
-_NEVER_SILENCED = {"F821", "invalid-syntax"}
-"""Undefined names stay visible to the reader."""
 
 
 def apply_ruff(text: str, target: Path) -> tuple[str, list[str]]:

@@ -44,6 +44,7 @@ _REASONS = {
     "who": "interactive only",
     "whos": "interactive only",
 }
+_INIT, _DESTROY = "init_process_group", "destroy_process_group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +154,6 @@ def _is_python(text: str) -> bool:
 def _unquoted(text: str) -> str:
     words = shlex.split(text)
     return words[0] if len(words) == 1 else text
-
-
-_INIT, _DESTROY = "init_process_group", "destroy_process_group"
 
 
 def guard_group_calls(code: str) -> str:

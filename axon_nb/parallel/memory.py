@@ -25,6 +25,12 @@ __all__ = ["MIB", "FSDPMemoryStats", "measure_model_states", "model_states", "pa
 
 MIB = 1024.0 * 1024.0
 """Bytes per MiB, the unit of names that end in `_mb`."""
+_ON_HOST = {
+    CPUOffload.NONE: (),
+    CPUOffload.PARAMS: ("params",),
+    CPUOffload.OPTIMIZER_STATES: ("states",),
+    CPUOffload.FULL: ("params", "grads", "states"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +185,6 @@ def _state_bytes(
         return float((optimizer or OptimizerKind()).bytes_per_element(dtype, trained=trained))
     elements = 2.0 if states_per_param is None else states_per_param
     return trained * elements * (dtype if state_dtype is None else state_dtype).itemsize
-
-
-_ON_HOST = {
-    CPUOffload.NONE: (),
-    CPUOffload.PARAMS: ("params",),
-    CPUOffload.OPTIMIZER_STATES: ("states",),
-    CPUOffload.FULL: ("params", "grads", "states"),
-}
 
 
 def measure_model_states(

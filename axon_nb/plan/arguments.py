@@ -35,6 +35,24 @@ __all__ = [
     "resolve_mesh",
 ]
 
+AXES = ("pp", "replicate", "dp", "shard", "tp")
+"""In this order; the last one varies fastest."""
+ZERO_2 = (
+    "shard_grad_op is torch's ZeRO-2: parameters are sharded between steps, while the ZeRO paper's stage 2 keeps them "
+    "whole"
+)
+"""Which of its two meanings "ZeRO-2" has here, as a note of plans."""
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "optimizer_state", "ddp")
+"""Values of `ShardingStrategy`, and ``ddp`` for torch's DistributedDataParallel."""
+SINGLE_AXIS_STRATEGIES = tuple(name for name in STRATEGIES if name != "hybrid_shard")
+"""Strategies whose only data axis is dp."""
+UNSHARDED = ("ddp", "optimizer_state")
+"""Strategies that keep all parameters on each rank."""
+STAGE_UNITS = "FSDP units: the modules of each pipeline stage."
+"""What is gathered together in a pipeline, as a note of plans."""
+_HYBRID_AXES = {"replicate", "shard"}
+
 
 def check_int(name: str, given: Any, *, least: int = 1, what: str = "") -> int:
     """Check that an argument is a whole number; NumPy's integers count.
@@ -96,25 +114,6 @@ def check_callbacks(progress: Any, cancel: Any) -> None:
     check_callable("progress", progress, "of the fraction done and the next step")
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
         raise PlanError(f"cancel must be a threading.Event (set it to cancel the plan), or None; got {cancel!r}.")
-
-
-AXES = ("pp", "replicate", "dp", "shard", "tp")
-"""In this order; the last one varies fastest."""
-ZERO_2 = (
-    "shard_grad_op is torch's ZeRO-2: parameters are sharded between steps, while the ZeRO paper's stage 2 keeps them "
-    "whole"
-)
-"""Which of its two meanings "ZeRO-2" has here, as a note of plans."""
-
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "optimizer_state", "ddp")
-"""Values of `ShardingStrategy`, and ``ddp`` for torch's DistributedDataParallel."""
-SINGLE_AXIS_STRATEGIES = tuple(name for name in STRATEGIES if name != "hybrid_shard")
-"""Strategies whose only data axis is dp."""
-UNSHARDED = ("ddp", "optimizer_state")
-"""Strategies that keep all parameters on each rank."""
-STAGE_UNITS = "FSDP units: the modules of each pipeline stage."
-"""What is gathered together in a pipeline, as a note of plans."""
-_HYBRID_AXES = {"replicate", "shard"}
 
 
 class LayoutOptions(TypedDict, total=False):

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 __all__ = ["INK", "KINDS", "LIMIT", "RANKS", "ROLES", "STATES", "Color", "contrast"]
 
+INK = "#767676"
+"""Of lines in saved pictures."""
+
 
 @dataclass(frozen=True, slots=True)
 class Color:
@@ -67,8 +70,6 @@ STATES = {
 
 LIMIT = STATES["error"][0]
 """Of the line at a limit."""
-INK = "#767676"
-"""Of lines in saved pictures."""
 
 
 def contrast(first: str, second: str) -> float:

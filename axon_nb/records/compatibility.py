@@ -10,6 +10,14 @@ from packaging.version import InvalidVersion, Version
 
 __all__ = ["TESTED", "Capability", "Verdict", "are_tested", "install_command", "release"]
 
+TESTED = {
+    "torch": ("2.11", "2.16"),
+    "ipykernel": ("7.4", "8"),
+    "ipython": ("9.13", "10"),
+    "ipyparallel": ("9.1", "10"),
+}
+"""By package: the lowest version that passed the tests, and the first version above the tested range."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capability:
@@ -67,15 +75,6 @@ class Verdict:
             seconds=float(content["seconds"]),
             capabilities=tuple(Capability(**capability) for capability in capabilities),
         )
-
-
-TESTED = {
-    "torch": ("2.11", "2.16"),
-    "ipykernel": ("7.4", "8"),
-    "ipython": ("9.13", "10"),
-    "ipyparallel": ("9.1", "10"),
-}
-"""By package: the lowest version that passed the tests, and the first version above the tested range."""
 
 
 def are_tested(versions: Mapping[str, str]) -> bool:

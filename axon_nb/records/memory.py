@@ -34,6 +34,17 @@ ROLES = (
 )
 """Uses of memory, in drawing order. Only plans know `unsharded` (full FSDP parameters), `communication` (buffers of
 collectives) and `fragmentation`."""
+_NUMBERS = {
+    "world_size": "ranks",
+    "shard": "ranks per replica",
+    "batch": "samples per rank",
+    "pp": "pipeline-parallel ranks",
+    "tp": "tensor-parallel ranks",
+    "num_microbatches": "microbatches",
+}
+_MAX = 1_000_000
+WITH_MOMENTUM = "sgd with momentum"
+"""Separate from plain SGD, which has no state: it keeps one state per parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +74,6 @@ class MemoryUse:
     def total(self) -> int:
         """Sum over all roles."""
         return sum(self.by_role.values())
-
-
-_NUMBERS = {
-    "world_size": "ranks",
-    "shard": "ranks per replica",
-    "batch": "samples per rank",
-    "pp": "pipeline-parallel ranks",
-    "tp": "tensor-parallel ranks",
-    "num_microbatches": "microbatches",
-}
-_MAX = 1_000_000
-WITH_MOMENTUM = "sgd with momentum"
-"""Separate from plain SGD, which has no state: it keeps one state per parameter."""
 
 
 @dataclass(frozen=True, slots=True)

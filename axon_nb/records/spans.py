@@ -29,6 +29,8 @@ __all__ = [
     "write_chrome_trace",
 ]
 
+_suppressed: ContextVar[tuple[str, ...]] = ContextVar("suppressed", default=())
+
 
 class Span(NamedTuple):
     """One finished action of one rank: a forward, a collective, a pipeline step, a cell.
@@ -94,9 +96,6 @@ class SpanRing:
             count = max(0, min(end - position, limit, len(self._spans)))
             fresh = list(itertools.islice(reversed(self._spans), count))[::-1]
         return fresh, end, max(0, end - position) - len(fresh)
-
-
-_suppressed: ContextVar[tuple[str, ...]] = ContextVar("suppressed", default=())
 
 
 @contextlib.contextmanager

@@ -25,6 +25,10 @@ __all__ = [
     "set_cell_source",
 ]
 
+TICK_S = 1.0
+"""Seconds between two ticks."""
+_source: list[Callable[[], int | None]] = []
+
 
 class Activity(enum.StrEnum):
     """What a rank's main thread is doing, according to its sampler."""
@@ -133,16 +137,9 @@ class ClusterInfo:
     """The GPUs of the notebook's host, as the driver reports them; empty if no rank uses one."""
 
 
-TICK_S = 1.0
-"""Seconds between two ticks."""
-
-
 def seconds_to_tick(every_s: float = TICK_S, *, now: float | None = None, late_s: float = 0.0) -> float:
     """Seconds until the clock next reaches a multiple of `every_s`, plus `late_s`; never zero."""
     return every_s - ((time.monotonic() if now is None else now) - late_s) % every_s
-
-
-_source: list[Callable[[], int | None]] = []
 
 
 def set_cell_source(source: Callable[[], int | None]) -> None:

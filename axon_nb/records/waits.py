@@ -59,16 +59,6 @@ COLLECTIVE_FUNCTIONS: dict[str, str] = {
     "unshard": _ANY,
 }
 """Advice by function name; the text follows the name."""
-
-
-def advice_for(functions: Iterable[str]) -> str:
-    """Return advice on the first known function: one sentence with a leading space, or an empty string."""
-    for function in functions:
-        if advice := COLLECTIVE_FUNCTIONS.get(function):
-            return f" {function[0].upper() + function[1:] if ' ' in function else f'`{function}()`'} {advice}"
-    return ""
-
-
 PUBLIC_NAMES = {
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",
@@ -86,6 +76,14 @@ PUBLIC_NAMES = {
 _SAME_SIZE_CALLS = frozenset({"allreduce", "broadcast", "reduce"})
 _USER_THREAD_GRACE_S = 30.0
 """For this long a rank with a user thread running may still communicate, whatever its main thread does."""
+
+
+def advice_for(functions: Iterable[str]) -> str:
+    """Return advice on the first known function: one sentence with a leading space, or an empty string."""
+    for function in functions:
+        if advice := COLLECTIVE_FUNCTIONS.get(function):
+            return f" {function[0].upper() + function[1:] if ' ' in function else f'`{function}()`'} {advice}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

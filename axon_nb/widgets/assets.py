@@ -22,6 +22,12 @@ _STATIC = Path(__file__).parent / "static"
 _SHARED_STYLES = ("shared/tokens.css", "shared/components.css")
 _IMPORT, _FROM, _EXPORT, _DEFAULT = "import {", "} from ", "export ", "default "
 _DECLARATIONS = ("async function ", "function* ", "function ", "class ", "const ", "let ")
+_COMMENT = re.compile(r"/\*\*.*?\*/ ?| +// [^\"`]*$", re.MULTILINE)
+"""Comments after code on the same line."""
+_TEXT = re.compile(r'("(?:[^"\\]|\\.)*"|`[^`]*`)')
+_PATTERN = re.compile(r"[(=,] ?/")
+_SPACED = re.compile(r" ?([=,;:?{}()\[\]<>&|*!/]) ?")
+"""Punctuation that needs no spaces around it; plus and minus may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +113,6 @@ def _code(text: str) -> Iterator[str]:
                 pass
         elif start.strip() and not start.startswith("//") and not (start.startswith("/**") and start.endswith("*/\n")):
             yield line
-
-
-_COMMENT = re.compile(r"/\*\*.*?\*/ ?| +// [^\"`]*$", re.MULTILINE)
-"""Comments after code on the same line."""
-_TEXT = re.compile(r'("(?:[^"\\]|\\.)*"|`[^`]*`)')
-_PATTERN = re.compile(r"[(=,] ?/")
-_SPACED = re.compile(r" ?([=,;:?{}()\[\]<>&|*!/]) ?")
-"""Punctuation that needs no spaces around it; plus and minus may."""
 
 
 def _without_spaces(line: str) -> str:

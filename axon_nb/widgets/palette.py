@@ -29,6 +29,10 @@ SERIES_TOKENS = {"steps/s": "kind-forward", "communication": "kind-collective", 
 """Colours of curves that are measured, by their names in CSS; others take those of ranks in turn."""
 
 _WAIT_SOFT = Color("#FBECC9", "#3C2F12", "#C78100")
+_DARK = '[data-jp-theme-light="false"] .axon-view,\n.vscode-dark .axon-view,\n.axon-view[data-theme="dark"]'
+_INKS = ("#0B1020", "#FFFFFF")
+"""Colours of words on light and on dark pages, and on paints."""
+_UNKNOWN_THEME = "body:not([data-jp-theme-light], .vscode-light) .axon-view:not([data-theme])"
 
 
 def text_color(color: str) -> str:
@@ -117,11 +121,6 @@ def paints_for_page() -> list[dict[str, object]]:
 
 
 # ---- style sheets ----------------------------------------------------------------------------------------------------
-
-_DARK = '[data-jp-theme-light="false"] .axon-view,\n.vscode-dark .axon-view,\n.axon-view[data-theme="dark"]'
-_INKS = ("#0B1020", "#FFFFFF")
-"""Colours of words on light and on dark pages, and on paints."""
-_UNKNOWN_THEME = "body:not([data-jp-theme-light], .vscode-light) .axon-view:not([data-theme])"
 
 
 def palette_css() -> str:

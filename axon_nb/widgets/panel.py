@@ -23,6 +23,10 @@ from axon_nb.widgets.html import folded
 __all__ = ["LivePanel", "Panel", "PollSchedule"]
 
 _log = logging.getLogger("axon_nb.panels")
+_MAX_SHARE = 0.004
+"""Share of a rank's time, for one view. Ranks that communicate wait for the one that replies."""
+_MAX_INTERVAL_S = 10.0
+"""Even for a huge model: data shown is at most this old, give or take a tick."""
 
 
 class Panel(ABC):
@@ -72,12 +76,6 @@ class Panel(ABC):
         bundle = self.picture()
         self._saved_html = bundle["text/html"]
         return {**bundle, "text/html": folded(self._saved_html)}
-
-
-_MAX_SHARE = 0.004
-"""Share of a rank's time, for one view. Ranks that communicate wait for the one that replies."""
-_MAX_INTERVAL_S = 10.0
-"""Even for a huge model: data shown is at most this old, give or take a tick."""
 
 
 class PollSchedule:

@@ -17,6 +17,8 @@ import traitlets
 
 __all__ = ["LiveView", "View"]
 
+_HEARTBEAT_TIMEOUT_S = 12.0
+
 
 class View(anywidget.AnyWidget):
     """A widget; subclasses name their script and style: `_esm = script(...)`, `_css = style(...)`."""
@@ -24,9 +26,6 @@ class View(anywidget.AnyWidget):
     def __repr__(self) -> str:
         """Empty: where widgets are not shown, the picture below it is."""
         return ""
-
-
-_HEARTBEAT_TIMEOUT_S = 12.0
 
 
 class LiveView(View):

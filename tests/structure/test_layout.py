@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import statistics
 import subprocess
 import sys
@@ -113,3 +114,57 @@ def test_public_definitions_have_docstrings(package_files: list[Path], root: Pat
             if not ast.get_docstring(node) and not repeats_an_explained_name(node)
         ]
     assert not bare, "without a docstring:\n" + "\n".join(bare)
+
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+SEAMS = ("axon_nb/cluster/launch/", "axon_nb/comm/collectives/direct.py", "axon_nb/host/")
+"""Rooms whose constants have not moved to the top yet, and a file whose `missing_hooks` looks up its own function."""
+
+
+def names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    """The names that a statement reads (`ast.Load`) or binds (`ast.Store`)."""
+    return {item.id for item in ast.walk(node) if isinstance(item, ast.Name) and isinstance(item.ctx, context)}
+
+
+def misplaced_constants(tree: ast.Module) -> list[str]:
+    """The constants after a module's first function or class that need nothing from there, as source."""
+    statements = itertools.dropwhile(lambda statement: not isinstance(statement, DEFINITIONS), tree.body)
+    bound: set[str] = set()
+    misplaced = []
+    for statement in statements:
+        if isinstance(statement, DEFINITIONS):
+            bound.add(statement.name)
+        elif isinstance(statement, ast.AnnAssign | ast.Assign):
+            parts = [statement.target] if isinstance(statement, ast.AnnAssign) else statement.targets  # no annotation
+            if any(names(part, ast.Load) & bound for part in (*parts, statement.value) if part is not None):
+                bound |= names(statement, ast.Store)
+            else:
+                misplaced.append(ast.unparse(statement))
+        else:
+            bound |= names(statement, ast.Store)
+    return misplaced
+
+
+def test_constants_stand_above_the_first_function(package_files: list[Path], root: Path) -> None:
+    misplaced = {
+        path.relative_to(root).as_posix(): constants
+        for path in package_files
+        if (constants := misplaced_constants(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    misplaced = {name: constants for name, constants in misplaced.items() if not name.startswith(SEAMS)}
+    assert not misplaced, "move them to the top, or split the file where its purposes part"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("LIMIT = 1\ndef f(): ...", []),
+        ("def f(): ...\nLIMIT = 1", ["LIMIT = 1"]),
+        ("class A: ...\nLIMIT: int = 1\ndef f(): ...", ["LIMIT: int = 1"]),
+        ("def f(): ...\nTABLE = {1: f}\nKEYS = tuple(TABLE)", []),
+        ("class A: ...\nA.limit = 1", []),
+        ("class A: ...\nitems: list[A] = []", ["items: list[A] = []"]),
+    ],
+)
+def test_misplaced_constants_are_found(source: str, expected: list[str]) -> None:
+    assert misplaced_constants(ast.parse(source)) == expected

@@ -35,6 +35,13 @@ from axon_nb.records.ranks import name_ranks, resolve_ranks
 
 __all__ = ["LEFT_RUNNING", "CellManager", "failure_of", "is_exclusive"]
 
+_TIMEOUT_S = 2.0
+"""Idle ranks reply in milliseconds, unless the machine is busy."""
+LEFT_RUNNING = "was left running"
+"""Why this notebook no longer has a cluster that keeps running without it."""
+_ATTACH_HINT = "Run `%distributed attach` to reconnect to both."
+_START_HINT = "Run `%distributed start` to start a new one."
+
 
 def failure_of(run: CellRun, replaced: Sequence[str], *, remedy: str) -> BaseException | None:
     """Return the exception that a finished cell raises in the notebook; None if it did not fail.
@@ -58,10 +65,6 @@ def failure_of(run: CellRun, replaced: Sequence[str], *, remedy: str) -> BaseExc
     )
 
 
-_TIMEOUT_S = 2.0
-"""Idle ranks reply in milliseconds, unless the machine is busy."""
-
-
 def is_exclusive(state: ClusterState, run: CellRun) -> bool:
     """Whether a blocking cell of some ranks, about to be sent, is the only one that can communicate until it is done.
 
@@ -78,12 +81,6 @@ def is_exclusive(state: ClusterState, run: CellRun) -> bool:
         return False
     reports = [reply.waits for reply in replies.values()]
     return not any(waits.pending or waits.threads or waits.running for waits in reports)
-
-
-LEFT_RUNNING = "was left running"
-"""Why this notebook no longer has a cluster that keeps running without it."""
-_ATTACH_HINT = "Run `%distributed attach` to reconnect to both."
-_START_HINT = "Run `%distributed start` to start a new one."
 
 
 class CellManager:

@@ -23,6 +23,7 @@ _SECOND_INTERRUPT_GRACE_S = 0.5
 """Ranks that are still in C code this long after the second interrupt are replaced."""
 _INTERRUPT_DELAY_S, _INTERRUPT_DELAY_TICKS = 0.06, 10
 """Jupyter interrupts a kernel before it restarts it: an interrupt takes effect after this time and number of ticks."""
+Result = tuple["Cell", tuple[events.Effect, ...]]
 
 
 class State(Enum):
@@ -38,9 +39,6 @@ class State(Enum):
     RECOVERING = "recovering"
     """The groups are being rebuilt; the cell takes no more output."""
     DONE = "done"
-
-
-Result = tuple["Cell", tuple[events.Effect, ...]]
 
 
 @dataclass(frozen=True, slots=True)

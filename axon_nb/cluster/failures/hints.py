@@ -24,6 +24,34 @@ _REQUIREMENTS = {
     "tensorboard": "tensorboard",
     "transformers": "axon_nb[frameworks]",
 }
+_NO_SHARED_MEMORY = re.compile(
+    r"unable to (allocate|mmap|open|write) .*shared memory|out of shared memory|Bus error"
+    r"|creating shared memory segment|/dev/shm/nccl"
+)
+_NO_PEER_ACCESS = re.compile(r"peer access is not supported|peer mapping resources exhausted")
+_SAME_GPU = re.compile(r"Duplicate GPU detected")
+_NCCL_ERROR = re.compile(r"NCCL error|ncclSystemError|ncclInternalError|ncclRemoteError|ncclUnhandledCudaError")
+_NO_THREADS = re.compile(r"can't start new thread|Resource temporarily unavailable")
+_NO_FILES = re.compile(r"Too many open files")
+_NO_MODULE = re.compile(r"No module named '([\w.]+)'")
+_NO_COMPILER = re.compile(r"No working C\+\+ compiler|Ninja is required to load C\+\+|ninja not being installed")
+_NO_NAME = re.compile(r"name '(\w+)' is not defined")
+_SYNC_BATCH_NORM = "SyncBatchNorm expected input tensor to be on GPU"
+_MISMATCHES = ("CollectiveMismatchError", "TensorMismatchError")
+# Errors after which, as CUDA documents, the process is in an inconsistent state: only a new process can use the GPU.
+# Running out of memory is not one of them.
+_STICKY = (
+    "an illegal instruction was encountered",
+    "an illegal memory access was encountered",
+    "device-side assert triggered",
+    "hardware stack error",
+    "invalid program counter",
+    "misaligned address",
+    "operation not supported on global/shared address space",
+    "the launch timed out and was terminated",
+    "uncorrectable ECC error encountered",
+    "unspecified launch failure",
+)
 
 
 def missing_package(module: str) -> str:
@@ -44,24 +72,6 @@ def missing_package(module: str) -> str:
         f"`{module}` is not installed where the ranks run. "
         f'Run `pip install "{requirement}"` there, then run the cell again.'
     )
-
-
-_NO_SHARED_MEMORY = re.compile(
-    r"unable to (allocate|mmap|open|write) .*shared memory|out of shared memory|Bus error"
-    r"|creating shared memory segment|/dev/shm/nccl"
-)
-_NO_PEER_ACCESS = re.compile(r"peer access is not supported|peer mapping resources exhausted")
-_SAME_GPU = re.compile(r"Duplicate GPU detected")
-_NCCL_ERROR = re.compile(r"NCCL error|ncclSystemError|ncclInternalError|ncclRemoteError|ncclUnhandledCudaError")
-_NO_THREADS = re.compile(r"can't start new thread|Resource temporarily unavailable")
-_NO_FILES = re.compile(r"Too many open files")
-_NO_MODULE = re.compile(r"No module named '([\w.]+)'")
-_NO_COMPILER = re.compile(r"No working C\+\+ compiler|Ninja is required to load C\+\+|ninja not being installed")
-
-
-_NO_NAME = re.compile(r"name '(\w+)' is not defined")
-_SYNC_BATCH_NORM = "SyncBatchNorm expected input tensor to be on GPU"
-_MISMATCHES = ("CollectiveMismatchError", "TensorMismatchError")
 
 
 def _missing_name(error: RankError) -> str:
@@ -173,22 +183,6 @@ def left_calls_hint(reports: Mapping[int, CellEnd]) -> str:
         f"{', '.join(left)} before it was over: the process groups were rebuilt, so the next cell starts in step."
     )
     return sentence[0].upper() + sentence[1:]
-
-
-# Errors after which, as CUDA documents, the process is in an inconsistent state: only a new process can use the GPU.
-# Running out of memory is not one of them.
-_STICKY = (
-    "an illegal instruction was encountered",
-    "an illegal memory access was encountered",
-    "device-side assert triggered",
-    "hardware stack error",
-    "invalid program counter",
-    "misaligned address",
-    "operation not supported on global/shared address space",
-    "the launch timed out and was terminated",
-    "uncorrectable ECC error encountered",
-    "unspecified launch failure",
-)
 
 
 def lost_contexts(errors: Mapping[int, RankError]) -> list[int]:

@@ -19,6 +19,10 @@ MUTED = "color:var(--jp-ui-font-color2, inherit)"
 _HEAD = f"padding:1px 8px;border:none;text-align:center;font-weight:normal;white-space:nowrap;{MUTED}"
 _BOX = "padding:3px 10px;border:1px solid var(--jp-border-color1, #767676);text-align:center;min-width:1.5em"
 _DEAD = ";text-decoration:line-through;opacity:.6"
+_OPEN_UP_TO = 16
+_CELL = "padding:2px 14px 2px 0;text-align:left;border:none;white-space:nowrap"
+_NUMBER = "padding:2px 14px 2px 0;text-align:right;border:none;white-space:nowrap"
+_RULE = "border-bottom:1px solid var(--jp-border-color2, currentColor)"
 
 
 def mesh_html(mesh: MeshInfo, states: Mapping[int, str]) -> str:
@@ -71,12 +75,6 @@ def mesh_text(mesh: MeshInfo) -> list[str]:
             name = f"{mesh.axes[-2]} {number}: " if len(mesh.axes) > 1 else f"{mesh.axes[-1]}: "
             lines.append(f"  {name}{' '.join(str(rank).rjust(width) for rank in ranks)}")
     return lines
-
-
-_OPEN_UP_TO = 16
-_CELL = "padding:2px 14px 2px 0;text-align:left;border:none;white-space:nowrap"
-_NUMBER = "padding:2px 14px 2px 0;text-align:right;border:none;white-space:nowrap"
-_RULE = "border-bottom:1px solid var(--jp-border-color2, currentColor)"
 
 
 def cluster_card(info: ClusterInfo) -> dict[str, str]:

@@ -31,6 +31,11 @@ _ATTRIBUTE = re.compile(r"(?<![\w.\])])([A-Za-z_]\w*)\.(\w*)$")
 _KEY = re.compile(r"(?<![\w.\])])([A-Za-z_]\w*)\[((['\"])?[^'\"\[\]]*)$")
 _NAME = re.compile(r"(?<![\w.])([A-Za-z_]\w*)?$")
 _WORDS = (*keyword.kwlist, *(name for name in dir(builtins) if not name.startswith("_")))
+_COMPLETE_TIMEOUT_S = 0.1
+"""Kernel and front end add some time; completions appear within 0.15 s in total."""
+_INSPECT_TIMEOUT_S = 0.3
+_ABANDON_S = 10.0
+"""After this time without a reply a request counts as lost, and the rank may get another one."""
 
 
 class NameSnapshot:
@@ -88,13 +93,6 @@ def _with_prefix(words: Iterable[str], prefix: str) -> list[str]:
 
 def _in_string(before: str) -> bool:
     return before.count('"') % 2 == 1 or before.count("'") % 2 == 1
-
-
-_COMPLETE_TIMEOUT_S = 0.1
-"""Kernel and front end add some time; completions appear within 0.15 s in total."""
-_INSPECT_TIMEOUT_S = 0.3
-_ABANDON_S = 10.0
-"""After this time without a reply a request counts as lost, and the rank may get another one."""
 
 
 class CompletionClient:

@@ -26,6 +26,22 @@ __all__ = ["RequestPlan", "WhatIf", "plan_options", "read_plan"]
 _MAX_PLANNED_RANKS = 8
 """Up to this world size every rank is planned; above it only the one with the highest peak."""
 _ROLES = {"other": "buffers"}
+_POLL_INTERVAL_S = 0.2
+_PLANNER_TIMEOUT_S = 120.0
+_BUSY_POLL_INTERVAL_S = 0.25
+_JOIN_TIMEOUT_S = 3.0
+_STATES_ONLY = "model states only"
+_NO_INPUTS = (
+    "Activations are not included: the panel learns how the model is called from its next forward, while it is open."
+)
+_NO_PIPELINE_STEP = "The pipeline can be simulated after its next step, while this panel is open."
+_MEAN_LOSS = "The loss is unknown: the mean of the model's output is used instead."
+
+RequestPlan = Callable[[Mapping[str, Any] | None, str], PlanReply]
+"""Sends a `PlanRequest` to a rank and returns its reply.
+
+The arguments are the changed fields of `MemorySetup` or None, and the key of the model that the notebook already has.
+"""
 
 
 def plan_options(setup: MemorySetup, facts: ModelFacts, spec: Any) -> dict[str, Any]:
@@ -96,24 +112,6 @@ def read_plan(setup: MemorySetup, plan: MemoryPlan, notes: tuple[str, ...]) -> M
 
 def _by_role(parts: Mapping[str, int]) -> dict[str, int]:
     return {_ROLES.get(name, name): size for name, size in parts.items() if size}
-
-
-_POLL_INTERVAL_S = 0.2
-_PLANNER_TIMEOUT_S = 120.0
-_BUSY_POLL_INTERVAL_S = 0.25
-_JOIN_TIMEOUT_S = 3.0
-_STATES_ONLY = "model states only"
-_NO_INPUTS = (
-    "Activations are not included: the panel learns how the model is called from its next forward, while it is open."
-)
-_NO_PIPELINE_STEP = "The pipeline can be simulated after its next step, while this panel is open."
-_MEAN_LOSS = "The loss is unknown: the mean of the model's output is used instead."
-
-RequestPlan = Callable[[Mapping[str, Any] | None, str], PlanReply]
-"""Sends a `PlanRequest` to a rank and returns its reply.
-
-The arguments are the changed fields of `MemorySetup` or None, and the key of the model that the notebook already has.
-"""
 
 
 class WhatIf:

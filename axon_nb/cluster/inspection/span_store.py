@@ -20,6 +20,12 @@ __all__ = ["LIMIT", "CollectiveMatcher", "CollectiveWait", "SpanStore"]
 
 _MAX_OPEN = 8192
 """Maximum number of incomplete collectives; beyond it the oldest is dropped."""
+LIMIT = 100_000
+"""Minimum number of stored spans; up to a fifth more are stored before the oldest are dropped."""
+
+_MAX_LABELS = 60_000
+_MAX_PATCHES = 50_000
+_OTHER: Label = ("other", "other", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +85,6 @@ class CollectiveMatcher:
             CollectiveWait(index, max(0, min(latest, end) - start), last)
             for index, start, end in collective.calls.values()
         ]
-
-
-LIMIT = 100_000
-"""Minimum number of stored spans; up to a fifth more are stored before the oldest are dropped."""
-
-_MAX_LABELS = 60_000
-_MAX_PATCHES = 50_000
-_OTHER: Label = ("other", "other", "")
 
 
 class SpanStore:

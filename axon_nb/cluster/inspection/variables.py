@@ -20,6 +20,9 @@ __all__ = ["agreement", "difference_frame", "variables_frame"]
 
 _TIMEOUT_S = 60.0
 _VARIABLE_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
+_MERGED_COLUMNS = {"type": "type", "shape": "shape", "dtype": "dtype", "device": "device", "placements": "where"}
+"""By column, the key of the ranks' reports."""
+_DIFFERENCE_COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
 
 
 def variables_frame(state: ClusterState) -> pd.DataFrame:
@@ -55,10 +58,6 @@ def _variable_row(name: str, facts: Mapping[int, VariableFacts], ranks: Sequence
     return {"name": name, **merged, "bytes": total, "ranks": agreement(facts, ranks)}
 
 
-_MERGED_COLUMNS = {"type": "type", "shape": "shape", "dtype": "dtype", "device": "device", "placements": "where"}
-"""By column, the key of the ranks' reports."""
-
-
 def _merge(values: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(values))
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]}, …" if len(distinct) > 2 else " or ".join(distinct)
@@ -87,9 +86,6 @@ def agreement(facts: Mapping[int, VariableFacts], ranks: Sequence[int]) -> str:
     reference = next(kind for kind in kinds.values() if kind in most_common)
     others = [rank for rank, kind in kinds.items() if kind != reference]
     return ", ".join(filter(None, [f"differs on {name_ranks(others)}", only]))
-
-
-_DIFFERENCE_COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
 
 
 def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.DataFrame:

@@ -23,6 +23,9 @@ _MIN_DISPLAY_COST = 1000
 _DISPLAY_FACTOR = 32
 """The limit of displays, as a multiple of the limit of text: runaway output is text, pictures are intended."""
 _MAX_DISPLAYS = 1000
+_TAIL_LINES = 40
+_TAIL_WIDTH = 2000
+_order = operator.attrgetter("order")
 
 
 class Verdict(enum.Enum):
@@ -121,11 +124,6 @@ class Budget:
         """Reset the budget after a clear, with `text` bytes of text that follow it already charged."""
         self.over = False
         self._text, self._displays, self._num_displays, self._bars = text, 0, 0, 0
-
-
-_TAIL_LINES = 40
-_TAIL_WIDTH = 2000
-_order = operator.attrgetter("order")
 
 
 class _Line(NamedTuple):

@@ -16,6 +16,18 @@ from axon_nb.cluster.output.sinks import num_bytes, valid_text
 
 __all__ = ["FinishedBar", "OutputParser", "Transcript"]
 
+_LABEL_SIZE = 12
+"""Approximate size of a label and a newline, in bytes."""
+_MAX_LABELLED_TEXT = 32_000
+"""A displayed text with more characters gets a label on each line."""
+_MIN_QUEUE_BYTES = 64 << 20
+"""The total size of the ranks' pending output is at least limited to this."""
+_VALUE_HOLD_S = 0.25
+"""A cell's value comes last: it waits longer than a line for equal values from ranks that finish a little later."""
+
+FinishedBar = tuple[int, tuple[int, str, int], str]
+"""(rank, key of its live row, text) of a bar that was shown and is now finished."""
+
 
 class Transcript:
     """Saves text in bounded memory: its first and last characters, and the number of characters omitted between them.
@@ -52,19 +64,6 @@ class Transcript:
         """Return the saved text, with a note if characters were omitted."""
         note = f"\n… {self._num_omitted:,} characters omitted …\n" if self._num_omitted else ""
         return "".join([*self._head, note, *self._tail])
-
-
-_LABEL_SIZE = 12
-"""Approximate size of a label and a newline, in bytes."""
-_MAX_LABELLED_TEXT = 32_000
-"""A displayed text with more characters gets a label on each line."""
-_MIN_QUEUE_BYTES = 64 << 20
-"""The total size of the ranks' pending output is at least limited to this."""
-_VALUE_HOLD_S = 0.25
-"""A cell's value comes last: it waits longer than a line for equal values from ranks that finish a little later."""
-
-FinishedBar = tuple[int, tuple[int, str, int], str]
-"""(rank, key of its live row, text) of a bar that was shown and is now finished."""
 
 
 class OutputParser:

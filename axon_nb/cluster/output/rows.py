@@ -45,6 +45,8 @@ METER_NAME = re.compile(r"\s*(.*?)\s*[0-9]+%\|.*[^0-9][0-9.]+\S*?/(\S+) \[")
 COLOUR = re.compile(r"\x1b\[([0-9;:]*)m")
 _ALL_BUT_COLOUR = re.compile(rf"(?!{COLOUR.pattern})(?:[\r\x08]|{_CSI}|{_OSC}|{_OTHER}|\x1b)")
 _RESETS = frozenset({"", "0", "00"})
+MAX_LINE = 65536
+"""Maximum number of characters in a line; a longer one is truncated, with a note at its end."""
 
 
 def close_colours(line: str) -> str:
@@ -58,10 +60,6 @@ def close_colours(line: str) -> str:
 def strip_control(text: str) -> str:
     """Remove all control sequences except newlines and colours."""
     return _ALL_BUT_COLOUR.sub("", text.replace("\r\n", "\n")) if HAS_CONTROL.search(text) else text
-
-
-MAX_LINE = 65536
-"""Maximum number of characters in a line; a longer one is truncated, with a note at its end."""
 
 
 @dataclass(slots=True, eq=False)

@@ -27,6 +27,17 @@ from axon_nb.records.ranks import format_ranks, name_ranks
 __all__ = ["AGENT_SILENT", "AgentWatch", "Recovery", "describe_diverged_steps"]
 
 AGENT_SILENT = "the host agent does not respond, as if it was stopped or swapped out"
+_ATTEMPTS = 3
+_ATTEMPT_TIMEOUT_S = 10.0
+_SLOW_ATTEMPT_TIMEOUT_S = 60.0
+_RESEND_INTERVAL_S = 0.25
+_REPORT_EVERY = 500
+"""Abandoned groups are reported each time this many more have accumulated on one rank."""
+
+_PATIENCE_S, _PATIENCE_AFTER_INTERRUPT_S = 10.0, 1.0
+"""A host agent that does not reply for this long is stopped or swapped out; ranks cannot rendezvous without it."""
+
+_ASK_INTERVAL_S = 0.2
 
 
 def describe_diverged_steps(reports: Mapping[int, Sequence[OptimizerReport]]) -> list[str]:
@@ -69,19 +80,6 @@ def _describe_divergence(optimizers: Mapping[int, OptimizerReport]) -> str:
     if reasons:
         return f"{line} Its model {reasons.pop()}: load a checkpoint on all ranks, or recreate model and optimizer."
     return f"{line} Run `%distributed sync` to copy models and optimizers of rank 0 to all ranks."
-
-
-_ATTEMPTS = 3
-_ATTEMPT_TIMEOUT_S = 10.0
-_SLOW_ATTEMPT_TIMEOUT_S = 60.0
-_RESEND_INTERVAL_S = 0.25
-_REPORT_EVERY = 500
-"""Abandoned groups are reported each time this many more have accumulated on one rank."""
-
-_PATIENCE_S, _PATIENCE_AFTER_INTERRUPT_S = 10.0, 1.0
-"""A host agent that does not reply for this long is stopped or swapped out; ranks cannot rendezvous without it."""
-
-_ASK_INTERVAL_S = 0.2
 
 
 class AgentWatch:

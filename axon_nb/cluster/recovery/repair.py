@@ -40,6 +40,11 @@ R = TypeVar("R")
 
 _COPY_TIMEOUT_S = 60.0
 _MIN_BYTES_PER_S = 20e6
+_REPAIR_TIMEOUT_S = 30.0
+_ABORT_TIMEOUT_S = 2.0
+_AGENT_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S = 5.0
+_POLL_S = 0.05
 
 
 def copy_variables(
@@ -77,13 +82,6 @@ def copy_variables(
         ) from None
     skipped = {name: why for name, why in packed.skipped.items() if name not in groups}
     return Copied(tuple(sorted({*packed.copied, *groups})), skipped, packed.size)
-
-
-_REPAIR_TIMEOUT_S = 30.0
-_ABORT_TIMEOUT_S = 2.0
-_AGENT_TIMEOUT_S = 10.0
-_KILL_TIMEOUT_S = 5.0
-_POLL_S = 0.05
 
 
 def repair(

@@ -32,6 +32,9 @@ _QUERY_INTERVAL_S = 0.5
 _ENGINE = re.compile(rb"engine\.(\d+)\.")
 """The topic of an engine's output."""
 _TELEMETRY = message_type(TelemetryEvent)
+_serializers_lock = threading.Lock()
+"""ipyparallel completes its table of serializers on first use, which fails if two threads do it at once."""
+_FORGET_TIMEOUT_S = 2.0
 
 
 class CellHandler(Protocol):
@@ -211,10 +214,6 @@ class RankClient(ipp.Client):
             ipp.Client._dispatch_iopub.__wrapped__(self, message)
 
 
-_serializers_lock = threading.Lock()
-"""ipyparallel completes its table of serializers on first use, which fails if two threads do it at once."""
-
-
 def connect(connection_file: Path, *, timeout_s: float, alive: Callable[[], bool]) -> RankClient:
     """Wait for the controller's connection file and connect.
 
@@ -240,9 +239,6 @@ def connect(connection_file: Path, *, timeout_s: float, alive: Callable[[], bool
             )
         time.sleep(0.005)
     return RankClient(connection_file)
-
-
-_FORGET_TIMEOUT_S = 2.0
 
 
 def forget_engine(client_file: Path, rank: int) -> None:

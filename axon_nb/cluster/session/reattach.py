@@ -31,6 +31,17 @@ __all__ = ["OutputReplay", "reattach_cells"]
 _POLL_INTERVAL_S = 0.1
 _NEVER_SENT_AFTER_S = 2.0
 """A rank that has been idle for this long and does not know the cell never got it."""
+_REPLY_TIMEOUT_S = 10.0
+"""A rank that has not replied by then is in C code that holds the GIL. All others reply in milliseconds, unless the
+machine is busy; without waiting for them, their cells would be lost."""
+_DEATH_POLL_S = 0.05
+"""How often to check whether a rank that has not replied is still alive."""
+_SHOW_RESULT_S = 0.3
+"""A cell that has already finished is shown before `attach` returns, if that takes no longer."""
+_LATE_TIMEOUT_S = 3600.0
+_RECOVERY_TIMEOUT_S = 40.0
+
+Replies = Mapping[int, CellsReply]
 
 
 class OutputReplay:
@@ -108,19 +119,6 @@ def _omission_note(omitted: Omitted, *, first: bool) -> str:
         return ""
     when = "before the notebook reconnected" if first else "in between"
     return f"… {' and '.join(parts) or 'text'} ({omitted.size / 1e3:.1f} kB) printed {when}: discarded …\n"
-
-
-_REPLY_TIMEOUT_S = 10.0
-"""A rank that has not replied by then is in C code that holds the GIL. All others reply in milliseconds, unless the
-machine is busy; without waiting for them, their cells would be lost."""
-_DEATH_POLL_S = 0.05
-"""How often to check whether a rank that has not replied is still alive."""
-_SHOW_RESULT_S = 0.3
-"""A cell that has already finished is shown before `attach` returns, if that takes no longer."""
-_LATE_TIMEOUT_S = 3600.0
-_RECOVERY_TIMEOUT_S = 40.0
-
-Replies = Mapping[int, CellsReply]
 
 
 def reattach_cells(cells: CellManager, *, left_ns: int) -> CellHandle | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["SyncReport", "plan_sync", "seed", "sync"]
 
 _ALTERNATIVE = "load a checkpoint on all ranks, or rebuild it"
+_MAX_SEED = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,6 @@ def sync(cells: CellManager, source: int, names: Sequence[str]) -> SyncReport:
 def _call(cells: CellManager, call: RankCall[Any]) -> Mapping[int, Any]:
     # It runs as a cell, so that a death, an interrupt or a failure aborts it like any other cell.
     return cells.run(cell_source(call), quiet=True).values
-
-
-_MAX_SEED = (1 << 63) - 1
 
 
 def seed(cells: CellManager, value: int, *, per_rank: bool = False) -> str:

@@ -30,6 +30,21 @@ __all__ = [
 _KINDS = "torch.Tensor, a NumPy array or a CuPy array"
 Array = Any
 """A `torch.Tensor`, `numpy.ndarray` or `cupy.ndarray`."""
+# Dtypes that both Gloo and NCCL reduce and move (torch 2.11 to 2.13).
+NATIVE = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Integer dtypes that no backend reduces, and a wider one that does. Overflow wraps around as in the narrow dtype."""
 
 
 def as_tensor(array: Array, name: str = "tensor") -> torch.Tensor:
@@ -71,23 +86,6 @@ def as_input_type(result: torch.Tensor, original: Array) -> Array:
         return result.cpu().numpy()
     module = sys.modules.get(type(original).__module__.partition(".")[0])
     return module.from_dlpack(result) if module is not None and hasattr(module, "from_dlpack") else result
-
-
-# Dtypes that both Gloo and NCCL reduce and move (torch 2.11 to 2.13).
-NATIVE = frozenset(
-    {
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    }
-)
-_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-"""Integer dtypes that no backend reduces, and a wider one that does. Overflow wraps around as in the narrow dtype."""
 
 
 @dataclass(slots=True)  # not frozen: a frozen one takes five times as long to create

@@ -27,6 +27,8 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
 _Tensor, _STRIDED, _AVERAGE, _CPU = torch.Tensor, torch.strided, ReduceOp.AVERAGE, torch.device("cpu")
 _is_compiling, _World = torch.compiler.is_compiling, direct.TorchWorld
+_fast_paths: dict[int, _FastPath] = {}
+"""By the id of torch's group, while it lives: a WeakKeyDictionary takes ten times as long."""
 
 
 class _FastPath:
@@ -52,10 +54,6 @@ class _FastPath:
         """Record the span of a finished call."""
         if self.records_spans:
             emit(span_of((self.global_rank, "collective", name, start_ns, now(), self.name, size, -1, -1, 0, 0)))
-
-
-_fast_paths: dict[int, _FastPath] = {}
-"""By the id of torch's group, while it lives: a WeakKeyDictionary takes ten times as long."""
 
 
 def _fast_path(tensor: Any, group: Any) -> _FastPath | None:

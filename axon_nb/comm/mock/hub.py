@@ -17,6 +17,18 @@ from axon_nb.comm.errors import CollectiveMismatchError, TensorError
 
 __all__ = ["Hub", "PendingCollective", "combine"]
 
+_OPS: Any = dist.ReduceOp.RedOpType
+_PAIRWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    _OPS.SUM: torch.add,
+    _OPS.AVG: torch.add,
+    _OPS.PRODUCT: torch.mul,
+    _OPS.MIN: torch.minimum,
+    _OPS.MAX: torch.maximum,
+    _OPS.BAND: torch.bitwise_and,
+    _OPS.BOR: torch.bitwise_or,
+    _OPS.BXOR: torch.bitwise_xor,
+}
+
 
 @dataclass
 class PendingCollective:
@@ -98,19 +110,6 @@ class _Channel:
     def deliver(self) -> None:
         while self.messages and self.receivers:
             self.receivers.popleft()(self.messages.popleft())
-
-
-_OPS: Any = dist.ReduceOp.RedOpType
-_PAIRWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    _OPS.SUM: torch.add,
-    _OPS.AVG: torch.add,
-    _OPS.PRODUCT: torch.mul,
-    _OPS.MIN: torch.minimum,
-    _OPS.MAX: torch.maximum,
-    _OPS.BAND: torch.bitwise_and,
-    _OPS.BOR: torch.bitwise_or,
-    _OPS.BXOR: torch.bitwise_xor,
-}
 
 
 def combine(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:

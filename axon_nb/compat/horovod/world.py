@@ -18,6 +18,10 @@ from axon_nb.compat.horovod.errors import NotInitializedError
 
 __all__ = ["State", "current", "init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
 
+# By default group: the ranks of a mock world share one process. Weak references, as groups must not be kept alive
+# after the default group was destroyed: Gloo would crash the process.
+_states: weakref.WeakKeyDictionary[Any, State] = weakref.WeakKeyDictionary()
+
 
 @dataclass(slots=True)
 class State:
@@ -30,11 +34,6 @@ class State:
     """Whether `init` created the default group, so that `shutdown` destroys it."""
     present: list[int] = field(default_factory=list)
     """Ranks that had not joined at the last collective."""
-
-
-# By default group: the ranks of a mock world share one process. Weak references, as groups must not be kept alive
-# after the default group was destroyed: Gloo would crash the process.
-_states: weakref.WeakKeyDictionary[Any, State] = weakref.WeakKeyDictionary()
 
 
 def init() -> None:

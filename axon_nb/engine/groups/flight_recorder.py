@@ -51,6 +51,9 @@ _BYTES = {
 }
 _NAMES = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall"}
 _POINT_TO_POINT = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+_CUDA_FILE = os.path.join("torch", "cuda", "__init__.py")
+_CALLS_OF_A_POLL = 3
+"""How many frames deep a poll may be in a call: it asks the event, or looks for an abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +116,6 @@ def _payload(entry: dict[str, Any]) -> int:
     return sum(prod(size) * _BYTES.get(dtype, 0) for size, dtype in zip(entry["input_sizes"], dtypes, strict=False))
 
 
-_CUDA_FILE = os.path.join("torch", "cuda", "__init__.py")
-
-
 def native_waits(
     native: NativeGroups, pending: list[dict[str, Any]], counts: dict[str, int], *, recorder: str = "nccl"
 ) -> dict[str, Any]:
@@ -157,10 +157,6 @@ def overdue(native: NativeGroups, *, recorder: str = "nccl") -> str:
             name = PUBLIC_NAMES.get(call["name"], call["name"])
             return f"{name} has been in progress for {call['seconds']:.0f} s, and its group's timeout is {limit_s:g} s"
     return ""
-
-
-_CALLS_OF_A_POLL = 3
-"""How many frames deep a poll may be in a call: it asks the event, or looks for an abort."""
 
 
 def synchronizes_in(frame: FrameType | None) -> str:

@@ -47,6 +47,8 @@ _OTHER_FILES = 16
 """What the device of the first group opens, and a few to spare."""
 
 _gloo: Any = ProcessGroupGloo  # the stub lacks what is used here
+c10d: Any = dist.distributed_c10d
+_num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)  # private; without it Gloo's own handle is used
 
 
 class GlooTransport:
@@ -171,10 +173,6 @@ class MonitoredBarrier:
     def wait(self, timeout: timedelta) -> None:
         """Run it; its own timeout counts."""
         self._run()
-
-
-c10d: Any = dist.distributed_c10d
-_num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)  # private; without it Gloo's own handle is used
 
 
 class ReduceScatterWork:

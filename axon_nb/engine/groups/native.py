@@ -38,6 +38,10 @@ _FIRST_TYPE = 7
 _LAST_TYPE = 255
 MAX_SWAPS = _LAST_TYPE - _FIRST_TYPE + 1
 """How often one group can get a fresh backend."""
+_POLL_S = 0.02
+_PEERS_TIMEOUT_S = 30.0
+
+c10d = dist.distributed_c10d
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -81,12 +85,6 @@ def swap_backend(group: dist.ProcessGroup, backend: Any, device: torch.device, *
     # The backend holds name and description.
     group._set_group_name(name)
     group._set_group_desc(desc)
-
-
-_POLL_S = 0.02
-_PEERS_TIMEOUT_S = 30.0
-
-c10d = dist.distributed_c10d
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ DEFAULTS = {
 
 
 _MAX_POLL_S = 1e-3
+_MIN_POLL_S = 20e-6
 
 
 def set_environment(environ: MutableMapping[str, str] = os.environ, *, one_host: bool) -> None:
@@ -235,9 +236,6 @@ NCCL = BackendKind(
     connect_timeout_s=_CONNECT_TIMEOUT_S,
 )
 """torch's own NCCL groups."""
-
-
-_MIN_POLL_S = 20e-6
 
 
 def install_fence(abort: AbortFlag) -> Callable[[], None]:

@@ -34,6 +34,7 @@ _SILENCE_MS = 300
 """The store replies in far less, and to a wait after a slice."""
 _CONNECT_TIMEOUT_S = 10.0
 _TCP = "tcp:"
+_POLL_INTERVAL = timedelta(milliseconds=20)
 
 
 def _bytes(value: str | bytes | Sequence[int]) -> bytes:
@@ -210,9 +211,6 @@ class AgentStore(Store):
                 raise DistStoreError(f"the wait for {list(keys)[:4]} was cancelled")
             if time.monotonic() > end:
                 raise DistStoreError(f"timed out after {timeout} in the rendezvous store, waiting for {list(keys)[:4]}")
-
-
-_POLL_INTERVAL = timedelta(milliseconds=20)
 
 
 def rendezvous(store: Store, prefix: str, *, rank: int, size: int, timeout: timedelta, abort: AbortFlag) -> None:

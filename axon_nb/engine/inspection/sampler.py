@@ -31,6 +31,7 @@ _WAITING_THRESHOLD_NS = 250_000_000
 _IN_BACKWARD = " (backward)"
 _open = open  # a cell may replace the builtin
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_MAX_HZ = 20.0
 
 
 def awaited_peers() -> tuple[PeerCall, ...]:
@@ -145,9 +146,6 @@ def _device_bytes(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return 0
     return int(torch.cuda.memory_allocated(device))
-
-
-_MAX_HZ = 20.0
 
 
 class Telemetry:

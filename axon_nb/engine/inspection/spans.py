@@ -36,6 +36,7 @@ from axon_nb.records.spans import Span, emit, is_suppressed, ring
 __all__ = ["SpanReader", "StepSpans", "backward_problems"]
 
 _POLL_S = 0.5
+_COMMUNICATION = frozenset({"collective", "p2p", "wait"})
 
 
 def backward_problems() -> list[str]:
@@ -188,9 +189,6 @@ class StepSpans:
     def _emit(self, kind: str, name: str, start_ns: int) -> None:
         if not is_suppressed(kind):  # a pipeline stage records it with its microbatch
             emit(Span(self._rank, kind, name, start_ns, time.monotonic_ns()))
-
-
-_COMMUNICATION = frozenset({"collective", "p2p", "wait"})
 
 
 class SpanReader:

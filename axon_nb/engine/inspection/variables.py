@@ -26,6 +26,8 @@ __all__ = ["own_mesh", "variable_facts", "variable_parts"]
 _MAX_DIGEST = 1 << 30
 """Largest variable, in bytes, for which a digest is computed; larger ones are not compared."""
 _MAX_REPR = 10_000
+_MAX_BYTES = 1 << 28
+_MAX_TEXT = 400
 
 
 def variable_facts() -> list[VariableFacts]:
@@ -121,10 +123,6 @@ def _record(
     *, shape: str = "", dtype: str = "", device: str = "", where: str = "", size: int = 0, digest: str = ""
 ) -> dict[str, Any]:
     return {"shape": shape, "dtype": dtype, "device": device, "where": where, "bytes": size, "digest": digest}
-
-
-_MAX_BYTES = 1 << 28
-_MAX_TEXT = 400
 
 
 def variable_parts(name: str) -> VariableParts:

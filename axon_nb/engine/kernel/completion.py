@@ -41,6 +41,26 @@ _MAX_NAMES = 1000
 _MAX_ATTRIBUTES = 500
 _MAX_KEYS = 200
 _MAX_KEY = 80
+_TIMEOUT_S = 0.08
+_TIMED_OUT = "no answer in time"
+_MAX_MATCHES = 1000
+_MAX_TEXT = 200_000
+_POLICY = {
+    # IPython may call the `__getattr__` or `__getitem__` of these types for `model.layers[0].`: they only look up.
+    # Tensors are excluded: indexing a DTensor communicates.
+    "allowed_getattr_external": {("pandas", "DataFrame"), ("pandas", "Series"), ("torch", "nn", "Module")},
+    "allowed_getitem_external": {
+        ("numpy", "ndarray"),
+        ("numpy", "void"),
+        ("pandas", "DataFrame"),
+        ("pandas", "Series"),
+        ("pandas", "core", "indexing", "_LocIndexer"),
+        ("pandas", "core", "indexing", "_iLocIndexer"),
+        ("torch", "nn", "ModuleDict"),
+        ("torch", "nn", "ModuleList"),
+        ("torch", "nn", "Sequential"),
+    },
+}
 
 
 def names_snapshot(shell: Any, *, known: set[str]) -> NamesReply:
@@ -100,28 +120,6 @@ def _simple_keys(keys: Iterable[Any], *, identifiers: bool = False) -> list[str 
         for key in simple
         if len(str(key)) <= _MAX_KEY and (not identifiers or (isinstance(key, str) and key.isidentifier()))
     ]
-
-
-_TIMEOUT_S = 0.08
-_TIMED_OUT = "no answer in time"
-_MAX_MATCHES = 1000
-_MAX_TEXT = 200_000
-_POLICY = {
-    # IPython may call the `__getattr__` or `__getitem__` of these types for `model.layers[0].`: they only look up.
-    # Tensors are excluded: indexing a DTensor communicates.
-    "allowed_getattr_external": {("pandas", "DataFrame"), ("pandas", "Series"), ("torch", "nn", "Module")},
-    "allowed_getitem_external": {
-        ("numpy", "ndarray"),
-        ("numpy", "void"),
-        ("pandas", "DataFrame"),
-        ("pandas", "Series"),
-        ("pandas", "core", "indexing", "_LocIndexer"),
-        ("pandas", "core", "indexing", "_iLocIndexer"),
-        ("torch", "nn", "ModuleDict"),
-        ("torch", "nn", "ModuleList"),
-        ("torch", "nn", "Sequential"),
-    },
-}
 
 
 class CompletionService:

@@ -26,6 +26,11 @@ from axon_nb.engine.user_frame import user_frame
 __all__ = ["OWN_SIGNAL", "InterruptHandler", "clear_forced_interrupt", "force_interrupt"]
 
 _parse_exception_table: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
+OWN_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+"""Interrupts a cell that has replaced the handler of SIGINT; no library uses it."""
+_SHOW_ERROR = InteractiveShell.showtraceback.__code__
+_MAX_SWALLOWED = 3
+"""After this many interrupts without effect, the next is raised where nothing can catch it."""
 
 
 def force_interrupt(frame: FrameType | None, outermost: FrameType) -> None:
@@ -70,13 +75,6 @@ def _is_guarded(frame: FrameType | None, outermost: FrameType) -> bool:
 def _guarded_ranges(code: CodeType) -> tuple[tuple[int, int], ...]:
     entries = _parse_exception_table(code) if _parse_exception_table is not None else ()
     return tuple((entry.start, entry.end) for entry in entries)
-
-
-OWN_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
-"""Interrupts a cell that has replaced the handler of SIGINT; no library uses it."""
-_SHOW_ERROR = InteractiveShell.showtraceback.__code__
-_MAX_SWALLOWED = 3
-"""After this many interrupts without effect, the next is raised where nothing can catch it."""
 
 
 def _shows_error(frame: FrameType | None, cell_frame: FrameType) -> bool:

@@ -24,6 +24,7 @@ __all__ = ["RandomDraws", "seed"]
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _MAX_MODULES = 5000
+_NUMPY_SEEDS = 1 << 32
 
 
 class RandomDraws:
@@ -86,9 +87,6 @@ def _shuffles_globally(value: Any) -> bool:
         return False
     sampler = value.sampler
     return isinstance(sampler, data.RandomSampler) and sampler.generator is None and value.generator is None
-
-
-_NUMPY_SEEDS = 1 << 32
 
 
 def seed(value: int, *, per_rank: bool = False) -> int:

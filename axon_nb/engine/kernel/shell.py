@@ -32,6 +32,7 @@ __all__ = [
 
 _CELL_FILE_LINE = re.compile(r"^\S*File:\S*\s+\S*Cell In\[\d+\].*\n?", re.MULTILINE)
 """The line that names a cell's file, which does not exist."""
+_NOTE = "The cell stopped on this rank and counts as failed; the rank keeps running with its state."
 
 
 class Pager:
@@ -134,9 +135,6 @@ def install_autoreload(shell: Any) -> None:
             magics.pre_run_cell(None)
 
     shell.events.register("post_run_cell", read_modules)
-
-
-_NOTE = "The cell stopped on this rank and counts as failed; the rank keeps running with its state."
 
 
 def install_exits(shell: Any) -> None:

@@ -28,6 +28,7 @@ _MAX_WIDTH = 160
 
 Point = tuple[Any, int]
 """(code object, line)"""
+_COMMUNICATES = os.path.join("", "torch", "distributed", "")
 
 
 def cell_stack(session: RankSession, interrupts: InterruptHandler) -> list[StackFrame]:
@@ -96,9 +97,6 @@ def _user_entry(session: RankSession, code: Any, line: int) -> StackFrame:
     function = "" if code.co_name in ("<module>", "<cell line: 1>") else f", in {code.co_name}"
     source = linecache.getline(code.co_filename, line).strip()
     return StackFrame(f"{file[-_MAX_WIDTH:]}, line {line}{function[:_MAX_WIDTH]}", source[:_MAX_WIDTH])
-
-
-_COMMUNICATES = os.path.join("", "torch", "distributed", "")
 
 
 def user_threads() -> list[str]:

@@ -29,6 +29,8 @@ __all__ = [
 _LINEAR = "axon_nb.parallel.tensor.linear"
 _BLOCK = ("axon_nb.parallel.tensor.blocks", "TensorParallelBlock")
 _NORM = ("axon_nb.parallel.tensor.blocks", "SequenceParallelNorm")
+_utils: Any = importlib.import_module("torch.distributed.tensor._utils")
+_offsets = getattr(_utils, "compute_local_shape_and_global_offset", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,6 @@ def layer_shardings(modules: Iterable[Any]) -> dict[int, LayerSharding]:
                 id(parameter): LayerSharding(module.group, None) for parameter in module.parameters(recurse=False)
             }
     return {key: sharding for key, sharding in shardings.items() if sharding.group.size() > 1}
-
-
-_utils: Any = importlib.import_module("torch.distributed.tensor._utils")
-_offsets = getattr(_utils, "compute_local_shape_and_global_offset", None)
 
 
 @dataclass(frozen=True, slots=True)

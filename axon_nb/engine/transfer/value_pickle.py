@@ -35,6 +35,8 @@ _ATTRIBUTES = (
     "__kwdefaults__",
     "__annotations__",
 )
+_MAX_INLINE_BYTES = 4 << 10
+"""Smaller memory travels within the pickle."""
 
 
 def namespace() -> dict[str, Any]:
@@ -97,10 +99,6 @@ def _set_function(function: types.FunctionType, state: dict[str, Any]) -> None:
             cell.cell_contents = contents[0]
     for name, value in state["names"].items():
         function.__globals__.setdefault(name, value)
-
-
-_MAX_INLINE_BYTES = 4 << 10
-"""Smaller memory travels within the pickle."""
 
 
 class _TensorMemory:

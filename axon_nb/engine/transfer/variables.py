@@ -44,6 +44,9 @@ __all__ = [
     "to_numpy",
 ]
 
+_MAX_INLINE_BYTES = 64 << 10
+"""A smaller value of a cell travels in the reply itself."""
+
 
 def _convert(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return the value with `change` applied to each tensor in it, in its dicts, lists and tuples."""
@@ -134,10 +137,6 @@ def to_numpy(value: Any) -> Any:
         return (dense if has_numpy_dtype else dense.float()).numpy()
 
     return _convert(value, change)
-
-
-_MAX_INLINE_BYTES = 64 << 10
-"""A smaller value of a cell travels in the reply itself."""
 
 
 def receive_block(addresses: Mapping[int, BlockAddress]) -> Undelivered | None:

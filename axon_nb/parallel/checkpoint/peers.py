@@ -14,6 +14,8 @@ from axon_nb.parallel.checkpoint.errors import CheckpointError
 
 __all__ = ["Peers", "describe"]
 
+Failure = tuple[CheckpointError | None, str] | None
+
 
 class Peers:
     """Ranks of a group that all make the same calls.
@@ -67,9 +69,6 @@ class Peers:
         outcomes = self.gather(_attempt(function))
         _raise_first([failure for _, failure in outcomes], error, what)
         return [value for value, _ in outcomes]
-
-
-Failure = tuple[CheckpointError | None, str] | None
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Failure]:

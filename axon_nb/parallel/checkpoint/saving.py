@@ -25,6 +25,7 @@ __all__ = ["Contents", "PendingSave", "commit", "finish_pending", "prepare"]
 
 _POLL_S = 0.02
 _EXIT_TIMEOUT_S = 20.0
+_NOT_SAVED = "The checkpoint could not be written"
 
 
 class PendingSave:
@@ -171,9 +172,6 @@ def finish_pending(
         if peers.rank == 0:
             folder.discard(folder.path / token)
         raise CheckpointSaveError(f"The background save of step {step} failed: {'; '.join(errors)}. Save again.")
-
-
-_NOT_SAVED = "The checkpoint could not be written"
 
 
 @dataclass(frozen=True)

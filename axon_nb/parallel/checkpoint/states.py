@@ -17,6 +17,11 @@ from axon_nb.parallel.checkpoint.tensors import Shards
 
 __all__ = ["OptimizerStates", "Optimizers", "model_state", "set_model_state"]
 
+Optimizers = Optimizer | Iterable[Optimizer] | None
+"""One optimizer, or several that train different parameters."""
+
+_PREFIX = "optimizer"
+
 
 def model_state(model: nn.Module, shards: Shards) -> dict[str, Any]:
     """Return parameters and buffers, sharing the model's memory; shards are DTensors.
@@ -35,12 +40,6 @@ def set_model_state(model: nn.Module, shards: Shards, state: dict[str, Any]) -> 
         for name, value in state.items()
     }
     set_model_state_dict(model, local, options=StateDictOptions(strict=False))
-
-
-Optimizers = Optimizer | Iterable[Optimizer] | None
-"""One optimizer, or several that train different parameters."""
-
-_PREFIX = "optimizer"
 
 
 class OptimizerStates:

@@ -33,6 +33,8 @@ from axon_nb.parallel.three_d import Parallel3D
 
 __all__ = ["Shards", "TensorWriter", "mismatches", "plain_model", "read_tensors"]
 
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
 
 class _StagedPlanner(DefaultSavePlanner):
     """Passes host copies to the writer, if staged, and counts the bytes written."""
@@ -181,9 +183,6 @@ def _item_size(item: WriteItem) -> int:
     for length in item.tensor_data.chunk.sizes:
         size *= length
     return size
-
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def plain_model(model: nn.Module) -> nn.Module:

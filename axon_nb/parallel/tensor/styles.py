@@ -42,6 +42,19 @@ _HEAD_SIZES = ("head_size", "head_dim", "attention_head_size")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _POSITIONS = Shard(1)
 """Layout of activations sharded by position: (batch, positions, features)."""
+_ELEMENTWISE = (
+    nn.GELU,
+    nn.ReLU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.ELU,
+    nn.Mish,
+    nn.LeakyReLU,
+    nn.Hardswish,
+    nn.Identity,
+)
+"""Modules allowed between a column and a row layer: each rank applies them to its own features."""
 
 
 class _SplitOutput(ParallelStyle):
@@ -123,21 +136,6 @@ def _heads(parent: nn.Module | None, features: int) -> int | None:
         if isinstance(count := getattr(parent, name, None), int) and count > 0:
             return count
     return None
-
-
-_ELEMENTWISE = (
-    nn.GELU,
-    nn.ReLU,
-    nn.SiLU,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.ELU,
-    nn.Mish,
-    nn.LeakyReLU,
-    nn.Hardswish,
-    nn.Identity,
-)
-"""Modules allowed between a column and a row layer: each rank applies them to its own features."""
 
 
 def automatic_plan(

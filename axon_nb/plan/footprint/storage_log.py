@@ -24,6 +24,9 @@ __all__ = ["Change", "StorageLog"]
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 _MAX_FRAMES = 60
+_role_cache: dict[int, tuple[str, CodeType]] = {}
+"""Role by code object. Keyed by identity, because comparing is slower; holds the code, so that the identity stays
+unique."""
 
 
 class Change(NamedTuple):
@@ -215,8 +218,3 @@ def _origin() -> str:
             return found[0]
         frame = frame.f_back
     return ""
-
-
-_role_cache: dict[int, tuple[str, CodeType]] = {}
-"""Role by code object. Keyed by identity, because comparing is slower; holds the code, so that the identity stays
-unique."""

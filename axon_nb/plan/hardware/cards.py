@@ -18,6 +18,8 @@ from axon_nb.plan.hardware.rates import Rates
 __all__ = ["CARDS", "FITTED", "GPUS", "ISSUE_S", "Card", "Shares"]
 
 _TERA = 1e12
+ISSUE_S = 5e-6
+"""Seconds in which Python and the driver issue an operation: an assumption, no published run depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,6 @@ class Shares:
 
 
 FITTED = Shares(**tomllib.loads(Path(__file__).with_name("fitted.toml").read_text(encoding="utf-8")))
-ISSUE_S = 5e-6
-"""Seconds in which Python and the driver issue an operation: an assumption, no published run depends on it."""
 
 
 @dataclass(frozen=True, slots=True)

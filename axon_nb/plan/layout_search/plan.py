@@ -21,6 +21,8 @@ NEAR = 0.2
 _SHOWN_FITTING, _SHOWN_REJECTED = 12, 8
 _TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
 _HEAD = ("dp", "tp", "pp", "strategy", "microbatches", "checkpointing", "step, ms", "memory, {}", "reason")
+_MICROBATCHES_PER_RANK = (1, 2, 4, 8)
+"""Numbers of microbatches to try, as multiples of the pipeline's ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +245,6 @@ def _describe(one: Candidate) -> str:
     if one.activation_checkpointing:
         parts.append("activation checkpointing")
     return ", ".join(parts) or "one GPU"
-
-
-_MICROBATCHES_PER_RANK = (1, 2, 4, 8)
-"""Numbers of microbatches to try, as multiples of the pipeline's ranks."""
 
 
 @dataclass(frozen=True, slots=True)

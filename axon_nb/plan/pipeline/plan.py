@@ -26,6 +26,7 @@ _SOURCES = {
     PipelineSchedule.LOOPED_BFS: "Lamy-Poirier, 2022, section 4",
     PipelineSchedule.INTERLEAVED_ZERO_BUBBLE: "Qi et al., 2023, table 2, ZB-H1",
 }
+_HEAD = ("rank", "stages", "busy, ms", "idle, ms", "idle", "live microbatches, peak")
 
 
 class Formula(NamedTuple):
@@ -78,9 +79,6 @@ def bubble_formula(
     busy = per_rank * num_microbatches * (forward + backward)
     text = "(P - 1) (F + I - W) / (v M (F + I + W) + (P - 1) (F + I - W))"
     return Formula(idle / (busy + idle), text, source)
-
-
-_HEAD = ("rank", "stages", "busy, ms", "idle, ms", "idle", "live microbatches, peak")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,9 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["WithoutCuda", "as_with_data", "is_cuda", "lazy_chunks", "patched_apply", "skip_init", "without_tracebacks"]
 
 _MODULE, _NAME = "torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty"
+_GROUPED = "_meta_grouped_mm_common"
+_MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
+_OTHER_DEVICES = ("cpu", "meta")
 
 
 @contextlib.contextmanager
@@ -163,10 +166,6 @@ def as_with_data() -> Iterator[None]:
         yield
 
 
-_GROUPED = "_meta_grouped_mm_common"
-_MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
-
-
 @contextlib.contextmanager
 def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(module, name)
@@ -181,9 +180,6 @@ def _grouped_product(common: Callable[..., Any], mat_a: torch.Tensor, mat_b: tor
     if options.get("scale_a") is not None or mat_a.dtype == torch.bfloat16:
         return common(mat_a, mat_b, **options)
     return common(mat_a.to(torch.bfloat16), mat_b.to(torch.bfloat16), **options).to(mat_a.dtype)
-
-
-_OTHER_DEVICES = ("cpu", "meta")
 
 
 class WithoutCuda(TorchFunctionMode):

@@ -18,6 +18,12 @@ from axon_nb.plan.hardware.rates import Work
 
 __all__ = ["OpCounter", "does_work", "tensors_in", "work_of"]
 
+_MOVING = ("aten.", "prims.", "rngprims.")
+"""Namespaces of the operations whose time is that of the bytes they move, apart from those below."""
+_COMPUTING = re.compile(r"aten\.(linalg_|_linalg_|_fft_|_cdist|cdist|_trilinear|.*lstm|.*gru|.*rnn|cholesky|.*solve)")
+"""Those that compute more than they move, by other formulas than ours."""
+_ALLOCATING = re.compile(r"aten\.(new_)?empty")
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested arguments or results."""
@@ -51,13 +57,6 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
     "transformers.grouped_mm_fallback": _grouped,
     "transformers.grouped_mm_fallback_backward": _grouped_back,
 }
-_MOVING = ("aten.", "prims.", "rngprims.")
-"""Namespaces of the operations whose time is that of the bytes they move, apart from those below."""
-_COMPUTING = re.compile(r"aten\.(linalg_|_linalg_|_fft_|_cdist|cdist|_trilinear|.*lstm|.*gru|.*rnn|cholesky|.*solve)")
-"""Those that compute more than they move, by other formulas than ours."""
-
-
-_ALLOCATING = re.compile(r"aten\.(new_)?empty")
 
 
 @cache

@@ -23,6 +23,7 @@ __all__ = ["SHARDED_DIM", "local_parameters", "tensor_parallel_traffic"]
 SHARDED_DIM = {"column": 0, "column+gather": 0, "row": 1, "split+row": 1}
 """The dimension of a linear layer's weight that a style shards."""
 _FORWARD, _BACKWARD = "forward", "backward"
+_NORMS = "gradients of norms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,6 @@ def tensor_parallel_traffic(
             calls.setdefault(key, []).extend([size // parts] * parts)
     for (pp_rank, phase, operation, purpose), sizes in calls.items():
         yield Traffic(axis, num_ranks, operation, phase, purpose, grouped(sizes), pp_rank=pp_rank)
-
-
-_NORMS = "gradients of norms"
 
 
 def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], *, sequence: bool) -> Iterator[_Call]:

@@ -27,6 +27,7 @@ __all__ = ["Packed", "decode", "encode"]
 
 Packed = Any
 """Bulk data in a form of its own, such as rows of spans: passed on unchecked."""
+_NOT_FINITE = ("inf", "-inf", "nan")
 
 
 def encode(value: Any, kind: Any = None) -> Any:
@@ -102,9 +103,6 @@ def _encode_int(value: Any) -> int:
     if isinstance(value, bool) or number % 1 != 0:
         raise _wrong("a whole number", value)
     return int(number)  # such as one of NumPy's, or a user's `total=1e3`
-
-
-_NOT_FINITE = ("inf", "-inf", "nan")
 
 
 def _encode_float(value: Any) -> float | str:

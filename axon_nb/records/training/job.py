@@ -11,6 +11,10 @@ from axon_nb.records.training.progress import Bar
 
 __all__ = ["JobReport", "MetricRow", "RateMeter", "Throughput"]
 
+_WINDOW_NS = 10_000_000_000
+_SLOW_FACTOR = 2.0
+"""An unfinished step counts once it has taken this many times as long as the steps before it."""
+
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
@@ -48,11 +52,6 @@ class JobReport:
     communication: float | None
     """Fraction of the time since the last request with communication in progress, 0 to 1; None if unknown."""
     bars: tuple[Bar, ...]
-
-
-_WINDOW_NS = 10_000_000_000
-_SLOW_FACTOR = 2.0
-"""An unfinished step counts once it has taken this many times as long as the steps before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ Order = Sequence[Action]
 """The actions of one rank, in order."""
 Times = list[tuple[float, float]]
 """Start and end of each action of one rank, in seconds from the start of the step."""
+_COMPUTING = ("forward", "backward")
 
 
 def simulate_orders(
@@ -110,9 +111,6 @@ def spans_from_times(
         for rank, order, moments in zip(names, orders, times, strict=True)
         for (action, stage, microbatch), (begin, end) in zip(order, moments, strict=True)
     ]
-
-
-_COMPUTING = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)

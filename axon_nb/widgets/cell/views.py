@@ -27,6 +27,10 @@ from axon_nb.widgets.timeline.view import TimelineView
 __all__ = ["CellViews", "SavedSpans", "cell_timeline", "cell_views"]
 
 _log = logging.getLogger(__name__)
+_PUMP_INTERVAL_S = 0.1
+_COLLECT_TIMEOUT_S = 1.0
+_PAGE_TIMEOUT_S = 60.0
+"""A page that has requested no spans for this long gets no more; opening the view again helps."""
 
 
 @contextlib.contextmanager
@@ -139,12 +143,6 @@ class SavedSpans:
     def patches(self, since: int) -> tuple[list[tuple[int, int, int]], int]:
         """Return none: the spans are complete."""
         return [], 0
-
-
-_PUMP_INTERVAL_S = 0.1
-_COLLECT_TIMEOUT_S = 1.0
-_PAGE_TIMEOUT_S = 60.0
-"""A page that has requested no spans for this long gets no more; opening the view again helps."""
 
 
 class CellViews:

@@ -26,6 +26,7 @@ SOURCES = {
     "estimate": "formula",
     "plan": "simulation",
 }
+_AS_ESTIMATED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +252,6 @@ def _remark(use: MemoryUse, estimate: MemoryUse | None) -> str:
     if abs(more) <= _AS_ESTIMATED * planned:
         return "as estimated"
     return f"{'+' if more > 0 else '−'}{format_bytes(abs(more))}"
-
-
-_AS_ESTIMATED = 0.05
 
 
 def describe_fullness(use: MemoryUse) -> str:

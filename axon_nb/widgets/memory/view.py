@@ -25,6 +25,7 @@ from axon_nb.widgets.view import LiveView
 __all__ = ["MemoryPanel", "MemoryView"]
 
 _MAX_RANKS = 64
+_MIN_INTERVAL_S = 3.0
 
 
 class MemoryView(LiveView):
@@ -122,9 +123,6 @@ def _on_what_if(view_ref: weakref.ref[MemoryView], message: dict[str, Any]) -> N
     if view is not None and message.get("op") == "what_if" and view._request_plan is not None:
         setup = message.get("setup")
         view._request_plan(setup if isinstance(setup, dict) else None)
-
-
-_MIN_INTERVAL_S = 3.0
 
 
 class MemoryPanel(LivePanel):

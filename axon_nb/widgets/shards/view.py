@@ -29,6 +29,7 @@ from axon_nb.widgets.view import LiveView
 __all__ = ["ShardsPanel", "ShardsView"]
 
 _MAX_TENSORS = 2000
+_MIN_INTERVAL_S = 2.0
 
 
 class ShardsView(LiveView):
@@ -128,9 +129,6 @@ def _totals(tensors: Sequence[PlacedTensor]) -> list[dict[str, Any]]:
         }
         for size, ranks in ranks_by_bytes(total_bytes)
     ]
-
-
-_MIN_INTERVAL_S = 2.0
 
 
 class ShardsPanel(LivePanel):

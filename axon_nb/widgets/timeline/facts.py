@@ -20,6 +20,7 @@ _MIN_WAITING = 0.02
 _MIN_COLLECTIVES = 5
 _STRAGGLER_SHARE = 0.5
 """A rank is a straggler if this share of that waiting was for it, and at least twice an even share."""
+_MIN_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +188,6 @@ def _waited_for(table: SpanTable, rank: int, waits: npt.NDArray[np.bool_]) -> fl
         starts = columns["start"][selected]
         total += union_ns((starts, starts + columns["late"][selected]))
     return total / 1e9
-
-
-_MIN_STEPS = 2
 
 
 def _step(table: SpanTable) -> tuple[float, float] | None:

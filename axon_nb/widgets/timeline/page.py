@@ -31,6 +31,8 @@ from axon_nb.widgets.timeline.svg import rank_svg, step_svg, swatch_svg
 
 __all__ = ["pictures", "timeline_bundle"]
 
+_WIDE = html.table_style(widths=(480, 1400))
+
 
 def timeline_bundle(
     table: SpanTable, ranks: Sequence[int], *, title: str, focus: tuple[int | None, int | None] = (None, None)
@@ -66,9 +68,6 @@ def timeline_bundle(
         "text/html": html.figure(body, heading=heading),
         "text/plain": "\n".join([*lines, *_sentences(summary), *omitted_pipelines(summary), *_losses(table)]),
     }
-
-
-_WIDE = html.table_style(widths=(480, 1400))
 
 
 def pictures(

@@ -46,6 +46,7 @@ view.render({ model, el });
 _PAGE_CSS = """body { margin: 16px; font-family: system-ui, sans-serif }
 @media (prefers-color-scheme: dark) { body { background: #111; color: #ddd } }
 """
+_SUFFIXES = (".json", ".html", ".csv", ".svg")
 
 
 def page_traits(table: SpanTable, ranks: Sequence[int], *, title: str) -> tuple[dict[str, Any], bytes]:
@@ -93,9 +94,6 @@ def timeline_file(table: SpanTable, ranks: Sequence[int], *, title: str = "Timel
         f'<script type="application/octet-stream" id="spans">{spans}</script>'
         f'<script type="module">{code}{_START}</script></body></html>\n'
     )
-
-
-_SUFFIXES = (".json", ".html", ".csv", ".svg")
 
 
 class Timeline:

@@ -27,6 +27,7 @@ _STEP_WIDTH = 600
 _MIN_SHARE = 0.02
 _Box = tuple[float, float, float, float]
 """Left, top, width, height."""
+_NONE: Intervals = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def rank_svg(
@@ -102,9 +103,6 @@ def _lanes(table: SpanTable, rank: int, running_since: int | None) -> tuple[dict
         (columns["start"][moving], ready[moving]), join(*communication.values()) if communication else _NONE
     )
     return code, communication
-
-
-_NONE: Intervals = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def _cover(shares: npt.NDArray[np.float64], left: npt.NDArray[Any], right: npt.NDArray[Any]) -> None:

@@ -37,6 +37,11 @@ __all__ = [
     "watch_bundle",
 ]
 
+RANK_TITLES = ("rank", "activity", "step", "steps/s", "communication", "memory")
+"""Columns of the table of ranks."""
+_MAX_RANKS = 256
+_MEASURED_COLORS = {"steps/s": "forward", "communication": "collective", "memory": "p2p"}
+
 
 def format_number(value: float) -> str:
     """Format a number with four digits, such as ``2.306`` or ``1.2e-05``; integers such as ``12345`` keep all."""
@@ -122,11 +127,6 @@ def rank_cells(row: RankRow) -> tuple[str, str, str, str, str]:
     )
 
 
-RANK_TITLES = ("rank", "activity", "step", "steps/s", "communication", "memory")
-"""Columns of the table of ranks."""
-_MAX_RANKS = 256
-
-
 def shown_series(store: JobStore) -> list[tuple[Series, bool]]:
     """Return the curves that have points, in order, each with whether it is measured instead of logged."""
     logged = [(series, False) for series in store.metrics.values()][:MAX_CURVES]
@@ -167,9 +167,6 @@ def _html(store: JobStore) -> str:
         f"{curves}</div>{table(RANK_TITLES, rows, style=table_style(margin='4px 0'))}{note_lines(notes)}"
     )
     return figure(body, heading=heading(store))
-
-
-_MEASURED_COLORS = {"steps/s": "forward", "communication": "collective", "memory": "p2p"}
 
 
 def _curve(series: Series, number: int, *, measured: bool) -> str:

@@ -18,6 +18,10 @@ from axon_nb.widgets.watch.series import Series
 __all__ = ["MAX_CURVES", "JobStore", "MergedBar", "RankRow", "merge_bars"]
 
 _MAX_BARS = 12
+MAX_CURVES = 8
+"""The first metrics have a curve each."""
+_MAX_NAMES = 64
+_MAX_LISTED = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +102,6 @@ def _rate(bar: Bar, *, is_over: bool) -> tuple[str, str]:
         return "", ""
     left = f"{format_seconds((bar.total - bar.done) / rate)} left" if bar.total and bar.total >= bar.done else ""
     return f"{rate:.3g} {bar.unit}/s", left
-
-
-MAX_CURVES = 8
-"""The first metrics have a curve each."""
-_MAX_NAMES = 64
-_MAX_LISTED = 12
 
 
 @dataclass(frozen=True, slots=True)

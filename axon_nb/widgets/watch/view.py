@@ -31,6 +31,8 @@ from axon_nb.widgets.watch.store import JobStore, RankRow
 __all__ = ["WatchPanel", "WatchView", "read_job"]
 
 _MAX_RANKS = 64
+_MIN_INTERVAL_S = 2.0
+_MAX_REQUESTS = 8
 
 
 class WatchView(LiveView):
@@ -120,10 +122,6 @@ def _chart(series: Series, number: int, *, measured: bool) -> dict[str, Any]:
         "axis": "seconds" if measured else "steps",
         "points": pack_points(series.points()),
     }
-
-
-_MIN_INTERVAL_S = 2.0
-_MAX_REQUESTS = 8
 
 
 class WatchPanel(LivePanel):

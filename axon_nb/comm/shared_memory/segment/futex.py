@@ -36,21 +36,6 @@ _POLL_S = 0.0005
 _SMALL_BYTES = 1 << 14
 """Copies up to this size keep the interpreter lock, because getting it back would take longer than the copy."""
 _CLOCK_MONOTONIC = 1
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-class _Waiter(ctypes.Structure):
-    _fields_ = (
-        ("value", ctypes.c_uint64),
-        ("address", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    )
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _quick = ctypes.PyDLL(None)  # keeps the interpreter lock
 
@@ -72,6 +57,19 @@ _quick_move.argtypes = (_pointer, _pointer, ctypes.c_size_t)
 _quick_move.restype = _pointer
 
 _barrier = threading.local()
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Waiter(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
 
 
 def is_supported() -> bool:
