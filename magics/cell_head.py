@@ -16,9 +16,9 @@ from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.history import RankCell
 from axon_nb.cluster.session import current
 from axon_nb.cluster.session.notebook import AutoMode
-from axon_nb.engine.user_frame import user_frame
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import parse_ranks
+from axon_nb.shell.user_frame import user_frame
 
 __all__ = [
     "CellHead",

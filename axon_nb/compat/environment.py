@@ -18,7 +18,7 @@ from axon_nb.records.hooks import missing_hooks
 
 __all__ = ["set_environment", "skip_axon_nb_code"]
 
-_PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records")
+_PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records", "axon_nb.shell")
 
 
 def set_environment(device: str, *, local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.records.waits import PUBLIC_NAMES
+from axon_nb.records.waits.functions import PUBLIC_NAMES
 
 __all__ = [
     "CALL_NAMES",

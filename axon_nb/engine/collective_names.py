@@ -13,8 +13,8 @@ from types import CodeType, FrameType
 import torch.distributed as dist
 
 from axon_nb.engine.frames import main_frame
-from axon_nb.engine.user_frame import inner_function, user_frame
-from axon_nb.records.waits import COLLECTIVE_FUNCTIONS, PUBLIC_NAMES
+from axon_nb.records.waits.functions import COLLECTIVE_FUNCTIONS, PUBLIC_NAMES
+from axon_nb.shell.user_frame import inner_function, user_frame
 
 __all__ = [
     "PUBLIC_CALLS",

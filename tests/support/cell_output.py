@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axon_nb.cluster.output import CellOutput, RecordingSink
+from axon_nb.records.protocol.cells import Omitted, stream_content
 
 __all__ = ["Bench", "ranks_of"]
 
@@ -18,9 +19,10 @@ class Bench:
         self.sink = RecordingSink(in_place=in_place)
         self.output = CellOutput(list(ranks), self.sink, clock=lambda: self.now, **options)
 
-    def print(self, rank: int, text: str, name: str = "stdout", **more: Any) -> bool:
+    def print(self, rank: int, text: str, name: str = "stdout", *, omitted: Omitted | None = None) -> bool:
         """A rank's stream message; True when a flush is due sooner."""
-        return self.output.feed(rank, "stream", {"name": name, "text": text, **more}, {})
+        content = {"name": name, "text": text} if omitted is None else stream_content(name, text, omitted)
+        return self.output.feed(rank, "stream", content, {})
 
     def show(self, rank: int, data: dict[str, Any], kind: str = "display_data", **transient: str) -> bool:
         """A rank's display."""

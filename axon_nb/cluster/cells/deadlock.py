@@ -11,8 +11,10 @@ from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.silent_ranks import describe_silent_ranks
-from axon_nb.records.waits import RankWaits, describe_slow_ranks, explain_deadlock
+from axon_nb.records.waits.calls import RankWaits
+from axon_nb.records.waits.deadlocks import explain_deadlock
+from axon_nb.records.waits.silent_ranks import describe_silent_ranks
+from axon_nb.records.waits.slow_ranks import describe_slow_ranks
 
 __all__ = ["DeadlockWatch"]
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.hooks import missing_hooks
+from axon_nb.shell.user_frame import user_frame
 
 __all__ = ["InterruptQueue", "KernelInterrupts"]
 

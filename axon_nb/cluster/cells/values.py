@@ -45,7 +45,7 @@ def last_values(state: ClusterState, ranks: Iterable[int], token: str) -> dict[i
 
 def read_value(source: SharedBlock | bytes) -> Any:
     """Unpack a value that a rank has sent, in shared memory or in a message."""
-    from axon_nb.engine.transfer.value_pickle import unpack
+    from axon_nb.shell.value_pickle import unpack
 
     return unpack(source.read() if isinstance(source, SharedBlock) else split_parts(bytearray(source)))
 

@@ -10,7 +10,7 @@ from axon_nb.cluster.inspection.status import describe_state
 from axon_nb.cluster.rpc.requests import request_each
 from axon_nb.records.protocol.inspection import JobRequest
 from axon_nb.records.training.job import JobReport
-from axon_nb.records.waits import missing_ranks
+from axon_nb.records.waits.calls import missing_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState

@@ -17,7 +17,7 @@ from axon_nb.records.protocol.inspection import MeshRequest, StacksRequest, Stat
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.stacks import RankStack, Stacks
 from axon_nb.records.telemetry import Activity, ClusterInfo, GpuUse, RankInfo, RankState
-from axon_nb.records.waits import missing_ranks
+from axon_nb.records.waits.calls import missing_ranks
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,6 +13,7 @@ from axon_nb.cluster.output.live_area import LiveRow
 from axon_nb.cluster.output.merge import Item, MergeQueue
 from axon_nb.cluster.output.rows import Finished
 from axon_nb.cluster.output.sinks import num_bytes, valid_text
+from axon_nb.records.protocol.cells import read_omitted
 
 __all__ = ["FinishedBar", "OutputParser", "Transcript"]
 
@@ -120,18 +121,19 @@ class OutputParser:
         stream = self._streams[rank].get(name)
         if stream is None:
             stream = self._streams[rank][name] = LineAssembler()
-        if not (omitted := content.get("dropped")):
+        if (omitted := read_omitted(content)) is None:
             rows = stream.feed(text, now, self._order)
             self._order = stream.order
             self._put_rows(rank, name, rows, now)
             return
         # The rank reached its own limit: this is its last output, and what came before it is lost.
-        lines, size = int(omitted.get("lines", 0)), int(omitted.get("bytes", 0))
         self._put_rows(rank, name, stream.settle(now, final=True), now)
-        self._transcripts[rank].add(f"… {lines:,} lines ({size / 1e6:.1f} MB) omitted by the rank …\n{text}")
+        self._transcripts[rank].add(
+            f"… {omitted.lines:,} lines ({omitted.size / 1e6:.1f} MB) omitted by the rank …\n{text}"
+        )
         if not self._quiet:
             self._budget.exceeded = True
-            self.omitted.count(rank, lines=lines, size=size)
+            self.omitted.count(rank, lines=omitted.lines, size=omitted.size)
             last = LineAssembler()
             for row in [*last.feed(text, now, self._order), *last.settle(now, final=True)]:
                 self.omitted.add(rank, name, row.text, row.order)

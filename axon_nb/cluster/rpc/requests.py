@@ -17,7 +17,7 @@ from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.protocol.messages import RankCall, Request, arguments_of, perform
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.waits import RankWaits
+from axon_nb.records.waits.calls import RankWaits
 
 __all__ = ["Replies", "call", "request_all", "request_each", "request_waits"]
 

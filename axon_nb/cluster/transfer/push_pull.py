@@ -126,7 +126,7 @@ def _loaded(rank: int, expression: str, source: SharedBlock | bytes) -> Any:
 
 
 def _packed(variables: Mapping[str, Any], *, as_is: bool) -> list[Any]:
-    from axon_nb.engine.transfer.value_pickle import pack
+    from axon_nb.shell.value_pickle import pack
 
     try:
         return pack(dict(variables), with_names=True, as_is=as_is)

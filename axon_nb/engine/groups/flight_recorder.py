@@ -30,7 +30,8 @@ from torch._C import _distributed_c10d
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups.native import NativeGroups
 from axon_nb.engine.groups.nccl import poll_until
-from axon_nb.records.waits import PUBLIC_NAMES
+from axon_nb.records.waits.calls import GroupWaits, PendingCall
+from axon_nb.records.waits.functions import PUBLIC_NAMES
 
 __all__ = ["Recording", "dump", "native_waits", "overdue", "parse", "synchronizes_in"]
 
@@ -60,8 +61,8 @@ _CALLS_OF_A_POLL = 3
 class Recording:
     """What the recorder holds on some groups."""
 
-    pending: tuple[dict[str, Any], ...]
-    """Operations in progress, oldest first; the fields of `records.waits.PendingCall`."""
+    pending: tuple[PendingCall, ...]
+    """Operations in progress, oldest first."""
     counts: Mapping[str, int]
     """Number of collectives started, by group, as far back as the recorder reaches."""
 
@@ -81,7 +82,7 @@ def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int 
         since_ns: Time in nanoseconds since 1970; operations started before belong to replaced backends.
     """
     now = time.time_ns()
-    pending: list[dict[str, Any]] = []
+    pending: list[PendingCall] = []
     counts = dict.fromkeys(groups, 0)
     for entry in json.loads(content).get("entries", []) if content else []:
         group = entry["process_group"][0]
@@ -92,23 +93,23 @@ def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int 
         if entry["retired"] or entry["state"] == "completed":
             continue
         pending.append(_call(entry, group, groups[group], now))
-    return Recording(tuple(sorted(pending, key=lambda call: call["number"])), counts)
+    return Recording(tuple(sorted(pending, key=lambda call: call.number)), counts)
 
 
-def _call(entry: dict[str, Any], group: str, ranks: Sequence[int], now: int) -> dict[str, Any]:
+def _call(entry: dict[str, Any], group: str, ranks: Sequence[int], now: int) -> PendingCall:
     name, peer = entry["profiling_name"].partition(":")[2], -1
     if match := _POINT_TO_POINT.match(name):
         name, peer = match[1], ranks[int(match[3])]
-    return {
-        "number": entry["record_id"],
-        "name": _NAMES.get(name, name),
-        "group": group,
-        "ranks": sorted(ranks),
-        "sequence": 0 if entry["is_p2p"] else entry["collective_seq_id"],
-        "peer": peer,
-        "bytes": _payload(entry),
-        "seconds": max(0, now - entry["time_created_ns"]) / 1e9,
-    }
+    return PendingCall(
+        number=entry["record_id"],
+        name=_NAMES.get(name, name),
+        group=group,
+        ranks=tuple(sorted(ranks)),
+        sequence=0 if entry["is_p2p"] else entry["collective_seq_id"],
+        peer=peer,
+        bytes=_payload(entry),
+        seconds=max(0, now - entry["time_created_ns"]) / 1e9,
+    )
 
 
 def _payload(entry: dict[str, Any]) -> int:
@@ -117,11 +118,11 @@ def _payload(entry: dict[str, Any]) -> int:
 
 
 def native_waits(
-    native: NativeGroups, pending: list[dict[str, Any]], counts: dict[str, int], *, recorder: str = "nccl"
-) -> dict[str, Any]:
-    """Return the arguments of a `GroupWaits`: calls in progress, and the number of collectives started by group.
+    native: NativeGroups, pending: Sequence[PendingCall], counts: Mapping[str, int], *, recorder: str = "nccl"
+) -> GroupWaits:
+    """Return the calls in progress, and the number of collectives started by group.
 
-    While the main thread waits for all work on its GPU and an operation is in progress, the reply has ``call``, too.
+    While the main thread waits for all work on its GPU and an operation is in progress, the reply has `call`, too.
 
     Args:
         native: The groups.
@@ -134,9 +135,9 @@ def native_waits(
     recorded = list(recording.pending)
     counts = {**counts, **recording.counts}
     if recorded and not pending and (place := synchronizes_in(main_frame())):
-        return {"pending": recorded, "counts": counts, "call": f"{place} behind {recorded[0]['name']}"}
-    newest = [call for call in recorded if call["sequence"]][-1:]
-    return {"pending": [*pending, *newest], "counts": counts}
+        return GroupWaits(tuple(recorded), counts, call=f"{place} behind {recorded[0].name}")
+    newest = [call for call in recorded if call.sequence][-1:]
+    return GroupWaits((*pending, *newest), counts)
 
 
 def overdue(native: NativeGroups, *, recorder: str = "nccl") -> str:
@@ -152,10 +153,10 @@ def overdue(native: NativeGroups, *, recorder: str = "nccl") -> str:
     groups = {str(group.group_name): group for group in native.all()}
     ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
     for call in parse(dump(recorder), ranks, since_ns=native.rebuilt_at_ns).pending:
-        limit_s = native.timeout_of(groups[call["group"]]).total_seconds()
-        if call["sequence"] and call["seconds"] > limit_s:
-            name = PUBLIC_NAMES.get(call["name"], call["name"])
-            return f"{name} has been in progress for {call['seconds']:.0f} s, and its group's timeout is {limit_s:g} s"
+        limit_s = native.timeout_of(groups[call.group]).total_seconds()
+        if call.sequence and call.seconds > limit_s:
+            name = PUBLIC_NAMES.get(call.name, call.name)
+            return f"{name} has been in progress for {call.seconds:.0f} s, and its group's timeout is {limit_s:g} s"
     return ""
 
 

@@ -32,8 +32,8 @@ from axon_nb.engine.groups.size_check import SizeTable, open_size_table
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import rendezvous
 from axon_nb.engine.groups.work import RecoverableWork, stage_on_host
-from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.spans import emit, ring, span_of
+from axon_nb.shell.user_frame import user_frame
 
 if TYPE_CHECKING:
     from axon_nb.comm.shared_memory.group import SharedMemoryGroup

@@ -24,7 +24,6 @@ __all__ = [
     "abort",
     "common_groups",
     "disable_groups",
-    "group_status",
     "join_groups",
     "list_groups",
     "num_calls",
@@ -68,12 +67,6 @@ def num_calls() -> int:
     """Return the number of communication calls that this rank has started; on NCCL from zero after each rebuild."""
     state = current_groups()
     return state.calls.num_calls + (0 if state.native is None else state.native.num_collectives())
-
-
-def group_status() -> dict[str, Any]:
-    """Report whether the groups are usable: the last rebuild's number, and whether it or an abort is in progress."""
-    state = current_groups()
-    return {"epoch": state.epoch, "aborted": state.abort.is_set(), "rebuilding": state.rebuilding}
 
 
 def disable_groups(reason: str) -> None:

@@ -18,12 +18,12 @@ from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.groups.state import current_groups
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.user_frame import inner_function, user_frame
 from axon_nb.records.protocol.inspection import TelemetryEvent
 from axon_nb.records.protocol.messages import message_type
 from axon_nb.records.protocol.wire import encode
-from axon_nb.records.silent_ranks import PeerCall
 from axon_nb.records.telemetry import Activity, RankState, seconds_to_tick
+from axon_nb.records.waits.silent_ranks import PeerCall
+from axon_nb.shell.user_frame import inner_function, user_frame
 
 __all__ = ["Sampler", "Telemetry", "awaited_peers", "resident_bytes"]
 

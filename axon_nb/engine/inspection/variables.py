@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from axon_nb.engine.foreign_arrays import array_device, as_numpy
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import device_mesh_type, format_placement, is_dtensor
 from axon_nb.records.placement import MeshInfo
 from axon_nb.records.protocol.inspection import VariableFacts, VariableParts
+from axon_nb.shell.foreign_arrays import array_device, as_numpy
 
 __all__ = ["own_mesh", "variable_facts", "variable_parts"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 
 from axon_nb.engine.groups.flight_recorder import overdue
-from axon_nb.engine.groups.recovery import abort, group_status
+from axon_nb.engine.groups.recovery import abort
 from axon_nb.engine.inspection.group_waits import group_waits
 from axon_nb.engine.inspection.sampler import Telemetry, awaited_peers
 from axon_nb.engine.inspection.views import Views
@@ -29,7 +29,7 @@ from axon_nb.records.protocol.inspection import (
     WatchRequest,
 )
 from axon_nb.records.telemetry import RankState
-from axon_nb.records.waits import RankWaits
+from axon_nb.records.waits.calls import RankWaits
 
 __all__ = ["control_handlers"]
 
@@ -87,7 +87,13 @@ def control_handlers(
 
     def report_cells(request: CellsRequest) -> CellsReply:
         cells = log.report(run=request.run, since=request.since, after_ns=request.after_ns)
-        return CellsReply(tuple(cells), interrupts.running, **group_status())
+        return CellsReply(
+            cells=tuple(cells),
+            running=interrupts.running,
+            epoch=groups.epoch,
+            aborted=groups.abort.is_set(),
+            rebuilding=groups.rebuilding,
+        )
 
     return {
         AbortRequest: abort_cell,

@@ -21,7 +21,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from axon_nb.engine.user_frame import user_frame
+from axon_nb.shell.user_frame import user_frame
 
 __all__ = ["OWN_SIGNAL", "InterruptHandler", "clear_forced_interrupt", "force_interrupt"]
 

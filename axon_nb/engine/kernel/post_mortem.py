@@ -25,8 +25,8 @@ from typing import Any
 
 from axon_nb.engine.kernel.shell import Pager
 from axon_nb.engine.session import current
-from axon_nb.engine.user_frame import RUN_CODE
 from axon_nb.records.protocol.cells import FailureReply, FailureRequest
+from axon_nb.shell.user_frame import RUN_CODE
 
 __all__ = ["PostMortem", "command", "start"]
 

@@ -16,8 +16,8 @@ from typing import Any
 from axon_nb.engine.frames import code_by_thread, gc_paused, main_frame
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.user_frame import RUN_CODE, user_frame
 from axon_nb.records.stacks import StackFrame, library_of
+from axon_nb.shell.user_frame import RUN_CODE, user_frame
 
 __all__ = ["cell_stack", "user_threads"]
 

@@ -30,10 +30,10 @@ from IPython.core import ultratb
 from axon_nb.engine.collective_names import is_public_call
 from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.engine.output.nested_errors import NestedErrors
-from axon_nb.engine.user_frame import RUN_CODE, describe_inner
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.cells import AbortLocation
 from axon_nb.records.stacks import library_of
+from axon_nb.shell.user_frame import RUN_CODE, describe_inner
 
 __all__ = ["Tracebacks", "find_location", "shorten_traceback"]
 

@@ -9,6 +9,7 @@ from collections import deque
 from typing import Any
 
 from axon_nb.engine.output.streams import NativeOutput
+from axon_nb.records.protocol.cells import Omitted, stream_content
 
 __all__ = ["OutputBudget"]
 
@@ -51,9 +52,8 @@ class OutputBudget:
         """Send the last dropped lines, and how much was dropped."""
         for name, stream in self._streams.items():
             stream.flush_redraw()
-            dropped = stream.take_dropped()
-            if dropped:
-                self._send(name, *dropped)
+            if (omitted := stream.take_omitted()) is not None:
+                self._send(name, *omitted)
 
     def _restore_streams(self) -> None:
         """Replace `sys.stdout` and `sys.stderr` if the cell broke them: ipykernel replies only if it can flush both."""
@@ -69,14 +69,13 @@ class OutputBudget:
             self._remaining -= size
             return self._remaining >= 0
 
-    def _send(self, name: str, lines: int, size: int, tail: str) -> None:
-        content = {"name": name, "text": tail, "dropped": {"lines": lines, "bytes": size}}
+    def _send(self, name: str, tail: str, omitted: Omitted) -> None:
         kernel = self._kernel
         self._streams[name].stream.flush()
         kernel.session.send(
             kernel.iopub_socket,
             "stream",
-            content,
+            stream_content(name, tail, omitted),
             parent=kernel.get_parent("shell"),
             ident=f"engine.{kernel.engine_id}.{name}".encode(),
         )
@@ -148,7 +147,7 @@ class _LimitedStream:
         self._tail.extend(lines)
         return len(text)
 
-    def take_dropped(self) -> tuple[int, int, str] | None:
+    def take_omitted(self) -> tuple[str, Omitted] | None:
         if not self._dropped_size:
             return None
         tail = "\n".join([*self._tail, self._partial])[-16384:]
@@ -157,7 +156,7 @@ class _LimitedStream:
         self._dropped_size = self._dropped_lines = 0
         self._tail.clear()
         self._partial = ""
-        return lines, size, tail
+        return tail, Omitted(lines, size)
 
 
 def _is_redraw(text: str) -> bool:

@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any
 
 from axon_nb.engine.groups.abort import AbortedError
-from axon_nb.engine.user_frame import user_frame
 from axon_nb.records.protocol.cells import AbortLocation
+from axon_nb.shell.user_frame import user_frame
 
 __all__ = ["NestedError", "NestedErrors"]
 

@@ -24,7 +24,7 @@ from axon_nb.engine.groups import install
 from axon_nb.engine.groups.wrapper_reset import rebuild_reducer
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import device_mesh_type, is_sharded, is_stage
-from axon_nb.engine.transfer.value_pickle import namespace, reduce_function
+from axon_nb.shell.value_pickle import namespace, reduce_function
 
 __all__ = ["CannotCopyError", "NamespacePickler", "copy_failure_reason"]
 

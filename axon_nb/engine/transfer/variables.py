@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_dtensor, is_sharded
-from axon_nb.engine.transfer.value_pickle import pack, unpack
 from axon_nb.errors import UsageError
 from axon_nb.host.resources.cgroups import free_memory
 from axon_nb.host.shared_memory import (
@@ -30,6 +29,7 @@ from axon_nb.host.shared_memory import (
 from axon_nb.records.protocol.transfer import Undelivered
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
+from axon_nb.shell.value_pickle import pack, unpack
 
 __all__ = [
     "gather_full",

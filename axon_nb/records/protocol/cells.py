@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axon_nb.records.protocol.messages import RankCall, Request
-from axon_nb.records.protocol.wire import Packed, decode
+from axon_nb.records.protocol.wire import Packed, decode, encode
 
 __all__ = [
     "KEY",
@@ -28,11 +28,13 @@ __all__ = [
     "Profile",
     "ProfiledOperation",
     "execute_content",
+    "read_omitted",
     "read_outcome",
+    "stream_content",
 ]
 
 KEY = "axon_nb"
-"""Key of `CellFacts` in the metadata of an execute request, and of `CellEnd` in its reply."""
+"""Key of `CellFacts` in the metadata of an execute request, of `CellEnd` in its reply, and of `Omitted` in a stream."""
 
 
 def execute_content(code: str, *, silent: bool = False) -> dict[str, Any]:
@@ -189,7 +191,27 @@ class Omitted:
     lines: int
     size: int
     """Characters."""
-    displays: int
+    displays: int = 0
+
+
+def stream_content(name: str, text: str, omitted: Omitted) -> dict[str, Any]:
+    """The content of Jupyter's message with the last output of a cell, and what was omitted before it.
+
+    Args:
+        name: ``stdout`` or ``stderr``.
+        text: The output.
+        omitted: What the rank has not sent.
+    """
+    return {"name": name, "text": text, KEY: encode(omitted)}
+
+
+def read_omitted(content: Mapping[str, Any]) -> Omitted | None:
+    """Read from a stream's content what was omitted before its text; None: nothing, it is ordinary output.
+
+    Raises:
+        ProtocolError: what is under `KEY` does not fit.
+    """
+    return decode(Omitted, content[KEY]) if KEY in content else None
 
 
 @dataclass(frozen=True, slots=True)

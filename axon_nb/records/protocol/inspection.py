@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from axon_nb.records.placement import MeshInfo
 from axon_nb.records.protocol.messages import Event, RankCall, Request
 from axon_nb.records.protocol.wire import Packed
-from axon_nb.records.silent_ranks import PeerCall
 from axon_nb.records.stacks import StackFrame
 from axon_nb.records.telemetry import RankState
 from axon_nb.records.training.job import JobReport
-from axon_nb.records.waits import RankWaits
+from axon_nb.records.waits.calls import RankWaits
+from axon_nb.records.waits.silent_ranks import PeerCall
 
 __all__ = [
     "DescribeVariables",

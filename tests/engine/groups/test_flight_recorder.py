@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -19,7 +20,8 @@ from axon_nb.engine.groups import flight_recorder
 from axon_nb.engine.groups.abort import AbortFlag
 from axon_nb.engine.groups.flight_recorder import native_waits, overdue, synchronizes_in
 from axon_nb.engine.groups.nccl import poll_until
-from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
+from axon_nb.records.waits.calls import GroupWaits, PendingCall, RankWaits
+from axon_nb.records.waits.deadlocks import explain_deadlock
 from tests.engine.groups.native_ranks import groups_on, run_on_ranks
 
 
@@ -33,7 +35,7 @@ def _records(rank: int, store: Any) -> dict[str, Any]:
     end = time.monotonic() + 60
     while True:  # torch notes the end of an operation a little later
         answer = native_waits(groups, [], {"other": 7}, recorder="fr")
-        if len(answer["pending"]) == len(works) or time.monotonic() > end:
+        if len(answer.pending) == len(works) or time.monotonic() > end:
             break
     later = flight_recorder.parse(flight_recorder.dump("fr"), {"0": [0, 1]}, since_ns=before)
     dist.barrier(group=own)
@@ -41,7 +43,7 @@ def _records(rank: int, store: Any) -> dict[str, Any]:
         dist.all_reduce(torch.ones(5))
     for work in works:
         work.wait()
-    return {"answer": answer, "name": own.group_name, "later": (len(later.pending), dict(later.counts))}
+    return {"answer": asdict(answer), "name": own.group_name, "later": (len(later.pending), dict(later.counts))}
 
 
 def test_dump_shows_the_collective_of_each_rank(tmp_path: Path) -> None:
@@ -49,9 +51,9 @@ def test_dump_shows_the_collective_of_each_rank(tmp_path: Path) -> None:
     name = results[0]["name"]
     assert results[0]["answer"]["counts"] == {"0": 2, name: 1, "other": 7}
     assert results[1]["answer"]["counts"] == {"0": 1, name: 1, "other": 7}
-    assert results[1]["answer"]["pending"] == []
+    assert results[1]["answer"]["pending"] == ()
     (pending,) = results[0]["answer"]["pending"]
-    call = PendingCall(**{**pending, "ranks": tuple(pending["ranks"])})
+    call = PendingCall(**pending)
     assert (call.name, call.group, call.ranks, call.sequence, call.peer, call.bytes) == (
         "allreduce",
         "0",
@@ -77,13 +79,13 @@ def _waits_in_the_fence(rank: int, store: Any) -> dict[str, Any]:
     """Rank 1 leaves out a collective; rank 0 stands in the fence of an optimizer step behind it."""
     groups = groups_on(store)
     groups.rebuilt_at_ns = 0
-    seen: list[dict[str, Any]] = []
+    seen: list[GroupWaits] = []
     if rank == 0:
         work = dist.all_reduce(torch.ones(5), async_op=True)
 
         def look() -> None:
             end = time.monotonic() + 60
-            while not seen or ("call" not in seen[-1] and time.monotonic() < end):
+            while not seen or (not seen[-1].call and time.monotonic() < end):
                 seen.append(native_waits(groups, [], {}, recorder="fr"))
 
         watcher = threading.Thread(target=look)
@@ -97,13 +99,13 @@ def _waits_in_the_fence(rank: int, store: Any) -> dict[str, Any]:
         dist.all_reduce(torch.ones(5))
     else:
         work.wait()
-    return seen[-1]
+    return asdict(seen[-1])
 
 
 def test_step_fence_waits_for_the_rank_that_skipped_a_collective(tmp_path: Path) -> None:
     results = run_on_ranks(_waits_in_the_fence, 2, tmp_path, TORCH_FR_BUFFER_SIZE="100")
     waiting, finished = results[0], results[1]
-    calls = tuple(PendingCall(**{**call, "ranks": tuple(call["ranks"])}) for call in waiting["pending"])
+    calls = tuple(PendingCall(**call) for call in waiting["pending"])
     reports = {
         0: RankWaits(0, True, 7, waiting["call"], calls, waiting["counts"]),
         1: RankWaits(1, False, None, "", (), finished["counts"]),
@@ -160,7 +162,7 @@ def test_send_and_recv_name_the_peers_global_rank() -> None:
     send = {**entry, "profiling_name": "nccl:send 0->1", "record_id": 8}
     done = {**entry, "profiling_name": "nccl:send 0->1", "state": "completed"}
     seen = flight_recorder.parse(json.dumps({"entries": [recv, send, done]}).encode(), {"3": [2, 6]})
-    found = [(call["name"], call["peer"], call["sequence"], call["bytes"]) for call in seen.pending]
+    found = [(call.name, call.peer, call.sequence, call.bytes) for call in seen.pending]
     assert found == [("send", 6, 0, 12), ("recv", 6, 0, 12)]
     assert dict(seen.counts) == {"3": 0}
 

@@ -10,8 +10,8 @@ import torch
 
 from axon_nb.comm.collectives.arrays import prepare_move
 from axon_nb.engine.inspection.variables import _tensor_bytes
-from axon_nb.engine.transfer.value_pickle import pack, unpack
 from axon_nb.parallel.checkpoint.safetensors import _bytes
+from axon_nb.shell.value_pickle import pack, unpack
 
 
 def _packed(tensor: torch.Tensor) -> bytes:

@@ -11,6 +11,7 @@ import pytest
 
 from axon_nb.cluster.output.limits import Rate
 from axon_nb.cluster.output.parser import Transcript
+from axon_nb.records.protocol.cells import Omitted
 from tests.support.cell_output import Bench
 
 MIB = 1 << 20
@@ -92,7 +93,7 @@ def test_equal_notes_and_last_lines_are_merged() -> None:
 def test_what_ranks_left_out_themselves_is_counted_and_their_last_lines_end_the_cell() -> None:
     bench = Bench([0])
     bench.print(0, "unfinished")
-    bench.print(0, "second last\nlast\n", dropped={"lines": 7, "bytes": 900_000})
+    bench.print(0, "second last\nlast\n", omitted=Omitted(7, 900_000))
     bench.print(0, "after\n", "stderr")
     assert bench.end() == [
         "[rank 0] unfinished",
@@ -107,7 +108,7 @@ def test_what_ranks_left_out_themselves_is_counted_and_their_last_lines_end_the_
 def test_the_counts_of_the_rank_and_of_the_notebook_are_added() -> None:
     bench = Bench([2], limit_bytes=1000)
     bench.print(2, "x\n" * 1000)
-    bench.print(2, "y\n" * 40, dropped={"lines": 1000, "bytes": 2000})
+    bench.print(2, "y\n" * 40, omitted=Omitted(1000, 2000))
     lines = bench.end()
     shown = len([line for line in lines if line[-1] in "xy"])
     assert counted("\n".join(lines)) == 2040 - shown

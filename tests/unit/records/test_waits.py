@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock
+from axon_nb.records.waits.calls import PendingCall, RankWaits
+from axon_nb.records.waits.deadlocks import explain_deadlock
 
 
 def waiting(rank: int, *, sequence: int = 1, name: str = "allreduce", line: int = 3, **more: object) -> RankWaits:

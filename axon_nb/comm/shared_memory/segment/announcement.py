@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.waits import advice_for
+from axon_nb.records.waits.functions import advice_for
 
 __all__ = [
     "MAX_RANKS",

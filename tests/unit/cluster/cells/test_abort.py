@@ -18,8 +18,8 @@ from axon_nb.records.protocol.cells import CellOutcome
 from axon_nb.records.protocol.inspection import WaitsReply
 from axon_nb.records.protocol.messages import REPLY, Request
 from axon_nb.records.protocol.wire import encode
-from axon_nb.records.silent_ranks import PeerCall
-from axon_nb.records.waits import PendingCall, RankWaits
+from axon_nb.records.waits.calls import PendingCall, RankWaits
+from axon_nb.records.waits.silent_ranks import PeerCall
 
 BARRIER = PendingCall(number=7, name="barrier", group="0", ranks=(0, 1, 2), sequence=1, peer=-1, bytes=0, seconds=2.0)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_seconds
-from axon_nb.records.waits import RankWaits
+from axon_nb.records.waits.calls import RankWaits
 
 __all__ = ["PeerCall", "describe_silent_ranks"]
 

@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 from IPython.core.getipython import get_ipython
 
-from axon_nb.engine.foreign_arrays import as_numpy, is_on_device
+from axon_nb.shell.foreign_arrays import as_numpy, is_on_device
 
 __all__ = ["namespace", "pack", "reduce_function", "unpack"]
 

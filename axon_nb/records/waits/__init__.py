@@ -1,0 +1,1 @@
+"""What ranks wait for: their calls in progress, deadlocks, slow ranks and silent ones."""
