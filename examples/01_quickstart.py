@@ -26,8 +26,8 @@
 # %% [markdown]
 # ## Start the ranks
 #
-# This starts four processes that are already joined in one `torch.distributed` group. On the CPUs of
-# one host it uses shared memory, with one GPU per rank NCCL, otherwise Gloo.
+# This starts four processes that are already joined in one `torch.distributed` group. Ranks with a GPU
+# each communicate over NCCL, ranks on the CPUs of one host through shared memory, and all others over Gloo.
 
 # %%
 # %distributed start -n 4

@@ -80,7 +80,7 @@ def profile_frame(profiles: Mapping[int, Profile]) -> pd.DataFrame:
     """Return one row per rank and operation, in milliseconds; those that took longest first.
 
     Args:
-        profiles: By rank.
+        profiles: The profiles by rank.
     """
     import pandas as pd
 

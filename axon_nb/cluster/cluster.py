@@ -251,7 +251,7 @@ class Cluster:
         """Return where each rank is: its Python stack and its communication call, even while it is stuck.
 
         Args:
-            ranks: As for `run`.
+            ranks: The same as for `run`.
 
         Returns:
             The stacks by rank; printed, ranks with the same stack share one entry.

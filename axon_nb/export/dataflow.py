@@ -210,7 +210,7 @@ def live_cells(
 
     Args:
         trees: The cells, in order.
-        wanted: By cell index, names needed after that cell, such as those that the notebook fetched.
+        wanted: Names needed after a cell, by its index, such as those that the notebook fetched.
         predefined: Names that every rank has, and imported modules.
     """
     known = set(predefined)

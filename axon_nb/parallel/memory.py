@@ -103,7 +103,7 @@ def model_states(
         state_dtype: dtype of the optimizer state; None means that of the parameter.
         optimizer: The optimizer, used if `states_per_param` is None; None means Adam.
         cpu_offload: What is kept in host memory.
-        owned: For OPTIMIZER_STATE: the parameters whose states are on this rank; None: see
+        owned: The parameters whose states are on this rank, for OPTIMIZER_STATE; None: see
             `partition_parameters`.
         device_type: The ranks' compute device; on ``cpu``, offloaded gradients stay in place, padding included.
 

@@ -129,7 +129,7 @@ def next_token_loss(output: Any, target: Any) -> Any:
     """Return the mean loss of predicting each next token.
 
     Args:
-        output: With ``logits``, shape (batch, seq, vocab).
+        output: The output, with ``logits`` of shape (batch, seq, vocab).
         target: Tokens, shape (batch, seq).
     """
     cross_entropy = import_module("torch.nn.functional").cross_entropy

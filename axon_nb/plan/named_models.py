@@ -24,7 +24,7 @@ def sendable_model(model: Any, cluster: Any = None) -> Any:
     """Return what stands for a model in another process.
 
     Args:
-        model: In any form that a plan takes.
+        model: The model, in any form that a plan takes.
         cluster: The cluster on which it is a name; None: the one that this notebook's cells run on.
 
     Raises:
@@ -41,7 +41,7 @@ def model_by_name(model: Any, cluster: Any = None) -> Any:
     """Return the ranks' model, or Hugging Face's, if a name is given; anything else unchanged.
 
     Args:
-        model: As in `sendable_model`.
+        model: The same as in `sendable_model`.
         cluster: The same.
 
     Raises:
@@ -92,8 +92,8 @@ def join_stages(stages: Sequence[bytes]) -> bytes:
     """Return a pickled function without arguments that makes the whole model, as in `CapturedModel`.
 
     Args:
-        stages: In order; each a pickled function without arguments that makes a Sequential of the stage's modules,
-            under their names in the whole model.
+        stages: The stages in order; each a pickled function without arguments that makes a Sequential of the stage's
+            modules, under their names in the whole model.
     """
     return pickle.dumps(partial(_make_joined, tuple(stages)))
 

@@ -191,7 +191,7 @@ class _Skeleton(cloudpickle.Pickler):
     Args:
         file: Output.
         unsharded: DTensors of parameters that are unsharded now, by `id`; those may have another dtype.
-        bare: As for `capture`.
+        bare: The same as for `capture`.
     """
 
     def __init__(self, file: io.BytesIO, unsharded: Mapping[int, Any], *, bare: bool) -> None:

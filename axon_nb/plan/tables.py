@@ -103,7 +103,7 @@ def unit_for(sizes: Iterable[int]) -> SizeUnit:
     """Return the unit in which the largest size is 1 or more; never larger than GiB.
 
     Args:
-        sizes: In bytes.
+        sizes: The sizes in bytes.
     """
     largest = max(sizes, default=0)
     return next((unit for unit in _UNITS if largest >= unit.bytes), _UNITS[-1])

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from axon_nb.cluster.failures.report import Failure, RankError
+from axon_nb.cluster.failures.report import Failure, RankError, agree
 from axon_nb.records.colors import STATES
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.widgets.html import CELL, MUTED, WRAPPED_CELL, row_title, table, table_row
@@ -51,7 +51,7 @@ def failure_line(error: RankError, cell: int) -> tuple[int, int] | None:
     """Return where a rank failed in a cell: the cell's innermost line and its outermost one; None: not in that cell.
 
     Args:
-        error: With its traceback.
+        error: The error with its traceback.
         cell: Number of the cell.
     """
     text = _ANSI.sub("", "\n".join(error.traceback))
@@ -68,7 +68,7 @@ def _claim(failure: Failure) -> tuple[str, str]:
     if cause.kind == "raised":
         return f"{who} raised {cause.ename}", cause.evalue
     verbs = {"died": "died", "stuck": "did not stop", "aborted": "did not finish"}
-    return f"{who} {verbs[cause.kind]}", f"{who} {cause.evalue}."
+    return f"{who} {verbs[cause.kind]}", f"{who} {agree(cause.evalue, len(failure.alike))}."
 
 
 def _shortened(text: str) -> str:
@@ -119,7 +119,10 @@ def _fates(failure: Failure, ranks: Sequence[int]) -> str:
     if len(groups) == 1 and not failure.explanation:
         return ""
     rows = (
-        table_row(row_title(escape(name_ranks(sharing))), f'<td style="{WRAPPED_CELL}">{escape(text)}</td>')
+        table_row(
+            row_title(escape(name_ranks(sharing))),
+            f'<td style="{WRAPPED_CELL}">{escape(agree(text, len(sharing)))}</td>',
+        )
         for text, sharing in sorted(groups.items(), key=lambda group: failure.cause.rank not in group[1])
     )
     return table((), rows)

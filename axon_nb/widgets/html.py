@@ -47,7 +47,7 @@ def table_style(*, margin: str = "0", widths: tuple[int, int] | None = None) -> 
     """Return the style of a table.
 
     Args:
-        margin: As CSS.
+        margin: The margin, as CSS.
         widths: Minimum and maximum in px of a table that fills the page; None: as wide as its cells.
     """
     if widths is None:
@@ -63,9 +63,9 @@ def table(titles: Iterable[str], rows: Iterable[str], *, cell: str = CELL, style
 
     Args:
         titles: Titles of the columns; if empty, the table has no head.
-        rows: From `table_row`.
+        rows: Results of `table_row`.
         cell: Style of the titles' cells.
-        style: From `table_style`; empty: its default.
+        style: A result of `table_style`; empty: its default.
     """
     heads = "".join(
         f'<th scope="col" style="{cell};font-weight:normal;{_SMALL}">{escape(title)}</th>' for title in titles

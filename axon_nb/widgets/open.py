@@ -51,7 +51,7 @@ def show_memory(cluster: Cluster, names: Sequence[str]) -> None:
     """Show the ranks' memory by what uses it: a panel in a notebook, text elsewhere.
 
     Args:
-        cluster: Whose ranks are queried.
+        cluster: The cluster whose ranks are queried.
         names: Modules and optimizers of the ranks, by name; empty: all that their variables hold.
 
     Raises:
@@ -76,7 +76,7 @@ def show_shards(cluster: Cluster, names: Sequence[str], *, gradients: bool = Fal
     """Show which rank holds which part of tensors: a panel in a notebook, text elsewhere.
 
     Args:
-        cluster: Whose ranks are queried.
+        cluster: The cluster whose ranks are queried.
         names: Modules, optimizers, tensors of the ranks, by name.
         gradients: Whether to show gradients, too.
 
@@ -121,7 +121,7 @@ def show_planned(spans: Sequence[Span], title: str) -> PlannedTimeline:
     """Show the timeline of a planned program.
 
     Args:
-        spans: Of one rank of each kind.
+        spans: The spans of one rank of each kind.
         title: What was planned.
     """
     from axon_nb.widgets.timeline.planned import PlannedTimeline

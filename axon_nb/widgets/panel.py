@@ -109,7 +109,7 @@ class LivePanel(Panel):
     """A panel that polls a cluster while a page shows it and a cell runs, and after each cell.
 
     Args:
-        cluster: Whose ranks are polled.
+        cluster: The cluster whose ranks are polled.
         min_interval_s: Minimum number of seconds between two polls.
     """
 

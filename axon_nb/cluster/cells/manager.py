@@ -88,8 +88,8 @@ class CellManager:
 
     Args:
         state: The cluster.
-        settings: Those of the notebook.
-        interrupts: Those of the notebook's kernel.
+        settings: The settings of the notebook.
+        interrupts: The interrupts of the notebook's kernel.
     """
 
     def __init__(self, state: ClusterState, settings: Settings, interrupts: KernelInterrupts) -> None:

@@ -91,7 +91,7 @@ def measurements(replies: Mapping[int, CellEnd]) -> _Measurements:
     """Return the fields of `CellResult` that hold what ranks measured.
 
     Args:
-        replies: By rank, what its reply says about the cell.
+        replies: What each rank's reply says about the cell.
     """
     return {
         "cpu_seconds": {rank: end.cpu_seconds for rank, end in replies.items() if end.cpu_seconds is not None},

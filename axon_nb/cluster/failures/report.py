@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError
 from axon_nb.records.ranks import format_ranks, name_ranks
 
-__all__ = ["REPAIR_HINT", "Failure", "RankError", "cell_error", "interrupt_error", "root_cause"]
+__all__ = ["REPAIR_HINT", "Failure", "RankError", "agree", "cell_error", "interrupt_error", "root_cause"]
 
 REPAIR_HINT = "Run `%distributed repair` to replace the failed ranks; all others keep their state."
 
@@ -90,7 +90,7 @@ def cell_error(
     cause = root_cause(errors, first)
     alike = [e.rank for e in errors.values() if (e.kind, e.ename, e.evalue) == (cause.kind, cause.ename, cause.evalue)]
     who = name_ranks(alike)
-    message = f"{who}: {cause}" if cause.kind == "raised" else f"{who} {_verb(cause.evalue, len(alike))}"
+    message = f"{who}: {cause}" if cause.kind == "raised" else f"{who} {agree(cause.evalue, len(alike))}"
     if timeout_s is not None:
         message = f"timed out after {timeout_s:g} s (--timeout); {message}"
     report = [f"[{who}]", *cause.traceback] if cause.traceback else [f"CellError: {message}"]
@@ -131,8 +131,8 @@ def interrupt_error(
     return CellInterrupt(message, report)
 
 
-def _verb(text: str, count: int) -> str:
-    """Put a description of one rank into the plural if there are several."""
+def agree(text: str, count: int) -> str:
+    """Put a description of one rank, such as ``was interrupted``, into the plural if there are several."""
     for one, many in (("was ", "were "), ("is ", "are ")):
         if count > 1 and text.startswith(one):
             return many + text.removeprefix(one).replace(" does not ", " do not ")
@@ -147,6 +147,6 @@ def _others(errors: Mapping[int, RankError], shown: set[int]) -> list[str]:
             text = str(error) if raised else error.evalue
             groups.setdefault((raised, text.splitlines()[0][:200] if text else error.kind), []).append(error.rank)
     return [
-        f"[{name_ranks(ranks)}] {text if raised else _verb(text, len(ranks))}"
+        f"[{name_ranks(ranks)}] {text if raised else agree(text, len(ranks))}"
         for (raised, text), ranks in groups.items()
     ]

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.memory import HasClassName, LazyFunction, MemoryPrediction, MemorySetup, WhatIfState
@@ -114,6 +114,11 @@ def _by_role(parts: Mapping[str, int]) -> dict[str, int]:
     return {_ROLES.get(name, name): size for name, size in parts.items() if size}
 
 
+class _Scenario(NamedTuple):
+    changes: Mapping[str, Any] | None
+    """Fields of `MemorySetup` that differ from the current setup; None: the current setup."""
+
+
 class WhatIf:
     """Plans one scenario at a time, on its own thread; a newer request cancels the one in progress.
 
@@ -128,8 +133,8 @@ class WhatIf:
     ) -> None:
         self._request_plan, self._show, self._is_busy = request_plan, show, is_busy
         self._lock = threading.Lock()
-        self._pending: tuple[Mapping[str, Any] | None] | None = None
-        self._last: tuple[Mapping[str, Any] | None] | None = None
+        self._pending: _Scenario | None = None
+        self._last: _Scenario | None = None
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
         self._state = WhatIfState()
@@ -149,7 +154,7 @@ class WhatIf:
                 beside the measured ones.
         """
         with self._lock:
-            self._pending = self._last = (changes,)
+            self._pending = self._last = _Scenario(changes)
             self._cancel.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="axon_nb-what-if", daemon=True)
@@ -158,7 +163,7 @@ class WhatIf:
     def repeat(self) -> None:
         """Repeat the last request, if there was one, because the model has changed."""
         if self._last is not None:
-            self.request(*self._last)
+            self.request(self._last.changes)
 
     def close(self) -> None:
         """Cancel the request in progress, and plan no more."""
@@ -172,7 +177,7 @@ class WhatIf:
                 if self._pending is None:
                     self._thread = None
                     return
-                (changes,), self._pending = self._pending, None
+                changes, self._pending = self._pending.changes, None
                 cancel = self._cancel = threading.Event()
             try:
                 self._plan(changes, cancel)

@@ -98,8 +98,8 @@ class SpanFeed:
         """Fetch all new spans, on the notebook's thread; ranks that do not reply within `timeout_s` are left out.
 
         Args:
-            timeout_s: In seconds.
-            watch_s: For how many seconds the ranks then record detailed spans.
+            timeout_s: The timeout in seconds.
+            watch_s: How many seconds the ranks then record detailed spans.
         """
         with self._lock:
             self._wait_for_replies(time.monotonic() + timeout_s)

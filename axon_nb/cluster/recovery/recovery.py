@@ -47,7 +47,7 @@ def describe_diverged_steps(reports: Mapping[int, Sequence[OptimizerReport]]) ->
     communication in it, or more than one step between them.
 
     Args:
-        reports: By rank, a record per optimizer. They are numbered in the order of their first steps; an optimizer that
+        reports: A record per optimizer, by rank. They are numbered in the order of their first steps; an optimizer that
             has made none (-1) is matched by its variable's name.
     """
     numbers = sorted({record.number for report in reports.values() for record in report} - {-1})
@@ -72,7 +72,7 @@ def _describe_divergence(optimizers: Mapping[int, OptimizerReport]) -> str:
     most, least = max(steps.values()), min(steps.values())
     if not is_same or most - least != 1 or not all(record.communicated for record in optimizers.values()):
         return ""
-    name = f"`{first.name}`" if first.name else "their optimizer"
+    name = f"`{first.name}`" if first.name else "the optimizer"
     ahead, behind = ([rank for rank in steps if steps[rank] == count] for count in (most, least))
     verb = "is" if len(ahead) == 1 else "are"
     line = f"{name_ranks(ahead).capitalize()} {verb} at step {most} of {name}, {name_ranks(behind)} at {least}."

@@ -49,7 +49,7 @@ def plan_sync(
     """Decide which variables to copy, in order, and why the others cannot be copied.
 
     Args:
-        reports: By rank and name, the variables of each rank.
+        reports: The variables of each rank, by rank and name.
         source: The rank to copy from.
         names: What the user named; empty: everything on rank `source`.
 

@@ -178,7 +178,7 @@ def scatter_tensor(
     """Split the tensor of rank `src` along dim 0 and send one part to each rank.
 
     Args:
-        tensor: On `src`: shape (n * world_size, …). Ignored on other ranks, where it may be None.
+        tensor: The tensor of `src`, shape (n * world_size, …). Ignored on other ranks, where it may be None.
         src: Rank within the group.
         out: Dense tensor of shape (n, …) that receives this rank's part. None: a new tensor; a small header is sent
             first, so pass `out` either on all ranks or on none.

@@ -79,7 +79,7 @@ def refusal(source: int, target: int, line: int, *, sent: tuple[int, int], taken
 
     Args:
         source: Global rank of the sender.
-        target: That of the receiver.
+        target: The receiver's target.
         line: Line of the cell that sends; 0: unknown.
         sent: Bytes of the message, and the number of its dtype.
         taken: What the receiver expects.

@@ -101,7 +101,7 @@ def DistributedOptimizer(
         compression: Compression of gradients for communication.
         backward_passes_per_step: Number of backward passes before each `step`; their gradients are summed.
         op: Average or Sum.
-        gradient_predivide_factor: With Average, gradients are divided by it before the sum and multiplied by it
+        gradient_predivide_factor: A factor for Average: gradients are divided by it before the sum and multiplied by it
             afterwards.
 
     Returns:

@@ -128,7 +128,7 @@ def native_waits(
         native: The groups.
         pending: Calls in progress in other groups of this rank.
         counts: Number of collectives started in those.
-        recorder: As for `dump`.
+        recorder: The same as for `dump`.
     """
     groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in native.all()}
     recording = parse(dump(recorder), groups, since_ns=native.rebuilt_at_ns)
@@ -148,7 +148,7 @@ def overdue(native: NativeGroups, *, recorder: str = "nccl") -> str:
 
     Args:
         native: The groups.
-        recorder: As for `dump`.
+        recorder: The same as for `dump`.
     """
     groups = {str(group.group_name): group for group in native.all()}
     ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}

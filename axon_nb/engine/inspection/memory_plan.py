@@ -50,10 +50,10 @@ class Planner:
 
         Args:
             module: The model as the user holds it.
-            optimizers: Those that step its parameters.
+            optimizers: The optimizers that step its parameters.
             what_if: Fields of `MemorySetup` to change; None: the current setup.
             known_key: Key of the model that the notebook already has.
-            stages_only: For a pipeline: return only this rank's stages.
+            stages_only: Whether to return only this rank's stages of a pipeline.
         """
         session = self._session
         if (pipeline := find_pipeline(module)) is not None and (stages_only or not pipeline.is_first):

@@ -48,7 +48,7 @@ def describe_model(
 
     Args:
         module: The model as the user holds it, with its wrappers.
-        optimizers: Those that step its parameters.
+        optimizers: The optimizers that step its parameters.
         session: This rank.
         calls: How models were called.
     """

@@ -49,7 +49,7 @@ def pipeline_facts(
 
     Args:
         module: A `Pipeline` or `Parallel3D` whose first stage is on this rank.
-        optimizer: As in `MemorySetup`.
+        optimizer: The same as in `MemorySetup`.
         calls: How models were called.
 
     Returns:

@@ -207,7 +207,7 @@ class SpanReader:
 
         Args:
             since: Number of the first span wanted, from the last answer; 0: the oldest available.
-            watch_s: For how many more seconds forwards, backwards and steps are recorded; 0: unchanged.
+            watch_s: How many more seconds forwards, backwards and steps are recorded; 0: unchanged.
         """
         if watch_s > 0:
             self._steps.watch(watch_s)

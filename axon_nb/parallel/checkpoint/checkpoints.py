@@ -184,7 +184,7 @@ class Checkpoints:
             model: The model, built as before; its wrapper and the number of ranks may differ.
             optimizer: The optimizer of the same parameters; None: its state is not loaded.
             strict: Require exactly the tensors of the checkpoint; otherwise load those that both have.
-            **stateful: As for `save`, or some of them.
+            **stateful: The same as for `save`, or some of them.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint of that step.

@@ -36,7 +36,7 @@ class FSDP(ShardedModel):
         model: Must have the same shapes on all ranks; rank 0's values are sent to all.
         group: A World, one of our groups or torch's; None means all ranks. Not together with `mesh`.
         strategy: What is sharded. OPTIMIZER_STATE creates a `ZeRO1`.
-        mesh: For HYBRID_SHARD a 2-D mesh of (replicas, shards), for the others a 1-D mesh.
+        mesh: A 2-D mesh of (replicas, shards) for HYBRID_SHARD, a 1-D mesh for the others.
         wrap: Which submodules are gathered as a unit, besides the model: classes, a function called with each module,
             or a minimum number of parameters. None: the decoder layers of a Hugging Face model (the classes that it
             names in `_no_split_modules`); otherwise its direct children, or the repeated blocks inside them.

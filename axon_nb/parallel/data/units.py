@@ -33,7 +33,7 @@ def make_units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
 
     Args:
         model: The model whose submodules are considered.
-        wrap: As in `FSDP`.
+        wrap: The same as in `FSDP`.
 
     Raises:
         UsageError: the minimum number of parameters is below 1.

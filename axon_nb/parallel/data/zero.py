@@ -42,7 +42,7 @@ class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
         wrap: Ignored, as nothing is gathered.
         mixed_precision: Must be None; use `torch.autocast` to compute in another dtype.
         cpu_offload: NONE or OPTIMIZER_STATES.
-        sync_parameters: As in `FSDP`.
+        sync_parameters: The same as in `FSDP`.
         ddp_options: Options of `DDP`. By default, gradients are views into the buckets, so they are stored once.
 
     Raises:

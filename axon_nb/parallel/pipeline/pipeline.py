@@ -128,8 +128,8 @@ class Pipeline(HeldStages):
             split: What to balance: "params", the number of parameters; "time", as measured on the first rank; or a
                 function that returns the cost of one child.
             num_stages: Number of stages. None: one per rank, or two if the schedule needs several.
-            sample: For "time": inputs of the model, such as one microbatch.
-            **options: As in `Pipeline`.
+            sample: Inputs of the model for "time", such as one microbatch.
+            **options: The same as in `Pipeline`.
 
         Raises:
             UsageError: the model is not a Sequential, or cannot be split like that.

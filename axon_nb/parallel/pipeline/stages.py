@@ -66,7 +66,7 @@ def child_costs(model: nn.Module, by: Cost, sample: Any = None) -> dict[str, flo
     Args:
         model: The model.
         by: What to count.
-        sample: For "time": an input of the model, such as one microbatch.
+        sample: An input of the model for "time", such as one microbatch.
 
     Raises:
         UsageError: `by` is unknown, or is "time" without a sample.

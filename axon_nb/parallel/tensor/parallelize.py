@@ -53,7 +53,8 @@ def parallelize(
         mesh: A mesh with one axis, or a group; None means all ranks.
         sequence: Shard (batch, positions, hidden) between blocks by position, and with it norms, residuals and what
             they store for backward. A plan of patterns says where, with the last three styles.
-        parallel_loss: With ``auto``: the model returns this rank's part of the logits, for `parallel_cross_entropy`.
+        parallel_loss: Whether, with ``auto``, the model returns this rank's part of the logits, for
+            `parallel_cross_entropy`.
 
     Returns:
         How each module is sharded, or why not.

@@ -68,9 +68,9 @@ def calibrate(
         inputs: The model's inputs.
         target: What its loss takes besides the output.
         loss: Function of output and target, or of the output alone; None: the sum of the output.
-        optimizer: With a model: a function that makes it from parameters, or its name in `torch.optim`; its step is
+        optimizer: A function that makes it from parameters, or its name in `torch.optim`; its step is
             measured too. None: no optimizer step.
-        strategies: With a model: ``ddp`` or values of `ShardingStrategy` whose wrappers are measured around it; ignored
+        strategies: For a model: ``ddp`` or values of `ShardingStrategy` whose wrappers are measured around it; ignored
             on a mesh of several axes.
         batch: Samples per rank, for a GPTConfig and for described inputs.
         seq: Tokens in a sample, for the same.
@@ -135,7 +135,7 @@ def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Ca
     """Run `calibrate` on a rank.
 
     Args:
-        mesh: As in `calibrate`.
+        mesh: The same as in `calibrate`.
         sent: The options, as the notebook sends them.
         **options: The options of `calibrate`, with the model and its inputs as `source`.
 

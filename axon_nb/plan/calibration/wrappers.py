@@ -50,7 +50,7 @@ def measure_wrappers(
         strategies: ``ddp``, or values of `ShardingStrategy`.
         rates: Fitted to the model.
         link: Between the ranks.
-        overlap: As `step_time` takes it.
+        overlap: The value that `step_time` takes.
         alone_s: Measured seconds of a step without a wrapper, to correct the prediction.
         repeats: Steps after two warm-up steps; the median counts.
     """

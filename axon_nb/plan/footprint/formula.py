@@ -26,8 +26,8 @@ class ModelStates:
 
     Args:
         request: The request.
-        shapes: By coordinate along pp: shape, dtype and requires_grad of each parameter of a rank before it is sharded
-            over data ranks.
+        shapes: Shape, dtype and requires_grad of each parameter of a rank before it is sharded over data ranks,
+            by coordinate along pp.
         optimizer: The optimizer whose states are counted.
     """
 

@@ -80,7 +80,7 @@ class Rates:
         """Return the seconds that some work takes.
 
         Args:
-            work: Of one rank.
+            work: The work of one rank.
             phase: One of `PHASES`.
         """
         factor = self.factors.get(phase, 1.0)

@@ -83,13 +83,13 @@ def search(
     steps on tensors without data; the rest is arithmetic.
 
     Args:
-        model: As in `communication`. Pipelines need a Sequential, or a model with a plan for stages or equal blocks,
-            as those of Hugging Face; ``tp`` shards the model as `parallelize` does automatically.
+        model: The same as in `communication`. Pipelines need a Sequential, or a model with a plan for stages or equal
+            blocks, as those of Hugging Face; ``tp`` shards the model as `parallelize` does automatically.
         num_gpus: Number of ranks; all are used.
         memory_gib: GiB of memory per GPU.
-        rates: As in `step_time`; None: an H100's, in TF32 without `mixed_precision`.
-        links: As in `communication`, for the axes ``dp``, ``tp`` and ``pp``. None: hosts of 8 H100, with NVLink
-            4 inside and one InfiniBand NDR port per GPU.
+        rates: The same as in `step_time`; None: an H100's, in TF32 without `mixed_precision`.
+        links: The same as in `communication`, for the axes ``dp``, ``tp`` and ``pp``. None: hosts of 8 H100, with
+            NVLink 4 inside and one InfiniBand NDR port per GPU.
         global_batch: Samples per step over all ranks, divisible by dp; None: two per GPU.
         seq: Tokens in a sample.
         inputs: The model's inputs, where ``"batch"`` stands for one rank's samples: ``TensorSpec(("batch", 1024))``.
@@ -102,7 +102,7 @@ def search(
         strategies: One or more, for the data axis; pipeline stages use shard_grad_op.
         schedule: Pipeline schedule.
         max_tp: Largest number of ranks along ``tp``, such as the GPUs of a node.
-        overlap: As in `step_time`.
+        overlap: The same as in `step_time`.
         simulate: Simulate the memory of this many of the best layouts, until those at the top are known to fit; a few
             seconds each, in a separate process. 0: all memory is estimated.
         progress: Called with the fraction done, 0 to 1, and the next step, during simulations.
@@ -204,7 +204,7 @@ class _Evaluator:
         Args:
             mesh: Ranks per axis.
             batch: Samples per rank.
-            trace: With that batch.
+            trace: A trace with that batch.
             estimate: Returns bytes by part.
         """
         reported = set()

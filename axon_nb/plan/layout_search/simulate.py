@@ -37,7 +37,7 @@ class Simulations:
         """Return the search with its best layouts simulated and still fitting.
 
         Args:
-            plan: With estimated memory.
+            plan: A plan with estimated memory.
             count: How many of the best to simulate.
 
         Raises:

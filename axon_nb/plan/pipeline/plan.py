@@ -59,7 +59,7 @@ def bubble_formula(
         num_stages: v P.
         num_microbatches: M.
         times: (forward, backward, the weights' part of backward) per stage, in seconds.
-        latency_s: Per boundary, in seconds.
+        latency_s: The latency per boundary, in seconds.
     """
     forward, backward, weight = times[0]
     if schedule not in _SOURCES or any(latency_s) or len(set(times)) > 1 or not forward + backward:

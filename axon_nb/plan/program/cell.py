@@ -53,7 +53,7 @@ def cell_program(source: str, file: str, variables: Mapping[str, Any], device: s
     Args:
         source: Python, without magics.
         file: What tracebacks call it, such as ``In [5]``.
-        variables: Of the notebook.
+        variables: The variables of the notebook.
         device: Type of the ranks' device.
 
     Raises:

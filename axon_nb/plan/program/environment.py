@@ -32,9 +32,9 @@ def set_variables(rank: int, size: int, ranks_per_host: int) -> None:
     """Set the environment variables that torchrun sets.
 
     Args:
-        rank: Of the world.
-        size: Of the world.
-        ranks_per_host: For the local rank.
+        rank: The rank in the world.
+        size: The size of the world.
+        ranks_per_host: The number of ranks per host, for the local rank.
     """
     local = min(size, ranks_per_host)
     os.environ |= {

@@ -216,7 +216,7 @@ def planned_ranks(times: LaneTimes, limit: float | None) -> PlannedRanks:
     """Summarize what one lane did.
 
     Args:
-        times: From the clock.
+        times: The times from the clock.
         limit: Bytes of memory; None: unlimited.
     """
     record = times.lane.record

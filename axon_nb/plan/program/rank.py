@@ -58,8 +58,8 @@ def run_rank(program: Program, recording: Recording, rank: int) -> RankRecord:
 
     Args:
         program: The program.
-        recording: That of `on_fake_rank`, inside of which this is called.
-        rank: Of its world.
+        recording: The recording of `on_fake_rank`, inside of which this is called.
+        rank: The rank in its world.
 
     Raises:
         PlanError: it failed, or needs a value; the message names the line.

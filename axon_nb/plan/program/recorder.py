@@ -49,7 +49,7 @@ class ProgramLog(StorageLog):
 
     Args:
         rates: How fast operations run; None: operations take no time.
-        copying: As in `StorageLog`.
+        copying: The same as in `StorageLog`.
         item: What tensors answer when their value is read; None: reading raises.
     """
 
@@ -222,7 +222,7 @@ class ProgramLog(StorageLog):
         """Return the record.
 
         Args:
-            rank: Of the world.
+            rank: The rank in the world.
             limit: Bytes of memory; None: unlimited.
         """
         places = tuple(self._places)

@@ -65,7 +65,7 @@ def run(
             ``"cpu"``: CPU ranks with Gloo, without limits and rates.
         args: Arguments of the program.
         memory: GiB per rank; None: the card's.
-        rates: As in `step_time`; None: the card's.
+        rates: The same as in `step_time`; None: the card's.
         links: One link for all groups: a `Link`, a preset's name, or the result of `calibrate`; None: the card's.
         overlap: Fraction of communication, 0 to 1, that computation beside it hides; None: as `calibrate` measured, or
             1.
@@ -74,7 +74,7 @@ def run(
             which stands for all others.
         item: What tensors answer to `.item()`, `float()` and `bool()`; None: this is an error, because there is no
             value.
-        name: Of the program in the result; None: the function's.
+        name: The name of the program in the result; None: the function's.
         progress: Called with the fraction done, 0 to 1, and the next step.
         cancel: Set it to cancel the plan.
 

@@ -30,7 +30,7 @@ def distinct_ranks(size: int, run: Run) -> list[Lane]:
     """Run the ranks that differ.
 
     Args:
-        size: Of the world.
+        size: The size of the world.
         run: Runs ranks.
     """
     axes = _axes(run([0])[0].groups, size)
@@ -53,7 +53,7 @@ def merged(records: Mapping[int, RankRecord]) -> list[Lane]:
     """Group ranks by what they did, in the order of their first ranks.
 
     Args:
-        records: By rank.
+        records: The records by rank.
     """
     members: dict[int, list[int]] = {}
     for rank, record in records.items():

@@ -54,7 +54,7 @@ class ProvenRuns:
     """The runs of a model whose blocks are proven alike.
 
     Args:
-        model: On tensors without data, before it is wrapped.
+        model: The model on tensors without data, before it is wrapped.
         forward: Runs the forward and the loss of a model.
         labels: What else distinguishes modules, such as how they are wrapped.
     """

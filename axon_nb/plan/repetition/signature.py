@@ -38,7 +38,7 @@ def signatures(
 
     Args:
         model: The model that contains them.
-        blocks: In order.
+        blocks: The blocks in order.
         labels: What else distinguishes modules, such as how they are wrapped.
     """
     owners = Counter(id(tensor) for module in model.modules() for tensor in _own_tensors(module))

@@ -141,7 +141,7 @@ def pipeline_schedule(layout: ParallelLayout, traffic: CommunicationPlan, rates:
     """Return the pipeline schedule with the times of its stages and messages.
 
     Args:
-        layout: With stages.
+        layout: A layout with stages.
         traffic: Its communication, with times.
         rates: Rates of one rank.
     """

@@ -54,11 +54,12 @@ def step_time(
         plan.step_time(large, 2, inputs=batch, rates=here, links=here, strategy="ddp")
 
     Args:
-        model: As in `communication`.
+        model: The same as in `communication`.
         world_size: Number of ranks; None: the mesh says.
         rates: FLOP/s that a rank reaches in its compute dtype; `Rates`, which cover other operations too; a GPU's name
             such as ``"h100"``, for what published runs achieve with it; or the result of `calibrate`.
-        links: As in `communication`; a GPU's name stands for hosts of 8 with NVLink and one network port per GPU.
+        links: The same as in `communication`; a GPU's name stands for hosts of 8 with NVLink and one network port per
+            GPU.
         overlap: Fraction of overlappable communication that computation hides, 0 to 1; None: as `calibrate` measured,
             or 1.
         optimizer: A function that makes it from parameters, or its name in `torch.optim`; None: no optimizer step.
@@ -68,7 +69,7 @@ def step_time(
             issued.
         gradient_accumulation: Batches per step: each runs forward and backward, and the last one's backward averages
             the gradients (`accumulating`). A pipeline accumulates its ``num_microbatches`` instead.
-        **layout: As in `communication`; ``inputs`` is required except for a GPTConfig.
+        **layout: The same as in `communication`; ``inputs`` is required except for a GPTConfig.
 
     Raises:
         UsageError: the model cannot be built or laid out in this way, or rates or links are missing; the message says
@@ -94,11 +95,11 @@ def step_time_of(
     """Predict the time of a layout's step.
 
     Args:
-        layout: With its optimizer.
-        rates: As in `step_time`.
-        links: As in `step_time`.
-        overlap: As in `step_time`.
-        compiled: As in `step_time`.
+        layout: A layout with its optimizer.
+        rates: The same as in `step_time`.
+        links: The same as in `step_time`.
+        overlap: The same as in `step_time`.
+        compiled: The same as in `step_time`.
 
     Raises:
         UsageError: the layout has no inputs, pipelines accumulate batches, or rates or links are missing.
@@ -130,9 +131,9 @@ def uncertainty_of(step: StepTime, layout: ParallelLayout, rates: Rates, overlap
 
     Args:
         step: Predicted by `predict_step` with the other arguments.
-        layout: As in `predict_step`.
-        rates: As in `predict_step`.
-        overlap: As in `predict_step`.
+        layout: The same as in `predict_step`.
+        rates: The same as in `predict_step`.
+        overlap: The same as in `predict_step`.
     """
 
     def seconds(changed: Rates, links: Mapping[str, Link], hidden: float) -> float:
@@ -153,7 +154,7 @@ def predict_step(
     """Predict a layout's step.
 
     Args:
-        layout: With its optimizer.
+        layout: A layout with its optimizer.
         traffic: Its communication, with times.
         rates: Rates of one rank.
         overlap: Fraction of overlappable communication that computation hides, 0 to 1.

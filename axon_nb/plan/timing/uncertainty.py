@@ -41,7 +41,7 @@ def estimate_uncertainty(predict: Predict, rates: Rates, links: Mapping[str, Lin
     Args:
         predict: Predicts the step.
         rates: Rates of one rank.
-        links: By axis.
+        links: The links by axis.
         overlap: Fraction of overlappable communication that is hidden.
     """
     seconds = predict(rates, links, overlap)

@@ -63,7 +63,7 @@ class TraceInterpolator:
         """Describe the FSDP units of the model, if it was traced.
 
         Args:
-            wrap: As in `FSDP`; a class may be given by name.
+            wrap: The same as in `FSDP`; a class may be given by name.
         """
         if self.first is None:
             return ()

@@ -121,11 +121,11 @@ def zero1(
 
     Args:
         parameters: All parameters, in the order of the optimizer's one group.
-        ready: As in `ddp`.
-        buffers: As in `ddp`.
-        axis: As in `ddp`.
-        num_ranks: As in `ddp`.
-        bucket_bytes: As in `ddp`.
+        ready: The same as in `ddp`.
+        buffers: The same as in `ddp`.
+        axis: The same as in `ddp`.
+        num_ranks: The same as in `ddp`.
+        bucket_bytes: The same as in `ddp`.
         waits: Whether a barrier precedes the optimizer's step, as on CPUs.
     """
     yield from ddp(ready, buffers, axis=axis, num_ranks=num_ranks, bucket_bytes=bucket_bytes)
@@ -153,8 +153,8 @@ def fsdp(
         strategy: What is sharded.
         shard: Name and size of the shard axis; size 1 with NO_SHARD.
         replicate: The replica axis, with HYBRID_SHARD and NO_SHARD.
-        param_dtype: Of gathered parameters; None: as they are.
-        reduce_dtype: Of reduced gradients; None: as they are.
+        param_dtype: The dtype of gathered parameters; None: as they are.
+        reduce_dtype: The dtype of reduced gradients; None: as they are.
     """
     axis, num_shards = shard
     stays_unsharded = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)

@@ -46,7 +46,7 @@ class TrafficOptions(LayoutOptions, total=False):
     """Keyword arguments of `communication` and `step_time`; `inputs` is needed with ``tp``, ``pp`` and for times."""
 
     bucket_size_mb: float
-    """As in `DDP`, in MiB; default 25."""
+    """Size of the gradient buckets in MiB, as in `DDP`; default 25."""
     broadcast_buffers: bool
     """As in `DDP`; default True."""
     sequence: bool
@@ -127,7 +127,7 @@ class ParallelLayout:
         """Make the layout that a user describes.
 
         Args:
-            model: As in `communication`.
+            model: The same as in `communication`.
             world_size: Number of ranks; None: the mesh says.
             options: Fields of `TrafficOptions`.
             optimizer: A function that makes it from parameters, or its name in `torch.optim`; its step is traced.

@@ -187,7 +187,7 @@ def pipeline_traffic(
     """Yield what each pipeline rank sends and receives; stages on the same rank exchange no messages.
 
     Args:
-        trace: As for `boundaries`.
+        trace: The same as for `boundaries`.
         stages: The same.
         shares: The same.
     """

@@ -60,7 +60,7 @@ def count_calls(
     """Count the same from (group, torch's operation name, bytes of the first argument).
 
     Args:
-        calls: In any order; calls that do not communicate are ignored.
+        calls: The calls in any order; those that do not communicate are ignored.
         axes: Axis and size by group name.
     """
     found: dict[tuple[str, str], tuple[int, int]] = {}

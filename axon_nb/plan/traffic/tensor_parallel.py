@@ -49,7 +49,7 @@ def tensor_parallel_traffic(
 
     Args:
         trace: The whole model's trace with one rank's batch.
-        styles: By module name, as `parallelize` takes them.
+        styles: The styles by module name, as `parallelize` takes them.
         num_ranks: Along the axis.
         sequence: Whether activations between blocks are sharded along the sequence.
         parallel_loss: Whether the loss takes logits sharded over the vocabulary.
@@ -130,7 +130,7 @@ def local_parameters(trace: ModelTrace, styles: Mapping[str, str], num_ranks: in
 
     Args:
         trace: The whole model's trace.
-        styles: By module name.
+        styles: The styles by module name.
         num_ranks: Along ``tp``.
     """
     found: list[LocalTensor] = trace.cached(

@@ -39,7 +39,7 @@ def cell_timeline(cluster: Cluster, ranks: Sequence[int], *, title: str) -> Iter
 
     Args:
         cluster: Where the cell runs.
-        ranks: On which of its ranks.
+        ranks: Its ranks that run the cell.
         title: Text such as ``In [3]``.
     """
     cleanup = contextlib.ExitStack()
@@ -150,7 +150,7 @@ class CellViews:
 
     Args:
         cluster: Where it ran.
-        ranks: On which of its ranks.
+        ranks: Its ranks that run the cell.
         title: Text such as ``In [3]``.
     """
 
@@ -218,7 +218,7 @@ def cell_views(cluster: Cluster, ranks: Sequence[int], *, title: str) -> Iterato
 
     Args:
         cluster: Where the cell runs.
-        ranks: On which of its ranks.
+        ranks: Its ranks that run the cell.
         title: Text such as ``In [3]``.
 
     Yields:

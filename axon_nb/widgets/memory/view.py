@@ -129,7 +129,7 @@ class MemoryPanel(LivePanel):
     """A panel that polls at most every three seconds.
 
     Args:
-        cluster: Whose ranks are polled.
+        cluster: The cluster whose ranks are polled.
         names: Modules and optimizers of the ranks, by name; empty: all that their variables hold.
 
     Raises:

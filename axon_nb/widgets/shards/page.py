@@ -55,7 +55,7 @@ def shards_bundle(title: str, tensors: Sequence[PlacedTensor], notes: Sequence[s
 
     Args:
         title: What is shown, such as ``model``.
-        tensors: In the order in which they are shown.
+        tensors: The tensors in the order in which they are shown.
         notes: Sentences below.
     """
     rows = fold(tensors)

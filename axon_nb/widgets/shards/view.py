@@ -135,7 +135,7 @@ class ShardsPanel(LivePanel):
     """A panel that polls at most every two seconds.
 
     Args:
-        cluster: Whose ranks are polled.
+        cluster: The cluster whose ranks are polled.
         names: Variables of the ranks.
         gradients: Whether to show gradients, too.
 

@@ -17,7 +17,7 @@ class TimelinePanel(Panel):
     """A panel that the cluster's span feed keeps up to date.
 
     Args:
-        cluster: Whose ranks are shown.
+        cluster: The cluster whose ranks are shown.
         ranks: Rows, from the top.
     """
 

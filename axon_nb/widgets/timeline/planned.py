@@ -46,7 +46,7 @@ class PlannedTimeline(Timeline):
     """The spans of a planned program, to save or to show.
 
     Args:
-        spans: Of one rank of each kind.
+        spans: The spans of one rank of each kind.
         title: What is shown.
     """
 

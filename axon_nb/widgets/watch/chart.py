@@ -123,7 +123,7 @@ def chart_html(
 
     Args:
         points: The curve.
-        axis: From `value_axis`.
+        axis: A result of `value_axis`.
         color: Hex RGB.
         alt: What the picture shows, in words.
         y_text: Formats a tick.

@@ -128,7 +128,7 @@ class WatchPanel(LivePanel):
     """A panel that polls at most every two seconds.
 
     Args:
-        cluster: Whose job is shown.
+        cluster: The cluster whose job is shown.
     """
 
     def __init__(self, cluster: Cluster) -> None:

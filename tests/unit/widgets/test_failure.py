@@ -72,6 +72,12 @@ def test_each_rank_has_its_fate() -> None:
     assert "%distributed debug --ranks 1" in text
 
 
+def test_ranks_that_share_a_fate_share_a_row_in_the_plural() -> None:
+    interrupted = [RankError(rank, "aborted", "", "was interrupted at line 5") for rank in (0, 2)]
+    text = " ".join(card(RAISED, *interrupted).text)
+    assert "ranks 0,2 were interrupted at line 5" in text
+
+
 def test_the_names_that_an_error_is_about_are_marked() -> None:
     traceback = ("Cell In[7], line 2",)
     error = RankError(0, "raised", "NameError", "name 'batches' is not defined", traceback)

@@ -55,7 +55,7 @@ class Arithmetic:
     """How one dtype is reduced with one operation.
 
     Args:
-        dtype: Of the tensors.
+        dtype: The dtype of the tensors.
         operation: Number of the reduce operation.
         size: Number of ranks.
 

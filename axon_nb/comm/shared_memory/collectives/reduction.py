@@ -130,7 +130,7 @@ def reduce_scatter(
 
     Args:
         rounds: The group.
-        sources: By rank, the address of this rank's `count` elements for it.
+        sources: The address of this rank's `count` elements for each rank.
         own_part: Its elements for itself as a buffer; empty if the result overwrites them.
         buffer: Where the result goes.
         count: Elements for one rank.

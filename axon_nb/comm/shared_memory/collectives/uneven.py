@@ -37,8 +37,8 @@ def reduce_scatter(
 
     Args:
         rounds: The group.
-        sources: By rank, the address of this rank's elements for it.
-        counts: By rank, how many these are; must be the same on all ranks.
+        sources: The address of this rank's elements for each rank.
+        counts: How many these are, by rank; must be the same on all ranks.
         buffer: Where the result goes.
         item: Bytes of an element.
         sums: The arithmetic.

@@ -69,7 +69,7 @@ def fact_of(operation: str, count: int, *, dtype: torch.dtype | None = None, roo
     Args:
         operation: One of `OPERATIONS`.
         count: Number of elements of `dtype`, or of bytes without a dtype.
-        dtype: Of the elements.
+        dtype: The dtype of the elements.
         root: Group rank of the root.
         reduce: Number of the reduce operation.
     """
@@ -115,7 +115,7 @@ def mismatch(calls: Sequence[tuple[int, str]], members: Sequence[int]) -> str:
     """Return the error message for ranks whose calls do not match.
 
     Args:
-        calls: By group rank, the word and the place of the call, such as ``full_tensor at line 4``; word 0: the
+        calls: The word and the place of the call of each group rank, such as ``full_tensor at line 4``; word 0: the
             rank has not called yet.
         members: Global ranks of the group.
     """

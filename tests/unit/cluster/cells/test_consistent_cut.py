@@ -36,7 +36,7 @@ def test_single_rank_and_split_model_are_worded_correctly() -> None:
     }
     assert describe_diverged_steps(reports) == [
         (
-            "Rank 3 is at step 7 of their optimizer, ranks 0-2 at 6. Its model is sharded over ranks: "
+            "Rank 3 is at step 7 of the optimizer, ranks 0-2 at 6. Its model is sharded over ranks: "
             "load a checkpoint on all ranks, or recreate model and optimizer."
         )
     ]
