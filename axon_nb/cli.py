@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from axon_nb._version import __version__
 from axon_nb.errors import AxonError, UsageError
+from axon_nb.troubleshooting import explain, more
 from axon_nb.usage import nearest_option, unknown_command
 
 __all__ = ["main"]
@@ -53,6 +54,15 @@ def _export(options: argparse.Namespace) -> int:
     from axon_nb.export import export_notebook
 
     print(export_notebook(options.notebook, options.script, live_only=options.live_only, force=options.force))
+    return 0
+
+
+def _help_arguments(parser: _Parser) -> None:
+    parser.add_argument("words", nargs="*", metavar="NAME", help="its name, or words of it; default: list all")
+
+
+def _explain(options: argparse.Namespace) -> int:
+    print(explain(options.words))
     return 0
 
 
@@ -122,6 +132,12 @@ _COMMANDS = {
         _export_arguments,
         _export,
     ),
+    "help": _Command(
+        "explain a message",
+        "Show the cause of a message, and what to do. Example: axon-nb help no-cluster",
+        _help_arguments,
+        _explain,
+    ),
     "list": _Command(
         "show your clusters on this host",
         "Show your clusters on this host, attached and detached. Example: axon-nb list --json",
@@ -152,12 +168,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Its arguments; None for those of this process.
     """
     word, *rest = (sys.argv[1:] if argv is None else list(argv)) or [""]
-    if word in ("-h", "--help", "help"):
+    if word in ("-h", "--help") or [word, *rest] == ["help"]:
         print(_help())
         return 0
     if word in ("-V", "--version"):
         print(f"axon_nb {__version__}")
         return 0
+    if word == "help" and len(rest) == 1 and rest[0] in _COMMANDS:
+        word, rest = rest[0], ["--help"]
     try:
         options = _parse(word, rest)
     except UsageError as error:
@@ -214,7 +232,8 @@ def _help() -> str:
 
 def _format_error(error: AxonError) -> str:
     text = str(error)
-    return text if text.startswith(_PROGRAM) else f"{_PROGRAM}: {text}"
+    shown = text if text.startswith(_PROGRAM) else f"{_PROGRAM}: {text}"
+    return shown if isinstance(error, UsageError) else "\n".join([shown, *more(text, f"{_PROGRAM} help")])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from axon_nb.troubleshooting import more
+
 __all__ = [
     "AxonError",
     "CellError",
@@ -31,15 +33,19 @@ __all__ = [
 class AxonError(Exception):
     """Base class of axon_nb's own exceptions.
 
-    In a notebook only the message is shown: it gives the value, the rule and the fix, and our frames would not help.
+    In a notebook only the message is shown, and the name of its entry on the troubleshooting page: it gives the value,
+    the rule and the fix, and our frames would not help.
     """
 
     def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
+        return [f"{type(self).__name__}: {self}", *more(str(self))]
 
 
 class UsageError(AxonError, ValueError):
     """Invalid input or an impossible request; the message gives the fix."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
 
 
 class NoClusterError(UsageError):

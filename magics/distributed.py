@@ -18,6 +18,7 @@ from axon_nb.cluster.session.discovery import stop_detached
 from axon_nb.magics.arguments import HelpRequest, LineParser, parse, unknown_command
 from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_session
 from axon_nb.records.ranks import name_ranks
+from axon_nb.troubleshooting import explain
 
 __all__ = ["DistributedMagics"]
 
@@ -76,11 +77,15 @@ class DistributedMagics(Magics):
         start -n N --engines ssh --interface eth0: start ranks on several hosts
         auto on|off: run plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
         doctor [--json]: check versions, GPUs, limits, network and clusters of this machine; a fix for each problem
+        help [NAME or words of a message]: explain a message
 
         Example: `%distributed start -n 4`.
         """
         commands = self.commands()
         word, *rest = line.split() or [""]
+        if word == "help" and rest:
+            print(explain(rest))
+            return None
         if word in ("--help", "help", "?"):
             print(inspect.getdoc(DistributedMagics.distributed))
             return None

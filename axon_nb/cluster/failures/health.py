@@ -11,6 +11,7 @@ from axon_nb.cluster.failures.report import REPAIR_HINT, RankError
 from axon_nb.errors import ClusterLostError
 from axon_nb.records.protocol.agent import AgentEvent, ControllerExit, Exit
 from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.troubleshooting import more
 
 __all__ = ["NCCL_UNTESTED", "ActiveCell", "Health"]
 
@@ -82,7 +83,7 @@ class Health:
         """Print a hint; each kind is shown once."""
         if text and kind not in self._hinted:
             self._hinted.add(kind)
-            print(text)
+            print("\n".join([text, *more(text)]))
 
     def on_event(self, event: AgentEvent) -> None:
         """Process an event of the host agent."""
@@ -111,7 +112,8 @@ class Health:
         if rank in self.expected_deaths:
             self.expected_deaths.discard(rank)
         elif is_new and not any(rank in run.ranks for run in runs):
-            print(f"Idle rank {rank} {reason}. {self.remedy}", file=sys.stderr, flush=True)
+            text = f"Idle rank {rank} {reason}. {self.remedy}"
+            print("\n".join([text, *more(text)]), file=sys.stderr, flush=True)
 
     def report_to(self, run: ActiveCell) -> None:
         """Notify a new cell of what is already known."""

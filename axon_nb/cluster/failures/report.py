@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError
 from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.troubleshooting import MORE, more
 
 __all__ = ["REPAIR_HINT", "Failure", "RankError", "agree", "cell_error", "interrupt_error", "root_cause"]
 
@@ -82,7 +83,7 @@ def cell_error(
     """
     if explanation:
         aborted = {error.rank for error in errors.values() if error.kind == "aborted"}
-        exception = CellError(explanation, [f"CellError: {explanation}", *_others(errors, aborted)])
+        exception = CellError(explanation, [f"CellError: {explanation}", *_others(errors, aborted), *more(explanation)])
         if errors:
             cause = root_cause(errors, first)
             exception.failure = Failure(cause, (cause.rank,), dict(errors), explanation, hint)
@@ -99,6 +100,8 @@ def cell_error(
         report.append(f"The cell timed out after {timeout_s:g} s (--timeout).")
     if hint:
         report.append(hint)
+    if not any(line.startswith(MORE) for text in cause.traceback for line in text.splitlines()):
+        report += more("\n".join([hint, "" if cause.kind == "raised" else message]))
     kind = CellError if timeout_s is None else CellTimeoutError
     failed = kind(message, report)
     failed.failure = Failure(cause, tuple(alike), dict(errors), hint=hint)

@@ -116,7 +116,10 @@ def find(name: str | None) -> ClusterEntry:
             "ipyparallel.Cluster(engines='axon'). Connect to them with ipyparallel, or run `%distributed start`."
         )
     if entries[0].attached:
-        raise UsageError(f"The cluster {entries[0].name!r} is in use by another notebook.")
+        raise UsageError(
+            f"The cluster {entries[0].name!r} is in use by another notebook. Stop it there, or run `%distributed "
+            "start --name OTHER`."
+        )
     if reason := refuse_attach(entries[0].name, entries[0].version):
         raise UsageError(reason)
     return entries[0]

@@ -27,6 +27,7 @@ from axon_nb.records.protocol.agent import SetInfo
 from axon_nb.records.protocol.cluster import ClusterFacts, EngineInfo
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode, encode
+from axon_nb.troubleshooting import more
 
 __all__ = ["attach", "own_rank", "restart", "start"]
 
@@ -124,7 +125,7 @@ def start(
         layout = compatibility.with_possible_backend(layout, rank_info)
         timeout_s = compatibility.collective_timeout(chosen_settings, recoverable=False)
         for note in compatibility.at_start(rank_info, layout.backend, timeout_s=timeout_s):
-            print(note, file=sys.stderr)
+            print("\n".join([note, *more(note)]), file=sys.stderr)
         cluster = _publish(
             session, connection, layout, chosen_settings, name=cluster_name, engines=launcher, rank_info=rank_info
         )

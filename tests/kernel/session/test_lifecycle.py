@@ -164,7 +164,7 @@ def test_two_clusters_live_side_by_side(new_kernel: MakeKernel) -> None:
         assert kernel.ok(meets).lines() == ["[ranks 0-1] 2.0"]
     assert two.ok("%distributed stop").lines() == ["Stopped the cluster 'beta' (2 ranks)."]
     refused = two.run("%distributed attach alpha")
-    assert refused.evalue == "The cluster 'alpha' is in use by another notebook."
+    assert refused.evalue.startswith("The cluster 'alpha' is in use by another notebook. Stop it there, or run ")
     assert one.ok(meets).lines() == ["[ranks 0-1] 2.0"]
 
 
