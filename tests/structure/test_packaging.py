@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -122,3 +123,17 @@ def top_level_imports(path: Path) -> set[str]:
 def test_command_is_declared(project: dict[str, Any]) -> None:
     module, _, function = project["scripts"]["axon-nb"].partition(":")
     assert callable(getattr(import_module(module), function))
+
+
+def test_conda_recipe_needs_what_the_wheel_needs(root: Path, project: dict[str, Any]) -> None:
+    recipe = yaml.safe_load((root / ".github" / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
+    assert recipe["context"]["version"] == axon_nb.__version__
+    assert f">={recipe['context']['python_min']}" == project["requires-python"]
+    names = {"torch": "pytorch"}
+    needed = {
+        f"{names.get(requirement.name, requirement.name)} {requirement.specifier}"
+        for requirement in map(Requirement, project["dependencies"])
+    }
+    assert {line for line in recipe["requirements"]["run"] if line.split()[0] not in ("python", "__linux")} == needed
+    scripts = {f"{name} = {target}" for name, target in project["scripts"].items()}
+    assert set(recipe["build"]["python"]["entry_points"]) == scripts
