@@ -2,7 +2,8 @@
 
 Blocks of `python` are cells of one kernel, blocks of `bash` run in a shell; all work in one folder for each page. A
 block of `output` shows lines that must appear, in this order; `…` stands for anything within a line. What cannot run
-has a comment with the reason before it: `<!-- not run: needs two GPUs -->`.
+has a comment with the reason before it: `<!-- not run: needs two GPUs -->`; what needs a package that may be missing,
+its name: `<!-- needs: wandb -->`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,9 @@ PAGES = [
     *sorted(f"docs/howto/{p.name}" for p in (ROOT / "docs/howto").glob("*.md")),
 ]
 _FENCE = re.compile(
-    r"(?:<!-- not run: (?P<reason>.+?) -->\n+)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:<!-- (?:not run: (?P<reason>.+?)|needs: (?P<package>\w+)) -->\n+)?"
+    r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 _LIMIT_S = 120
 
@@ -49,7 +53,9 @@ def blocks(text: str) -> list[Block]:
         if match["kind"] == "output":
             found[-1].shown = match["text"]
         elif match["kind"] in ("python", "bash"):
-            found.append(Block(match["kind"], match["text"].rstrip("\n"), match["reason"] or ""))
+            package = match["package"]
+            missing = f"needs {package}" if package and find_spec(package) is None else ""
+            found.append(Block(match["kind"], match["text"].rstrip("\n"), match["reason"] or missing))
     return found
 
 
@@ -119,6 +125,8 @@ def check(block: Block, text: str) -> None:
 def test_code_blocks_are_extracted() -> None:
     page = "a\n```python\n1\n```\n\n```output\n2\n```\n<!-- not run: no GPU -->\n```bash\nls\n```\n```text\nx\n```\n"
     assert blocks(page) == [Block("python", "1", "", "2\n"), Block("bash", "ls", "no GPU")]
+    page = "<!-- needs: unicorn -->\n```python\n1\n```\n<!-- needs: pytest -->\n```python\n2\n```\n"
+    assert [block.reason for block in blocks(page)] == ["needs unicorn", ""]
 
 
 @pytest.mark.parametrize(("shown", "text", "right"), [("a…c\nd", "x\nabc\nd", True), ("d\na", "a\nd", False)])
