@@ -35,6 +35,7 @@ EXAMPLES = {
     "export": "%distributed export train.py         writes the cells that ran as a script for torchrun",
     "repair": "%distributed repair --from 0         replaces a dead rank, with the variables of rank 0",
     "restart": "%distributed restart                 starts as many new ranks as before",
+    "run": "%distributed run train.py --epochs 3   shows its ranks in all views, and keeps its variables",
     "seed": "%distributed seed 0 --per-rank       seed 0 on rank 0, 1 on rank 1, and so on",
     "stacks": "%distributed stacks --ranks 1        shows where rank 1 is, even while it is stuck",
     "start": "%distributed start -n 4 --backend gloo",

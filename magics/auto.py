@@ -15,6 +15,7 @@ from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.history import RankCell
 from axon_nb.cluster.session import current
 from axon_nb.errors import UsageError
+from axon_nb.magics.cell_head import AWAITED
 
 __all__ = ["AutoMagics", "Piece", "auto_cells", "split_cell"]
 
@@ -79,7 +80,9 @@ def auto_cells(lines: list[str]) -> list[str]:
         rest = lines[1:]
         return rest if rest and rest[0].startswith("%%") else [f"# {lines[0]}", *rest]
     shell = get_ipython()
-    if not current.session().auto.on or lines[0].startswith("%%") or shell is None or not _from_front_end(shell, lines):
+    if not current.session().auto.on or lines[0].startswith(("%%", AWAITED)):
+        return lines
+    if shell is None or not _from_front_end(shell, lines):
         return lines
     body = "".join(lines)
     if cell_code.is_empty(body):

@@ -1,6 +1,6 @@
 """Reads the first line of a cell: whether it sends the cell to ranks, and to which.
 
-A `%%distributed` cell becomes an awaited call, so that widgets stay responsive while it runs.
+A `%%distributed` cell and `%distributed run` become an awaited call, so that widgets stay responsive while it runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from axon_nb.records.ranks import parse_ranks
 from axon_nb.shell.user_frame import user_frame
 
 __all__ = [
+    "AWAITED",
     "CellHead",
     "awaited_cells",
     "help_requests",
@@ -31,6 +32,9 @@ __all__ = [
 _RANKS = re.compile(r"--ranks[\s=]+(\S+)")
 _OURS = "distributed|gather|memory|pull|push|scatter|shards|timeline|watch"
 _HELP_LINE = re.compile(rf"^(%(?:{_OURS})\s+[^\s?].*?)\s*\?{{1,2}}\s*$")
+_RUN_LINE = re.compile(r"%distributed\s+run\s+(?P<words>[^\s?].*?)\s*")
+AWAITED = "await get_ipython().magics_manager.registry['CellMagics'].run("
+"""How the line begins that a cell for ranks becomes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +91,20 @@ def awaited_cells(lines: list[str]) -> list[str]:
         return lines
     history = current.session().history
     history.expect(None)
+    shell = get_ipython()
+    if shell is not None and shell.autoawait and (script := _RUN_LINE.fullmatch("".join(lines).strip())):
+        history.expect(RankCell("distributed", f"%run {script['words']}\n"))
+        return [f"{AWAITED}'run', get_ipython().var_expand({script['words']!r}), '')\n"]
     if not lines or not lines[0].startswith("%%"):
         return lines
     name, _, arguments = lines[0][2:].strip().partition(" ")
-    shell = get_ipython()
     if name not in RANK_MAGICS or shell is None or arguments.strip() in ("?", "??"):
         return lines
     body = "".join(lines[1:])
     history.expect(RankCell(f"{name} {arguments.strip()}".strip(), body))
     if not shell.autoawait:
         return lines
-    call = f"get_ipython().magics_manager.registry['CellMagics'].run({name!r}, {arguments.strip()!r}, {body!r})"
-    return [f"await {call}\n"]
+    return [f"{AWAITED}{name!r}, {arguments.strip()!r}, {body!r})\n"]
 
 
 # `check_complete` skips transformers with side effects, so that in a terminal a cell continues until an empty line.

@@ -23,6 +23,7 @@ from axon_nb.cluster.session import current, kept, start
 from axon_nb.errors import CellError, UsageError
 from axon_nb.magics.arguments import HelpRequest, LineParser, parse
 from axon_nb.magics.measure import Measures, add_measures, read_measures
+from axon_nb.magics.scripts import script_cell
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class CellMagics(Magics):
         """Run one cell; the awaited form of both magics, which does not block the event loop.
 
         Args:
-            name: Name of the magic.
+            name: Name of the magic; ``run`` for `%distributed run`.
             line: The magic's arguments.
             cell: The lines below it.
             plain: Whether it is a plain cell, without a magic, that auto mode sends to ranks.
@@ -145,7 +146,10 @@ class CellMagics(Magics):
         return None
 
     def _prepare(self, name: str, line: str, cell: str, *, plain: bool) -> _Request | None:
+        is_script = name == "run"
         try:
+            if is_script:
+                line, cell = "", script_cell(line)
             options = parse(cell_parser(name), line)
         except HelpRequest as help_text:
             print(help_text)
@@ -155,7 +159,7 @@ class CellMagics(Magics):
             return None
         if options.out is not None and not options.out.isidentifier():
             raise UsageError(f"--out {options.out}: not a valid variable name.")
-        code = cell if plain else cell_code.with_head(cell, f"%%{name} {line}")
+        code = cell if plain or is_script else cell_code.with_head(cell, f"%%{name} {line}")
         number = _prompt(self.shell)
         if current.get() is None:
             cell_code.check(code, name=f"Cell In[{number}]")  # do not start ranks for a cell with a syntax error

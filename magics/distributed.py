@@ -16,6 +16,7 @@ from axon_nb.cluster.launch.placement import explain_number
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.cluster.session.discovery import stop_detached
 from axon_nb.magics.arguments import HelpRequest, LineParser, parse, unknown_command
+from axon_nb.magics.scripts import script_cell
 from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_session
 from axon_nb.records.ranks import name_ranks
 from axon_nb.troubleshooting import explain
@@ -71,6 +72,7 @@ class DistributedMagics(Magics):
         vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
         sync [--from R] [names …]: copy models and optimizers of rank R (default: 0) to all ranks
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
+        run train.py [arguments]: run a script on the ranks, as torchrun would; its variables stay
         export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|shm|gloo|nccl] [--engines LAUNCHER] [--name NAME]
               [--force]: end ranks that were left even while a cell runs there
@@ -113,6 +115,7 @@ class DistributedMagics(Magics):
             "diff": self._diff,
             "config": self._config,
             "export": self._export,
+            "run": self._run,
             "doctor": doctor,
             **SUBCOMMANDS,
         }
@@ -201,6 +204,11 @@ class DistributedMagics(Magics):
         parse(LineParser("%distributed cancel", "Interrupt the cells that run in the background."), words)
         ranks = kept.require("%distributed cancel").cancel()
         print(f"Interrupted the cell on {name_ranks(ranks)}." if ranks else "No cell is running.")
+
+    def _run(self, words: list[str]) -> None:
+        line = " ".join(words)
+        script_cell(line)  # raises what is to be raised before ranks start
+        self.shell.magics_manager.registry["CellMagics"].run_blocking("run", line, "")
 
     def _export(self, words: list[str]) -> None:
         print(export_session(self.shell, words))

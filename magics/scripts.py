@@ -1,0 +1,43 @@
+"""`%distributed run`: runs a script on ranks."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from axon_nb.errors import UsageError
+from axon_nb.magics.arguments import HelpRequest, LineParser
+
+__all__ = ["script_cell"]
+
+
+def _run_parser() -> LineParser:
+    parser = LineParser("%distributed run", "Run a script on all ranks, as torchrun would; its variables stay.")
+    parser.add_argument("file", metavar="FILE", help="such as train.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    return parser
+
+
+def script_cell(line: str) -> str:
+    """Return the cell that runs a script on a rank.
+
+    Args:
+        line: The words after `%distributed run`: the script and its arguments.
+
+    Raises:
+        HelpRequest: the line is ``--help``.
+        UsageError: there is no such script.
+    """
+    try:
+        name, *arguments = shlex.split(line) or ["--help"]
+    except ValueError as error:
+        raise UsageError(f"%distributed run: {error} in {line!r}.") from None
+    if name in ("--help", "?", "??"):
+        raise HelpRequest(_run_parser())
+    path = Path(name).expanduser().absolute()
+    if path.suffix != ".py":
+        raise UsageError(f"%distributed run: {name!r} is not a Python script; its name must end in .py.")
+    if not path.is_file():
+        raise UsageError(f"%distributed run: {path} does not exist.")
+    return f"%run {shlex.join([str(path), *arguments])}\n"
