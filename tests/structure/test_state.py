@@ -30,8 +30,6 @@ ALLOWED = {
     "axon_nb.engine.live_objects:_tracked": "slot: the objects of classes of torch that register them, once a process",
     "axon_nb.engine.session:_session": "slot: the session of this rank",
     "axon_nb.plan.footprint.memory:_cache": "cache: the last plans",
-    "axon_nb.plan.footprint.storage_log:_role_cache": "cache: the role of what a code object allocates",
-    "axon_nb.plan.program.recorder:_kinds": "cache: the kind of operation that a code object runs",
     "axon_nb.plan.process.fork_map:_ran_here": "slot: whether forks of this process died, so that it does their work",
     "axon_nb.records.protocol.wire:_coders": "cache: the coder of each record type",
     "axon_nb.records.spans:ring": "slot: the spans of this process, which under torchrun has no session",

@@ -184,10 +184,11 @@ def balanced_stage_starts(
 ) -> list[str]:
     """Return the children that start a stage, except the first; the same on all ranks. Collective for "time"."""
     costs = child_costs(model, by, sample)
-    values = torch.tensor(list(costs.values()), dtype=torch.float64, device="cpu")
+    values = list(costs.values())
     if by == "time" and group.size() > 1:
-        values = broadcast(values.cuda() if group.backend is Backend.NCCL else values, group=group).cpu()
-    return [list(costs)[start] for start in balance(values.tolist(), num_stages)[1:]]
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
+        values = broadcast(own.cuda() if group.backend is Backend.NCCL else own, group=group).tolist()
+    return [list(costs)[start] for start in balance(values, num_stages)[1:]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from axon_nb.parallel.data.gathering import local_shard
 from axon_nb.plan.footprint.fake_world import NOWHERE, ORIGINS, RESULT, SAME, WHOLE_GRADIENTS
+from axon_nb.plan.tracing.call_stack import CallStack
 
 __all__ = ["Change", "StorageLog"]
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 _MAX_FRAMES = 60
-_role_cache: dict[int, tuple[str, CodeType]] = {}
 """Role by code object. Keyed by identity, because comparing is slower; holds the code, so that the identity stays
 unique."""
 
@@ -67,6 +66,7 @@ class StorageLog(TorchDispatchMode):
         self._next = 0
         self._stack: list[str] = []
         self._cursor = ""
+        self._makers = CallStack(_role_of, _MAX_FRAMES)
 
     @property
     def module(self) -> str:
@@ -157,8 +157,12 @@ class StorageLog(TorchDispatchMode):
     def _see(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._known or not (size := storage.nbytes()):
             return
-        if (role := _origin()) != NOWHERE:
+        if (role := self._origin()) != NOWHERE:
             self._add(storage, size, role)
+
+    def _origin(self) -> str:
+        """The role of a storage made now, by the code that makes it; empty: unknown."""
+        return next((role for role, _ in self._makers.frames()), "")
 
     def _add(self, storage: torch.UntypedStorage, size: int, role: str) -> None:
         key, block = storage._cdata, self._next
@@ -193,7 +197,7 @@ class StorageLog(TorchDispatchMode):
             if entry is None:
                 # Such as FSDP's unsharded parameters, whose storage outlives the tensor.
                 if size:
-                    self._add(storage, size, _origin())
+                    self._add(storage, size, self._origin())
             else:
                 reference, block, before = entry
                 self._known[storage._cdata] = reference, block, size
@@ -203,18 +207,6 @@ class StorageLog(TorchDispatchMode):
         return resized
 
 
-def _origin() -> str:
-    """The role of a storage made now, by the code that makes it; empty: unknown."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            break
-        code = frame.f_code
-        found = _role_cache.get(id(code))
-        if found is None:
-            role = ORIGINS.get((code.co_filename, "")) or ORIGINS.get((code.co_filename, code.co_name)) or ""
-            found = _role_cache[id(code)] = role, code
-        if found[0]:
-            return found[0]
-        frame = frame.f_back
-    return ""
+def _role_of(code: CodeType) -> str:
+    """The role of a storage that this code makes; empty: unknown."""
+    return ORIGINS.get((code.co_filename, "")) or ORIGINS.get((code.co_filename, code.co_name)) or ""

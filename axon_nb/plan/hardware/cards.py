@@ -58,6 +58,10 @@ class Card:
     """Preset of the link within a host."""
     port: str
     """Preset of its network port."""
+    tera_float32: float
+    """Peak of products in float32, and with float64's matrix units at most that of float64."""
+    tera_tf32: float
+    """Peak of products in float32 that may be rounded to TF32."""
     achieved: float
     """Fraction of the peak that the matrix products of a training step achieve."""
     assumption: str = ""
@@ -81,7 +85,11 @@ class Card:
             f"other operations at {shares.other:g} times its {self.tera_bytes:g} TB/s"
         )
         flops_per_s, bytes_per_s = self.achieved * self.tera_flops * _TERA, shares.other * self.tera_bytes * _TERA
-        return Rates(flops_per_s, bytes_per_s, source=source, issue_s=ISSUE_S)
+        peaks = {"float32": self.tera_float32, "float64": self.tera_float32, "tf32": self.tera_tf32}
+        products = {dtype: self.achieved * peak * _TERA for dtype, peak in peaks.items()}
+        if self.tera_flops == self.tera_tf32:  # the user has asked for TF32
+            products = {}
+        return Rates(flops_per_s, bytes_per_s, source=source, products=products, issue_s=ISSUE_S)
 
 
 class _Board(NamedTuple):
@@ -89,14 +97,16 @@ class _Board(NamedTuple):
     gib: float
     nvlink: str
     port: str
+    tera_float32: float
+    tera_tf32: float
 
 
-_V100 = _Board(0.9, 31.7, "nvlink2", "ib-edr")
-_A100 = _Board(2.039, 80.0, "nvlink3", "ib-hdr")
-_H100 = _Board(3.35, 79.6, "nvlink4", "ib-ndr")
-_GRAND_TETON = _Board(2.4, 79.6, "nvlink4", "ib-ndr")
-_H200 = _Board(4.8, 140.4, "nvlink4", "ib-ndr")
-_B200 = _Board(8.0, 179.1, "nvlink5", "ib-ndr")
+_V100 = _Board(0.9, 31.7, "nvlink2", "ib-edr", 15.7, 15.7)  # it has no TF32
+_A100 = _Board(2.039, 80.0, "nvlink3", "ib-hdr", 19.5, 156.0)
+_H100 = _Board(3.35, 79.6, "nvlink4", "ib-ndr", 66.9, 494.7)
+_GRAND_TETON = _Board(2.4, 79.6, "nvlink4", "ib-ndr", 66.9, 494.7)
+_H200 = _Board(4.8, 140.4, "nvlink4", "ib-ndr", 66.9, 494.7)
+_B200 = _Board(8.0, 179.1, "nvlink5", "ib-ndr", 75.0, 1125.0)
 
 
 def _card(

@@ -58,10 +58,15 @@ class Rates:
     """By phase: launch seconds per operation of a measured model; other phases use `launch_s` times the factor."""
     wrappers: Mapping[str, float] = field(default_factory=dict)
     """By strategy: seconds per parameter that its wrapper adds to a step (hooks, DTensor dispatch), besides
-    communication and copies. Measured with a model."""
+    communication and copies; measured with a model. And as ``dtensor`` seconds per operation on DTensors."""
+    products: Mapping[str, float] = field(default_factory=dict)
+    """FLOP/s of matrix products in dtypes where it is another: ``float32``, ``float64``, ``tf32``, ``bfloat16``. Only
+    plans of programs look at each product."""
     issue_s: float = 0.0
     """Seconds in which the host issues an operation, while the device computes: a phase takes at least as long as that
     of all its operations."""
+    is_graphed: bool = False
+    """Whether the host issues the operations of a phase at once, as one CUDA graph."""
 
     def __post_init__(self) -> None:
         for name, given, what in (
@@ -84,8 +89,19 @@ class Rates:
             phase: One of `PHASES`.
         """
         factor = self.factors.get(phase, 1.0)
-        computing = self.busy_s(work) * factor + work.ops * self.launches.get(phase, self.launch_s * factor)
-        return max(computing, work.ops * self.issue_s)
+        num_launches = min(work.ops, 1.0) if self.is_graphed else work.ops
+        computing = self.busy_s(work) * factor + num_launches * self.launches.get(phase, self.launch_s * factor)
+        return max(computing, num_launches * self.issue_s)
+
+    def for_products(self, dtype: str) -> Rates:
+        """Return the same with the FLOP/s of products in a dtype.
+
+        Args:
+            dtype: Such as ``bfloat16``; ``tf32`` for float32 that may be rounded to it.
+        """
+        rounded = self.products.get("float32") if dtype == "tf32" else None
+        flops_per_s = self.products.get(dtype, rounded or self.flops_per_s)
+        return self if flops_per_s == self.flops_per_s else replace(self, flops_per_s=flops_per_s)
 
     def compiled(self, share: float) -> Rates:
         """Return the same with other operations fused by a compiler.

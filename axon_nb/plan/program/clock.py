@@ -11,14 +11,17 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from axon_nb.plan.errors import PlanError
 from axon_nb.plan.program.record import MAIN_STREAM, Call, Place
 from axon_nb.plan.program.uniform import Lane
 from axon_nb.plan.program.world import LinkOf, Posted, World
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.spans import Span
 
-__all__ = ["PARTS", "LaneTimes", "play"]
+__all__ = ["COMMUNICATION", "COMPUTE", "LAUNCHES", "OTHERS", "PARTS", "LaneTimes", "play"]
 
 COMPUTE, LAUNCHES, COMMUNICATION, OTHERS = "compute", "launches", "communication, exposed", "waiting for other ranks"
+_MAX_WAITS = 4
 PARTS = COMPUTE, COMMUNICATION, OTHERS, LAUNCHES
 
 
@@ -41,7 +44,7 @@ class LaneTimes:
     steps: list[_Moment] = field(default_factory=list)
     """Ends of the steps of the first optimizer; before them the start of the program."""
     stuck_at: Place | None = None
-    """Where it waited for a call that no rank makes; None: nowhere."""
+    """Where it waited for a call that no lane makes; None: nowhere. Only where lanes may differ."""
 
     @property
     def step(self) -> tuple[dict[str, float], slice]:
@@ -51,7 +54,9 @@ class LaneTimes:
         return parts, slice(first.num_calls, last.num_calls)
 
 
-def play(lanes: Sequence[Lane], link_of: LinkOf, *, issue_s: float = 0.0, overlap: float = 1.0) -> list[LaneTimes]:
+def play(
+    lanes: Sequence[Lane], link_of: LinkOf, *, issue_s: float = 0.0, overlap: float = 1.0, is_complete: bool = True
+) -> list[LaneTimes]:
     """Return each lane's spans, steps and parts.
 
     Args:
@@ -59,14 +64,28 @@ def play(lanes: Sequence[Lane], link_of: LinkOf, *, issue_s: float = 0.0, overla
         link_of: Returns the link between some ranks; None: calls take no time.
         issue_s: Seconds in which the host issues an operation.
         overlap: Fraction of communication beside computation that costs nothing, 0 to 1.
+        is_complete: Whether each rank does what its lane does. If not, a call that no lane makes takes no time.
+
+    Raises:
+        PlanError: a rank would wait forever.
     """
-    world = World(lanes, link_of)
+    world = World(lanes, link_of, is_checked=is_complete)
     players = [_Player(number, lane, world, issue_s, overlap) for number, lane in enumerate(lanes)]
     while open_players := [player for player in players if not player.is_done]:
         moved = [player.advance() for player in open_players]
         if not any(moved):
+            if is_complete:
+                raise PlanError(_hang(players))
             open_players[0].give_up_waiting()
     return [player.finish() for player in players]
+
+
+def _hang(players: Sequence[_Player]) -> str:
+    waiting = [player.waits_for() for player in players if not player.is_done]
+    ended = [rank for player in players if player.is_done for rank in player.ranks]
+    more = f", and {len(waiting) - _MAX_WAITS} more" if len(waiting) > _MAX_WAITS else ""
+    done = f"; {name_ranks(sorted(ended))} made all calls of the program" if ended else ""
+    return f"The program hangs: {'; '.join(waiting[:_MAX_WAITS])}{more}{done}."
 
 
 class _Player:
@@ -126,6 +145,20 @@ class _Player:
         posted = self._posted[self._record.events[self._position][3]]
         self._times.stuck_at = self._times.stuck_at or self._record.places[posted.call.place]
         posted.start, posted.end, posted.meeting = posted.arrival, posted.arrival, None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the lane."""
+        return self._lane.ranks
+
+    def waits_for(self) -> str:
+        """Say where the lane waits, and for whom."""
+        posted = self._posted[self._record.events[self._position][3]]
+        call, meeting = posted.call, posted.meeting
+        others = [call.peer] if meeting is None else [r for lane in meeting.missing for r in self._world.ranks(lane)]
+        members = set(self._record.groups[call.group])
+        whom = name_ranks(sorted(members.intersection(others)) or sorted(members))
+        return f"{call.name} {self._world.place_of(self._number, call)} waits for {whom}"
 
     def finish(self) -> LaneTimes:
         """Return what was found."""

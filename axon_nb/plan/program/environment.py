@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from axon_nb.plan.program.pipelines import PipelineAnswers
 from axon_nb.plan.program.streams import Recording, stream_names
 from axon_nb.torch_api import torch_api
 
@@ -71,6 +72,7 @@ def on_fake_rank(recording: Recording, num_devices: int, *, is_gpu: bool) -> Ite
         for function, answer in _OBJECT_COLLECTIVES.items():
             swap_everywhere(function, answer)
         _patch_distributed(swap, recording)
+        PipelineAnswers(recording).install(swap, swap_everywhere)
         _patch_devices(swap, recording, num_devices, is_gpu=is_gpu)
         stack.enter_context(torch_api().static_stages())
         hooks = [register_optimizer_step_post_hook(lambda optimizer, *_: recording.current.end_step(optimizer))]
@@ -150,6 +152,7 @@ def _ddp_init(init: Any, recording: Recording) -> Any:
         def reduce(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
             buffer = bucket.buffer()
             buffer.div_(group.size())
+            recording.current.wrap("ddp", len(bucket.parameters()))
             recording.current.wait_after_backward(dist.all_reduce(buffer, group=group, async_op=True))
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             future.set_result(buffer)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import linecache
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.plan.program.clock import LaneTimes
-from axon_nb.plan.program.record import Place
+from axon_nb.plan.program.figure import figure_of_program
 from axon_nb.plan.tables import format_ms, html_table, text_table, unit_for
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.spans import Span
 from axon_nb.records.units import format_bytes
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CallCount", "PlannedRanks", "ProgramPlan", "planned_ranks"]
 
-_MAX_LINES, _MAX_CODE = 12, 60
+_MAX_LINES, _MAX_KINDS = 12, 16
 _Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
@@ -136,6 +134,18 @@ class ProgramPlan:
         """Return the numbers of a rank."""
         return next(one for one in self.ranks if rank in one.ranks)
 
+    def figure(self) -> Any:
+        """A plotly figure: per kind of rank, the memory at its peak by line, and its step by part."""
+        shown = sorted(self.ranks, key=lambda one: one.peak_bytes, reverse=True)[:_MAX_KINDS]
+        shown.sort(key=lambda one: one.rank)
+        return figure_of_program(
+            self.title,
+            [name_ranks(one.ranks) for one in shown],
+            [one.memory for one in shown],
+            [one.parts for one in shown] if self.has_times else [],
+            self.memory_limit if self.out_of_memory else None,
+        )
+
     def to_frame(self, by: str = "memory") -> pd.DataFrame:
         """Return a table.
 
@@ -222,7 +232,7 @@ def planned_ranks(times: LaneTimes, limit: float | None) -> PlannedRanks:
     record = times.lane.record
     by_line: Counter[str] = Counter()
     for place, size in record.by_place.items():
-        by_line[_line(record.places[place])] += size
+        by_line[record.places[place].text] += size
     parts, window = times.step
     counted: dict[tuple[str, int], list[int]] = {}
     for call in record.calls[window]:
@@ -234,9 +244,9 @@ def planned_ranks(times: LaneTimes, limit: float | None) -> PlannedRanks:
         record.rank,
         times.lane.ranks,
         record.peak_bytes,
-        _line(record.places[record.peak_place]) if record.places else "",
+        record.places[record.peak_place].text if record.places else "",
         dict(by_line.most_common()),
-        None if over is None or limit is None else _line(record.places[over]),
+        None if over is None or limit is None else record.places[over].text,
         tuple(CallCount(*key, *value) for key, value in counted.items()),
         parts,
         times.total_s,
@@ -244,14 +254,3 @@ def planned_ranks(times: LaneTimes, limit: float | None) -> PlannedRanks:
         record.num_steps,
         tuple(times.spans),
     )
-
-
-def _line(place: Place) -> str:
-    """The place as text, such as ``train.py:12 (backward) loss.backward()``."""
-    phase = "" if place.phase == "forward" else f" ({place.phase})"
-    if not place.file:
-        return f"outside the program{phase}"
-    code = linecache.getline(place.file, place.line).strip()
-    code = code if len(code) <= _MAX_CODE else f"{code[:_MAX_CODE]}…"
-    name = "cell" if "ipykernel_" in place.file else Path(place.file).name
-    return f"{name}:{place.line}{phase} {code}".rstrip()

@@ -65,7 +65,8 @@ def run_rank(program: Program, recording: Recording, rank: int) -> RankRecord:
         PlanError: it failed, or needs a value; the message names the line.
     """
     size = program.world_size
-    log = ProgramLog(program.rates, None if program.is_gpu else GLOO_COPIES, program.item)
+    copying = None if program.is_gpu else GLOO_COPIES
+    log = ProgramLog(program.rates, copying, program.item, rank=rank, pipeline_steps=recording.pipeline_steps)
     set_variables(rank, size, program.ranks_per_host)
     with (
         fake_world(rank, size),
@@ -81,7 +82,7 @@ def run_rank(program: Program, recording: Recording, rank: int) -> RankRecord:
             raise PlanError(_explained(error, rank)) from error
         finally:
             recording.log = None
-        record = log.finish(rank, program.memory)
+        record = log.finish(program.memory)
         del held
     return record
 

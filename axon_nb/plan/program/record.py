@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import linecache
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ["MAIN_STREAM", "Call", "Event", "Place", "RankRecord"]
+if TYPE_CHECKING:
+    from axon_nb.plan.footprint.storage_log import Change
+
+__all__ = ["MAIN_STREAM", "Boundary", "Call", "Event", "Peak", "PipelineStep", "Place", "RankRecord", "TensorFact"]
 
 MAIN_STREAM = 0
+_MAX_CODE = 60
 Event = tuple[str, int, float, int]
 """What the host did: ``op`` (stream, seconds, place), ``call`` (stream, -, index of the call), ``wait`` (stream, -,
 index of the call), ``record`` (stream, -, event), ``wait_event`` (stream, -, event), ``sync`` (the host waits), or
@@ -23,6 +30,17 @@ class Place(NamedTuple):
     line: int
     phase: str
     """``forward``, ``backward`` or ``optimizer``."""
+
+    @property
+    def text(self) -> str:
+        """The place with its code, such as ``train.py:12 (backward) loss.backward()``."""
+        phase = "" if self.phase == "forward" else f" ({self.phase})"
+        if not self.file:
+            return f"outside the program{phase}"
+        code = linecache.getline(self.file, self.line).strip()
+        code = code if len(code) <= _MAX_CODE else f"{code[:_MAX_CODE]}…"
+        name = "cell" if "ipykernel_" in self.file else Path(self.file).name
+        return f"{name}:{self.line}{phase} {code}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +57,59 @@ class Call:
     """Index into `RankRecord.places`."""
     peer: int = -1
     """The other rank of a message, in the world."""
+
+
+TensorFact = tuple[tuple[int, ...], str, bool]
+"""A tensor's shape, dtype such as ``float32``, and requires_grad."""
+Boundary = tuple[TensorFact, ...]
+"""The tensors of a microbatch that cross a stage boundary."""
+
+
+class PipelineStep(NamedTuple):
+    """What the ranks of one of our pipelines tell each other before a step."""
+
+    is_changed: bool
+    """Whether a rank makes its stages again."""
+    boundaries: tuple[Boundary, ...] | None
+    """The model's inputs, and what each stage returns; None: unknown."""
+
+
+class Peak(NamedTuple):
+    """The highest moment of memory."""
+
+    bytes: int
+    place: int
+    """Where it was reached."""
+    by_place: Mapping[int, int]
+    """Bytes that were held, by where they were allocated."""
+    over: int | None
+    """Where memory first exceeded the limit; None: it did not."""
+
+    @classmethod
+    def of(cls, changes: Sequence[Change], made_at: Mapping[int, int], limit: float | None) -> Peak:
+        """Find the highest moment.
+
+        Args:
+            changes: Of storages, in order.
+            made_at: Place by storage.
+            limit: Bytes of memory; None: unlimited.
+        """
+        total = peak = at = 0
+        over = None
+        for number, change in enumerate(changes):
+            total += change.size
+            if total > peak:
+                peak, at = total, number
+            if over is None and limit is not None and total > limit:
+                over = made_at.get(change.block, 0)
+        held: Counter[int] = Counter()
+        for change in changes[: at + 1]:
+            held[change.block] += change.size
+        by_place: Counter[int] = Counter()
+        for block, size in held.items():
+            if size:
+                by_place[made_at.get(block, 0)] += size
+        return cls(peak, made_at.get(changes[at].block, 0) if changes else 0, dict(by_place), over)
 
 
 @dataclass(frozen=True)
@@ -63,3 +134,7 @@ class RankRecord:
     """Steps of the first optimizer."""
     signature: int
     """Equal for ranks that do the same work; comparable between forks of one process."""
+    dtypes: tuple[str, ...] = ()
+    """Of matrix products: names as in `Rates.products`."""
+    pipeline_steps: tuple[PipelineStep, ...] = ()
+    """Of our pipelines; other ranks need those of rank 0."""

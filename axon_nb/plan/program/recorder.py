@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections import Counter
-from pathlib import Path
-from types import CodeType, FrameType
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from axon_nb.plan.footprint.fake_world import SAME
+from axon_nb.errors import UsageError
+from axon_nb.plan.footprint.fake_world import SAME, WHOLE_GRADIENTS
 from axon_nb.plan.footprint.storage_log import StorageLog
 from axon_nb.plan.hardware.rates import Rates
-from axon_nb.plan.program.record import MAIN_STREAM, Call, Event, Place, RankRecord
-from axon_nb.plan.tracing.op_counter import does_work, work_of
+from axon_nb.plan.program.record import MAIN_STREAM, Call, Event, Peak, PipelineStep, Place, RankRecord
+from axon_nb.plan.tracing.call_stack import CallStack, phase_or_user
+from axon_nb.plan.tracing.op_counter import does_work, product_dtype, work_of
 from axon_nb.plan.traffic.recorded import OPERATIONS
-from axon_nb.records.stacks import library_of
 
 __all__ = ["ProgramLog"]
 
-_TORCH = Path(torch.__file__).parent
-_OPTIM = str(_TORCH / "optim")
-_ENGINE = str(_TORCH / "autograd" / "graph.py"), "_engine_run_backward"
 _READ = "aten::_local_scalar_dense"
 _FUNCTIONAL = "_c10d_functional::"
 _OTHERS = {"reduce": "all_reduce", "gather": "all_gather", "scatter": "broadcast", "recv_any_source": "recv"}
@@ -51,11 +49,24 @@ class ProgramLog(StorageLog):
         rates: How fast operations run; None: operations take no time.
         copying: The same as in `StorageLog`.
         item: What tensors answer when their value is read; None: reading raises.
+        rank: Of the world.
+        pipeline_steps: Those of rank 0, for other ranks.
     """
 
-    def __init__(self, rates: Rates | None, copying: Any, item: float | None) -> None:
+    def __init__(
+        self,
+        rates: Rates | None,
+        copying: Any,
+        item: float | None,
+        *,
+        rank: int,
+        pipeline_steps: Sequence[PipelineStep],
+    ) -> None:
         super().__init__(copying)
         self._rates, self._item = rates, item
+        self.rank, self._known_steps = rank, pipeline_steps
+        self._pipeline_steps: list[PipelineStep] = []
+        self._is_paused = False
         self.events: list[Event] = []
         self._calls: list[Call] = []
         self._groups: dict[tuple[int, ...], int] = {}
@@ -68,6 +79,9 @@ class ProgramLog(StorageLog):
         """Call by the storage of its result, for collectives that return a tensor to wait for."""
         self._deferred: list[int] = []
         self._optimizers: dict[int, int] = {}
+        self._callers = CallStack(phase_or_user)
+        self._by_dtype: dict[str, Rates] = {}
+        """The rates of matrix products."""
         self._flops = 0.0
         self.stream, self._num_streams, self._num_marks = MAIN_STREAM, 1, 0
 
@@ -106,10 +120,39 @@ class ProgramLog(StorageLog):
         number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
         self.events.append(("step", MAIN_STREAM, 0.0, number))
 
+    # ---- pipelines
+
+    @property
+    def pipeline_step(self) -> PipelineStep:
+        """What rank 0 said before the step that comes now.
+
+        Raises:
+            UsageError: it said nothing.
+        """
+        number = len(self._pipeline_steps)
+        if number >= len(self._known_steps):
+            raise UsageError("a plan knows the tensors between stages of a Pipeline only if rank 0 has its first stage")
+        return self._known_steps[number]
+
+    def end_agreement(self, step: PipelineStep) -> None:
+        """Record what this rank says before a step of a pipeline."""
+        self._pipeline_steps.append(step)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is recorded."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
     # ---- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         self._drop_works()
         name = func._schema.name
         if name == _READ and self._item is not None:
@@ -118,7 +161,21 @@ class ProgramLog(StorageLog):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
             self._record(func, name, args, kwargs or {}, result)
+            if name in WHOLE_GRADIENTS:  # once per unit and step
+                self.wrap("full_shard", len(args[0]))
+        elif any(issubclass(kind, DTensor) for kind in types):
+            self.wrap("dtensor", 1)
         return result
+
+    def wrap(self, wrapper: str, count: int) -> None:
+        """Record the host's time in a wrapper.
+
+        Args:
+            wrapper: As in `Rates.wrappers`.
+            count: Parameters, or operations on DTensors.
+        """
+        if self._rates is not None and (each := self._rates.wrappers.get(wrapper)):
+            self.events.append(("op", self.stream, count * each, self._place()))
 
     def _drop_works(self) -> None:
         """Let go of what handles hold that the program has dropped."""
@@ -145,6 +202,9 @@ class ProgramLog(StorageLog):
             seconds = 0.0
             if self._rates is not None:
                 rates, factor = self._rates, self._rates.factors.get(phase, 1.0)
+                if work.flops:
+                    dtype = product_dtype(func._overloadpacket, args)
+                    rates = self._by_dtype.get(dtype) or self._by_dtype.setdefault(dtype, rates.for_products(dtype))
                 seconds = rates.busy_s(work) * factor + rates.launches.get(phase, rates.launch_s * factor)
             self.events.append(("op", self.stream, seconds, place))
 
@@ -184,20 +244,15 @@ class ProgramLog(StorageLog):
         self.events.append(("call", self.stream, 0.0, len(self._calls) - 1))
         return len(self._calls) - 1
 
-    # ---- places
-
     def _place(self) -> int:
         file, line, phase = "", 0, ""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and not (file and phase):
-            kind = _kind_of(frame.f_code)
-            if kind == "user" and not file:
-                file, line = frame.f_code.co_filename, frame.f_lineno
-            elif kind == "end":
+        for kind, frame in self._callers.frames():
+            if kind == "end" or (file and phase):
                 break
-            elif kind and kind != "user" and not phase:
-                phase = kind
-            frame = frame.f_back
+            if kind != "user":
+                phase = phase or kind
+            elif not file:
+                file, line = frame.f_code.co_filename, frame.f_lineno
         place = Place(file, line, phase or "forward")
         number = self._places.setdefault(place, len(self._places))
         if number == len(self._phases):
@@ -216,38 +271,21 @@ class ProgramLog(StorageLog):
         super()._log_transient(tensors)
         self._made_at.update(dict.fromkeys(range(first, self._next), place))
 
-    # ---- the result
-
-    def finish(self, rank: int, limit: float | None) -> RankRecord:
+    def finish(self, limit: float | None) -> RankRecord:
         """Return the record.
 
         Args:
-            rank: The rank in the world.
             limit: Bytes of memory; None: unlimited.
         """
         places = tuple(self._places)
-        total = peak = at = 0
-        over = None
-        for number, change in enumerate(self.changes):
-            total += change.size
-            if total > peak:
-                peak, at = total, number
-            if over is None and limit is not None and total > limit:
-                over = self._made_at.get(change.block, 0)
-        held: Counter[int] = Counter()
-        for change in self.changes[: at + 1]:
-            held[change.block] += change.size
-        by_place: Counter[int] = Counter()
-        for block, size in held.items():
-            if size:
-                by_place[self._made_at.get(block, 0)] += size
-        last = self._made_at.get(self.changes[at].block, 0) if self.changes else 0
+        peak = Peak.of(self.changes, self._made_at, limit)
         shapes = tuple((call.name, call.group, call.bytes, call.place) for call in self._calls)
         sizes = tuple(map(len, self._groups))
-        signature = hash((places, tuple(self.events), shapes, sizes, peak, tuple(by_place.items())))
+        signature = hash((places, tuple(self.events), shapes, sizes, peak.bytes, tuple(peak.by_place.items())))
         return RankRecord(
-            rank, places, tuple(self.events), tuple(self._calls), tuple(self._groups), self._flops, peak, last,
-            dict(by_place), over, sum(one[0] == "step" and not one[3] for one in self.events), signature,
+            self.rank, places, tuple(self.events), tuple(self._calls), tuple(self._groups), self._flops, peak.bytes,
+            peak.place, peak.by_place, peak.over, sum(one[0] == "step" and not one[3] for one in self.events),
+            signature, tuple(self._by_dtype), tuple(self._pipeline_steps),
         )  # fmt: skip
 
 
@@ -256,21 +294,3 @@ def _group_of(handle: torch.ScriptObject) -> Any:
         return dist.ProcessGroup.unbox(handle)
     except RuntimeError:
         return None  # a reduction, or a handle to wait for
-
-
-def _kind_of(code: CodeType) -> str:
-    """``user``, a phase that a function of torch begins, ``end`` of the stack, or empty."""
-    found = _kinds.get(id(code))
-    if found is None:
-        name = code.co_filename
-        kind = ""
-        if name.startswith(_OPTIM):
-            kind = "optimizer"
-        elif (name, code.co_name) == _ENGINE:
-            kind = "backward"
-        elif code.co_name == "run_rank" and name.endswith("rank.py"):
-            kind = "end"
-        elif not library_of(name):
-            kind = "user"
-        found = _kinds[id(code)] = kind, code
-    return found[0]

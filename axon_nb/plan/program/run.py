@@ -16,9 +16,10 @@ from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import link_between, resolve_links, resolve_rates
 from axon_nb.plan.hardware.rates import Rates
 from axon_nb.plan.process.worker import Report, run_in_process
-from axon_nb.plan.program.clock import play
+from axon_nb.plan.program.clock import LaneTimes, play
 from axon_nb.plan.program.plan import ProgramPlan, planned_ranks
 from axon_nb.plan.program.uniform import Lane
+from axon_nb.plan.tables import format_flops
 from axon_nb.records.ranks import format_ranks
 
 __all__ = ["run"]
@@ -79,7 +80,7 @@ def run(
         cancel: Set it to cancel the plan.
 
     Raises:
-        PlanError: the program failed, or reads a tensor's value; the message names the line.
+        PlanError: the program failed, hangs, or reads a tensor's value; the message names ranks and lines.
         SimulatorError: the simulator process failed.
         PlanCancelledError: `cancel` was set.
         UsageError: an option is invalid; the message says what works.
@@ -108,16 +109,26 @@ def run(
     lanes = run_in_process(_simulate, cloudpickle.dumps(task), progress=progress, cancel=cancel)
     link = None if links is None else resolve_links(links, {"all": size})["all"]
     measured = getattr(rates, "overlap", 1.0) if overlap is None else overlap
-    times = play(
+    times = _played(
         lanes,
         lambda group: link if link is not None or card is None else link_between(card, group),
         issue_s=0.0 if speed is None else speed.issue_s,
         overlap=check_number("overlap", measured, rule="a fraction, 0 to 1", most=1.0),
+        is_complete=isinstance(task["ranks"], str),
     )
     planned = tuple(planned_ranks(one, limit) for one in times)
     title = name or str(getattr(function, "__name__", "program"))
     notes = _notes(lanes, speed, ranks, [one.stuck_at for one in times])
     return ProgramPlan(title, size, device.lower(), limit, planned, tuple(notes), speed is not None)
+
+
+def _played(lanes: Sequence[Lane], *args: Any, **options: Any) -> list[LaneTimes]:
+    try:
+        return play(lanes, *args, **options)
+    except PlanError as error:
+        if len(lanes) == sum(len(lane.ranks) for lane in lanes):
+            raise
+        raise PlanError(f"{error} One rank of each kind ran; ranks='all' runs each.") from error
 
 
 def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -144,6 +155,11 @@ def _notes(lanes: Sequence[Lane], rates: Rates | None, ranks: Any, stuck: Sequen
     notes = []
     if rates is not None:
         notes.append(f"Rates: {rates.source}. The clock is virtual; kernels of equal size take equally long.")
+        if "float32" in rates.products and any("float32" in lane.record.dtypes for lane in lanes):
+            notes.append(
+                f"Products in float32 run at {format_flops(rates.products['float32'])}, because the program does not "
+                "allow TF32: torch.set_float32_matmul_precision('high') does."
+            )
     if ranks != "all" and len(lanes) < sum(len(lane.ranks) for lane in lanes):
         kinds = "; ".join(f"rank {lane.record.rank} stands for {format_ranks(lane.ranks)}" for lane in lanes[:4])
         more = f", and {len(lanes) - 4} more" if len(lanes) > 4 else ""
@@ -152,7 +168,9 @@ def _notes(lanes: Sequence[Lane], rates: Rates | None, ranks: Any, stuck: Sequen
         notes.append("The program takes fewer than two optimizer steps, so its step includes what is done before it.")
     for lane, place in zip(lanes, stuck, strict=True):
         if place is not None:
-            notes.append(f"Rank {lane.record.rank} waits in line {place.line} for a call that no other rank makes.")
+            notes.append(
+                f"Rank {lane.record.rank} waits in line {place.line} for a call that none of the ranks that ran makes."
+            )
     return notes
 
 

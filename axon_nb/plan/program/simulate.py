@@ -51,6 +51,9 @@ def simulate(task: Mapping[str, Any], report: Report) -> list[Lane]:
         known: dict[int, RankRecord] = {}
 
         def run(ranks: Sequence[int]) -> Mapping[int, RankRecord]:
+            if 0 not in known:  # the others need what its pipelines say
+                known[0] = fork_map([partial(run_rank, program, recording, 0)])[0]
+                recording.pipeline_steps = known[0].pipeline_steps
             todo = sorted(set(ranks) - known.keys())
             report(0.1 + 0.8 * len(known) / (len(known) + len(todo) + 1), f"running {len(todo)} of {size} ranks")
             records = fork_map([partial(run_rank, program, recording, rank) for rank in todo])
@@ -62,6 +65,6 @@ def simulate(task: Mapping[str, Any], report: Report) -> list[Lane]:
         if wanted == "all":
             return merged(run(range(size)))
         records = run(wanted)
-        rest = tuple(rank for rank in range(size) if rank not in records)
+        rest = tuple(rank for rank in range(size) if rank not in wanted)
         lanes = merged({rank: records[rank] for rank in wanted})
         return [Lane(lanes[0].record, (*lanes[0].ranks, *rest)), *lanes[1:]]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from axon_nb.plan.program.record import MAIN_STREAM
+from axon_nb.plan.program.record import MAIN_STREAM, PipelineStep
 from axon_nb.plan.program.recorder import ProgramLog
 
 __all__ = ["Recording", "stream_names"]
@@ -18,6 +18,8 @@ class Recording:
     """The log of the rank that runs; patches outlive one rank, because programs bind names when they are imported."""
 
     log: ProgramLog | None = None
+    pipeline_steps: tuple[PipelineStep, ...] = ()
+    """Those of rank 0, once it has run."""
 
     @property
     def current(self) -> ProgramLog:

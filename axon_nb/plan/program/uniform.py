@@ -1,7 +1,8 @@
 """Which ranks do the same work: one run stands for all of them.
 
 The groups that rank 0 uses divide the world into axes, as a mesh does. Along each axis the first three ranks and the
-last one run; where they differ, ranks between them run, too, by bisection. Then one rank runs per combination.
+last one run; where they differ, ranks between them run, too, as in a search by thirds. Then one rank runs per
+combination.
 """
 
 from __future__ import annotations
@@ -91,12 +92,13 @@ def _along(stride: int, length: int, run: Run) -> list[int]:
     while open_ranges := [(low, high) for low, high in open_ranges if high - low > 1]:
         asked = {place for low, high in open_ranges for place in (low, low + ahead, high)}
         records = run([stride * place for place in sorted(asked)])
-        halves = []
+        parts: list[tuple[int, int]] = []
         for low, high in open_ranges:
             if len({records[stride * place].signature for place in (low, low + ahead, high)}) == 1:
                 stand_in[low : high + 1] = [stand_in[low]] * (high + 1 - low)
             else:
-                middle = (low + high) // 2
-                halves += [(low, middle), (middle, high)]
-        open_ranges = halves
+                # Three parts: two ranks run at once, so there are fewer rounds than with halves.
+                cuts = sorted({low, low + (high - low) // 3, low + 2 * (high - low) // 3, high})
+                parts += itertools.pairwise(cuts)
+        open_ranges = parts
     return stand_in

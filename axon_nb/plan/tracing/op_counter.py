@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from axon_nb.plan.hardware.rates import Work
 
-__all__ = ["OpCounter", "does_work", "tensors_in", "work_of"]
+__all__ = ["OpCounter", "does_work", "product_dtype", "tensors_in", "work_of"]
 
 _MOVING = ("aten.", "prims.", "rngprims.")
 """Namespaces of the operations whose time is that of the bytes they move, apart from those below."""
@@ -154,3 +154,18 @@ def work_of(packet: Any, args: Any, kwargs: Any, result: Any) -> Work:
     if (formula := _FORMULAS.get(str(packet))) is not None:
         return Work(flops=float(formula(*args, **kwargs)), ops=1)
     return Work(bytes=float(sum(tensor.nbytes for tensor in tensors_in((args, kwargs, result)))), ops=1)
+
+
+def product_dtype(packet: Any, args: Any) -> str:
+    """Return the dtype of a matrix product, ``tf32`` for float32 that a GPU may round to it.
+
+    Args:
+        packet: The operation, without its overload.
+        args: Its arguments.
+    """
+    kind = next((tensor.dtype for tensor in tensors_in(args) if tensor.is_floating_point()), torch.float32)
+    if kind is not torch.float32:
+        return str(kind).removeprefix("torch.")
+    if "convolution" in str(packet):
+        return "tf32" if torch.backends.cudnn.allow_tf32 else "float32"
+    return "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"

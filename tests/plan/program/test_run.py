@@ -12,7 +12,7 @@ from torch import nn
 
 from axon_nb import plan
 from axon_nb.errors import UsageError
-from axon_nb.parallel import DDP, FSDP
+from axon_nb.parallel import DDP, FSDP, Pipeline
 from axon_nb.plan.errors import PlanError
 from tests.plan.program import programs
 
@@ -38,7 +38,7 @@ def _by_rank() -> Any:
     """The last rank holds twice as much."""
     last = dist.get_rank() == dist.get_world_size() - 1
     held = torch.empty((2 if last else 1) * MIB)
-    dist.all_reduce(held)
+    dist.all_reduce(held[:4])
     return held
 
 
@@ -83,6 +83,15 @@ def test_parts_add_up_to_the_step_and_steps_to_the_program(large_ddp: plan.Progr
     assert max(span.end_ns for span in large_ddp.spans) <= round(one.total_s * 1e9)
 
 
+def test_the_figure_shows_memory_by_line_and_the_parts_of_a_step(large_ddp: plan.ProgramPlan) -> None:
+    bars = large_ddp.figure().data
+    held, spent = ([bar for bar in bars if bar.xaxis == axis] for axis in (None, "x2"))
+    assert {bar.x for bar in bars} == {("ranks 0-1023",)}
+    assert sum(bar.y[0] for bar in held) == pytest.approx(large_ddp.peak_bytes / MIB)
+    assert sum(bar.y[0] for bar in spent) == pytest.approx(1e3 * large_ddp.step_s)
+    assert any("optimizer.step()" in bar.name for bar in held)
+
+
 def test_stages_of_a_pipeline_wait_for_each_other() -> None:
     planned = plan.run(programs.pipeline, 4, device="h100", ranks="all")
     assert [one.ranks for one in planned.ranks] == [(0,), (1,), (2,), (3,)]
@@ -119,8 +128,35 @@ def test_reading_an_unknown_value_raises() -> None:
     assert plan.run(_reads, 2, item=3.0).ranks[0].calls[0].operation == "all_reduce"
 
 
-def test_call_missing_on_all_ranks_is_reported() -> None:
-    planned = plan.run(_waits_forever, 2, device="h100", ranks="all")
+def _calls_differ() -> None:
+    value = torch.ones(4)
+    if dist.get_rank() == 1:
+        dist.broadcast(value, 0)
+    else:
+        dist.all_reduce(value)
+
+
+def _one_call_too_few() -> None:
+    for _ in range(2 if dist.get_rank() else 1):
+        dist.all_reduce(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (_waits_forever, r"hangs: recv on rank 0 in test_run\.py:\d+ dist\.recv.* waits for rank 1; rank 1 made all"),
+        (_calls_differ, r"all_reduce on rank 0 in test_run\.py:\d+ .*, but broadcast on rank 1 in test_run\.py:\d+ "),
+        (_one_call_too_few, r"all_reduce on ranks? 1.* in test_run\.py:\d+ .* waits for rank 0; rank 0 made all"),
+    ],
+    ids=["receive", "other call", "one call too few"],
+)
+def test_hang_names_ranks_and_lines(program: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan.run(program, 2, device="cpu")
+
+
+def test_unplanned_ranks_do_not_count_as_a_hang() -> None:
+    planned = plan.run(_waits_forever, 2, device="cpu", ranks=[0])
     assert any("waits in line" in note for note in planned.notes)
 
 
@@ -162,6 +198,27 @@ def test_axon_nb_wrappers_work() -> None:
     assert {"all_reduce", "all_gather", "reduce_scatter"} <= {row.operation for row in planned.ranks[0].calls}
 
 
+def _piped() -> Any:
+    """A pipeline of `axon_nb.parallel`; only the ranks at its ends have data."""
+    pipe = Pipeline.split(nn.Sequential(*(programs.Block() for _ in range(dist.get_world_size()))), num_microbatches=8)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    batch = torch.randn(programs.BATCH, programs.WIDTH)
+    for _ in range(3):
+        pipe.step(batch if pipe.is_first else None, batch if pipe.is_last else None, loss=nn.functional.mse_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return pipe, optimizer
+
+
+def test_our_own_pipelines_work() -> None:
+    planned = plan.run(_piped, 4, device="h100", ranks="all")
+    sizes = [{(row.operation, row.bytes) for row in one.calls} for one in planned.ranks]
+    sent = programs.BATCH * programs.WIDTH * 4
+    assert [("send", sent) in rows for rows in sizes] == [True, False, False, True]
+    assert [("send", 2 * sent) in rows for rows in sizes] == [False, True, True, False]
+    assert planned.rank(0).peak_bytes > 16 * sum(p.numel() for p in programs.Block().parameters())
+
+
 def _by_parity() -> Any:
     held = torch.empty((1 + dist.get_rank() % 2) * MIB)
     dist.all_reduce(held.sum())
@@ -171,6 +228,22 @@ def _by_parity() -> Any:
 def test_ranks_differing_by_parity_are_distinguished() -> None:
     planned = plan.run(_by_parity, 12, device="cpu")
     assert [one.ranks for one in planned.ranks] == [tuple(range(0, 12, 2)), tuple(range(1, 12, 2))]
+
+
+def _products(dtype: torch.dtype, precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)
+    weight = torch.empty(2048, 2048, dtype=dtype)
+    for _ in range(10):
+        weight = weight @ weight
+
+
+def test_products_run_at_the_rate_of_their_dtype() -> None:
+    kinds = [(torch.float32, "highest"), (torch.float32, "high"), (torch.bfloat16, "highest")]
+    full, rounded, half = (plan.run(_products, 1, device="h100", args=kind) for kind in kinds)
+    assert full.ranks[0].total_s / half.ranks[0].total_s == pytest.approx(989.4 / 66.9, rel=0.1)
+    assert rounded.ranks[0].total_s / half.ranks[0].total_s == pytest.approx(2, rel=0.1)
+    assert any("TF32" in note for note in full.notes)
+    assert not any("TF32" in note for note in (*rounded.notes, *half.notes))
 
 
 def _from_meta() -> Any:
