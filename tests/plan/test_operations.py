@@ -23,8 +23,15 @@ def test_small_model_is_bound_by_launch_time() -> None:
     ops = sum(trace.total(phase).ops for phase in ("forward", "backward", "optimizer"))
     assert found.total_s == pytest.approx(ops * 5e-6, rel=0.01)
     assert "the host issues an operation in 5 us (assumed)" in str(found)
-    graphs = plan.step_time(small, 1, rates=dataclasses.replace(plan.GPUS["h100"], issue_s=0))
+    graphs = plan.step_time(small, 1, rates="h100", cuda_graphs=True)
     assert graphs.total_s < 0.1 * found.total_s
+    assert all(seconds >= 5e-6 for part, seconds in graphs.parts.items() if part.startswith("compute"))
+    assert "one CUDA graph per phase" in str(graphs)
+    slow = plan.Rates(1e12, 1e12, launch_s=1e-3)
+    saved = (
+        plan.step_time(small, 1, rates=slow).total_s - plan.step_time(small, 1, rates=slow, cuda_graphs=True).total_s
+    )
+    assert saved == pytest.approx((ops - 3) * 1e-3)
     assert plan.step_time(small, 1, rates="h100", compiled=True).total_s < 0.7 * found.total_s
     large = GPTConfig(vocab=32_000, context=2048, hidden=4096, heads=32, blocks=2)
     free = dataclasses.replace(plan.GPUS["h100"], issue_s=0)

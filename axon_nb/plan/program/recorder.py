@@ -38,8 +38,6 @@ _FUNCTIONAL_NAMES = {
 _resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
 _OUR_REFERENCES = 3
 """To a handle that only we hold: an entry, a loop's variable, an argument."""
-_kinds: dict[int, tuple[str, CodeType]] = {}
-"""By the identity of a code object, which is kept so that no other has the same."""
 
 
 class ProgramLog(StorageLog):

@@ -44,6 +44,7 @@ def step_time(
     optimizer: Callable[..., Optimizer] | str | None = "AdamW",
     activation_checkpointing: bool | float = False,
     compiled: bool = False,
+    cuda_graphs: bool = False,
     gradient_accumulation: int = 1,
     **layout: Unpack[TrafficOptions],
 ) -> StepTime:
@@ -67,6 +68,8 @@ def step_time(
             the whole forward, 0 to 1.
         compiled: Whether `torch.compile` fuses what is not a matrix product: fewer bytes move, and fewer operations are
             issued.
+        cuda_graphs: Whether CUDA graphs replay the step, as by ``torch.compile(mode="reduce-overhead")``: the host
+            launches one graph per phase, of each microbatch in pipelines, instead of each operation.
         gradient_accumulation: Batches per step: each runs forward and backward, and the last one's backward averages
             the gradients (`accumulating`). A pipeline accumulates its ``num_microbatches`` instead.
         **layout: The same as in `communication`; ``inputs`` is required except for a GPTConfig.
@@ -86,11 +89,17 @@ def step_time(
         activation_checkpointing=again,
         num_batches=check_int("gradient_accumulation", gradient_accumulation),
     )
-    return step_time_of(laid_out, rates=rates, links=links, overlap=overlap, compiled=compiled)
+    return step_time_of(laid_out, rates=rates, links=links, overlap=overlap, compiled=compiled, cuda_graphs=cuda_graphs)
 
 
 def step_time_of(
-    layout: ParallelLayout, *, rates: Any, links: Any = None, overlap: float | None = None, compiled: bool = False
+    layout: ParallelLayout,
+    *,
+    rates: Any,
+    links: Any = None,
+    overlap: float | None = None,
+    compiled: bool = False,
+    cuda_graphs: bool = False,
 ) -> StepTime:
     """Predict the time of a layout's step.
 
@@ -100,6 +109,7 @@ def step_time_of(
         links: The same as in `step_time`.
         overlap: The same as in `step_time`.
         compiled: The same as in `step_time`.
+        cuda_graphs: The same as in `step_time`.
 
     Raises:
         UsageError: the layout has no inputs, pipelines accumulate batches, or rates or links are missing.
@@ -107,6 +117,8 @@ def step_time_of(
     found, share = resolve_rates(rates), _overlap(overlap, rates, links)
     if compiled:
         found = found.compiled(FITTED.compiled)
+    if cuda_graphs:
+        found = replace(found, is_graphed=True)
     if not layout.trace.has_inputs:
         raise UsageError(
             "inputs= is required, because the time of a step depends on the batch: for example torch.zeros(8, 64)."
@@ -226,10 +238,12 @@ def _assumptions(layout: ParallelLayout, rates: Rates, overlap: float) -> Iterat
         moving = f"other operations {format_bytes(round(rates.bytes_per_s))}/s"
         moving += f" and {1e6 * rates.launch_s:.3g} us per launch" if rates.launch_s else ""
     yield f"rates ({rates.source}): {format_flops(rates.flops_per_s)}, {moving}"
-    if rates.issue_s:
+    if rates.is_graphed:
+        yield "the host launches one CUDA graph per phase; the operations in it follow each other without gaps"
+    elif rates.issue_s:
         yield (
             f"the host issues an operation in {1e6 * rates.issue_s:.3g} us (assumed), which is hidden where computing "
-            "takes longer; CUDA graphs avoid it: dataclasses.replace(rates, issue_s=0)"
+            "takes longer; CUDA graphs avoid it: cuda_graphs=True"
         )
     if rates.factors:
         factors = ", ".join(f"{phase} {factor:.3g}" for phase, factor in rates.factors.items())
