@@ -139,14 +139,14 @@ def _skip_needless_work() -> Iterator[None]:
 @contextlib.contextmanager
 def _dtensor_caches() -> Iterator[None]:
     """Inside, DTensor uses its sharding caches, which it bypasses for fake tensors."""
-    found = [
+    caches = [
         vars(module) for name in _UNCACHED_MODULES if (module := sys.modules.get(name)) and _TRACING in vars(module)
     ]
-    kept = [names[_TRACING] for names in found]
-    for names in found:
+    kept = [names[_TRACING] for names in caches]
+    for names in caches:
         names[_TRACING] = lambda: False
     try:
         yield
     finally:
-        for names, before in zip(found, kept, strict=True):
+        for names, before in zip(caches, kept, strict=True):
             names[_TRACING] = before

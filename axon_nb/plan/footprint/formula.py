@@ -41,10 +41,10 @@ class ModelStates:
 
     def requested_ranks(self) -> Sequence[int]:
         """The requested ranks; for ``worst``, the candidates for it."""
-        given = self._request.ranks
-        if given == "worst":
+        requested = self._request.ranks
+        if requested == "worst":
             return self._worst()
-        return range(self._request.world_size) if given == "all" else [int(rank) for rank in given]
+        return range(self._request.world_size) if requested == "all" else [int(rank) for rank in requested]
 
     def of(self, rank: int) -> MemoryParts:
         """The states of one rank, on the device or on the host."""

@@ -98,11 +98,11 @@ def memory(
     check_choice("method", method, _METHODS)
     check_callbacks(progress, cancel)
     check_options(layout, tuple(LayoutOptions.__annotations__), named=_NAMED)
-    given: dict[str, Any] = {**layout}
-    strategy = choice_value(given.pop("strategy", "full_shard")).lower()
-    mesh = resolve_mesh(world_size, given.pop("mesh", None), strategy)
-    mixed = given.pop("mixed_precision", None)
-    device = given.setdefault("device", "cuda")
+    options: dict[str, Any] = {**layout}
+    strategy = choice_value(options.pop("strategy", "full_shard")).lower()
+    mesh = resolve_mesh(world_size, options.pop("mesh", None), strategy)
+    mixed = options.pop("mixed_precision", None)
+    device = options.setdefault("device", "cuda")
     request = MemoryRequest(
         sendable_model(model, cluster),
         mesh,
@@ -113,12 +113,12 @@ def memory(
         mixed_precision=None if mixed is None else dtype_name(mixed, "mixed_precision"),
         cpu_offload=choice_value(cpu_offload),
         activation_checkpointing=activation_checkpointing,
-        schedule=choice_value(given.pop("schedule", "1F1B")),
+        schedule=choice_value(options.pop("schedule", "1F1B")),
         ranks=parse_ranks(ranks),
         fragmentation=(0.05 if device == "cuda" else 0.0) if fragmentation is None else fragmentation,
         extrapolate=extrapolate,
         simulate=method == "simulate",
-        **given,
+        **options,
     ).check()
     start = time.monotonic()
     if not request.simulate:

@@ -162,7 +162,7 @@ def _boundaries(request: MemoryRequest, stages: list[Section], args: tuple[Any, 
     """The inputs of each stage for one microbatch, and the outputs of the last one."""
     kind = None if request.mixed_precision is None else getattr(torch, request.mixed_precision)
     value = tuple(item[: request.batch // count] for item in args)
-    found = [value]
+    boundaries = [value]
     for stage in stages:
         output = stage(*value)
         value = output if isinstance(output, tuple) else (output,)
@@ -170,8 +170,8 @@ def _boundaries(request: MemoryRequest, stages: list[Section], args: tuple[Any, 
             raise PlanError(
                 f"Pipeline stages must return tensors; one returned {[type(item).__name__ for item in value]}."
             )
-        found.append(tuple(_sent(item, kind) for item in value))
-    return found
+        boundaries.append(tuple(_sent(item, kind) for item in value))
+    return boundaries
 
 
 def _sent(value: torch.Tensor, kind: torch.dtype | None) -> torch.Tensor:

@@ -67,9 +67,9 @@ class TrainingSetup:
         return made
 
     def _checkpointed_blocks(self, model: nn.Module) -> Any:
-        given = self.request.activation_checkpointing
-        if given is not True:
-            return checked_module_filter(model, given, "activation_checkpointing")
+        blocks = self.request.activation_checkpointing
+        if blocks is not True:
+            return checked_module_filter(model, blocks, "activation_checkpointing")
         row = equal_row(model)
         if row is None:
             raise PlanError("activation_checkpointing=True needs a model with a row of equal blocks: give their class.")
@@ -135,27 +135,27 @@ def _gpt_setup(
     if seq > config.context:
         raise PlanError(f"seq must be at most the model's context, {config.context} tokens; got {seq}.")
     tokens = TensorSpec((request.batch, seq), "int64")
-    given = request.inputs is not None
-    target = request.target if given or request.target is not None else tokens
+    has_inputs = request.inputs is not None
+    target = request.target if has_inputs or request.target is not None else tokens
     return TrainingSetup(
         request,
         factory,
-        functools.partial(_arguments, request.inputs if given else tokens, named),
+        functools.partial(_arguments, request.inputs if has_inputs else tokens, named),
         functools.partial(_tensors, target, named),
         _loss_of(request.loss or next_byte_loss, True) if target is not None else _loss_of(request.loss, False),
     )
 
 
-def _arguments(given: Any, named: dict[str, int | None]) -> tuple[Any, ...]:
-    made = _tensors(given, named)
+def _arguments(value: Any, named: dict[str, int | None]) -> tuple[Any, ...]:
+    made = _tensors(value, named)
     return tuple(made) if isinstance(made, tuple | list) else (made,)
 
 
-def _tensors(given: Any, named: dict[str, int | None]) -> Any:
-    if callable(given):
+def _tensors(value: Any, named: dict[str, int | None]) -> Any:
+    if callable(value):
         with explain_failure("given inputs", "functions for inputs= and target= take no arguments"), WithoutCuda():
-            given = given()
-        return _tensors(given, named)
+            value = value()
+        return _tensors(value, named)
 
     def made(item: Any) -> Any:
         if isinstance(item, TensorSpec):
@@ -166,17 +166,17 @@ def _tensors(given: Any, named: dict[str, int | None]) -> Any:
         # Inside `fake_tensors`, a tensor with data becomes one without.
         return torch.zeros_like(item) if isinstance(item, torch.Tensor) else item
 
-    return tree_map(made, given, is_leaf=lambda item: isinstance(item, TensorSpec))
+    return tree_map(made, value, is_leaf=lambda item: isinstance(item, TensorSpec))
 
 
-def _loss_of(given: Any, has_target: bool) -> Loss:
-    if given is not None:
-        return given if has_target else lambda output, _: given(output)
+def _loss_of(loss: Any, has_target: bool) -> Loss:
+    if loss is not None:
+        return loss if has_target else lambda output, _: loss(output)
 
     def mean(output: Any, _: Any) -> torch.Tensor:
-        found = getattr(output, "loss", None)
-        if isinstance(found, torch.Tensor):
-            return found
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, torch.Tensor):
+            return loss
         if not isinstance(output, torch.Tensor):
             raise PlanError(f"The model returns a {type(output).__name__}, so loss= is required: a function of it.")
         return output.float().mean()
@@ -190,11 +190,11 @@ def request_optimizer(request: MemoryRequest) -> OptimizerKind:
     Raises:
         PlanError: it is unknown, or None.
     """
-    given: Any = request.optimizer
+    optimizer: Any = request.optimizer
     options = dict(request.optimizer_options or {})
-    if isinstance(given, OptimizerKind):
-        given, options = given.make, {**given.options, **options}
-    make = resolve_optimizer(given)
+    if isinstance(optimizer, OptimizerKind):
+        optimizer, options = optimizer.make, {**optimizer.options, **options}
+    make = resolve_optimizer(optimizer)
     if make is None:
         raise PlanError("optimizer=None: memory of a step needs an optimizer, such as 'AdamW' or 'SGD'.")
     return OptimizerKind(_foreach(make, request), options)

@@ -45,9 +45,9 @@ def moment_key(run: BlockRun | None, depth: int) -> Any:
         nonlocal phase_now, block_now, seen
         if phase != phase_now:
             phase_now, block_now, seen = phase, -1, False
-        found = _block_of(module, places)
-        if found is not None:
-            block_now, seen = found, True
+        block = _block_of(module, places)
+        if block is not None:
+            block_now, seen = block, True
         elif module and seen:
             block_now = -1
         if block_now < 0:
@@ -100,11 +100,11 @@ def extrapolate_peak(
 def _outside_activations(short: Moment, long: Moment, run: BlockRun) -> dict[str, int]:
     """Activations by module; those that modules outside the blocks make between blocks grow with their number."""
     inside = set(run.names)
-    found = dict(long.activations)
+    activations = dict(long.activations)
     for name, size in long.activations.items():
         if not any(name == block or name.startswith(f"{block}.") for block in inside):
-            found[name] = _on_line(short.activations.get(name, 0), size, run.depth)
-    return found
+            activations[name] = _on_line(short.activations.get(name, 0), size, run.depth)
+    return activations
 
 
 def _on_line(first: int, second: int, depth: int) -> int:

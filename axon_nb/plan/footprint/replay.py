@@ -88,13 +88,13 @@ class StepLog:
         return sum(size for block, size in sizes.items() if self.roles.get(block) == role)
 
     def _at(self, numbers: Iterable[int]) -> dict[int, Moment]:
-        wanted, found = set(numbers), {}
+        wanted, moments = set(numbers), {}
         held = Counter(self.start)
         for number, change in enumerate(self.changes):
             held[change.block] += change.size
             if number in wanted:
-                found[number] = self._moment(held, change)
-        return found
+                moments[number] = self._moment(held, change)
+        return moments
 
     def _moment(self, held: Mapping[int, int], change: Change) -> Moment:
         parts: Counter[str] = Counter()

@@ -82,13 +82,13 @@ class MemoryRequest:
         """
         check_model(self.model)
         for name in ("dtype", "mixed_precision"):
-            if (given := getattr(self, name)) is not None:
-                dtype_name(given, name)
+            if (value := getattr(self, name)) is not None:
+                dtype_name(value, name)
         check_choice("cpu_offload", self.cpu_offload, tuple(OFFLOADED))
         check_choice("device", self.device, _DEVICES)
         for name in ("batch", "seq", "num_microbatches"):
-            if (given := getattr(self, name)) is not None or name == "batch":
-                check_int(name, given)
+            if (value := getattr(self, name)) is not None or name == "batch":
+                check_int(name, value)
         check_number("fragmentation", self.fragmentation, rule="a fraction of everything else, such as 0.05", most=1.0)
         check_callable("loss", self.loss, "of the output (and the target, if there is one) to a scalar")
         if self.optimizer_options is not None and not isinstance(self.optimizer_options, Mapping):
@@ -132,15 +132,15 @@ class MemoryRequest:
             )
 
 
-def parse_ranks(given: Any) -> str | tuple[int, ...]:
+def parse_ranks(value: Any) -> str | tuple[int, ...]:
     """Parse which ranks to plan for: ``worst``, ``all``, or rank numbers.
 
     Raises:
         PlanError: it is none of these.
     """
-    if isinstance(given, str):
-        return check_choice("ranks", given, ("worst", "all"))
-    numbers = list(given) if isinstance(given, Iterable) else [given]
+    if isinstance(value, str):
+        return check_choice("ranks", value, ("worst", "all"))
+    numbers = list(value) if isinstance(value, Iterable) else [value]
     if not numbers:
-        raise PlanError(f"ranks must be 'worst', 'all' or one or more rank numbers; got {given!r}.")
+        raise PlanError(f"ranks must be 'worst', 'all' or one or more rank numbers; got {value!r}.")
     return tuple(check_int("ranks", number, least=0) for number in numbers)

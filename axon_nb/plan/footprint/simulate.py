@@ -102,11 +102,11 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     short = "" if summary.run is None else f" with {DEPTHS[0]} and {DEPTHS[1]} of {summary.run}"
     doing = f"simulating a step of rank {format_ranks(firsts.values())}{short}"
     report(0.1, doing)
-    found = fork_map(
+    usages = fork_map(
         [partial(_simulate_rank, setup, summary, states, rank) for rank in firsts.values()],
         progress=lambda done: report(0.1 + 0.85 * done / len(firsts), doing),
     )
-    by_kind = dict(zip(firsts, found, strict=True))
+    by_kind = dict(zip(firsts, usages, strict=True))
     ranks = [_record(request, rank, by_kind[kinds[rank]]) for rank in requested]
     if request.ranks == "worst":
         ranks = [max(ranks, key=lambda item: item.peak.total)]
@@ -177,9 +177,9 @@ def _proven_run(setup: TrainingSetup, model: nn.Module) -> tuple[BlockRun | None
 
 def _simulate_rank(setup: TrainingSetup, summary: _ModelSummary, states: ModelStates, rank: int) -> _RankUsage:
     if summary.run is not None:
-        found = _extrapolate_rank(setup, summary.run, states, rank)
-        if found is not None:
-            return found
+        extrapolated = _extrapolate_rank(setup, summary.run, states, rank)
+        if extrapolated is not None:
+            return extrapolated
     one = run_step(setup, rank)
     peak = max(one.step.peaks(moment_key(None, 0)).values(), key=lambda moment: moment.parts.total)
     rows = module_rows(one.modules, peak.activations)
@@ -215,21 +215,21 @@ def _extrapolate_rank(setup: TrainingSetup, run: BlockRun, states: ModelStates, 
 def _peak_resident_bytes() -> int:
     # Not `ru_maxrss` on Linux: it starts at the parent process's value.
     status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else int(found[1]) * 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if match is None else int(match[1]) * 1024
 
 
-def _record(request: MemoryRequest, rank: int, found: _RankUsage) -> RankMemory:
+def _record(request: MemoryRequest, rank: int, usage: _RankUsage) -> RankMemory:
     share = request.fragmentation
     return RankMemory(
         rank,
         request.coordinates(rank),
-        found.persistent.with_allowance(share),
-        found.peak.parts.with_allowance(share),
-        found.peak.phase,
-        found.peak.module,
-        found.host_bytes,
-        found.modules,
+        usage.persistent.with_allowance(share),
+        usage.peak.parts.with_allowance(share),
+        usage.peak.phase,
+        usage.peak.module,
+        usage.host_bytes,
+        usage.modules,
     )
 
 

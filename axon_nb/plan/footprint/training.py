@@ -55,9 +55,9 @@ class RankMeshes:
             axes.setdefault("dp", 1)  # at the end, where its position does not matter
         mesh = mesh_of(axes)
         data = ("replicate", "shard") if "shard" in axes else ("dp",)
-        own = mesh if tuple(axes) == data else mesh[data if len(data) > 1 else data[0]]
+        data_mesh = mesh if tuple(axes) == data else mesh[data if len(data) > 1 else data[0]]
         layers, stages = (mesh[axis] if request.size(axis) > 1 else None for axis in ("tp", "pp"))
-        return RankMeshes(own, layers, stages)
+        return RankMeshes(data_mesh, layers, stages)
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,16 @@ class Training:
     def modules(self) -> dict[str, tuple[int, int, int]]:
         """Bytes of parameters, gradients and optimizer states of each module, without submodules and padding."""
         states = local_optimizer(self.optimizer).state
-        found = {}
+        sizes = {}
         for name, module in self.model.named_modules():
-            own = list(module.parameters(recurse=False))
-            kept = [value for p in own if p in states for value in states[p].values()]
-            found[name] = (
-                _bytes(own),
-                _bytes([p.grad for p in own if p.grad is not None]),
+            parameters = list(module.parameters(recurse=False))
+            kept = [value for p in parameters if p in states for value in states[p].values()]
+            sizes[name] = (
+                _bytes(parameters),
+                _bytes([p.grad for p in parameters if p.grad is not None]),
                 _bytes([value for value in kept if isinstance(value, torch.Tensor) and value.ndim]),
             )
-        return found
+        return sizes
 
 
 def shard_layers(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> nn.Module:
