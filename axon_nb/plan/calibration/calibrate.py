@@ -102,12 +102,12 @@ def calibrate(
 
 
 def _check(operations: Any, sizes: Any, repeats: Any, budget_s: Any, dtype: Any) -> None:
-    for name, given, rule in (
+    for name, value, rule in (
         ("operations", operations, f"one or more of {', '.join(MEASURED_OPERATIONS)}"),
         ("sizes", sizes, "one or more sizes in bytes"),
     ):
-        if not isinstance(given, Iterable) or isinstance(given, str) or not list(given):
-            raise UsageError(f"{name} must be {rule}; got {given!r}.")
+        if not isinstance(value, Iterable) or isinstance(value, str) or not list(value):
+            raise UsageError(f"{name} must be {rule}; got {value!r}.")
     for operation in operations:
         check_choice("operations", operation, MEASURED_OPERATIONS)
     for size in sizes:
@@ -127,8 +127,8 @@ def _run_on(cluster: Any, mesh: Any, options: dict[str, Any]) -> Calibration:
     sent = base64.b85encode(cloudpickle.dumps(options)).decode()
     call = Calibrate(mesh=None if mesh is None else Expression(mesh), sent=sent)
     answer = cluster.run(cell_source(call), quiet=True)
-    found: Calibration = answer.values[min(answer.values)]
-    return found
+    calibration: Calibration = answer.values[min(answer.values)]
+    return calibration
 
 
 def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Calibration:
@@ -163,15 +163,15 @@ def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Ca
     for bench in _benches(mesh, everyone):
         if bench.num_ranks < 2:
             continue
-        own = bench.measure(
+        bench_samples = bench.measure(
             options["operations"],
             options["sizes"],
             repeats=repeats,
             budget_s=options["budget_s"],
             agree=everyone.slowest,
         )
-        samples += own
-        links[bench.axis] = fit_link(bench.axis, own, where)
+        samples += bench_samples
+        links[bench.axis] = fit_link(bench.axis, bench_samples, where)
     overlap = measure_overlap(everyone, repeats=repeats) if world.size() > 1 else 0.0
     checks = check_rates(everyone, rates, repeats=repeats, dtype=options["dtype"])
     for axis in links:

@@ -56,9 +56,9 @@ def check_collectives(samples: Sequence[Sample]) -> Iterator[Check]:
         samples: Samples of one axis.
     """
     for operation in dict.fromkeys(sample.operation for sample in samples):
-        own = sorted((sample for sample in samples if sample.operation == operation), key=lambda one: one.bytes)
-        for number in range(1, len(own) - 1) if len(own) >= _LEAST_SIZES else ():
-            one = own[number]
-            link = fit_link(one.axis, [other for other in own if other is not one], "")
+        measured = sorted((sample for sample in samples if sample.operation == operation), key=lambda one: one.bytes)
+        for number in range(1, len(measured) - 1) if len(measured) >= _LEAST_SIZES else ():
+            one = measured[number]
+            link = fit_link(one.axis, [other for other in measured if other is not one], "")
             predicted = link.seconds(operation, one.bytes, one.num_ranks)
             yield Check(f"{operation} of {one.bytes:,} bytes along {one.axis}", one.seconds, predicted)

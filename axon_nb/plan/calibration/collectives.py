@@ -60,15 +60,15 @@ class AxisBenchmark:
                 all continue or none.
         """
         began = time.perf_counter()
-        found: list[Sample] = []
+        samples: list[Sample] = []
         for size in sorted(sizes):
             if agree(time.perf_counter() - began) > budget_s:
                 break
             for operation in operations:
                 call, whole = self._call(operation, size)
                 seconds = agree(self._median(call, repeats)) / (2 if operation == "send" else 1)
-                found.append(Sample(self.axis, self.num_ranks, operation, whole, seconds))
-        return found
+                samples.append(Sample(self.axis, self.num_ranks, operation, whole, seconds))
+        return samples
 
     def slowest(self, seconds: float) -> float:
         """The maximum of a number over all ranks of the axis."""
@@ -80,8 +80,8 @@ class AxisBenchmark:
         """The maximum of each number over all ranks of the axis."""
         values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        found: list[float] = values.tolist()
-        return found
+        slowest: list[float] = values.tolist()
+        return slowest
 
     def wait(self) -> None:
         """Wait until all ranks of the axis have arrived and their devices are idle."""
@@ -166,9 +166,9 @@ def fit_link(axis: str, samples: Sequence[Sample], where: str) -> Link:
     """
     costs: dict[str, Cost] = {}
     for operation in dict.fromkeys(sample.operation for sample in samples):
-        own = [sample for sample in samples if sample.operation == operation]
-        start, slope = fit_line([(float(sample.bytes), sample.seconds) for sample in own])
-        rounds, volume = rounds_and_volume(operation, own[0].num_ranks)
+        matching = [sample for sample in samples if sample.operation == operation]
+        start, slope = fit_line([(float(sample.bytes), sample.seconds) for sample in matching])
+        rounds, volume = rounds_and_volume(operation, matching[0].num_ranks)
         costs[operation] = Cost(start / rounds, slope / volume)
     plain = costs.get("send") or next(iter(costs.values()))
     bandwidth = 1.0 / plain.s_per_byte if plain.s_per_byte else float("inf")

@@ -141,7 +141,7 @@ def measure_phases(
     many = alone if copies == 1 else _phases(bench, source, optimizer, copies=copies, repeats=repeats)
     works = {phase: trace.total(phase) for phase in PHASES if trace.total(phase).ops}
     measured = {phase: (work.times(copies), many[phase]) for phase, work in works.items()}
-    found = rates.fitted(measured, f"fitted to {type(trace.model).__name__}")
+    fitted = rates.fitted(measured, f"fitted to {type(trace.model).__name__}")
     # Launch overhead of a large model is negligible.
     if optimizer is not None and "optimizer" in works and weights <= _BEYOND_CACHES:
         points = [
@@ -150,9 +150,9 @@ def measure_phases(
         ]
         start, slope = fit_line(points) if all(seconds > 0 for _, seconds in points) else (0.0, 0.0)
         if slope > 0:
-            factors = {**found.factors, "optimizer": slope}
-            found = replace(found, factors=factors, launches={"optimizer": start / works["optimizer"].ops})
-    return found, sum(alone.values())
+            factors = {**fitted.factors, "optimizer": slope}
+            fitted = replace(fitted, factors=factors, launches={"optimizer": start / works["optimizer"].ops})
+    return fitted, sum(alone.values())
 
 
 def _optimizer_s(

@@ -90,10 +90,10 @@ class Calibration:
         """A plotly figure: milliseconds over bytes, log-log; points are measured, lines are fitted."""
         traces = []
         for key in dict.fromkeys((sample.axis, sample.operation) for sample in self.samples):
-            own = sorted((s for s in self.samples if (s.axis, s.operation) == key), key=lambda s: s.bytes)
+            series = sorted((s for s in self.samples if (s.axis, s.operation) == key), key=lambda s: s.bytes)
             name = f"{key[1]}, {key[0]}"
-            sizes = [sample.bytes for sample in own]
-            measured, fitted = [1e3 * s.seconds for s in own], [1e3 * self._fit(s) for s in own]
+            sizes = [sample.bytes for sample in series]
+            measured, fitted = [1e3 * s.seconds for s in series], [1e3 * self._fit(s) for s in series]
             traces.append({"type": "scatter", "mode": "markers", "name": name, "x": sizes, "y": measured})
             traces.append({"type": "scatter", "mode": "lines", "name": f"{name}, fit", "x": sizes, "y": fitted})
         layout = {

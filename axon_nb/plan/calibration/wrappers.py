@@ -56,7 +56,7 @@ def measure_wrappers(
     """
     one = ParallelLayout(source, {"dp": 1}, device=bench.device.type, known_trace=trace)
     error_s = alone_s - predict_step(one, traffic_of(one, None), rates, overlap).total_s
-    found = {}
+    overheads = {}
     for strategy in strategies:
         layout = ParallelLayout(source, {"dp": bench.num_ranks}, strategy, device=bench.device.type, known_trace=trace)
         expected = predict_step(layout, traffic_of(layout, link), rates, overlap).total_s + error_s
@@ -69,8 +69,8 @@ def measure_wrappers(
             bench.synchronize()
             taken.append(time.perf_counter() - start)
         slowest = statistics.median(bench.slowest_of(taken[2:]))
-        found[strategy] = max(0.0, slowest - expected) / max(1, len(list(layout.trace.model.parameters())))
-    return found
+        overheads[strategy] = max(0.0, slowest - expected) / max(1, len(list(layout.trace.model.parameters())))
+    return overheads
 
 
 def _stepper(
