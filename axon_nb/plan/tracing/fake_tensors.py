@@ -94,16 +94,16 @@ def patched_apply() -> Iterator[None]:
     made: dict[int, tuple[Any, Any]] = {}
     deep = 0
 
-    def of(given: Any, call: Callable[[Any], Any]) -> Any:
-        if given is None:
+    def of(tensor: Any, call: Callable[[Any], Any]) -> Any:
+        if tensor is None:
             return None
-        if id(given) not in made:  # a tensor shared by modules stays shared
+        if id(tensor) not in made:  # a tensor shared by modules stays shared
             with torch.no_grad():
-                value = call(given)
-            if isinstance(given, nn.Parameter) and value is not given:
-                value = nn.Parameter(value, requires_grad=given.requires_grad)
-            made[id(given)] = given, value
-        return made[id(given)][1]
+                value = call(tensor)
+            if isinstance(tensor, nn.Parameter) and value is not tensor:
+                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = tensor, value
+        return made[id(tensor)][1]
 
     def apply(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         nonlocal deep
@@ -112,8 +112,8 @@ def patched_apply() -> Iterator[None]:
             for child in module.children() if recurse else ():
                 child._apply(fn)
             for tensors in (module._parameters, module._buffers):
-                for name, given in tensors.items():
-                    tensors[name] = of(given, fn)
+                for name, tensor in tensors.items():
+                    tensors[name] = of(tensor, fn)
         finally:
             deep -= 1
             if not deep:
@@ -188,15 +188,15 @@ class WithoutCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function with any CUDA device removed."""
         kwargs = dict(kwargs or {})
-        own = args[0].device if args and isinstance(args[0], torch.Tensor) else None
+        device = args[0].device if args and isinstance(args[0], torch.Tensor) else None
         if func is torch.Tensor.cuda:
             return args[0]
-        if own is not None and func is torch.Tensor.to and len(args) > 1 and is_cuda(args[1]):
-            args = (args[0], own, *args[2:])
+        if device is not None and func is torch.Tensor.to and len(args) > 1 and is_cuda(args[1]):
+            args = (args[0], device, *args[2:])
         if is_cuda(kwargs.get("device")):
             del kwargs["device"]
-            if own is not None:
-                kwargs["device"] = own
+            if device is not None:
+                kwargs["device"] = device
         return func(*args, **kwargs)
 
 

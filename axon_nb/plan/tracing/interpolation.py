@@ -55,8 +55,8 @@ class TraceInterpolator:
             UsageError: the model cannot be traced, or its inputs do not depend on the batch.
         """
         if batch not in self._made:
-            found = self._interpolated(batch) if batch > 1 and len(self._ends) == 2 else None
-            self._made[batch] = found or self._traced(batch)
+            interpolated = self._interpolated(batch) if batch > 1 and len(self._ends) == 2 else None
+            self._made[batch] = interpolated or self._traced(batch)
         return self._made[batch]
 
     def units(self, wrap: Any) -> tuple[str, ...]:
@@ -134,12 +134,12 @@ def _pairs(low: Mapping[_Key, Any], high: Mapping[_Key, Any]) -> dict[_Key, tupl
 
 
 def _facts(low: _Facts, high: _Facts, share: tuple[int, int]) -> _Facts:
-    found = {}
+    facts = {}
     for name, (one, other) in _pairs(low, high).items():
         if len(one) != len(other):
             raise _NotLinearError
-        found[name] = tuple(_fact(a, b, share) for a, b in zip(one, other, strict=True))
-    return found
+        facts[name] = tuple(_fact(a, b, share) for a, b in zip(one, other, strict=True))
+    return facts
 
 
 def _fact(low: TensorFacts, high: TensorFacts, share: tuple[int, int]) -> TensorFacts:

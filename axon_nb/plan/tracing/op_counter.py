@@ -79,7 +79,7 @@ class OpCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "forward"
         """The phase being counted; empty: counting is off."""
-        self.found: dict[str, dict[str, Work]] = {}
+        self.by_phase: dict[str, dict[str, Work]] = {}
         self.saved: Counter[tuple[str, tuple[str, ...]]] = Counter()
         """Bytes saved for backward, by (saving module, modules from whose outputs the tensor was computed)."""
         # A matrix product saves its weight as a view, which is not a parameter.
@@ -101,7 +101,7 @@ class OpCounter(TorchDispatchMode):
         if self.phase == "optimizer" and not func.is_view:
             self.uses.update(map(id, tensors_in((args, kwargs))))
         if self.phase and does_work(func):
-            place = self.found.setdefault(self.phase, {})
+            place = self.by_phase.setdefault(self.phase, {})
             path = "" if self.phase == "optimizer" else self._module()
             work = work_of(func._overloadpacket, args, kwargs, result)
             place[path] = place.get(path, Work()) + work
@@ -118,10 +118,10 @@ class OpCounter(TorchDispatchMode):
             self.saved[self._module(), sources] += storage.nbytes()
         return tensor
 
-    def _track_sources(self, given: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> None:
+    def _track_sources(self, inputs: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> None:
         """Record from which modules' outputs tensors are computed."""
         sources: frozenset[str] = frozenset().union(
-            *(self._sources.get(one.untyped_storage()._cdata, ()) for one in given)
+            *(self._sources.get(one.untyped_storage()._cdata, ()) for one in inputs)
         )
         for tensor in made:
             self._alive.append(tensor)

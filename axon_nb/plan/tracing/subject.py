@@ -65,9 +65,11 @@ class BuiltModel:
         made: dict[int, nn.Parameter] = {}
         for module in self.model.modules():
             # Not `Module.to`: it swaps tensors, which fails for fake tensors with weak references.
-            for name, own in module._parameters.items():
-                if own is not None:
-                    known = made.setdefault(id(own), nn.Parameter(cast(own.detach()), requires_grad=own.requires_grad))
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    known = made.setdefault(
+                        id(parameter), nn.Parameter(cast(parameter.detach()), requires_grad=parameter.requires_grad)
+                    )
                     module._parameters[name] = known
         return BuiltModel(self.model, tree_map_only(torch.Tensor, cast, self.args), self.loss)
 
@@ -175,10 +177,10 @@ class ModelSource:
         target = self._tensors(self.target, mode)
         return lambda output: loss(output, target)
 
-    def _tensors(self, given: Any, mode: FakeTensorMode | None) -> Any:
-        described = isinstance(given, torch.Tensor) or hasattr(given, "shape")
+    def _tensors(self, value: Any, mode: FakeTensorMode | None) -> Any:
+        described = isinstance(value, torch.Tensor) or hasattr(value, "shape")
         try:
-            made = given() if callable(given) and not described else given
+            made = value() if callable(value) and not described else value
         except Exception as error:
             raise UsageError(
                 f"inputs= or target= failed ({type(error).__name__}: {first_line(error)}): each must be a function "
@@ -186,13 +188,13 @@ class ModelSource:
             ) from error
         parts = made if isinstance(made, tuple) else (made,)
         sizes = {"batch": self.batch, "seq": self.seq}
-        found = tuple(_made(part, sizes) for part in parts)
+        tensors = tuple(_made(part, sizes) for part in parts)
         if mode is not None:
             known = mode
-            found = tree_map_only(
-                torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else known.from_tensor(t), found
+            tensors = tree_map_only(
+                torch.Tensor, lambda t: t if isinstance(t, FakeTensor) else known.from_tensor(t), tensors
             )
-        return found if isinstance(made, tuple) else found[0]
+        return tensors if isinstance(made, tuple) else tensors[0]
 
 
 @dataclass(frozen=True)
@@ -201,17 +203,17 @@ class _Described:
     dtype: torch.dtype
 
 
-def _made(given: Any, sizes: Mapping[str, int | None]) -> Any:
+def _made(spec: Any, sizes: Mapping[str, int | None]) -> Any:
     """Return a tensor of zeros for a description; anything else unchanged."""
-    if isinstance(given, torch.Tensor) or not hasattr(given, "shape"):
-        return given
-    shape: list[Any] = [sizes.get(size, size) if isinstance(size, str) else size for size in given.shape]
-    unknown = [name for name, size in zip(given.shape, shape, strict=True) if not isinstance(size, int)]
+    if isinstance(spec, torch.Tensor) or not hasattr(spec, "shape"):
+        return spec
+    shape: list[Any] = [sizes.get(size, size) if isinstance(size, str) else size for size in spec.shape]
+    unknown = [name for name, size in zip(spec.shape, shape, strict=True) if not isinstance(size, int)]
     if unknown:
-        raise UsageError(f"{given} needs a size for {unknown[0]!r}: give {unknown[0]}=….")
-    dtype = given.dtype if isinstance(given.dtype, torch.dtype) else getattr(torch, str(given.dtype), None)
+        raise UsageError(f"{spec} needs a size for {unknown[0]!r}: give {unknown[0]}=….")
+    dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else getattr(torch, str(spec.dtype), None)
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"{given}: {given.dtype!r} is not a torch dtype.")
+        raise UsageError(f"{spec}: {spec.dtype!r} is not a torch dtype.")
     return torch.zeros(shape, dtype=dtype)
 
 
@@ -225,63 +227,65 @@ def _without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copy.deepcopy(model, fakes)
 
 
-def resolve_optimizer(given: Any) -> Callable[..., Optimizer] | None:
+def resolve_optimizer(optimizer: Any) -> Callable[..., Optimizer] | None:
     """Return what creates an optimizer: the callable given, or the class of that name in `torch.optim`; or None.
 
     Raises:
         PlanError: there is no such optimizer, or it is neither a name nor callable.
     """
-    if isinstance(given, Optimizer):
-        raise PlanError(f"optimizer must be a class or a name, not an instance; got a {type(given).__name__}.")
-    if given is None or (callable(given) and not isinstance(given, str)):
-        made: Callable[..., Optimizer] | None = given
+    if isinstance(optimizer, Optimizer):
+        raise PlanError(f"optimizer must be a class or a name, not an instance; got a {type(optimizer).__name__}.")
+    if optimizer is None or (callable(optimizer) and not isinstance(optimizer, str)):
+        made: Callable[..., Optimizer] | None = optimizer
         return made
     known: dict[str, Callable[..., Optimizer]] = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     }
-    if not isinstance(given, str) or given.lower() not in known:
-        raise PlanError(f"optimizer must be a class, a function, or one of {', '.join(sorted(known))}; got {given!r}.")
-    return known[given.lower()]
+    if not isinstance(optimizer, str) or optimizer.lower() not in known:
+        raise PlanError(
+            f"optimizer must be a class, a function, or one of {', '.join(sorted(known))}; got {optimizer!r}."
+        )
+    return known[optimizer.lower()]
 
 
-def resolve_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+def resolve_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """Return a floating-point dtype from itself or its name; None stays None.
 
     Raises:
         PlanError: it is not a floating-point dtype.
     """
-    found = getattr(torch, given, None) if isinstance(given, str) else given
-    if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise PlanError(f"mixed_precision must be a floating-point dtype, such as torch.bfloat16; got {given!r}.")
-    return found
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise PlanError(f"mixed_precision must be a floating-point dtype, such as torch.bfloat16; got {value!r}.")
+    return dtype
 
 
-def module_filter(given: Any, name: str) -> Any:
+def module_filter(value: Any, name: str) -> Any:
     """Return what selects the modules, with a class name turned into a function.
 
     Raises:
         PlanError: it is none of these.
     """
-    if isinstance(given, str):
-        return lambda module: type(module).__name__ == given
-    kinds = tuple(given) if isinstance(given, list) else given
+    if isinstance(value, str):
+        return lambda module: type(module).__name__ == value
+    kinds = tuple(value) if isinstance(value, list) else value
     known = all(isinstance(kind, type) for kind in kinds) if isinstance(kinds, tuple) else isinstance(kinds, int | type)
     if kinds is None or known or callable(kinds):
         return kinds
-    raise PlanError(f"{name} must be a class, its name, classes, or a function of a module; got {given!r}.")
+    raise PlanError(f"{name} must be a class, its name, classes, or a function of a module; got {value!r}.")
 
 
-def checked_module_filter(model: nn.Module, given: Any, name: str) -> Any:
+def checked_module_filter(model: nn.Module, value: Any, name: str) -> Any:
     """Return the same, after checking that the model has modules of the named classes.
 
     Raises:
         PlanError: it has none, or the option is invalid.
     """
-    kinds = module_filter(given, name)
-    named = isinstance(given, str | type | tuple | list)  # a function may select none: then the model is one unit
+    kinds = module_filter(value, name)
+    named = isinstance(value, str | type | tuple | list)  # a function may select none: then the model is one unit
     if not named or any(matches(module, kinds) for module in model.modules()):
         return kinds
     names = sorted({type(module).__name__ for module in model.modules()} - {type(model).__name__})
-    raise PlanError(f"{name}={given!r} matches no module of {type(model).__name__}, which has {', '.join(names)}.")
+    raise PlanError(f"{name}={value!r} matches no module of {type(model).__name__}, which has {', '.join(names)}.")

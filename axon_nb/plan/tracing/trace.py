@@ -93,8 +93,10 @@ class ModelTrace:
     @property
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The model's named parameters."""
-        found: list[tuple[str, nn.Parameter]] = self.cached("parameters", lambda: list(self.model.named_parameters()))
-        return found
+        parameters: list[tuple[str, nn.Parameter]] = self.cached(
+            "parameters", lambda: list(self.model.named_parameters())
+        )
+        return parameters
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -104,8 +106,8 @@ class ModelTrace:
             inside = set(map(id, (*make_units(self.model, None), *self.model.children())))
             return tuple(name for name, module in self.model.named_modules() if id(module) in inside)
 
-        found: tuple[str, ...] = self.cached("parts", named)
-        return found
+        parts: tuple[str, ...] = self.cached("parts", named)
+        return parts
 
     @property
     def blocks(self) -> frozenset[str]:
@@ -116,8 +118,8 @@ class ModelTrace:
             kinds = {type(block) for block in row}
             return frozenset(name for name, module in self.model.named_modules() if type(module) in kinds)
 
-        found: frozenset[str] = self.cached("blocks", named)
-        return found
+        blocks: frozenset[str] = self.cached("blocks", named)
+        return blocks
 
     def total(self, phase: str) -> Work:
         """The work of all children."""
@@ -170,7 +172,7 @@ def trace_model(
     finally:
         for handle in handles:
             handle.remove()
-    trace.work, trace.saved, trace.has_inputs = counted.found, dict(counted.saved), True
+    trace.work, trace.saved, trace.has_inputs = counted.by_phase, dict(counted.saved), True
     trace.unknown = counted.unknown
     names = {id(parameter.grad): name for name, parameter in trace.parameters}
     trace.grad_uses = {name: counted.uses[key] for key, name in names.items() if key in counted.uses}
@@ -184,8 +186,8 @@ def _step(
     if optimizer is None:
         return
     if computed is not model:
-        for own, other in zip(model.parameters(), computed.parameters(), strict=True):
-            own.grad = None if other.grad is None else torch.zeros_like(own)
+        for target, other in zip(model.parameters(), computed.parameters(), strict=True):
+            target.grad = None if other.grad is None else torch.zeros_like(target)
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if not trained:
         return
