@@ -61,9 +61,9 @@ def communication(
 
 def traffic_of(layout: ParallelLayout, links: Any) -> CommunicationPlan:
     """Return what a layout sends, with times on links."""
-    found = resolve_links(links, layout.mesh)
-    rows = [row.timed(found.get(row.axis)) for row in _rows(layout)]
-    return CommunicationPlan(layout.title, layout.mesh, tuple(rows), found, tuple(_notes(layout)))
+    resolved = resolve_links(links, layout.mesh)
+    rows = [row.timed(resolved.get(row.axis)) for row in _rows(layout)]
+    return CommunicationPlan(layout.title, layout.mesh, tuple(rows), resolved, tuple(_notes(layout)))
 
 
 def _notes(layout: ParallelLayout) -> Iterator[str]:
@@ -155,8 +155,8 @@ def _needs_backward(layout: ParallelLayout) -> set[str] | None:
     trace = layout.trace
     if not trace.has_inputs:
         return None
-    found: set[str] = trace.cached(
+    names: set[str] = trace.cached(
         "units that need backward",
         lambda: {name for name, facts in trace.outputs.items() if any(fact.requires_grad for fact in facts)},
     )
-    return found
+    return names

@@ -122,7 +122,7 @@ class ParallelLayout:
         world_size: int | None,
         options: Mapping[str, Any],
         optimizer: Callable[..., Optimizer] | str | None = None,
-        **own: Any,
+        **fields: Any,
     ) -> ParallelLayout:
         """Make the layout that a user describes.
 
@@ -131,7 +131,7 @@ class ParallelLayout:
             world_size: Number of ranks; None: the mesh says.
             options: Fields of `TrafficOptions`.
             optimizer: A function that makes it from parameters, or its name in `torch.optim`; its step is traced.
-            **own: Fields of `ParallelLayout` that users do not set.
+            **fields: Fields of `ParallelLayout` that users do not set.
 
         Raises:
             UsageError: an option is unknown or invalid, or the model cannot be laid out in this way.
@@ -144,7 +144,7 @@ class ParallelLayout:
         rest["mixed_precision"] = resolve_dtype(rest.pop("mixed_precision", None))
         _check_values(options, mesh)
         source = ModelSource(model_by_name(model), **subject)
-        return cls(source, mesh, strategy, optimizer=resolve_optimizer(optimizer), **rest, **own)
+        return cls(source, mesh, strategy, optimizer=resolve_optimizer(optimizer), **rest, **fields)
 
     def size(self, *axes: str) -> int:
         """Product of the sizes of these axes; a missing axis counts as 1."""
@@ -160,10 +160,10 @@ class ParallelLayout:
         """The same, by the rank along ``pp`` that holds them."""
         if self.stages is None:
             return [self.parameters]
-        found: list[list[LocalTensor]] = [[] for _ in range(self.size("pp"))]
+        by_rank: list[list[LocalTensor]] = [[] for _ in range(self.size("pp"))]
         for parameter in self.parameters:
-            found[self.stages.rank_of(parameter.name)].append(parameter)
-        return found
+            by_rank[self.stages.rank_of(parameter.name)].append(parameter)
+        return by_rank
 
     @cached_property
     def _divided(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -201,12 +201,12 @@ class ParallelLayout:
             else:
                 parts = [model.get_submodule(name) for names in self.stages.children for name in names]
                 inner = [part for part in parts if any(True for _ in part.parameters())]
-            chosen = set(map(id, inner))
-            return {name: module for name, module in model.named_modules() if id(module) in chosen}
+            selected = set(map(id, inner))
+            return {name: module for name, module in model.named_modules() if id(module) in selected}
 
         key = "units", self.stages is None
-        found: dict[str, nn.Module] = named() if self.wrap is not None else self.trace.cached(key, named)
-        return found
+        modules: dict[str, nn.Module] = named() if self.wrap is not None else self.trace.cached(key, named)
+        return modules
 
     @property
     def data_axis(self) -> str:
@@ -236,10 +236,10 @@ def _check_values(options: Mapping[str, Any], mesh: Mapping[str, int]) -> None:
         PlanError: one is invalid.
     """
     for name in ("batch", "seq", "num_microbatches", "num_stages"):
-        if (given := options.get(name)) is not None or (name == "batch" and name in options):
-            check_int(name, given)
+        if (value := options.get(name)) is not None or (name == "batch" and name in options):
+            check_int(name, value)
             if name in ("num_microbatches", "num_stages") and mesh.get("pp", 1) == 1:
-                raise PlanError(f"{name}={given} requires a pipeline: add a pp axis, mesh={{'pp': 4, …}}.")
+                raise PlanError(f"{name}={value} requires a pipeline: add a pp axis, mesh={{'pp': 4, …}}.")
     limit = options.get("bucket_size_mb", 25.0)
     check_number("bucket_size_mb", limit, rule="a number of MiB above 0", least=1e-9)
     check_choice("device", options.get("device", "cuda"), ("cpu", "cuda"))
@@ -258,7 +258,7 @@ def _styles(trace: ModelTrace, layout: ParallelLayout) -> dict[str, str]:
     if not isinstance(layout.tp_plan, Mapping):
         raise UsageError(f"tp_plan must be 'auto', or map module name patterns to styles; got {layout.tp_plan!r}.")
     names = [name for name, _ in model.named_modules() if name]
-    found: dict[str, str] = {}
+    assigned: dict[str, str] = {}
     for pattern, style in layout.tp_plan.items():
         word = style if isinstance(style, str) else _TORCH_STYLES.get(type(style).__name__, "")
         if word not in STYLES:
@@ -266,8 +266,8 @@ def _styles(trace: ModelTrace, layout: ParallelLayout) -> dict[str, str]:
         hits = [name for name in names if fnmatchcase(name, pattern)]
         if not hits:
             raise UsageError(f"tp_plan[{pattern!r}] matches no module of {type(model).__name__}.")
-        found |= dict.fromkeys(hits, word)
-    for name, word in found.items():
+        assigned |= dict.fromkeys(hits, word)
+    for name, word in assigned.items():
         parent = model.get_submodule(name.rpartition(".")[0])
         check_divisible(name, model.get_submodule(name), word, parent=parent, num_ranks=ranks)
-    return found
+    return assigned

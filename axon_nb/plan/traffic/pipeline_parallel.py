@@ -81,13 +81,13 @@ def assign_stages(
     Raises:
         UsageError: the model has no equal blocks and is not a Sequential, or the numbers do not fit the schedule.
     """
-    chosen = PipelineSchedule.of(schedule)
-    count = default_num_stages(chosen, num_ranks) if num_stages is None else num_stages
+    kind = PipelineSchedule.of(schedule)
+    count = default_num_stages(kind, num_ranks) if num_stages is None else num_stages
     at = [at] if isinstance(at, str) else at
     names = _split_at(trace, at) if at is not None else trace.cached(("stages", count), lambda: _balanced(trace, count))
     microbatches = len(names) if num_microbatches is None else num_microbatches
-    check_counts(chosen, num_ranks=num_ranks, num_stages=len(names), num_microbatches=microbatches)
-    return StageAssignment(chosen, num_ranks, microbatches, names)
+    check_counts(kind, num_ranks=num_ranks, num_stages=len(names), num_microbatches=microbatches)
+    return StageAssignment(kind, num_ranks, microbatches, names)
 
 
 def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
@@ -100,7 +100,7 @@ def _part_costs(trace: ModelTrace) -> dict[str, float]:
     parts = pipeline_parts(trace)
     if not parts:
         return child_costs(trace.model, "params")
-    found = {name: float(num_parameters([trace.model.get_submodule(name)])) for name in parts}
+    costs = {name: float(num_parameters([trace.model.get_submodule(name)])) for name in parts}
     holders: dict[int, str] = {}
     for name in parts:
         for parameter in trace.model.get_submodule(name).parameters():
@@ -109,7 +109,7 @@ def _part_costs(trace: ModelTrace) -> dict[str, float]:
                     f"{first} and {name} share a parameter, which pipeline stages cannot: untie them, such as by "
                     "tie_word_embeddings=False in the config."
                 )
-    return found
+    return costs
 
 
 def pipeline_parts(trace: ModelTrace) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def boundaries(
     Raises:
         UsageError: the batch is not divisible into microbatches.
     """
-    found = []
+    sizes = []
     for names in stages.children[:-1]:
         facts = trace.outputs[names[-1]]
         rows = facts[0].shape[0] if facts and facts[0].shape else 0
@@ -177,8 +177,8 @@ def boundaries(
         parts = stages.num_microbatches * (shares or {}).get(names[-1], 1)
         forward = sum(fact.nbytes for fact in facts)
         backward = sum(fact.nbytes for fact in facts if fact.requires_grad)
-        found.append((forward // parts, backward // parts))
-    return found
+        sizes.append((forward // parts, backward // parts))
+    return sizes
 
 
 def pipeline_traffic(

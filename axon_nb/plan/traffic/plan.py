@@ -124,10 +124,10 @@ class CommunicationPlan:
 
     @cached_property
     def _by_pp_rank(self) -> dict[int, list[Traffic]]:
-        found: dict[int, list[Traffic]] = {}
+        rows: dict[int, list[Traffic]] = {}
         for row in self.rows:
-            found.setdefault(row.pp_rank, []).append(row)
-        return found
+            rows.setdefault(row.pp_rank, []).append(row)
+        return rows
 
     def calls(self, axis: str | None = None, operation: str | None = None, *, pp_rank: int = 0) -> int:
         """Number of calls of one rank in a step."""
@@ -143,11 +143,11 @@ class CommunicationPlan:
 
     def by_operation(self, *, pp_rank: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
         """(calls, bytes) of one rank, by axis and operation."""
-        found: dict[tuple[str, str], tuple[int, int]] = {}
+        totals: dict[tuple[str, str], tuple[int, int]] = {}
         for row in self.select(pp_rank=pp_rank):
-            calls, size = found.get((row.axis, row.operation), (0, 0))
-            found[row.axis, row.operation] = calls + row.calls, size + row.bytes
-        return found
+            calls, size = totals.get((row.axis, row.operation), (0, 0))
+            totals[row.axis, row.operation] = calls + row.calls, size + row.bytes
+        return totals
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind of call: pp_rank, axis, num_ranks, operation, phase, purpose, calls, mib, sent_mib, ms."""
@@ -239,7 +239,7 @@ class CommunicationPlan:
 
 def grouped(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Group message sizes as (bytes, count), in order of first occurrence."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for size in sizes:
-        found[size] = found.get(size, 0) + 1
-    return tuple(found.items())
+        counts[size] = counts.get(size, 0) + 1
+    return tuple(counts.items())

@@ -63,12 +63,12 @@ def count_calls(
         calls: The calls in any order; those that do not communicate are ignored.
         axes: Axis and size by group name.
     """
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
     for group, name, size in calls:
         if group not in axes or name not in OPERATIONS:
             continue
         axis, num_ranks = axes[group]
         operation, is_shard = OPERATIONS[name]
-        before, total = found.get((axis, operation), (0, 0))
-        found[axis, operation] = before + 1, total + size * (num_ranks if is_shard else 1)
-    return found
+        before, total = totals.get((axis, operation), (0, 0))
+        totals[axis, operation] = before + 1, total + size * (num_ranks if is_shard else 1)
+    return totals

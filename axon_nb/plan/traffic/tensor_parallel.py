@@ -89,9 +89,9 @@ def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], 
         yield _Call(_BACKWARD, "all_gather", "gradient of the output", output.nbytes)
     if style in ("sequence", "heads"):
         # DTensor keeps them as partial sums and all-reduces them each time that they are read.
-        for own, parameter in module.named_parameters():
+        for leaf, parameter in module.named_parameters():
             size = parameter.numel() * parameter.dtype.itemsize
-            for _ in range(trace.grad_uses.get(f"{name}.{own}", 1)):
+            for _ in range(trace.grad_uses.get(f"{name}.{leaf}", 1)):
                 yield _Call("optimizer", "all_reduce", _NORMS, size)
 
 
@@ -115,8 +115,8 @@ def _above(name: str) -> Iterator[str]:
         yield name
 
 
-def _first(found: tuple[TensorFacts, ...]) -> TensorFacts | None:
-    return found[0] if found else None
+def _first(facts: tuple[TensorFacts, ...]) -> TensorFacts | None:
+    return facts[0] if facts else None
 
 
 def _tokens(trace: ModelTrace) -> int:
@@ -133,31 +133,31 @@ def local_parameters(trace: ModelTrace, styles: Mapping[str, str], num_ranks: in
         styles: The styles by module name.
         num_ranks: Along ``tp``.
     """
-    found: list[LocalTensor] = trace.cached(
+    parameters: list[LocalTensor] = trace.cached(
         ("local parameters", num_ranks, tuple(styles.items())), lambda: _local_parameters(trace, styles, num_ranks)
     )
-    return found
+    return parameters
 
 
 def _local_parameters(trace: ModelTrace, styles: Mapping[str, str], num_ranks: int) -> list[LocalTensor]:
     ready = set(trace.ready) if trace.has_inputs else None
-    found = []
+    parameters = []
     for name, parameter in trace.parameters:
-        path, _, own = name.rpartition(".")
+        path, _, leaf = name.rpartition(".")
         shape = list(parameter.shape)
         style = styles.get(path, "")
         if num_ranks > 1 and style in SHARDED_DIM:
-            dim = _sharded_dim(trace.model.get_submodule(path), style, own)
+            dim = _sharded_dim(trace.model.get_submodule(path), style, leaf)
             if dim is not None:
                 shape[dim] //= num_ranks
         has_grad = parameter.requires_grad if ready is None else name in ready
-        found.append(LocalTensor(name, tuple(shape), parameter.dtype, has_grad, parameter.requires_grad))
-    return found
+        parameters.append(LocalTensor(name, tuple(shape), parameter.dtype, has_grad, parameter.requires_grad))
+    return parameters
 
 
-def _sharded_dim(module: nn.Module, style: str, own: str) -> int | None:
+def _sharded_dim(module: nn.Module, style: str, leaf: str) -> int | None:
     if isinstance(module, nn.Embedding):
         return 1 - SHARDED_DIM[style]
-    if own == "weight":
+    if leaf == "weight":
         return SHARDED_DIM[style]
     return 0 if SHARDED_DIM[style] == 0 else None
