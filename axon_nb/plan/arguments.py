@@ -54,30 +54,30 @@ STAGE_UNITS = "FSDP units: the modules of each pipeline stage."
 _HYBRID_AXES = {"replicate", "shard"}
 
 
-def check_int(name: str, given: Any, *, least: int = 1, what: str = "") -> int:
+def check_int(name: str, value: Any, *, least: int = 1, what: str = "") -> int:
     """Check that an argument is a whole number; NumPy's integers count.
 
     Args:
         name: The argument's name.
-        given: Its value.
+        value: Its value.
         least: The smallest value allowed.
         what: What it counts, such as ``ranks``.
 
     Raises:
         PlanError: it is not a whole number, or too small.
     """
-    if isinstance(given, bool) or not isinstance(given, Integral) or given < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         counted = f" of {what}" if what else ""
-        raise PlanError(f"{name} must be a whole number{counted}, {least} or more; got {given!r}.")
-    return int(given)
+        raise PlanError(f"{name} must be a whole number{counted}, {least} or more; got {value!r}.")
+    return int(value)
 
 
-def check_number(name: str, given: Any, *, rule: str, least: float = 0.0, most: float = float("inf")) -> float:
+def check_number(name: str, value: Any, *, rule: str, least: float = 0.0, most: float = float("inf")) -> float:
     """Check that an argument is a number within limits.
 
     Args:
         name: The argument's name.
-        given: Its value.
+        value: Its value.
         rule: What it must be, such as ``a fraction from 0 to 1``.
         least: The smallest value allowed.
         most: The largest value allowed.
@@ -85,24 +85,24 @@ def check_number(name: str, given: Any, *, rule: str, least: float = 0.0, most: 
     Raises:
         PlanError: it is not a number, or out of range.
     """
-    if isinstance(given, bool) or not isinstance(given, Real) or not least <= float(given) <= most:
-        raise PlanError(f"{name} must be {rule}; got {given!r}.")
-    return float(given)
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
+        raise PlanError(f"{name} must be {rule}; got {value!r}.")
+    return float(value)
 
 
-def check_callable(name: str, given: Any, what: str) -> None:
+def check_callable(name: str, value: Any, what: str) -> None:
     """Check that an argument is callable or None.
 
     Args:
         name: The argument's name.
-        given: Its value.
+        value: Its value.
         what: What the function takes and returns.
 
     Raises:
         PlanError: it is something else.
     """
-    if given is not None and not callable(given):
-        raise PlanError(f"{name} must be a function {what}, or None; got {given!r}.")
+    if value is not None and not callable(value):
+        raise PlanError(f"{name} must be a function {what}, or None; got {value!r}.")
 
 
 def check_callbacks(progress: Any, cancel: Any) -> None:
@@ -150,37 +150,37 @@ class LayoutOptions(TypedDict, total=False):
     """``cuda`` (default) or ``cpu``."""
 
 
-def check_options(given: Mapping[str, Any], allowed: Sequence[str], *, named: Sequence[str] = ()) -> None:
+def check_options(options: Mapping[str, Any], allowed: Sequence[str], *, named: Sequence[str] = ()) -> None:
     """Check the names of keyword arguments.
 
     Args:
-        given: The keyword arguments.
+        options: The keyword arguments.
         allowed: Names that they may have.
         named: Other arguments of the function, to suggest.
 
     Raises:
         PlanError: one is unknown.
     """
-    for name in sorted(given.keys() - set(allowed)):
+    for name in sorted(options.keys() - set(allowed)):
         close = difflib.get_close_matches(name, [*allowed, *named], n=1)
         hint = f"did you mean {close[0]}=?" if close else f"options are {', '.join(allowed)}."
         raise PlanError(f"{name}= is not an option; {hint}")
 
 
-def choice_value(given: Any) -> str:
+def choice_value(value: Any) -> str:
     """Return the value of an enumeration member, or a plain string."""
-    return str(getattr(given, "value", given))
+    return str(getattr(value, "value", value))
 
 
-def check_choice(name: str, given: Any, choices: Sequence[str]) -> str:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """Check that an argument is one of some strings.
 
     Raises:
         PlanError: it is not.
     """
-    if given not in choices:
-        raise PlanError(f"{name} must be one of {', '.join(choices)}; got {given!r}.")
-    return str(given)
+    if value not in choices:
+        raise PlanError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
+    return str(value)
 
 
 def resolve_mesh(world_size: Any, mesh: Any, strategy: str) -> dict[str, int]:

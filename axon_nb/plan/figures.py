@@ -75,13 +75,13 @@ def figure_of(spans: Iterable[Span], *, title: str) -> Any:
             "orientation": "h",
             "name": _NAMES.get(action, action),
             "marker": {"color": _COLORS.get(action)},
-            "base": [span.start_ns / 1e6 for span in own],
-            "x": [(span.end_ns - span.start_ns) / 1e6 for span in own],
-            "y": [span.rank for span in own],
-            "customdata": [[span.stage, span.microbatch] for span in own],
+            "base": [span.start_ns / 1e6 for span in group],
+            "x": [(span.end_ns - span.start_ns) / 1e6 for span in group],
+            "y": [span.rank for span in group],
+            "customdata": [[span.stage, span.microbatch] for span in group],
             "hovertemplate": "stage %{customdata[0]}, microbatch %{customdata[1]}<br>from %{base:.3f} ms, %{x:.3f} ms",
         }
-        for action, own in by_action.items()
+        for action, group in by_action.items()
     ]
     layout = {
         "title": {"text": title},

@@ -21,16 +21,16 @@ _MAX_SEQ = 4096
 """Default number of tokens in a sample, as far as the model allows."""
 
 
-def hugging_face_model(given: Any) -> Any:
+def hugging_face_model(model: Any) -> Any:
     """Return a `HuggingFaceModel` for a config, a config file, its folder or a name on the hub; else what was given.
 
     A name is ``owner/model``; a name without a slash is a variable on the ranks.
     """
-    if any(kind.__name__.lower() == "pretrainedconfig" for kind in type(given).__mro__):
-        return HuggingFaceModel(given)
-    if isinstance(given, Path) or (isinstance(given, str) and (_NAME.fullmatch(given) or given.endswith(".json"))):
-        return HuggingFaceModel(str(given))
-    return given
+    if any(kind.__name__.lower() == "pretrainedconfig" for kind in type(model).__mro__):
+        return HuggingFaceModel(model)
+    if isinstance(model, Path) or (isinstance(model, str) and (_NAME.fullmatch(model) or model.endswith(".json"))):
+        return HuggingFaceModel(str(model))
+    return model
 
 
 class HuggingFaceModel:
@@ -78,19 +78,19 @@ class HuggingFaceModel:
         made.use_cache = False
         return made
 
-    def seq(self, given: int | None) -> int:
+    def seq(self, requested: int | None) -> int:
         """Return the tokens in a sample.
 
         Args:
-            given: The requested number; None: 4096, or as many as the model allows.
+            requested: The requested number; None: 4096, or as many as the model allows.
 
         Raises:
             PlanError: the model allows fewer.
         """
         most = getattr(self.config(), "max_position_embeddings", None) or _MAX_SEQ
-        if given is not None and given > most:
-            raise PlanError(f"seq must be at most the model's context, {most} tokens; got {given}.")
-        return min(_MAX_SEQ, most) if given is None else given
+        if requested is not None and requested > most:
+            raise PlanError(f"seq must be at most the model's context, {most} tokens; got {requested}.")
+        return min(_MAX_SEQ, most) if requested is None else requested
 
     def __call__(self) -> Any:
         """Make the model."""

@@ -42,7 +42,7 @@ class TensorSpec:
         Raises:
             PlanError: a name is unknown, or its size is missing.
         """
-        found = []
+        values = []
         for size in self.shape:
             if isinstance(size, str) and size not in named:
                 raise PlanError(
@@ -51,8 +51,8 @@ class TensorSpec:
             value = named[size] if isinstance(size, str) else size
             if value is None:
                 raise PlanError(f"{self} needs a size for {size!r}: give {size}=….")
-            found.append(int(value))
-        return tuple(found)
+            values.append(int(value))
+        return tuple(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,13 @@ def is_module(model: Any) -> bool:
     return any(kind.__module__.startswith("torch.nn.") and kind.__name__ == "Module" for kind in type(model).__mro__)
 
 
-def dtype_name(given: Any, name: str) -> str:
+def dtype_name(dtype: Any, name: str) -> str:
     """Return a dtype's name without importing torch: ``torch.bfloat16`` and ``"bfloat16"`` are the same.
 
     Raises:
         PlanError: it is not a floating-point dtype for training.
     """
-    text = str(given).removeprefix("torch.")
+    text = str(dtype).removeprefix("torch.")
     if text not in _DTYPES:
-        raise PlanError(f"{name} must be one of {', '.join(_DTYPES)}; got {given!r}.")
+        raise PlanError(f"{name} must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
     return text

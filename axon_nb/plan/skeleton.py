@@ -88,22 +88,22 @@ def capture(model: nn.Module, name: str = "model", *, bare: bool = False) -> Cap
         PlanError: it is not a module, is only a part of a model, or cannot be pickled.
     """
     _check_wrapper(model)
-    found = inner_model(model)
-    if not isinstance(found, nn.Module):
-        raise CaptureError(f"{name} must be a torch.nn.Module; it has type {type(found).__name__}.")
-    modules = list(found.modules())
+    inner = inner_model(model)
+    if not isinstance(inner, nn.Module):
+        raise CaptureError(f"{name} must be a torch.nn.Module; it has type {type(inner).__name__}.")
+    modules = list(inner.modules())
     for module in modules:
         _check_wrapper(module)
         _check_layer(module)
     file = io.BytesIO()
     try:
-        _Skeleton(file, torch_api().fsdp_unsharded(modules), bare=bare).dump(found)
+        _Skeleton(file, torch_api().fsdp_unsharded(modules), bare=bare).dump(inner)
     except CaptureError:
         raise
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise CaptureError(
-            f"{name}, a {type(found).__name__}, cannot be captured ({type(error).__name__}: {first}): give a function "
+            f"{name}, a {type(inner).__name__}, cannot be captured ({type(error).__name__}: {first}): give a function "
             "without arguments that makes the model."
         ) from error
     return CapturedModel(name, cloudpickle.dumps(partial(pickle.loads, file.getvalue())))

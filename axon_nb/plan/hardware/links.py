@@ -146,8 +146,8 @@ class Link:
         Raises:
             UsageError: it is not a fraction.
         """
-        given: Any = efficiency
-        if not isinstance(given, Real) or not 0 < float(given) <= 1:
+        value: Any = efficiency
+        if not isinstance(value, Real) or not 0 < float(value) <= 1:
             raise UsageError(
                 f"efficiency must be a fraction of the bandwidth above 0 and up to 1, such as 0.8; got {efficiency!r}."
             )

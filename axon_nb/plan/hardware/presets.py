@@ -73,25 +73,25 @@ PRESETS: Mapping[str, Link] = {
 """The presets, by name."""
 
 
-def resolve_link(given: Link | str) -> Link:
+def resolve_link(link: Link | str) -> Link:
     """Return the link itself, or the preset of this name.
 
     Raises:
         UsageError: there is no such preset.
     """
-    if isinstance(given, Link):
-        return given
-    name = str(given).lower().replace("_", "-")
+    if isinstance(link, Link):
+        return link
+    name = str(link).lower().replace("_", "-")
     if name not in PRESETS:
-        raise UsageError(f"A link must be a `Link` or one of {', '.join(PRESETS)}; got {given!r}.")
+        raise UsageError(f"A link must be a `Link` or one of {', '.join(PRESETS)}; got {link!r}.")
     return PRESETS[name]
 
 
-def resolve_links(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
+def resolve_links(links: Any, axes: Mapping[str, int]) -> dict[str, Link]:
     """Return the link of each axis.
 
     Args:
-        given: A link or a preset's name for all axes; a GPU's name, for links between GPUs in hosts of 8; a mapping
+        links: A link or a preset's name for all axes; a GPU's name, for links between GPUs in hosts of 8; a mapping
             from axes to links or names of presets, where ``all`` covers the axes not listed; the result of `calibrate`;
             None: no times are needed.
         axes: Size by axis; ranks along the last one are neighbours.
@@ -99,21 +99,21 @@ def resolve_links(given: Any, axes: Mapping[str, int]) -> dict[str, Link]:
     Raises:
         UsageError: an axis of 2 or more ranks has no link, or a name is unknown.
     """
-    given = getattr(given, "links", given)
-    if given is None:
+    links = getattr(links, "links", links)
+    if links is None:
         return {}
-    if isinstance(given, str) and given.lower() in CARDS:
-        return links_of_card(CARDS[given.lower()], axes)
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(axes, resolve_link(given))
-    if "all" in given:
-        given = dict.fromkeys(axes, given["all"]) | dict(given)
-    missing = [axis for axis, size in axes.items() if size > 1 and axis not in given]
+    if isinstance(links, str) and links.lower() in CARDS:
+        return links_of_card(CARDS[links.lower()], axes)
+    if not isinstance(links, Mapping):
+        return dict.fromkeys(axes, resolve_link(links))
+    if "all" in links:
+        links = dict.fromkeys(axes, links["all"]) | dict(links)
+    missing = [axis for axis, size in axes.items() if size > 1 and axis not in links]
     if missing:
         raise UsageError(
-            f"links has no entry for the axis {missing[0]!r}: add it (it has {', '.join(given) or 'none'})."
+            f"links has no entry for the axis {missing[0]!r}: add it (it has {', '.join(links) or 'none'})."
         )
-    return {axis: resolve_link(given[axis]) for axis in axes if axis in given}
+    return {axis: resolve_link(links[axis]) for axis in axes if axis in links}
 
 
 def links_of_card(card: Card, axes: Mapping[str, int], shares: Shares = FITTED) -> dict[str, Link]:
@@ -127,11 +127,11 @@ def links_of_card(card: Card, axes: Mapping[str, int], shares: Shares = FITTED) 
         axes: Size by axis; ranks along the last one are neighbours.
         shares: What links achieve of their bandwidth.
     """
-    found, stride = {}, 1
+    links, stride = {}, 1
     for axis, size in reversed(list(axes.items())):
-        found[axis] = _link(card, max(card.gpus_per_host // stride, 1), stride * size > card.gpus_per_host, shares)
+        links[axis] = _link(card, max(card.gpus_per_host // stride, 1), stride * size > card.gpus_per_host, shares)
         stride *= size
-    return {axis: found[axis] for axis in axes}
+    return {axis: links[axis] for axis in axes}
 
 
 def link_between(card: Card, ranks: Sequence[int]) -> Link:
@@ -155,20 +155,20 @@ def _link(card: Card, ranks_per_host: int, between_hosts: bool, shares: Shares) 
     return replace(port, name=name, bandwidth_bytes_per_s=bandwidth)
 
 
-def resolve_rates(given: Rates | float | str) -> Rates:
+def resolve_rates(rates: Rates | float | str) -> Rates:
     """Return rates from themselves, a GPU's name, or a number of FLOP/s.
 
     Raises:
         UsageError: it is none of these.
     """
-    found = getattr(given, "rates", given)
-    if isinstance(found, Rates):
-        return found
-    if isinstance(found, str) and found.lower() in GPUS:
-        return GPUS[found.lower()]
-    if isinstance(found, int | float) and not isinstance(found, bool) and found > 0:
-        return Rates(float(found))
+    value = getattr(rates, "rates", rates)
+    if isinstance(value, Rates):
+        return value
+    if isinstance(value, str) and value.lower() in GPUS:
+        return GPUS[value.lower()]
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        return Rates(float(value))
     raise UsageError(
         "rates must be FLOP/s such as 400e12, a `Rates(…)`, the result of `plan.calibrate()`, or one of "
-        f"{', '.join(GPUS)}; got {given!r}."
+        f"{', '.join(GPUS)}; got {rates!r}."
     )

@@ -69,7 +69,7 @@ class Rates:
     """Whether the host issues the operations of a phase at once, as one CUDA graph."""
 
     def __post_init__(self) -> None:
-        for name, given, what in (
+        for name, value, what in (
             ("flops_per_s", self.flops_per_s, "a number of FLOP/s above 0"),
             (
                 "bytes_per_s",
@@ -77,7 +77,7 @@ class Rates:
                 "a number of bytes per second above 0, or None",
             ),
         ):
-            check_number(name, given, rule=what, least=1e-9)
+            check_number(name, value, rule=what, least=1e-9)
         for name in ("launch_s", "issue_s"):
             check_number(name, getattr(self, name), rule="seconds per operation, 0 or more")
 

@@ -129,14 +129,14 @@ def _saved(layout: ParallelLayout) -> dict[str, int]:
     the rest is sharded along the sequence, except what column layers have gathered (Korthikanti et al., 2022, section
     4.2).
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     styles = layout.styles
     for (keeper, sources), size in layout.trace.saved.items():
         is_sharded = any(styles.get(source) in DIVIDED for source in sources)
         if layout.sequence and not is_sharded:
             is_sharded = any(source in styles for source in sources) and not styles.get(keeper, "").startswith("column")
-        found[keeper] = found.get(keeper, 0) + (size // layout.size("tp") if is_sharded else size)
-    return found
+        sizes[keeper] = sizes.get(keeper, 0) + (size // layout.size("tp") if is_sharded else size)
+    return sizes
 
 
 def _on_rank(layout: ParallelLayout, path: str, pp_rank: int) -> bool:

@@ -279,14 +279,14 @@ def candidate_meshes(num_gpus: int, batch: int, *, max_tp: int) -> Iterator[Cand
 
 
 def _mesh(dp: int, tp: int, pp: int, batch: int) -> CandidateMesh:
-    own, rest = divmod(batch, dp)
+    local_batch, rest = divmod(batch, dp)
     if rest:
         return CandidateMesh(dp, tp, pp, reason=f"global_batch={batch} is not divisible by dp={dp}")
     if pp == 1:
         return CandidateMesh(dp, tp, pp)
-    counts = tuple(times * pp for times in _MICROBATCHES_PER_RANK if own % (times * pp) == 0)
+    counts = tuple(times * pp for times in _MICROBATCHES_PER_RANK if local_batch % (times * pp) == 0)
     if not counts:
-        samples = f"{own} sample{'s' if own > 1 else ''}"
+        samples = f"{local_batch} sample{'s' if local_batch > 1 else ''}"
         return CandidateMesh(
             dp, tp, pp, reason=f"a rank's batch of {samples} cannot be split into a multiple of pp={pp} microbatches"
         )

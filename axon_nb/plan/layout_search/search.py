@@ -122,23 +122,23 @@ def search(
     model = model_by_name(model)
     source = ModelSource(model, inputs, target, loss, seq=seq)
     make = resolve_optimizer(optimizer)
-    chosen = resolve_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
+    resolved = resolve_rates(("h100-tf32" if dtype is None else "h100") if rates is None else rates)
     wires = "h100" if links is None else links
     evaluator = _Evaluator(
-        source, make, dtype, wrap, PipelineSchedule.of(schedule), kinds, chosen, wires, overlap, memory_gib * _GIB
+        source, make, dtype, wrap, PipelineSchedule.of(schedule), kinds, resolved, wires, overlap, memory_gib * _GIB
     )
     traces = TraceInterpolator(source, make, dtype)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for mesh in candidate_meshes(int(num_gpus), int(samples), max_tp=max_tp):
         if mesh.reason:
-            found.append(Candidate(mesh.dp, mesh.tp, mesh.pp, reason=mesh.reason))
+            candidates.append(Candidate(mesh.dp, mesh.tp, mesh.pp, reason=mesh.reason))
         else:
-            found += evaluator.candidates(mesh, samples // mesh.dp, traces.at(samples // mesh.dp), estimate)
+            candidates += evaluator.candidates(mesh, samples // mesh.dp, traces.at(samples // mesh.dp), estimate)
     each = f"{memory_gib:g} GiB" if memory_gib >= 1 else format_bytes(round(memory_gib * _GIB))
     plan = SearchPlan(
         f"{num_gpus} GPUs of {each}, {samples} samples per step",
-        tuple(sorted(found, key=lambda one: one.sort_key)),
-        (*traces.units(wrap), *_stages(found, traces.first), *evaluator.notes(int(num_gpus))),
+        tuple(sorted(candidates, key=lambda one: one.sort_key)),
+        (*traces.units(wrap), *_stages(candidates, traces.first), *evaluator.notes(int(num_gpus))),
         int(samples),
         round(memory_gib * _GIB),
     )
@@ -155,23 +155,23 @@ def _check(num_gpus: Any, memory_gib: Any, global_batch: Any, overlap: Any, **wh
     if global_batch is not None:
         check_int("global_batch", global_batch, what="samples over all ranks")
     check_number("overlap", overlap, rule="a fraction from 0 (nothing is hidden) to 1", most=1.0)
-    for name, given in whole.items():
-        if given is not None or name != "seq":
-            check_int(name, given, least=0 if name == "simulate" else 1)
+    for name, value in whole.items():
+        if value is not None or name != "seq":
+            check_int(name, value, least=0 if name == "simulate" else 1)
 
 
-def _strategies(given: Sequence[Any] | str) -> Sequence[str]:
-    names = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+def _strategies(strategies: Sequence[Any] | str) -> Sequence[str]:
+    names = [strategies] if isinstance(strategies, str) or not isinstance(strategies, Iterable) else list(strategies)
     if not names:
-        raise UsageError(f"strategies must be one or more of {', '.join(SINGLE_AXIS_STRATEGIES)}; got {given!r}.")
+        raise UsageError(f"strategies must be one or more of {', '.join(SINGLE_AXIS_STRATEGIES)}; got {strategies!r}.")
     return [
         check_choice("strategies", str(getattr(name, "value", name)).lower(), SINGLE_AXIS_STRATEGIES) for name in names
     ]
 
 
-def _stages(found: Iterable[Candidate], trace: ModelTrace | None) -> Iterator[str]:
+def _stages(candidates: Iterable[Candidate], trace: ModelTrace | None) -> Iterator[str]:
     """Say what pipeline stages are made of, if the model is not a Sequential."""
-    if trace is None or not any(one.pp > 1 and not one.reason for one in found):
+    if trace is None or not any(one.pp > 1 and not one.reason for one in candidates):
         return
     if parts := pipeline_parts(trace):
         yield (

@@ -100,14 +100,14 @@ def simulate_all(requests: Sequence[MemoryRequest], report: Callable[[float, str
     """
     from axon_nb.plan.footprint.simulate import simulate
 
-    found: list[MemoryPlan | str] = []
+    plans: list[MemoryPlan | str] = []
     for number, request in enumerate(requests):
 
         def report_layout(share: float, text: str, number: int = number) -> None:
             report((number + share) / len(requests), f"layout {number + 1} of {len(requests)}: {text}")
 
         try:
-            found.append(simulate(request.check(), report_layout))
+            plans.append(simulate(request.check(), report_layout))
         except UsageError as error:
-            found.append(str(error))
-    return found
+            plans.append(str(error))
+    return plans

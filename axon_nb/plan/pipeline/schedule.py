@@ -52,17 +52,17 @@ def schedule(
     Raises:
         UsageError: the schedule cannot run with these numbers, or a time is invalid.
     """
-    chosen = PipelineSchedule.of(name)
+    kind = PipelineSchedule.of(name)
     check_int("num_stages", num_stages)
     check_int("num_microbatches", num_microbatches)
     if num_ranks is not None:
         check_int("num_ranks", num_ranks)
-    ranks = _default_num_ranks(chosen, num_stages) if num_ranks is None else num_ranks
-    check_counts(chosen, num_ranks=ranks, num_stages=num_stages, num_microbatches=num_microbatches)
+    ranks = _default_num_ranks(kind, num_stages) if num_ranks is None else num_ranks
+    check_counts(kind, num_ranks=ranks, num_stages=num_stages, num_microbatches=num_microbatches)
     each = _stage_times(times, num_stages)
     delays = _latencies(latency_s, num_stages - 1)
     back = delays if backward_latency_s is None else _latencies(backward_latency_s, num_stages - 1)
-    orders, per_stage, per_rank = _orders_and_peaks(chosen, ranks, num_stages, num_microbatches)
+    orders, per_stage, per_rank = _orders_and_peaks(kind, ranks, num_stages, num_microbatches)
     weights = [stage.backward_s / 2 if stage.weight_s is None else stage.weight_s for stage in each]
     lengths = {
         "F": [stage.forward_s for stage in each],
@@ -70,7 +70,7 @@ def schedule(
         "I": [stage.backward_s - part for stage, part in zip(each, weights, strict=True)],
         "W": weights,
     }
-    found = simulate_orders(
+    moments = simulate_orders(
         orders,
         lengths,
         num_stages=num_stages,
@@ -79,7 +79,7 @@ def schedule(
         backward_latency_s=back,
     )
     return SchedulePlan(
-        schedule=chosen,
+        schedule=kind,
         num_ranks=ranks,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
@@ -89,16 +89,16 @@ def schedule(
         peak_per_stage=per_stage,
         peak_per_rank=per_rank,
         orders=orders,
-        moments=tuple(map(tuple, found)),
+        moments=tuple(map(tuple, moments)),
     )
 
 
-def _default_num_ranks(chosen: PipelineSchedule, num_stages: int) -> int:
-    if not chosen.has_many_stages:
+def _default_num_ranks(kind: PipelineSchedule, num_stages: int) -> int:
+    if not kind.has_many_stages:
         return num_stages
     if num_stages % 2:
         raise UsageError(
-            f"num_stages must be even with {chosen.value}, which has two stages per rank by default; got {num_stages}. "
+            f"num_stages must be even with {kind.value}, which has two stages per rank by default; got {num_stages}. "
             "Or give num_ranks=."
         )
     return num_stages // 2
@@ -106,43 +106,43 @@ def _default_num_ranks(chosen: PipelineSchedule, num_stages: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _orders_and_peaks(
-    chosen: PipelineSchedule, num_ranks: int, num_stages: int, num_microbatches: int
+    kind: PipelineSchedule, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> tuple[tuple[Order, ...], tuple[int, ...], tuple[int, ...]]:
     """What does not depend on times: orders, and peaks by stage and by rank."""
     counts = {"num_ranks": num_ranks, "num_stages": num_stages, "num_microbatches": num_microbatches}
-    orders = tuple(tuple(order) for order in actions(chosen, **counts))
+    orders = tuple(tuple(order) for order in actions(kind, **counts))
     return orders, *peak_live_microbatches(orders, num_stages=num_stages)
 
 
-def _stage_times(given: Any, num_stages: int) -> tuple[StageTimes, ...]:
-    given = _to_list(given)
-    if given is None:
-        given = StageTimes(0.01, 0.02)
-    if isinstance(given, StageTimes) or (isinstance(given, Sequence) and given and isinstance(given[0], Real)):
-        return (_stage_time(given),) * num_stages
-    if not isinstance(given, Sequence) or isinstance(given, str):
+def _stage_times(times: Any, num_stages: int) -> tuple[StageTimes, ...]:
+    times = _to_list(times)
+    if times is None:
+        times = StageTimes(0.01, 0.02)
+    if isinstance(times, StageTimes) or (isinstance(times, Sequence) and times and isinstance(times[0], Real)):
+        return (_stage_time(times),) * num_stages
+    if not isinstance(times, Sequence) or isinstance(times, str):
         raise UsageError(
             "times must be (forward, backward) in seconds for all stages, or a sequence with one such pair per stage; "
-            f"got {given!r}."
+            f"got {times!r}."
         )
-    if len(given) != num_stages:
+    if len(times) != num_stages:
         raise UsageError(
-            f"times must have one entry for all stages, or one for each of {num_stages}; got {len(given)}."
+            f"times must have one entry for all stages, or one for each of {num_stages}; got {len(times)}."
         )
-    return tuple(map(_stage_time, given))
+    return tuple(map(_stage_time, times))
 
 
-def _stage_time(given: Any) -> StageTimes:
-    if isinstance(given, StageTimes):
-        times = given
+def _stage_time(entry: Any) -> StageTimes:
+    if isinstance(entry, StageTimes):
+        times = entry
     else:
-        numbers = isinstance(given, Sequence) and all(isinstance(value, Real) for value in given)
-        if not numbers or len(given) not in (2, 3):
+        numbers = isinstance(entry, Sequence) and all(isinstance(value, Real) for value in entry)
+        if not numbers or len(entry) not in (2, 3):
             raise UsageError(
                 "A stage's time must be (forward, backward) or (forward, backward, the weights' part of backward) in "
-                f"seconds; got {given!r}."
+                f"seconds; got {entry!r}."
             )
-        times = StageTimes(*map(float, given))
+        times = StageTimes(*map(float, entry))
     parts: tuple[Any, ...] = times.forward_s, times.backward_s, times.weight_s or 0.0
     known = all(isinstance(value, Real) and 0 <= float(value) < math.inf for value in parts)
     if not known or parts[2] > parts[1]:
@@ -153,17 +153,17 @@ def _stage_time(given: Any) -> StageTimes:
     return times
 
 
-def _to_list(given: Any) -> Any:
+def _to_list(value: Any) -> Any:
     """Turn arrays and tensors into lists; return anything else unchanged."""
-    tolist = getattr(given, "tolist", None)
-    return tolist() if callable(tolist) else given
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else value
 
 
-def _latencies(given: Any, num_boundaries: int) -> tuple[float, ...]:
-    given = _to_list(given)
-    if not isinstance(given, Real | Iterable) or isinstance(given, str):
-        raise UsageError(f"latency_s must be seconds, 0 or more: one number, or one per boundary; got {given!r}.")
-    values = (given,) * num_boundaries if isinstance(given, Real) else tuple(given)
+def _latencies(latencies: Any, num_boundaries: int) -> tuple[float, ...]:
+    latencies = _to_list(latencies)
+    if not isinstance(latencies, Real | Iterable) or isinstance(latencies, str):
+        raise UsageError(f"latency_s must be seconds, 0 or more: one number, or one per boundary; got {latencies!r}.")
+    values = (latencies,) * num_boundaries if isinstance(latencies, Real) else tuple(latencies)
     if len(values) != num_boundaries:
         raise UsageError(
             f"latency_s must be one number, or one for each of the {num_boundaries} boundaries between "

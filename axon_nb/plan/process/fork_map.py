@@ -44,11 +44,11 @@ def fork_map(calls: Sequence[Callable[[], T]], *, progress: Callable[[int], None
         return [_reported(call(), number, progress) for number, call in enumerate(calls)]
     token = _is_nested.set(len(calls) > 1)  # a single function may use the cores itself
     try:
-        found: list[T] = []
+        results: list[T] = []
         for first in range(0, len(calls), free):
             for result in _at_once(calls[first : first + free]):
-                found.append(_reported(result, len(found), progress))
-        return found
+                results.append(_reported(result, len(results), progress))
+        return results
     finally:
         _is_nested.reset(token)
 

@@ -253,8 +253,8 @@ class _Player:
     def _close_span(self) -> None:
         if self._computing is not None:
             place, start, end = self._computing
-            found = self._record.places[place]
-            self._add(found.phase, found.phase, start, end, line=found.line)
+            entry = self._record.places[place]
+            self._add(entry.phase, entry.phase, start, end, line=entry.line)
             self._computing = None
 
     def _add_call(self, posted: Posted) -> None:

@@ -110,17 +110,17 @@ def _mesh_of_groups(make: Any, group: Any, device_type: str, *args: Any, **kwarg
         return mesh
 
 
-def _all_gather_object(everyone: list[Any], own: Any, group: Any = None) -> None:
-    everyone[:] = [own] * dist.get_world_size(group)
+def _all_gather_object(everyone: list[Any], obj: Any, group: Any = None) -> None:
+    everyone[:] = [obj] * dist.get_world_size(group)
 
 
-def _gather_object(own: Any, everyone: list[Any] | None = None, *_: Any, group: Any = None, **__: Any) -> None:
+def _gather_object(obj: Any, everyone: list[Any] | None = None, *_: Any, group: Any = None, **__: Any) -> None:
     if everyone is not None:
-        _all_gather_object(everyone, own, group)
+        _all_gather_object(everyone, obj, group)
 
 
-def _scatter_object_list(own: list[Any], parts: list[Any] | None, *_: Any, group: Any = None, **__: Any) -> None:
-    own[0] = None if parts is None else parts[dist.get_rank(group)]
+def _scatter_object_list(output: list[Any], parts: list[Any] | None, *_: Any, group: Any = None, **__: Any) -> None:
+    output[0] = None if parts is None else parts[dist.get_rank(group)]
 
 
 _OBJECT_COLLECTIVES: dict[Any, Any] = {

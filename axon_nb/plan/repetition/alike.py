@@ -152,10 +152,10 @@ def _longest(kinds: list[int], joints: list[int], period: int) -> tuple[int, int
 
 def _numbered(values: list[Any]) -> list[int]:
     """Return numbers that are equal where the values are."""
-    found: list[Any] = []
+    known_values: list[Any] = []
     numbers = []
     for value in values:
-        numbers.append(next((number for number, known in enumerate(found) if known == value), len(found)))
-        if numbers[-1] == len(found):
-            found.append(value)
+        numbers.append(next((number for number, known in enumerate(known_values) if known == value), len(known_values)))
+        if numbers[-1] == len(known_values):
+            known_values.append(value)
     return numbers

@@ -79,8 +79,8 @@ class _Recorder(TorchDispatchMode):
         facts = tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype, value.requires_grad
         return _Tensor(self._number(value), facts)
 
-    def values(self, given: Any) -> tuple[Any, ...]:
-        leaves, shape = tree_flatten(given)
+    def values(self, tree: Any) -> tuple[Any, ...]:
+        leaves, shape = tree_flatten(tree)
         return shape, *(self._value(leaf) for leaf in leaves)
 
     def _value(self, leaf: Any) -> Any:
@@ -89,10 +89,10 @@ class _Recorder(TorchDispatchMode):
         return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else (type(leaf), id(leaf))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = self.values((args, kwargs or {}))
+        inputs = self.values((args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         made = tuple(self.tensor(one) for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor))
-        self.trace.events.append(_Event("op", str(func), given, made))
+        self.trace.events.append(_Event("op", str(func), inputs, made))
         return result
 
 
@@ -164,7 +164,7 @@ class _Divider:
     def divide(self) -> tuple[list[Section], tuple[Any, ...]]:
         """Return all sections and the rest."""
         known = set(self._names)
-        found: list[Section] = []
+        divided: list[Section] = []
         parts: dict[str, list[Any]] = {"before": [], "inside": []}
         for event in self._trace.events:
             if event.kind == "op":
@@ -178,20 +178,20 @@ class _Divider:
                 self._part = "inside"
                 parts["inside"].append(tuple(map(self._named, event.values)))
             else:
-                found.append(Section(tuple(parts["before"]), tuple(parts["inside"])))
+                divided.append(Section(tuple(parts["before"]), tuple(parts["inside"])))
                 parts = {"before": [], "inside": []}
                 self._part, self._inputs = "before", {}
                 self._now += 1
-        return found, tuple(parts["before"])
+        return divided, tuple(parts["before"])
 
     def _operation(self, event: _Event) -> tuple[Any, ...]:
-        given = tuple(map(self._named, event.values))
+        inputs = tuple(map(self._named, event.values))
         for tensor in event.made:
             if not (tensor.storage in self._made or tensor.storage in self._given):
                 where = self._now, self._part
                 self._made[tensor.storage] = *where, self._counts[where]
                 self._counts[where] += 1
-        return event.name, given, tuple(map(self._named, event.made))
+        return event.name, inputs, tuple(map(self._named, event.made))
 
     def _named(self, value: Any) -> Any:
         return (self._place(value.storage), value.facts) if isinstance(value, _Tensor) else value
@@ -206,6 +206,6 @@ class _Divider:
             return ("near", distance, part, number) if near else ("far", section, part, number)
         if (name := self._trace.parameters.get(storage)) is not None:
             prefix = f"{self._names[self._now]}." if self._part == "inside" else ""
-            own = bool(prefix) and name.startswith(prefix)
-            return "parameter", name.removeprefix(prefix) if own else name, own
+            is_inside = bool(prefix) and name.startswith(prefix)
+            return "parameter", name.removeprefix(prefix) if is_inside else name, is_inside
         return "given", self._given.setdefault(storage, len(self._given))

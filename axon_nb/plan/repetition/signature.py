@@ -42,15 +42,15 @@ def signatures(
         labels: What else distinguishes modules, such as how they are wrapped.
     """
     owners = Counter(id(tensor) for module in model.modules() for tensor in _own_tensors(module))
-    found = [_Reader(block, owners, labels).read() for block in blocks]
-    for path in set(found[0]) if len(found) > 1 else ():
-        values = [one.get(path) for one in found]
+    readings = [_Reader(block, owners, labels).read() for block in blocks]
+    for path in set(readings[0]) if len(readings) > 1 else ():
+        values = [one.get(path) for one in readings]
         if all(type(value) is int for value in values) and len(set(values)) > 1:
             offsets = {value - number for number, value in enumerate(values) if isinstance(value, int)}
             if len(offsets) == 1:
-                for one in found:
+                for one in readings:
                     del one[path]
-    return found
+    return readings
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -64,8 +64,8 @@ class _Reader:
         self._inside = {id(module): name for name, module in block.named_modules()}
         self._block = block
         self._owners = owners
-        own = Counter(id(tensor) for module in block.modules() for tensor in _own_tensors(module))
-        self._shared = {number for number, count in own.items() if owners[number] > count}
+        counts = Counter(id(tensor) for module in block.modules() for tensor in _own_tensors(module))
+        self._shared = {number for number, count in counts.items() if owners[number] > count}
         self._labels = labels
         self._leaves: Signature = {}
         self._visited: dict[int, tuple[tuple[Any, ...], Any]] = {}  # with the objects, so that no other gets their id
@@ -145,8 +145,8 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
         return [("func", value.__func__), ("self", value.__self__)]
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents if _is_filled(cell) else None for cell in value.__closure__ or ()]
-        own = [("code", value.__code__), ("defaults", value.__defaults__), ("more", value.__kwdefaults__)]
-        return [*own, *enumerate(cells)]
+        fields = [("code", value.__code__), ("defaults", value.__defaults__), ("more", value.__kwdefaults__)]
+        return [*fields, *enumerate(cells)]
     return [("class", type(value)), *vars(value).items()]
 
 

@@ -28,11 +28,11 @@ def compute_work(layout: ParallelLayout, pp_rank: int) -> dict[str, Work]:
     stages = layout.stages
     if stages is None:
         return {phase: _of_modules(layout, phase, None) for phase in _PHASES}
-    found = {phase: Work() for phase in _PHASES}
+    work = {phase: Work() for phase in _PHASES}
     for stage in stages.on_rank(pp_rank):
         for phase in _PHASES:
-            found[phase] += _of_stage(layout, stage, phase).times(stages.num_microbatches)
-    return found
+            work[phase] += _of_stage(layout, stage, phase).times(stages.num_microbatches)
+    return work
 
 
 def _of_modules(layout: ParallelLayout, phase: str, stage: int | None) -> Work:
