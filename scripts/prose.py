@@ -1,4 +1,4 @@
-"""Find phrases that CONTRIBUTING's rules of prose rule out, in comments, docstrings, messages and pages.
+"""Find phrases that CONTRIBUTING's rules of prose rule out, in comments, docstrings, messages, names and pages.
 
     python scripts/prose.py                    # all places that are checked
     python scripts/prose.py axon_nb/engine     # these files or folders
@@ -20,14 +20,17 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKED = (
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "SECURITY.md",
+    "benchmarks",
     "docs",
     "examples",
     "magics",
     "scripts",
+    "tests",
     "axon_nb",
 )
-SKIPPED = ("docs/parity.md", "docs/parity/", "scripts/prose.py")
+SKIPPED = ("benchmarks/results/", "docs/parity.md", "docs/parity/", "scripts/prose.py")
 SUFFIXES = {".py", ".md", ".js", ".mjs", ".css"}
 
 # What is wrong, and what to write instead.
@@ -61,8 +64,18 @@ PHRASES: dict[str, str] = {
     r"\bthereby\b|\bthereof\b|\btherein\b|\bwhereby\b|\bhereby\b": "a plain word",
     r"\bcan(?:not)? be had\b": "available",
     r"\b(?:is|are) to be (?:had|done|seen)\b": "say who does it",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
+    r"\bparcels?\b": "shared block",
+    r"\bstand-ins?\b": "a fake, a replacement",
+    r"\bfaults that were tried\b": "injected faults",
+    r"\bstrikes with\b": "injects",
+    # Parts of names, joined by underscores.
+    r"(?<![a-z])(?:way_back|parcels?|stand_ins?|told|mended|anew)_|_(?:way_back|parcels?|stand_ins?|told|mended|anew)"
+    r"(?![a-z])|\bstand_ins?\b|\bway_back\b": "the field's word",
 }
 _RULES = [(re.compile(pattern, re.IGNORECASE), advice) for pattern, advice in PHRASES.items()]
+_CORRECTIONS = re.compile(r"(?m)^\| instead of \|.*(?:\n\|.*)*")
+_FIRST_CELL = re.compile(r"(?m)^\|[^|\n]*\|")
 
 
 def main(arguments: list[str]) -> int:
@@ -97,7 +110,8 @@ def passages(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the parts of a file that are prose, each with its first line's number."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        yield 1, text
+        # In a table of what to write instead, the first column holds what is wrong.
+        yield 1, _CORRECTIONS.sub(lambda table: _FIRST_CELL.sub("|", table.group()), text)
     elif path.suffix != ".py":
         # Comments, and strings: sentences that the page shows.
         for match in re.finditer(r"/\*.*?\*/|//[^\n]*|\"[^\"\n]*\"|`[^`]*`", text, re.DOTALL):
@@ -110,7 +124,7 @@ def passages(path: Path) -> Iterator[tuple[int, str]]:
                     comments[-1] = (comments[-1][0], comments[-1][1] + "\n" + token.string)
                 else:
                     comments.append((token.start[0], token.string))
-            elif token.type in _STRINGS:
+            elif token.type in _STRINGS or (token.type == tokenize.NAME and "_" in token.string):
                 yield token.start[0], token.string
         yield from comments
 

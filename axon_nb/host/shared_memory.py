@@ -5,7 +5,7 @@ size of /dev/shm does not matter. Only the notebook holds them open; a rank open
 allows for processes of the same user only. Pages are written once, sealed, and mapped copy-on-write.
 
 A block is a sequence of parts: their number, their sizes, then each part at a multiple of 64 bytes. It is one file, or
-two consecutive ones: see `host.parcel_filling`.
+two consecutive ones: see `host.shared_memory_fill`.
 
 Files are `FileIO` objects from the moment they are opened: an interrupt may come after any call, and a bare file
 descriptor would then stay open forever.

@@ -1,4 +1,4 @@
-"""Checkpoints in cells: an abort in the middle of a save, and the next save works."""
+"""Checkpoints in cells: an abort during a save, and the next save works."""
 
 from __future__ import annotations
 

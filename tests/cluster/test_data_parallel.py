@@ -1,4 +1,4 @@
-"""Our DDP and its hooks in cells: an abort in the middle of a step and a replaced rank leave ranks alike."""
+"""Our DDP and its hooks in cells: an abort during a step and a replaced rank leave ranks alike."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def step(fail=False):
     opt.zero_grad()
     loss = model(torch.ones(2, 4) * (rank + 1)).square().mean()
     if fail and rank == 1:
-        raise ValueError("in the middle")
+        raise ValueError("half-way")
     loss.backward()
     opt.step()
 step()
@@ -61,7 +61,7 @@ def test_each_call_is_one_span(script: Script) -> None:
 def test_model_with_comm_hook_continues_after_failed_step(script: Script) -> None:
     script.ok(f"c.run({TRAIN!r}, quiet=True)")
     answer = script.run("c.run('step(fail=True)')")
-    assert answer.message == "rank 1: ValueError: in the middle"
+    assert answer.message == "rank 1: ValueError: half-way"
     script.ok("c.run('step()')")
     cell = "([p.detach().flatten().tolist() for p in model.parameters()], hook.stats.buckets)"
     values = script.value(f"dict(c.run({cell!r}).values)")

@@ -25,14 +25,14 @@ ENDINGS = {
         "",
     ),
     "falling off the end": (START, 0, ""),
-    "an exception": (START + "raise LookupError('in the middle')", 1, "LookupError: in the middle"),
+    "an exception": (START + "raise LookupError('half-way')", 1, "LookupError: half-way"),
     "an exception inside the with block": (
         (
             "import axon_nb\nwith axon_nb.start(2, devices='cpu') as c:\n    print('alive:', c.run('rank')[1])\n"
-            "    raise LookupError('in the middle')"
+            "    raise LookupError('half-way')"
         ),
         1,
-        "LookupError: in the middle",
+        "LookupError: half-way",
     ),
     "a failing cell": (START + "c.run('1 / (rank - 1)')", 1, "axon_nb.errors.CellError: rank 1: ZeroDivisionError"),
 }

@@ -1,4 +1,4 @@
-"""A published script's shape under torchrun; alone; and when a rank fails in the middle."""
+"""A published script's shape under torchrun; alone; and when a rank fails half-way."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ class Fuzz:
         looked = self._look()
         for rank, now in looked.items():
             if now["pending"]:
-                outcome.problems.append(f"rank {rank} still has {now['pending']} under way")
+                outcome.problems.append(f"rank {rank} still has {now['pending']} in progress")
             if torn := [name for name, place in now["found"].items() if place < 0]:
                 outcome.problems.append(f"rank {rank}: {torn} at no place of an undisturbed run {now['inside']}")
             if wrong := [name for name, well in now["again"].items() if not well]:

@@ -16,7 +16,7 @@ test("areas of a treemap are in proportion, within the frame, and do not overlap
   for (const box of boxes.slice(0, 7)) {
     assert.ok(box.x >= -1e-9 && box.y >= -1e-9 && box.x + box.width <= 600 + 1e-6 && box.y + box.height <= 400 + 1e-6);
     const ratio = Math.max(box.width / box.height, box.height / box.width);
-    assert.ok(ratio < 4, `${ratio} is no square`);
+    assert.ok(ratio < 4, `${ratio} is not a square`);
   }
   for (let i = 0; i < 7; i++) {
     for (let j = i + 1; j < 7; j++) {

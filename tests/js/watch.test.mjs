@@ -34,7 +34,7 @@ test("axes of rates, shares and bytes begin at zero", () => {
   }
   const rate = watch.valueSpan(flat(6.4, 5.4), "rate");
   assert.deepEqual(ends(rate), [0, 8]);
-  assert.ok(heightOf(6.4, rate) - heightOf(5.4, rate) < 1 / 6, "a fall by a sixth is no fall from top to bottom");
+  assert.ok(heightOf(6.4, rate) - heightOf(5.4, rate) < 1 / 6, "a fall by a sixth does not span the axis");
   const bytes = watch.valueSpan(flat(61 * GIB, 62.2 * GIB), "bytes");
   assert.ok(heightOf(62.2 * GIB, bytes) - heightOf(61 * GIB, bytes) < 0.03);
   assert.deepEqual(

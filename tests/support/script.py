@@ -82,7 +82,7 @@ class Answer:
     """What some lines gave."""
 
     value: Any
-    """Of the last expression; its text where that is no plain value."""
+    """Of the last expression; its text if that is not a plain value."""
     kinds: tuple[str, ...]
     """Names of the exception's classes; empty when none was raised."""
     message: str

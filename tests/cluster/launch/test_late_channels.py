@@ -139,7 +139,7 @@ cluster.stop()
 @pytest.mark.parametrize(
     ("side", "channels"),
     [
-        ("client", ["notification"]),  # the controller tells of the ranks while nobody hears it
+        ("client", ["notification"]),  # the controller reports the ranks while nobody listens
         ("client", ["iopub", "control"]),
         ("engine", ["mux"]),  # a rank is reported as soon as its heart beats
         ("engine", ["control", "iopub"]),

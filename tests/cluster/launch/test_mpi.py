@@ -36,7 +36,7 @@ def test_mpiexec_ranks_run_cells_and_exit(tmp_path: Path) -> None:
         assert until(lambda: not script.others()), command_lines(script.others())
 
 
-@pytest.mark.skipif(has_mpi4py, reason="tells what happens without mpi4py")
+@pytest.mark.skipif(has_mpi4py, reason="needs an environment without mpi4py")
 def test_start_without_mpi4py_names_the_package(tmp_path: Path) -> None:
     with Script(tmp_path, **ROOT_MAY) as script:
         answer = script.run(

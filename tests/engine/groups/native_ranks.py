@@ -243,7 +243,7 @@ def weights(model: nn.Module) -> list[float]:
 
 
 class Stop(Exception):
-    """Raised in the middle of a step."""
+    """Raised during a step."""
 
 
 def trained(kind: str, rank: int, groups: NativeGroups, stops: list[str]) -> list[float]:

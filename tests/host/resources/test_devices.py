@@ -130,7 +130,7 @@ def test_malformed_lines_are_parsed_or_skipped(driver: Driver) -> None:
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9),
         (A100X4, 15),
     ],
-    ids=["nothing", "no devices", "no driver", "failed in the middle"],
+    ids=["nothing", "no devices", "no driver", "failed half-way"],
 )
 def test_unresponsive_driver_means_no_gpus(driver: Driver, text: str, code: int) -> None:
     driver.prints(text, code=code)

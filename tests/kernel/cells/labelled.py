@@ -27,7 +27,7 @@ class _Block:
 
 
 def ranks_of(line: str) -> set[int]:
-    """The ranks in front of a line such as ``[ranks 0,2-3] text``; none when it is no rank's."""
+    """The ranks in front of a line such as ``[ranks 0,2-3] text``; none for other lines."""
     found = _LABELLED.match(line)
     if found is None:
         return set()

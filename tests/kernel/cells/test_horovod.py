@@ -1,4 +1,4 @@
-"""Horovod's API in cells: a script shaped like a published one, and recovery in the middle of its collectives."""
+"""Horovod's API in cells: a script shaped like a published one, and recovery during its collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of a rank's process: raised where that is possible, named when they are reached, and survived."""
+"""Limits of a rank's process: raised if possible, named when they are reached, and survived."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_child_process_that_outlives_its_cell(kernel: Kernel, tmp_path: Path) ->
     )
     go.touch()
     until(done.exists)
-    time.sleep(0.5)  # the rank reads what children print five times a second
+    time.sleep(0.5)  # the rank reads what children print every 0.2 s
     ticks = [f"  [rank 1] tick {i}" for i in range(3)]
     assert shown_between(kernel, "%%rank 1\nprint('own')", len(ticks)) == ticks
     assert kernel.ok("%%rank 1\nprint('own')").lines() == ["[rank 1] own"]

@@ -35,7 +35,7 @@ count = {"forward": 0, "backward": 0}
 
 def blow(where):
     count[where] += 1
-    if where == armed and rank == 2 and count[where] > 2:  # in the middle of the step
+    if where == armed and rank == 2 and count[where] > 2:  # during the step
         raise ValueError("bug")
 
 def build(schedule):

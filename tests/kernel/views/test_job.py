@@ -101,7 +101,7 @@ def test_waiting_ranks_are_reported(ready: Kernel) -> None:
     )
     bars = reported(ready, "[dataclasses.asdict(report.bars[0]) for report in t_found.reports.values()]")
     assert [(bar["desc"], bar["done"], bar["total"], bar["is_over"]) for bar in bars] == [("t_loop", 0, 10, False)] * 4
-    # Communication is under way all the time on the ranks that wait.
+    # Waiting ranks communicate all the time.
     ready.ok("_ = t_until(lambda _: (t_ask(t_found.reports).reports[0].communication or 0) > 0.9)")
     ready.ok("t_job.cancel()")
     assert reported(ready, "t_until(lambda found: found.cell is None).cell") is None

@@ -70,7 +70,7 @@ def test_status_shows_where_a_stuck_rank_waits(kernel: Kernel, tmp_path: Path) -
 
 def test_result_reopens_its_views(kernel: Kernel) -> None:
     kernel.ok("%%distributed --watch --out t_result\nfor _ in range(3):\n    dist.all_reduce(torch.ones(10))")
-    kernel.ok("%%distributed\ndist.barrier()")  # what comes later is no part of it
+    kernel.ok("%%distributed\ndist.barrier()")  # later calls are not part of it
     reply = kernel.ok("t_result.show()")
     assert ["application/vnd.jupyter.widget-view+json" in bundle for bundle in reply.displays] == [True, True, False]
     assert reply.displays[2]["text/html"].count("data:image/svg+xml;base64,") > 4

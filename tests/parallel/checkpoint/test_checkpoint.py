@@ -100,7 +100,7 @@ def train(world: Any, folder: str, kind: str, *, until: int, save_at: int | None
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_resumed_run_is_bitwise_identical(real_two: Any, tmp_path: Path, kind: str) -> None:
-    # Three batches an epoch and rank: step 4 is in the middle of the second one.
+    # Three batches an epoch and rank: step 4 is within the second one.
     full = real_two.run(train, str(tmp_path), kind, until=9, save_at=4)
     again = real_two.run(train, str(tmp_path), kind, until=9, resume=True)
     for rank, ((losses, after, _), (resumed_losses, resumed_after, resumed)) in enumerate(

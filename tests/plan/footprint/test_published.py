@@ -35,7 +35,7 @@ TABLE_1 = {
     ("full_shard", 256): (0.47, 8.0, 62.5),
     ("full_shard", 1024): (0.12, 2.0, 15.6),
 }
-"""GB a rank, of models of 7.5, 128 and 1000 billion parameters.
+"""GB per rank, of models of 7.5, 128 and 1000 billion parameters.
 
 The table's middle column, optimizer states and gradients sharded and parameters whole, is of no strategy here: torch's
 FSDP shards parameters between steps whatever it does within them.

@@ -60,7 +60,7 @@ def test_blocks_differing_in_a_plain_attribute_only() -> None:
 
 @pytest.mark.parametrize("kind", KINDS[2:])
 def test_every_difference_between_blocks_is_detected(kind: str) -> None:
-    """Of 9 blocks, one in the middle or every second one differs: five equal blocks in a row are too few."""
+    """Of 9 blocks, the fifth or every second one differs: five equal blocks in a row are too few."""
     for places in ([4], range(1, 9, 2)):
         model = Irregular((0,) * 9, dict.fromkeys(places, kind))
         found = ProvenRuns(model, lambda made: made(torch.zeros(2, 8, WIDTH)).sum())

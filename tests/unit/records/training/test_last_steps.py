@@ -102,7 +102,7 @@ def test_the_last_complete_step_of_each_of_many_pipelines_is_found(
 ) -> None:
     session = Session()
     begun = [(group, session.step(GROUPS[group], count, group, broken_at=at), count) for group, count, at in steps]
-    spans = session.spans[gone:]  # the oldest were dropped, in the middle of steps
+    spans = session.spans[gone:]  # the oldest were dropped, within steps
     kept = set(spans)
     wanted = {
         group: step

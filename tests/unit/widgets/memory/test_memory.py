@@ -50,7 +50,7 @@ def test_resident_memory_is_drawn_against_what_is_available() -> None:
     made = rows_of(answers(use(resident=333 * MIB, resident_peak=340 * MIB, capacity=round(20.3 * GIB))))
     (row,) = made.rows()
     assert row.process.segments == (("resident", pytest.approx(333 / 1024 / 20.3)),)
-    assert row.process.segments[0][1] < 0.03, "333 MiB of 20.3 GiB are no full bar"
+    assert row.process.segments[0][1] < 0.03, "333 MiB of 20.3 GiB do not fill the bar"
     assert row.process.capacity == 1
     assert "of 20.3 GiB available" in row.process.text
     assert made.columns[-1] == "process"

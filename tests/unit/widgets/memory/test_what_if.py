@@ -111,7 +111,7 @@ def test_a_simulation_replaces_the_formula_beside_what_is_measured() -> None:
     assert row["estimated"]["peak"] == pytest.approx(290 / 300, abs=1e-4)
     assert row["measured"]["segments"][0][1] == pytest.approx(40 / 300, abs=1e-4)
     assert len(json.dumps(view.what_if)) < 20_000
-    # A proposal is no estimate of what is there.
+    # A proposal does not estimate current memory.
     view.show_what_if(WhatIfState(AS_IS, False, AS_IS, reference, reference))
     view.refresh(unseen=True)
     assert "peak" not in view.content["rows"][0]["estimated"]
