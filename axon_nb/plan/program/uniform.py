@@ -37,17 +37,17 @@ def distinct_ranks(size: int, run: Run) -> list[Lane]:
     axes = _axes(run([0])[0].groups, size)
     ends = {stride * place for stride, length in axes for place in (1, 2, length - 1) if place < length}
     run(sorted(ends))
-    stand_ins = [_along(stride, length, run) for stride, length in axes]
-    chosen = [sorted(set(places)) for places in stand_ins]
-    offsets = [[stride * place for place in places] for (stride, _), places in zip(axes, chosen, strict=True)]
+    representatives = [_along(stride, length, run) for stride, length in axes]
+    distinct = [sorted(set(places)) for places in representatives]
+    offsets = [[stride * place for place in places] for (stride, _), places in zip(axes, distinct, strict=True)]
     records = run([sum(places) for places in itertools.product(*offsets)])
-    found = {}
+    lanes = {}
     for rank in range(size):
         places = [(rank // stride) % length for stride, length in axes]
-        found[rank] = records[
-            sum(stride * stand_in[place] for (stride, _), stand_in, place in zip(axes, stand_ins, places, strict=True))
+        lanes[rank] = records[
+            sum(stride * row[place] for (stride, _), row, place in zip(axes, representatives, places, strict=True))
         ]
-    return merged(found)
+    return merged(lanes)
 
 
 def merged(records: Mapping[int, RankRecord]) -> list[Lane]:
@@ -70,20 +70,20 @@ def _axes(groups: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, int]]
             stride = group[1]
             if group == tuple(range(0, stride * len(group), stride)):
                 lengths[stride] = min(lengths.get(stride, size), len(group))
-    found, stride = [], 1
+    lanes, stride = [], 1
     while stride < size:
         length = lengths.get(stride, 0)
         if not length or size % (stride * length):
             inner = [other for other in lengths if other > stride and other % stride == 0 and size % other == 0]
             length = min(inner, default=size) // stride
-        found.append((stride, length))
+        lanes.append((stride, length))
         stride *= length
-    return found or [(1, 1)]
+    return lanes or [(1, 1)]
 
 
 def _along(stride: int, length: int, run: Run) -> list[int]:
     """For each place along an axis, the place that stands for it."""
-    stand_in = list(range(length))
+    representative = list(range(length))
     few = run([stride * place for place in range(min(length, 3))])
     first, second, third = (few[stride * min(place, length - 1)].signature for place in range(3))
     open_ranges = [(int(first != second), length - 1)]  # the first rank often does more: it is one of its kind
@@ -95,10 +95,10 @@ def _along(stride: int, length: int, run: Run) -> list[int]:
         parts: list[tuple[int, int]] = []
         for low, high in open_ranges:
             if len({records[stride * place].signature for place in (low, low + ahead, high)}) == 1:
-                stand_in[low : high + 1] = [stand_in[low]] * (high + 1 - low)
+                representative[low : high + 1] = [representative[low]] * (high + 1 - low)
             else:
                 # Three parts: two ranks run at once, so there are fewer rounds than with halves.
                 cuts = sorted({low, low + (high - low) // 3, low + 2 * (high - low) // 3, high})
                 parts += itertools.pairwise(cuts)
         open_ranges = parts
-    return stand_in
+    return representative
