@@ -176,7 +176,7 @@ def time_operations(groups: Groups, name: str, size: int, *, pairs: int, budget_
     """Measure seconds per call on both groups, in pairs; collective.
 
     Args:
-        groups: From `make_groups`.
+        groups: The groups that `make_groups` made.
         name: Name of the operation.
         size: Bytes per rank.
         pairs: Number of pairs.

@@ -75,7 +75,7 @@ class Box:
     Args:
         out: The folder for the report.
         deadline_s: Seconds from now after which nothing runs any more.
-        folder: For the copy of the report, and for logs.
+        folder: The folder for the copy of the report and for logs.
     """
 
     def __init__(self, out: Path, deadline_s: float, folder: Path = FOLDER) -> None:

@@ -45,7 +45,7 @@ def where(outcome: str, markers: set[str], reason: str = "") -> str:
     """Say where a case ran: ``CPU``, ``CPU, slow tier``, ``GPU``, or ``not run`` and why.
 
     Args:
-        outcome: Of pytest.
+        outcome: The outcome that pytest reports.
         markers: Names of its marks.
         reason: Why it was skipped.
     """
