@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from axon_nb.errors import UsageError
 from axon_nb.usage import nearest_option, unknown_command
 
-__all__ = ["EXAMPLES", "HelpRequest", "LineParser", "example_of", "parse", "unknown_command", "with_help"]
+__all__ = ["EXAMPLES", "LineParser", "command", "example_of", "parse", "unknown_command"]
 
 EXAMPLES = {
     "%%distributed": "%%distributed --ranks 0-1 --time    and below it: dist.all_reduce(torch.ones(8))",
@@ -63,41 +63,39 @@ class LineParser(argparse.ArgumentParser):
         """Raise UsageError."""
         raise UsageError(f"{self.prog}: {message}.")
 
+    def help(self) -> str:
+        """Return the help with an example."""
+        return self.format_help().rstrip() + example_of(self.prog)
+
     def options(self) -> list[str]:
         """Return all option strings."""
         return [option for action in self._actions for option in action.option_strings]
 
 
-class HelpRequest(UsageError):
-    """Raised instead of running the command if the user asked for help; its message is the help."""
+def command(parser: Callable[[], LineParser]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a line magic or a subcommand: it takes its parsed options, and its line may ask for its help.
 
-    def __init__(self, parser: LineParser) -> None:
-        super().__init__(parser.format_help().rstrip() + example_of(parser.prog))
-        self.parser = parser
+    Args:
+        parser: Makes the parser of its line; kept as the attribute ``parser``.
+    """
 
-    def _render_traceback_(self) -> list[str]:
-        return str(self).splitlines()
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def run_line(*arguments: Any) -> Any:
+            *instance, line = arguments
+            options = parse(parser(), line)
+            return None if options is None else run(*instance, options)
 
+        vars(run_line)["parser"] = parser
+        return run_line
 
-def with_help(magic: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Wrap a line magic so that it prints its help on request instead of failing the cell."""
-
-    @functools.wraps(magic)
-    def run(line: str) -> Any:
-        try:
-            return magic(line)
-        except HelpRequest as help_text:
-            print(help_text)
-            return None
-
-    return run
+    return decorate
 
 
-def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace:
-    """Parse a magic's line.
+def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace | None:
+    """Parse a magic's line; print its help and return None if the line ends with ``--help`` or ``?``.
 
     Raises:
-        HelpRequest: the line ends with ``--help`` or ``?``.
         UsageError: an option is unknown, or a value is missing or invalid; suggests the nearest option.
     """
     try:
@@ -105,7 +103,8 @@ def parse(parser: LineParser, line: str | Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         raise UsageError(f"{parser.prog}: {error} in {line!r}.") from None
     if words and words[-1] in _HELP:
-        raise HelpRequest(parser)
+        print(parser.help())
+        return None
     try:
         values, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as error:

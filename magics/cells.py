@@ -21,7 +21,7 @@ from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.failures.report import Failure
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.errors import CellError, UsageError
-from axon_nb.magics.arguments import HelpRequest, LineParser, parse
+from axon_nb.magics.arguments import LineParser, parse
 from axon_nb.magics.measure import Measures, add_measures, read_measures
 from axon_nb.magics.scripts import script_cell
 from axon_nb.records.ranks import name_ranks, resolve_ranks
@@ -147,12 +147,13 @@ class CellMagics(Magics):
 
     def _prepare(self, name: str, line: str, cell: str, *, plain: bool) -> _Request | None:
         is_script = name == "run"
-        try:
-            if is_script:
-                line, cell = "", script_cell(line)
-            options = parse(cell_parser(name), line)
-        except HelpRequest as help_text:
-            print(help_text)
+        if is_script:
+            script = script_cell(line)
+            if script is None:
+                return None
+            line, cell = "", script
+        options = parse(cell_parser(name), line)
+        if options is None:
             return None
         if cell_code.is_empty(cell):
             print(f"Nothing to run: put code for the ranks below the %%{name} line.")

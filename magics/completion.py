@@ -6,8 +6,6 @@ After each cell the ranks' names are fetched, so that they can be completed whil
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +16,7 @@ from IPython.core.getipython import get_ipython
 from axon_nb.cluster.cells.source import RANK_MAGICS
 from axon_nb.cluster.session import current
 from axon_nb.cluster.session.notebook import NotebookSession
-from axon_nb.magics.arguments import HelpRequest
+from axon_nb.magics.arguments import LineParser
 from axon_nb.magics.cell_head import target_rank
 from axon_nb.magics.cells import cell_parser
 
@@ -86,9 +84,9 @@ def _match_magic(percents: str, name: str, rest: str) -> Match | None:
         if not words:
             return partial, _with_prefix(commands, partial), "command"
         name = words.pop(0)
-        options = _options(commands.get(name), [])
+        options = _options(commands.get(name))
     else:
-        options = _options(_own_line_magics().get(name), "")
+        options = _options(_own_line_magics().get(name))
     if partial.startswith("-"):
         return partial, _with_prefix(options, partial), "option"
     if words and words[-1] in _VALUES:
@@ -114,17 +112,9 @@ def _own_line_magics() -> dict[str, Callable[..., Any]]:
     return {name: magic for name, magic in magics.items() if getattr(magic, "__module__", "").startswith("axon_nb.")}
 
 
-def _options(command: Callable[..., Any] | None, empty: Any) -> list[str]:
-    """Return the options of a command by requesting its help: commands parse before they do anything else."""
-    if command is None:
-        return []
-    unwrapped = inspect.unwrap(command)
-    with contextlib.suppress(Exception):
-        try:
-            unwrapped([*empty, "--help"] if isinstance(empty, list) else "--help")
-        except HelpRequest as request:
-            return request.parser.options()
-    return []
+def _options(command: Callable[..., Any] | None) -> list[str]:
+    parser: Callable[[], LineParser] | None = getattr(command, "parser", None)
+    return [] if parser is None else parser().options()
 
 
 def _with_prefix(words: Iterable[str], prefix: str) -> list[str]:

@@ -11,7 +11,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from axon_nb.cluster.history import identity_check
 from axon_nb.cluster.session import current, kept
 from axon_nb.errors import UsageError
-from axon_nb.magics.arguments import LineParser, parse
+from axon_nb.magics.arguments import LineParser, command
 from axon_nb.records.ranks import resolve_ranks
 
 __all__ = ["DataMagics"]
@@ -34,8 +34,27 @@ def _fetch_parser(prog: str, description: str, *, dim: bool = False) -> LinePars
     return parser
 
 
-def _add_as_is(parser: LineParser) -> None:
+def _push_parser() -> LineParser:
+    return _add_as_is(_parser("%push", "Send notebook variables to ranks."))
+
+
+def _scatter_parser() -> LineParser:
+    return _parser("%scatter", "Split notebook variables, one part per rank.", dim=True)
+
+
+def _pull_parser() -> LineParser:
+    parser = _fetch_parser("%pull", "Fetch variables from ranks.")
+    parser.add_argument("--shards", action="store_true", help="fetch distributed tensors as each rank's shard")
+    return _add_as_is(parser)
+
+
+def _gather_parser() -> LineParser:
+    return _fetch_parser("%gather", "Fetch variables and join them.", dim=True)
+
+
+def _add_as_is(parser: LineParser) -> LineParser:
     parser.add_argument("--as-is", action="store_true", help="keep arrays on a GPU, such as CuPy's, instead of NumPy's")
+    return parser
 
 
 @magics_class
@@ -43,39 +62,34 @@ class DataMagics(Magics):
     """Moves variables between the notebook and ranks."""
 
     @line_magic
-    def push(self, line: str) -> None:
+    @command(_push_parser)
+    def push(self, options: argparse.Namespace) -> None:
         """Send notebook variables to ranks: `%push x y [--ranks 0,2-3] [--as-is]`.
 
         Example: `%push images labels`. Functions bring the notebook's names that they use, unless a rank has them.
         """
-        parser = _parser("%push", "Send notebook variables to ranks.")
-        _add_as_is(parser)
-        options = parse(parser, line)
         variables = self._notebook_variables(options)
         kept.require("%push").push(variables, ranks=options.ranks, as_is=options.as_is)
 
     @line_magic
-    def scatter(self, line: str) -> None:
+    @command(_scatter_parser)
+    def scatter(self, options: argparse.Namespace) -> None:
         """Split notebook variables, one part per rank: `%scatter x [--ranks R] [--dim 0]`.
 
         Example: `%scatter images labels`. Tensors and arrays are split along --dim, tables by rows, lists by items.
         """
-        options = parse(_parser("%scatter", "Split notebook variables, one part per rank.", dim=True), line)
         variables = self._notebook_variables(options)
         kept.require("%scatter").scatter(variables, ranks=options.ranks, dim=options.dim)
 
     @line_magic
-    def pull(self, line: str) -> None:
+    @command(_pull_parser)
+    def pull(self, options: argparse.Namespace) -> None:
         """Fetch variables from ranks: `%pull x [--ranks R] [--as NAME] [--force] [--shards] [--numpy] [--as-is]`.
 
         Example: `%pull losses --ranks 0`. Binds a dict from rank to value, or the value itself if --ranks names a
         single rank. A distributed tensor is fetched in full, or with --shards as each rank's shard. A notebook variable
         with the same name is overwritten only if an earlier %pull bound it, or with --force.
         """
-        parser = _fetch_parser("%pull", "Fetch variables from ranks.")
-        parser.add_argument("--shards", action="store_true", help="fetch distributed tensors as each rank's shard")
-        _add_as_is(parser)
-        options = parse(parser, line)
         cluster = kept.require("%pull")
         ranks = resolve_ranks(options.ranks, cluster.world_size)
         single = options.ranks is not None and len(ranks) == 1
@@ -88,12 +102,12 @@ class DataMagics(Magics):
         self._bind(options, fetch)
 
     @line_magic
-    def gather(self, line: str) -> None:
+    @command(_gather_parser)
+    def gather(self, options: argparse.Namespace) -> None:
         """Fetch variables and join the ranks' parts: `%gather x [--ranks R] [--dim 0] [--as NAME] [--force] [--numpy]`.
 
         Example: `%gather predictions --as all_predictions`. It joins the parts that %scatter made.
         """
-        options = parse(_fetch_parser("%gather", "Fetch variables and join them.", dim=True), line)
         cluster = kept.require("%gather")
         self._bind(
             options, lambda name: cluster.gather(name, ranks=options.ranks, dim=options.dim, numpy=options.numpy)

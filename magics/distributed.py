@@ -15,9 +15,9 @@ from axon_nb.cluster.inspection.status import ClusterStatus
 from axon_nb.cluster.launch.placement import explain_number
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.cluster.session.discovery import stop_detached
-from axon_nb.magics.arguments import HelpRequest, LineParser, parse, unknown_command
+from axon_nb.magics.arguments import LineParser, command, unknown_command
 from axon_nb.magics.scripts import script_cell
-from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_session
+from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_parser, export_session
 from axon_nb.records.ranks import name_ranks
 from axon_nb.troubleshooting import explain
 
@@ -59,6 +59,35 @@ def _config_parser() -> LineParser:
     return parser
 
 
+def _diff_parser() -> LineParser:
+    parser = LineParser("%distributed diff", "Show where a variable differs between ranks.")
+    parser.add_argument("name", metavar="NAME")
+    help_text = "the rank to compare with (default: 0)"
+    parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help=help_text)
+    return parser
+
+
+def _stacks_parser() -> LineParser:
+    parser = LineParser("%distributed stacks", "Show where each rank is.")
+    parser.add_argument("--ranks", default=None, help="which ranks (default: all)")
+    return parser
+
+
+def _repair_parser() -> LineParser:
+    parser = LineParser("%distributed repair", "Replace dead ranks; all others keep their state.")
+    parser.add_argument("--ranks", default=None, help="which ranks (default: those that are dead)")
+    parser.add_argument("--from", dest="source", type=_number, default=None, metavar="R", help="copy R's variables")
+    parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
+    return parser
+
+
+def _sync_parser() -> LineParser:
+    parser = LineParser("%distributed sync", "Copy models, optimizers and schedulers of one rank to all.")
+    parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help="copy R's (default: 0)")
+    parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
+    return parser
+
+
 @magics_class
 class DistributedMagics(Magics):
     """The subcommands of `%distributed`."""
@@ -93,11 +122,7 @@ class DistributedMagics(Magics):
             return None
         if word not in commands:
             raise unknown_command("%distributed", word, commands)
-        try:
-            return commands[word](rest)
-        except HelpRequest as help_text:
-            print(help_text)
-            return None
+        return commands[word](rest)
 
     def commands(self) -> dict[str, Callable[[list[str]], Any]]:
         """Return the functions of the commands by name; each takes the command's arguments."""
@@ -120,8 +145,8 @@ class DistributedMagics(Magics):
             **SUBCOMMANDS,
         }
 
-    def _start(self, words: list[str]) -> None:
-        options = parse(_start_parser(), words)
+    @command(_start_parser)
+    def _start(self, options: argparse.Namespace) -> None:
         cluster = start.start(
             options.n,
             devices=options.devices,
@@ -135,34 +160,28 @@ class DistributedMagics(Magics):
             print(reason)
         display(cluster)
 
-    def _status(self, words: list[str]) -> Any:
-        parse(LineParser("%distributed status", "Show the ranks."), words)
+    @command(lambda: LineParser("%distributed status", "Show the ranks."))
+    def _status(self, options: argparse.Namespace) -> Any:
         return ClusterStatus(kept.require("%distributed status").info())
 
-    def _vars(self, words: list[str]) -> Any:
-        parse(LineParser("%distributed vars", "Show the variables of the ranks."), words)
+    @command(lambda: LineParser("%distributed vars", "Show the variables of the ranks."))
+    def _vars(self, options: argparse.Namespace) -> Any:
         return kept.require("%distributed vars").variables()
 
-    def _diff(self, words: list[str]) -> Any:
-        parser = LineParser("%distributed diff", "Show where a variable differs between ranks.")
-        parser.add_argument("name", metavar="NAME")
-        help_text = "the rank to compare with (default: 0)"
-        parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help=help_text)
-        options = parse(parser, words)
+    @command(_diff_parser)
+    def _diff(self, options: argparse.Namespace) -> Any:
         differences = kept.require("%distributed diff").diff(options.name, options.source)
         if len(differences):
             return differences
         print(f"{options.name!r} is the same on all ranks.")
         return None
 
-    def _stacks(self, words: list[str]) -> None:
-        parser = LineParser("%distributed stacks", "Show where each rank is.")
-        parser.add_argument("--ranks", default=None, help="which ranks (default: all)")
-        options = parse(parser, words)
+    @command(_stacks_parser)
+    def _stacks(self, options: argparse.Namespace) -> None:
         print(kept.require("%distributed stacks").stacks(options.ranks))
 
-    def _stop(self, words: list[str]) -> None:
-        parse(LineParser("%distributed stop", "Stop the cluster."), words)
+    @command(lambda: LineParser("%distributed stop", "Stop the cluster."))
+    def _stop(self, options: argparse.Namespace) -> None:
         if current.get() is None and (lines := stop_detached()):
             print("\n".join(lines))
             return
@@ -172,48 +191,42 @@ class DistributedMagics(Magics):
         count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"
         print(f"Stopped the cluster {cluster.name!r} ({count}).")
 
-    def _restart(self, words: list[str]) -> None:
-        parse(LineParser("%distributed restart", "Stop all ranks and start new ones."), words)
+    @command(lambda: LineParser("%distributed restart", "Stop all ranks and start new ones."))
+    def _restart(self, options: argparse.Namespace) -> None:
         kept.require("%distributed restart")
         display(start.restart())
 
-    def _repair(self, words: list[str]) -> None:
-        parser = LineParser("%distributed repair", "Replace dead ranks; all others keep their state.")
-        parser.add_argument("--ranks", default=None, help="which ranks (default: those that are dead)")
-        parser.add_argument("--from", dest="source", type=_number, default=None, metavar="R", help="copy R's variables")
-        parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
-        options = parse(parser, words)
+    @command(_repair_parser)
+    def _repair(self, options: argparse.Namespace) -> None:
         cluster = kept.require("%distributed repair")
         print(cluster.repair(options.ranks, from_rank=options.source, names=options.names))
 
-    def _sync(self, words: list[str]) -> None:
-        parser = LineParser("%distributed sync", "Copy models, optimizers and schedulers of one rank to all.")
-        parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help="copy R's (default: 0)")
-        parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
-        options = parse(parser, words)
+    @command(_sync_parser)
+    def _sync(self, options: argparse.Namespace) -> None:
         print(kept.require("%distributed sync").sync(options.source, options.names))
 
-    def _attach(self, words: list[str]) -> CellHandle | None:
-        options = parse(_attach_parser(), words)
+    @command(_attach_parser)
+    def _attach(self, options: argparse.Namespace) -> CellHandle | None:
         cluster = start.attach(options.name)
         display(cluster)
         handle = cluster.running_cell
         return None if handle is None or handle.done() else handle
 
-    def _cancel(self, words: list[str]) -> None:
-        parse(LineParser("%distributed cancel", "Interrupt the cells that run in the background."), words)
+    @command(lambda: LineParser("%distributed cancel", "Interrupt the cells that run in the background."))
+    def _cancel(self, options: argparse.Namespace) -> None:
         ranks = kept.require("%distributed cancel").cancel()
         print(f"Interrupted the cell on {name_ranks(ranks)}." if ranks else "No cell is running.")
 
     def _run(self, words: list[str]) -> None:
         line = " ".join(words)
-        script_cell(line)  # raises what is to be raised before ranks start
-        self.shell.magics_manager.registry["CellMagics"].run_blocking("run", line, "")
+        if script_cell(line) is not None:  # raises what is to be raised before ranks start
+            self.shell.magics_manager.registry["CellMagics"].run_blocking("run", line, "")
 
-    def _export(self, words: list[str]) -> None:
-        print(export_session(self.shell, words))
+    @command(export_parser)
+    def _export(self, options: argparse.Namespace) -> None:
+        print(export_session(self.shell, options))
 
-    def _config(self, words: list[str]) -> None:
-        options = parse(_config_parser(), words)
+    @command(_config_parser)
+    def _config(self, options: argparse.Namespace) -> None:
         settings = current.session().settings
         print("\n".join(settings.set(" ".join(options.assignments)) or settings.lines()))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics
 
 from axon_nb.cluster.session import current, discovery, start
 from axon_nb.cluster.session.notebook import NotebookSession
 from axon_nb.errors import AxonError
 from axon_nb.magics import kernel_requests
-from axon_nb.magics.arguments import with_help
 from axon_nb.magics.auto import AutoMagics, auto_cells
 from axon_nb.magics.cell_head import awaited_cells, help_requests
 from axon_nb.magics.cells import CellMagics
@@ -97,7 +95,6 @@ def load(shell: InteractiveShell) -> None:
     session.settings.configure(shell.config.get("AxonNB", {}))
     for cls in _CLASSES:
         shell.register_magics(cls)
-        _add_help(shell, cls)
     if start.own_rank() is not None:
         return
     if session.extension is None:
@@ -134,9 +131,3 @@ def unload(shell: InteractiveShell) -> None:
         for kind, names in cls.magics.items():
             for name in names:
                 manager.magics[kind].pop(name, None)
-
-
-def _add_help(shell: InteractiveShell, cls: type[Magics]) -> None:
-    magics = shell.magics_manager.magics["line"]
-    for name in cls.magics.get("line", ()):
-        magics[name] = with_help(magics[name])

@@ -10,14 +10,15 @@ from IPython.display import display
 from axon_nb import plan
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.errors import UsageError
-from axon_nb.magics.arguments import HelpRequest, LineParser, parse
+from axon_nb.magics.arguments import LineParser, parse
 
-__all__ = ["PlanMagics"]
+__all__ = ["PlanMagics", "plan_parser"]
 
 _HIDDEN = ("In", "Out", "exit", "quit", "get_ipython", "open")
 
 
-def _parser() -> LineParser:
+def plan_parser() -> LineParser:
+    """Create the parser of `%%plan`."""
     parser = LineParser("%%plan", "Run the cell on ranks that do not exist: memory, collectives, time of a step.")
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--card", default="h100", help="a GPU's name such as h100 or a100, or cpu (default: h100)")
@@ -50,10 +51,8 @@ class PlanMagics(Magics):
 
         Example: `%%plan -n 64 --card h100`, and below it the code that trains.
         """
-        try:
-            options = parse(_parser(), line)
-        except HelpRequest as help_text:
-            print(help_text)
+        options = parse(plan_parser(), line)
+        if options is None:
             return
         if cell_code.is_empty(cell):
             raise UsageError("%%plan needs the code that trains, below its line.")

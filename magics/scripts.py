@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from axon_nb.errors import UsageError
-from axon_nb.magics.arguments import HelpRequest, LineParser
+from axon_nb.magics.arguments import LineParser
 
 __all__ = ["script_cell"]
 
@@ -19,14 +19,13 @@ def _run_parser() -> LineParser:
     return parser
 
 
-def script_cell(line: str) -> str:
-    """Return the cell that runs a script on a rank.
+def script_cell(line: str) -> str | None:
+    """Return the cell that runs a script on a rank; print the help and return None if the line asks for it.
 
     Args:
         line: The words after `%distributed run`: the script and its arguments.
 
     Raises:
-        HelpRequest: the line is ``--help``.
         UsageError: there is no such script.
     """
     try:
@@ -34,7 +33,8 @@ def script_cell(line: str) -> str:
     except ValueError as error:
         raise UsageError(f"%distributed run: {error} in {line!r}.") from None
     if name in ("--help", "?", "??"):
-        raise HelpRequest(_run_parser())
+        print(_run_parser().help())
+        return None
     path = Path(name).expanduser().absolute()
     if path.suffix != ".py":
         raise UsageError(f"%distributed run: {name!r} is not a Python script; its name must end in .py.")

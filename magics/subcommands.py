@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,25 @@ from axon_nb.cluster.inspection.debugger import PostMortem
 from axon_nb.cluster.session import current, kept
 from axon_nb.cluster.transfer.broadcast import seed
 from axon_nb.errors import AxonError, CellInterrupt, UsageError
-from axon_nb.magics.arguments import LineParser, parse
+from axon_nb.magics.arguments import LineParser, command
 from axon_nb.records.ranks import resolve_ranks
 
-__all__ = ["SUBCOMMANDS", "doctor", "export_session"]
+__all__ = ["SUBCOMMANDS", "doctor", "export_parser", "export_session"]
 
 
-def _auto(words: list[str]) -> None:
-    """Turn auto mode on or off, or show it: `%distributed auto on [--ranks R]`."""
+def _auto_parser() -> LineParser:
     parser = LineParser(
         "%distributed auto",
         "Run plain cells on ranks, and start ranks if there are none; a %%local cell runs in the notebook.",
     )
     parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="default: show the current mode")
     parser.add_argument("--ranks", metavar="RANKS", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
-    options = parse(parser, words)
+    return parser
+
+
+@command(_auto_parser)
+def _auto(options: argparse.Namespace) -> None:
+    """Turn auto mode on or off, or show it: `%distributed auto on [--ranks R]`."""
     session = current.session()
     auto = session.auto
     if options.state == "on":
@@ -43,24 +47,32 @@ def _auto(words: list[str]) -> None:
         print("Plain cells run in the notebook; cells that start with %%distributed run on ranks.")
 
 
-def _seed(words: list[str]) -> None:
-    """Seed `random`, NumPy and torch on all ranks: `%distributed seed 0 [--per-rank]`."""
+def _seed_parser() -> LineParser:
     parser = LineParser("%distributed seed", "Seed random, numpy and torch (all devices) on all ranks.")
     parser.add_argument("value", metavar="SEED", help="an integer, 0 or more")
     parser.add_argument("--per-rank", action="store_true", help="seed each rank with SEED + rank instead of SEED")
-    options = parse(parser, words)
+    return parser
+
+
+@command(_seed_parser)
+def _seed(options: argparse.Namespace) -> None:
+    """Seed `random`, NumPy and torch on all ranks: `%distributed seed 0 [--per-rank]`."""
     if not options.value.isdecimal():
         raise UsageError(f"%distributed seed: SEED must be an integer, 0 or more; got {options.value!r}.")
     print(seed(kept.require("%distributed seed").cells, int(options.value), per_rank=options.per_rank))
 
 
-def _debug(words: list[str]) -> None:
-    """Open IPython's debugger on the last failure of one rank: `%distributed debug [--ranks 2]`."""
+def _debug_parser() -> LineParser:
     parser = LineParser(
         "%distributed debug", "Open IPython's debugger on a rank's last failed cell; possible until its next cell."
     )
     parser.add_argument("--ranks", metavar="RANK", default=None, help="which rank (default: the first that failed)")
-    options = parse(parser, words)
+    return parser
+
+
+@command(_debug_parser)
+def _debug(options: argparse.Namespace) -> None:
+    """Open IPython's debugger on the last failure of one rank: `%distributed debug [--ranks 2]`."""
     debugger = PostMortem(kept.require("%distributed debug").cells, options.ranks)
     print(f"Rank {debugger.rank}: {debugger.error}. Use the commands of pdb: u, d, p NAME, l, w; q quits.")
     print(debugger.start(), end="")
@@ -86,21 +98,25 @@ SUBCOMMANDS = {"auto": _auto, "seed": _seed, "debug": _debug}
 """Commands by name."""
 
 
-def export_session(shell: Any, words: Sequence[str]) -> str:
-    """Write the cells of this session that ran on ranks as a script; return a report.
-
-    Args:
-        shell: The IPython shell whose variables were pushed.
-        words: The arguments of `%distributed export`.
-
-    Raises:
-        UsageError: this kernel has started no cluster.
-    """
+def export_parser() -> LineParser:
+    """Create the parser of `%distributed export`."""
     parser = LineParser("%distributed export", "Write the cells that ran on ranks as a script for torchrun.")
     parser.add_argument("file", metavar="FILE", help="such as train.py")
     parser.add_argument("--live-only", action="store_true", help="omit cells that the final state does not depend on")
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
-    options = parse(parser, words)
+    return parser
+
+
+def export_session(shell: Any, options: argparse.Namespace) -> str:
+    """Write the cells of this session that ran on ranks as a script; return a report.
+
+    Args:
+        shell: The IPython shell whose variables were pushed.
+        options: The options of `%distributed export`.
+
+    Raises:
+        UsageError: this kernel has started no cluster.
+    """
     history = current.session().history
     facts, entries = history.entries()
     if facts is None:
@@ -117,15 +133,19 @@ def export_session(shell: Any, words: Sequence[str]) -> str:
     return str(report)
 
 
-def doctor(words: Sequence[str]) -> None:
+def _doctor_parser() -> LineParser:
+    parser = LineParser("%distributed doctor", "Check this machine and installation; shows a fix for each problem.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+@command(_doctor_parser)
+def doctor(options: argparse.Namespace) -> None:
     """Check this machine and installation as this kernel sees them, and print a report.
 
     Args:
-        words: The arguments of `%distributed doctor`.
+        options: The options of `%distributed doctor`.
     """
-    parser = LineParser("%distributed doctor", "Check this machine and installation; shows a fix for each problem.")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parse(parser, words)
     from axon_nb.doctor.examine import examine
 
     report = examine()

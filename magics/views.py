@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from axon_nb.cluster.session import kept
 from axon_nb.errors import UsageError
-from axon_nb.magics.arguments import LineParser, parse
+from axon_nb.magics.arguments import LineParser, command
 from axon_nb.records.ranks import resolve_ranks
 
 __all__ = ["JobViewMagics", "TimelineMagics", "ViewMagics"]
@@ -24,18 +26,24 @@ class ViewMagics(Magics):
     """Views of a cluster."""
 
     @line_magic
-    def shards(self, line: str) -> None:
+    @command(_shards_parser)
+    def shards(self, options: argparse.Namespace) -> None:
         """Show which rank holds which part of modules, optimizers or tensors: `%shards model [--gradients]`.
 
         Example: `%shards model optimizer`.
 
         The view is updated by later cells until it is opened again for the same names.
         """
-        options = parse(_shards_parser(), line)
         cluster = kept.require("%shards")
         from axon_nb.widgets.open import show_shards
 
         show_shards(cluster, options.names, gradients=options.gradients)
+
+
+def _memory_parser() -> LineParser:
+    parser = LineParser("%memory", "Show what each rank's memory holds.")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    return parser
 
 
 @magics_class
@@ -43,37 +51,35 @@ class JobViewMagics(Magics):
     """Views of a running job."""
 
     @line_magic
-    def watch(self, line: str) -> None:
+    @command(lambda: LineParser("%watch", "Show a running job live."))
+    def watch(self, options: argparse.Namespace) -> None:
         """Show a running job live: `%watch`; metrics of `axon_nb.log`, throughput, communication, memory, ranks.
 
         Example: `%watch`, in a cell before the one that trains.
 
         The panel is updated by later cells until it is opened again; its button interrupts the running cell.
         """
-        parse(LineParser("%watch", "Show a running job live."), line)
         cluster = kept.require("%watch")
         from axon_nb.widgets.open import show_watch
 
         show_watch(cluster)
 
     @line_magic
-    def memory(self, line: str) -> None:
+    @command(_memory_parser)
+    def memory(self, options: argparse.Namespace) -> None:
         """Show what each rank's memory holds: `%memory [model optimizer …]`; default: everything that variables hold.
 
         Example: `%memory model optimizer`.
 
         The panel is updated by later cells until it is opened again for the same names.
         """
-        parser = LineParser("%memory", "Show what each rank's memory holds.")
-        parser.add_argument("names", nargs="*", metavar="NAME")
-        options = parse(parser, line)
         cluster = kept.require("%memory")
         from axon_nb.widgets.open import show_memory
 
         show_memory(cluster, options.names)
 
 
-def _parser() -> LineParser:
+def _timeline_parser() -> LineParser:
     parser = LineParser("%timeline", "Show each rank's spans over time.")
     parser.add_argument("--ranks", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
     parser.add_argument("--cell", default=None, metavar="N[,M]", help="show only the finished cell In [N], or two")
@@ -96,7 +102,8 @@ class TimelineMagics(Magics):
     """Timelines of a cluster."""
 
     @line_magic
-    def timeline(self, line: str) -> None:
+    @command(_timeline_parser)
+    def timeline(self, options: argparse.Namespace) -> None:
         """Show each rank's spans over time: `%timeline [--ranks 0,2-3] [--cell N[,M]] [--save FILE]`.
 
         It shows forwards, backwards, optimizer steps, collectives and waiting; and a pipeline's last step beside its
@@ -108,7 +115,6 @@ class TimelineMagics(Magics):
 
         Example: `%timeline --ranks 0-1`, or `%timeline --save trace.json`.
         """
-        options = parse(_parser(), line)
         cluster = kept.require("%timeline")
         ranks = resolve_ranks(options.ranks, cluster.world_size)
         cells = _cells(options.cell)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import io
 import os
 import re
 import subprocess
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from axon_nb.cluster.cells.source import RANK_MAGICS
-from axon_nb.magics.arguments import EXAMPLES, HelpRequest
+from axon_nb.magics.arguments import EXAMPLES
 from axon_nb.magics.cells import cell_parser
 from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
-from axon_nb.magics.plan import PlanMagics
+from axon_nb.magics.plan import plan_parser
 from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
 from scripts.generated_page import ROOT
 
@@ -67,22 +66,17 @@ _AREAS = {
 
 def command_help(name: str) -> str:
     """Return the help of a magic, such as ``%pull``, or of a subcommand of ``%distributed``."""
+    bare = name.strip("%")
+    if bare in RANK_MAGICS:
+        parser = cell_parser(bare)
+    elif name == "%%plan":
+        parser = plan_parser()
+    elif name.startswith("%"):
+        parser = getattr(next(kind for kind in _MAGICS if hasattr(kind, bare)), bare).parser()
+    else:
+        parser = DistributedMagics(None).commands()[name].parser()
     with _wide():
-        try:
-            if name.strip("%") in RANK_MAGICS:
-                return str(HelpRequest(cell_parser(name.strip("%"))))
-            if name == "%%plan":
-                with contextlib.redirect_stdout(io.StringIO()) as printed:
-                    PlanMagics(None).plan("--help", "")
-                return printed.getvalue().rstrip()
-            if name.startswith("%"):
-                bare = name.strip("%")
-                getattr(next(kind for kind in _MAGICS if hasattr(kind, bare))(None), bare)("--help")
-            else:
-                DistributedMagics(None).commands()[name](["--help"])
-        except HelpRequest as request:
-            return str(request)
-    raise ValueError(f"{name} has no help")
+        return str(parser.help())
 
 
 def program_help(*words: str) -> str:

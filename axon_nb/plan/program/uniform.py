@@ -70,15 +70,15 @@ def _axes(groups: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, int]]
             stride = group[1]
             if group == tuple(range(0, stride * len(group), stride)):
                 lengths[stride] = min(lengths.get(stride, size), len(group))
-    lanes, stride = [], 1
+    axes, stride = [], 1
     while stride < size:
         length = lengths.get(stride, 0)
         if not length or size % (stride * length):
             inner = [other for other in lengths if other > stride and other % stride == 0 and size % other == 0]
             length = min(inner, default=size) // stride
-        lanes.append((stride, length))
+        axes.append((stride, length))
         stride *= length
-    return lanes or [(1, 1)]
+    return axes or [(1, 1)]
 
 
 def _along(stride: int, length: int, run: Run) -> list[int]:
