@@ -14,12 +14,29 @@ from scripts.site_api import API, to_rst
 from scripts.site_reference import command_help, messages, options_page
 from tests.docs.test_site import Page
 
+_IMPORT = re.compile(r"^\s*from (axon_nb[\w.]*) import (\w+)", re.MULTILINE)
+
 
 @pytest.mark.parametrize("module", API)
 def test_public_names_have_one_canonical_path(module: str) -> None:
     placed = [name for names in API[module][1].values() for name in names]
     assert len(set(placed)) == len(placed)
     assert set(placed) == set(import_module(module).__all__) - {"__version__"}
+
+
+def test_docs_and_examples_import_public_modules_only() -> None:
+    named = set(
+        re.findall(r"`(axon_nb\.[\w.]+)`", (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8"))
+    )
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
+    imported = set()
+    for file in files:
+        for module, name in _IMPORT.findall(file.read_text(encoding="utf-8")):
+            path = ROOT.joinpath(*module.split("."), name)
+            is_module = path.is_dir() or path.with_suffix(".py").is_file()
+            imported.add(f"{module}.{name}" if is_module else module)
+    assert imported - set(API) == named & imported
+    assert imported > {"axon_nb.comm", "axon_nb.parallel"}
 
 
 @pytest.mark.parametrize("module", API)

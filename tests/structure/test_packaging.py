@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -38,6 +39,20 @@ def archives(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     subprocess.run(command, check=True, capture_output=True, text=True)
     (source,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
     return source, wheel
+
+
+def test_news_becomes_one_section_of_the_changelog(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "news", tmp_path / "news")
+    for name in ("CHANGELOG.md", "pyproject.toml"):
+        shutil.copy(root / name, tmp_path)
+    news = [path.read_text(encoding="utf-8").split() for path in (root / "news").glob("*.md")]
+    command = [sys.executable, "-m", "towncrier", "build", "--yes", "--version", axon_nb.__version__]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    text = (tmp_path / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert text.count(f"\n## {axon_nb.__version__} (") == 1
+    words = " ".join(text.split())
+    assert all(" ".join(fragment) in words for fragment in news)
+    assert not list((tmp_path / "news").glob("*.md"))
 
 
 def test_wheel_holds_every_file_of_the_package(
