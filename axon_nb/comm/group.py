@@ -1,8 +1,4 @@
-"""Process groups, as seen by members and non-members, and how often they were rebuilt.
-
-Groups are rebuilt underneath the objects that hold them. After that, no communication is pending in any group: code
-that tracks pending calls compares the count and drops its records.
-"""
+"""Process groups, as seen by members and non-members."""
 
 from __future__ import annotations
 
@@ -22,9 +18,7 @@ __all__ = [
     "GroupInfo",
     "GroupLike",
     "ProcessGroup",
-    "mark_rebuilt",
     "rank_device",
-    "rebuild_count",
     "resolve",
     "validate_ranks",
 ]
@@ -32,7 +26,6 @@ __all__ = [
 # Immutable properties of torch's groups. Held weakly: a Gloo group that outlives `destroy_process_group` takes the
 # process down when it is freed ("terminate called without an active exception").
 _known: weakref.WeakKeyDictionary[Any, GroupInfo] = weakref.WeakKeyDictionary()
-_rebuilds = [0]
 
 
 class GroupInfo(NamedTuple):
@@ -279,13 +272,3 @@ def _backend_of(group: Any) -> Backend:
     if NAME in name:
         return Backend.MOCK
     return Backend.NCCL if "nccl" in name else Backend.GLOO
-
-
-def rebuild_count() -> int:
-    """Return the number of the last rebuild; 0 if the groups are still the original ones."""
-    return _rebuilds[0]
-
-
-def mark_rebuilt() -> None:
-    """Record that all groups of this process have been, or are being, rebuilt."""
-    _rebuilds[0] += 1

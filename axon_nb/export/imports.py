@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Iterable
 
-from axon_nb.export.dataflow import effects
+from axon_nb.export.effects import effects
 
 __all__ = ["Imports", "packages_in"]
 

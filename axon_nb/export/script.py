@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from axon_nb.errors import UsageError
-from axon_nb.export.dataflow import effects, live_cells
+from axon_nb.export.dead_cells import strip_dead, without_unused
+from axon_nb.export.effects import effects
 from axon_nb.export.imports import Imports, packages_in
 from axon_nb.export.preamble import Arguments, preamble
 from axon_nb.export.steps import CellStep, History, SeedStep, Step, ValueStep, script_steps
@@ -17,7 +18,7 @@ from axon_nb.records.history import SessionFacts
 
 __all__ = ["Script", "make_script"]
 
-_RANK_NAMES = ("rank", "local_rank", "world_size", "device", "world", "mesh", "dist", "torch", "subgroup", "axon_nb")
+
 _DISPLAYED_CALLS = {
     "item",
     "tolist",
@@ -95,9 +96,9 @@ def make_script(
     """
     steps, wanted = script_steps(history, facts, values)
     every = [step for step in steps if isinstance(step, CellStep)]
-    dead = _strip_dead(every, wanted) if live_only else []
+    dead = strip_dead(every, wanted) if live_only else []
     empty = {id(step) for step in dead if not step.code}
-    kept = _without_unused([step for step in steps if id(step) not in empty])
+    kept = without_unused([step for step in steps if id(step) not in empty])
     writer = _Writer(facts, kept)
     body = ""
     for index, step in enumerate(kept):
@@ -113,51 +114,6 @@ def make_script(
         way: tuple(s.name for s in kept if isinstance(s, ValueStep) and s.source == way) for way in ("file", "path")
     }
     return Script(text, sources["file"], sources["path"], len(dead))
-
-
-def _strip_dead(cells: list[CellStep], wanted: dict[int, list[str]]) -> list[CellStep]:
-    """Strip dead cells down to their imports, which live cells may use; return the dead cells."""
-    imported = {
-        name
-        for step in cells
-        for statement in step.tree.body
-        if isinstance(statement, (ast.Import, ast.ImportFrom))
-        for name in effects([statement]).binds
-    }
-    live = live_cells([step.tree for step in cells], wanted, predefined={*_RANK_NAMES, *imported})
-    dead = [step for step, alive in zip(cells, live, strict=True) if not alive]
-    for step in dead:
-        kept = [s for s in step.tree.body if isinstance(s, (ast.Import, ast.ImportFrom))]
-        step.code = "".join(f"{ast.unparse(statement)}\n" for statement in kept)
-        step.tree, step.omitted = parse(step.code), ""
-    return dead
-
-
-def _without_unused(steps: list[Step]) -> list[Step]:
-    """Drop values and remains of failed cells that no later cell uses."""
-    needed: set[str] = set()
-    replaced: set[str] = set()
-    """Names that every rank receives again before a cell uses them."""
-    kept: list[Step] = []
-    for step in reversed(steps):
-        if isinstance(step, CellStep):
-            step_effects = effects(step.tree.body)
-            if step.omitted and not step_effects.binds & needed:
-                step.omitted = _omit_all(step)
-                step.code, step.tree, step_effects = "", parse(""), effects([])
-            needed |= step_effects.uses | step_effects.changes
-            replaced -= step_effects.uses | step_effects.changes
-        elif isinstance(step, ValueStep):
-            if step.name not in needed or (step.name in replaced and step.source in ("file", "path")):
-                continue
-            replaced |= {step.name} if step.ranks is None else set()
-            needed |= effects(parse(step.text).body).uses if step.source == "code" else set()
-        kept.append(step)
-    return kept[::-1]
-
-
-def _omit_all(step: CellStep) -> str:
-    return "".join(f"# {line}".rstrip() + "\n" for line in step.code.splitlines()) + step.omitted
 
 
 class _Writer:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from axon_nb.errors import UsageError
-from axon_nb.export.dataflow import defining_statements, effects
+from axon_nb.export.effects import effects
+from axon_nb.export.liveness import defining_statements
 from axon_nb.export.style import comment_out, one_statement_per_line
 from axon_nb.export.translate import guard_group_calls, parse, translate
 from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts

@@ -20,7 +20,6 @@ ALLOWED = {
     "axon_nb.cluster.session.current:_session": "slot: the session of this notebook",
     "axon_nb.comm.collectives.fast_path:_fast_paths": "cache: the operations of each type of group",
     "axon_nb.comm.group:_known": "cache: what does not change of a torch group",
-    "axon_nb.comm.group:_rebuilds": "slot: how often this process has rebuilt torch's groups",
     "axon_nb.comm.mock_world:_active": "slot: the mock world that torch's functions see",
     "axon_nb.comm.shared_memory.segment.futex:_barrier": "cache: a lock of each thread",
     "axon_nb.comm.shared_memory.segment.progress:_open_groups": "slot: what this process closes when it exits",

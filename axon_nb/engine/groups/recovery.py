@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.group import mark_rebuilt, rank_device, resolve
+from axon_nb.comm.group import rank_device, resolve
 from axon_nb.compat.deepspeed import clear_cached_groups
 from axon_nb.engine.groups import nccl
 from axon_nb.engine.groups.install import all_groups, c10d, named_group, rebuildable_groups
@@ -206,7 +206,6 @@ def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
     state.abort.clear()
     state.abort.stop_at(None)
     state.calls.clear()
-    mark_rebuilt()
     if not state.installed:  # an untested torch: nothing can be rebuilt
         return RebuildReport(0, 0, 0, ())
     state.epoch, state.rebuilding = epoch, True

@@ -27,7 +27,8 @@ from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.presets import resolve_links, resolve_rates
 from axon_nb.plan.hardware.rates import Rates
 from axon_nb.plan.layout_search.memory import MemoryEstimator, estimate_memory
-from axon_nb.plan.layout_search.plan import Candidate, CandidateMesh, SearchPlan, candidate_meshes
+from axon_nb.plan.layout_search.meshes import CandidateMesh, candidate_meshes
+from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
 from axon_nb.plan.layout_search.simulate import Simulations
 from axon_nb.plan.named_models import model_by_name
 from axon_nb.plan.pipeline.plan import SchedulePlan
