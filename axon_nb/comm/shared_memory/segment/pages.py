@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.announcement import in_words, operation_of
 from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory, process_state, start_time
 
 __all__ = ["AWAITED", "LEFT", "PID", "READY", "SINCE", "STEPS", "ControlPages"]
+
+T = TypeVar("T")
 
 STEPS = 1 << 20
 """Progress units per collective."""
@@ -50,6 +53,7 @@ class ControlPages:
 
     def announce(self, sequence: int, fact: int, line: int) -> None:
         """Announce what this rank does in collective number `sequence`."""
+        # Inline, as each collective does it: through a helper, it takes 7 to 14 % longer.
         words, place = self.words, self.own_place + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
         words[place] = 0
         if futex.NEEDS_FENCE:
@@ -63,14 +67,19 @@ class ControlPages:
     def call_of(self, rank: int, sequence: int) -> tuple[int, int]:
         """Return the word and line of `rank` in collective number `sequence`; zeros if it has not announced them."""
         words, place = self.words, self.places[rank] + _CALLS + sequence % _NUM_CALLS * _CALL_WORDS
-        if words[place] != sequence:  # from an earlier collective, or being written
-            return 0, 0
+        return self._read_whole(place, sequence, lambda: (words[place + 1], words[place + 2])) or (0, 0)
+
+    def _read_whole(self, place: int, sequence: int, read: Callable[[], T]) -> T | None:
+        """Read what a rank published with `sequence` in the word at `place`; None: not yet, or it is being replaced."""
+        words = self.words
+        if words[place] != sequence:
+            return None
         if futex.NEEDS_FENCE:
             futex.fence()
-        fact, line = words[place + 1], words[place + 2]
+        content = read()
         if futex.NEEDS_FENCE:
             futex.fence()
-        return (fact, line) if words[place] == sequence else (0, 0)
+        return content if words[place] == sequence else None
 
     def name_place(self, sequence: int, place: str) -> None:
         """Say where in the user's code this rank makes the call of collective number `sequence`."""
@@ -89,15 +98,12 @@ class ControlPages:
     def place_of(self, rank: int, sequence: int) -> str:
         """Where `rank` makes the call of collective number `sequence`; empty if it has not said so."""
         words, index = self.words, self.places[rank] + _PLACE
-        if words[index] != sequence:
-            return ""
-        if futex.NEEDS_FENCE:
-            futex.fence()
         page = self.memory.layout.control(rank) + _PLACE_TEXT
-        text = self.memory.bytes[page : page + min(words[index + 1], _PLACE_BYTES)].decode(errors="replace")
-        if futex.NEEDS_FENCE:
-            futex.fence()
-        return text if words[index] == sequence else ""
+
+        def read() -> str:
+            return self.memory.bytes[page : page + min(words[index + 1], _PLACE_BYTES)].decode(errors="replace")
+
+        return self._read_whole(index, sequence, read) or ""
 
     def same_call(self, sequence: int, fact: int) -> bool:
         """Whether all ranks, which have announced their calls, make the same call in collective number `sequence`."""
