@@ -14,6 +14,9 @@ from scripts.site_api import API, to_rst
 from scripts.site_reference import command_help, messages, options_page
 from tests.docs.test_site import Page
 
+# The first test that needs the site waits until it is built.
+pytestmark = pytest.mark.timeout(600)
+
 _IMPORT = re.compile(r"^\s*from (axon_nb[\w.]*) import (\w+)", re.MULTILINE)
 
 

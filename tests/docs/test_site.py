@@ -7,8 +7,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 from scripts.generated_page import ROOT
 from scripts.site_pages import REPOSITORY, notebook_page, relinked
+
+# The first test that needs the site waits until it is built.
+pytestmark = pytest.mark.timeout(600)
 
 
 class Page(HTMLParser):
