@@ -38,6 +38,9 @@ _BOTH = """\
 """What furo shows of a picture that GitHub chooses by the reader's theme."""
 _ON_THE_SITE = {".ipynb", ".md", ".png", ".webp"}
 _WIDGET = "application/vnd.jupyter.widget-view+json"
+_PLOTLY = "application/vnd.plotly.v1+json"
+_MATHJAX = re.compile(r'<script src="https://[^"]*mathjax[^"]*"></script>')
+"""What plotly loads for formulas, of which our figures have none."""
 _NOT_RUN = "*Shown without outputs. [Run it on Binder]({}) or on your machine to see them.*"
 _BINDER = "https://mybinder.org/v2/gh/axon-nb/axon_nb/HEAD?urlpath=lab/tree/examples/{}"
 
@@ -91,10 +94,19 @@ def notebook_page(notebook: dict[str, Any], executed: dict[str, Any] | None, nam
         )
         if "outputs" in cell:
             cell["outputs"] = [output for output in cell["outputs"] if _WIDGET not in output.get("data", {})]
+            for data in (output.get("data", {}) for output in cell["outputs"]):
+                _show_as_html(data)
     if not current:
         note = _NOT_RUN.format(_BINDER.format(name))
         page["cells"].insert(1, {"cell_type": "markdown", "id": "not-run", "metadata": {}, "source": note})
     return page
+
+
+def _show_as_html(data: dict[str, Any]) -> None:
+    """Leave a plotly figure its HTML, which needs no kernel and no network; the library comes with the first one."""
+    if _PLOTLY in data and "text/html" in data:
+        del data[_PLOTLY]
+        data["text/html"] = _MATHJAX.sub("", "".join(data["text/html"]))
 
 
 def _sources(notebook: dict[str, Any]) -> list[str]:

@@ -101,6 +101,16 @@ def test_outputs_are_shown_only_for_the_current_notebook() -> None:
 
     current = notebook_page(notebook("1"), notebook("1", view, picture), "01.ipynb")
     assert current["cells"][-1]["outputs"] == [picture]
+    figure = {
+        "output_type": "display_data",
+        "data": {
+            "application/vnd.plotly.v1+json": {},
+            "text/html": ['<div>\n<script src="https://cdn/mathjax/svg.js"></script>', "<p></p></div>"],
+        },
+        "metadata": {},
+    }
+    page = notebook_page(notebook("1"), notebook("1", figure), "01.ipynb")
+    assert page["cells"][-1]["outputs"][0]["data"] == {"text/html": "<div>\n<p></p></div>"}
     old = notebook_page(notebook("2"), notebook("1", view, picture), "01.ipynb")
     assert old["cells"][-1]["source"] == ["2"]
     assert old["cells"][-1]["outputs"] == []
