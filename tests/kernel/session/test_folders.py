@@ -58,7 +58,7 @@ for batch in DataLoader(TensorDataset(torch.randn(256, 4096)), batch_size=128, n
 try:
     cluster.run(code, timeout=300)
 except axon_nb.errors.CellError as error:
-    print("".join(error._render_traceback_()[-1:]))
+    print("".join(error._render_traceback_()[-2:-1]))
 print(cluster.run("dist.barrier(); 'alive'").values)
 cluster.stop()
 """
