@@ -15,10 +15,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from axon_nb import plan
 from axon_nb.comm import World
 from tests.plan.footprint.allocator import allocations_in, blocks_of, in_step, times_of
+from tests.plan.program import programs
 from tests.plan.program.programs import FOUR_RANKS, PROGRAMS
 from tests.support.ranks import RankWorld
 
 _STEP = "the end of a step"
+_STEPS = 24
+"""On a busy machine Gloo's threads let go of FSDP's buffers late, and half of the steps seem to take 5 to 22 % more.
+The lowest of five is such a step once in 30 runs."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -27,7 +31,9 @@ def _peak(_: World, name: str) -> int:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         hook = register_optimizer_step_post_hook(_mark)
-        held = PROGRAMS[name]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(programs, "STEPS", _STEPS)
+            held = PROGRAMS[name]()
         hook.remove()
         del held
         gc.collect()
