@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from axon_nb import plan
+from axon_nb.plan.footprint.pipeline import all_stages
 from axon_nb.plan.hugging_face import HuggingFaceModel, hugging_face_model
 from axon_nb.plan.timing.compute import compute_work
+from axon_nb.plan.tracing.model_parts import pipeline_parts
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import trace_model
 from axon_nb.plan.traffic.communication import traffic_of
 from axon_nb.plan.traffic.layout import ParallelLayout
-from axon_nb.plan.traffic.pipeline_parallel import pipeline_parts
+from tests.support.training.hugging_face import FAMILIES, config_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(900)
@@ -87,6 +90,20 @@ def test_search_shards_checkpoints_and_divides_decoder_layers() -> None:
     assert halves[0].memory["model states"] < 1.2 * fsdp[False].memory["model states"]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_compute_what_the_whole_model_does(family: str) -> None:
+    config = config_of(family)
+    config.tie_word_embeddings = False
+    model = HuggingFaceModel(config)().eval()
+    value = tokens = torch.randint(1, 512, (2, 24))
+    stages = all_stages(model, 3)
+    for stage in stages:
+        value = stage(value)
+    torch.testing.assert_close(value, model(tokens).logits)
+    held = [{id(parameter) for parameter in stage.parameters()} for stage in stages]
+    assert sum(map(len, held)) == len(set().union(*held)) == len(list(model.parameters()))
+
+
 @pytest.mark.parametrize("has_plan", [True, False], ids=["by its pp_plan", "by its blocks"])
 def test_stages_of_a_pipeline_hold_the_decoder_layers(has_plan: bool) -> None:
     trace = trace_model(ModelSource(HuggingFaceModel(_config(num_hidden_layers=6)), batch=4, seq=16))
@@ -94,11 +111,11 @@ def test_stages_of_a_pipeline_hold_the_decoder_layers(has_plan: bool) -> None:
         del trace.model._pp_plan  # its class lists the head
         assert trace.model._pp_plan.keys() == {"lm_head"}
     layers = [f"model.layers.{number}" for number in range(6)]
-    assert pipeline_parts(trace) == ("model.embed_tokens", *layers, "model.norm", "lm_head")
+    assert pipeline_parts(trace.model) == ("model.embed_tokens", *layers, "model.norm", "lm_head")
     layout = ParallelLayout(ModelSource(None), {"pp": 2}, num_microbatches=2, known_trace=trace)
     assert layout.stages is not None
     first, second = layout.stages.children
-    assert (*first, *second) == pipeline_parts(trace)
+    assert (*first, *second) == pipeline_parts(trace.model)
     assert first[:4] == ("model.embed_tokens", *layers[:3])
     for phase in ("forward", "backward"):
         halves = [compute_work(layout, rank)[phase] for rank in (0, 1)]

@@ -14,8 +14,9 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel import make_mesh
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.plan.hardware.rates import Rates, Work
+from axon_nb.plan.tracing.model_parts import owner
 from axon_nb.plan.tracing.subject import ModelSource
-from axon_nb.plan.tracing.trace import owner, trace_model
+from axon_nb.plan.tracing.trace import trace_model
 from tests.support.ranks import RankWorld
 
 CONFIG = GPTConfig(vocab=96, context=32, hidden=64, heads=4, blocks=3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from axon_nb.plan.errors import PlanError
 from axon_nb.plan.footprint.question import TrainingSetup, explain_failure, request_optimizer
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.footprint.training import PhaseCallback, RankMeshes, Training, shard_layers
+from axon_nb.plan.tracing.model_parts import NamedStage, part_costs, pipeline_parts
 from axon_nb.torch_api import torch_api
 
-__all__ = ["make_pipeline_training", "stages_on_rank"]
+__all__ = ["all_stages", "make_pipeline_training", "stages_on_rank"]
 
 Boundary = tuple[torch.Tensor, ...]
 """The tensors that cross a stage boundary for one microbatch."""
+_Stage = Section | NamedStage
 _PHASES = {
     "forward_one_chunk": "forward",
     "backward_one_chunk": "backward",
@@ -31,7 +34,7 @@ _PHASES = {
 }
 
 
-def stages_on_rank(request: MemoryRequest, model: nn.Module, place: int) -> dict[int, Section]:
+def stages_on_rank(request: MemoryRequest, model: nn.Module, place: int) -> dict[int, _Stage]:
     """Return the stages that one pipeline rank holds, split by parameter count as in `Pipeline.split`.
 
     Args:
@@ -45,7 +48,7 @@ def stages_on_rank(request: MemoryRequest, model: nn.Module, place: int) -> dict
     """
     schedule, num_stages, count = _numbers(request)
     check_counts(schedule, num_ranks=request.size("pp"), num_stages=num_stages, num_microbatches=count)
-    stages = _all_stages(model, num_stages)
+    stages = all_stages(model, num_stages)
     own_stages = stages_of_rank(schedule, place, num_ranks=request.size("pp"), num_stages=num_stages)
     return {index: stages[index] for index in own_stages}
 
@@ -63,10 +66,26 @@ def _numbers(request: MemoryRequest) -> tuple[PipelineSchedule, int, int]:
     return schedule, num_stages, count
 
 
-def _all_stages(model: nn.Module, num_stages: int) -> list[Section]:
-    costs = child_costs(model, "params")
-    starts = balance(list(costs.values()), num_stages)
-    return split_sections(model, [list(costs)[start] for start in starts[1:]])
+def all_stages(model: nn.Module, num_stages: int) -> list[_Stage]:
+    """Split a Sequential, or a model of transformers between its decoder layers, by parameter count.
+
+    Args:
+        model: The whole model; its modules are shared.
+        num_stages: Of all ranks.
+
+    Raises:
+        UsageError: the model cannot be split in this way.
+    """
+    parts = pipeline_parts(model)
+    costs = part_costs(model, parts) if parts else child_costs(model, "params")
+    starts, names = balance(list(costs.values()), num_stages), list(costs)
+    if not parts:
+        return [*split_sections(model, [names[start] for start in starts[1:]])]
+    return [NamedStage(model, names[first:second]) for first, second in pairwise([*starts, len(names)])]
+
+
+def _parts_of(stage: _Stage) -> dict[str, nn.Module]:
+    return stage.parts if isinstance(stage, NamedStage) else dict(stage.named_children())
 
 
 def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
@@ -90,13 +109,13 @@ def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankM
     _, num_stages, count = _numbers(request)
     args, target = setup.inputs(), setup.target()
     with explain_failure("run", "check that inputs= fits the model"):
-        boundaries = _boundaries(request, _all_stages(model, num_stages), args, count)
+        boundaries = _boundaries(request, all_stages(model, num_stages), args, count)
     shard_layers(setup, model, meshes)
     own_stages = stages_on_rank(request, model, meshes.stages.get_local_rank())
     part = nn.Module()
     for stage in own_stages.values():
-        for name, child in stage.named_children():
-            part.add_module(name, child)
+        for name, child in _parts_of(stage).items():
+            _hold(part, name, child)
         if request.size("dp") > 1:
             _shard(stage, request, meshes.data)
     kind = request_optimizer(request)
@@ -114,9 +133,20 @@ def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankM
     return Training(part, optimizer, compute, (stage_inputs, stage_target))
 
 
+def _hold(owner: nn.Module, path: str, module: nn.Module) -> None:
+    """Hold a module under its path in the whole model."""
+    first, _, rest = path.partition(".")
+    if not rest:
+        owner.add_module(first, module)
+        return
+    if first not in dict(owner.named_children()):
+        owner.add_module(first, nn.Module())
+    _hold(owner.get_submodule(first), rest, module)
+
+
 def _driver(
     setup: TrainingSetup,
-    own_stages: Mapping[int, nn.Module],
+    own_stages: Mapping[int, _Stage],
     boundaries: list[Boundary],
     mesh: DeviceMesh,
     on_phase: list[PhaseCallback],
@@ -142,11 +172,18 @@ def _driver(
         for name, phase in _PHASES.items():
             setattr(stage, name, _reporting_phase(getattr(stage, name), phase, on_phase))
 
+    is_named = any(isinstance(stage, NamedStage) for stage in own_stages.values())
+    as_output = NamedStage.as_output if is_named else _unchanged
+
     def loss_of(output: Any, stage_target: Any) -> torch.Tensor:
-        return setup.loss(output, stage_target) / count
+        return setup.loss(as_output(output), stage_target) / count
 
     made = schedule_class(schedule)
     return made(stages if schedule.has_many_stages else stages[0], count, loss_fn=loss_of, scale_grads=False)
+
+
+def _unchanged(output: Any) -> Any:
+    return output
 
 
 def _reporting_phase(call: Callable[..., Any], phase: str, on_phase: list[PhaseCallback]) -> Callable[..., Any]:
@@ -158,7 +195,7 @@ def _reporting_phase(call: Callable[..., Any], phase: str, on_phase: list[PhaseC
     return called
 
 
-def _boundaries(request: MemoryRequest, stages: list[Section], args: tuple[Any, ...], count: int) -> list[Boundary]:
+def _boundaries(request: MemoryRequest, stages: Sequence[_Stage], args: tuple[Any, ...], count: int) -> list[Boundary]:
     """The inputs of each stage for one microbatch, and the outputs of the last one."""
     kind = None if request.mixed_precision is None else getattr(torch, request.mixed_precision)
     value = tuple(item[: request.batch // count] for item in args)
@@ -181,12 +218,12 @@ def _sent(value: torch.Tensor, kind: torch.dtype | None) -> torch.Tensor:
     return kept.requires_grad_(value.requires_grad)
 
 
-def _shard(stage: nn.Module, request: MemoryRequest, mesh: DeviceMesh) -> None:
+def _shard(stage: _Stage, request: MemoryRequest, mesh: DeviceMesh) -> None:
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": request.strategy == "full_shard"}
     if request.mixed_precision is not None:
         dtype = getattr(torch, request.mixed_precision)
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for child in stage.children():
+    for child in _parts_of(stage).values():
         if any(True for _ in child.parameters()):
             fully_shard(child, **options)
     fully_shard(stage, **options)

@@ -15,7 +15,7 @@ from axon_nb.parallel.optimizer_kind import OptimizerKind
 from axon_nb.parallel.pipeline.schedule_analysis import PipelineMemoryStats
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.plan.arguments import UNSHARDED
-from axon_nb.plan.tracing.trace import owner
+from axon_nb.plan.tracing.model_parts import owner
 from axon_nb.plan.traffic.data_parallel import LocalTensor
 from axon_nb.plan.traffic.layout import ParallelLayout
 

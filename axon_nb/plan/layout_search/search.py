@@ -36,11 +36,11 @@ from axon_nb.plan.tables import format_flops
 from axon_nb.plan.timing.compute import pipeline_schedule
 from axon_nb.plan.timing.step_time import predict_step
 from axon_nb.plan.tracing.interpolation import TraceInterpolator
+from axon_nb.plan.tracing.model_parts import pipeline_parts
 from axon_nb.plan.tracing.subject import ModelSource, resolve_dtype, resolve_optimizer
 from axon_nb.plan.tracing.trace import ModelTrace
 from axon_nb.plan.traffic.communication import traffic_of
 from axon_nb.plan.traffic.layout import ParallelLayout
-from axon_nb.plan.traffic.pipeline_parallel import pipeline_parts
 from axon_nb.records.units import format_bytes
 
 __all__ = ["search"]
@@ -174,7 +174,7 @@ def _stages(candidates: Iterable[Candidate], trace: ModelTrace | None) -> Iterat
     """Say what pipeline stages are made of, if the model is not a Sequential."""
     if trace is None or not any(one.pp > 1 and not one.reason for one in candidates):
         return
-    if parts := pipeline_parts(trace):
+    if parts := pipeline_parts(trace.model):
         yield (
             f"pipeline stages of {type(trace.model).__name__} are parts of {parts[0]}, …, {parts[-1]} with about equal "
             "parameters; make them yourself for Pipeline.from_modules"

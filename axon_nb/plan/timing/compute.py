@@ -7,7 +7,7 @@ import math
 from axon_nb.plan.hardware.rates import Rates, Work
 from axon_nb.plan.pipeline.plan import SchedulePlan, StageTimes
 from axon_nb.plan.pipeline.schedule import schedule
-from axon_nb.plan.tracing.trace import owner
+from axon_nb.plan.tracing.model_parts import owner
 from axon_nb.plan.traffic.layout import ParallelLayout
 from axon_nb.plan.traffic.pipeline_parallel import boundaries
 from axon_nb.plan.traffic.plan import DATA_AXES, CommunicationPlan

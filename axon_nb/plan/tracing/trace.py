@@ -5,7 +5,7 @@ Nothing is allocated or computed, so models of any size can be traced on a lapto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,21 +17,14 @@ from torch.optim import Optimizer
 from torch.utils.module_tracker import ModuleTracker
 
 from axon_nb.errors import UsageError
-from axon_nb.parallel.data.blocks import equal_row
 from axon_nb.parallel.data.units import make_units
 from axon_nb.plan.hardware.rates import Work
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda, as_with_data, patched_apply, without_tracebacks
+from axon_nb.plan.tracing.model_parts import equal_blocks
 from axon_nb.plan.tracing.op_counter import OpCounter, tensors_in
 from axon_nb.plan.tracing.subject import ModelSource, first_line
 
-__all__ = ["ModelTrace", "TensorFacts", "owner", "trace_model"]
-
-
-def owner(path: str, names: Container[str]) -> str:
-    """Return the innermost of some modules that holds the module at a path; empty: none of them does."""
-    while path and path not in names:
-        path = path.rpartition(".")[0]
-    return path
+__all__ = ["ModelTrace", "TensorFacts", "trace_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +105,7 @@ class ModelTrace:
     @property
     def blocks(self) -> frozenset[str]:
         """Names of the model's equal blocks: those that activation checkpointing recomputes."""
-
-        def named() -> frozenset[str]:
-            row = equal_row(self.model) or []
-            kinds = {type(block) for block in row}
-            return frozenset(name for name, module in self.model.named_modules() if type(module) in kinds)
-
-        blocks: frozenset[str] = self.cached("blocks", named)
+        blocks: frozenset[str] = self.cached("blocks", lambda: equal_blocks(self.model))
         return blocks
 
     def total(self, phase: str) -> Work:

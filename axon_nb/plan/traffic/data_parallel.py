@@ -13,7 +13,7 @@ import torch
 
 from axon_nb.parallel.memory import partition_parameters
 from axon_nb.parallel.strategies import ShardingStrategy
-from axon_nb.plan.tracing.trace import owner
+from axon_nb.plan.tracing.model_parts import owner
 from axon_nb.plan.traffic.plan import Traffic, grouped
 
 __all__ = ["FSDPUnit", "LocalTensor", "ddp", "fill_buckets", "fsdp", "group_into_units", "zero1"]

@@ -30,8 +30,9 @@ from axon_nb.plan.arguments import (
 )
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.named_models import model_by_name
+from axon_nb.plan.tracing.model_parts import owner
 from axon_nb.plan.tracing.subject import ModelSource, checked_module_filter, resolve_dtype, resolve_optimizer
-from axon_nb.plan.tracing.trace import ModelTrace, owner, trace_model
+from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 from axon_nb.plan.traffic.data_parallel import LocalTensor
 from axon_nb.plan.traffic.pipeline_parallel import StageAssignment, assign_stages
 from axon_nb.plan.traffic.plan import DATA_AXES

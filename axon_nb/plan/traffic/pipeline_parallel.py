@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from torch import nn
-
 from axon_nb.errors import UsageError
-from axon_nb.parallel.data.blocks import num_parameters
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of_rank
 from axon_nb.parallel.pipeline.stages import balance, child_costs, split_sections
-from axon_nb.plan.tracing.trace import ModelTrace, owner
+from axon_nb.plan.tracing.model_parts import owner, part_costs, pipeline_parts
+from axon_nb.plan.tracing.trace import ModelTrace
 from axon_nb.plan.traffic.plan import Traffic
 
-__all__ = ["StageAssignment", "assign_stages", "boundaries", "pipeline_parts", "pipeline_traffic"]
+__all__ = ["StageAssignment", "assign_stages", "boundaries", "pipeline_traffic"]
 
 _FACTS = 4
 """Number of 8-byte integers that ranks exchange before a step."""
@@ -97,55 +95,8 @@ def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _part_costs(trace: ModelTrace) -> dict[str, float]:
-    parts = pipeline_parts(trace)
-    if not parts:
-        return child_costs(trace.model, "params")
-    costs = {name: float(num_parameters([trace.model.get_submodule(name)])) for name in parts}
-    holders: dict[int, str] = {}
-    for name in parts:
-        for parameter in trace.model.get_submodule(name).parameters():
-            if (first := holders.setdefault(id(parameter), name)) != name:
-                raise UsageError(
-                    f"{first} and {name} share a parameter, which pipeline stages cannot: untie them, such as by "
-                    "tie_word_embeddings=False in the config."
-                )
-    return costs
-
-
-def pipeline_parts(trace: ModelTrace) -> tuple[str, ...]:
-    """Return the modules that run one after the other in a model that is not a Sequential; empty if they are unknown.
-
-    They are those of the model's own plan (`pp_plan` of transformers), else its equal blocks and what stands before and
-    after the blocks. A list of blocks counts as its blocks.
-
-    Args:
-        trace: The model's trace.
-    """
-    model = trace.model
-    if isinstance(model, nn.Sequential):
-        return ()
-    planned = getattr(model, "_pp_plan", None) or ()
-    listed = [name for name, _ in model.named_modules() if name in planned]
-    parts = tuple(inner for name in listed for inner in _expanded(model, name))
-    if parts and all(owner(name, parts) for name, _ in model.named_parameters()):
-        return parts  # a plan may list the head alone, if the model inside has none
-    row = {name.rpartition(".")[0] for name in trace.blocks}
-    return tuple(_around(model, "", row)) if len(row) == 1 else ()
-
-
-def _around(model: nn.Module, path: str, rows: set[str]) -> Iterator[str]:
-    """Yield the children with parameters, and in place of those that hold the blocks, what is inside them."""
-    for name, child in model.get_submodule(path).named_children():
-        inner = f"{path}.{name}" if path else name
-        if any(row == inner or row.startswith(f"{inner}.") for row in rows):
-            yield from _expanded(model, inner) if inner in rows else _around(model, inner, rows)
-        elif any(True for _ in child.parameters()):
-            yield inner
-
-
-def _expanded(model: nn.Module, name: str) -> list[str]:
-    module = model.get_submodule(name)
-    return [f"{name}.{inner}" for inner, _ in module.named_children()] if isinstance(module, nn.ModuleList) else [name]
+    parts = pipeline_parts(trace.model)
+    return part_costs(trace.model, parts) if parts else child_costs(trace.model, "params")
 
 
 def _split_at(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
