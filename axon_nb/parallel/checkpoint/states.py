@@ -73,6 +73,8 @@ class OptimizerStates:
     def plain(self) -> dict[str, Any]:
         """Return everything else: options by parameter name, and states that are not tensors."""
         options, states = {}, {}
+        # A scheduler changes the outer one, which passes that on in its next step.
+        self._copy_options(to_outer=False)
         for optimizer, group, name, parameter in self._parameters():
             options[name] = {key: value for key, value in group.items() if key != "params"}
             other = optimizer.state.get(parameter, {}).items()
@@ -121,16 +123,18 @@ class OptimizerStates:
             optimizer.state.pop(parameter, None)
             if state:
                 optimizer.state[parameter] = state
-        self._update_outer()
+        self._copy_options(to_outer=True)
 
     def _local(self, name: str, value: Any) -> Any:
         return value.to_local() if name in self._shards.sharded_names and isinstance(value, DTensor) else value
 
-    def _update_outer(self) -> None:
-        for outer, inner in zip(self._optimizers, self._local_optimizers, strict=True):
-            if outer is not inner:
-                for outer_group, local_group in zip(outer.param_groups, inner.param_groups, strict=True):
-                    outer_group.update({key: value for key, value in local_group.items() if key != "params"})
+    def _copy_options(self, *, to_outer: bool) -> None:
+        """Copy options of a ZeroRedundancyOptimizer from its local optimizer, or to it."""
+        for outer, local in zip(self._optimizers, self._local_optimizers, strict=True):
+            if outer is not local:
+                for groups in zip(outer.param_groups, local.param_groups, strict=True):
+                    target, source = groups if to_outer else reversed(groups)
+                    target.update({key: value for key, value in source.items() if key != "params"})
 
     def _parameters(self) -> Iterator[tuple[Optimizer, dict[str, Any], str, torch.nn.Parameter]]:
         for optimizer in self._local_optimizers:
