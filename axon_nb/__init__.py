@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from axon_nb.cluster.cells.result import CellResult
     from axon_nb.cluster.cluster import Cluster
     from axon_nb.cluster.session.start import attach, start
+    from axon_nb.engine.elastic.functions import on_resize
     from axon_nb.errors import (
         AxonError,
         CellError,
@@ -47,6 +48,7 @@ __all__ = [
     "current_cluster",
     "load_ipython_extension",
     "log",
+    "on_resize",
     "progress",
     "show",
     "start",
@@ -55,6 +57,7 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "axon_nb.cluster": ("CellResult", "Cluster", "attach", "start"),
+    "axon_nb.engine.elastic.functions": ("on_resize",),
     "axon_nb.errors": (
         "AxonError",
         "CellError",

@@ -34,6 +34,7 @@ EXAMPLES = {
     "doctor": "%distributed doctor                  attach its output to bug reports",
     "export": "%distributed export train.py         writes the cells that ran as a script for torchrun",
     "repair": "%distributed repair --from 0         replaces a dead rank, with the variables of rank 0",
+    "resize": "%distributed resize 4                grows or shrinks the world to 4 ranks; training goes on",
     "restart": "%distributed restart                 starts as many new ranks as before",
     "run": "%distributed run train.py --epochs 3   shows its ranks in all views, and keeps its variables",
     "seed": "%distributed seed 0 --per-rank       seed 0 on rank 0, 1 on rank 1, and so on",

@@ -81,6 +81,12 @@ def _repair_parser() -> LineParser:
     return parser
 
 
+def _resize_parser() -> LineParser:
+    parser = LineParser("%distributed resize", "Change the number of ranks; models and variables are carried over.")
+    parser.add_argument("n", type=_number, metavar="N", help="number of ranks afterwards")
+    return parser
+
+
 def _sync_parser() -> LineParser:
     parser = LineParser("%distributed sync", "Copy models, optimizers and schedulers of one rank to all.")
     parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help="copy R's (default: 0)")
@@ -100,6 +106,7 @@ class DistributedMagics(Magics):
 
         vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
         sync [--from R] [names …]: copy models and optimizers of rank R (default: 0) to all ranks
+        resize N: grow or shrink to N ranks; models, optimizers and samplers are carried over
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         run train.py [arguments]: run a script on the ranks, as torchrun would; its variables stay
         export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
@@ -132,6 +139,7 @@ class DistributedMagics(Magics):
             "stacks": self._stacks,
             "stop": self._stop,
             "repair": self._repair,
+            "resize": self._resize,
             "restart": self._restart,
             "attach": self._attach,
             "cancel": self._cancel,
@@ -200,6 +208,10 @@ class DistributedMagics(Magics):
     def _repair(self, options: argparse.Namespace) -> None:
         cluster = kept.require("%distributed repair")
         print(cluster.repair(options.ranks, from_rank=options.source, names=options.names))
+
+    @command(_resize_parser)
+    def _resize(self, options: argparse.Namespace) -> None:
+        print(kept.require("%distributed resize").resize(options.n))
 
     @command(_sync_parser)
     def _sync(self, options: argparse.Namespace) -> None:

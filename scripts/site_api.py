@@ -16,7 +16,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "axon_nb": (
         "Clusters and training loops: what `import axon_nb` has.",
         {
-            "Clusters": ("start", "attach", "current_cluster", "Cluster", "CellResult"),
+            "Clusters": ("start", "attach", "current_cluster", "on_resize", "Cluster", "CellResult"),
             "In a training loop": ("log", "progress"),
             "Errors": (
                 "AxonError",

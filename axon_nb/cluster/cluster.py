@@ -19,6 +19,8 @@ from axon_nb.cluster.inspection.variables import difference_frame, variables_fra
 from axon_nb.cluster.launch.engines import shut_down_foreign
 from axon_nb.cluster.recovery.repair import repair
 from axon_nb.cluster.recovery.report import RepairReport
+from axon_nb.cluster.recovery.resize import resize
+from axon_nb.cluster.recovery.resize_report import ResizeReport
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.state import ClusterState
 from axon_nb.cluster.transfer import push_pull
@@ -26,6 +28,8 @@ from axon_nb.cluster.transfer.broadcast import SyncReport, seed, sync
 from axon_nb.cluster.transfer.scatter_gather import join_values, split_value
 from axon_nb.records.protocol.agent import Signal
 from axon_nb.records.protocol.cluster import EngineInfo
+from axon_nb.records.protocol.joining import CallResizeFunctions
+from axon_nb.records.protocol.messages import cell_source
 from axon_nb.records.ranks import resolve_ranks
 from axon_nb.records.telemetry import RankState
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from axon_nb.cluster.inspection.span_feed import SpanFeed
+    from axon_nb.cluster.launch.placement import Layout
     from axon_nb.records.stacks import Stacks
     from axon_nb.records.telemetry import ClusterInfo
 
@@ -51,11 +56,9 @@ class Cluster:
         """Requests completions and help from the ranks."""
         self._history = history
         self.name = state.name
-        self.world_size = state.world_size
         self.backend = state.backend
         self.engines = state.engines
         """Name of the ipyparallel launcher that runs the ranks; ``axon``: forked from the host agent."""
-        self.layout = state.layout
         self.connection = state.connection
         self.health = state.health
         self.running_cell: CellHandle | None = None
@@ -80,6 +83,16 @@ class Cluster:
     def rank_info(self) -> tuple[EngineInfo, ...]:
         """What each rank reported when it joined: host, pid, device, cores, gpus."""
         return self.state.rank_info
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.state.world_size
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks, their devices and the backend."""
+        return self.state.layout
 
     @property
     def settings(self) -> Settings:
@@ -209,6 +222,27 @@ class Cluster:
         """
         targets = None if ranks is None else resolve_ranks(ranks, self.world_size)
         return repair(self.state, targets, source=from_rank, names=list(names))
+
+    def resize(self, size: int) -> ResizeReport:
+        """Change the number of ranks; the lowest ones stay, with all their state, and new ones get rank 0's variables.
+
+        Args:
+            size: How many ranks there are afterwards.
+
+        Returns:
+            What was carried over, and what was not; displays as text.
+
+        Raises:
+            UsageError: that is not possible, or a variable cannot be carried over; nothing has changed.
+            StartError: it failed; the message says which world there is.
+            CellError: the world has `size` ranks now, but a function registered with `axon_nb.on_resize` failed.
+        """
+        old = self.world_size
+        report = resize(self.state, size)
+        self._history.record_resize(session_facts(self.state))
+        if report.functions:
+            self.cells.run(cell_source(CallResizeFunctions(old, size)))
+        return report
 
     def sync(self, from_rank: int = 0, names: Iterable[str] = ()) -> SyncReport:
         """Copy models, optimizers and schedulers of one rank to all others, in place; empty `names`: all of them."""

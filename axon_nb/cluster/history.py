@@ -91,6 +91,10 @@ class History:
         self._entries = [entry for entry in self._entries if isinstance(entry, ExecutedCell) and not entry.magic]
         self._sent.clear()
 
+    def record_resize(self, facts: SessionFacts) -> None:
+        """Record that the cluster has another number of ranks now; what was done before stays."""
+        self._facts = facts
+
     def record_push(
         self, variables: Mapping[str, Any], ranks: Iterable[int], *, scatter_dim: int | None = None
     ) -> None:

@@ -18,6 +18,7 @@ from axon_nb.cluster.setting_kinds import Value
 from axon_nb.cluster.settings import Settings, settings_facts
 from axon_nb.records.protocol.agent import SetInfo
 from axon_nb.records.protocol.cluster import ClusterFacts, EngineInfo
+from axon_nb.records.protocol.wire import encode
 
 __all__ = ["ClusterState"]
 
@@ -121,6 +122,15 @@ class ClusterState:
         self.health.stuck.discard(rank)
         self.health.lost_contexts.discard(rank)
         self._store(dataclasses.replace(self._facts, rank_info=rank_info))
+
+    def mark_resized(self, layout: Layout, rank_info: tuple[EngineInfo, ...]) -> None:
+        """Record that the world has the ranks of `layout` now, which reported `rank_info`."""
+        facts = dataclasses.replace(
+            self._facts, world_size=layout.num_ranks, layout=encode(layout), rank_info=rank_info
+        )
+        self._store(facts)
+        self.layout = layout
+        self.between_cells = BetweenCells(self.ranks, limit_bytes=self.settings.output_limit)
 
     def apply_settings(self, changed: Mapping[str, Value]) -> None:
         """Change the cluster's own copy of the settings, also for notebooks that attach later."""

@@ -18,6 +18,7 @@ __all__ = [
     "GroupInfo",
     "GroupLike",
     "ProcessGroup",
+    "forget",
     "rank_device",
     "resolve",
     "validate_ranks",
@@ -272,3 +273,8 @@ def _backend_of(group: Any) -> Backend:
     if NAME in name:
         return Backend.MOCK
     return Backend.NCCL if "nccl" in name else Backend.GLOO
+
+
+def forget(torch_group: Any) -> None:
+    """Forget what is known about a torch group, because it has other ranks now."""
+    _known.pop(torch_group, None)

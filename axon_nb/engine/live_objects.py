@@ -23,7 +23,7 @@ import torch
 
 from axon_nb.engine.frames import gc_paused
 
-__all__ = ["LiveTensors", "live_objects", "storages_of"]
+__all__ = ["LiveTensors", "live_objects", "objects_of", "register", "storages_of", "with_subclasses"]
 
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _STATES = ("torch.distributed._composable_state", "_module_state_mapping")
@@ -72,6 +72,13 @@ def live_objects(*kinds: tuple[str, str]) -> list[list[Any]]:
     return objects
 
 
+def register(item: Any) -> None:
+    """Track an object that was made without its class's constructor, if its class is tracked."""
+    for cls, registry in _tracked.items():
+        if isinstance(item, cls):
+            registry[id(item)] = item
+
+
 def _track(cls: type, existing: Iterable[Any]) -> None:
     """Track the objects of a class and its subclasses from now on."""
     registry: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary((id(item), item) for item in existing)
@@ -93,19 +100,20 @@ def _track(cls: type, existing: Iterable[Any]) -> None:
 
 def _scan(classes: Sequence[type]) -> list[list[Any]]:
     """The objects of each class among all that were created since the rank joined."""
-    subclasses = [set(_with_subclasses(cls)) for cls in classes]
-    objects = _objects_of(set().union(*subclasses))
+    subclasses = [set(with_subclasses(cls)) for cls in classes]
+    objects = objects_of(set().union(*subclasses))
     return [[item for item in objects if type(item) in matching] for matching in subclasses]
 
 
-def _with_subclasses(cls: type) -> Iterator[type]:
+def with_subclasses(cls: type) -> Iterator[type]:
+    """Yield a class and all that derive from it."""
     yield cls
     subclass: type
     for subclass in type.__subclasses__(cls):
-        yield from _with_subclasses(subclass)
+        yield from with_subclasses(subclass)
 
 
-def _objects_of(types: set[type]) -> list[Any]:
+def objects_of(types: set[type]) -> list[Any]:
     """All objects of exactly these types.
 
     Before Python 3.14, other threads' tuples that are not finished are among the objects, and a reference to one makes
@@ -152,7 +160,7 @@ class LiveTensors:
         """As `storages_of`, for all live tensors; returns the last result if a rescan is not due, unless `now`."""
         start = time.monotonic()
         if now or start >= self._due:
-            self._storages = storages_of(_objects_of(set(_with_subclasses(torch.Tensor))), device_type)
+            self._storages = storages_of(objects_of(set(with_subclasses(torch.Tensor))), device_type)
             end = time.monotonic()
             self._due = end + (end - start) / _MAX_SCAN_SHARE
         return self._storages

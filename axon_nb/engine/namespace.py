@@ -17,7 +17,14 @@ from axon_nb.comm.world import World
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.joining import JoinConfig
 
-__all__ = ["PREDEFINED_NAMES", "inject_names", "resolve_variable", "set_environment", "user_variables"]
+__all__ = [
+    "PREDEFINED_NAMES",
+    "inject_names",
+    "resolve_variable",
+    "set_environment",
+    "set_world_environment",
+    "user_variables",
+]
 
 PREDEFINED_NAMES = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
 """Names that axon_nb defines on every rank."""
@@ -47,6 +54,11 @@ def user_variables(shell: Any) -> dict[str, Any]:
 def set_environment(config: JoinConfig) -> None:
     """Set the variables that torchrun sets, so that unmodified scripts run in a cell."""
     sys.argv = [""]  # as at a prompt: a script's argparse must not see the arguments of this process
+    set_world_environment(config)
+
+
+def set_world_environment(config: JoinConfig) -> None:
+    """Set those variables alone, as when the world changes its size."""
     os.environ.update(
         RANK=str(config.rank),
         LOCAL_RANK=str(config.local_rank),

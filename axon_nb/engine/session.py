@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,6 +86,12 @@ class RankSession:
     """How many groups this rank has created per set of ranks: the name of a destroyed one is not reused."""
     namespace_payload: bytearray = field(default_factory=bytearray)
     """Packed variables to send to a replacement rank."""
+    resize_functions: dict[str, Callable[[int, int], object]] = field(default_factory=dict)
+    """What `axon_nb.on_resize` registered, by name."""
+    staged: dict[tuple[str, str, str], Any] = field(default_factory=dict)
+    """During a resize, this rank's shards for the new world; see `engine.elastic.sharded_states`."""
+    resized_from: int = 0
+    """During a resize, the number of ranks before; 0: there is none."""
     pending_value: bytes | bytearray = b""
     """A packed value that a notebook on another host will fetch."""
 

@@ -63,6 +63,8 @@ class Health:
         """How to get a dead or stuck rank back, as a sentence."""
         self.dead: dict[int, str] = {}
         """Why each dead rank died; reads after its name."""
+        self.absent: set[int] = set()
+        """Numbers of ranks that are not in the world: they left it, or do not belong to it yet."""
         self.expected_deaths: set[int] = set()
         """Ranks that are being terminated on request: their death is not reported."""
         self.stuck: set[int] = set()
@@ -103,6 +105,8 @@ class Health:
 
     def mark_dead(self, rank: int, reason: str) -> None:
         """Record a death and notify the running cells; print it if the rank was idle."""
+        if rank in self.absent:
+            return
         is_new = rank not in self.dead
         self.dead.setdefault(rank, reason)
         self.stuck.discard(rank)

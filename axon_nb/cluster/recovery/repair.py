@@ -5,19 +5,16 @@ On request, the new ranks get the variables of a surviving rank, straight from r
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.launch.compatibility import refusal
-from axon_nb.cluster.launch.engines import rank_environment
-from axon_nb.cluster.launch.join import await_handshake, gather, join_config, raise_if_exited, store_address
-from axon_nb.cluster.launch.launchers import fork_request
+from axon_nb.cluster.launch.join import gather, join_config, store_address
 from axon_nb.cluster.launch.placement import place_ranks
+from axon_nb.cluster.recovery.new_ranks import call_all, copy_namespace, fork_ranks, interrupts_deferred, list_groups
 from axon_nb.cluster.recovery.recovery import AGENT_SILENT
 from axon_nb.cluster.recovery.report import Copied, RepairReport
 from axon_nb.cluster.rpc import requests
@@ -25,63 +22,19 @@ from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.records.protocol.aborts import AbortRequest
 from axon_nb.records.protocol.agent import Signal
 from axon_nb.records.protocol.joining import Join
-from axon_nb.records.protocol.messages import RankCall
-from axon_nb.records.protocol.recovery import DisableGroups, FindLostShards, GroupRecord, ListGroups, RecoverAfterRepair
-from axon_nb.records.protocol.transfer import ListGroupVariables, PackNamespace, ReceiveNamespace, SendNamespace
+from axon_nb.records.protocol.recovery import DisableGroups, FindLostShards, GroupRecord, RecoverAfterRepair
 from axon_nb.records.ranks import format_ranks, name_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.launch.connection import Connection
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["copy_variables", "repair"]
+__all__ = ["repair"]
 
-R = TypeVar("R")
-
-_COPY_TIMEOUT_S = 60.0
-_MIN_BYTES_PER_S = 20e6
 _REPAIR_TIMEOUT_S = 30.0
 _ABORT_TIMEOUT_S = 2.0
 _AGENT_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 5.0
-_POLL_S = 0.05
-
-
-def copy_variables(
-    state: ClusterState, ranks: Sequence[int], survivors: Sequence[int], source: int, names: Sequence[str]
-) -> Copied:
-    """Copy variables of `source` to `ranks`; a process group becomes the rank's own group of the same name.
-
-    Args:
-        state: The cluster.
-        ranks: The ranks that were replaced.
-        survivors: The other ranks.
-        source: The rank to copy from.
-        names: Which variables; empty: all that can be copied.
-
-    Raises:
-        StartError: the ranks were replaced, but the variables could not be copied.
-    """
-    connection = state.connection
-    client = connection.client
-    try:
-        futures = {rank: requests.call(client, rank, ListGroupVariables()) for rank in survivors}
-        groups: dict[str, str] = {}
-        for own_groups in gather(futures, _COPY_TIMEOUT_S, connection).values():
-            groups |= {name: group for name, group in own_groups.items() if not names or name in names}
-        future = requests.call(client, source, PackNamespace(tuple(names)))
-        packed = gather({source: future}, _COPY_TIMEOUT_S * 10, connection)[source]
-        receive = ReceiveNamespace(source, packed.size, packed.digest, packed.import_context, groups)
-        calls = {rank: requests.call(client, rank, receive) for rank in ranks}
-        calls[source] = requests.call(client, source, SendNamespace(tuple(ranks)))
-        gather(calls, _COPY_TIMEOUT_S + packed.size * len(ranks) / _MIN_BYTES_PER_S, connection)
-    except StartError as error:
-        raise StartError(
-            f"Replaced {name_ranks(ranks)}, but failed to copy the variables of rank {source}: the new "
-            f"{'rank is' if len(ranks) == 1 else 'ranks are'} empty. {error}"
-        ) from None
-    skipped = {name: why for name, why in packed.skipped.items() if name not in groups}
-    return Copied(tuple(sorted({*packed.copied, *groups})), skipped, packed.size)
 
 
 def repair(
@@ -111,13 +64,25 @@ def repair(
     survivors = [rank for rank in state.ranks if rank not in targets]
     if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
         raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
-    with _interrupts_deferred() as interrupted:
+    with interrupts_deferred() as interrupted:
         reasons = {rank: state.health.dead.get(rank, "") for rank in targets}
         _kill(state, [rank for rank in targets if rank not in state.health.dead])
-        lost = _call_all(state.connection, survivors, FindLostShards(tuple(targets)))
+        lost = call_all(state.connection, survivors, FindLostShards(tuple(targets)))
         _replace_ranks(state, targets, survivors, interrupted)
-        copied = None if source is None else copy_variables(state, targets, survivors, source, names)
+        copied = None if source is None else _copy(state, targets, survivors, source, names)
     return RepairReport.of(targets, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
+
+
+def _copy(
+    state: ClusterState, ranks: Sequence[int], survivors: Sequence[int], source: int, names: Sequence[str]
+) -> Copied:
+    try:
+        return copy_namespace(state.connection, ranks, survivors, source, names)
+    except StartError as error:
+        raise StartError(
+            f"Replaced {name_ranks(ranks)}, but failed to copy the variables of rank {source}: the new "
+            f"{'rank is' if len(ranks) == 1 else 'ranks are'} empty. {error}"
+        ) from None
 
 
 def _check_request(
@@ -157,9 +122,9 @@ def _check_request(
 def _replace_ranks(
     state: ClusterState, targets: Sequence[int], survivors: Sequence[int], interrupted: threading.Event
 ) -> None:
-    groups = _groups(state.connection, survivors)
+    groups = list_groups(state.connection, survivors)
     try:
-        _fork(state.connection, state, targets, interrupted)
+        fork_ranks(state.connection, state.layout, targets, interrupted)
         infos = _join(state, targets, survivors, groups)
     except StartError as error:
         # The next repair would take the exit of one that is left for that of its successor.
@@ -207,24 +172,6 @@ def _release_survivors(connection: Connection, targets: Sequence[int], survivors
         requests.call(client, rank, DisableGroups(reason))
 
 
-@contextlib.contextmanager
-def _interrupts_deferred() -> Iterator[threading.Event]:
-    """Record interrupts: a repair that stops anywhere leaves ranks that wait for one that never joins.
-
-    Yields:
-        Set by an interrupt. The repair looks at it while it waits for the new processes, where it can stop.
-    """
-    interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted
-        return
-    previous = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
 def _kill(state: ClusterState, ranks: Sequence[int]) -> None:
     state.health.expected_deaths.update(ranks)
     for rank in ranks:
@@ -236,37 +183,3 @@ def _kill(state: ClusterState, ranks: Sequence[int]) -> None:
                 f"{name_ranks(ranks).capitalize()} did not exit within {_REPAIR_TIMEOUT_S:.0f} s of SIGKILL."
             )
         time.sleep(0.005)
-
-
-def _call_all(connection: Connection, ranks: Sequence[int], call: RankCall[R]) -> dict[int, R]:
-    calls = {rank: requests.call(connection.client, rank, call) for rank in ranks}
-    return gather(calls, _REPAIR_TIMEOUT_S, connection)
-
-
-def _groups(connection: Connection, survivors: Sequence[int]) -> list[GroupRecord]:
-    by_name: dict[str, GroupRecord] = {}
-    for groups in _call_all(connection, survivors, ListGroups()).values():
-        by_name.update({group.name: group for group in groups})
-    return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
-
-
-def _fork(connection: Connection, state: ClusterState, ranks: Sequence[int], interrupted: threading.Event) -> None:
-    client = connection.client
-    for rank in ranks:
-        client.unregister(rank)  # its id is free only once the controller has forgotten it
-    if not client.wait_unregistered(ranks, _REPAIR_TIMEOUT_S):
-        raise StartError(f"The controller did not unregister {name_ranks(ranks)} within {_REPAIR_TIMEOUT_S:.0f} s.")
-    for rank in ranks:
-        env = rank_environment(state.layout, rank)
-        connection.agent.call(fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
-    end = time.monotonic() + _REPAIR_TIMEOUT_S
-    while not client.wait_registered(ranks, _POLL_S):
-        raise_if_exited(connection, ranks)
-        if interrupted.is_set():
-            raise StartError(f"Interrupted before {name_ranks(ranks)} started.")
-        if time.monotonic() > end:
-            raise StartError(
-                f"{name_ranks(ranks).capitalize()} did not start within {_REPAIR_TIMEOUT_S:.0f} s; the logs are in "
-                f"{connection.run_dir.path}."
-            )
-    await_handshake(connection, ranks, _REPAIR_TIMEOUT_S)

@@ -75,7 +75,8 @@ def install_recoverable_groups(
             timeout=options.timeout or timedelta(minutes=30),
             name=options.group_id,
             global_rank=rank,
-            members=list(options.global_ranks_in_group),
+            # The default group has those from 0 on, however many they become.
+            members=[] if options.group_id == "0" else list(options.global_ranks_in_group),
             shares_memory=shares_memory,
             rank_device=device or torch.device("cpu"),
             max_bytes=max_bytes,

@@ -168,7 +168,9 @@ def _rebuild_groups(epoch: int) -> int:
         native.begin_rebuild()
     default = c10d._get_default_group()
     _rebuild(default, epoch)
-    others = [group for group in groups if group is not default]
+    ranks_of, size = c10d._world.pg_group_ranks, dist.get_world_size()
+    # Before a world that shrinks is complete, it still has the groups of the ranks that leave.
+    others = [group for group in groups if group is not default and max(ranks_of[group]) < size]
     complete = common_groups({group.group_name: list(c10d._world.pg_group_ranks[group]) for group in others})
     for group in others:
         if group.group_name in complete:

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from axon_nb.engine.elastic.pickling import apply_fsdp, fsdp_calls
+from axon_nb.engine.elastic.sharded_states import fsdp_models, sharded_optimizers, zero_optimizers
 from axon_nb.engine.groups import install
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
@@ -56,15 +58,16 @@ def pack(names: Sequence[str] = ()) -> PackedNamespace:
     variables = user_variables(current().kernel.shell)
     selection = {name: variables[name] for name in names if name in variables} if names else variables
     skipped = {name: f"does not exist on rank {current().config.rank}" for name in names if name not in variables}
-    copied = {}
-    for name, value in selection.items():
-        try:
-            _ProbePickler(_NullFile(), protocol=5).dump(value)
-        except Exception as error:
-            skipped[name] = copy_failure_reason(error)
-        else:
-            copied[name] = value
-    payload = _dump({"variables": copied, "gradients": _gradients(copied.values()), "random": _random_state()})
+    copied, without = _copyable(selection)
+    skipped |= without
+    functions, without = _copyable({} if names else current().resize_functions)
+    skipped |= {f"on_resize({name})": reason for name, reason in without.items()}
+    content = {"variables": copied, "gradients": _gradients(copied.values()), "random": _random_state()}
+    if current().resized_from:
+        for name in {*fsdp_models(), *sharded_optimizers(), *zero_optimizers()} & skipped.keys():
+            raise RuntimeError(f"`{name}` {skipped[name]}")
+        content["fsdp_calls"] = fsdp_calls()
+    payload = _dump(content | {"resize_functions": functions})
     current().namespace_payload = payload
     return PackedNamespace(
         copied=tuple(copied),
@@ -73,6 +76,19 @@ def pack(names: Sequence[str] = ()) -> PackedNamespace:
         digest=hashlib.sha256(payload).hexdigest(),
         import_context=_import_context(copied),
     )
+
+
+def _copyable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return those that can be copied, and why each of the others cannot be."""
+    copied, skipped = {}, {}
+    for name, value in values.items():
+        try:
+            _ProbePickler(_NullFile(), protocol=5).dump(value)
+        except Exception as error:
+            skipped[name] = copy_failure_reason(error)
+        else:
+            copied[name] = value
+    return copied, skipped
 
 
 def send(ranks: Sequence[int]) -> None:
@@ -108,14 +124,16 @@ def receive(source: int, size: int, digest: str, import_context: ImportContext, 
         raise RuntimeError(f"the data received from rank {source} does not match its digest")
     _apply_import_context(import_context)
     content = torch.load(io.BytesIO(data), map_location=_restore_location, weights_only=False)
+    for parameter, gradient in content["gradients"]:
+        parameter.grad = gradient
     shell = current().kernel.shell
     own_groups = {group.group_name: group for group in install.rebuildable_groups()}
     absent = dist.GroupMember.NON_GROUP_MEMBER
     shell.user_ns.update(content["variables"])
     # Last: on a source that is not a member of such a group, the variable is only a number.
     shell.user_ns.update({name: own_groups.get(group, absent) for name, group in groups.items()})
-    for parameter, gradient in content["gradients"]:
-        parameter.grad = gradient
+    apply_fsdp(content.get("fsdp_calls", ()))
+    current().resize_functions.update(content["resize_functions"])
     _set_random_state(content["random"])
 
 

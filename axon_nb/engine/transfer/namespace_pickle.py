@@ -19,9 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.distributed import DistributedSampler
 
+from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.world import World
+from axon_nb.engine.elastic.pickling import reduce
 from axon_nb.engine.groups import install
 from axon_nb.engine.groups.wrapper_reset import rebuild_reducer
+from axon_nb.engine.live_objects import register
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import device_mesh_type, is_sharded, is_stage
 from axon_nb.shell.value_pickle import namespace, reduce_function
@@ -44,9 +47,13 @@ class NamespacePickler(cloudpickle.Pickler):
         kind = type(obj)
         if kind is types.FunctionType and obj.__globals__ is namespace():
             return reduce_function(obj)
+        if (old_size := current().resized_from) and (reduced := reduce(obj, kind, old_size)) is not None:
+            return reduced
         _raise_if_uncopyable(obj, kind)
         if issubclass(kind, dist.ProcessGroup):
             return _find_group, (obj.group_name,)
+        if kind is ProcessGroup:
+            return (ProcessGroup.wrap, (obj.torch_group,)) if obj.is_member else super().reducer_override(obj)
         if kind is World:
             return World.init, ()
         if kind is torch.device:
@@ -118,6 +125,7 @@ def _set_ddp(model: DistributedDataParallel, state: tuple[dict[str, Any], Any]) 
     # A new reducer does not communicate: those of the other ranks were rebuilt when this rank was replaced.
     attributes, model.process_group = state
     torch.nn.Module.__setstate__(model, attributes)
+    register(model)
     rebuild_reducer(model)
 
 

@@ -1,4 +1,4 @@
-"""How an engine becomes a rank: it describes itself, then joins the world."""
+"""How an engine becomes a rank: it describes itself, then joins the world; and how a world changes its size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from axon_nb.records.protocol.cluster import EngineInfo
 from axon_nb.records.protocol.messages import RankCall
 from axon_nb.records.protocol.recovery import GroupRecord
 
-__all__ = ["ENGINE_ENTRY", "Describe", "Join", "JoinConfig"]
+__all__ = [
+    "ENGINE_ENTRY",
+    "CallResizeFunctions",
+    "CommitResize",
+    "Committed",
+    "Describe",
+    "FindObstacles",
+    "Join",
+    "JoinConfig",
+    "SetWorld",
+    "StageStates",
+]
 
 ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
 """Entry point of a forked rank, as ``module:function``."""
@@ -65,3 +76,61 @@ class Join(RankCall[EngineInfo]):
     """Number of the last rebuild of the groups; above 0, this rank replaces one that died."""
     groups: tuple[GroupRecord, ...] = ()
     """Groups besides the default one that the replaced rank was in."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindObstacles(RankCall[dict[str, str]]):
+    """Find variables that cannot be resharded; return the reason and the fix by name."""
+
+    target = "axon_nb.engine.elastic.obstacles:find"
+    new_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetWorld(RankCall[None]):
+    """Make this rank one of a world of another size; its groups must be rebuilt afterwards."""
+
+    target = "axon_nb.engine.elastic.world:set_world"
+    config: JoinConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StageStates(RankCall[int]):
+    """Send shards to where they belong in the new world, beside the old ones; return this rank's bytes.
+
+    Collective over the ranks of both worlds.
+    """
+
+    target = "axon_nb.engine.elastic.states:stage"
+    old_size: int
+    new_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What was adapted to the new world on one rank."""
+
+    models: int
+    """DDP, FSDP2 and ZeRO models."""
+    samplers: int
+    groups_left: tuple[str, ...]
+    """Variables of process groups that are gone, because some of their ranks have left."""
+    functions: int
+    """Functions registered with `axon_nb.on_resize`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResize(RankCall[Committed]):
+    """Use the staged shards instead of the old ones, and adapt the rest; does not communicate."""
+
+    target = "axon_nb.engine.elastic.states:commit"
+    old_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallResizeFunctions(RankCall[None]):
+    """In a cell: call the functions registered with `axon_nb.on_resize`."""
+
+    target = "axon_nb.engine.elastic.functions:call_functions"
+    old_size: int
+    new_size: int

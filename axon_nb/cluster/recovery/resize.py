@@ -1,0 +1,274 @@
+"""Change the number of ranks of a running cluster: new ranks are forked, others leave, all state is carried over.
+
+What the new world needs is made beside the old state, in one exchange among the ranks of both worlds. Only when every
+rank has its part does the host agent store the new world and do the ranks switch, which needs no communication. Until
+then whatever fails leaves the old world, and from then on there is only the new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.cluster.launch.compatibility import refusal
+from axon_nb.cluster.launch.join import gather, join_config, store_address
+from axon_nb.cluster.launch.open_files import raise_if_too_few
+from axon_nb.cluster.launch.placement import Layout, place_ranks
+from axon_nb.cluster.recovery.new_ranks import call_all, copy_namespace, fork_ranks, interrupts_deferred
+from axon_nb.cluster.recovery.recovery import AGENT_SILENT
+from axon_nb.cluster.recovery.report import Copied
+from axon_nb.cluster.recovery.resize_report import ResizeReport
+from axon_nb.cluster.rpc import requests
+from axon_nb.errors import AxonError, StartError, UsageError
+from axon_nb.host.resources.cgroups import usable_cores
+from axon_nb.records.protocol.aborts import AbortRequest
+from axon_nb.records.protocol.agent import Signal
+from axon_nb.records.protocol.cluster import EngineInfo
+from axon_nb.records.protocol.joining import (
+    CommitResize,
+    Committed,
+    Describe,
+    FindObstacles,
+    Join,
+    JoinConfig,
+    SetWorld,
+    StageStates,
+)
+from axon_nb.records.protocol.messages import RankCall
+from axon_nb.records.protocol.recovery import DisableGroups, RecoverAfterRepair
+from axon_nb.records.ranks import name_ranks
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.state import ClusterState
+
+__all__ = ["resize"]
+
+_AGENT_TIMEOUT_S = 10.0
+_JOIN_TIMEOUT_S = 30.0
+_STAGE_TIMEOUT_S = 600.0
+_RELEASE_TIMEOUT_S = 10.0
+_RESEND_INTERVAL_S = 0.25
+_LEAVE_TIMEOUT_S = 5.0
+_POLL_S = 0.005
+
+
+def resize(state: ClusterState, size: int) -> ResizeReport:
+    """Change the number of ranks to `size`; the lowest ranks stay.
+
+    Args:
+        state: The cluster.
+        size: How many ranks there are afterwards.
+
+    Raises:
+        UsageError: that is not possible, or a variable cannot be carried over; nothing has changed.
+        StartError: it failed; the message says which world there is.
+    """
+    _check_request(state, size)
+    old = state.world_size
+    obstacles = call_all(state.connection, state.ranks, FindObstacles(size))
+    if named := {name: why for found in obstacles.values() for name, why in found.items()}:
+        raise UsageError("\n".join(f"`{name}` {why}." for name, why in named.items()))
+    layout = _resized(state.layout, size, threads=state.settings.threads)
+    with interrupts_deferred() as interrupted:
+        change = _Change(state, layout, interrupted)
+        try:
+            infos, copied = change.prepare()
+        except AxonError as error:
+            change.undo()
+            dead = sorted(set(state.ranks) & set(state.health.dead))
+            kept = (
+                "All its ranks keep their state." if not dead else f"Run `%distributed repair` for {name_ranks(dead)}."
+            )
+            raise StartError(f"{error} The world still has {_count(old)}. {kept}") from None
+        committed = change.commit(infos)
+    return ResizeReport.of(old, size, copied, committed)
+
+
+def _check_request(state: ClusterState, size: int) -> None:
+    health = state.health
+    if size < 1:
+        raise UsageError(f"A world needs at least 1 rank; got {size}.")
+    if size == state.world_size:
+        raise UsageError(f"The world already has {_count(size)}.")
+    if state.engines != "axon" or len({info.host for info in state.rank_info}) > 1:
+        raise UsageError(
+            f"Only ranks that the host agent forks, all on one host, can be resized; these come from the launcher "
+            f"{state.engines!r}. Save a checkpoint and start {_count(size)} instead."
+        )
+    if state.backend == "nccl":
+        raise UsageError(
+            f"Groups of NCCL cannot change their size. Save a checkpoint, run `%distributed stop` and "
+            f"`%distributed start -n {size}`, then load it."
+        )
+    if reason := refusal(state.rank_info, state.backend):
+        raise UsageError(reason)
+    if health.dead or health.stuck or health.groups_disabled:
+        raise UsageError("Not all ranks can communicate: run `%distributed repair` first, then resize.")
+    if state.busy:
+        raise UsageError(f"A cell is running on {name_ranks(state.busy)}: wait for it or interrupt it, then resize.")
+    if size > state.world_size:
+        raise_if_too_few(size)
+    if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
+        raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
+
+
+def _resized(layout: Layout, size: int, *, threads: int) -> Layout:
+    """Return the layout for another number of ranks; new ranks take their turns on the same devices."""
+
+    def cycled(values: tuple[str, ...]) -> tuple[str, ...]:
+        distinct = tuple(dict.fromkeys(values))
+        return (
+            (*values, *(distinct[rank % len(distinct)] for rank in range(len(values), size)))[:size] if values else ()
+        )
+
+    return dataclasses.replace(
+        layout,
+        num_ranks=size,
+        devices=cycled(layout.devices),
+        visible_by_rank=cycled(layout.visible_by_rank),
+        threads=threads or max(1, usable_cores() // size),
+    )
+
+
+class _Change:
+    """One change of the number of ranks.
+
+    Args:
+        state: The cluster.
+        layout: The new layout.
+        interrupted: Set by an interrupt of the user.
+    """
+
+    def __init__(self, state: ClusterState, layout: Layout, interrupted: threading.Event) -> None:
+        self._state = state
+        self._connection = state.connection
+        self._layout = layout
+        self._interrupted = interrupted
+        self._old, self._new = state.world_size, layout.num_ranks
+        self._added = list(range(self._old, self._new))
+        self._leaving = list(range(self._new, self._old))
+        self._staying = list(range(min(self._old, self._new)))
+        self._futures: list[tuple[int, Future[Any]]] = []
+
+    def prepare(self) -> tuple[tuple[EngineInfo, ...], Copied]:
+        """Do everything that can fail; return what each rank of the new world reports, and what new ranks got.
+
+        Raises:
+            AxonError: a rank died or failed, or the user interrupted; call `undo`.
+        """
+        infos, copied = self._state.rank_info[: self._new], Copied()
+        if self._added:
+            infos = (*infos, *self._fork())
+            self._form_world(infos)
+            copied = copy_namespace(self._connection, self._added, self._staying, 0, ())
+        self._call_all(StageStates(self._old, self._new), max(self._old, self._new), _STAGE_TIMEOUT_S)
+        if self._leaving:
+            self._form_world(infos)
+        if self._interrupted.is_set():
+            raise StartError("The resize was interrupted.")
+        return infos, copied
+
+    def _fork(self) -> list[EngineInfo]:
+        self._state.health.absent.update(self._added)
+        fork_ranks(self._connection, self._layout, self._added, self._interrupted)
+        described = call_all(self._connection, self._added, Describe())
+        return [described[rank] for rank in self._added]
+
+    def _form_world(self, infos: Sequence[EngineInfo]) -> None:
+        configs = self._configs(self._layout, infos)
+        epoch = self._state.next_epoch()
+        self._send({rank: SetWorld(configs[rank]) for rank in self._staying})
+        calls: dict[int, RankCall[Any]] = {rank: RecoverAfterRepair(epoch) for rank in self._staying}
+        calls |= {rank: Join(configs[rank], epoch) for rank in self._added}
+        gather(self._send(calls), _JOIN_TIMEOUT_S, self._connection)
+
+    def _configs(self, layout: Layout, infos: Sequence[EngineInfo]) -> list[JoinConfig]:
+        store = store_address(self._connection, {info.host for info in infos})
+        return [
+            join_config(layout, self._state.settings, rank, placement, store, recoverable=True)
+            for rank, placement in enumerate(place_ranks(layout, infos))
+        ]
+
+    def _send(self, calls: Mapping[int, RankCall[Any]]) -> dict[int, Future[Any]]:
+        futures = {rank: requests.call(self._connection.client, rank, call) for rank, call in calls.items()}
+        self._futures += futures.items()
+        return futures
+
+    def _call_all(self, call: RankCall[Any], size: int, timeout_s: float) -> dict[int, Any]:
+        return gather(self._send(dict.fromkeys(range(size), call)), timeout_s, self._connection)
+
+    def undo(self) -> None:
+        """Return to the old world: new ranks are killed, the others get their old groups back."""
+        state, connection = self._state, self._connection
+        connection.agent.kill_ranks(self._added, _LEAVE_TIMEOUT_S)
+        self._release()
+        for rank in self._added:
+            connection.client.unregister(rank)
+        alive = state.live_ranks
+        configs = self._configs(state.layout, state.rank_info)
+        self._send({rank: SetWorld(configs[rank]) for rank in alive})
+        if len(alive) == state.world_size:
+            epoch = state.next_epoch()
+            try:
+                gather(self._send({rank: RecoverAfterRepair(epoch) for rank in alive}), _JOIN_TIMEOUT_S, connection)
+                return
+            except AxonError:
+                self._release()
+        missing = [rank for rank in state.ranks if rank in state.health.dead]
+        what = f"{name_ranks(missing)} died during a resize" if missing else "the process groups could not be rebuilt"
+        state.health.groups_disabled = f"{what}; run `%distributed repair`"
+        for rank in state.live_ranks:
+            requests.call(connection.client, rank, DisableGroups(state.health.groups_disabled))
+
+    def _release(self) -> None:
+        """Release ranks from waiting for one that failed; until they are idle they cannot rebuild their groups."""
+        end, again = time.monotonic() + _RELEASE_TIMEOUT_S, False
+        while time.monotonic() < end:
+            waiting = [
+                (rank, future) for rank, future in self._futures if not future.done() and rank in self._state.live_ranks
+            ]
+            if not waiting:
+                return
+            answers = [self._connection.client.request(rank, AbortRequest(again=again)) for rank, _ in waiting]
+            for answer in answers:
+                answer.wait(_RESEND_INTERVAL_S)
+            wait([future for _, future in waiting], _RESEND_INTERVAL_S)
+            again = True
+
+    def commit(self, infos: Sequence[EngineInfo]) -> list[Committed]:
+        """Make the new world the only one; return what each of its ranks adapted.
+
+        Raises:
+            StartError: a rank died meanwhile; the message says that the new world stands.
+        """
+        state = self._state
+        state.health.absent.difference_update(self._added)
+        state.health.absent.update(self._leaving)
+        state.mark_resized(self._layout, tuple(infos))
+        calls = self._send(dict.fromkeys(state.ranks, CommitResize(self._old)))
+        self._end_leaving()
+        try:
+            committed = gather(calls, _JOIN_TIMEOUT_S, self._connection)
+        except StartError as error:
+            raise StartError(f"The world has {_count(self._new)} now, but: {error}") from None
+        return [committed[rank] for rank in state.ranks]
+
+    def _end_leaving(self) -> None:
+        agent, client = self._connection.agent, self._connection.client
+        for rank in self._leaving:
+            agent.call(Signal(rank, int(signal.SIGTERM)))
+        end = time.monotonic() + _LEAVE_TIMEOUT_S
+        while not set(self._leaving) <= set(agent.exits) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        agent.kill_ranks([rank for rank in self._leaving if rank not in agent.exits], _LEAVE_TIMEOUT_S)
+        for rank in self._leaving:
+            client.unregister(rank)
+
+
+def _count(size: int) -> str:
+    return f"{size} rank{'s' * (size != 1)}"

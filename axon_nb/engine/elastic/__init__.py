@@ -1,0 +1,1 @@
+"""Worlds that change size: what each rank does for `%distributed resize`."""
