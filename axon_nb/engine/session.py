@@ -90,6 +90,8 @@ class RankSession:
     """What `axon_nb.on_resize` registered, by name."""
     staged: dict[tuple[str, str, str], Any] = field(default_factory=dict)
     """During a resize, this rank's shards for the new world; see `engine.elastic.sharded_states`."""
+    staged_size: int = 0
+    """The number of ranks for which they were staged; 0: nothing is."""
     resized_from: int = 0
     """During a resize, the number of ranks before; 0: there is none."""
     pending_value: bytes | bytearray = b""

@@ -206,3 +206,27 @@ def test_a_rank_that_dies_leaves_the_old_world_for_repair(two: Script) -> None:
     assert cell_0 == {0: [2, 2]}
     two.ok("c.repair(from_rank=0)")
     assert cell(two, "train(model, optimizer, scheduler, 3, 2)[0] > 0 and total()") == {0: 2, 1: 2}
+
+
+@pytest.mark.parametrize("size", [2, 4], ids=["old", "new"])
+def test_a_notebook_that_dies_leaves_the_old_or_the_new_world(size: int, tmp_path: Path) -> None:
+    with Script(tmp_path) as script:
+        script.ok("import os, signal, axon_nb\nc = axon_nb.start(2, devices='cpu', name='left')")
+        cell(script, PREPARE)
+        cell(script, TRAINED.format(kind="fsdp"))
+        if size == 2:  # while new ranks get the variables
+            cell(script, f"bomb = OnArrival(signal.SIGKILL, {script.process.pid})")
+        else:  # when the host agent has stored the new world, and no rank uses its new shards yet
+            script.ok("""
+from axon_nb.cluster.state import ClusterState
+store = ClusterState._store
+ClusterState._store = lambda self, facts: (store(self, facts), os.kill(os.getpid(), signal.SIGKILL))
+""")
+        script.submit("c.resize(4)")
+        script.process.wait(120)
+    with Script(tmp_path) as script:
+        script.ok("import axon_nb\nc = axon_nb.attach('left')")
+        assert script.value("c.world_size") == size
+        assert cell(script, "total()") == dict.fromkeys(range(size), size)
+        assert len(cell(script, "train(model, optimizer, scheduler, 3, 2)")) == size
+        script.ok("c.stop()")

@@ -36,6 +36,7 @@ from axon_nb.records.protocol.joining import (
     FindObstacles,
     Join,
     JoinConfig,
+    SettleResize,
     SetWorld,
     StageStates,
 )
@@ -46,7 +47,7 @@ from axon_nb.records.ranks import name_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["resize"]
+__all__ = ["resize", "settle"]
 
 _AGENT_TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 30.0
@@ -87,6 +88,34 @@ def resize(state: ClusterState, size: int) -> ResizeReport:
             raise StartError(f"{error} The world still has {_count(old)}. {kept}") from None
         committed = change.commit(infos)
     return ResizeReport.of(old, size, copied, committed)
+
+
+def settle(state: ClusterState, resized_from: Mapping[int, int]) -> None:
+    """End a resize whose notebook is gone, in the world that the host agent stored; the groups must be rebuilt.
+
+    Args:
+        state: The cluster, just attached to.
+        resized_from: By rank that is alive, the number of ranks before, if it has the new size.
+
+    Raises:
+        StartError: a rank did not reply.
+    """
+    print(f"A resize was interrupted together with its notebook: the world has {_count(state.world_size)}.")
+    before = max(resized_from.values())
+    configs = _configs_of(state, state.layout, state.rank_info)
+    for rank in resized_from:  # it may wait for a rank that is gone
+        state.client.request(rank, AbortRequest()).wait(_RESEND_INTERVAL_S)
+    old_size = 0 if before == state.world_size else before
+    calls = {rank: requests.call(state.client, rank, SettleResize(configs[rank], old_size)) for rank in resized_from}
+    gather(calls, _JOIN_TIMEOUT_S, state.connection)
+
+
+def _configs_of(state: ClusterState, layout: Layout, infos: Sequence[EngineInfo]) -> list[JoinConfig]:
+    store = store_address(state.connection, {info.host for info in infos})
+    return [
+        join_config(layout, state.settings, rank, placement, store, recoverable=True)
+        for rank, placement in enumerate(place_ranks(layout, infos))
+    ]
 
 
 def _check_request(state: ClusterState, size: int) -> None:
@@ -180,19 +209,12 @@ class _Change:
         return [described[rank] for rank in self._added]
 
     def _form_world(self, infos: Sequence[EngineInfo]) -> None:
-        configs = self._configs(self._layout, infos)
+        configs = _configs_of(self._state, self._layout, infos)
         epoch = self._state.next_epoch()
         self._send({rank: SetWorld(configs[rank]) for rank in self._staying})
         calls: dict[int, RankCall[Any]] = {rank: RecoverAfterRepair(epoch) for rank in self._staying}
         calls |= {rank: Join(configs[rank], epoch) for rank in self._added}
         gather(self._send(calls), _JOIN_TIMEOUT_S, self._connection)
-
-    def _configs(self, layout: Layout, infos: Sequence[EngineInfo]) -> list[JoinConfig]:
-        store = store_address(self._connection, {info.host for info in infos})
-        return [
-            join_config(layout, self._state.settings, rank, placement, store, recoverable=True)
-            for rank, placement in enumerate(place_ranks(layout, infos))
-        ]
 
     def _send(self, calls: Mapping[int, RankCall[Any]]) -> dict[int, Future[Any]]:
         futures = {rank: requests.call(self._connection.client, rank, call) for rank, call in calls.items()}
@@ -210,7 +232,7 @@ class _Change:
         for rank in self._added:
             connection.client.unregister(rank)
         alive = state.live_ranks
-        configs = self._configs(state.layout, state.rank_info)
+        configs = _configs_of(state, state.layout, state.rank_info)
         self._send({rank: SetWorld(configs[rank]) for rank in alive})
         if len(alive) == state.world_size:
             epoch = state.next_epoch()

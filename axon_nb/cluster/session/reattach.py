@@ -15,6 +15,7 @@ from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.output import NotebookSink
+from axon_nb.cluster.recovery.resize import settle
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError
@@ -133,6 +134,9 @@ def reattach_cells(cells: CellManager, *, left_ns: int) -> CellHandle | None:
     """
     replies = _request_cells(cells.state, left_ns)
     needs_recovery = _needs_recovery(cells.state, replies)
+    if any(reply.resized_from or reply.staged_size for reply in replies.values()):
+        settle(cells.state, {rank: reply.resized_from for rank, reply in replies.items()})
+        needs_recovery = True
     cells.state.next_epoch(above=max((reply.epoch for reply in replies.values()), default=0))
     reports: dict[str, dict[int, CellReport]] = {}
     for rank, reply in replies.items():

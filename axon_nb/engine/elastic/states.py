@@ -22,14 +22,14 @@ from axon_nb.engine.elastic.sharded_states import (
     zero_optimizers,
 )
 from axon_nb.engine.elastic.slices import move, reshard
-from axon_nb.engine.elastic.world import groups_with_absent_ranks
+from axon_nb.engine.elastic.world import groups_with_absent_ranks, set_world
 from axon_nb.engine.groups.install import c10d
 from axon_nb.engine.live_objects import live_objects
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
-from axon_nb.records.protocol.joining import Committed
+from axon_nb.records.protocol.joining import Committed, JoinConfig
 
-__all__ = ["commit", "stage"]
+__all__ = ["commit", "settle", "stage"]
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 
@@ -66,7 +66,7 @@ def stage(old_size: int, new_size: int) -> int:
             receivers = [0, *range(old_size, new_size)]  # the others have it
             moved = move(local, piece.shape, piece.dtype, source=0, targets=receivers, device=device)
             staged[key] = local if rank < old_size else moved
-    current().staged = staged
+    current().staged, current().staged_size = staged, new_size
     return sum(value.nbytes for value in staged.values() if isinstance(value, torch.Tensor))
 
 
@@ -97,9 +97,24 @@ def commit(old_size: int) -> Committed:
         own = zero.owners(optimizer, config.world_size)
         held = {key: value for key, value in held.items() if own[key[0]] == config.rank}
         zero.adopt(optimizer, held, rank=config.rank, size=config.world_size)
-    session.staged, session.resized_from = {}, 0
+    session.staged, session.staged_size, session.resized_from = {}, 0, 0
     samplers = resize_samplers(old_size, rank=config.rank, size=config.world_size)
     return Committed(count, samplers, tuple(_drop_groups()), len(session.resize_functions))
+
+
+def settle(config: JoinConfig, old_size: int) -> None:
+    """End a resize that lost its notebook: in the world that the host agent knows; does not communicate.
+
+    Args:
+        config: This rank's place in that world.
+        old_size: Number of ranks before the resize; 0: the resize did not get so far that this is the new world.
+    """
+    session = current()
+    if session.config.world_size != config.world_size:
+        set_world(config)
+    elif old_size and session.staged_size == config.world_size:
+        commit(old_size)
+    session.staged, session.staged_size, session.resized_from = {}, 0, 0
 
 
 def _commit_fsdp(models: Mapping[str, Any], staged: Mapping[Key, Any]) -> None:

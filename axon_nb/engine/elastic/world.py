@@ -32,7 +32,8 @@ def set_world(config: JoinConfig) -> None:
     session = current()
     before, session.config = session.config, config
     session.resized_from = 0 if session.resized_from == config.world_size else before.world_size
-    session.staged = session.staged if session.resized_from else {}
+    if not session.resized_from:
+        session.staged, session.staged_size = {}, 0
     default: Any = c10d._get_default_group()
     default.resize(config.rank, config.world_size)
     c10d._world.pg_group_ranks[default] = {rank: rank for rank in range(config.world_size)}

@@ -93,6 +93,8 @@ def control_handlers(
             epoch=groups.epoch,
             aborted=groups.abort.is_set(),
             rebuilding=groups.rebuilding,
+            resized_from=session.resized_from,
+            staged_size=session.staged_size,
         )
 
     return {

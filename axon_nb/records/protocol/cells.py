@@ -247,6 +247,10 @@ class CellsReply:
     """Whether an abort is in effect."""
     rebuilding: bool
     """Whether a rebuild is in progress."""
+    resized_from: int = 0
+    """Number of ranks before a resize that is not complete; 0: there is none."""
+    staged_size: int = 0
+    """Number of ranks for which shards are staged; 0: none are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ __all__ = [
     "Join",
     "JoinConfig",
     "SetWorld",
+    "SettleResize",
     "StageStates",
 ]
 
@@ -125,6 +126,16 @@ class CommitResize(RankCall[Committed]):
 
     target = "axon_nb.engine.elastic.states:commit"
     old_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SettleResize(RankCall[None]):
+    """End a resize that lost its notebook in the world that the host agent knows; does not communicate."""
+
+    target = "axon_nb.engine.elastic.states:settle"
+    config: JoinConfig
+    old_size: int
+    """Number of ranks before; 0: this is the old world."""
 
 
 @dataclass(frozen=True, slots=True)
