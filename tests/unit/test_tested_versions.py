@@ -20,12 +20,10 @@ from axon_nb.records.compatibility import TESTED, are_tested, install_command
         ({"torch": "unknown"}, False),
     ],
 )
-def test_versions_from_the_lowest_to_below_the_first_unknown_one_are_tested(
-    versions: dict[str, str], tested: bool
-) -> None:
+def test_tested_version_range_is_half_open(versions: dict[str, str], tested: bool) -> None:
     assert are_tested(versions) is tested
 
 
-def test_the_command_installs_what_was_tested() -> None:
+def test_fix_command_installs_tested_versions() -> None:
     lowest, above = TESTED["torch"]
     assert install_command("torch") == f'pip install "torch>={lowest},<{above}"'

@@ -26,11 +26,11 @@ from axon_nb.torch_api.torch_2_14 import Torch214
         ("3.0.0", TorchApi),
     ],
 )
-def test_each_version_gets_its_adapter_and_a_newer_one_the_newest(version: str, expected: type[TorchApi]) -> None:
+def test_version_selects_its_adapter_and_newer_ones_the_newest(version: str, expected: type[TorchApi]) -> None:
     assert adapter_for(version) is expected
 
 
-def test_the_adapter_names_methods_that_this_torch_has() -> None:
+def test_adapter_methods_exist_in_this_torch() -> None:
     api = torch_api()
     assert type(api) is adapter_for(torch.__version__)
     assert callable(getattr(dist.ProcessGroup, api.gather_method))

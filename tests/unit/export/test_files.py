@@ -38,7 +38,7 @@ def notebook(path: Path, *cells: tuple[int | None, str], error: list[str] | None
     return path
 
 
-def test_notebook_files_are_read_in_the_order_of_prompts(tmp_path: Path) -> None:
+def test_notebook_cells_are_read_in_prompt_order(tmp_path: Path) -> None:
     source = notebook(
         tmp_path / "n.ipynb",
         (4, "%%distributed --ranks 1\nprint(step, 'second')"),

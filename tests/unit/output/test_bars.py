@@ -9,7 +9,7 @@ import pytest
 from tests.support.cell_output import Bench
 
 
-def test_an_unfinished_line_is_held_then_shown_live_and_in_the_end_an_ordinary_line() -> None:
+def test_unfinished_line_is_held_then_live_then_final() -> None:
     bench = Bench([0])
     bench.print(0, "loading")
     bench.pass_time(0.14)
@@ -26,7 +26,7 @@ def test_an_unfinished_line_is_held_then_shown_live_and_in_the_end_an_ordinary_l
     assert bench.lines() == ["[rank 0] loading ... done", "[rank 0] next"]
 
 
-def test_a_line_in_pieces_that_come_quickly_is_never_shown_unfinished() -> None:
+def test_quickly_completed_line_is_never_shown_unfinished() -> None:
     bench = Bench([0])
     for piece in ("a", "b", "c\n"):
         bench.print(0, piece)
@@ -35,7 +35,7 @@ def test_a_line_in_pieces_that_come_quickly_is_never_shown_unfinished() -> None:
     assert bench.sink.records == [("stdout", "[rank 0] abc\n")]
 
 
-def test_dots_that_keep_coming_are_shown_although_the_line_never_rests() -> None:
+def test_growing_line_is_shown_before_it_ends() -> None:
     bench = Bench([0])
     for _ in range(10):
         bench.print(0, ".")
@@ -43,7 +43,7 @@ def test_dots_that_keep_coming_are_shown_although_the_line_never_rests() -> None
     assert bench.live()[0].startswith("[rank 0] ..")
 
 
-def test_a_line_without_newline_is_an_ordinary_line_at_the_end() -> None:
+def test_line_without_newline_is_final_at_the_end() -> None:
     bench = Bench([0, 1])
     for rank in (0, 1):
         bench.print(rank, "no newline")
@@ -51,7 +51,7 @@ def test_a_line_without_newline_is_an_ordinary_line_at_the_end() -> None:
     assert bench.live() == []
 
 
-def test_unfinished_lines_of_ranks_come_in_order_with_what_follows() -> None:
+def test_unfinished_lines_keep_order_with_later_output() -> None:
     bench = Bench([0])
     for step in range(3):
         bench.print(0, f"step {step} ...")
@@ -62,7 +62,7 @@ def test_unfinished_lines_of_ranks_come_in_order_with_what_follows() -> None:
     assert bench.end() == [f"[rank 0] step {step} ... ok" for step in range(3)]
 
 
-def test_progress_bars_stay_in_place_one_line_a_rank() -> None:
+def test_progress_bars_update_in_place_one_line_per_rank() -> None:
     bench = Bench([0, 1])
     for step in range(50):
         for rank in (0, 1):
@@ -78,7 +78,7 @@ def test_progress_bars_stay_in_place_one_line_a_rank() -> None:
     assert len([1 for kind, payload in bench.sink.records if not payload[2]]) == 1
 
 
-def test_a_bar_is_updated_at_most_ten_times_a_second() -> None:
+def test_bar_updates_at_most_ten_times_per_second() -> None:
     bench = Bench([0])
     for step in range(500):
         bench.print(0, f"\r{step}/500", "stderr")
@@ -97,7 +97,7 @@ def test_equal_bars_are_merged() -> None:
     assert bench.screen() == ["[ranks 0-3] step 2"]
 
 
-def test_a_bar_that_never_ends_its_line_keeps_its_last_state() -> None:
+def test_bar_without_newline_keeps_its_last_state() -> None:
     bench = Bench([0])
     bench.print(0, "\r1/3", "stderr")
     bench.print(0, "\r2/3", "stderr")
@@ -105,7 +105,7 @@ def test_a_bar_that_never_ends_its_line_keeps_its_last_state() -> None:
     assert bench.lines("stderr") == []
 
 
-def test_a_bar_and_text_of_the_same_moment_keep_their_order() -> None:
+def test_bar_and_simultaneous_text_keep_their_order() -> None:
     bench = Bench([0])
     bench.print(0, "before\n")
     bench.print(0, "\r1/2\r2/2\n", "stderr")
@@ -113,7 +113,7 @@ def test_a_bar_and_text_of_the_same_moment_keep_their_order() -> None:
     assert bench.end() == ["[rank 0] before", "[rank 0] 2/2", "[rank 0] after"]
 
 
-def test_a_running_bar_stands_where_it_began() -> None:
+def test_running_bar_stays_in_place() -> None:
     bench = Bench([0])
     bench.print(0, "before\n")
     bench.print(0, "\r1/2\r2/2", "stderr")
@@ -122,7 +122,7 @@ def test_a_running_bar_stands_where_it_began() -> None:
     assert bench.screen() == ["[rank 0] before", "[rank 0] 2/2", "[rank 0] after"]
 
 
-def test_a_bar_stands_below_a_line_that_waited_for_other_ranks() -> None:
+def test_bar_follows_a_line_delayed_for_other_ranks() -> None:
     bench = Bench([0, 1])
     bench.print(0, "before\n")
     for rank in (0, 1):
@@ -131,7 +131,7 @@ def test_a_bar_stands_below_a_line_that_waited_for_other_ranks() -> None:
     assert bench.screen() == ["[rank 0] before", "[ranks 0-1] 2/2"]
 
 
-def test_bars_and_lines_in_turn_read_in_order() -> None:
+def test_alternating_bars_and_lines_keep_their_order() -> None:
     bench = Bench([0, 1])
     for epoch in range(3):
         for step in range(4):
@@ -148,7 +148,7 @@ def test_bars_and_lines_in_turn_read_in_order() -> None:
     ]
 
 
-def test_a_thousand_bars_make_few_displays_and_none_is_lost() -> None:
+def test_1000_bars_use_few_displays_and_none_is_lost() -> None:
     bench = Bench([0])
     for epoch in range(1000):
         bench.print(0, f"\repoch {epoch}: 1/2\repoch {epoch}: 2/2\n", "stderr")
@@ -162,7 +162,7 @@ def test_a_thousand_bars_make_few_displays_and_none_is_lost() -> None:
     assert len([1 for kind, payload in bench.sink.records if kind == "display" and not payload[2]]) <= 110
 
 
-def test_a_bar_without_newline_is_not_glued_to_the_next_line() -> None:
+def test_bar_without_newline_is_separated_from_the_next_line() -> None:
     bench = Bench([0])
     bench.print(0, "\r1/2", "stderr")
     bench.print(0, "\r2/2", "stderr")
@@ -170,7 +170,7 @@ def test_a_bar_without_newline_is_not_glued_to_the_next_line() -> None:
     assert bench.end() == ["[rank 0] 2/2", "[rank 0] a warning"]
 
 
-def test_what_a_bar_adds_to_itself_stays_with_it() -> None:
+def test_appended_bar_text_stays_with_the_bar() -> None:
     bench = Bench([0])
     bench.print(0, "\r1/2", "stderr")
     bench.print(0, "\r2/2 [====]", "stderr")
@@ -190,7 +190,7 @@ def test_erased_bars_and_the_line_that_replaces_them() -> None:
     assert bench.lines() == ["[rank 0] all done"]
 
 
-def test_spinners_that_go_back() -> None:
+def test_spinners_with_backspaces() -> None:
     bench = Bench([0])
     bench.print(0, "working -")
     for frame in "\\|/-\\":
@@ -201,7 +201,7 @@ def test_spinners_that_go_back() -> None:
     assert bench.end() == ["[rank 0] working done"]
 
 
-def test_empty_lines_are_lines() -> None:
+def test_empty_lines_are_kept() -> None:
     bench = Bench([0])
     for text in ("a\n\n\n", "b\n", "\n", "c", "\n\n", "\n"):
         bench.print(0, text)
@@ -218,7 +218,7 @@ def test_empty_lines_are_lines() -> None:
     ]
 
 
-def test_where_nothing_can_be_changed_bars_come_as_lines_when_they_are_finished() -> None:
+def test_finished_bars_are_lines_without_display_updates() -> None:
     bench = Bench([0, 1], in_place=False)
     for step in range(5):
         for rank in (0, 1):

@@ -11,7 +11,7 @@ from axon_nb.cluster.output import CellOutput, RecordingSink
 from tests.support.cell_output import Bench
 
 
-def test_the_first_line_is_due_at_once_and_later_ones_are_coalesced() -> None:
+def test_first_line_is_due_at_once_and_later_ones_are_coalesced() -> None:
     bench = Bench([0])
     assert bench.print(0, "a\n") is True
     assert bench.output.next_due() == pytest.approx(bench.now + 0.012)
@@ -23,7 +23,7 @@ def test_the_first_line_is_due_at_once_and_later_ones_are_coalesced() -> None:
     assert 10 <= len(bench.sink.records) <= 17
 
 
-def test_a_flush_that_is_no_sooner_is_not_announced() -> None:
+def test_later_flush_is_not_announced() -> None:
     bench = Bench([0, 1])
     assert bench.print(0, "a\n") is True
     assert bench.print(1, "a\n") is False
@@ -42,7 +42,7 @@ def test_nothing_is_due_when_nothing_is_pending() -> None:
     assert bench.output.next_due() is None, "a bar that stands still keeps nobody awake"
 
 
-def test_lines_of_all_ranks_come_once_even_when_they_come_apart() -> None:
+def test_equal_lines_of_all_ranks_merge_despite_delays() -> None:
     bench = Bench()
     for rank in (2, 0, 3, 1):
         bench.print(rank, "same\n")
@@ -50,7 +50,7 @@ def test_lines_of_all_ranks_come_once_even_when_they_come_apart() -> None:
     assert bench.end() == ["[ranks 0-3] same"]
 
 
-def test_a_line_waits_one_window_for_the_other_ranks_and_no_longer() -> None:
+def test_line_waits_one_window_for_the_other_ranks() -> None:
     bench = Bench()
     bench.print(1, "alone\n")
     bench.pass_time(0.05)
@@ -59,7 +59,7 @@ def test_a_line_waits_one_window_for_the_other_ranks_and_no_longer() -> None:
     assert bench.sink.text() == "[rank 1] alone\n"
 
 
-def test_a_line_that_waits_is_not_held_up_by_a_rank_that_prints_on_and_on() -> None:
+def test_busy_printing_rank_does_not_delay_waiting_lines() -> None:
     bench = Bench([0, 1, 2])
     bench.print(2, "waits\n")
     for step in range(10):
@@ -68,7 +68,7 @@ def test_a_line_that_waits_is_not_held_up_by_a_rank_that_prints_on_and_on() -> N
     assert "[rank 2] waits\n" in bench.sink.text()
 
 
-def test_a_line_that_is_due_meets_its_equal_behind_newer_lines() -> None:
+def test_due_line_merges_with_its_equal_behind_newer_lines() -> None:
     bench = Bench([0, 1, 2])
     bench.print(1, "same\n")
     bench.pass_time(0.05)
@@ -77,7 +77,7 @@ def test_a_line_that_is_due_meets_its_equal_behind_newer_lines() -> None:
     assert bench.sink.text() == "[rank 0] before\n[ranks 0-1] same\n"
 
 
-def test_different_lines_of_all_ranks_come_after_one_window() -> None:
+def test_different_lines_of_all_ranks_are_shown_after_one_window() -> None:
     bench = Bench()
     for rank in range(4):
         bench.print(rank, f"rank {rank}\n")
@@ -85,7 +85,7 @@ def test_different_lines_of_all_ranks_come_after_one_window() -> None:
     assert bench.lines() == [f"[rank {rank}] rank {rank}" for rank in range(4)]
 
 
-def test_a_rank_that_is_done_is_not_waited_for() -> None:
+def test_finished_rank_is_not_waited_for() -> None:
     bench = Bench()
     for rank in (0, 1, 2):
         bench.print(rank, "same\n")
@@ -94,7 +94,7 @@ def test_a_rank_that_is_done_is_not_waited_for() -> None:
     assert bench.lines() == ["[ranks 0-2] same"]
 
 
-def test_when_all_ranks_are_done_nothing_waits() -> None:
+def test_no_line_waits_once_all_ranks_finished() -> None:
     bench = Bench([0, 1])
     for rank in (0, 1):
         bench.print(rank, "first\n")
@@ -108,7 +108,7 @@ def test_when_all_ranks_are_done_nothing_waits() -> None:
     assert bench.lines() == ["[ranks 0-1] first", "[ranks 0-1] last, without newline"]
 
 
-def test_an_extra_line_of_one_rank_does_not_break_the_merging() -> None:
+def test_extra_line_of_one_rank_does_not_break_merging() -> None:
     bench = Bench()
     bench.print(2, "extra\n")
     for rank in range(4):
@@ -116,7 +116,7 @@ def test_an_extra_line_of_one_rank_does_not_break_the_merging() -> None:
     assert bench.end() == ["[rank 2] extra", "[ranks 0-3] one", "[ranks 0-3] two"]
 
 
-def test_lines_that_ranks_print_in_another_order_keep_the_order_of_each() -> None:
+def test_reordered_lines_keep_the_order_per_rank() -> None:
     bench = Bench([0, 1])
     bench.print(0, "a\nb\n")
     bench.print(1, "b\na\n")
@@ -158,7 +158,7 @@ def test_stderr_stays_stderr_in_order_with_stdout() -> None:
     ]
 
 
-def test_streams_that_alternate_a_thousand_times_come_in_few_pieces() -> None:
+def test_1000_stream_switches_give_few_messages() -> None:
     bench = Bench([0])
     for i in range(1000):
         bench.print(0, f"out {i}\n")
@@ -189,13 +189,13 @@ def test_colours_end_with_their_line() -> None:
         ("\x1b[2J\x1b[Hcleared\n", ["cleared"]),
     ],
 )
-def test_odd_text_breaks_nothing(text: str, lines: list[str]) -> None:
+def test_malformed_text_is_accepted(text: str, lines: list[str]) -> None:
     bench = Bench([0])
     bench.print(0, text)
     assert bench.end() == [f"[rank 0] {line}" for line in lines]
 
 
-def test_messages_that_are_not_output_are_left_alone() -> None:
+def test_other_messages_are_ignored() -> None:
     bench = Bench([0])
     assert bench.output.feed(0, "error", {"ename": "E", "evalue": "", "traceback": []}, {}) is False
     assert bench.output.feed(0, "status", {"execution_state": "idle"}, {}) is False
@@ -218,7 +218,7 @@ def test_quiet_shows_nothing_and_keeps_the_text() -> None:
     assert bench.output.drained
 
 
-def test_text_of_a_rank_is_there_when_it_is_shown_too() -> None:
+def test_text_per_rank_is_kept_when_shown() -> None:
     bench = Bench([0, 1])
     bench.print(0, "zero\n")
     bench.print(1, "one\nand a half")
@@ -247,7 +247,7 @@ def test_feeding_from_another_thread_loses_nothing() -> None:
         assert own == [f"[rank {rank}] {rank}: {i}" for i in range(500)]
 
 
-def test_a_small_cell_costs_next_to_nothing() -> None:
+def test_small_cell_has_little_overhead() -> None:
     def one_cell() -> float:
         began = time.process_time()
         output = CellOutput(range(4), RecordingSink())

@@ -24,14 +24,14 @@ def test_identical_results_and_displays_are_shown_once() -> None:
     assert bench.sink.records == [("stdout", "[ranks 0-1] 42\n[ranks 0-1]\n"), ("display", (HTML, None, False))]
 
 
-def test_a_result_of_several_lines_stands_under_one_label() -> None:
+def test_multiline_result_has_one_label() -> None:
     bench = Bench()
     for rank in range(4):
         bench.show(rank, {"text/plain": "tensor([[1, 2],\n        [3, 4]])"}, "execute_result")
     assert bench.end() == ["[ranks 0-3] tensor([[1, 2],", "                    [3, 4]])"]
 
 
-def test_results_that_share_lines_are_not_mixed() -> None:
+def test_results_with_common_lines_are_not_merged() -> None:
     bench = Bench([0, 1])
     for rank in (0, 1):
         bench.show(rank, {"text/plain": f"Net(\n  {rank}\n)"}, "execute_result")
@@ -42,13 +42,13 @@ def _lines(rank: int) -> list[tuple[int, str]]:
     return [(0, "Net("), (1, f"  {rank}"), (2, ")")]
 
 
-def test_a_result_with_colours_and_returns() -> None:
+def test_result_with_colours_and_carriage_returns() -> None:
     bench = Bench([0])
     bench.show(0, {"text/plain": "\x1b[31ma\r\nb\x1b[2K"}, "execute_result")
     assert bench.end() == ["[rank 0] \x1b[31ma", "         b\x1b[0m"]
 
 
-def test_a_result_of_a_hundred_thousand_lines_is_bounded_like_printed_text() -> None:
+def test_result_of_100_000_lines_is_truncated() -> None:
     bench = Bench([0], limit_bytes=50_000)
     bench.show(0, {"text/plain": "\n".join(f"row {i}" for i in range(100_000))}, "execute_result")
     bench.output.flush(final=True)
@@ -58,7 +58,7 @@ def test_a_result_of_a_hundred_thousand_lines_is_bounded_like_printed_text() -> 
     assert "not shown" in bench.sink.text("stderr")
 
 
-def test_different_displays_are_labelled_each_in_order_with_the_text() -> None:
+def test_different_displays_are_labelled_in_order_with_text() -> None:
     bench = Bench([0, 1])
     for rank in (0, 1):
         bench.print(rank, f"before {rank}\n")
@@ -71,7 +71,7 @@ def test_different_displays_are_labelled_each_in_order_with_the_text() -> None:
         assert lines[lines.index(f"shown {rank}") - 1] == f"[rank {rank}]"
 
 
-def test_some_ranks_may_show_the_same() -> None:
+def test_equal_displays_of_some_ranks_are_merged() -> None:
     bench = Bench([0, 1, 2])
     for rank in (0, 2):
         bench.show(rank, dict(HTML))
@@ -81,7 +81,7 @@ def test_some_ranks_may_show_the_same() -> None:
     assert set(bench.lines()) == {"[ranks 0,2]", "[rank 1]"}
 
 
-def test_updates_reach_the_display_of_their_own_rank() -> None:
+def test_updates_reach_the_display_of_their_rank() -> None:
     bench = Bench([0, 1])
     for rank in (0, 1):
         bench.show(rank, {"text/html": "<i>1</i>"}, display_id="plot")
@@ -92,7 +92,7 @@ def test_updates_reach_the_display_of_their_own_rank() -> None:
     assert shown[-1] == ({"text/html": "<i>2</i>"}, shown[1][1], True)
 
 
-def test_an_update_in_a_later_cell_reaches_the_display() -> None:
+def test_update_in_a_later_cell_reaches_the_display() -> None:
     first, second = Bench([0]), Bench([0])
     first.show(0, dict(HTML), display_id="plot")
     first.end()
@@ -101,7 +101,7 @@ def test_an_update_in_a_later_cell_reaches_the_display() -> None:
     assert displays(second) == [({"text/html": "new"}, displays(first)[0][1], True)]
 
 
-def test_of_many_updates_the_last_counts() -> None:
+def test_last_of_many_updates_is_shown() -> None:
     bench = Bench([0])
     bench.show(0, dict(HTML), display_id="plot")
     for step in range(5000):
@@ -113,14 +113,14 @@ def test_of_many_updates_the_last_counts() -> None:
     assert len(shown) < 100
 
 
-def test_a_display_with_an_id_is_not_merged_but_text_with_an_id_is_a_display_too() -> None:
+def test_display_with_id_is_not_merged() -> None:
     bench = Bench([0, 1])
     for rank in (0, 1):
         bench.show(rank, {"text/plain": "status"}, display_id="s")
     assert bench.end() == ["[rank 0]", "status", "[rank 1]", "status"]
 
 
-def test_ten_thousand_displays_do_not_drown_the_notebook() -> None:
+def test_10_000_displays_are_bounded() -> None:
     bench = Bench([0])
     for i in range(10_000):
         bench.show(0, {"text/html": f"<b>{i}</b>"})
@@ -140,7 +140,7 @@ def test_clear_output(wait: bool) -> None:
     assert bench.end() == ["[rank 0] step 4"]
 
 
-def test_clears_of_one_flush_are_one() -> None:
+def test_clears_of_one_flush_are_merged() -> None:
     bench = Bench()
     for rank in range(4):
         bench.print(rank, f"before the steps of {rank}\n")
@@ -154,7 +154,7 @@ def test_clears_of_one_flush_are_one() -> None:
     assert [kind for kind, _ in bench.sink.records].count("clear") == 1
 
 
-def test_a_clear_that_waits_leaves_what_is_there_until_output_follows() -> None:
+def test_deferred_clear_waits_for_the_next_output() -> None:
     bench = Bench([0])
     bench.print(0, "old\n")
     bench.clear(0, wait=True)
@@ -167,7 +167,7 @@ def test_a_clear_that_waits_leaves_what_is_there_until_output_follows() -> None:
     assert bench.end() == ["[rank 0] new"]
 
 
-def test_a_clear_leaves_the_other_ranks_lines_of_that_moment() -> None:
+def test_clear_keeps_simultaneous_lines_of_other_ranks() -> None:
     bench = Bench([0, 1])
     bench.print(0, "zero\n")
     bench.print(1, "one\n")
@@ -175,7 +175,7 @@ def test_a_clear_leaves_the_other_ranks_lines_of_that_moment() -> None:
     assert bench.end() == ["[rank 1] one"]
 
 
-def test_a_clear_leaves_what_other_ranks_have_shown_before() -> None:
+def test_clear_keeps_earlier_output_of_other_ranks() -> None:
     bench = Bench([0, 1])
     bench.print(1, "one\n")
     bench.show(1, {"image/png": "one's figure"}, display_id="a")
@@ -195,7 +195,7 @@ def test_a_clear_leaves_what_other_ranks_have_shown_before() -> None:
     assert [payload[0] for kind, payload in after if kind == "display"] == [{"image/png": "one's new figure"}]
 
 
-def test_figures_that_ranks_redraw_keep_their_places() -> None:
+def test_redrawn_figures_keep_their_places() -> None:
     bench = Bench([0, 1])
     for step in range(3):
         for rank in (1, 0):
@@ -205,7 +205,7 @@ def test_figures_that_ranks_redraw_keep_their_places() -> None:
     assert bench.end() == ["[rank 1] 1 at 2", "[rank 0] 0 at 2"]
 
 
-def test_a_clear_keeps_only_the_end_of_much_output() -> None:
+def test_clear_keeps_only_the_end_of_long_output() -> None:
     bench = Bench([0, 1], limit_bytes=8 << 20)
     for i in range(300):
         bench.print(1, f"line {i} " + "x" * 10_000 + "\n")
@@ -222,13 +222,13 @@ def test_a_clear_keeps_only_the_end_of_much_output() -> None:
     assert sum(map(len, lines)) < 3 << 20
 
 
-def test_a_widget_is_shown_as_text() -> None:
+def test_widget_is_shown_as_text() -> None:
     bench = Bench([0])
     bench.show(0, {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "IntSlider(value=0)"})
     assert bench.end() == ["[rank 0] IntSlider(value=0) (a widget of a rank: its text)"]
 
 
-def test_a_clear_takes_the_ranks_bar_and_unfinished_line_along() -> None:
+def test_clear_removes_the_ranks_bar_and_unfinished_line() -> None:
     bench = Bench([0, 1])
     for rank in (0, 1):
         bench.print(rank, f"\r1/9 of {rank}\r2/9 of {rank}", "stderr")
@@ -241,7 +241,7 @@ def test_a_clear_takes_the_ranks_bar_and_unfinished_line_along() -> None:
     assert sorted(bench.end()) == ["[rank 0] new", "[rank 1] 2/9 of 1"]
 
 
-def test_a_display_that_is_renewed_all_day_does_not_meet_the_limit() -> None:
+def test_updated_display_does_not_count_toward_the_limit() -> None:
     bench = Bench([0], limit_bytes=20_000)
     for step in range(200):
         bench.clear(0, wait=True)
@@ -251,7 +251,7 @@ def test_a_display_that_is_renewed_all_day_does_not_meet_the_limit() -> None:
     assert line.startswith("[rank 0] step 199 ")
 
 
-def test_updates_for_ids_that_nobody_gave_and_empty_ones_break_nothing() -> None:
+def test_updates_with_unknown_or_empty_ids_are_ignored() -> None:
     bench = Bench([0])
     bench.show(0, {"text/plain": "x"}, "update_display_data")
     bench.show(0, {}, "update_display_data", display_id="a")

@@ -98,7 +98,7 @@ def test_lines_results_and_displays(notebook: Kernel) -> None:
     assert kinds(reply) == ["stream", "stream", "stream", "display_data"]
 
 
-def test_a_bar_is_one_display_between_the_lines(notebook: Kernel) -> None:
+def test_bar_is_one_display_between_lines(notebook: Kernel) -> None:
     reply = notebook.ok(BARS)
     assert reply.lines() == ["[rank 0] before", "[ranks 0-1] after"]
     assert reply.stderr.splitlines() == ["[ranks 0-1] between"]
@@ -110,7 +110,7 @@ def test_a_bar_is_one_display_between_the_lines(notebook: Kernel) -> None:
     assert 3 <= kinds(reply).count("update_display_data") <= 9
 
 
-def test_updates_find_their_ranks_display(notebook: Kernel) -> None:
+def test_updates_reach_their_ranks_display(notebook: Kernel) -> None:
     reply = notebook.ok(UPDATES)
     assert [display["text/html"] for display in reply.displays] == ["second 0", "second 1"]
 

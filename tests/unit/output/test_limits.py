@@ -28,7 +28,7 @@ def counted(text: str) -> int:
 
 
 @pytest.mark.parametrize("flushes", [True, False])
-def test_ten_megabytes_of_four_ranks(flushes: bool) -> None:
+def test_ten_megabytes_from_four_ranks_are_bounded(flushes: bool) -> None:
     line = "line {} of rank {} " + "x" * 60
     per_rank = 2_500_000 // len(line.format(10_000, 0))
     chunks = [
@@ -54,7 +54,7 @@ def test_ten_megabytes_of_four_ranks(flushes: bool) -> None:
     assert counted(shown) + len(re.findall("line [0-9]+ of rank", shown)) == 4 * per_rank
 
 
-def test_short_lines_do_not_take_more_memory_than_long_ones() -> None:
+def test_short_lines_use_no_more_memory_than_long_ones() -> None:
     bench = Bench()
     text = "x\n" * 60_000
     tracemalloc.start()
@@ -90,7 +90,7 @@ def test_equal_notes_and_last_lines_are_merged() -> None:
     assert counted(note) == 4 * (1000 - len([line for line in lines if " line " in line]))
 
 
-def test_what_ranks_left_out_themselves_is_counted_and_their_last_lines_end_the_cell() -> None:
+def test_omissions_by_ranks_are_counted_and_last_lines_shown() -> None:
     bench = Bench([0])
     bench.print(0, "unfinished")
     bench.print(0, "second last\nlast\n", omitted=Omitted(7, 900_000))
@@ -105,7 +105,7 @@ def test_what_ranks_left_out_themselves_is_counted_and_their_last_lines_end_the_
     assert bench.output.text(0) == "unfinished… 7 lines (0.9 MB) omitted by the rank …\nsecond last\nlast\nafter\n"
 
 
-def test_the_counts_of_the_rank_and_of_the_notebook_are_added() -> None:
+def test_rank_and_notebook_omission_counts_are_added() -> None:
     bench = Bench([2], limit_bytes=1000)
     bench.print(2, "x\n" * 1000)
     bench.print(2, "y\n" * 40, omitted=Omitted(1000, 2000))
@@ -114,7 +114,7 @@ def test_the_counts_of_the_rank_and_of_the_notebook_are_added() -> None:
     assert counted("\n".join(lines)) == 2040 - shown
 
 
-def test_the_flood_of_one_rank_leaves_the_last_lines_of_another() -> None:
+def test_flood_of_one_rank_keeps_the_last_lines_of_another() -> None:
     bench = Bench([0, 1], limit_bytes=10_000)
     for _ in range(100):
         bench.print(0, "flood\n" * 1000)
@@ -124,7 +124,7 @@ def test_the_flood_of_one_rank_leaves_the_last_lines_of_another() -> None:
     assert "[rank 1] important" in bench.end()
 
 
-def test_no_more_than_the_servers_rate_goes_out_in_any_second() -> None:
+def test_output_stays_within_the_server_rate() -> None:
     bench = Bench([0], limit_bytes=10 * MIB)
     sizes: list[tuple[float, int]] = []
     bench.print(0, ("x" * 99 + "\n") * 20_000)
@@ -140,7 +140,7 @@ def test_no_more_than_the_servers_rate_goes_out_in_any_second() -> None:
     assert last - 100 < 7, "the rate is used"
 
 
-def test_the_end_of_a_cell_sends_no_more_at_once_than_the_server_takes() -> None:
+def test_end_of_a_cell_stays_within_the_server_rate() -> None:
     bench = Bench([0], limit_bytes=10 * MIB)
     bench.print(0, "".join(f"line {i} {'x' * 90}\n" for i in range(50_000)))
     text = "\n".join(bench.end())
@@ -150,14 +150,14 @@ def test_the_end_of_a_cell_sends_no_more_at_once_than_the_server_takes() -> None
     assert counted(text) + len(re.findall("line [0-9]+ x", text)) == 50_000
 
 
-def test_a_script_has_no_server_and_no_rate() -> None:
+def test_script_output_has_no_rate_limit() -> None:
     bench = Bench([0], limit_bytes=10 * MIB, in_place=False)
     bench.print(0, ("x" * 99 + "\n") * 50_000)
     bench.pass_time(0.1)
     assert len(bench.lines()) == 50_000
 
 
-def test_a_very_long_line_is_cut_and_says_so() -> None:
+def test_very_long_line_is_truncated_with_a_note() -> None:
     bench = Bench([0])
     bench.print(0, "y" * 100_000 + "\nnext\n")
     for _ in range(200):
@@ -169,7 +169,7 @@ def test_a_very_long_line_is_cut_and_says_so() -> None:
     assert third == "[rank 0] " + "z" * 65536 + " … 134,464 more characters of this line not shown …"
 
 
-def test_bars_without_end_take_bounded_room() -> None:
+def test_endless_bars_use_bounded_space() -> None:
     bench = Bench([0], limit_bytes=20_000)
     tracemalloc.start()
     for start in range(0, 30_000, 1000):
@@ -186,7 +186,7 @@ def test_bars_without_end_take_bounded_room() -> None:
 @pytest.mark.parametrize(
     "piece", ["1\r2\n", "\x1b[31mred\x1b[K\n", "\x1b[A\n", "\b\n", "\r", "\n", "\r\n", "x\r\x1b[K"]
 )
-def test_no_kind_of_text_is_slow(piece: str) -> None:
+def test_every_kind_of_text_is_processed_fast(piece: str) -> None:
     bench = Bench([0])
     began = time.process_time()
     bench.print(0, piece * 40_000)
@@ -194,13 +194,13 @@ def test_no_kind_of_text_is_slow(piece: str) -> None:
     assert time.process_time() - began < 60
 
 
-def test_the_limit_in_the_note_is_the_cells_own() -> None:
+def test_note_states_the_limit_of_the_cell() -> None:
     bench = Bench([0], limit_bytes=8 * MIB, in_place=False)
     bench.print(0, ("x" * 99 + "\n") * 100_000)
     assert "the limit is 8 MiB per cell; run `%distributed config output_limit=32MiB`" in "\n".join(bench.end())
 
 
-def test_rate_is_of_any_second() -> None:
+def test_rate_applies_to_any_one_second_window() -> None:
     rate = Rate(100)
     sent = []
     for i in range(1000):
@@ -217,7 +217,7 @@ def test_rate_is_of_any_second() -> None:
     assert not rate.allows(1, 0.5)
 
 
-def test_a_transcript_keeps_both_ends() -> None:
+def test_transcript_keeps_both_ends() -> None:
     transcript = Transcript(1000)
     for i in range(1000):
         transcript.add(f"line {i}\n")
@@ -230,7 +230,7 @@ def test_a_transcript_keeps_both_ends() -> None:
     assert int(omitted.replace(",", "")) == whole - (len(text) - len(f"\n… {omitted} characters omitted …\n"))
 
 
-def test_a_transcript_under_its_limit_is_exact() -> None:
+def test_transcript_under_its_limit_is_exact() -> None:
     transcript = Transcript(5000)
     pieces = [str(i) * (i % 7) for i in range(200)]
     for piece in pieces:
@@ -238,14 +238,14 @@ def test_a_transcript_under_its_limit_is_exact() -> None:
     assert transcript.text() == "".join(pieces)
 
 
-def test_a_flooded_transcript_of_one_piece() -> None:
+def test_flooded_transcript_of_one_chunk() -> None:
     transcript = Transcript(1000)
     transcript.add("a" * 10_000 + "end")
     assert transcript.text().endswith("aend")
     assert len(transcript.text()) < 1100
 
 
-def test_note_comes_before_the_last_lines_and_they_are_the_last() -> None:
+def test_omission_note_precedes_the_last_lines() -> None:
     bench = Bench([0], limit_bytes=1000)
     bench.print(0, "".join(f"line {i}\n" for i in range(500)))
     bench.pass_time(1)

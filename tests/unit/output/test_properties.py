@@ -34,7 +34,7 @@ def shown_by_rank(lines: list[str], num_ranks: int = 4) -> dict[int, list[str]]:
 @pytest.mark.parametrize("in_place", [True, False])
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.one_of(TEXT, LINES), PAUSES), max_size=40), st.sets(st.integers(0, 3)))
-def test_each_ranks_lines_come_out_whole_and_in_order(
+def test_lines_of_each_rank_are_whole_and_in_order(
     in_place: bool, chunks: list[tuple[int, str, float]], done: set[int]
 ) -> None:
     bench = Bench(in_place=in_place)
@@ -56,7 +56,7 @@ def test_each_ranks_lines_come_out_whole_and_in_order(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), LINES, PAUSES), max_size=40))
-def test_what_all_ranks_print_within_one_flush_comes_once(chunks: list[tuple[int, str, float]]) -> None:
+def test_equal_output_within_one_flush_is_shown_once(chunks: list[tuple[int, str, float]]) -> None:
     together = "".join(text for _, text, _ in chunks)
     bench = Bench()
     for rank in range(4):
@@ -77,7 +77,7 @@ def test_what_all_ranks_print_within_one_flush_comes_once(chunks: list[tuple[int
     ),
     st.sampled_from([300, 1 << 20]),
 )
-def test_nothing_breaks_it(chunks: list[tuple[int, str, str, float]], limit: int) -> None:
+def test_arbitrary_messages_are_accepted(chunks: list[tuple[int, str, str, float]], limit: int) -> None:
     bench = Bench(range(3), limit_bytes=limit)
     for rank, kind, text, pause in chunks:
         if kind in ("stdout", "stderr"):
@@ -107,7 +107,7 @@ def test_nothing_breaks_it(chunks: list[tuple[int, str, str, float]], limit: int
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans(), PAUSES), max_size=8))
-def test_finished_bars_are_shown_once_each(bars: list[tuple[int, bool, float]]) -> None:
+def test_each_finished_bar_is_shown_once(bars: list[tuple[int, bool, float]]) -> None:
     bench = Bench([0])
     expected = []
     for number, (count, pieces, pause) in enumerate(bars):

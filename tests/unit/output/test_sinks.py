@@ -30,7 +30,7 @@ assert not unwanted, unwanted
 
 
 @pytest.mark.parametrize(("encoding", "snow"), [("utf-8", "snow\u2603"), ("ascii", "snow\\u2603")])
-def test_a_plain_script_prints(encoding: str, snow: str) -> None:
+def test_plain_script_prints(encoding: str, snow: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-X", "utf8=0", "-c", SCRIPT],
         env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": encoding, "PATH": ""},
@@ -48,7 +48,7 @@ def test_a_plain_script_prints(encoding: str, snow: str) -> None:
     ]
 
 
-def test_output_goes_where_the_streams_go_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_follows_redirected_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     output = CellOutput([0], NotebookSink())
     output.feed(0, "stream", {"name": "stdout", "text": "caught\n"}, {})
     with monkeypatch.context() as patch:

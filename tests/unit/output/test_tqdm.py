@@ -129,7 +129,7 @@ def test_real_tqdm_of_four_ranks(spread: bool, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.004, 0.013, 0.03])
-def test_ranks_that_straggle_end_their_bars_in_rank_order_above_what_follows(offset: float) -> None:
+def test_straggling_bars_end_in_rank_order(offset: float) -> None:
     bench = Bench([0, 1, 2])
     for epoch in range(3):
         for step in range(8):
@@ -219,7 +219,7 @@ def epochs(terminal: Terminal, *, nested: bool, leave: bool, position: int) -> I
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_the_timing_nothing_is_lost_or_shown_twice(seed: int) -> None:
+def test_no_output_is_lost_or_duplicated_at_any_timing(seed: int) -> None:
     chance = random.Random(seed)
     num_ranks, nested, spread = chance.randint(1, 4), chance.random() < 0.5, chance.random() < 0.5
     bench = Bench(range(num_ranks))

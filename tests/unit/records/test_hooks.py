@@ -53,11 +53,11 @@ def test_names_are_found_on_classes_and_in_their_methods(missing: Any) -> None:
     ]
 
 
-def test_classes_in_c_have_what_they_show(missing: Any) -> None:
+def test_hooks_are_found_on_c_classes(missing: Any) -> None:
     assert missing("builtins:dict.items", "builtins:dict._hidden") == ["builtins.dict._hidden"]
 
 
-def test_parameters_are_looked_for(missing: Any) -> None:
+def test_hook_parameters_are_checked(missing: Any) -> None:
     assert missing("sample:Thing.make(size=)", "sample:Thing.make(length=)", "sample:Thing.gone(size=)") == [
         "sample.Thing.make(length=)",
         "sample.Thing.gone(size=)",
@@ -65,7 +65,7 @@ def test_parameters_are_looked_for(missing: Any) -> None:
     assert missing("math:hypot(x=)") == [], "C code need not say"
 
 
-def test_a_live_object_stands_for_itself_and_its_class_otherwise(missing: Any) -> None:
+def test_live_object_is_checked_instead_of_its_class(missing: Any) -> None:
     objects = {"thing": "sample:Thing", "thing.part": "sample:Thing", "module": "sample:"}
     needs = ("thing._hidden", "thing.part.kind", "module.Thing")
     assert missing(*needs, objects=objects) == []
@@ -73,7 +73,7 @@ def test_a_live_object_stands_for_itself_and_its_class_otherwise(missing: Any) -
     assert missing(*needs, objects=objects, given={"thing": bare}) == ["thing._hidden", "thing.part.kind"]
 
 
-def test_a_check_is_asked_when_all_names_are_there(missing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_runs_only_if_all_names_exist(missing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = sys.modules["sample"]
     module.problems = lambda thing=None: ["something else"] if thing is None else []
     assert missing("sample:Thing", check="sample:problems") == ["something else"]
@@ -94,20 +94,20 @@ def test_a_check_is_asked_when_all_names_are_there(missing: Any, monkeypatch: py
         ("2.13", {"only_if": "sample:Nothing"}, False),
     ],
 )
-def test_a_hook_is_for_some_versions(missing: Any, version: str, fields: dict[str, str], is_used: bool) -> None:
+def test_hook_applies_to_its_versions(missing: Any, version: str, fields: dict[str, str], is_used: bool) -> None:
     module: Any = sys.modules["sample"]
     module.__version__ = version
     assert missing("sample:gone", **fields) == (["sample.gone"] if is_used else [])
 
 
-def test_a_package_that_may_stay_unloaded_is_not_imported(missing: Any) -> None:
+def test_optional_package_is_not_imported(missing: Any) -> None:
     sys.modules.pop("colorsys", None)
     assert missing("colorsys:gone", if_loaded=True) == []
     assert "colorsys" not in sys.modules
     assert missing("sample:gone", if_loaded=True) == ["sample.gone"]
 
 
-def test_an_unknown_group_is_an_error() -> None:
+def test_unknown_group_raises() -> None:
     with pytest.raises(KeyError, match="no_such"):
         missing_hooks("no_such")
 
@@ -120,5 +120,5 @@ def test_an_unknown_group_is_an_error() -> None:
         ("Python", "Use Python 3.13."),
     ],
 )
-def test_a_fix_names_a_tested_version(package: str, fix: str) -> None:
+def test_fix_names_a_tested_version(package: str, fix: str) -> None:
     assert Hook("a.hook", package, (), "nothing").fix == fix

@@ -11,7 +11,7 @@ from axon_nb.errors import UsageError
 from axon_nb.records.memory import WITH_MOMENTUM, HasClassName, LazyFunction, MemorySetup, changed
 
 
-def test_a_page_changes_some_fields() -> None:
+def test_page_input_changes_some_fields() -> None:
     before = MemorySetup(4, "full_shard", 4, batch=2)
     after = changed(before, {"world_size": "16", "strategy": "hybrid_shard", "activation_checkpointing": True})
     assert after == MemorySetup(16, "hybrid_shard", 4, batch=2, activation_checkpointing=True)
@@ -38,7 +38,7 @@ def test_invalid_input_is_one_sentence(given: dict[str, Any], words: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_the_replica_size_must_divide_the_ranks() -> None:
+def test_replica_size_must_divide_the_ranks() -> None:
     with pytest.raises(UsageError, match="hybrid_shard: 3 ranks per replica do not divide 8 ranks; use 4, for example"):
         _ = MemorySetup(8, "hybrid_shard", 3).mesh
     with pytest.raises(UsageError, match="16 ranks per replica exceed the 8 available"):

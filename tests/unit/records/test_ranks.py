@@ -36,18 +36,18 @@ def test_parse(spec: str, ranks: list[int]) -> None:
         ("1.5", 4, "ranks '1.5': '1.5' is not a rank; use a form such as 0,2-3."),
     ],
 )
-def test_an_error_is_one_clear_sentence(spec: str, world_size: int, sentence: str) -> None:
+def test_invalid_ranks_are_reported_in_one_sentence(spec: str, world_size: int, sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse_ranks(spec, world_size)
     assert str(raised.value) == sentence
 
 
 @pytest.mark.parametrize("ranks", [[], "", " "])
-def test_no_ranks_are_refused(ranks: list[int] | str) -> None:
+def test_empty_ranks_are_rejected(ranks: list[int] | str) -> None:
     with pytest.raises(UsageError, match=r"^no rank is named; ranks are 0 to 3\.$"):
         resolve_ranks(ranks, 4)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [([2], "rank 2"), ([2, 2], "rank 2"), ([3, 0, 1], "ranks 0-1,3")])
-def test_names_in_sentences_have_the_right_number(ranks: list[int], name: str) -> None:
+def test_rank_names_agree_in_number(ranks: list[int], name: str) -> None:
     assert name_ranks(ranks) == name

@@ -26,7 +26,7 @@ def tell(*reports: RankWaits) -> str:
     return describe_slow_ranks({report.rank: report for report in reports}, 3.0)
 
 
-def test_the_late_rank_and_its_line_come_first() -> None:
+def test_late_rank_and_its_line_come_first() -> None:
     expected = "Waiting for rank 1 (line 7): ranks 0,2-3 have been in all_reduce at line 4 for 3.2 s"
     assert tell(waiting(0), computing(1), waiting(2), waiting(3)) == expected
 
@@ -44,13 +44,13 @@ def test_late_ranks_in_different_places_have_no_line() -> None:
     assert text == "Waiting for ranks 1-2: ranks 0,3 have been in all_reduce at line 4 for 12 s"
 
 
-def test_ranks_that_wait_for_waiting_ranks_do_not_hide_the_slow_one() -> None:
+def test_transitive_waits_do_not_hide_the_slow_rank() -> None:
     receiver = waiting(3, call="recv", name="recv", sequence=0, peer=0)
     text = tell(waiting(0, ranks=(0, 1)), computing(1), computing(2), receiver)
     assert text == "Waiting for rank 1 (line 7): rank 0 has been in all_reduce at line 4 for 3.2 s"
 
 
-def test_a_send_waits_for_its_receiver() -> None:
+def test_send_waits_for_its_receiver() -> None:
     sender = waiting(0, call="send", name="send", sequence=0, peer=1)
     assert missing_ranks({0: sender, 1: computing(1)}, 0.5) == {0: (1,)}
     receiver = waiting(1, call="recv", name="recv", sequence=0, peer=0)
@@ -60,14 +60,14 @@ def test_a_send_waits_for_its_receiver() -> None:
     assert text == "rank 0 waits in send at line 4 for rank 1, which has finished the cell."
 
 
-def test_the_call_that_is_waited_for_is_not_always_the_oldest() -> None:
+def test_awaited_call_is_not_always_the_oldest() -> None:
     older = PendingCall(3, "allreduce", "other", (0, 1), 1, -1, 4, 60.0)
     own = waiting(0)
     report = RankWaits(0, True, 4, "all_reduce", (older, *own.pending), own.counts, "", 7)
     assert report.blocked_in == own.pending[0]
 
 
-def test_an_implicit_collective_is_named_with_the_fix() -> None:
+def test_implicit_collective_is_reported_with_fix() -> None:
     finished = [RankWaits(rank, False, None, "", (), {"0": 0}) for rank in (1, 2, 3)]
     reports = {report.rank: report for report in (waiting(0, via="full_tensor"), *finished)}
     assert explain_deadlock(reports, range(4), 0.5) == (
@@ -76,7 +76,7 @@ def test_an_implicit_collective_is_named_with_the_fix() -> None:
     )
 
 
-def test_there_is_not_always_advice() -> None:
+def test_advice_may_be_empty() -> None:
     assert advice_for(["", "all_reduce"]) == ""
 
 
@@ -94,6 +94,6 @@ def test_equal_stacks_are_shown_once() -> None:
     assert len(stacks) == 3
 
 
-def test_the_text_of_stacks_is_bounded() -> None:
+def test_stack_text_is_bounded() -> None:
     frames = tuple(StackFrame(f"file, line {number}", "x" * 100) for number in range(2000))
     assert len(repr(Stacks({0: RankStack("running", frames, 1)}))) < 101_000

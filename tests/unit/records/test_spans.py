@@ -18,7 +18,7 @@ def span(number: int, **more: object) -> Span:
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 8), max_size=12))
-def test_a_reader_gets_each_span_once_and_knows_what_it_missed(capacity: int, batches: list[int]) -> None:
+def test_reader_gets_each_span_once_and_counts_missed_ones(capacity: int, batches: list[int]) -> None:
     ring, position, seen, lost, sent = SpanRing(capacity), 0, [], 0, 0
     for batch in batches:
         for _ in range(batch):
@@ -31,7 +31,7 @@ def test_a_reader_gets_each_span_once_and_knows_what_it_missed(capacity: int, ba
     assert len(seen) + lost == sent
 
 
-def test_the_ring_takes_spans_from_many_threads() -> None:
+def test_ring_accepts_spans_from_many_threads() -> None:
     ring = SpanRing(100_000)
     threads = [threading.Thread(target=lambda: [ring.emit(span(i)) for i in range(2000)]) for _ in range(8)]
     for thread in threads:

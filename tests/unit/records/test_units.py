@@ -35,7 +35,7 @@ def test_bytes_have_three_digits(num_bytes: int, text: str) -> None:
     ("num_bytes", "text"),
     [(0, "0 B"), (1000, "1000 B"), (KIB, "1 KiB"), (1536, "1.5 KiB"), (4 * MIB, "4 MiB"), (MIB + 1, "1048577 B")],
 )
-def test_exact_bytes_lose_nothing(num_bytes: int, text: str) -> None:
+def test_exact_bytes_are_lossless(num_bytes: int, text: str) -> None:
     assert exact_bytes(num_bytes) == text
 
 

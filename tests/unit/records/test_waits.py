@@ -29,15 +29,15 @@ def judge(*reports: RankWaits) -> str | None:
     return explain_deadlock({report.rank: report for report in reports}, {0, 1, 2}, 0.5)
 
 
-def test_a_slow_rank_is_not_a_deadlock() -> None:
+def test_slow_rank_is_not_a_deadlock() -> None:
     assert judge(waiting(0), waiting(1), computing(2)) is None
 
 
-def test_a_call_that_all_ranks_have_reached_is_in_progress() -> None:
+def test_call_reached_by_all_ranks_is_in_progress() -> None:
     assert judge(waiting(0), waiting(1), waiting(2)) is None
 
 
-def test_a_short_wait_is_ignored() -> None:
+def test_short_wait_is_ignored() -> None:
     assert judge(waiting(0, seconds=0.1), finished(1), finished(2)) is None
 
 
@@ -46,7 +46,7 @@ def test_waiting_for_a_finished_rank_is_a_deadlock() -> None:
     assert judge(waiting(0), waiting(1), finished(2)) == expected
 
 
-def test_a_finished_rank_that_made_the_call_is_no_reason() -> None:
+def test_finished_rank_that_made_the_call_is_not_the_cause() -> None:
     assert judge(waiting(0), waiting(1), finished(2, count=1)) is None
 
 
@@ -57,7 +57,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert text == "rank 0 waits in recv at line 3 for rank 1; rank 1 waits in recv at line 9 for rank 0."
 
 
-def test_a_recv_whose_sender_is_in_send_is_in_progress() -> None:
+def test_recv_with_active_sender_is_in_progress() -> None:
     receiver = waiting(0, name="recv", sequence=0, peer=1)
     assert judge(receiver, waiting(1, name="send", sequence=0, peer=0), finished(2)) is None
 
@@ -76,7 +76,7 @@ def test_different_sizes_and_calls() -> None:
     assert text.startswith("Collective mismatch: rank 0 is in all_reduce at line 3, rank 1 in barrier at line 6")
 
 
-def test_a_rank_with_a_user_thread_is_not_missing_for_a_while() -> None:
+def test_user_thread_delays_the_verdict() -> None:
     thread = replace(finished(1), threads=("Thread-5 (receive)",))
     assert judge(waiting(0), thread, finished(2, count=1)) is None
     assert judge(waiting(0), replace(waiting(1, sequence=2), threads=("Thread-5",)), computing(2, count=2)) is None
@@ -88,7 +88,7 @@ def test_a_rank_with_a_user_thread_is_not_missing_for_a_while() -> None:
     )
 
 
-def test_a_call_that_nobody_waits_for_is_compared_with_the_call_of_the_others() -> None:
+def test_unawaited_call_is_compared_with_the_others() -> None:
     started = waiting(0, name="allreduce").pending[0]
     first = waiting(0, name="barrier", sequence=2, number=8)
     first = replace(first, pending=(started, *first.pending), waited=8)

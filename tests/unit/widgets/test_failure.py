@@ -55,7 +55,7 @@ def card(*errors: RankError, explanation: str = "", hint: str = "", code: str = 
     return Words(failure_card(failure, code=code, cell=7, ranks=range(ranks)))
 
 
-def test_the_cause_comes_first_with_the_line_of_the_user() -> None:
+def test_cause_comes_first_with_the_user_line() -> None:
     shown = card(RAISED, WAITED)
     assert shown.text[:2] == ["Rank 1 raised RuntimeError", "sizes <3> and 4 differ"]
     assert shown.marked == ["return y @ torch.ones(4)"]
@@ -78,7 +78,7 @@ def test_ranks_that_share_a_fate_share_a_row_in_the_plural() -> None:
     assert "ranks 0,2 were interrupted at line 5" in text
 
 
-def test_the_names_that_an_error_is_about_are_marked() -> None:
+def test_names_in_the_error_are_highlighted() -> None:
     traceback = ("Cell In[7], line 2",)
     error = RankError(0, "raised", "NameError", "name 'batches' is not defined", traceback)
     shown = card(error, code="# %%distributed\nfor x in batches: y = batches_of(x)", ranks=1)
@@ -87,14 +87,14 @@ def test_the_names_that_an_error_is_about_are_marked() -> None:
     assert "a = 1" in "".join(plain.text), "the first line of a cell without a magic is code"
 
 
-def test_a_deadlock_names_every_rank() -> None:
+def test_deadlock_names_every_rank() -> None:
     errors = [RankError(rank, "aborted", "", f"waited in recv at line {rank + 2}") for rank in range(4)]
     text = " ".join(card(*errors, explanation="Ranks 0 and 1 wait for each other.", ranks=4).text)
     assert "Ranks 0 and 1 wait for each other." in text
     assert all(f"rank {rank} waited in recv at line {rank + 2}" in text for rank in range(4))
 
 
-def test_a_dead_rank_loses_its_variables_and_can_be_replaced() -> None:
+def test_dead_rank_card_offers_replacement() -> None:
     died = RankError(2, "died", "", "was killed by SIGKILL")
     text = " ".join(card(died, WAITED, hint="Run `%distributed repair` to replace it.").text)
     assert "Rank 2 died" in text
@@ -102,7 +102,7 @@ def test_a_dead_rank_loses_its_variables_and_can_be_replaced() -> None:
     assert "%distributed repair --from 0" in text
 
 
-def test_whatever_ranks_report_is_escaped() -> None:
+def test_reports_of_ranks_are_escaped() -> None:
     hostile = "<script>alert(1)</script><img src=x onerror=alert(2)>"
     error = RankError(0, "raised", hostile, hostile, ("Cell In[7], line 2",))
     shown = card(error, RankError(1, "aborted", "", hostile), hint=hostile, code=f"# %%distributed\n{hostile}")

@@ -122,7 +122,7 @@ def test_words_on_the_bars_of_memory_can_be_read() -> None:
             assert contrast(tokens[f"role-{role}"], tokens[f"on-role-{role}"]) >= 4.5, role
 
 
-def test_what_work_makes_in_memory_has_its_colour() -> None:
+def test_work_and_its_memory_share_a_colour() -> None:
     made = {"activations": "forward", "gradients": "backward", "optimizer": "optimizer", "communication": "collective"}
     assert {role: ROLES[role] for role in made} == {role: KINDS[kind] for role, kind in made.items()}
     assert set(ROLES) >= set(MEMORY_ROLES)
@@ -131,7 +131,7 @@ def test_what_work_makes_in_memory_has_its_colour() -> None:
     ]
 
 
-def test_every_activity_has_a_paint_of_its_own() -> None:
+def test_activities_have_distinct_paints() -> None:
     assert [paint.activity for paint in ACTIVITIES] == list(ACTIVITY_CODES)
     assert set(ACTIVITY_CODES) == set(Activity)
     assert len({(paint.color, paint.form) for paint in ACTIVITIES}) == len(ACTIVITIES)

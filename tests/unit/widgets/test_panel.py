@@ -10,7 +10,7 @@ from axon_nb.records.telemetry import TICK_S, seconds_to_tick
 from axon_nb.widgets.panel import PollSchedule
 
 
-def test_what_costs_much_is_asked_more_seldom() -> None:
+def test_expensive_answers_are_polled_less_often() -> None:
     schedule = PollSchedule(2 * TICK_S)
     intervals = []
     for seconds in (0.05, 0.02, 0.001, 9.0, 9.0, 0.0):
@@ -20,7 +20,7 @@ def test_what_costs_much_is_asked_more_seldom() -> None:
     assert intervals == pytest.approx([2, math.ceil(5 / TICK_S), 2, 2, math.ceil(10 / TICK_S), 2])
 
 
-def test_all_views_ask_at_the_same_moments() -> None:
+def test_views_poll_at_the_same_times() -> None:
     schedules = [PollSchedule(least * TICK_S) for least in (0.1, 1.0, 1.4, 3.0)]
     assert [schedule.interval_s / TICK_S for schedule in schedules] == pytest.approx([1, 1, 2, 3])
     for schedule in schedules:

@@ -44,7 +44,7 @@ def test_boxes_cover_the_tensor_once(
     assert sum(bytes_by_rank([tensor]).values()) == tensor.bytes
 
 
-def test_kinds_are_told_apart_in_words() -> None:
+def test_kinds_are_distinguished_in_text() -> None:
     def words(*args: object, **change: object) -> str:
         (tensor,) = merge_shards(split(*args))  # type: ignore[arg-type]
         return describe_placement(tensor)
@@ -70,7 +70,7 @@ def test_kinds_are_told_apart_in_words() -> None:
     assert describe_placement(merge_shards(padded)[0]) == "elements over dp (2); 4 B of padding"
 
 
-def test_a_rank_that_holds_nothing_is_told() -> None:
+def test_rank_without_shards_is_reported() -> None:
     (tensor,) = merge_shards(split((6, 10), (4,), (0,)))
     drawing = draw(tensor)
     assert len(drawing.boxes) == 3
@@ -78,7 +78,7 @@ def test_a_rank_that_holds_nothing_is_told() -> None:
     assert drawing.boxes[2].text == "rank 2: [4:6, :], 2 × 10, 80 B, cpu"
 
 
-def test_tensors_that_only_some_ranks_have_stand_beside_the_others() -> None:
+def test_tensors_of_some_ranks_are_listed_with_the_others() -> None:
     stage0, stage1 = split((4, 4), (1,), (None,), "a"), split((4, 4), (1,), (None,), "b")
     moved = [Shard("b", "parameter", 1, (4, 4), (4, 4), (0, 0), (), "float32", "cpu", 64) for _ in stage1]
     tensors = merge_shards([*moved, *stage0])
@@ -86,7 +86,7 @@ def test_tensors_that_only_some_ranks_have_stand_beside_the_others() -> None:
     assert describe_placement(tensors[1]) == "rank 1 alone"
 
 
-def test_a_part_has_the_colour_of_its_first_rank_and_a_copy_none() -> None:
+def test_shard_has_its_first_ranks_colour_and_replicas_none() -> None:
     (cut,) = merge_shards(split((16, 6), (8,), (0,)))
     assert [box.rank for box in draw(cut).boxes] == list(range(8))
     assert [RANKS[rank].both in drawing_svg(draw(cut)) for rank in range(8)] == [True] * 8
@@ -104,7 +104,7 @@ def blocks(count: int, odd: int = -1) -> list[Shard]:
     ]
 
 
-def test_tensors_of_blocks_that_are_alike_are_one_row() -> None:
+def test_tensors_of_equal_blocks_share_a_row() -> None:
     folded = fold(merge_shards([*split((8, 6), (2,), (0,), "head.weight"), *blocks(12, odd=5)]))
     assert [(row.name, len(row.tensors)) for row in folded] == [
         ("head.weight", 1),
@@ -114,7 +114,7 @@ def test_tensors_of_blocks_that_are_alike_are_one_row() -> None:
     ]
 
 
-def test_a_saved_page_has_a_row_for_what_differs() -> None:
+def test_saved_page_has_a_row_per_difference() -> None:
     tensors = merge_shards(blocks(138))
     assert len(tensors) == 276
     bundle = shards_bundle("model", tensors)
@@ -124,7 +124,7 @@ def test_a_saved_page_has_a_row_for_what_differs() -> None:
     assert bundle["text/plain"].startswith("model: 276 tensors on 2 ranks")
 
 
-def test_the_bundle_needs_no_script_and_escapes_names() -> None:
+def test_bundle_needs_no_script_and_escapes_names() -> None:
     tensors = merge_shards(split((8, 6), (4,), (0,), "<b>&"))
     bundle = shards_bundle("model", tensors, ["One <note>."])
     assert "&lt;b&gt;&amp;" in bundle["text/html"]
@@ -135,7 +135,7 @@ def test_the_bundle_needs_no_script_and_escapes_names() -> None:
     assert "<svg" in drawing_svg(draw(tensors[0]))
 
 
-def test_equal_tensors_share_a_drawing_and_updates_are_told() -> None:
+def test_equal_tensors_share_a_drawing_and_updates_are_marked() -> None:
     shards = [shard for name in ("a", "b", "c") for shard in split((8, 6), (4,), (0,), name)]
     view = ShardsView("model", shards)
     assert len(view.content["drawings"]) == 1
@@ -149,7 +149,7 @@ def test_equal_tensors_share_a_drawing_and_updates_are_told() -> None:
     view.close()
 
 
-def test_the_mesh_places_every_rank_by_its_coordinates() -> None:
+def test_mesh_places_every_rank_by_its_coordinates() -> None:
     mesh = find_mesh([*split((8, 8), (2, 4), (0, 1)), *split((8,), (8,), (0,), "bias")])
     assert (mesh.title, mesh.columns, mesh.ranks) == ("mesh: dp 2 × tp 4", 4, tuple(range(8)))
     assert mesh.places[6] == "dp 1, tp 2"
@@ -157,7 +157,7 @@ def test_the_mesh_places_every_rank_by_its_coordinates() -> None:
     assert find_mesh(turned).ranks == tuple(range(7, -1, -1))
 
 
-def test_without_a_mesh_of_all_ranks_they_are_in_order() -> None:
+def test_ranks_are_in_order_without_a_full_mesh() -> None:
     plain = [replace(shard, axes=(), mesh_shape=(), coordinates=()) for shard in split((600,), (300,), (0,))]
     mesh = find_mesh(plain)
     assert (mesh.title, mesh.columns, mesh.ranks[:2], set(mesh.places)) == ("ranks", 18, (0, 1), {""})

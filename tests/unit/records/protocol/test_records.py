@@ -62,7 +62,7 @@ REQUESTS = sorted(set(kinds(Request)), key=lambda kind: kind.__name__)
 CALLS = sorted(set(kinds(RankCall)), key=lambda kind: kind.__name__)
 
 
-def test_each_request_has_a_name_of_its_own() -> None:
+def test_request_names_are_unique() -> None:
     names = [message_type(kind) for kind in [*REQUESTS, *set(kinds(Event))]]
     assert len(set(names)) == len(names) > 15
     assert message_type(StatusRequest) == "axon_status"
@@ -84,7 +84,7 @@ def test_each_command_of_the_agent_is_found_by_its_name(kind: Any) -> None:
     wire._coder(kind)
 
 
-def test_events_of_the_agent_come_back_as_they_were() -> None:
+def test_agent_events_round_trip() -> None:
     exit_of_rank = Exit(rank=2, pid=7, code=-9, time_ns=5, out_of_memory=None, last_output="last words", crash="crash")
     for event in (exit_of_rank, ControllerExit(pid=7, code=1, time_ns=5), Closed()):
         assert decode_event(json.loads(json.dumps(encode_event(event)))) == event
@@ -92,7 +92,7 @@ def test_events_of_the_agent_come_back_as_they_were() -> None:
         decode_event({"event": "party"})
 
 
-def test_the_outcome_of_a_cell_is_read_from_jupyters_reply() -> None:
+def test_cell_outcome_is_read_from_the_jupyter_reply() -> None:
     end = CellEnd(seconds=1.5, calls=2)
     failed = {"status": "error", "ename": "ValueError", "evalue": "x", "traceback": ["a", "b"], "payload": []}
     assert read_outcome({**failed, KEY: encode(end)}) == CellOutcome("error", "ValueError", "x", ("a", "b"), end)
@@ -114,7 +114,7 @@ def test_each_call_has_a_function_with_these_arguments(kind: Any) -> None:
     assert needed <= given, kind
 
 
-def test_a_reply_is_checked_on_both_sides() -> None:
+def test_replies_are_validated_on_both_sides() -> None:
     reply = AbortReply(interrupted=True, pending=2, line=None)
     assert decode_reply(AbortRequest, encode_reply(AbortRequest, reply)) == reply
     assert encode_reply(StopRequest, None) == {}
@@ -127,14 +127,14 @@ def test_a_reply_is_checked_on_both_sides() -> None:
     assert decode_reply(StatusRequest, encode_reply(StatusRequest, state)) == state
 
 
-def test_a_call_checks_its_arguments_before_it_leaves() -> None:
+def test_call_arguments_are_validated_before_sending() -> None:
     wrong: Any = 7
     assert arguments_of(DisableGroups("rank 1 is dead")) == {"reason": "rank 1 is dead"}
     with pytest.raises(ProtocolError, match=r"DisableGroups\.reason: must be text; got 7"):
         arguments_of(DisableGroups(wrong))
 
 
-def test_a_rank_checks_what_it_was_sent_and_what_it_returns() -> None:
+def test_rank_validates_arguments_and_results() -> None:
     class Length(RankCall[str]):
         target = "builtins:len"
 
@@ -156,7 +156,7 @@ def evaluated(source: str) -> tuple[str, dict[str, Any]]:
     return ast.unparse(call.func), given
 
 
-def test_a_cell_of_a_call_has_its_arguments_as_literals() -> None:
+def test_call_cell_has_literal_arguments() -> None:
     address = (("/memfd:a b", 3), ("/x", 0))
     call = SendValue("x['\"\\n']", {0: address, 2: None}, (0, 2), shards=True)
     function, given = evaluated(cell_source(call))
@@ -166,12 +166,12 @@ def test_a_cell_of_a_call_has_its_arguments_as_literals() -> None:
     assert "value=5, per_rank=False" in cell_source(Seed(5))
 
 
-def test_an_expression_is_evaluated_by_the_cell() -> None:
+def test_expression_is_evaluated_by_the_cell() -> None:
     source = cell_source(CaptureModel(look=Expression("lambda: net"), name="net"))
     assert source.endswith("capture_or_reason(look=lambda: net, name='net')")
 
 
-def test_what_no_literal_stands_for_does_not_travel_in_a_cell() -> None:
+def test_arguments_without_a_literal_are_rejected() -> None:
     class Text(str):
         pass
 
@@ -179,7 +179,7 @@ def test_what_no_literal_stands_for_does_not_travel_in_a_cell() -> None:
         cell_source(DebuggerCommand(Text("p x")))
 
 
-def test_versions_are_compared_and_refused_with_the_fix() -> None:
+def test_version_mismatch_is_rejected_with_fix() -> None:
     own = own_version()
     assert read_version(encode(own)) == own
     assert refuse_attach("demo", own) == ""
@@ -193,6 +193,6 @@ def test_versions_are_compared_and_refused_with_the_fix() -> None:
 
 
 @pytest.mark.parametrize("fields", [None, {}, {"package": 1, "protocol": "2"}])
-def test_ranks_without_a_version_are_older(fields: Any) -> None:
+def test_ranks_without_a_version_count_as_older(fields: Any) -> None:
     assert read_version(fields) == Version("", 0)
     assert "run an older axon_nb, but" in refuse_attach("demo", read_version(fields))

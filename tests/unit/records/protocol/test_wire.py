@@ -55,18 +55,18 @@ def through_json(content: Any) -> Any:
     return json.loads(json.dumps(content, allow_nan=False))
 
 
-def test_a_record_comes_back_as_it_was() -> None:
+def test_records_round_trip() -> None:
     assert decode(Outer, through_json(encode(OUTER))) == OUTER
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, 1.5, 3])
-def test_numbers_that_are_not_finite_pass_through_json(number: float) -> None:
+def test_non_finite_numbers_round_trip_through_json(number: float) -> None:
     content = {**encode(OUTER), "share": encode(number, float)}
     assert decode(Outer, through_json(content)).share == number
     assert math.isnan(decode(float, through_json(encode(math.nan, float))))
 
 
-def test_numbers_of_other_types_travel_as_pythons_own() -> None:
+def test_foreign_number_types_become_python_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     assert encode(Inner(numpy.int64(3))) == {"count": 3, "name": ""}
     assert type(encode(numpy.float32(0.5), float)) is float
@@ -98,13 +98,13 @@ def test_defaults_may_be_left_out() -> None:
         ({"maybe": {"name": "x"}}, r"Outer\.maybe lacks 'count'\."),
     ],
 )
-def test_what_does_not_fit_is_refused_and_named(changed: dict[str, Any], says: str) -> None:
+def test_mismatched_record_is_rejected_by_name(changed: dict[str, Any], says: str) -> None:
     with pytest.raises(ProtocolError, match=says) as refused:
         decode(Outer, {**through_json(encode(OUTER)), **changed})
     assert f"This process runs axon_nb {__version__} (protocol {PROTOCOL})." in str(refused.value)
 
 
-def test_a_wrong_value_is_refused_before_it_is_sent() -> None:
+def test_invalid_value_is_rejected_before_sending() -> None:
     wrong: Any = "4"
     with pytest.raises(ProtocolError, match=r"^RankState\.line: must be a whole number; got '4'\.$"):
         encode(RankState(0, Activity.IDLE, 1, line=wrong))
@@ -114,13 +114,13 @@ def test_a_wrong_value_is_refused_before_it_is_sent() -> None:
         encode(1, Inner)
 
 
-def test_a_long_value_is_cut_in_the_message() -> None:
+def test_long_value_is_truncated_in_the_message() -> None:
     with pytest.raises(ProtocolError) as refused:
         decode(Inner, {"count": "9" * 10_000})
     assert len(str(refused.value)) < 200
 
 
-def test_a_record_with_an_unknown_kind_of_field_is_a_mistake() -> None:
+def test_record_with_unsupported_field_type_raises() -> None:
     @dataclass
     class Odd:
         value: set[int]

@@ -71,7 +71,7 @@ def test_dead_ranks_are_not_waited_for() -> None:
     assert sorted(found.measured) == sorted(last)
 
 
-def test_a_step_that_a_rank_has_not_reported_is_incomplete() -> None:
+def test_step_missing_on_a_rank_is_incomplete() -> None:
     session = Session()
     whole = session.step(range(4), 4, "0")
     late = session.step(range(4), 4, "0")
@@ -97,7 +97,7 @@ GROUPS = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3)}
 
 
 @given(st.lists(sizes, max_size=8), st.integers(0, 40), st.randoms(use_true_random=False))
-def test_the_last_complete_step_of_each_of_many_pipelines_is_found(
+def test_last_complete_step_of_each_pipeline_is_found(
     steps: list[tuple[str, int, int]], gone: int, shuffle: random.Random
 ) -> None:
     session = Session()

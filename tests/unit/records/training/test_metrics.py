@@ -80,13 +80,13 @@ def test_all_kinds_of_numbers_are_accepted(ring: MetricRing) -> None:
         ({"loss": 1.0, "items": "many"}, "items has type str"),
     ],
 )
-def test_a_value_that_is_not_a_number_gets_a_clear_error(ring: MetricRing, given: dict[str, Any], words: str) -> None:
+def test_non_numeric_value_raises(ring: MetricRing, given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         axon_nb.log(**given)
     assert rows(ring) == []
 
 
-def test_a_lower_step_starts_a_new_run(ring: MetricRing, cell: list[int]) -> None:
+def test_lower_step_starts_a_new_run(ring: MetricRing, cell: list[int]) -> None:
     cell[0] = 5
     for step in (0, 1, 0):
         axon_nb.log(loss=1.0, step=step)
@@ -105,13 +105,13 @@ def test_a_lower_step_starts_a_new_run(ring: MetricRing, cell: list[int]) -> Non
     ]
 
 
-def test_a_fresh_process_is_in_the_run_of_its_first_cell(ring: MetricRing, cell: list[int]) -> None:
+def test_new_process_joins_the_run_of_its_first_cell(ring: MetricRing, cell: list[int]) -> None:
     cell[0] = 9
     axon_nb.log(loss=1.0, step=4)
     assert ring.read(0)[0] == [Logged(4, (9, 0), True, {"loss": 1.0})]
 
 
-def test_readers_learn_what_they_missed(ring: MetricRing) -> None:
+def test_readers_count_missed_records(ring: MetricRing) -> None:
     for _ in range(20):
         axon_nb.log(loss=1.0)
     found, position, lost = ring.read(0, limit=10)
@@ -128,7 +128,7 @@ def test_items_alone_are_counted_for_the_throughput(ring: MetricRing) -> None:
     assert ring.pace.steps == 0
 
 
-def test_in_plain_python_nothing_is_loaded_and_nothing_happens() -> None:
+def test_log_is_a_no_op_in_plain_python() -> None:
     code = (
         "import sys, axon_nb\naxon_nb.log(loss=1.0, step=3)\nlist(axon_nb.progress([1, 2], desc='x'))\n"
         "assert not {'torch', 'numpy', 'IPython', 'zmq'} & set(sys.modules)"

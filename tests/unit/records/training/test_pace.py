@@ -25,7 +25,7 @@ def test_rates_come_from_the_last_marks() -> None:
     assert pace.rates(1002 * S, running=True).steps_per_s == pytest.approx(1)
 
 
-def test_a_step_that_takes_long_counts_while_it_runs() -> None:
+def test_long_running_step_counts_toward_the_rate() -> None:
     pace = RateMeter()
     for i in range(5):
         pace.mark(i * S)
@@ -33,7 +33,7 @@ def test_a_step_that_takes_long_counts_while_it_runs() -> None:
     assert pace.rates(40 * S, running=False).steps_per_s == pytest.approx(1)
 
 
-def test_one_slow_step_after_another_has_a_rate() -> None:
+def test_consecutive_slow_steps_have_a_rate() -> None:
     pace = RateMeter()
     pace.mark(0)
     pace.mark(60 * S)

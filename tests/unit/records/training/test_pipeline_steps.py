@@ -28,12 +28,12 @@ def shifted(spans: list[Span], start_ns: int, group: str = "pp") -> list[Span]:
 
 
 @given(st.integers(1, 5), st.integers(1, 9))
-def test_the_bubble_of_gpipe_matches_the_formula(num_ranks: int, num_microbatches: int) -> None:
+def test_gpipe_bubble_matches_the_formula(num_ranks: int, num_microbatches: int) -> None:
     spans = play(gpipe(num_ranks, num_microbatches), LENGTHS)
     assert bubble_fraction(spans) == pytest.approx((num_ranks - 1) / (num_microbatches + num_ranks - 1), abs=1e-9)
 
 
-def test_a_split_backward_waits_only_for_its_inputs() -> None:
+def test_split_backward_waits_only_for_its_inputs() -> None:
     orders = [[("F", 0, 0), ("I", 0, 0), ("W", 0, 0)], [("F", 1, 0), ("I", 1, 0), ("W", 1, 0)]]
     ends = {(span.rank, span.name): span.end_ns for span in play(orders, LENGTHS)}
     assert ends[1, "I"] == ends[1, "F"] + 10_000_000
@@ -46,7 +46,7 @@ def test_orders_that_deadlock_are_rejected() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_the_last_complete_step_is_found_in_any_order(
+def test_last_complete_step_is_found_in_any_order(
     num_ranks: int, num_microbatches: int, cut: int, shuffle: random.Random
 ) -> None:
     step = play(gpipe(num_ranks, num_microbatches), LENGTHS)
@@ -71,7 +71,7 @@ def test_parallel_pipelines_are_distinguished() -> None:
     ]
 
 
-def test_a_slow_stage_makes_the_measured_bubble_larger_than_the_ideal() -> None:
+def test_slow_stage_increases_the_measured_bubble() -> None:
     step = play(gpipe(3, 6), LENGTHS)
     slow = [span._replace(start_ns=3 * span.start_ns, end_ns=3 * span.start_ns + 10_000_000) for span in step]
     (found,) = last_steps(shifted(slow, 0))

@@ -42,14 +42,14 @@ def test_items_count_once_they_are_processed() -> None:
     assert seen() == [("epochs", 0, 2, 2, True), ("batches", 1, 3, 3, True)]
 
 
-def test_a_loop_left_early_is_over_at_that_item() -> None:
+def test_loop_left_early_ends_at_that_item() -> None:
     for i in axon_nb.progress(range(10)):
         if i == 4:
             break
     assert seen() == [("", 0, 4, 10, True)]
 
 
-def test_loops_of_earlier_cells_are_gone(cell: list[int]) -> None:
+def test_loops_of_earlier_cells_are_dropped(cell: list[int]) -> None:
     list(axon_nb.progress(range(2), desc="one"))
     cell[0] = 2
     list(axon_nb.progress(range(3), desc="two"))
@@ -90,11 +90,11 @@ def test_other_ranks_of_a_launcher_draw_nothing(
     assert seen() == [("", 0, 3, 3, True)]
 
 
-def test_a_bar_is_a_plain_record() -> None:
+def test_bar_is_a_plain_record() -> None:
     assert Bar("x", 0, 1, None, 0.5, is_over=False).unit == "it"
 
 
-def test_an_interrupt_while_a_loop_is_left_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_on_loop_exit_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def write(self, text: str) -> int:
             raise KeyboardInterrupt

@@ -50,7 +50,7 @@ def test_words_say_how_each_rank_ended() -> None:
     ]
 
 
-def test_html_holds_pictures_that_need_nothing_else() -> None:
+def test_html_pictures_are_self_contained() -> None:
     html = strip_bundle([history(*RUN_WAIT_FAIL, call="recv", line=2)], title="<In [1]>", end=5.0, lost=0)["text/html"]
     assert html.startswith("<figure")
     assert "&lt;In [1]&gt;: 1 rank, 5.0 s" in html
@@ -86,7 +86,7 @@ def test_any_length_has_a_bundle(end: float) -> None:
     assert bundle["text/html"].count('<td style="padding:0 0 0 3px') <= 7
 
 
-def test_merging_is_said() -> None:
+def test_merged_segments_are_mentioned() -> None:
     long = RankHistory(0, limit=16)
     for i in range(64):
         long.add(RankState(0, Activity.RUNNING if i % 2 else Activity.IDLE, 0), now=float(i))

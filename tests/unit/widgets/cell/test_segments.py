@@ -45,7 +45,7 @@ def test_change_is_dated_by_the_sample() -> None:
     assert history.totals == pytest.approx({RUNNING: 0.3, COLLECTIVE: 0.3, WAITING: 0.2})
 
 
-def test_calls_and_their_lines_are_told_apart() -> None:
+def test_calls_and_lines_start_separate_segments() -> None:
     history = RankHistory(0)
     feed(history, COLLECTIVE, 0.1, call="all_reduce", line=4)
     feed(history, COLLECTIVE, 0.2, call="all_reduce", line=5)
@@ -57,7 +57,7 @@ def test_calls_and_their_lines_are_told_apart() -> None:
     ]
 
 
-def test_silence_is_a_gap_unless_the_sample_spans_it() -> None:
+def test_missing_samples_are_a_gap_unless_covered() -> None:
     history = RankHistory(0)
     feed(history, RUNNING, 1.0, since=0.5)
     feed(history, RUNNING, 6.0, since=0.5)

@@ -51,7 +51,7 @@ def test_samples_from_many_threads_arrive(strip: RankStrip) -> None:
     assert "rank 2: running" in words
 
 
-def test_more_samples_than_can_wait_are_counted(strip: RankStrip) -> None:
+def test_excess_samples_are_dropped_and_counted(strip: RankStrip) -> None:
     strip.add([sample(0)] * 50_800)
     assert "800 samples lost" in strip.to_bundle()["text/plain"]
 
@@ -82,7 +82,7 @@ def test_clock_of_another_host_is_translated(strip: RankStrip) -> None:
     assert re.search(r"^  rank 2: done after \d{1,3}\.\d", words, re.MULTILINE), words
 
 
-def test_finish_ends_it_once(strip: RankStrip) -> None:
+def test_finish_is_idempotent(strip: RankStrip) -> None:
     strip.add([sample(0)])
     strip.finish()
     first = strip.to_bundle()["text/plain"].splitlines()[0]

@@ -39,7 +39,7 @@ def test_bars_are_to_scale_and_estimates_beside_them() -> None:
     assert row.estimated.text == "estimate: 240 MiB (parameters 40.0 MiB, gradients 40.0 MiB, optimizer 160 MiB)"
 
 
-def test_the_highest_that_was_seen_stays() -> None:
+def test_peak_is_kept() -> None:
     made = rows_of(answers(use()), answers(use(by_role={"parameters": 17 * MIB})))
     (row,) = made.rows()
     assert row.measured.peak == pytest.approx(170 / 200)
@@ -68,7 +68,7 @@ def test_all_bars_share_an_axis_with_ticks() -> None:
     assert [tick.label for tick in cpu.ticks] == ["0", "50", "100", "150", "200 MiB"]
 
 
-def test_numbers_are_in_columns_and_the_odd_one_stands_out() -> None:
+def test_numbers_are_aligned_and_outliers_highlighted() -> None:
     def gpu(rank: int, activations: int) -> MemoryUse:
         roles = {"parameters": 6 * GIB, "activations": activations * GIB, "buffers": 50 * MIB, "other": 90 * MIB}
         return use(rank, source="allocator", by_role=roles, peak=60 * GIB, capacity=80 * GIB, occupied=60 * GIB)
@@ -83,7 +83,7 @@ def test_numbers_are_in_columns_and_the_odd_one_stands_out() -> None:
     ]  # fmt: skip
 
 
-def test_the_fullest_rank_is_named_with_what_fills_it() -> None:
+def test_fullest_rank_is_named_with_its_largest_role() -> None:
     def gpu(rank: int, activations: int) -> MemoryUse:
         roles = {"parameters": 6 * GIB, "activations": activations * GIB}
         size = sum(roles.values())
@@ -95,13 +95,13 @@ def test_the_fullest_rank_is_named_with_what_fills_it() -> None:
     assert notice(rows_of(answers(gpu(0, 48)))) is None
 
 
-def test_a_rank_near_its_limit_is_flagged() -> None:
+def test_rank_near_its_limit_is_flagged() -> None:
     made = rows_of(answers(use(0), use(1, capacity=510 * MIB)))
     assert [bool(row.flag) for row in made.rows()] == [False, True]
     assert made.notes()[0] == "Rank 1: 98 % of the available memory is in use; 10.0 MiB left."
 
 
-def test_of_a_gpu_the_allocator_speaks_and_the_capacity_is_drawn() -> None:
+def test_gpu_memory_comes_from_the_allocator_with_capacity() -> None:
     gpu = use(
         source="allocator",
         by_role={**SIZES, "activations": 840 * MIB},
@@ -119,7 +119,7 @@ def test_of_a_gpu_the_allocator_speaks_and_the_capacity_is_drawn() -> None:
     assert not any("Activations of" in note for note in made.notes())
 
 
-def test_words_name_the_source_and_what_is_not_known() -> None:
+def test_text_names_the_source_and_unknowns() -> None:
     text = memory_bundle(rows_of(answers(use(0), use(1), notes=("No estimate: because.",))))["text/plain"]
     lines = text.splitlines()
     assert lines[0] == "model: memory of 2 ranks, 170 MiB on each; measured: storages of live tensors"
@@ -128,7 +128,7 @@ def test_words_name_the_source_and_what_is_not_known() -> None:
     assert lines[-1] == "No estimate: because."
 
 
-def test_the_page_needs_no_script_and_escapes_names() -> None:
+def test_page_needs_no_script_and_escapes_names() -> None:
     made = MemoryRows("<model>")
     made.update(answers(use(), estimated=SIZES, notes=("<note>",)))
     html = memory_bundle(made)["text/html"]
@@ -139,19 +139,19 @@ def test_the_page_needs_no_script_and_escapes_names() -> None:
     HTMLParser().feed(html)
 
 
-def test_every_role_has_a_look_in_the_picture() -> None:
+def test_every_role_has_a_style() -> None:
     for role in (*ROLES, "resident"):
         assert ET.fromstring(role_swatch(role)).tag.endswith("svg")
 
 
-def test_a_bar_has_its_marks() -> None:
+def test_bar_has_its_marks() -> None:
     (row,) = rows_of(answers(use(capacity=GIB))).rows()
     svg = bar_svg(row.process, width=120, height=10)
     ET.fromstring(svg)
     assert "stroke-dasharray" in svg
 
 
-def test_an_update_is_small_however_many_ranks() -> None:
+def test_update_is_small_for_any_number_of_ranks() -> None:
     view = MemoryView("model")
     view.show(answers(*(use(rank) for rank in range(80)), estimated=SIZES))
     view.refresh(unseen=True)

@@ -30,7 +30,7 @@ def estimate(setup: MemorySetup = AS_IS, **more: Any) -> MemoryPrediction:
     return MemoryPrediction(setup, "simulated", 1, **{**fields, **more})
 
 
-def test_controls_have_what_is_and_what_was_asked() -> None:
+def test_controls_show_current_and_requested_values() -> None:
     asked = MemorySetup(8, "hybrid_shard", 2, optimizer="sgd", batch=4)
     content = what_if_content(WhatIfState(AS_IS, True, asked), None)
     fields = {field["name"]: field for field in content["fields"]}
@@ -43,7 +43,7 @@ def test_controls_have_what_is_and_what_was_asked() -> None:
     assert what_if_content(WhatIfState(), None)["fields"] == []
 
 
-def test_an_answer_stands_beside_what_is() -> None:
+def test_answer_is_shown_next_to_current_memory() -> None:
     asked = MemorySetup(4, "full_shard", 4)
     half = {role: size // 2 for role, size in HELD.items()}
     state = WhatIfState(AS_IS, True, asked, MemoryPrediction(asked, "simulated", 0, {0: half}, {0: half}), estimate())
@@ -56,7 +56,7 @@ def test_an_answer_stands_beside_what_is() -> None:
     assert bars["proposed, at the peak"].text.startswith("80.0 MiB (parameters 20.0 MiB")
 
 
-def test_a_formula_says_that_it_is_one() -> None:
+def test_formula_estimate_is_labelled() -> None:
     states = MemoryPrediction(AS_IS, "model states only", 0, {0: HELD})
     content = what_if_content(WhatIfState(AS_IS, True, AS_IS, states, doing="simulating: a step", share=0.5), None)
     assert content["heading"] == "full_shard on 2 ranks, lion, batch 4: 160 MiB, model states only"
@@ -64,7 +64,7 @@ def test_a_formula_says_that_it_is_one() -> None:
     assert (content["doing"], content["share"]) == ("simulating: a step", 0.5)
 
 
-def test_whether_it_fits_is_said_and_drawn() -> None:
+def test_fit_is_stated_and_drawn() -> None:
     state = WhatIfState(AS_IS, True, AS_IS, estimate())
     verdicts = {size: what_if_content(state, size * MIB)["verdict"] for size in (200, 300, 3000)}
     assert verdicts[200] == {
@@ -94,7 +94,7 @@ def test_setups_in_words() -> None:
     )
 
 
-def test_a_simulation_replaces_the_formula_beside_what_is_measured() -> None:
+def test_simulation_replaces_the_formula() -> None:
     asked: list[Any] = []
     view = MemoryView("model", asked.append)
     view.show(MemorySnapshot({0: MemoryUse(0, 0, "storages", HELD)}, {0: MemoryUse(0, 0, "estimate", HELD)}, ()))
@@ -123,7 +123,7 @@ def test_a_simulation_replaces_the_formula_beside_what_is_measured() -> None:
     view.close()
 
 
-def test_an_error_is_one_sentence_of_the_page() -> None:
+def test_error_is_one_sentence_on_the_page() -> None:
     state = WhatIfState(AS_IS, True, None, error="strategy='<x>': it is one of ddp.")
     assert what_if_lines(state) == ["plan: strategy='<x>': it is one of ddp."]
     view = MemoryView("model", lambda asked: None)
@@ -133,7 +133,7 @@ def test_an_error_is_one_sentence_of_the_page() -> None:
     view.close()
 
 
-def test_without_one_model_nothing_is_asked() -> None:
+def test_questions_require_exactly_one_model() -> None:
     view = MemoryView("")
     assert view.what_if == {}
     view._handle_custom_msg({"op": "what_if", "setup": None}, [])

@@ -41,7 +41,7 @@ def page(feed: Any) -> Any:
     made.close()
 
 
-def test_nothing_is_sent_while_no_page_shows_it(page: Page, feed: Any) -> None:
+def test_hidden_view_sends_nothing(page: Page, feed: Any) -> None:
     feed.store.add([span(0, 0, 1, "forward")])
     page.pump()
     assert page.sent == []
@@ -69,7 +69,7 @@ def test_spans_are_appended_in_small_messages_and_sent_once(page: Page, feed: An
     assert header_of(page.sent[-1])["count"] == 2
 
 
-def test_what_becomes_known_later_is_sent_as_a_patch(page: Page, feed: Any) -> None:
+def test_later_facts_are_sent_as_a_patch(page: Page, feed: Any) -> None:
     page.on_message({"op": "heartbeat"})
     feed.store.add([late(0, 0, 9, 1)])
     page.pump()
@@ -79,7 +79,7 @@ def test_what_becomes_known_later_is_sent_as_a_patch(page: Page, feed: Any) -> N
     assert (last["first"], last["count"], last["patched"]) == (1, 1, 1)
 
 
-def test_a_page_that_has_missed_something_gets_everything(page: Page, feed: Any) -> None:
+def test_page_with_gaps_gets_a_full_resend(page: Page, feed: Any) -> None:
     page.on_message({"op": "heartbeat"})
     feed.store.add([span(0, 0, 1, "forward")])
     page.pump()
@@ -89,7 +89,7 @@ def test_a_page_that_has_missed_something_gets_everything(page: Page, feed: Any)
     assert (last["first"], last["count"], last["restart"], len(last["labels"])) == (0, 1, True, 1)
 
 
-def test_a_page_that_is_loaded_again_has_what_was_there(page: Page, feed: Any) -> None:
+def test_reloaded_page_gets_all_spans(page: Page, feed: Any) -> None:
     assert page.get_state()["snapshot"] == b""
     feed.store.add(span(0, i, i + 1, "forward") for i in range(100))
     page.on_message({"op": "heartbeat"})
@@ -100,9 +100,7 @@ def test_a_page_that_is_loaded_again_has_what_was_there(page: Page, feed: Any) -
     assert page.reopened
 
 
-def test_a_page_that_is_loaded_again_is_sent_nothing_until_it_can_hear(
-    page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reloaded_page_gets_nothing_until_ready(page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axon_nb.widgets.timeline.view._ACK_TIMEOUT_S", 1e6)
     page.on_message({"op": "heartbeat"})
     feed.store.add([span(0, 0, 1, "forward")])
@@ -116,7 +114,7 @@ def test_a_page_that_is_loaded_again_is_sent_nothing_until_it_can_hear(
     assert header_of(page.sent[-1])["first"] == 1
 
 
-def test_a_page_that_falls_behind_holds_up_what_follows(page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_page_delays_further_messages(page: Page, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axon_nb.widgets.timeline.view._ACK_TIMEOUT_S", 1e6)
     monkeypatch.setattr(Page, "send", lambda self, content, buffers=None: self.sent.append(bytes(buffers[0])))
     page.on_message({"op": "heartbeat"})

@@ -25,7 +25,7 @@ def gpipe(num_ranks: int, num_microbatches: int, *, group: str, start_ns: int, f
     return [[span for span in spans if span.rank == rank] for rank in ranks]
 
 
-def test_the_newest_pipelines_are_shown_however_many_there_were_before() -> None:
+def test_newest_of_many_pipelines_are_shown() -> None:
     store = SpanStore()
     for number in range(1, 41):
         store.set_groups({str(number): [0, 1]})
@@ -41,7 +41,7 @@ def test_the_newest_pipelines_are_shown_however_many_there_were_before() -> None
     assert "37 older pipelines are left out." in words
 
 
-def test_ranks_that_answer_one_after_another_with_very_many_spans_are_all_looked_at() -> None:
+def test_ranks_replying_in_turn_are_all_analysed() -> None:
     store = SpanStore()
     store.set_groups({"0": range(4), "1": range(4)})
     by_rank: list[list[Span]] = [[], [], [], []]

@@ -26,7 +26,7 @@ SPANS = [
 ]
 
 
-def test_the_view_of_a_notebook_shows_what_the_saved_page_shows(tmp_path: Path) -> None:
+def test_notebook_view_matches_the_saved_page(tmp_path: Path) -> None:
     timeline = PlannedTimeline(SPANS, "train on 8 ranks of h100")
     view = timeline.view()
     timeline.save(tmp_path / "page.html")
@@ -38,7 +38,7 @@ def test_the_view_of_a_notebook_shows_what_the_saved_page_shows(tmp_path: Path) 
     assert view.config["title"] == "train on 8 ranks of h100"
 
 
-def test_it_is_saved_as_a_trace_and_as_a_table(tmp_path: Path) -> None:
+def test_planned_timeline_is_saved_as_trace_and_table(tmp_path: Path) -> None:
     timeline = PlannedTimeline(SPANS, "train")
     timeline.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -46,7 +46,7 @@ def test_it_is_saved_as_a_trace_and_as_a_table(tmp_path: Path) -> None:
     assert timeline.to_frame().groupby("rank").seconds.sum().round(6).to_dict() == {0: 0.022, 7: 0.022}
 
 
-def test_without_a_notebook_it_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planned_timeline_is_text_outside_notebooks(capsys: pytest.CaptureFixture[str]) -> None:
     show_planned(SPANS, "train on 8 ranks of h100")
     shown = capsys.readouterr().out
     assert "train on 8 ranks of h100: 2 ranks" in shown

@@ -43,7 +43,7 @@ intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size
 
 
 @given(intervals, intervals, intervals)
-def test_hidden_communication_is_what_runs_beside_computing(
+def test_communication_overlapping_compute_counts_as_hidden(
     moving: list[tuple[int, int]], computing: list[tuple[int, int]], waiting: list[tuple[int, int]]
 ) -> None:
     kinds = (("p2p", moving), ("forward", computing), ("wait", waiting))
@@ -61,7 +61,7 @@ def test_hidden_communication_is_what_runs_beside_computing(
     assert own.waiting * 1e3 == pytest.approx(sum(at(waiting, t) for t in ticks))
 
 
-def test_the_rest_of_a_backward_from_its_last_collective_on_is_not_computing() -> None:
+def test_backward_after_its_last_collective_is_not_computing() -> None:
     buckets = [span(0, 10, 30, "collective", group="0"), span(0, 40, 60, "collective", group="0")]
     (own,) = timeline_facts(filled(span(0, 0, 60, "backward"), *buckets).table()).ranks
     assert own.communicating == pytest.approx(0.04)
@@ -72,7 +72,7 @@ def late(rank: int, start: float, end: float, sequence: int) -> Span:
     return span(rank, start, end, "collective", name="all_reduce", group="0", bytes=400, sequence=sequence)
 
 
-def test_the_straggler_is_named() -> None:
+def test_straggler_is_named() -> None:
     spans = [
         late(rank, 100 * i + (80 if rank == 2 else rank), 100 * i + 90, i + 1) for i in range(5) for rank in range(3)
     ]
@@ -89,7 +89,7 @@ def test_the_straggler_is_named() -> None:
     assert timeline_facts(filled(*even, ranks=3).table()).straggler is None
 
 
-def test_a_moment_of_waiting_in_two_collectives_counts_once() -> None:
+def test_simultaneous_waits_count_once() -> None:
     both = [late(0, 0, 1010, 1), late(0, 5, 1020, 2), late(1, 1000, 1010, 1), late(1, 1005, 1020, 2)]
     facts = timeline_facts(filled(*both).table())
     assert facts.ranks[1].waited_for == pytest.approx(1.005), "not 2 s"
@@ -99,7 +99,7 @@ calls = st.lists(st.tuples(*(st.tuples(st.integers(0, 90), st.integers(1, 30)) f
 
 
 @given(calls)
-def test_others_wait_for_a_rank_no_longer_than_the_cell_takes(found: list[tuple[tuple[int, int], ...]]) -> None:
+def test_wait_for_a_rank_is_bounded_by_the_cell(found: list[tuple[tuple[int, int], ...]]) -> None:
     spans = [span(rank, 0, 130, "cell") for rank in range(3)]
     for number, by_rank in enumerate(found, 1):
         end = max(start + length for start, length in by_rank)
@@ -116,7 +116,7 @@ def assert_adds_up(spans: list[Span], ranks: int) -> None:
 
 
 @given(intervals, intervals, intervals, intervals)
-def test_columns_exclude_each_other_and_add_up_to_the_cell(
+def test_columns_are_disjoint_and_add_up_to_the_cell(
     forwards: list[tuple[int, int]],
     backwards: list[tuple[int, int]],
     waits: list[tuple[int, int]],
@@ -127,7 +127,7 @@ def test_columns_exclude_each_other_and_add_up_to_the_cell(
     assert_adds_up([*spans, span(0, 0, 100, "cell")], 1)
 
 
-def test_the_columns_of_a_straggling_job_add_up_and_show_who_is_late() -> None:
+def test_columns_of_a_straggling_job_show_the_late_rank() -> None:
     """DDP with a rank that sleeps 40 ms in its own code before each of six steps."""
     spans = straggling_spans(4, steps=6, late=2)
     assert_adds_up(spans, 4)
@@ -150,7 +150,7 @@ def drawn_seconds(svg: str, kind: str, seconds: float) -> float:
     return sum(float(length) for top, length in boxes if float(top) < 10) * seconds / width
 
 
-def test_the_picture_paints_own_code_of_the_straggler_and_waiting_of_the_others() -> None:
+def test_picture_shows_straggler_code_and_waiting_peers() -> None:
     table = filled(*straggling_spans(4, steps=6, late=2), ranks=4).table()
     end = int(table.columns["end"].max())
     pictures = [rank_svg(table, rank, 0, end, num_rows=4) for rank in range(4)]
@@ -159,7 +159,7 @@ def test_the_picture_paints_own_code_of_the_straggler_and_waiting_of_the_others(
         assert (drawn_seconds(svg, "wait", end / 1e9) >= 6 * 0.035) == (rank != 2)
 
 
-def test_the_running_cell_is_own_code_until_its_span_comes() -> None:
+def test_running_cell_counts_as_user_code_until_its_span_arrives() -> None:
     table = filled(span(0, 50, 60, "forward")).table()
     (own,) = timeline_facts(table, running_since=0).ranks
     assert (own.own_code, own.forward) == (pytest.approx(0.05), pytest.approx(0.01))
@@ -184,13 +184,13 @@ def test_one_sentence_says_what_costs_most() -> None:
     assert notice_of(*cells, *(span(rank, 0, 95, "forward") for rank in range(4))) == "None"
 
 
-def test_a_pipeline_is_compared_with_its_ideal() -> None:
+def test_pipeline_is_compared_with_its_ideal() -> None:
     stretched = [own._replace(start_ns=2 * own.start_ns, end_ns=own.start_ns + own.end_ns) for own in pipeline_spans()]
     assert notice_of(*stretched).startswith("The pipeline is slower than ideal. Its last step took ")
     assert summarize(filled(*stretched).table()).notice.filter == "waiting"  # type: ignore[union-attr]
 
 
-def test_figures_above_have_the_step_and_its_spread() -> None:
+def test_key_figures_include_step_time_and_spread() -> None:
     summary = summarize(filled(*straggling_spans(4), ranks=4).table())
     found = {own["name"]: own["value"] for own in figures(summary)}
     assert list(found) == ["step", "computing", "waiting", "communication hidden"]
@@ -208,7 +208,7 @@ def pipeline_spans() -> list[Span]:
     return [own._replace(group="1", end_ns=own.end_ns - 2 * MS) for own in ideal]
 
 
-def test_words_and_html_tell_the_same_and_need_no_script() -> None:
+def test_text_and_html_agree_and_need_no_script() -> None:
     spans = [span(0, 0, 90, "cell", name="In [<3>]"), late(0, 0, 30, 1), late(1, 20, 30, 1), *pipeline_spans()]
     table = filled(*spans).table()
     bundle = timeline_bundle(table, [0, 1, 2], title="In [<3>]")
@@ -225,7 +225,7 @@ def test_words_and_html_tell_the_same_and_need_no_script() -> None:
     HTMLParser().feed(html)
 
 
-def test_an_empty_timeline_is_told_too() -> None:
+def test_empty_timeline_is_described() -> None:
     bundle = timeline_bundle(SpanStore().table(), [0], title="")
     assert bundle["text/plain"].splitlines() == ["Timeline: 1 rank, 0.00 s, 0 spans", "  rank 0: no span"]
 
@@ -243,13 +243,13 @@ def test_pictures_are_valid_and_show_waiting_in_front_of_a_late_collective() -> 
     assert step.count("<path") == 3  # forward, backward, bubble
 
 
-def test_a_picture_counts_every_part_of_a_unit() -> None:
+def test_picture_counts_every_part_of_a_unit() -> None:
     table = filled(*(span(0, i / 10, i / 10 + 0.05, "forward") for i in range(10_000))).table()
     drawn = rank_svg(table, 0, 0, 1000 * MS, num_rows=1)
     assert drawn.count("M") == 1  # half of every unit: one box over all
 
 
-def test_a_picture_for_papers_has_rows_ticks_and_legend() -> None:
+def test_paper_figure_has_rows_ticks_and_legend() -> None:
     store = filled(*straggling_spans(4), span(0, 1, 2, "forward", name="<b>"), ranks=4)
     root = ET.fromstring(timeline_svg(store.table(), range(4), title="In [<9>]"))
     texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -279,7 +279,7 @@ def test_two_cells_are_compared_on_one_scale() -> None:
     assert bundle["text/html"].count("<img") == 4
 
 
-def test_the_saved_page_has_the_spans_and_the_script() -> None:
+def test_saved_page_has_the_spans_and_the_script() -> None:
     store = filled(span(0, 0, 3, "forward", name="</script>"), late(0, 3, 9, 1), late(1, 5, 9, 1))
     html = timeline_file(store.table(), [0, 1])
     assert "const make = widget(" in html

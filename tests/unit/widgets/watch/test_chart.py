@@ -43,7 +43,7 @@ def test_ticks_are_round_and_evenly_spaced() -> None:
     assert axis.ticks == (0, 1, 2, 3, 4, 5, 6)
 
 
-def test_a_learning_rate_that_changes_twice_has_no_slopes() -> None:
+def test_piecewise_constant_learning_rate_has_no_slopes() -> None:
     points = flat(*[3e-4] * 5, *[1.5e-4] * 5, *[7.5e-5] * 5)
     assert is_stepped(points)
     (line,) = re.findall(r'd="([^"]*)" fill="none"', chart_svg(points, value_axis(points, "number"), "#123456"))

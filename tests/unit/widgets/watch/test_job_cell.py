@@ -24,11 +24,11 @@ SILENT = {0: "has not answered", 1: "has not answered"}
         ({}, [], None),
     ],
 )
-def test_a_busy_rank_that_is_silent_runs_its_cell(cells: dict[int, int | None], busy: list[int], reported: int) -> None:
+def test_silent_busy_rank_counts_as_running(cells: dict[int, int | None], busy: list[int], reported: int) -> None:
     assert running_cell({rank: report(rank, cell=cell) for rank, cell in cells.items()}, busy) == reported
 
 
-def test_the_number_of_the_cell_is_remembered_while_ranks_are_silent() -> None:
+def test_cell_number_is_kept_while_ranks_are_silent() -> None:
     store = JobStore()
     store.add(JobSnapshot({}, SILENT, 0), 0.0)
     assert heading(store) == "2 ranks, a cell is running"

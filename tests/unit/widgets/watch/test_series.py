@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from axon_nb.widgets.watch.series import MAX_POINTS, Point, Series, pack_points
 
 
-def test_a_point_is_lowest_mean_and_highest_of_a_step() -> None:
+def test_point_has_minimum_mean_and_maximum_of_a_step() -> None:
     series = Series("loss")
     for rank, values in enumerate([(4.0, 2.0), (3.0, 1.0), (8.0,)]):
         for step, value in enumerate(values):
@@ -35,7 +35,7 @@ def test_no_extreme_is_lost_and_the_size_is_bounded(values: list[tuple[int, floa
     assert [p.step for p in points] == sorted({p.step for p in points})
 
 
-def test_values_that_are_not_finite_are_told_apart() -> None:
+def test_non_finite_values_are_distinguished() -> None:
     series = Series("loss")
     series.add(0, 0, 1.0)
     series.add(1, 0, 2.0)

@@ -27,14 +27,14 @@ def curve(store: JobStore, name: str) -> list[tuple[float, float, float]]:
     return [(point.step, point.low, point.high) for point in store.metrics[name].points()]
 
 
-def test_ranks_are_one_curve() -> None:
+def test_ranks_share_one_curve() -> None:
     store = JobStore()
     store.add(answers(report(0, [row(0, loss=3.0), row(1, loss=2.0)]), report(1, [row(0, loss=4.0)])), 0.0)
     store.add(answers(report(0), report(1, [row(1, loss=2.5)])), 0.5)
     assert curve(store, "loss") == [(0, 3.0, 4.0), (1, 2.0, 2.5)]
 
 
-def test_steps_that_begin_again_are_a_new_curve_on_all_ranks() -> None:
+def test_restarted_steps_begin_a_new_curve() -> None:
     store = JobStore()
     store.add(answers(report(0, [row(5, loss=1.0)]), report(1, [row(5, loss=1.0)])), 0.0)
     again = row(0, (7, 0), is_first=False, loss=9.0)
@@ -45,7 +45,7 @@ def test_steps_that_begin_again_are_a_new_curve_on_all_ranks() -> None:
     assert "Steps started again: the curves show the last run." in store.notes()
 
 
-def test_a_fresh_rank_joins_the_curve_of_the_others() -> None:
+def test_new_rank_joins_the_curve_of_the_others() -> None:
     store = JobStore()
     store.add(answers(report(0, [row(5, (3, 0), loss=1.0)]), report(1, [row(5, (3, 0), loss=2.0)])), 0.0)
     store.add(answers(report(0, [row(6, (3, 0), loss=1.0)]), report(1, [row(6, (8, 0), loss=0.5)], pid=999)), 1.0)
@@ -64,7 +64,7 @@ def test_one_bar_over_ranks_names_the_slowest() -> None:
     assert over[0].text == "4/10 on ranks 0-1, stopped after 2.0 s"
 
 
-def test_loops_that_run_come_before_those_that_are_over() -> None:
+def test_running_loops_precede_finished_ones() -> None:
     bars = {0: [Bar("done", 0, 1, 1, 1.0, True), Bar("outer", 0, 1, 2, 1.0, False), Bar("inner", 1, 0, 2, 0.0, False)]}
     assert [bar.desc for bar in merge_bars(bars)] == ["outer", "inner", "done"]
 
@@ -99,7 +99,7 @@ def size_of(content: Any) -> int:
     return len(json.dumps(content, default=plain)) + extra
 
 
-def test_an_update_is_small_however_much_there_is() -> None:
+def test_update_is_small_for_any_amount_of_data() -> None:
     view = full(72)
     content = view.content
     assert size_of(content) < MAX_UPDATE
@@ -109,7 +109,7 @@ def test_an_update_is_small_however_much_there_is() -> None:
     view.close()
 
 
-def test_nothing_is_sent_when_no_page_shows_it() -> None:
+def test_hidden_page_gets_no_messages() -> None:
     view = WatchView(lambda: None)
     before = view.content
     view.add([answers(report(0, [row(0, loss=1.0)]))], 0.0)
@@ -122,7 +122,7 @@ def test_nothing_is_sent_when_no_page_shows_it() -> None:
     view.close()
 
 
-def test_the_button_ends_the_cell() -> None:
+def test_button_aborts_the_cell() -> None:
     clicks: list[str] = []
     view = WatchView(lambda: clicks.append("stop"))
     view._handle_custom_msg({"op": "heartbeat"}, [])
@@ -131,7 +131,7 @@ def test_the_button_ends_the_cell() -> None:
     view.close()
 
 
-def test_words_say_what_the_pictures_show() -> None:
+def test_text_matches_the_pictures() -> None:
     store = JobStore()
     reports = [
         report(rank, [row(10, loss=2.0 + rank), row(11, accuracy=math.nan)], steps_per_s=2.0 + rank, items_per_s=32.0,
@@ -150,7 +150,7 @@ def test_words_say_what_the_pictures_show() -> None:
     assert "No report from rank 2 yet." in lines
 
 
-def test_the_page_needs_no_script_and_escapes_names() -> None:
+def test_page_needs_no_script_and_escapes_names() -> None:
     store = JobStore()
     bar = Bar("<b>", 0, 1, 2, 1.0, False)
     store.add(answers(report(0, [row(0, **{"<i>": 1.0})], bars=[bar]), words={0: "in <all_reduce>"}), 0.0)
@@ -162,17 +162,17 @@ def test_the_page_needs_no_script_and_escapes_names() -> None:
     HTMLParser().feed(html)
 
 
-def test_a_saved_page_is_small() -> None:
+def test_saved_page_is_small() -> None:
     view = full(8)
     assert len(view.to_bundle()["text/html"]) < 250_000
     view.close()
 
 
-def test_nothing_has_a_page_too() -> None:
+def test_empty_job_has_a_page() -> None:
     assert watch_bundle(JobStore())["text/plain"] == "0 ranks, no cell is running"
 
 
-def test_a_report_is_read_from_json() -> None:
+def test_report_is_read_from_json() -> None:
     answer = {
         "rank": 1,
         "state": {"rank": 1, "activity": "running", "time_ns": 5},
@@ -188,7 +188,7 @@ def test_a_report_is_read_from_json() -> None:
     assert found.bars[0].desc == "x"
 
 
-def test_a_page_whose_signs_are_held_up_by_the_cell_counts_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_with_delayed_heartbeats_counts_as_open(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(live_view, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     view = WatchView(lambda: None)
@@ -207,7 +207,7 @@ def test_a_page_whose_signs_are_held_up_by_the_cell_counts_as_there(monkeypatch:
     view.close()
 
 
-def test_names_without_a_curve_are_told_and_their_number_is_bounded() -> None:
+def test_names_without_a_curve_are_listed_and_bounded() -> None:
     store = JobStore()
     store.add(answers(report(0, [row(0, **{f"n{i}": 1.0 for i in range(70)})])), 0.0)
     notes = store.notes()
