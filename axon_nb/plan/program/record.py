@@ -20,6 +20,10 @@ Event = tuple[str, int, float, int]
 """What the host did: ``op`` (stream, seconds, place), ``call`` (stream, -, index of the call), ``wait`` (stream, -,
 index of the call), ``record`` (stream, -, event), ``wait_event`` (stream, -, event), ``sync`` (the host waits), or
 ``step`` (an optimizer, by the order of their first steps)."""
+TensorFact = tuple[tuple[int, ...], str, bool]
+"""A tensor's shape, dtype such as ``float32``, and requires_grad."""
+Boundary = tuple[TensorFact, ...]
+"""The tensors of a microbatch that cross a stage boundary."""
 
 
 class Place(NamedTuple):
@@ -57,12 +61,6 @@ class Call:
     """Index into `RankRecord.places`."""
     peer: int = -1
     """The other rank of a message, in the world."""
-
-
-TensorFact = tuple[tuple[int, ...], str, bool]
-"""A tensor's shape, dtype such as ``float32``, and requires_grad."""
-Boundary = tuple[TensorFact, ...]
-"""The tensors of a microbatch that cross a stage boundary."""
 
 
 class PipelineStep(NamedTuple):
