@@ -66,6 +66,24 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _import_arguments(parser: _Parser) -> None:
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a script for torchrun, a .py file")
+    parser.add_argument(
+        "-o", "--out", type=Path, default=None, metavar="NOTEBOOK", help="the .ipynb file; default: beside the script"
+    )
+    parser.add_argument(
+        "--args", default="", metavar="WORDS", help="the script's arguments, such as --args='--epochs 3'"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite the notebook")
+
+
+def _import(options: argparse.Namespace) -> int:
+    from axon_nb.script import import_script
+
+    print(import_script(options.script, options.out, arguments=options.args, force=options.force))
+    return 0
+
+
 def _json_argument(parser: _Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -137,6 +155,14 @@ _COMMANDS = {
         "Show the cause of a message, and what to do. Example: axon-nb help no-cluster",
         _help_arguments,
         _explain,
+    ),
+    "import": _Command(
+        "cut a script for torchrun into the cells of a notebook",
+        "Cut a script for torchrun into cells: imports, definitions, set-up, loop. Values of its command line are in "
+        "one cell; functions such as main() become cells where that is safe. "
+        "Example: axon-nb import train.py -o train.ipynb",
+        _import_arguments,
+        _import,
     ),
     "list": _Command(
         "show your clusters on this host",

@@ -33,6 +33,7 @@ EXAMPLES = {
     "diff": "%distributed diff model --from 0     shows where other ranks' model differs from that of rank 0",
     "doctor": "%distributed doctor                  attach its output to bug reports",
     "export": "%distributed export train.py         writes the cells that ran as a script for torchrun",
+    "import": "%distributed import train.py         writes train.ipynb; `axon-nb import` does the same",
     "repair": "%distributed repair --from 0         replaces a dead rank, with the variables of rank 0",
     "resize": "%distributed resize 4                grows or shrinks the world to 4 ranks; training goes on",
     "restart": "%distributed restart                 starts as many new ranks as before",

@@ -16,7 +16,7 @@ from axon_nb.cluster.launch.placement import explain_number
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.cluster.session.discovery import stop_detached
 from axon_nb.magics.arguments import LineParser, command, unknown_command
-from axon_nb.magics.scripts import script_cell
+from axon_nb.magics.scripts import import_script, script_cell
 from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_parser, export_session
 from axon_nb.records.ranks import name_ranks
 from axon_nb.troubleshooting import explain
@@ -109,6 +109,7 @@ class DistributedMagics(Magics):
         resize N: grow or shrink to N ranks; models, optimizers and samplers are carried over
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         run train.py [arguments]: run a script on the ranks, as torchrun would; its variables stay
+        import train.py [-o NOTEBOOK] [--args WORDS] [--force]: cut a script into the cells of a notebook
         export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|shm|gloo|nccl] [--engines LAUNCHER] [--name NAME]
               [--force]: end ranks that were left even while a cell runs there
@@ -149,6 +150,7 @@ class DistributedMagics(Magics):
             "config": self._config,
             "export": self._export,
             "run": self._run,
+            "import": self._import,
             "doctor": doctor,
             **SUBCOMMANDS,
         }
@@ -233,6 +235,9 @@ class DistributedMagics(Magics):
         line = " ".join(words)
         if script_cell(line) is not None:  # raises what is to be raised before ranks start
             self.shell.magics_manager.registry["CellMagics"].run_blocking("run", line, "")
+
+    def _import(self, words: list[str]) -> None:
+        import_script(" ".join(words))  # a line, whose quotes enclose the script's arguments
 
     @command(export_parser)
     def _export(self, options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`%distributed run`: runs a script on ranks."""
+"""`%distributed run` and `import`: run a script on ranks, or cut it into cells."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 
 from axon_nb.errors import UsageError
-from axon_nb.magics.arguments import LineParser
+from axon_nb.magics.arguments import LineParser, command
 
-__all__ = ["script_cell"]
+__all__ = ["import_script", "script_cell"]
 
 
 def _run_parser() -> LineParser:
@@ -41,3 +41,25 @@ def script_cell(line: str) -> str | None:
     if not path.is_file():
         raise UsageError(f"%distributed run: {path} does not exist.")
     return f"%run {shlex.join([str(path), *arguments])}\n"
+
+
+def _import_parser() -> LineParser:
+    parser = LineParser("%distributed import", "Cut a script for torchrun into the cells of a notebook.")
+    parser.add_argument("script", metavar="SCRIPT", help="such as train.py")
+    parser.add_argument("-o", "--out", metavar="NOTEBOOK", default=None, help="default: beside the script")
+    parser.add_argument("--args", metavar="WORDS", default="", help="the script's arguments: --args='--epochs 3'")
+    parser.add_argument("--force", action="store_true", help="overwrite the notebook")
+    return parser
+
+
+@command(_import_parser)
+def import_script(options: argparse.Namespace) -> None:
+    """Cut a script into the cells of a notebook, and print a report.
+
+    Args:
+        options: The options of `%distributed import`.
+    """
+    from axon_nb import script
+
+    out = Path(options.out).expanduser() if options.out else None
+    print(script.import_script(Path(options.script).expanduser(), out, arguments=options.args, force=options.force))

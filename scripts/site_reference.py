@@ -57,7 +57,7 @@ _AREAS = {
     "Parallel models and checkpoints": ("axon_nb/parallel/",),
     "Plans": ("axon_nb/plan/", "axon_nb/records/memory.py"),
     "Horovod's API": ("axon_nb/compat/",),
-    "Export": ("axon_nb/export/",),
+    "Export and import": ("axon_nb/export/", "axon_nb/script/"),
     "In a training loop": ("axon_nb/records/training/",),
     "The program axon-nb": ("axon_nb/cli.py", "axon_nb/doctor/", "axon_nb/quickstart.py"),
 }

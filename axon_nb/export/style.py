@@ -12,7 +12,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-__all__ = ["apply_ruff", "comment_out", "indent_code", "one_statement_per_line"]
+__all__ = ["apply_ruff", "comment_out", "indent_code", "lines_in_strings", "one_statement_per_line"]
 
 _FIXED = "I001,F401,RUF100"
 _NEVER_SILENCED = {"F821", "invalid-syntax"}
@@ -21,14 +21,15 @@ _NEVER_SILENCED = {"F821", "invalid-syntax"}
 
 def indent_code(code: str, by: str = "    ") -> str:
     """Indent code by one level, except lines within strings."""
-    within = _lines_in_strings(code)
+    within = lines_in_strings(code)
     lines = code.splitlines(keepends=True)
     return "".join(
         line if number in within or not line.strip() else by + line for number, line in enumerate(lines, start=1)
     )
 
 
-def _lines_in_strings(code: str) -> set[int]:
+def lines_in_strings(code: str) -> set[int]:
+    """Return the numbers of lines that begin within a string, from 1."""
     numbers, opened = set[int](), list[int]()
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         kind = tokenize.tok_name[token.type]
