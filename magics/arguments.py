@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from axon_nb.errors import UsageError
 from axon_nb.usage import nearest_option, unknown_command
 
-__all__ = ["EXAMPLES", "LineParser", "command", "example_of", "parse", "unknown_command"]
+__all__ = ["EXAMPLES", "LineParser", "command", "example_of", "parse", "raw_command", "unknown_command"]
 
 EXAMPLES = {
     "%%distributed": "%%distributed --ranks 0-1 --time    and below it: dist.all_reduce(torch.ones(8))",
@@ -88,8 +88,21 @@ def command(parser: Callable[[], LineParser]) -> Callable[[Callable[..., Any]], 
             options = parse(parser(), line)
             return None if options is None else run(*instance, options)
 
-        vars(run_line)["parser"] = parser
-        return run_line
+        return raw_command(parser)(run_line)
+
+    return decorate
+
+
+def raw_command(parser: Callable[[], LineParser]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a subcommand that reads its line by itself, because parts of it belong to a script.
+
+    Args:
+        parser: Makes the parser that describes it; kept as the attribute ``parser``.
+    """
+
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        vars(run)["parser"] = parser
+        return run
 
     return decorate
 

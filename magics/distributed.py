@@ -15,8 +15,8 @@ from axon_nb.cluster.inspection.status import ClusterStatus
 from axon_nb.cluster.launch.placement import explain_number
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.cluster.session.discovery import stop_detached
-from axon_nb.magics.arguments import LineParser, command, unknown_command
-from axon_nb.magics.scripts import import_script, script_cell
+from axon_nb.magics.arguments import LineParser, command, raw_command, unknown_command
+from axon_nb.magics.scripts import import_parser, import_script, run_parser, script_cell
 from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_parser, export_session
 from axon_nb.records.ranks import name_ranks
 from axon_nb.troubleshooting import explain
@@ -231,11 +231,13 @@ class DistributedMagics(Magics):
         ranks = kept.require("%distributed cancel").cancel()
         print(f"Interrupted the cell on {name_ranks(ranks)}." if ranks else "No cell is running.")
 
+    @raw_command(run_parser)
     def _run(self, words: list[str]) -> None:
         line = " ".join(words)
         if script_cell(line) is not None:  # raises what is to be raised before ranks start
             self.shell.magics_manager.registry["CellMagics"].run_blocking("run", line, "")
 
+    @raw_command(import_parser)
     def _import(self, words: list[str]) -> None:
         import_script(" ".join(words))  # a line, whose quotes enclose the script's arguments
 

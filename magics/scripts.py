@@ -9,10 +9,11 @@ from pathlib import Path
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, command
 
-__all__ = ["import_script", "script_cell"]
+__all__ = ["import_parser", "import_script", "run_parser", "script_cell"]
 
 
-def _run_parser() -> LineParser:
+def run_parser() -> LineParser:
+    """Return the parser of `%distributed run`."""
     parser = LineParser("%distributed run", "Run a script on all ranks, as torchrun would; its variables stay.")
     parser.add_argument("file", metavar="FILE", help="such as train.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -33,7 +34,7 @@ def script_cell(line: str) -> str | None:
     except ValueError as error:
         raise UsageError(f"%distributed run: {error} in {line!r}.") from None
     if name in ("--help", "?", "??"):
-        print(_run_parser().help())
+        print(run_parser().help())
         return None
     path = Path(name).expanduser().absolute()
     if path.suffix != ".py":
@@ -43,7 +44,8 @@ def script_cell(line: str) -> str | None:
     return f"%run {shlex.join([str(path), *arguments])}\n"
 
 
-def _import_parser() -> LineParser:
+def import_parser() -> LineParser:
+    """Return the parser of `%distributed import`."""
     parser = LineParser("%distributed import", "Cut a script for torchrun into the cells of a notebook.")
     parser.add_argument("script", metavar="SCRIPT", help="such as train.py")
     parser.add_argument("-o", "--out", metavar="NOTEBOOK", default=None, help="default: beside the script")
@@ -52,7 +54,7 @@ def _import_parser() -> LineParser:
     return parser
 
 
-@command(_import_parser)
+@command(import_parser)
 def import_script(options: argparse.Namespace) -> None:
     """Cut a script into the cells of a notebook, and print a report.
 
