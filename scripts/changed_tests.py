@@ -48,6 +48,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "axon_nb/plan/": ("tests/plan", f"{KERNEL}/views/test_plan_names.py", f"{KERNEL}/views/test_what_if.py"),
     "axon_nb/records/": ("tests/cluster", "tests/engine", "tests/host", KERNEL),
+    "axon_nb/script/": ("tests/unit/export/", "tests/cluster/test_imported_programs.py"),
     "axon_nb/shell/": ("tests/cluster", "tests/engine", KERNEL),
     "axon_nb/torch_api/": ("tests/comm", "tests/engine", KERNEL),
     "axon_nb/widgets/": ("tests/browser", VIEWS),
