@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,14 @@ from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cells.options import LiveView
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.debugger.breakpoints import BreakpointPrompt
 from axon_nb.cluster.failures.report import Failure
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.errors import CellError, UsageError
 from axon_nb.magics.arguments import LineParser, parse
 from axon_nb.magics.measure import Measures, add_measures, read_measures
 from axon_nb.magics.scripts import script_cell
+from axon_nb.records.protocol.cells import Pauses
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 
 if TYPE_CHECKING:
@@ -39,6 +42,13 @@ def _seconds(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0; got {text}")
     return value
+
+
+def _call(text: str) -> tuple[str, int]:
+    name, colon, number = text.partition(":")
+    if not name.isidentifier() or (colon and not (number.isdecimal() and int(number))):
+        raise argparse.ArgumentTypeError(f"must be a function such as all_reduce or all_reduce:3; got {text!r}")
+    return name, int(number or 0)
 
 
 @functools.cache
@@ -57,6 +67,15 @@ def cell_parser(name: str) -> LineParser:
     )
     parser.add_argument("--quiet", action="store_true", help="do not show what ranks print")
     parser.add_argument("--watch", action="store_true", help="show live what each rank is doing")
+    parser.add_argument("--debug", action="store_true", help="pause in the debugger before the first line")
+    parser.add_argument(
+        "--break",
+        dest="before",
+        metavar="CALL[:N]",
+        type=_call,
+        default=("", 0),
+        help="pause before each call of a collective, such as all_reduce, or before the N-th",
+    )
     add_measures(parser)
     return parser
 
@@ -90,7 +109,7 @@ class CellMagics(Magics):
         """Run the cell on the ranks.
 
         %%distributed [--ranks 0,2-3] [--noblock] [--out NAME] [--local] [--timeout S] [--quiet] [--watch]
-                      [--time] [--repeat N] [--profile [RANKS]]
+                      [--time] [--repeat N] [--profile [RANKS]] [--debug] [--break CALL[:N]]
 
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
         --noblock       return a handle at once: .result(), .done(), .cancel()
@@ -99,6 +118,8 @@ class CellMagics(Magics):
         --timeout S     abort the cell after S seconds
         --quiet         do not show what ranks print
         --watch         show live what each rank is doing
+        --debug         pause in the debugger before the first line, as `breakpoint()` does in a later one
+        --break CALL[:N]  pause before each call of a collective, such as all_reduce, or before the N-th
         --time          show how long each rank took, and which was slowest
         --repeat N      run the cell N times, ranks in step; show each rank's best and mean time and the spread
         --profile [R]   profile the cell with torch.profiler on all ranks, or on ranks R; show a table, save traces
@@ -187,6 +208,7 @@ class CellMagics(Magics):
                 "show_value": True,
                 "exclusive": not options.noblock,
                 "measurement": measures.measurement(),
+                **_debugging(self.shell, options),
             },
         )
 
@@ -228,6 +250,26 @@ def _show_card(failure: Failure, request: _Request) -> None:
     options = request.options
     card = failure_card(failure, code=request.code, cell=options["cell"], ranks=options["ranks"])
     display({"text/html": card}, raw=True)
+
+
+def _debugging(shell: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `Cluster.run` for the debugger; where nobody can be asked, the cell does not pause."""
+    is_possible = not options.noblock and _can_ask(shell)
+    name, number = options.before
+    if (options.debug or name) and not is_possible:
+        reason = "--noblock runs it in the background" if options.noblock else "this front end has no input()"
+        print(f"The cell does not pause for the debugger: {reason}.")
+    if not is_possible:
+        return {}
+    return {"debugger": BreakpointPrompt(), "pauses": Pauses(True, options.debug, name, number)}
+
+
+def _can_ask(shell: Any) -> bool:
+    """Whether the front end that sent the running cell answers input()."""
+    kernel = getattr(shell, "kernel", None)
+    if kernel is None:
+        return sys.stdin is not None and sys.stdin.isatty()
+    return bool(kernel.get_parent("shell").get("content", {}).get("allow_stdin"))
 
 
 def _prompt(shell: Any) -> int:

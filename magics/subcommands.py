@@ -8,7 +8,7 @@ from typing import Any
 
 from IPython.core.error import StdinNotImplementedError
 
-from axon_nb.cluster.inspection.debugger import PostMortem
+from axon_nb.cluster.debugger.post_mortem import PostMortem
 from axon_nb.cluster.session import current, kept
 from axon_nb.cluster.transfer.broadcast import seed
 from axon_nb.errors import AxonError, CellInterrupt, UsageError

@@ -20,12 +20,16 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from IPython.core.getipython import get_ipython
 
 from axon_nb.engine import namespace
+from axon_nb.engine.debugger.breakpoints import Breakpoints
+from axon_nb.engine.debugger.pager import Pager
+from axon_nb.engine.debugger.post_mortem import PostMortem
 from axon_nb.engine.frameworks import install_dist_hooks, install_frameworks
 from axon_nb.engine.groups import init_default_group, nccl, recovery, wrapper_reset
 from axon_nb.engine.groups.gloo import LOOPBACK
@@ -39,9 +43,7 @@ from axon_nb.engine.kernel.completion import CompletionService
 from axon_nb.engine.kernel.control import control_handlers
 from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler
 from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
-from axon_nb.engine.kernel.post_mortem import PostMortem
 from axon_nb.engine.kernel.shell import (
-    Pager,
     install_autoreload,
     install_cell_names,
     install_exits,
@@ -56,8 +58,8 @@ from axon_nb.engine.self_test import start_in_child, startup_verdict
 from axon_nb.engine.session import RankSession, set_current
 from axon_nb.host.resources.cgroups import usable_cores
 from axon_nb.host.store_tcp import store_key
-from axon_nb.records.protocol.cells import FailureRequest
 from axon_nb.records.protocol.cluster import EngineInfo
+from axon_nb.records.protocol.inspection import FailureRequest
 from axon_nb.records.protocol.joining import JoinConfig
 from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.protocol.version import own_version
@@ -212,8 +214,11 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     views = Views(session, sampler)
     views.job.count_steps()
     set_cell_source(lambda: session.cell)
-    deferring = (views.gradients.defers_interrupt, steps.defers_interrupt)
-    interrupts = InterruptHandler(kernel, lambda frame: any(defers(frame) for defers in deferring))
+
+    def defers(frame: FrameType | None) -> bool:
+        return views.gradients.defers_interrupt(frame) or steps.defers_interrupt(frame)
+
+    interrupts = InterruptHandler(kernel, defers)
     interrupts.install()
     hooks.install(kernel, interrupts.track_task)
     log = CellLog()
@@ -225,12 +230,17 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     pager.install(kernel.shell)
     post_mortem = PostMortem(pager)
     session.post_mortem = post_mortem
-    runner = CellRunner(session, interrupts, budget, log, tracebacks=tracebacks, post_mortem=post_mortem)
+    breakpoints = Breakpoints(session, defers)
+    breakpoints.install()
+    runner = CellRunner(
+        session, interrupts, budget, log, tracebacks=tracebacks, post_mortem=post_mortem, breakpoints=breakpoints
+    )
     hooks.wrap_do_execute(kernel, runner.run)
     install_exits(kernel.shell)
     install_shell_commands(kernel.shell, interrupts)
     telemetry = Telemetry(session, sampler)
-    hooks.add_control_handlers(kernel, control_handlers(session, views, interrupts, telemetry, log))
+    handlers = control_handlers(session, views, interrupts, telemetry, log, breakpoints=breakpoints)
+    hooks.add_control_handlers(kernel, handlers)
     hooks.add_control_handlers(kernel, CompletionService(kernel.shell).handlers())
     hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.report})
     session.runner = runner

@@ -51,7 +51,7 @@ class CellValues(Protocol):
 
 
 class FailureDebugger(Protocol):
-    """The debugger of the last failed cell: `kernel.post_mortem.PostMortem`."""
+    """The debugger of the last failed cell: `debugger.post_mortem.PostMortem`."""
 
     def start(self) -> str:
         """Open it; return the position as it shows it."""

@@ -23,6 +23,7 @@ __all__ = [
     "NCCL_RECOVERY",
     "OPEN_MPI",
     "PROGRAM_PATH",
+    "PYTHON_BREAKPOINT",
     "PYTHON_PATH",
     "RUNTIME_DIR",
     "RUN_ID",
@@ -105,6 +106,9 @@ JUPYTER_SERVER = Variables(("JUPYTER_SERVER_URL", "JUPYTER_SERVER_ROOT"))
 
 VISIBLE_GPUS = Variable("CUDA_VISIBLE_DEVICES")
 """The GPUs that `%distributed start` chooses from, in this order; all if it is not set."""
+
+PYTHON_BREAKPOINT = Variable("PYTHONBREAKPOINT")
+"""What `breakpoint()` calls on ranks, as in Python: 0 for nothing. Without it, the ranks pause."""
 
 PYTHON_PATH = Variable("PYTHONPATH")
 """Passed to the host agent, with axon_nb's folder appended."""

@@ -29,7 +29,7 @@ from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import ClusterLostError, UsageError
-from axon_nb.records.protocol.cells import CellFacts, Measurement
+from axon_nb.records.protocol.cells import CellFacts, Measurement, Pauses
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 
@@ -55,7 +55,7 @@ def failure_of(run: CellRun, replaced: Sequence[str], *, remedy: str) -> BaseExc
         return interrupt_error(run.errors, run.ranks, replaced)
     if not run.errors and not run.explanation:
         return None
-    threads = [name for end in run.replies.values() for name in end.threads]
+    threads = [name for end in run.cell.ends.values() for name in end.threads]
     return cell_error(
         run.errors,
         first=run.cell.failed,
@@ -157,6 +157,7 @@ class CellManager:
             exclusive=exclusive,
             keep_failure=self.settings.debug and not is_debugger,
             is_debugger=is_debugger,
+            pauses=options.get("pauses", Pauses()),
             output_limit=state.settings.output_limit,
             measurement=options.get("measurement", Measurement()),
         )
@@ -178,6 +179,7 @@ class CellManager:
             show_value=options.get("show_value", False),
             recover=lambda: self.recovery(run),
             notice=None if quiet else WaitNotice(sink),
+            debugger=options.get("debugger"),
         )
         run.on_late_output = self.state.between_cells.feed
         if not quiet:
@@ -225,19 +227,20 @@ class CellManager:
         run.finish()
         with self._lock, contextlib.suppress(ValueError):
             state.active_cells.remove(run)
-        if run.lost:
-            hint = _ATTACH_HINT if run.lost == LEFT_RUNNING else _START_HINT
-            raise ClusterLostError(f"The cluster {state.name!r} {run.lost} while the cell was running. {hint}")
+        if run.cell.lost:
+            hint = _ATTACH_HINT if run.cell.lost == LEFT_RUNNING else _START_HINT
+            raise ClusterLostError(f"The cluster {state.name!r} {run.cell.lost} while the cell was running. {hint}")
         state.health.track_stuck(run)
         replaced = replace_stuck(state, run.cell.to_replace)
-        if left := left_calls_hint(run.replies):
+        if left := left_calls_hint(run.cell.ends):
             print(left, file=sys.stderr)
         failure = failure_of(run, replaced, remedy=state.health.remedy)
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
-        with_value = run.ranks_with_value if options.get("values", True) else []
+        wanted = options.get("values", True)
+        with_value = [rank for rank, end in run.cell.ends.items() if wanted and end.has_value]
         fetched = last_values(state, with_value, run.token)
         if not options.get("quiet", False):
-            state.health.hint("draws", shared_draws_hint(run.replies, run.ranks))
+            state.health.hint("draws", shared_draws_hint(run.cell.ends, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
-        return CellResult(fetched, run.errors, run.seconds, text, **measurements(run.replies))
+        return CellResult(fetched, run.errors, run.cell.seconds, text, **measurements(run.cell.ends))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
-from axon_nb.records.protocol.cells import AbortLocation, CellEnd, Measurement
+from axon_nb.records.protocol.cells import AbortLocation, CellEnd, Measurement, Pauses
+from axon_nb.records.protocol.inspection import PausedEvent
 
-__all__ = ["CellOptions", "LiveView", "RankProgress", "Steppable", "describe_abort", "was_aborted"]
+__all__ = ["CellDebugger", "CellOptions", "LiveView", "RankProgress", "Steppable", "describe_abort", "was_aborted"]
 
 _ABORTED = ("AbortedError",)
 _ABORTED_ON_REQUEST = ("KeyboardInterrupt", "CancelledError")
@@ -37,6 +38,16 @@ class LiveView(Protocol):
 
     def rank_finished(self, rank: int, *, failed: bool) -> None:
         """Record, from any thread, that a rank has finished the cell."""
+
+
+class CellDebugger(Protocol):
+    """Talks to ranks that pause while the cell runs."""
+
+    def on_paused(self, rank: int, event: PausedEvent) -> None:
+        """Note, from any thread, that a rank waits for a command."""
+
+    def step(self, run: Any) -> float:
+        """Ask the user if a rank waits, on the notebook's thread; return how long that took, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,5 +120,9 @@ class CellOptions(TypedDict, total=False):
     """Whether to show these values as well. Default: False."""
     measurement: Measurement
     """What ranks measure while the cell runs. Default: nothing."""
+    debugger: CellDebugger | None
+    """Asks the user for the commands of ranks that pause. Default: None, the ranks continue at once."""
+    pauses: Pauses
+    """Where the cell pauses, if there is a `debugger`. Default: nowhere, not even at `breakpoint()`."""
     is_debugger: bool
     """Whether this is a command of the debugger, which leaves the failure on the rank. Default: False."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -12,16 +13,18 @@ from typing import Any
 
 from axon_nb.cluster.cells import events
 from axon_nb.cluster.cells.abort import AbortController
-from axon_nb.cluster.cells.options import LiveView, RankProgress, Steppable
+from axon_nb.cluster.cells.options import CellDebugger, LiveView, RankProgress, Steppable
 from axon_nb.cluster.cells.source import mentions
 from axon_nb.cluster.cells.transitions import Cell, State, transition
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.output.wait_notice import WaitNotice
 from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts, CellOutcome, execute_content, read_outcome
+from axon_nb.records.protocol.cells import KEY, CellFacts, CellOutcome, execute_content, read_outcome
 from axon_nb.records.protocol.errors import ProtocolError
-from axon_nb.records.protocol.wire import encode
+from axon_nb.records.protocol.inspection import DebuggerLine, PausedEvent
+from axon_nb.records.protocol.messages import Request, message_type
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["CellRun"]
 
@@ -30,6 +33,7 @@ _BUSY_POLL_S = 0.005
 """The poll interval while something is being decided."""
 _VIEW_INTERVAL_S = 0.2
 """How often the live view is updated."""
+_PAUSED = message_type(PausedEvent)
 
 
 class CellRun:
@@ -47,6 +51,7 @@ class CellRun:
         show_value: bool = True,
         recover: Callable[[], Steppable] | None = None,
         notice: WaitNotice | None = None,
+        debugger: CellDebugger | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.token = uuid.uuid4().hex
@@ -68,6 +73,7 @@ class CellRun:
         self._view = view
         self._view_due = 0.0
         self._notice = notice
+        self._debugger = debugger
         self._hidden = {"error"} if show_value else {"error", "execute_result"}
         self._messages: list[str] = []
         self._started_at = time.monotonic()
@@ -102,8 +108,18 @@ class CellRun:
         self._messages = self._client.send_cells(self.ranks, execute_content(code), {KEY: encode(facts)}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Process something that a rank printed or displayed; called from the IO thread."""
-        self._process(events.Output(rank, msg_type, content, metadata))
+        """Process something that a rank printed or displayed, or that it has paused; called from the IO thread."""
+        if msg_type == _PAUSED:
+            self._on_paused(rank, decode(PausedEvent, content))
+        else:
+            self._process(events.Output(rank, msg_type, content, metadata))
+
+    def _on_paused(self, rank: int, event: PausedEvent) -> None:
+        if self._debugger is None:  # a notebook that reattached cannot ask
+            self.request(rank, DebuggerLine(self.token, event.number, "continue"))
+        else:
+            self._debugger.on_paused(rank, event)
+            self.wake()
 
     def on_idle(self, rank: int) -> None:
         """Record that a rank has sent all its output; called from the IO thread."""
@@ -129,27 +145,30 @@ class CellRun:
         """Record that the whole cluster is gone; called from any thread."""
         self._process(events.Lost(reason))
 
+    def request(self, rank: int, request: Request[Any]) -> None:
+        """Send a request to a rank that runs the cell."""
+        with contextlib.suppress(KeyError):  # it has just died
+            self._client.request(rank, request)
+
     def interrupt(self) -> None:
         """Interrupt the cell on the user's behalf; a second interrupt also replaces ranks that are in C code."""
         self._interrupts.append(time.monotonic())  # called by signal handlers too, which must not wait for the lock
         self.wake()
 
-    def _process_interrupts(self) -> None:
-        while self._interrupts:
-            self._process(events.Interrupt(self._interrupts.popleft()))
-
     def step(self) -> bool:
         """Do what is due, on the notebook's thread; return True once the cell is done."""
         now = time.monotonic()
-        due = self.output.next_due()
-        if due is not None and now >= due:
+        if (due := self.output.next_due()) is not None and now >= due:
             self.output.flush()
         if self._view is not None and now >= self._view_due:
             self._view_due = now + _VIEW_INTERVAL_S
             self._view.flush()
-        self._process_interrupts()
+        while self._interrupts:
+            self._process(events.Interrupt(self._interrupts.popleft()))
         if self._is_done:
             return True
+        if self._debugger is not None:
+            self._started_at += self._debugger.step(self)  # the user's time does not count
         self._fetch(now)
         if self._recovery is not None:
             if self._recovery.step():
@@ -274,27 +293,6 @@ class CellRun:
         return pending[0] if self.cell.interrupted_at is None and pending else self.cell.interrupted_at
 
     @property
-    def lost(self) -> str:
-        """Why the cluster is gone; empty while it is there."""
-        return self.cell.lost
-
-    @property
     def errors(self) -> dict[int, RankError]:
         """Failures by rank."""
         return self.cell.errors
-
-    @property
-    def replies(self) -> dict[int, CellEnd]:
-        """By rank, what its reply says about the cell, such as what was measured."""
-        return {rank: progress.end for rank, progress in self.cell.ranks.items() if progress.end is not None}
-
-    @property
-    def seconds(self) -> dict[int, float]:
-        """How long the cell ran on each rank, in seconds."""
-        ends = {rank: progress.end for rank, progress in self.cell.ranks.items()}
-        return {rank: 0.0 if end is None else end.seconds for rank, end in ends.items()}
-
-    @property
-    def ranks_with_value(self) -> list[int]:
-        """The ranks whose last expression has a value."""
-        return [rank for rank, end in self.replies.items() if end.has_value]

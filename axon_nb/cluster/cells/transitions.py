@@ -10,6 +10,7 @@ from typing import Any
 from axon_nb.cluster.cells import events
 from axon_nb.cluster.cells.options import RankProgress, describe_abort, was_aborted
 from axon_nb.cluster.failures.report import RankError
+from axon_nb.records.protocol.cells import CellEnd
 
 __all__ = ["Cell", "State", "transition"]
 
@@ -74,6 +75,17 @@ class Cell:
     def errors(self) -> dict[int, RankError]:
         """Failures by rank."""
         return {rank: progress.error for rank, progress in self.ranks.items() if progress.error is not None}
+
+    @property
+    def ends(self) -> dict[int, CellEnd]:
+        """By rank, what its reply says about the cell, such as what was measured."""
+        return {rank: progress.end for rank, progress in self.ranks.items() if progress.end is not None}
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """How long the cell ran on each rank, in seconds."""
+        ends = self.ends
+        return {rank: ends[rank].seconds if rank in ends else 0.0 for rank in self.ranks}
 
     @property
     def is_closed(self) -> bool:

@@ -108,7 +108,7 @@ class OutputReplay:
     def wait_for_late(self, timeout_s: float) -> None:
         """Go on until the stuck ranks of a failed cell have replied, at most `timeout_s` seconds."""
         end = time.monotonic() + timeout_s
-        while self._run.unfinished and not self._run.lost and time.monotonic() < end:
+        while self._run.unfinished and not self._run.cell.lost and time.monotonic() < end:
             self.step(time.monotonic())
             time.sleep(_POLL_INTERVAL_S)
 
@@ -208,10 +208,10 @@ def _finisher(
             result = cells.finish(run, {"values": values})
         except (CellError, CellInterrupt, ClusterLostError) as error:
             sink.stream("stderr", f"{title} failed.\n" + "\n".join(error._render_traceback_()) + "\n")
-            if run.unfinished and not run.lost:
+            if run.unfinished and not run.cell.lost:
                 threading.Thread(target=replay.wait_for_late, args=(_LATE_TIMEOUT_S,), daemon=True).start()
             raise
-        sink.stream("stdout", f"{title} is done: {max(run.seconds.values()):.3g} s.\n")
+        sink.stream("stdout", f"{title} is done: {max(run.cell.seconds.values()):.3g} s.\n")
         return result
 
     return finish

@@ -15,7 +15,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,8 @@ class CallLog:
         self._open: dict[int, Call] = {}
         self._threads: set[str] = set()
         self._left: list[str] = []
+        self.before: Callable[[str], None] | None = None
+        """Called with the name of each operation before it starts; None: nothing is."""
         self.num_calls = 0
         """Number of calls started since the rank joined."""
         self.num_collectives = 0
@@ -109,6 +111,8 @@ class CallLog:
 
     def start(self, name: str, group: str, sequence: int, peer: int, size: int) -> Call:
         """Record that a call starts; for the arguments see `Call`."""
+        if self.before is not None:
+            self.before(name)
         self.num_collectives += sequence > 0
         if threading.get_ident() != threading.main_thread().ident:
             self._threads.add(threading.current_thread().name)

@@ -6,12 +6,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from axon_nb.engine.debugger.breakpoints import Breakpoints
+from axon_nb.engine.debugger.post_mortem import PostMortem
 from axon_nb.engine.groups import recovery
 from axon_nb.engine.kernel import subgroup
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.measure import Measured, run_measured
-from axon_nb.engine.kernel.post_mortem import PostMortem
 from axon_nb.engine.kernel.random_state import RandomDraws
 from axon_nb.engine.kernel.shell import describe_exit
 from axon_nb.engine.kernel.tracebacks import Tracebacks
@@ -42,6 +43,7 @@ class CellRunner:
         *,
         tracebacks: Tracebacks,
         post_mortem: PostMortem,
+        breakpoints: Breakpoints,
     ) -> None:
         self._session = session
         self._interrupts = interrupts
@@ -49,6 +51,7 @@ class CellRunner:
         self._log = log
         self._tracebacks = tracebacks
         self._post_mortem = post_mortem
+        self._breakpoints = breakpoints
         self._values: dict[str, Any] = {}
 
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
@@ -84,7 +87,7 @@ class CellRunner:
         calls, draws, measured = recovery.num_calls(), RandomDraws(session.device), Measured()
         self._interrupts.begin_cell(facts.run)
         try:
-            reply = self._prepare(facts) or await run_measured(session, facts, execute, measured)
+            reply = await self._execute(facts, execute, measured)
         except BaseException as error:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
@@ -126,6 +129,15 @@ class CellRunner:
         reply = _limit_reply(reply)
         self._log.end(message_id, reply)
         return reply
+
+    async def _execute(
+        self, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: Measured
+    ) -> dict[str, Any]:
+        self._breakpoints.begin_cell(facts)
+        try:
+            return self._prepare(facts) or await run_measured(self._session, facts, execute, measured)
+        finally:
+            self._breakpoints.end_cell()
 
     def _prepare(self, facts: CellFacts) -> dict[str, Any] | None:
         """Set up before the cell's own code runs; return an error reply if that fails."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 
+from axon_nb.engine.debugger.breakpoints import Breakpoints
 from axon_nb.engine.groups.flight_recorder import overdue
 from axon_nb.engine.groups.recovery import abort
 from axon_nb.engine.inspection.group_waits import group_waits
@@ -21,6 +22,7 @@ from axon_nb.host.children import signal_started
 from axon_nb.records.protocol.aborts import AbortReply, AbortRequest, StopRequest
 from axon_nb.records.protocol.cells import CellsReply, CellsRequest
 from axon_nb.records.protocol.inspection import (
+    DebuggerLine,
     StacksReply,
     StacksRequest,
     StatusRequest,
@@ -40,6 +42,8 @@ def control_handlers(
     interrupts: InterruptHandler,
     telemetry: Telemetry,
     log: CellLog,
+    *,
+    breakpoints: Breakpoints,
 ) -> ControlHandlers:
     """Handlers for the control channel, by request class."""
     groups, sampler = session.groups, views.sampler
@@ -55,6 +59,8 @@ def control_handlers(
         groups.abort.set()
         pending = interrupts.pending
         interrupted = interrupts.interrupt(request.run)
+        if interrupted:
+            breakpoints.release()
         if interrupted and request.by_user and not request.again:
             signal_started(signal.SIGINT)
         abort(again=request.again)
@@ -100,6 +106,7 @@ def control_handlers(
     return {
         AbortRequest: abort_cell,
         CellsRequest: report_cells,
+        DebuggerLine: breakpoints.put,
         StacksRequest: stacks,
         StatusRequest: status,
         StopRequest: stop,

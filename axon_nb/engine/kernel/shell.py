@@ -1,6 +1,6 @@
-"""Adapts IPython's pager, shell commands and exits to ranks.
+"""Adapts IPython's shell commands and exits to ranks.
 
-`x?` and everything else that IPython pages is displayed, because a rank has no pager. IPython swallows an interrupt
+IPython swallows an interrupt
 that stops a `!command`; here it also stops the cell. `sys.exit()` and `exit()` stop the cell on that rank, never the
 rank, and a note says so.
 """
@@ -8,20 +8,15 @@ rank, and a note says so.
 from __future__ import annotations
 
 import builtins
-import contextlib
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TextIO
-
-from IPython.display import display
+from collections.abc import Callable
+from typing import Any
 
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.tracebacks import find_location
 
 __all__ = [
-    "Pager",
     "describe_exit",
     "install_autoreload",
     "install_cell_names",
@@ -30,38 +25,7 @@ __all__ = [
     "install_shell_commands",
 ]
 
-_CELL_FILE_LINE = re.compile(r"^\S*File:\S*\s+\S*Cell In\[\d+\].*\n?", re.MULTILINE)
-"""The line that names a cell's file, which does not exist."""
 _NOTE = "The cell stopped on this rank and counts as failed; the rank keeps running with its state."
-
-
-class Pager:
-    """Displays as text what a shell would page; ranks that show the same text share one output."""
-
-    def __init__(self) -> None:
-        self._streams: list[TextIO] = []
-
-    def install(self, shell: Any) -> None:
-        """Replace the pager of `shell`."""
-
-        def show(shell: Any, data: Any, start: int = 0, screen_lines: int = 0) -> None:
-            text = data.get("text/plain", "") if isinstance(data, dict) else str(data)
-            text = _CELL_FILE_LINE.sub("", text).rstrip()
-            if self._streams:
-                self._streams[-1].write(f"{text}\n")
-            else:
-                display({"text/plain": text}, raw=True)
-
-        shell.set_hook("show_in_pager", show, 0)
-
-    @contextlib.contextmanager
-    def redirect(self, stream: TextIO) -> Iterator[None]:
-        """Write paged text to `stream` instead."""
-        self._streams.append(stream)
-        try:
-            yield
-        finally:
-            self._streams.remove(stream)
 
 
 def install_cell_names(shell: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from axon_nb.records.protocol.messages import RankCall, Request
+from axon_nb.records.protocol.messages import Request
 from axon_nb.records.protocol.wire import Packed, decode, encode
 
 __all__ = [
@@ -18,13 +18,10 @@ __all__ = [
     "CellReport",
     "CellsReply",
     "CellsRequest",
-    "DebuggerCommand",
-    "DebuggerStart",
     "Draws",
-    "FailureReply",
-    "FailureRequest",
     "Measurement",
     "Omitted",
+    "Pauses",
     "Profile",
     "ProfiledOperation",
     "execute_content",
@@ -64,6 +61,20 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
+class Pauses:
+    """Where a cell pauses for the debugger."""
+
+    possible: bool = False
+    """Whether the notebook reads commands while the cell runs, so that `breakpoint()` pauses it."""
+    at_start: bool = False
+    """Before the first line."""
+    before: str = ""
+    """Before a call of this function, such as ``all_reduce``; empty: before none."""
+    number: int = 0
+    """Before which of these calls, counted from 1; 0: before each."""
+
+
+@dataclass(frozen=True, slots=True)
 class CellFacts:
     """The notebook's metadata about a cell. The defaults apply to code that another client of ipyparallel sends."""
 
@@ -87,6 +98,7 @@ class CellFacts:
     """Whether to keep a failure for the debugger."""
     is_debugger: bool = False
     """Whether this is a command of the debugger, which needs the saved failure."""
+    pauses: Pauses = field(default_factory=Pauses)
     output_limit: int | None = None
     """Bytes of text that the cell may print; excess lines are dropped and counted. None: the rank's own limit."""
     measurement: Measurement = field(default_factory=Measurement)
@@ -263,31 +275,3 @@ class CellsRequest(Request[CellsReply]):
     """Number of the last message that the notebook has."""
     after_ns: int = 0
     """Monotonic time of the rank's host in nanoseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class FailureReply:
-    """The failure that a rank has saved for the debugger."""
-
-    failure: str
-    """The error in one line; empty if there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class FailureRequest(Request[FailureReply]):
-    """Ask whether there is a failure to debug."""
-
-
-@dataclass(frozen=True, slots=True)
-class DebuggerStart(RankCall[str]):
-    """Open the debugger on the saved failure; returns its location."""
-
-    target = "axon_nb.engine.kernel.post_mortem:start"
-
-
-@dataclass(frozen=True, slots=True)
-class DebuggerCommand(RankCall[tuple[str, bool]]):
-    """Run one command of the debugger; returns its output, and whether the session is over."""
-
-    target = "axon_nb.engine.kernel.post_mortem:command"
-    line: str

@@ -1,4 +1,4 @@
-"""What a rank is doing: its state, its stack, what it waits for, its job, its spans."""
+"""What a rank is doing: its state, its stack, what it waits for, its job, its spans, its debuggers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from axon_nb.records.waits.calls import RankWaits
 from axon_nb.records.waits.silent_ranks import PeerCall
 
 __all__ = [
+    "DebuggerCommand",
+    "DebuggerLine",
+    "DebuggerStart",
     "DescribeVariables",
+    "FailureReply",
+    "FailureRequest",
     "GetVariableParts",
     "JobReply",
     "JobRequest",
     "MeshReply",
     "MeshRequest",
+    "PausedEvent",
     "SpansReply",
     "SpansRequest",
     "StacksReply",
@@ -197,3 +203,52 @@ class GetVariableParts(RankCall[VariableParts]):
 
     target = "axon_nb.engine.inspection.variables:variable_parts"
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReply:
+    """The failure that a rank has saved for the debugger."""
+
+    failure: str
+    """The error in one line; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRequest(Request[FailureReply]):
+    """Ask whether there is a failure to debug."""
+
+
+@dataclass(frozen=True, slots=True)
+class DebuggerStart(RankCall[str]):
+    """Open the debugger on the saved failure; returns its location."""
+
+    target = "axon_nb.engine.debugger.post_mortem:start"
+
+
+@dataclass(frozen=True, slots=True)
+class DebuggerCommand(RankCall[tuple[str, bool]]):
+    """Run one command of the debugger; returns its output, and whether the session is over."""
+
+    target = "axon_nb.engine.debugger.post_mortem:command"
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class PausedEvent(Event):
+    """Within a cell, the debugger on a rank's main thread waits for a command."""
+
+    number: int
+    """How often it has waited in this cell, with this time."""
+    place: str
+    """Where the cell is: ``line 3``, or ``train.py line 40``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DebuggerLine(Request[None]):
+    """Send a command to the debugger in a running cell."""
+
+    run: str
+    """Id of the cell's run; the line is dropped if that is over."""
+    number: int
+    """The pause that it answers, see `PausedEvent`; the line is dropped if that is over."""
+    line: str

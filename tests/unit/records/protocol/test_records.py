@@ -26,10 +26,10 @@ from axon_nb.records.protocol.agent import (
     decode_event,
     encode_event,
 )
-from axon_nb.records.protocol.cells import KEY, CellEnd, CellOutcome, DebuggerCommand, read_outcome
+from axon_nb.records.protocol.cells import KEY, CellEnd, CellOutcome, read_outcome
 from axon_nb.records.protocol.contents import CaptureModel
 from axon_nb.records.protocol.errors import ProtocolError
-from axon_nb.records.protocol.inspection import StatusRequest, TelemetryEvent
+from axon_nb.records.protocol.inspection import DebuggerCommand, StatusRequest, TelemetryEvent
 from axon_nb.records.protocol.messages import (
     Event,
     Expression,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.errors import UsageError
-from axon_nb.records.protocol.cells import DebuggerCommand, DebuggerStart, FailureRequest
+from axon_nb.records.protocol.inspection import DebuggerCommand, DebuggerStart, FailureRequest
 from axon_nb.records.protocol.messages import RankCall, cell_source
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 

@@ -23,9 +23,9 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any
 
-from axon_nb.engine.kernel.shell import Pager
+from axon_nb.engine.debugger.pager import Pager
 from axon_nb.engine.session import current
-from axon_nb.records.protocol.cells import FailureReply, FailureRequest
+from axon_nb.records.protocol.inspection import FailureReply, FailureRequest
 from axon_nb.shell.user_frame import RUN_CODE
 
 __all__ = ["PostMortem", "command", "start"]

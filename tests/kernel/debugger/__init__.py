@@ -1,0 +1,1 @@
+"""Debuggers on ranks, driven by the notebook's input."""

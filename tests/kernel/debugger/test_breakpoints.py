@@ -1,0 +1,141 @@
+"""`breakpoint()` in a cell: the ranks pause, and the notebook's input drives pdb on each."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.support.completion import plain
+from tests.support.kernel import Kernel, Reply
+
+STEP = """%%distributed
+def step(x):
+    y = x + rank
+    breakpoint()
+    dist.all_reduce(y)
+    return y
+total = step(torch.ones(1))
+print("total", total.item())
+"""
+WAIT_OR_PAUSE = """%%distributed
+import pathlib, time
+flag = pathlib.Path({flag!r})
+if rank == 3:
+    while not flag.exists():
+        time.sleep(0.05)
+    raise ValueError('odd')
+breakpoint()
+"""
+SUM = """%%distributed --break {call}
+x = torch.ones(1)
+for _ in range(3):
+    dist.all_reduce(x)
+print('x', x.item())
+"""
+DDP = "torch.nn.parallel.DistributedDataParallel"
+GROUP_WORKS = "%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+
+
+def _prompt(kernel: Kernel) -> str:
+    return str(kernel.client.get_stdin_msg(timeout=100)["content"]["prompt"])
+
+
+def _drive(kernel: Kernel, code: str, commands: list[str]) -> Reply:
+    """Run a cell, and type a command at each prompt."""
+    request = kernel.submit(code)
+    for command in commands:
+        assert _prompt(kernel).startswith("ipdb rank ")
+        kernel.client.input(command)
+    reply = kernel.collect(request)
+    reply.stdout = plain(reply.stdout)
+    return reply
+
+
+def test_all_ranks_pause_and_move_together(kernel: Kernel) -> None:
+    commands = ["p y.item()", "rank 2", "p y.item()", "rank 9", "all p rank * 11", "n", "n", "p y.item()", "c"]
+    reply = _drive(kernel, STEP, commands)
+    assert reply.ok, reply.traceback
+    lines = reply.lines()
+    assert "ranks 0-3 paused at line 4. " in reply.stdout
+    for line in ("[rank 0] 1.0", "[rank 2] 3.0", "[rank 3] 33", "[rank 2] 10.0", "[ranks 0-3] total 10.0"):
+        assert line in lines
+    assert "rank 9: choose one of the paused ranks, 0, 1, 2, 3." in lines
+    assert "ranks 0-3 paused at line 6." in lines
+    assert not any("skipped" in line for line in lines)
+
+
+def test_ranks_that_wait_for_a_paused_one_go_on_with_it(kernel: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "paused_model.py").write_text(
+        "def forward(x):\n    hidden = x * 3\n    breakpoint()\n    return hidden\n"
+    )
+    code = (
+        f"%%distributed\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport paused_model\nx = torch.ones(1)\n"
+        "if rank == 1:\n    x = paused_model.forward(x)\ndist.all_reduce(x)\nprint(x.item())"
+    )
+    reply = _drive(kernel, code, ["p hidden", "hidden = hidden + 1", "s", "s", "s", "n", "c"])
+    assert reply.ok, reply.traceback
+    assert "rank 1 paused at paused_model.py line 3. " in reply.stdout
+    assert "tensor([3.])" in reply.stdout
+    assert {"rank 1 paused at line 8.", "rank 1 paused at line 9.", "[rank 1] 7.0"} <= set(reply.lines())
+
+
+def test_quit_and_interrupt_end_the_cell_on_all_ranks(kernel: Kernel) -> None:
+    for end in ("q", "interrupt"):
+        request = kernel.submit(STEP)
+        assert _prompt(kernel) == "ipdb rank 0> "
+        kernel.client.input(end) if end == "q" else kernel.interrupt()
+        assert "KeyboardInterrupt" in plain(kernel.collect(request).traceback)
+        assert kernel.ok(GROUP_WORKS).lines() == ["[ranks 0-3] 4.0"]
+
+
+def test_failing_rank_ends_the_pause_of_the_others(kernel: Kernel, tmp_path: Path) -> None:
+    flag = tmp_path / "fail"
+    request = kernel.submit(WAIT_OR_PAUSE.format(flag=str(flag)))
+    _prompt(kernel)  # nobody answers it
+    flag.touch()
+    assert "ValueError: odd" in plain(kernel.collect(request).traceback)
+    assert kernel.ok(GROUP_WORKS).lines() == ["[ranks 0-3] 4.0"]
+
+
+def test_death_of_a_paused_rank_ends_the_cell(kernel: Kernel) -> None:
+    pid = int(kernel.ok("%%rank 2\nimport os\nprint(os.getpid())").lines()[0].split()[-1])
+    request = kernel.submit("%%distributed\nbreakpoint()")
+    _prompt(kernel)
+    os.kill(pid, signal.SIGKILL)
+    assert "rank 2" in plain(kernel.collect(request).traceback).lower()
+    kernel.ok("%distributed repair", timeout=120)
+    assert kernel.ok(GROUP_WORKS).lines() == ["[ranks 0-3] 4.0"]
+
+
+def test_breakpoint_is_skipped_where_nobody_can_be_asked(kernel: Kernel) -> None:
+    kernel.ok("%%distributed --noblock --out job\nbreakpoint()\nbreakpoint()\nprint('done')")
+    text = kernel.ok("print(job.result().text[0])").stdout
+    assert text.count("breakpoint() skipped") == 1
+    assert "done" in text
+    in_thread = "%%distributed\nimport threading\nt = threading.Thread(target=breakpoint)\nt.start()\nt.join()"
+    assert "breakpoint() skipped: it was called in a thread" in kernel.ok(in_thread).stderr
+
+
+def test_debug_pauses_before_the_first_line(kernel: Kernel) -> None:
+    code = "%%distributed --debug --ranks 1-2\nx = rank * 5\ny = x + 1\nprint('y', y)"
+    reply = _drive(kernel, code, ["n", "p x", "x = 70", "c"])
+    assert reply.ok, reply.traceback
+    assert "ranks 1-2 paused at line 2. " in reply.stdout
+    assert {"ranks 1-2 paused at line 3.", "[rank 1] 5", "[rank 1] y 71", "[rank 2] y 11"} <= set(reply.lines())
+
+
+def test_break_pauses_before_the_call(kernel: Kernel) -> None:
+    reply = _drive(kernel, SUM.format(call="all_reduce:2"), ["p x.item()", "x.zero_()", "c"])
+    assert reply.ok, reply.traceback
+    assert {"[rank 0] 4.0", "[ranks 0-3] x 48.0"} <= set(reply.lines())
+    missing = kernel.ok(SUM.format(call="all_gather"))
+    assert "--break all_gather: the cell made no such call." in missing.stderr
+    assert "must be a function such as all_reduce" in kernel.run(SUM.format(call="all_reduce:0")).traceback
+
+
+def test_break_pauses_in_the_backward_of_a_ddp_model(kernel: Kernel) -> None:
+    kernel.ok(f"%%distributed\nmodel = {DDP}(torch.nn.Linear(2, 1))\nmodel(torch.ones(1, 2)).sum().backward()")
+    reply = _drive(kernel, "%%distributed --break all_reduce\nmodel(torch.ones(1, 2)).sum().backward()", ["c"])
+    assert reply.ok, reply.traceback
+    assert "ranks 0-3 paused at line 2. " in reply.stdout
