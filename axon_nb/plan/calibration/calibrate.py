@@ -20,7 +20,7 @@ from axon_nb.plan.calibration.checks import check_collectives, check_rates
 from axon_nb.plan.calibration.collectives import MEASURED_OPERATIONS, AxisBenchmark, fit_link
 from axon_nb.plan.calibration.compute import measure_overlap, measure_phases, measure_rates
 from axon_nb.plan.calibration.result import Calibration, Sample
-from axon_nb.plan.calibration.wrappers import measure_wrappers
+from axon_nb.plan.calibration.wrappers import measure_dtensor, measure_wrappers
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.tracing.subject import ModelSource, resolve_optimizer
 from axon_nb.plan.tracing.trace import trace_model
@@ -76,7 +76,8 @@ def calibrate(
         seq: Tokens in a sample, for the same.
         operations: Collectives to measure.
         sizes: Bytes of whole tensors.
-        repeats: Number of timings; the median counts.
+        repeats: Number of timings; the median counts. Fewer are made of what takes long: a measurement that has lasted
+            3 s is not repeated again.
         budget_s: Seconds per axis after which no larger tensor is measured.
         dtype: Compute dtype.
 
@@ -173,6 +174,9 @@ def calibrate_on_rank(mesh: Any = None, *, sent: str = "", **options: Any) -> Ca
         samples += bench_samples
         links[bench.axis] = fit_link(bench.axis, bench_samples, where)
     overlap = measure_overlap(everyone, repeats=repeats) if world.size() > 1 else 0.0
+    if world.size() > 1:
+        with torch.enable_grad(), torch.random.fork_rng():
+            rates = replace(rates, wrappers={"dtensor": measure_dtensor(everyone, repeats=repeats)})
     checks = check_rates(everyone, rates, repeats=repeats, dtype=options["dtype"])
     for axis in links:
         checks += tuple(check_collectives([sample for sample in samples if sample.axis == axis]))
@@ -201,7 +205,7 @@ def _fit_to_model(plain: Calibration, everyone: AxisBenchmark, options: dict[str
                 alone_s=alone_s,
                 repeats=repeats,
             )
-            rates = replace(rates, wrappers=wrappers)
+            rates = replace(rates, wrappers={**rates.wrappers, **wrappers})
     return replace(plain, rates=rates)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ MEASURED_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast"
 
 _CALLS = 4
 """Calls per timing."""
+_LIMIT_S = 3.0
+"""Seconds after which a measurement is not repeated again."""
 
 
 class AxisBenchmark:
@@ -88,6 +90,23 @@ class AxisBenchmark:
         dist.barrier(group=self.group)
         self.synchronize()
 
+    def rounds(self, repeats: int, *, least: int = 1, limit_s: float = _LIMIT_S) -> Iterator[int]:
+        """Count the repeats of a measurement, each of which begins when all ranks have arrived.
+
+        They end early, on all ranks at once, if they take too long on any: on a busy machine, or with a large model.
+
+        Args:
+            repeats: At most.
+            least: At least.
+            limit_s: Seconds after which no further one begins.
+        """
+        began = time.perf_counter()
+        for number in range(repeats):
+            if number >= least and self.slowest(time.perf_counter() - began) > limit_s:
+                return
+            self.wait()
+            yield number
+
     def synchronize(self) -> None:
         """Wait until this rank's device is idle."""
         if self.device.type == "cuda":
@@ -96,8 +115,7 @@ class AxisBenchmark:
     def _median(self, call: Callable[[], object], repeats: int) -> float:
         call()
         taken = []
-        for _ in range(repeats):
-            self.wait()
+        for _ in self.rounds(repeats):
             start = time.perf_counter()
             for _ in range(_CALLS):
                 call()

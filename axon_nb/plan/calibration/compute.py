@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,13 +18,16 @@ from axon_nb.plan.hardware.rates import PHASES, Rates
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace
 
-__all__ = ["measure_overlap", "measure_phases", "measure_rates", "seconds_of"]
+__all__ = ["WARM_UPS", "measure_overlap", "measure_phases", "measure_rates", "seconds_of"]
 
 _SIDES = {"cpu": (96, 192, 320, 512), "cuda": (1024, 2048, 4096, 6144)}
 _ELEMENTS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 22, 1 << 24, 1 << 26)}
+_OTHER_DTYPES = (torch.float32, torch.bfloat16)
 _BEYOND_CACHES = 64 * 1024 * 1024
 """More bytes than any core's cache holds."""
 _MAX_COPIES = 8
+WARM_UPS = 2
+"""Steps of a model that do not count."""
 _SCALE = 4
 """Scale of the parameters for the optimizer's second measurement."""
 
@@ -37,23 +40,31 @@ def measure_rates(bench: AxisBenchmark, *, repeats: int, dtype: torch.dtype) -> 
         repeats: Number of timings; the median counts.
         dtype: The dtype of the tensors.
     """
-    kind = bench.device.type if bench.device.type in _SIDES else "cpu"
-    products, moves = [], []
-    for side in _SIDES[kind]:
-        a, b = (torch.ones(side, side, device=bench.device, dtype=dtype) for _ in range(2))
-        products.append((2.0 * side**3, seconds_of(bench, functools.partial(torch.matmul, a, b), repeats)))
-    for count in _ELEMENTS[kind]:
+    kind_of_device = bench.device.type if bench.device.type in _SIDES else "cpu"
+    moves = []
+    for count in _ELEMENTS[kind_of_device]:
         x = torch.ones(count, device=bench.device, dtype=dtype)
         moves.append((2.0 * x.nbytes, seconds_of(bench, functools.partial(torch.mul, x, 2.0), repeats)))
     launch, a_byte = fit_line(moves)
-    _, a_flop = fit_line(products)
-    least = min(seconds / flops for flops, seconds in products)
+    names = {kind: str(kind).removeprefix("torch.") for kind in (dtype, *_OTHER_DTYPES)}
+    by_dtype = {names[kind]: _products_per_s(bench, kind, _SIDES[kind_of_device], repeats) for kind in names}
     return Rates(
-        1.0 / (a_flop or least),
+        by_dtype[names[dtype]],
         1.0 / a_byte if a_byte else None,
         launch,
-        f"measured on {bench.device.type} with {str(dtype).removeprefix('torch.')}",
+        f"measured on {bench.device.type} with {names[dtype]}",
+        products=by_dtype,
     )
+
+
+def _products_per_s(bench: AxisBenchmark, dtype: torch.dtype, sides: Sequence[int], repeats: int) -> float:
+    """FLOP/s of matrix products of several sizes."""
+    points = []
+    for side in sides:
+        a, b = (torch.ones(side, side, device=bench.device, dtype=dtype) for _ in range(2))
+        points.append((2.0 * side**3, seconds_of(bench, functools.partial(torch.matmul, a, b), repeats)))
+    _, a_flop = fit_line(points)
+    return 1.0 / (a_flop or min(seconds / flops for flops, seconds in points))
 
 
 def seconds_of(bench: AxisBenchmark, call: Callable[[], object], repeats: int, count: int = 4) -> float:
@@ -67,8 +78,7 @@ def seconds_of(bench: AxisBenchmark, call: Callable[[], object], repeats: int, c
     """
     call()
     taken = []
-    for _ in range(repeats):
-        bench.wait()
+    for _ in bench.rounds(repeats):
         start = time.perf_counter()
         for _ in range(count):
             call()
@@ -168,15 +178,14 @@ def _optimizer_s(
         return 0.0
     made = optimizer(parameters)
     taken = []
-    for _ in range(repeats + 2):
+    for _ in bench.rounds(repeats + WARM_UPS, least=WARM_UPS + 1):
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
-        bench.wait()
         start = time.perf_counter()
         made.step()
         bench.synchronize()
         taken.append(time.perf_counter() - start)
-    return statistics.median(bench.slowest_of(taken[2:]))
+    return statistics.median(bench.slowest_of(taken[WARM_UPS:]))
 
 
 def _phases(
@@ -189,10 +198,9 @@ def _phases(
     trained = [p for model in models for p in model.parameters() if p.requires_grad]
     made = optimizer(trained) if optimizer is not None else None
     taken: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    for _ in range(repeats + 2):
+    for _ in bench.rounds(repeats + WARM_UPS, least=WARM_UPS + 1):
         for model in models:
             model.zero_grad()
-        bench.wait()
         moments = [time.perf_counter()]
         numbers = [subject.loss(model(*args)) for subject, model in zip(subjects, models, strict=True)]
         bench.synchronize()
@@ -207,4 +215,4 @@ def _phases(
         moments.append(time.perf_counter())
         for place, phase in enumerate(PHASES):
             taken[phase].append(moments[place + 1] - moments[place])
-    return {phase: statistics.median(bench.slowest_of(taken[phase][2:])) for phase in PHASES}
+    return {phase: statistics.median(bench.slowest_of(taken[phase][WARM_UPS:])) for phase in PHASES}

@@ -10,12 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from axon_nb.parallel.data.ddp import DDP
 from axon_nb.parallel.data.fsdp import FSDP
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.plan.calibration.collectives import AxisBenchmark
+from axon_nb.plan.calibration.compute import WARM_UPS, seconds_of
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.rates import Rates
 from axon_nb.plan.timing.step_time import predict_step
@@ -24,7 +29,64 @@ from axon_nb.plan.tracing.trace import ModelTrace
 from axon_nb.plan.traffic.communication import traffic_of
 from axon_nb.plan.traffic.layout import ParallelLayout
 
-__all__ = ["measure_wrappers"]
+__all__ = ["measure_dtensor", "measure_wrappers"]
+
+_WIDTH = 64
+"""So small that the host's time counts."""
+
+
+class _DTensorCounter(TorchDispatchMode):
+    """Counts operations on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.count += 1
+            return NotImplemented  # their local tensors come here
+        return func(*args, **(kwargs or {}))
+
+
+def measure_dtensor(bench: AxisBenchmark, *, repeats: int) -> float:
+    """Measure the seconds by which each operation on DTensors makes a tensor-parallel step longer.
+
+    The step is that of two small layers. It is compared with the step of plain layers as large as one rank's part, and
+    two calls by hand.
+
+    Args:
+        bench: Benchmark of all ranks.
+        repeats: Number of timings; the median counts.
+    """
+    mesh = DeviceMesh.from_group(bench.group, bench.device.type)
+    width = _WIDTH * bench.num_ranks
+    batch = torch.ones(_WIDTH, _WIDTH, device=bench.device, requires_grad=True)
+    message = torch.ones_like(batch, requires_grad=False)
+    plain, divided = (
+        nn.Sequential(nn.Linear(_WIDTH, inner), nn.Linear(inner, _WIDTH)).to(bench.device) for inner in (_WIDTH, width)
+    )
+    parallelize_module(divided, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+    def stepper(model: nn.Module, num_calls: int) -> Callable[[], object]:
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step() -> None:
+            model(batch).sum().backward()
+            for _ in range(num_calls):
+                dist.all_reduce(message, group=bench.group)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    step = stepper(divided, 0)
+    step()
+    with _DTensorCounter() as counter:
+        step()
+    longer = seconds_of(bench, step, repeats) - seconds_of(bench, stepper(plain, 2), repeats)
+    found: float = max(0.0, longer) / max(1, counter.count)
+    return found
 
 
 def measure_wrappers(
@@ -62,13 +124,12 @@ def measure_wrappers(
         expected = predict_step(layout, traffic_of(layout, link), rates, overlap).total_s + error_s
         step = _stepper(bench, source, optimizer, strategy)
         taken = []
-        for _ in range(repeats + 2):
-            bench.wait()
+        for _ in bench.rounds(repeats + WARM_UPS, least=WARM_UPS + 1):
             start = time.perf_counter()
             step()
             bench.synchronize()
             taken.append(time.perf_counter() - start)
-        slowest = statistics.median(bench.slowest_of(taken[2:]))
+        slowest = statistics.median(bench.slowest_of(taken[WARM_UPS:]))
         overheads[strategy] = max(0.0, slowest - expected) / max(1, len(list(layout.trace.model.parameters())))
     return overheads
 

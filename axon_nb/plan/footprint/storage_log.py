@@ -24,8 +24,7 @@ __all__ = ["Change", "StorageLog"]
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 _MAX_FRAMES = 60
-"""Role by code object. Keyed by identity, because comparing is slower; holds the code, so that the identity stays
-unique."""
+"""Frames to look at for what made a storage."""
 
 
 class Change(NamedTuple):
