@@ -163,8 +163,10 @@ def test_names_and_paths(tmp_path: Path) -> None:
 def test_model_name_without_a_network_fails_fast_with_fix(tmp_path: Path) -> None:
     """In a process of its own, where the hub is an address that refuses connections."""
     script = """
-import time, sys
+import time
+import transformers
 from axon_nb import plan
+plan.step_time
 start = time.monotonic()
 try:
     plan.step_time("nobody/nothing", 1, rates="h100")
