@@ -24,6 +24,9 @@ ARGUMENTS = {
     "fully_sharded": "--steps 2",
     "flat_tensor_parallel": "",
     "small_language_model": "",
+    "train_and_test": "--epochs 2",
+    "reference_training": "--epochs 2 --opt sgd_nag",
+    "one_long_script": "",
 }
 _LOSS = re.compile(r"rank \d .*loss .*")
 
