@@ -109,12 +109,12 @@ def install_exits(shell: Any) -> None:
 
 
 def describe_exit(reply: dict[str, Any], shell: Any) -> None:
-    """Explain `SystemExit` in a cell's reply, instead of IPython's hint to `%tb`."""
-    if reply.get("ename") != "SystemExit":
-        return
+    """Explain a `SystemExit` that the cell itself raised, instead of IPython's hint to `%tb`."""
     error = getattr(getattr(shell, "last_execution_result", None), "error_in_exec", None)
-    line, _ = find_location(getattr(error, "__traceback__", None))
-    code = getattr(error, "code", None)
+    if reply.get("ename") != "SystemExit" or not isinstance(error, SystemExit):
+        return
+    line, _ = find_location(error.__traceback__)
+    code = error.code
     reply["evalue"] = "" if code is None else str(code)
     where = f" at line {line}" if line else ""
     reply["traceback"] = [f"SystemExit{where}: sys.exit({'' if code is None else repr(code)})", _NOTE]

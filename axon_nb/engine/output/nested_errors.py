@@ -24,6 +24,7 @@ __all__ = ["NestedError", "NestedErrors"]
 
 _ABORTS = (AbortedError, KeyboardInterrupt, asyncio.CancelledError)
 _NOTE = "The traceback is above: what the cell had called failed, and the cell continued."
+_EXIT_NOTE = "The cell counts as failed; the rank keeps running with its state."
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,15 @@ class NestedError:
     text: str
     aborted_at: AbortLocation | None
     """Where the cell was if it was aborted or interrupted."""
+    exit: str | None = None
+    """The line that describes a `sys.exit()`; None for other errors."""
 
     def fail(self, reply: dict[str, Any]) -> None:
         """Make a cell's reply an error."""
-        traceback = [f"{self.name}: {self.text}", *([] if self.aborted_at else [_NOTE])]
+        if self.exit is not None:
+            traceback = [self.exit, _EXIT_NOTE]
+        else:
+            traceback = [f"{self.name}: {self.text}", *([] if self.aborted_at else [_NOTE])]
         reply.update(status="error", ename=self.name, evalue=self.text, traceback=traceback)
 
 
@@ -88,14 +94,17 @@ class NestedErrors:
         if sys.exc_info()[1] is None:  # `%tb` shows an earlier error
             sys.stderr.write("\n".join(rendered) + "\n")
             return
-        where = None
+        where = exit_line = None
+        frame: FrameType | None = user_frame(inspect.currentframe())
+        line = None if frame is None else frame.f_lineno
         if isinstance(error, _ABORTS):
-            frame: FrameType | None = user_frame(inspect.currentframe())
-            where = replace(inner, line=None if frame is None else frame.f_lineno)
+            where = replace(inner, line=line)
+        elif isinstance(error, SystemExit):  # IPython's text hides the status in a hint to `%tb`
+            exit_line = f"SystemExit at line {line}{inner.within}: sys.exit({error.code!r})"
         else:
             sys.stderr.write("\n".join(rendered) + "\n")
         if self._first is None:
-            self._first = NestedError(type(error).__name__, text, where)
+            self._first = NestedError(type(error).__name__, text, where, exit_line)
 
     def fail(self, reply: dict[str, Any], aborted_at: AbortLocation | None) -> AbortLocation | None:
         """Make the reply of a cell that has ended an error if there was one; return where the cell was aborted."""

@@ -73,12 +73,14 @@ def test_failure_names_the_line_of_the_script(kernel: Kernel, tmp_path: Path) ->
     assert kernel.ok("%%rank 1-2\nt_reached").lines() == ["[rank 1] 1", "[rank 2] 2"]
 
 
-def test_exit_status_other_than_0_fails_the_cell(kernel: Kernel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", ["3", "'no space left'"])
+def test_exit_status_other_than_0_fails_the_cell_and_is_reported(kernel: Kernel, tmp_path: Path, status: str) -> None:
     script = tmp_path / "leaves.py"
-    script.write_text("t_left = 7\nimport sys\nsys.exit('no space left')\n")
+    script.write_text(f"t_left = 7\nimport sys\nsys.exit({status})\n")
     reply = kernel.run(f"%distributed run {script}")
     assert reply.ename == "CellError"
-    assert "no space left" in reply.stderr
+    assert f"[ranks 0-3]\nSystemExit at line 1 (leaves.py line 3): sys.exit({status})\n" in reply.traceback
+    assert "%tb" not in reply.stdout + reply.stderr
     assert kernel.ok("%%distributed\nt_left").lines() == ["[ranks 0-3] 7"]
 
 
