@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import quote
 
 from axon_nb.errors import UsageError
 from axon_nb.records.environment import JUPYTER_SERVER
@@ -17,7 +19,8 @@ __all__ = ["FILES", "copy_notebook", "open_notebook"]
 
 FILES = {"01_quickstart.ipynb": "quickstart.ipynb", "data/digits.csv.gz": "data/digits.csv.gz"}
 """The files in `examples/` of the repository, with their names in the copy; the notebook is the first."""
-_APPLICATIONS = ("jupyterlab", "notebook")
+_APPLICATIONS = {"jupyterlab": "LabApp.default_url=/lab/tree", "notebook": "JupyterNotebookApp.default_url=/notebooks"}
+"""Jupyter's applications, with the option that has the address they print and open."""
 
 
 def _source(name: str) -> Path:
@@ -69,4 +72,10 @@ def open_notebook(notebook: Path, environment: Mapping[str, str] = os.environ) -
             f"({sys.executable}), or run `pip install jupyterlab` and this command again."
         )
         return 0
-    return subprocess.call([sys.executable, "-m", application, str(path)])
+    # Given the file, Jupyter opens it in a browser, but prints the address of its start page.
+    options = [f"--ServerApp.root_dir={path.parent}", f"--{_APPLICATIONS[application]}/{quote(path.name)}"]
+    command = [sys.executable, "-m", application, *options]
+    status = subprocess.call(command)
+    if status and os.geteuid() == 0:  # as in a container
+        print(f"Jupyter runs as root only if you allow it: {shlex.join([*command, '--allow-root'])}")
+    return status

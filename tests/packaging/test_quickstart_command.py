@@ -71,9 +71,20 @@ def test_opens_the_notebook_in_jupyterlab(tmp_path: Path) -> None:
     (tmp_path / "jupyter_server_config.json").write_text(json.dumps(settings))
     env = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER_")}
     env |= {"JUPYTER_CONFIG_DIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path / "run")}
-    process = subprocess.Popen([*COMMAND, "learn"], cwd=tmp_path, env=env, start_new_session=True)
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen([*COMMAND, "learn"], cwd=tmp_path, env=env, stderr=file, start_new_session=True)
     try:
+        assert until(lambda: "/lab/tree/quickstart.ipynb?token=" in log.read_text()), log.read_text()
         assert until(lambda: any("quickstart.ipynb" in page.read_text() for page in (tmp_path / "run").glob("*.html")))
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="Jupyter refuses to run as root only")
+def test_root_gets_the_command_that_allows_it(tmp_path: Path) -> None:
+    done = quickstart("learn", folder=tmp_path, JUPYTER_CONFIG_DIR=str(tmp_path), JUPYTER_RUNTIME_DIR=str(tmp_path))
+    assert done.returncode != 0
+    assert done.stdout.splitlines()[-1].startswith("Jupyter runs as root only if you allow it: ")
+    assert done.stdout.endswith("/quickstart.ipynb --allow-root\n")
