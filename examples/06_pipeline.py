@@ -214,6 +214,7 @@ from plotly.subplots import make_subplots
 pio.renderers.default = "plotly_mimetype+notebook"  # in notebooks, and in pages made from them, without a network
 COLORS = {"F": "#088F70", "B": "#8A66E0", "I": "#8A66E0", "W": "#8E4A98"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+CLEAR, GREY, PALE = "rgba(0, 0, 0, 0)", "#767676", "rgba(128, 128, 128, 0.3)"  # legible on light and dark pages
 
 
 def draw(schedule):
@@ -241,9 +242,11 @@ def draw(schedule):
                     row=row,
                     col=1,
                 )
-    figure.update_yaxes(autorange="reversed", categoryorder="category ascending")
+    figure.update_yaxes(autorange="reversed", categoryorder="category ascending", gridcolor=PALE)
+    figure.update_xaxes(gridcolor=PALE, zerolinecolor=PALE)
     figure.update_xaxes(title_text="milliseconds", row=2, col=1)
-    figure.update_layout(title=schedule, barmode="overlay", height=430, bargap=0.15, template="plotly_white")
+    figure.update_layout(title=schedule, barmode="overlay", height=430, bargap=0.15)
+    figure.update_layout(paper_bgcolor=CLEAR, plot_bgcolor=CLEAR, font_color=GREY)
     return figure
 
 
