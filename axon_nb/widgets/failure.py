@@ -66,7 +66,8 @@ def _claim(failure: Failure) -> tuple[str, str]:
     if failure.explanation:
         return "The ranks could not finish the cell", failure.explanation
     if cause.kind == "raised":
-        return f"{who} raised {cause.ename}", cause.evalue
+        is_key = cause.ename == "KeyError"  # whose message is the key alone
+        return f"{who} raised {cause.ename}", f"KeyError: {cause.evalue}" if is_key else cause.evalue
     verbs = {"died": "died", "stuck": "did not stop", "aborted": "did not finish"}
     return f"{who} {verbs[cause.kind]}", f"{who} {agree(cause.evalue, len(failure.alike))}."
 

@@ -107,3 +107,7 @@ def test_reports_of_ranks_are_escaped() -> None:
     error = RankError(0, "raised", hostile, hostile, ("Cell In[7], line 2",))
     shown = card(error, RankError(1, "aborted", "", hostile), hint=hostile, code=f"# %%distributed\n{hostile}")
     assert re.sub(r"\s", "", "".join(shown.text)).count(re.sub(r"\s", "", unescape(hostile))) >= 4
+
+
+def test_key_error_is_named_with_its_key() -> None:
+    assert card(RankError(1, "raised", "KeyError", "2")).text[:2] == ["Rank 1 raised KeyError", "KeyError: 2"]
