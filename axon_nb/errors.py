@@ -14,8 +14,10 @@ KeyboardInterrupt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from axon_nb._version import RECORD_VERSION
 from axon_nb.troubleshooting import more
 
 __all__ = [
@@ -28,6 +30,21 @@ __all__ = [
     "StartError",
     "UsageError",
 ]
+
+
+def _bare_record(state: str, message: str) -> dict[str, Any]:
+    return {
+        "version": RECORD_VERSION,
+        "state": state,
+        "cell": None,
+        "ranks": "",
+        "seconds": None,
+        "cause": None,
+        "groups": [],
+        "verdict": message,
+        "hint": "",
+        "next": [],
+    }
 
 
 class AxonError(Exception):
@@ -70,6 +87,8 @@ class CellError(AxonError, RuntimeError):
 
     failure: object | None = None
     """What happened on each rank, as `axon_nb.cluster.failures.report.Failure`; None if it is not known."""
+    record: Mapping[str, Any] | None = None
+    """What `to_dict` returns; None if no cell ran."""
 
     def __init__(self, message: str, report: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -78,6 +97,10 @@ class CellError(AxonError, RuntimeError):
     def _render_traceback_(self) -> list[str]:
         return self._report
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the failed cell as plain JSON values, which `axon_nb/records/cell_result.schema.json` describes."""
+        return dict(self.record or _bare_record("failed", str(self)))
+
 
 class CellInterrupt(KeyboardInterrupt):
     """The user interrupted a cell. A KeyboardInterrupt: Run All stops, and `except Exception` does not catch it."""
@@ -85,9 +108,15 @@ class CellInterrupt(KeyboardInterrupt):
     def __init__(self, message: str, report: Sequence[str] = ()) -> None:
         super().__init__(message)
         self._report = [f"KeyboardInterrupt: {message}", *report]
+        self.record: Mapping[str, Any] | None = None
+        """What `to_dict` returns; None if no cell ran."""
 
     def _render_traceback_(self) -> list[str]:
         return self._report
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the interrupted cell as plain JSON values, as `CellError.to_dict` does."""
+        return dict(self.record or _bare_record("interrupted", str(self)))
 
 
 class CellTimeoutError(CellError, TimeoutError):

@@ -8,21 +8,22 @@ import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
-from IPython.display import display
+from IPython.display import display, publish_display_data
 
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cells.options import LiveView
+from axon_nb.cluster.cells.record import MIME_TYPE
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.debugger.breakpoints import BreakpointPrompt
 from axon_nb.cluster.failures.report import Failure
 from axon_nb.cluster.session import current, kept, start
-from axon_nb.errors import CellError, UsageError
+from axon_nb.errors import CellError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, parse
 from axon_nb.magics.measure import Measures, add_measures, read_measures
 from axon_nb.magics.scripts import script_cell
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["CellMagics", "cell_parser"]
 
 _log = logging.getLogger("axon_nb.cells")
+_RECORD_DISPLAY = "axon-nb-result"
 
 
 def _seconds(text: str) -> float:
@@ -220,6 +222,8 @@ class CellMagics(Magics):
             yield run
         result = dataclasses.replace(run.result, views=views)
         request.measures.show(result)
+        if hasattr(self.shell, "kernel"):
+            _publish_record(result.to_dict())
         if request.out:
             self.shell.user_ns[request.out] = result
 
@@ -228,10 +232,10 @@ class CellMagics(Magics):
         """Show a card if the cell fails; front ends that show no HTML have the error's text."""
         try:
             yield
-        except CellError as error:
-            if isinstance(error.failure, Failure) and hasattr(self.shell, "kernel"):
+        except (CellError, CellInterrupt) as error:
+            if hasattr(self.shell, "kernel"):
                 try:
-                    _show_card(error.failure, request)
+                    _show_failure(error, request)
                 except Exception:  # the error itself must be shown
                     _log.warning("The card of a failed cell could not be made.", exc_info=True)
             raise
@@ -244,12 +248,24 @@ class CellMagics(Magics):
         return handle
 
 
-def _show_card(failure: Failure, request: _Request) -> None:
+def _show_failure(error: CellError | CellInterrupt, request: _Request) -> None:
+    failure = getattr(error, "failure", None)
+    if not isinstance(failure, Failure):
+        _publish_record(error.to_dict())
+        return
     from axon_nb.widgets.failure import failure_card
 
     options = request.options
     card = failure_card(failure, code=request.code, cell=options["cell"], ranks=options["ranks"])
-    display({"text/html": card}, raw=True)
+    display({"text/html": card, MIME_TYPE: error.to_dict()}, raw=True)
+
+
+def _publish_record(record: Mapping[str, Any]) -> None:
+    """Send the record to programs that listen, where the cell has no display that could contain it.
+
+    It updates a display that does not exist: front ends show nothing for that, and save nothing in the notebook.
+    """
+    publish_display_data({MIME_TYPE: dict(record)}, transient={"display_id": _RECORD_DISPLAY}, update=True)
 
 
 def _debugging(shell: Any, options: argparse.Namespace) -> dict[str, Any]:

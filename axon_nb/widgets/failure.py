@@ -6,18 +6,18 @@ It appears above the plain text, the only part that terminals and programs show.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 
+from axon_nb.cluster.failures.next_steps import failure_line, next_commands
 from axon_nb.cluster.failures.report import Failure, RankError, agree
 from axon_nb.records.colors import STATES
-from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.html import CELL, MUTED, WRAPPED_CELL, row_title, table, table_row
 
-__all__ = ["failure_card", "failure_line"]
+__all__ = ["failure_card"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_FRAME = re.compile(r"Cell In\[(?P<cell>\d+)\], line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?")
 _QUOTED = re.compile(r"'(\w[\w.]*)'")
 _AROUND = 2
 """Lines of code shown before and after the one that failed."""
@@ -45,18 +45,6 @@ def failure_card(failure: Failure, *, code: str, cell: int, ranks: Sequence[int]
         f"{_source(failure, code, cell)}{_fates(failure, ranks)}"
         f'<div style="margin:6px 0 0">{escape(_kept(failure, ranks))}</div>{_next_steps(failure, ranks)}</figure>'
     )
-
-
-def failure_line(error: RankError, cell: int) -> tuple[int, int] | None:
-    """Return where a rank failed in a cell: the cell's innermost line and its outermost one; None: not in that cell.
-
-    Args:
-        error: The error with its traceback.
-        cell: Number of the cell.
-    """
-    text = _ANSI.sub("", "\n".join(error.traceback))
-    lines = [int(frame["line"]) for frame in _FRAME.finditer(text) if int(frame["cell"]) == cell]
-    return (lines[-1], lines[0]) if lines else None
 
 
 def _claim(failure: Failure) -> tuple[str, str]:
@@ -152,28 +140,9 @@ def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
             f'<td style="{CELL}"><code style="{_CODE};user-select:all">{escape(command)}</code></td>',
             f'<td style="{WRAPPED_CELL};{MUTED}">{escape(text)}</td>',
         )
-        for command, text in _commands(failure, ranks)
+        for command, text in next_commands(failure, ranks)
     )
     code = rf'<code style="{_CODE}">\1</code>'
     hint = re.sub("`([^`]+)`", code, escape(failure.hint))
     hint = f'<div style="margin:4px 0 0">{hint}</div>' if hint else ""
     return hint + (table((), [rows]) if rows else "")
-
-
-def _commands(failure: Failure, ranks: Sequence[int]) -> Iterator[tuple[str, str]]:
-    kinds = {error.kind for error in failure.errors.values()}
-    stuck = sorted(rank for rank, error in failure.errors.items() if error.kind == "stuck")
-    if failure.cause.kind == "raised":
-        rank = failure.alike[0]
-        yield f"%distributed debug --ranks {rank}", f"opens the debugger where rank {rank} failed"
-        yield "%distributed vars", "shows the variables of all ranks, and which differ"
-    if "died" in kinds:
-        yield "%distributed repair", "replaces dead ranks; the new ones are empty"
-        alive = next(
-            (rank for rank in ranks if rank not in failure.errors or failure.errors[rank].kind != "died"), None
-        )
-        if alive is not None:
-            yield f"%distributed repair --from {alive}", f"replaces them with the variables of rank {alive}"
-    if stuck:
-        yield "%distributed stacks", "shows where they are stuck"
-        yield f"%distributed repair --ranks {format_ranks(stuck)}", "replaces them"

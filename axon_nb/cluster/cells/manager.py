@@ -15,6 +15,7 @@ from axon_nb.cluster.cells.deadlock import DeadlockWatch
 from axon_nb.cluster.cells.driver import CellHandle, run_to_completion, run_to_completion_async
 from axon_nb.cluster.cells.kernel_interrupts import KernelInterrupts
 from axon_nb.cluster.cells.options import CellOptions
+from axon_nb.cluster.cells.record import cell_record
 from axon_nb.cluster.cells.result import CellResult, measurements
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.cells.values import last_values
@@ -28,7 +29,7 @@ from axon_nb.cluster.recovery.recovery import AgentWatch, Recovery
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.state import ClusterState
-from axon_nb.errors import ClusterLostError, UsageError
+from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
 from axon_nb.records.protocol.cells import CellFacts, Measurement, Pauses
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.ranks import name_ranks, resolve_ranks
@@ -235,6 +236,9 @@ class CellManager:
         if left := left_calls_hint(run.cell.ends):
             print(left, file=sys.stderr)
         failure = failure_of(run, replaced, remedy=state.health.remedy)
+        record = cell_record(run, failure)
+        if isinstance(failure, CellError | CellInterrupt):
+            failure.record = record
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):
             raise failure
         wanted = options.get("values", True)
@@ -243,4 +247,4 @@ class CellManager:
         if not options.get("quiet", False):
             state.health.hint("draws", shared_draws_hint(run.cell.ends, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
-        return CellResult(fetched, run.errors, run.cell.seconds, text, **measurements(run.cell.ends))
+        return CellResult(fetched, run.errors, run.cell.seconds, text, record=record, **measurements(run.cell.ends))

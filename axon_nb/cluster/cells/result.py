@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
 
+from axon_nb.cluster.cells.record import MIME_TYPE
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.cells import CellEnd, Profile
@@ -40,6 +41,8 @@ class CellResult:
     profiles: Mapping[int, Profile] = field(default_factory=dict)
     """With `--profile`: the operations that took longest, and the path of the trace, by profiled rank."""
 
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What `to_dict` returns."""
     views: CellViews | None = field(default=None, repr=False, compare=False)
     """With `--watch`: what was shown; `show` opens it again. Not pickled."""
 
@@ -47,6 +50,17 @@ class CellResult:
     def ok(self) -> bool:
         """Whether the cell failed on no rank."""
         return not self.errors
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return state, ranks, cause and verdict as plain JSON values, at most 4 KiB.
+
+        `axon_nb/records/cell_result.schema.json` describes them. `CellError.to_dict` returns the same of a cell that
+        failed.
+        """
+        return dict(self.record)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {"text/plain": repr(self), **({MIME_TYPE: self.to_dict()} if self.record else {})}
 
     def __getitem__(self, rank: int) -> Any:
         """Return the value of one rank.

@@ -55,6 +55,7 @@ class CellRun:
     ) -> None:
         self.ranks = list(ranks)
         self.token = uuid.uuid4().hex
+        self.number: int | None = None  # it names the cell in tracebacks
         self.output = output
         self.timeout_s = timeout_s
         self.on_late_reply: Callable[[int], None] = lambda rank: None
@@ -66,18 +67,15 @@ class CellRun:
         self._lock = threading.Lock()
         self._interrupts: deque[float] = deque()
         self._fetch: Callable[[float], None] = lambda now: None
-        self._client = client
-        self._recover = recover
+        self._client, self._recover = client, recover
         self._recovery: Steppable | None = None
         self._abort = abort
-        self._view = view
-        self._view_due = 0.0
+        self._view, self._view_due = view, 0.0
         self._notice = notice
         self._debugger = debugger
         self._hidden = {"error"} if show_value else {"error", "execute_result"}
         self._messages: list[str] = []
-        self._started_at = time.monotonic()
-        self._finished = False
+        self._started_at, self._finished = time.monotonic(), False
 
     def reattach(self, run: str, fetch: Callable[[float], None], *, seconds: float, must_recover: bool) -> None:
         """Take over a cell that was sent `seconds` ago.
@@ -104,7 +102,7 @@ class CellRun:
             quiet=self.output.quiet,
             subgroup=mentions(code, "subgroup"),
         )
-        self._abort.run = self.token
+        self._abort.run, self.number = self.token, facts.cell
         self._messages = self._client.send_cells(self.ranks, execute_content(code), {KEY: encode(facts)}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:

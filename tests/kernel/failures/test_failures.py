@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 
+from axon_nb.cluster.cells.record import MIME_TYPE
 from tests.support.kernel import Kernel
 
 
@@ -19,10 +20,22 @@ def test_failed_rank_and_user_line_come_first(kernel: Kernel) -> None:
     assert "site-packages" not in reply.traceback
     assert "axon_nb/" not in reply.traceback
     (card,) = reply.displays
-    assert set(card) == {"text/html"}, "front ends without HTML show the traceback alone"
+    assert set(card) == {"text/html", MIME_TYPE}, "front ends without HTML show the traceback alone"
     assert "Rank 2 raised ValueError" in card["text/html"]
     assert ">raise ValueError(f&#x27;bad value on {rank}&#x27;)</mark>" in card["text/html"]
     assert "%distributed debug --ranks 2" in card["text/html"]
+
+
+def test_programs_get_the_result_of_each_cell_and_front_ends_show_nothing_more(kernel: Kernel) -> None:
+    worked = kernel.run("%%distributed\nx = rank")
+    assert (worked.record["state"], worked.record["ranks"]) == ("ok", "0-3")
+    assert (worked.displays, worked.result, worked.stdout) == ([], "", "")
+    failed = kernel.run("%%distributed\nif rank == 2:\n    1 / 0\ndist.all_reduce(torch.ones(2))")
+    prompt = kernel.value("len(In)") - 2
+    cause = failed.record["cause"]
+    assert (cause["ranks"], cause["type"], cause["file"]) == ("2", "ZeroDivisionError", f"Cell In[{prompt}]")
+    assert cause["line"] == 3
+    assert {"ranks": "0-1,3", "did": "aborted", "text": "waited in all_reduce at line 4"} in failed.record["groups"]
 
 
 def test_traceback_names_the_notebook_prompt(kernel: Kernel) -> None:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from axon_nb.cluster.cells.record import MIME_TYPE
 from tests.kernel.cells.labelled import merged
 
 __all__ = ["Reply", "belongs", "text_of"]
@@ -32,6 +33,8 @@ class Reply:
     arrivals: list[tuple[float, str, str]] = field(default_factory=list)
     """(time, message type, text) of each message."""
     seconds: float = 0.0
+    record: dict[str, Any] = field(default_factory=dict)
+    """The result for programs."""
 
     @property
     def ok(self) -> bool:
@@ -59,6 +62,9 @@ class Reply:
             self.result = content["data"].get("text/plain", "")
         elif kind in ("display_data", "update_display_data"):
             identity = content.get("transient", {}).get("display_id")
+            self.record = content["data"].get(MIME_TYPE, self.record)
+            if kind == "update_display_data" and set(content["data"]) == {MIME_TYPE}:
+                return  # of a display that does not exist: front ends show nothing
             if kind == "update_display_data" and identity in ids:
                 self.displays[ids[identity]] = content["data"]
             else:

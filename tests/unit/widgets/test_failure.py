@@ -6,8 +6,9 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 
+from axon_nb.cluster.failures.next_steps import failure_line
 from axon_nb.cluster.failures.report import Failure, RankError, cell_error
-from axon_nb.widgets.failure import failure_card, failure_line
+from axon_nb.widgets.failure import failure_card
 
 CODE = """# %%distributed
 x = torch.ones(3)
