@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from axon_nb._version import __version__
 from axon_nb.errors import AxonError, UsageError
+from axon_nb.records.endpoint import EndpointError, ErrorCode
+from axon_nb.remote.commands import REMOTE_COMMANDS
 from axon_nb.troubleshooting import explain, more
-from axon_nb.usage import nearest_option, unknown_command
+from axon_nb.usage import CommandParser, ProgramCommand, nearest_option, unknown_command
 
 __all__ = ["main"]
 
@@ -21,29 +21,7 @@ _PROGRAM = "axon-nb"
 _BAD_USAGE = 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises UsageError with one sentence instead of printing usage and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}; see `{self.prog} --help`.")
-
-    def options(self) -> list[str]:
-        """Return all option strings."""
-        return [option for action in self._actions for option in action.option_strings]
-
-
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """A subcommand."""
-
-    summary: str
-    description: str
-    add_arguments: Callable[[_Parser], None]
-    run: Callable[[argparse.Namespace], int]
-    """Returns the exit status."""
-
-
-def _export_arguments(parser: _Parser) -> None:
+def _export_arguments(parser: CommandParser) -> None:
     parser.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="an .ipynb file")
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script to write, a .py file")
     parser.add_argument("--live-only", action="store_true", help="omit cells that the final state does not depend on")
@@ -57,7 +35,7 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _help_arguments(parser: _Parser) -> None:
+def _help_arguments(parser: CommandParser) -> None:
     parser.add_argument("words", nargs="*", metavar="NAME", help="its name, or words of it; default: list all")
 
 
@@ -66,7 +44,7 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def _import_arguments(parser: _Parser) -> None:
+def _import_arguments(parser: CommandParser) -> None:
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a script for torchrun, a .py file")
     parser.add_argument(
         "-o", "--out", type=Path, default=None, metavar="NOTEBOOK", help="the .ipynb file; default: beside the script"
@@ -84,7 +62,7 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _json_argument(parser: _Parser) -> None:
+def _json_argument(parser: CommandParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -104,7 +82,7 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _quickstart_arguments(parser: _Parser) -> None:
+def _quickstart_arguments(parser: CommandParser) -> None:
     default = Path("axon_nb_quickstart")
     parser.add_argument(
         "folder", nargs="?", type=Path, default=default, metavar="DIR", help=f"where to put it; default: {default}"
@@ -120,7 +98,7 @@ def _quickstart(options: argparse.Namespace) -> int:
     return 0 if options.no_open else open_notebook(notebook)
 
 
-def _stop_arguments(parser: _Parser) -> None:
+def _stop_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="the cluster; default: the only one that no notebook uses"
     )
@@ -135,28 +113,28 @@ def _stop(options: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {
-    "doctor": _Command(
+_COMMANDS: Mapping[str, ProgramCommand] = {
+    "doctor": ProgramCommand(
         "check this machine and installation",
         "Show versions, what works with this torch, GPUs, limits, network and clusters, and a fix for each problem. "
         "Exit status: 1 if there is a problem, else 0. Example: axon-nb doctor --json",
         _json_argument,
         _doctor,
     ),
-    "export": _Command(
+    "export": ProgramCommand(
         "write a notebook's %%distributed cells as a script for torchrun",
         "Write the %%distributed cells of a notebook that has run, in the order of their prompts, as one "
         "script for torchrun. Example: axon-nb export digits.ipynb train.py",
         _export_arguments,
         _export,
     ),
-    "help": _Command(
+    "help": ProgramCommand(
         "explain a message",
         "Show the cause of a message, and what to do. Example: axon-nb help no-cluster",
         _help_arguments,
         _explain,
     ),
-    "import": _Command(
+    "import": ProgramCommand(
         "cut a script for torchrun into the cells of a notebook",
         "Cut a script for torchrun into cells: imports, definitions, set-up, loop. Values of its command line are in "
         "one cell; functions such as main() become cells where that is safe. "
@@ -164,31 +142,34 @@ _COMMANDS = {
         _import_arguments,
         _import,
     ),
-    "list": _Command(
+    "list": ProgramCommand(
         "show your clusters on this host",
         "Show your clusters on this host, attached and detached. Example: axon-nb list --json",
         _json_argument,
         _list,
     ),
-    "quickstart": _Command(
+    "quickstart": ProgramCommand(
         "copy the first notebook into a folder and open it in Jupyter",
         "Copy the first notebook and its data into a folder and open it in Jupyter. A notebook that you have changed "
         "is kept. Example: axon-nb quickstart learn",
         _quickstart_arguments,
         _quickstart,
     ),
-    "stop": _Command(
+    "stop": ProgramCommand(
         "stop a detached cluster",
         "Stop a detached cluster through its host agent, and remove the files of dead clusters. "
         "Example: axon-nb stop digits",
         _stop_arguments,
         _stop,
     ),
+    **REMOTE_COMMANDS,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status: 0, 1 if it fails or finds a problem, 2 for bad usage.
+
+    Commands on a running cluster have further ones, by `ErrorCode`.
 
     Args:
         argv: Its arguments; None for those of this process.
@@ -205,12 +186,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parse(word, rest)
     except UsageError as error:
-        print(_format_error(error), file=sys.stderr)
+        _report(EndpointError(ErrorCode.BAD_REQUEST, str(error)) if "--json" in rest else error)
         return _BAD_USAGE
     try:
         return _COMMANDS[word].run(options)
+    except EndpointError as error:
+        _report(error if getattr(options, "json", False) else AxonError(str(error)))
+        return error.code.exit_status
     except AxonError as error:
-        print(_format_error(error), file=sys.stderr)
+        _report(error)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -230,7 +214,9 @@ def _parse(word: str, rest: list[str]) -> argparse.Namespace:
             raise UsageError(f"{_PROGRAM} has no {word!r}{nearest_option(word, ['--help', '--version'])}")
         raise unknown_command(_PROGRAM, word, _COMMANDS)
     command = _COMMANDS[word]
-    parser = _Parser(prog=f"{_PROGRAM} {word}", description=command.description.replace("%", "%%"), allow_abbrev=False)
+    parser = CommandParser(
+        prog=f"{_PROGRAM} {word}", description=command.description.replace("%", "%%"), allow_abbrev=False
+    )
     command.add_arguments(parser)
     options, unknown = parser.parse_known_args(rest)
     for item in unknown:
@@ -254,6 +240,14 @@ def _help() -> str:
             f"See `{_PROGRAM} COMMAND --help` for the options of a command.",
         ]
     )
+
+
+def _report(error: AxonError) -> None:
+    """Print an error: one for a program as JSON on standard output."""
+    if isinstance(error, EndpointError):
+        print(json.dumps(error.to_json()))
+    else:
+        print(_format_error(error), file=sys.stderr)
 
 
 def _format_error(error: AxonError) -> str:

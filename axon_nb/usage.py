@@ -1,13 +1,39 @@
-"""Suggestions for mistyped commands and options, for magics and the command line."""
+"""The command line: parsers that raise, and suggestions for mistyped commands and options, for magics too."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 from axon_nb.errors import UsageError
 
-__all__ = ["nearest_option", "unknown_command"]
+__all__ = ["CommandParser", "ProgramCommand", "nearest_option", "unknown_command"]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Raises UsageError with one sentence instead of printing usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error; argparse calls this."""
+        raise UsageError(f"{self.prog}: {message}; see `{self.prog} --help`.")
+
+    def options(self) -> list[str]:
+        """Return all option strings."""
+        return [option for action in self._actions for option in action.option_strings]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCommand:
+    """A subcommand of `axon-nb`."""
+
+    summary: str
+    description: str
+    add_arguments: Callable[[CommandParser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Returns the exit status."""
 
 
 def unknown_command(program: str, word: str, commands: Iterable[str]) -> UsageError:

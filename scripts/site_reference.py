@@ -59,7 +59,13 @@ _AREAS = {
     "Horovod's API": ("axon_nb/compat/",),
     "Export and import": ("axon_nb/export/", "axon_nb/script/"),
     "In a training loop": ("axon_nb/records/training/",),
-    "The program axon-nb": ("axon_nb/cli.py", "axon_nb/doctor/", "axon_nb/quickstart.py"),
+    "The program axon-nb": (
+        "axon_nb/cli.py",
+        "axon_nb/cluster/endpoint/",
+        "axon_nb/doctor/",
+        "axon_nb/quickstart.py",
+        "axon_nb/remote/",
+    ),
 }
 """Where messages come from; the first match counts."""
 

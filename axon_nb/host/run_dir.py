@@ -108,6 +108,11 @@ class RunDir:
         return self.path / "agent.sock"
 
     @property
+    def endpoint_socket(self) -> Path:
+        """The socket on which the notebook that uses the cluster answers other programs."""
+        return self.path / "notebook.sock"
+
+    @property
     def store_socket(self) -> Path:
         """The socket of the rendezvous store."""
         return self.path / "store.sock"

@@ -10,12 +10,14 @@ from axon_nb import __version__
 from axon_nb.cli import main
 from tests.doctor.command import axon_nb
 
+COMMANDS = [
+    *("doctor", "export", "help", "import", "list", "quickstart", "stop"),
+    *("status", "stacks", "explain", "vars", "logs", "interrupt", "run", "repair", "push", "pull", "plan"),
+]
 USAGE = {
-    "": "axon-nb needs a command: one of doctor, export, help, import, list, quickstart, stop.",
+    "": f"axon-nb needs a command: one of {', '.join(COMMANDS)}.",
     "lsit": "axon-nb has no command 'lsit': did you mean `axon-nb list`?",
-    "frobnicate": (
-        "axon-nb has no command 'frobnicate': use one of doctor, export, help, import, list, quickstart, stop."
-    ),
+    "frobnicate": (f"axon-nb has no command 'frobnicate': use one of {', '.join(COMMANDS)}."),
     "--versoin": "axon-nb has no '--versoin'; did you mean --version?",
     "doctor --jsn": "axon-nb doctor has no '--jsn'; did you mean --json?",
     "doctor now": "axon-nb doctor does not accept 'now'; see `axon-nb doctor --help`.",
@@ -61,10 +63,10 @@ def test_missing_notebook_is_reported_in_one_sentence(capsys: pytest.CaptureFixt
 def test_help_names_every_command(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([asked]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {name} " in out for name in ("doctor", "export", "help", "import", "list", "quickstart", "stop"))
+    assert all(f"\n  {name} " in out for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["doctor", "export", "help", "import", "list", "quickstart", "stop"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

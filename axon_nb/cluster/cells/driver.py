@@ -91,6 +91,10 @@ class CellHandle:
         self._thread.join(timeout)
         return self.done()
 
+    def text(self) -> dict[int, str]:
+        """Return what each rank has printed so far; at most about a million characters each."""
+        return {rank: self._run.output.text(rank) for rank in self._run.ranks}
+
     def cancel(self) -> None:
         """Interrupt the cell on its ranks; `result` then raises KeyboardInterrupt."""
         if not self.done():

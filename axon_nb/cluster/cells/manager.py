@@ -7,7 +7,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cells.abort import AbortController
@@ -97,6 +97,10 @@ class CellManager:
         self.state = state
         self.settings = settings
         self._interrupts = interrupts
+        self.last_run: str | None = None
+        """Id of the run of the last cell of this notebook; None: there was none."""
+        self.last_record: dict[str, Any] | None = None
+        """The result for programs of the last cell that is done; None: there was none."""
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -163,6 +167,8 @@ class CellManager:
             measurement=options.get("measurement", Measurement()),
         )
         run.send(code, facts)
+        if not run.is_call:
+            self.last_run = run.token
         state.health.report_to(run)  # what has happened while we were sending
         return run
 
@@ -237,6 +243,8 @@ class CellManager:
             print(left, file=sys.stderr)
         failure = failure_of(run, replaced, remedy=state.health.remedy)
         record = cell_record(run, failure)
+        if not run.is_call:
+            self.last_record = record
         if isinstance(failure, CellError | CellInterrupt):
             failure.record = record
         if failure is not None and (options.get("check", True) or isinstance(failure, KeyboardInterrupt)):

@@ -52,7 +52,7 @@ def _record(run: CellRun, failure: BaseException | None, limit: int) -> dict[str
         "state": _state(failure, run.errors),
         "cell": run.number,
         "ranks": _short(format_ranks(run.ranks), limit),
-        "seconds": round(max(run.seconds.values(), default=0.0), 6),
+        "seconds": round(max(run.cell.seconds.values(), default=0.0), 6),
         "cause": None if known is None else _cause(known, run.number, limit),
         "groups": _groups(run.ranks, run.errors, limit),
         "verdict": _short(run.explanation, 2 * limit),

@@ -23,7 +23,7 @@ from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.records.protocol.cells import KEY, CellFacts, CellOutcome, execute_content, read_outcome
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import DebuggerLine, PausedEvent
-from axon_nb.records.protocol.messages import Request, message_type
+from axon_nb.records.protocol.messages import Request, is_call_source, message_type
 from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["CellRun"]
@@ -56,6 +56,7 @@ class CellRun:
         self.ranks = list(ranks)
         self.token = uuid.uuid4().hex
         self.number: int | None = None  # it names the cell in tracebacks
+        self.is_call = False  # of axon_nb itself, such as a push
         self.output = output
         self.timeout_s = timeout_s
         self.on_late_reply: Callable[[int], None] = lambda rank: None
@@ -102,7 +103,7 @@ class CellRun:
             quiet=self.output.quiet,
             subgroup=mentions(code, "subgroup"),
         )
-        self._abort.run, self.number = self.token, facts.cell
+        self._abort.run, self.number, self.is_call = self.token, facts.cell, is_call_source(code)
         self._messages = self._client.send_cells(self.ranks, execute_content(code), {KEY: encode(facts)}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:

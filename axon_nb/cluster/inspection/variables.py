@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["agreement", "difference_frame", "variables_frame"]
+__all__ = ["PREDEFINED", "agreement", "difference_frame", "variables_frame"]
 
 _TIMEOUT_S = 60.0
 _VARIABLE_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
 _MERGED_COLUMNS = {"type": "type", "shape": "shape", "dtype": "dtype", "device": "device", "placements": "where"}
 """By column, the key of the ranks' reports."""
+PREDEFINED = frozenset({
+    *("In", "Out", "exit", "get_ipython", "open", "quit"),
+    *("device", "dist", "local_rank", "mesh", "rank", "torch", "world", "world_size"),
+})  # fmt: skip
+"""What every rank has without a cell."""
 _DIFFERENCE_COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 
 from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.inspection.variables import PREDEFINED
 from axon_nb.cluster.launch.connection import in_kernel
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.session import current
@@ -22,11 +23,6 @@ __all__ = ["require", "take_over"]
 _TIMEOUT_S = 2.0
 """The control thread of a rank replies in milliseconds, unless C code holds the GIL or the process is stopped."""
 _MAX_NAMES = 8
-_PREDEFINED = frozenset({
-    *("In", "Out", "exit", "get_ipython", "open", "quit"),
-    *("device", "dist", "local_rank", "mesh", "rank", "torch", "world", "world_size"),
-})  # fmt: skip
-"""What every rank has without a cell."""
 _MODULE = "builtins.module"
 
 
@@ -79,7 +75,7 @@ def _holdings(cluster: Cluster) -> str:
         name: None
         for reply in replies.values()
         for name, known in reply.names.items()
-        if name not in _PREDEFINED and known.type != _MODULE
+        if name not in PREDEFINED and known.type != _MODULE
     }
     if not replies:
         return "`%distributed start` would stop it and start new ranks."

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.endpoint.server import Endpoint
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection, default_name, open_existing, open_new
@@ -136,6 +137,7 @@ def start(
         raise
     cluster.state.launched = launched
     session.put(cluster)
+    Endpoint(cluster, lambda: session.settings.share).start()
     return cluster
 
 
@@ -216,6 +218,7 @@ def attach(name: str | None = None) -> Cluster:
         reason = "died while no notebook was connected" if event is None else describe_death(event)
         cluster.health.mark_dead(rank, _UNFINISHED if rank in unfinished else reason)
     session.put(cluster)
+    Endpoint(cluster, lambda: session.settings.share).start()
     session.settings.apply_again()
     cluster.running_cell = reattach_cells(cluster.cells, left_ns=hello_reply.left_ns)
     return cluster

@@ -137,6 +137,11 @@ def cell_source(call: RankCall[Any]) -> str:
     return f"__import__({module!r}, fromlist=[{name!r}]).{name}({arguments})"
 
 
+def is_call_source(code: str) -> bool:
+    """Whether a cell is a call that `cell_source` has written."""
+    return code.startswith("__import__('axon_nb.")
+
+
 def _literal(value: Any) -> str:
     if isinstance(value, Expression):
         return value.source

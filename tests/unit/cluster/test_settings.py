@@ -162,6 +162,7 @@ def test_list_marks_values_differing_from_default_or_cluster() -> None:
         "collective_timeout = 1800 s",
         "threads = 2 (from the next start; this cluster keeps 0; default 0)",
         "group_memory = 0 B",
+        "share = off",
         "auto_repair = off",
         "debug = on",
         "start_timeout = 120 s",

@@ -1,0 +1,284 @@
+"""The commands of `axon-nb` on a running cluster: what they accept, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from axon_nb.errors import AxonError, UsageError
+from axon_nb.records.endpoint import EndpointError, ErrorCode
+from axon_nb.usage import CommandParser, ProgramCommand
+
+if TYPE_CHECKING:
+    from axon_nb.remote.client import NotebookClient
+
+__all__ = ["REMOTE_COMMANDS"]
+
+_POLL_S = 0.5
+_LONG_S = 600.0
+"""For what takes as long as the ranks need."""
+_STATUSES = (
+    "Exit status: 0, or 1 if it failed, 2 for bad usage, 3 without such a cluster or notebook, 4 if the notebook does "
+    "not allow it, 5 while a cell runs, 6 if the notebook does not reply."
+)
+
+
+def connect(name: str | None) -> NotebookClient:
+    """Return a client of the notebook that uses the cluster."""
+    from axon_nb.remote import client  # loads psutil
+
+    return client.connect(name)
+
+
+def _common(parser: CommandParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, also errors: {error: {code, message}}")
+
+
+def _named(parser: CommandParser) -> None:
+    parser.add_argument("name", nargs="?", default=None, metavar="NAME", help="the cluster; default: the only one")
+    _common(parser)
+
+
+def _with_option(parser: CommandParser) -> None:
+    parser.add_argument("--cluster", default=None, metavar="NAME", help="the cluster; default: the only one")
+    parser.add_argument("--ranks", default=None, metavar="RANKS", help="which ranks: 0 or 0,2-3 (default: all)")
+    _common(parser)
+
+
+def _print(options: argparse.Namespace, reply: Mapping[str, Any]) -> int:
+    if options.json:
+        _line({key: value for key, value in reply.items() if key != "text"})
+    else:
+        print(reply["text"])
+    return 0
+
+
+def _line(value: Mapping[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def _observe(request: str) -> Callable[[argparse.Namespace], int]:
+    """Return a command that prints the reply to a request without arguments."""
+    return lambda options: _print(options, connect(options.name).request(request))
+
+
+def _stacks_arguments(parser: CommandParser) -> None:
+    parser.add_argument("--ranks", default=None, metavar="RANKS", help="which ranks: 0 or 0,2-3 (default: all)")
+    _named(parser)
+
+
+def _stacks(options: argparse.Namespace) -> int:
+    return _print(options, connect(options.name).request("stacks", ranks=options.ranks))
+
+
+def _logs_arguments(parser: CommandParser) -> None:
+    parser.add_argument("--follow", action="store_true", help="go on until the cell is done")
+    _named(parser)
+
+
+def _logs(options: argparse.Namespace) -> int:
+    client = connect(options.name)
+    reply = client.request("logs")
+    _print(options, reply)
+    while options.follow and reply["running"]:
+        time.sleep(_POLL_S)
+        reply = client.request("logs", run=reply["run"], since=reply["since"])
+        if reply["output"] or not reply["running"]:
+            _print(options, reply)
+    return 0
+
+
+def _run_arguments(parser: CommandParser) -> None:
+    parser.add_argument("code", metavar="CODE", help="Python as in a cell, a .py file, or - for standard input")
+    parser.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="abort it after this time")
+    _with_option(parser)
+
+
+def _run(options: argparse.Namespace) -> int:
+    client = connect(options.cluster)
+    reply = client.request("run", code=_code(options.code), ranks=options.ranks, timeout=options.timeout)
+    run = reply["run"]
+    if options.json:
+        _line({"event": "started", "run": run})
+    since: dict[str, int] = {}
+    try:
+        while True:
+            reply = client.request("poll", run=run, since=since, wait_s=_POLL_S)
+            since = reply["since"]
+            for group in reply["output"]:
+                if options.json:
+                    _line({"event": "output", **group})
+                else:
+                    print(f"[ranks {group['ranks']}]\n{group['text']}", end="", flush=True)
+            if reply["done"]:
+                break
+    except KeyboardInterrupt:
+        client.request("cancel", run=run)
+        raise
+    result = reply["result"]
+    if options.json:
+        _line({"event": "result", "result": result})
+    elif result["state"] != "ok":
+        print(_failure(result), file=sys.stderr)
+    return 0 if result["state"] == "ok" else 1
+
+
+def _code(text: str) -> str:
+    if text == "-":
+        return sys.stdin.read()
+    if text.endswith(".py") and "\n" not in text:
+        try:
+            return Path(text).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"axon-nb run: cannot read {text}: {error.strerror}.") from None
+    return text
+
+
+def _failure(result: Mapping[str, Any]) -> str:
+    cause = result["cause"]
+    if result["verdict"] or cause is None:
+        return f"axon-nb: the cell {result['state']}. {result['verdict']}".rstrip()
+    where = f" ({cause['file']}, line {cause['line']})" if cause["file"] else ""
+    what = f"{cause['type']}: {cause['message']}" if cause["type"] else cause["message"]
+    return f"axon-nb: the cell {result['state']} on ranks {cause['ranks']}: {what}{where}"
+
+
+def _repair_arguments(parser: CommandParser) -> None:
+    parser.add_argument("--from", dest="source", type=int, default=None, metavar="R", help="copy R's variables")
+    _with_option(parser)
+
+
+def _repair(options: argparse.Namespace) -> int:
+    client = connect(options.cluster)
+    return _print(options, client.request("repair", timeout_s=_LONG_S, ranks=options.ranks, from_rank=options.source))
+
+
+def _push_arguments(parser: CommandParser) -> None:
+    parser.add_argument("values", nargs="+", metavar="NAME=VALUE", help="a Python literal, such as lr=0.1")
+    _with_option(parser)
+
+
+def _push(options: argparse.Namespace) -> int:
+    values = {}
+    for text in options.values:
+        name, separator, literal = text.partition("=")
+        try:
+            values[name] = ast.literal_eval(literal)
+            json.dumps(values[name])
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            separator = ""
+        if not separator:
+            raise UsageError(f"axon-nb push takes NAME=VALUE with a number, text, list or dict; got {text!r}.")
+    return _print(
+        options, connect(options.cluster).request("push", timeout_s=_LONG_S, values=values, ranks=options.ranks)
+    )
+
+
+def _pull_arguments(parser: CommandParser) -> None:
+    parser.add_argument("expression", metavar="NAME", help="a variable or an expression")
+    _with_option(parser)
+
+
+def _pull(options: argparse.Namespace) -> int:
+    client = connect(options.cluster)
+    return _print(
+        options, client.request("pull", timeout_s=_LONG_S, expression=options.expression, ranks=options.ranks)
+    )
+
+
+def _plan_arguments(parser: CommandParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the size of a GPT such as 7B, or a Hugging Face model")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of GPUs")
+    parser.add_argument("--card", default="h100", help="a GPU's name (default: h100)")
+    parser.add_argument("--memory", type=float, default=None, metavar="GIB", help="GiB per GPU (default: the card's)")
+    parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens in a sample (default: 2048)")
+    parser.add_argument("--batch", type=int, default=None, metavar="N", help="samples per step (default: 2 per GPU)")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts (default: 5)")
+    _common(parser)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from axon_nb.remote.planning import plan_layouts
+
+    reply = plan_layouts(
+        options.model,
+        options.ranks,
+        card=options.card,
+        memory_gib=options.memory,
+        context=options.context,
+        global_batch=options.batch,
+        top=options.top,
+    )
+    return _print(options, reply)
+
+
+def _with_code(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Return the command such that each of its errors has a code."""
+
+    def run_with_code(options: argparse.Namespace) -> int:
+        try:
+            return run(options)
+        except EndpointError:
+            raise
+        except AxonError as error:
+            code = ErrorCode.BAD_REQUEST if isinstance(error, UsageError) else ErrorCode.FAILED
+            raise EndpointError(code, str(error)) from error
+
+    return run_with_code
+
+
+def _command(
+    summary: str,
+    example: str,
+    add_arguments: Callable[[CommandParser], None],
+    run: Callable[[argparse.Namespace], int],
+    *,
+    needs_share: bool = False,
+) -> ProgramCommand:
+    needs = " The notebook must allow it with `%distributed config share=on`." if needs_share else ""
+    description = f"{summary[0].upper()}{summary[1:]}.{needs} {_STATUSES} Example: {example}"
+    return ProgramCommand(summary, description, add_arguments, _with_code(run))
+
+
+REMOTE_COMMANDS: Mapping[str, ProgramCommand] = {
+    "status": _command("show what each rank is doing", "axon-nb status --json", _named, _observe("status")),
+    "stacks": _command("show where each rank is", "axon-nb stacks --ranks 2", _stacks_arguments, _stacks),
+    "explain": _command(
+        "say which rank the others wait for, and why", "axon-nb explain --json", _named, _observe("explain")
+    ),
+    "vars": _command(
+        "show the variables of all ranks and which differ", "axon-nb vars --json", _named, _observe("variables")
+    ),
+    "logs": _command("show what the ranks printed", "axon-nb logs --follow --json", _logs_arguments, _logs),
+    "interrupt": _command(
+        "interrupt the running cell, as the stop button does", "axon-nb interrupt digits", _named, _observe("interrupt")
+    ),
+    "run": _command(
+        "run a cell on ranks, and show what it prints",
+        "axon-nb run 'print(rank)' --json",
+        _run_arguments,
+        _run,
+        needs_share=True,
+    ),
+    "repair": _command("replace dead ranks", "axon-nb repair --from 0", _repair_arguments, _repair, needs_share=True),
+    "push": _command("set variables on ranks", "axon-nb push lr=0.1", _push_arguments, _push, needs_share=True),
+    "pull": _command(
+        "show the value of a name or an expression on ranks",
+        "axon-nb pull loss --ranks 0",
+        _pull_arguments,
+        _pull,
+        needs_share=True,
+    ),
+    "plan": _command(
+        "rank the layouts of a model on GPUs that you need not have",
+        "axon-nb plan 7B --ranks 64 --card h100 --json",
+        _plan_arguments,
+        _plan,
+    ),
+}
