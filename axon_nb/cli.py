@@ -11,6 +11,7 @@ from pathlib import Path
 from axon_nb._version import __version__
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.endpoint import EndpointError, ErrorCode
+from axon_nb.remote.agent_commands import AGENT_COMMANDS
 from axon_nb.remote.commands import REMOTE_COMMANDS
 from axon_nb.troubleshooting import explain, more
 from axon_nb.usage import CommandParser, ProgramCommand, nearest_option, unknown_command
@@ -163,6 +164,7 @@ _COMMANDS: Mapping[str, ProgramCommand] = {
         _stop,
     ),
     **REMOTE_COMMANDS,
+    **AGENT_COMMANDS,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import os
 import re
 import subprocess
@@ -19,9 +20,10 @@ from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
 from axon_nb.magics.plan import plan_parser
 from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
+from axon_nb.remote.tools import TOOLS, WRITING, Tools
 from scripts.generated_page import ROOT
 
-__all__ = ["Message", "command_help", "errors_page", "messages", "options_page", "program_help"]
+__all__ = ["Message", "command_help", "errors_page", "messages", "options_page", "program_help", "tools_section"]
 
 _MAGICS = (DataMagics, ViewMagics, JobViewMagics, TimelineMagics)
 _BLOCK = "## `{}`\n\n```text\n{}\n```\n"
@@ -99,7 +101,22 @@ def options_page() -> str:
     ]
     words = re.findall(r"^  ([a-z]+)  ", program_help(), re.MULTILINE)
     blocks += [_BLOCK.format(f"axon-nb {word}", program_help(word)) for word in words]
-    return "\n".join([_OPTIONS_HEAD, *blocks])
+    return "\n".join([_OPTIONS_HEAD, *blocks, tools_section()])
+
+
+def tools_section() -> str:
+    """Return the tools of `axon-nb mcp`, from their definitions."""
+    entries = []
+    for name in TOOLS:
+        tool = getattr(Tools, name)
+        parameters = [each for key, each in inspect.signature(tool).parameters.items() if key != "self"]
+        note = "\n\nNeeds `--allow-run`." if name in WRITING else ""
+        arguments = ", ".join(
+            f"{each.name}: {each.annotation}" + ("" if each.default is each.empty else f" = {each.default!r}")
+            for each in parameters
+        )
+        entries.append(f"### `{name}`\n\n```text\n{name}({arguments})\n\n{inspect.getdoc(tool)}\n```{note}\n")
+    return "\n".join(["## Tools of `axon-nb mcp`\n", *entries])
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class Settings:
     at most half of what is left. Less makes large tensors slower: they go through it in smaller pieces. 0 is the usual
     size: 20 to 81 MiB for a group, by its number of ranks, and 256 MiB in all, above which new groups are small."""
     share: bool = _setting(False, Switch(), TakesEffect.NOW)
-    """Whether your other programs, such as `axon-nb run`, may run cells, replace ranks, and set and
+    """Whether your other programs, such as `axon-nb run` and `axon-nb mcp`, may run cells, replace ranks, and set and
     read variables. Without it they only see what the ranks do, and can interrupt a cell."""
     auto_repair: bool = _setting(False, Switch(), TakesEffect.NOW)
     """Whether dead ranks are replaced with new, empty ones before the next cell runs."""

@@ -1,1 +1,1 @@
-"""Programs outside the notebook: `axon-nb status`, `run` and so on, on a cluster that a notebook uses."""
+"""Programs outside the notebook: `axon-nb status`, `run` and so on, and the MCP server `axon-nb mcp`."""

@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
                     _line({"event": "output", **group})
                 else:
                     print(f"[ranks {group['ranks']}]\n{group['text']}", end="", flush=True)
-            if reply["done"]:
+            if reply["done"] and not reply["more"]:
                 break
     except KeyboardInterrupt:
         client.request("cancel", run=run)

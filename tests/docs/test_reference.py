@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from axon_nb.magics.arguments import EXAMPLES
+from axon_nb.remote.tools import TOOLS
 from scripts.generated_page import ROOT
 from scripts.site_api import API, to_rst
-from scripts.site_reference import command_help, messages, options_page
+from scripts.site_reference import command_help, messages, options_page, tools_section
 from tests.docs.test_site import Page
 
 # The first test that needs the site waits until it is built.
@@ -63,6 +64,12 @@ def test_every_command_shows_its_options() -> None:
         assert "example:" in command_help(name)
     assert "## `axon-nb quickstart`" in page
     assert "--devices DEVICES" in command_help("start")
+
+
+def test_every_tool_of_the_server_is_documented() -> None:
+    section = tools_section()
+    for name in TOOLS:
+        assert f"### `{name}`\n\n```text\n{name}(" in section
 
 
 def test_messages_come_from_the_code() -> None:

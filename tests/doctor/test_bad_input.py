@@ -13,6 +13,7 @@ from tests.doctor.command import axon_nb
 COMMANDS = [
     *("doctor", "export", "help", "import", "list", "quickstart", "stop"),
     *("status", "stacks", "explain", "vars", "logs", "interrupt", "run", "repair", "push", "pull", "plan"),
+    *("mcp", "skill"),
 ]
 USAGE = {
     "": f"axon-nb needs a command: one of {', '.join(COMMANDS)}.",

@@ -101,7 +101,7 @@ def test_pins_fit_the_declared_ranges(project: dict[str, Any], root: Path) -> No
     pins = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in requirements}
     assert len(pins) == len(requirements)
     extras = project["optional-dependencies"]
-    for text in (*project["dependencies"], *extras["demo"], *extras["dev"], *extras["frameworks"]):
+    for text in (*project["dependencies"], *extras["demo"], *extras["dev"], *extras["frameworks"], *extras["mcp"]):
         wanted = Requirement(text)
         if wanted.name == project["name"]:
             continue
@@ -112,7 +112,7 @@ def test_pins_fit_the_declared_ranges(project: dict[str, Any], root: Path) -> No
 
 def test_imports_are_declared(project: dict[str, Any], package_files: list[Path]) -> None:
     extras = project["optional-dependencies"]
-    texts = (*project["dependencies"], *extras["gpu"], *extras["frameworks"])
+    texts = (*project["dependencies"], *extras["gpu"], *extras["frameworks"], *extras["mcp"])
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     providers = {name: {canonicalize_name(dist) for dist in dists} for name, dists in packages_distributions().items()}
     missing: dict[str, list[str]] = {}

@@ -74,7 +74,7 @@ class SharedCells:
             is_cut = is_cut or seen[str(rank)] < len(printed)
         result = _result(handle) if is_done else None
         output = [group for group in folded(text, "text") if group["text"]]
-        return {"run": run, "done": is_done and not is_cut, "output": output, "since": seen, "result": result}
+        return {"run": run, "done": is_done, "output": output, "more": is_cut, "since": seen, "result": result}
 
     def cancel(self, run: str) -> dict[str, Any]:
         """Interrupt a cell."""
