@@ -44,6 +44,7 @@ EXAMPLES = {
     "status": "%distributed status                  one row per rank",
     "stop": "%distributed stop                    stops all ranks; nothing is left behind",
     "sync": "%distributed sync model optimizer    copies them from rank 0 to all ranks",
+    "undo": "%distributed undo 2                  takes back the last two cells, on all their ranks",
     "vars": "%distributed vars                    one row per variable of the ranks",
 }
 _HELP = ("--help", "?", "??")

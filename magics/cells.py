@@ -67,6 +67,7 @@ def cell_parser(name: str) -> LineParser:
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=_seconds, default=None, help="abort the cell after this time"
     )
+    parser.add_argument("--try", dest="restores", action="store_true", help="restore the state from before afterwards")
     parser.add_argument("--quiet", action="store_true", help="do not show what ranks print")
     parser.add_argument("--watch", action="store_true", help="show live what each rank is doing")
     parser.add_argument("--debug", action="store_true", help="pause in the debugger before the first line")
@@ -111,13 +112,14 @@ class CellMagics(Magics):
         """Run the cell on the ranks.
 
         %%distributed [--ranks 0,2-3] [--noblock] [--out NAME] [--local] [--timeout S] [--quiet] [--watch]
-                      [--time] [--repeat N] [--profile [RANKS]] [--debug] [--break CALL[:N]]
+                      [--time] [--repeat N] [--profile [RANKS]] [--debug] [--break CALL[:N]] [--try]
 
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
         --noblock       return a handle at once: .result(), .done(), .cancel()
         --out NAME      bind the CellResult, or the handle, to NAME
         --local         run the cell in the notebook too, after the ranks
         --timeout S     abort the cell after S seconds
+        --try           restore the state from before the cell afterwards, also if it fails
         --quiet         do not show what ranks print
         --watch         show live what each rank is doing
         --debug         pause in the debugger before the first line, as `breakpoint()` does in a later one
@@ -208,6 +210,7 @@ class CellMagics(Magics):
                 "cell": number,
                 "values": options.out is not None,
                 "show_value": True,
+                "restores": options.restores,
                 "exclusive": not options.noblock,
                 "measurement": measures.measurement(),
                 **_debugging(self.shell, options),

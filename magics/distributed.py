@@ -87,6 +87,12 @@ def _resize_parser() -> LineParser:
     return parser
 
 
+def _undo_parser() -> LineParser:
+    parser = LineParser("%distributed undo", "Take back the last cells on all their ranks, bit for bit.")
+    parser.add_argument("count", nargs="?", type=_number, default=1, metavar="K", help="how many cells (default: 1)")
+    return parser
+
+
 def _sync_parser() -> LineParser:
     parser = LineParser("%distributed sync", "Copy models, optimizers and schedulers of one rank to all.")
     parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help="copy R's (default: 0)")
@@ -106,6 +112,7 @@ class DistributedMagics(Magics):
 
         vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
         sync [--from R] [names …]: copy models and optimizers of rank R (default: 0) to all ranks
+        undo [K]: take back the last K cells (after `config undo_memory=1GiB`)
         resize N: grow or shrink to N ranks; models, optimizers and samplers are carried over
         stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
         run train.py [arguments]: run a script on the ranks, as torchrun would; its variables stay
@@ -145,6 +152,7 @@ class DistributedMagics(Magics):
             "attach": self._attach,
             "cancel": self._cancel,
             "sync": self._sync,
+            "undo": self._undo,
             "vars": self._vars,
             "diff": self._diff,
             "config": self._config,
@@ -218,6 +226,10 @@ class DistributedMagics(Magics):
     @command(_sync_parser)
     def _sync(self, options: argparse.Namespace) -> None:
         print(kept.require("%distributed sync").sync(options.source, options.names))
+
+    @command(_undo_parser)
+    def _undo(self, options: argparse.Namespace) -> None:
+        print(kept.require("%distributed undo").undo(options.count))
 
     @command(_attach_parser)
     def _attach(self, options: argparse.Namespace) -> CellHandle | None:

@@ -22,6 +22,7 @@ from axon_nb.cluster.recovery.report import RepairReport
 from axon_nb.cluster.recovery.resize import resize
 from axon_nb.cluster.recovery.resize_report import ResizeReport
 from axon_nb.cluster.settings import Settings
+from axon_nb.cluster.snapshot.undo import undo
 from axon_nb.cluster.state import ClusterState
 from axon_nb.cluster.transfer import push_pull
 from axon_nb.cluster.transfer.broadcast import SyncReport, seed, sync
@@ -133,14 +134,17 @@ class Cluster:
             CellInterrupt: the user interrupted the cell; also with `check=False`.
             ClusterLostError: the cluster is gone.
         """
+        options.setdefault("undoable", True)
         return self.cells.run(code, **options)
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """Run a cell as `run` does, without blocking the event loop; `%%distributed` cells await this."""
+        options.setdefault("undoable", True)
         return await self.cells.run_async(code, **options)
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """Run a cell in the background and return a handle at once; its output goes to the current notebook cell."""
+        options.setdefault("undoable", True)
         return self.cells.run_noblock(code, **options)
 
     def push(
@@ -243,6 +247,22 @@ class Cluster:
         if report.functions:
             self.cells.run(cell_source(CallResizeFunctions(old, size)))
         return report
+
+    def undo(self, count: int = 1) -> str:
+        """Take back the last cells on all their ranks, bit for bit: variables, tensors and random states.
+
+        What cannot be taken back is printed before anything changes. Needs `config undo_memory`.
+
+        Args:
+            count: How many cells.
+
+        Returns:
+            What was undone, as a sentence.
+
+        Raises:
+            UsageError: a rank cannot; nothing has changed.
+        """
+        return undo(self.state, count)
 
     def sync(self, from_rank: int = 0, names: Iterable[str] = ()) -> SyncReport:
         """Copy models, optimizers and schedulers of one rank to all others, in place; empty `names`: all of them."""

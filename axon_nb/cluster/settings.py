@@ -68,6 +68,9 @@ class Settings:
     read variables. Without it they only see what the ranks do, and can interrupt a cell."""
     auto_repair: bool = _setting(False, Switch(), TakesEffect.NOW)
     """Whether dead ranks are replaced with new, empty ones before the next cell runs."""
+    undo_memory: int = _setting(0, byte_count(1 << 20, zero="no undo"), TakesEffect.NEXT_CELL)
+    """How much memory each rank may use for the states before the last cells, to which `%distributed undo` returns. A
+    state takes as much as the tensors and arrays that changed since the last one. 0 turns undo off."""
     debug: bool = _setting(True, Switch(), TakesEffect.NEXT_CELL)
     """Whether a rank keeps the frames of a failed cell for `%distributed debug` until its next cell."""
     start_timeout: float = _setting(120.0, seconds(1.0), TakesEffect.NEXT_START)

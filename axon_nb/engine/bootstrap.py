@@ -56,6 +56,8 @@ from axon_nb.engine.output.forked_children import install_fork_defaults
 from axon_nb.engine.output.streams import NativeOutput, RankStream, enable_crash_reports
 from axon_nb.engine.self_test import start_in_child, startup_verdict
 from axon_nb.engine.session import RankSession, set_current
+from axon_nb.engine.snapshot.history import History
+from axon_nb.engine.snapshot.memory import HostMemory
 from axon_nb.host.resources.cgroups import usable_cores
 from axon_nb.host.store_tcp import store_key
 from axon_nb.records.protocol.cluster import EngineInfo
@@ -230,6 +232,7 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     pager.install(kernel.shell)
     post_mortem = PostMortem(pager)
     session.post_mortem = post_mortem
+    session.snapshots = History(kernel.shell.user_ns, steps, HostMemory(is_pinned=session.device.type == "cuda"))
     breakpoints = Breakpoints(session, defers)
     breakpoints.install()
     runner = CellRunner(

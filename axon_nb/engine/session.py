@@ -78,6 +78,8 @@ class RankSession:
     """Counts this rank's optimizer steps."""
     runner: CellValues = field(init=False)
     """Runs cells, and keeps their values until the notebook fetches them."""
+    snapshots: Any = field(init=False)
+    """The states before the last cells: `snapshot.history.History`, which stands above this module."""
     post_mortem: FailureDebugger = field(init=False)
     """Keeps the error of the last failed cell."""
     subgroup: dist.ProcessGroup | None = None

@@ -28,6 +28,7 @@ from axon_nb.cluster.recovery.automatic import auto_repair, rebuild_if_back, rep
 from axon_nb.cluster.recovery.recovery import AgentWatch, Recovery
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import Settings
+from axon_nb.cluster.snapshot.trial import begin_trial, end_trial
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
 from axon_nb.records.protocol.cells import CellFacts, Measurement, Pauses
@@ -150,12 +151,15 @@ class CellManager:
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
         ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in ranks]
+        if options.get("restores", False):
+            begin_trial(state, ranks, self.settings.undo_memory)
         run = self.new_run(ranks, options)
         if ahead and not quiet:
             print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
         exclusive = options.get("exclusive", False) and is_exclusive(state, run)
         number = cell if cell is not None else next(self._numbers)
         is_debugger = options.get("is_debugger", False)
+        is_undoable = options.get("undoable", False) and not options.get("restores", False)
         facts = CellFacts(
             cell=number,
             token=run.token if options.get("values", True) else None,
@@ -165,6 +169,7 @@ class CellManager:
             pauses=options.get("pauses", Pauses()),
             output_limit=state.settings.output_limit,
             measurement=options.get("measurement", Measurement()),
+            undo_memory=self.settings.undo_memory if is_undoable else None,
         )
         run.send(code, facts)
         if not run.is_call:
@@ -230,6 +235,13 @@ class CellManager:
 
     def finish(self, run: CellRun, options: CellOptions) -> CellResult:
         """Return the result of a cell that is done; raises as `run` does."""
+        try:
+            return self._finish(run, options)
+        finally:
+            if options.get("restores", False) and not run.lost:
+                end_trial(self.state, run.ranks)
+
+    def _finish(self, run: CellRun, options: CellOptions) -> CellResult:
         state = self.state
         run.finish()
         with self._lock, contextlib.suppress(ValueError):

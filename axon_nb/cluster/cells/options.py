@@ -124,5 +124,9 @@ class CellOptions(TypedDict, total=False):
     """Asks the user for the commands of ranks that pause. Default: None, the ranks continue at once."""
     pauses: Pauses
     """Where the cell pauses, if there is a `debugger`. Default: nowhere, not even at `breakpoint()`."""
+    undoable: bool
+    """Whether `%distributed undo` can take this cell back, if `config undo_memory` is set. Default: False."""
+    restores: bool
+    """Whether the state before the cell is restored after it, however it ends (`--try`). Default: False."""
     is_debugger: bool
     """Whether this is a command of the debugger, which leaves the failure on the rank. Default: False."""

@@ -59,9 +59,8 @@ class CellRunner:
         session, shell = self._session, self._session.kernel.shell
         request = session.kernel.get_parent("shell")
         facts: CellFacts = decode(CellFacts, metadata.get(KEY, {}))
-        message_id, code = request["header"]["msg_id"], request["content"]["code"]
+        message_id, code, cell = request["header"]["msg_id"], request["content"]["code"], facts.cell
         self._log.begin(message_id, facts)
-        cell = facts.cell
         if cell is not None:
             # Tracebacks then show the notebook's own prompt: "Cell In[12], line 3".
             shell.execution_count = cell
@@ -79,9 +78,7 @@ class CellRunner:
             return reply
         if not facts.is_debugger:
             self._post_mortem.discard()
-        session.groups.calls.begin_cell()
-        session.steps.begin_cell()
-        self._budget.begin(facts.output_limit)
+        self._begin(facts)
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
         calls, draws, measured = recovery.num_calls(), RandomDraws(session.device), Measured()
@@ -138,6 +135,14 @@ class CellRunner:
             return self._prepare(facts) or await run_measured(self._session, facts, execute, measured)
         finally:
             self._breakpoints.end_cell()
+
+    def _begin(self, facts: CellFacts) -> None:
+        session = self._session
+        if facts.undo_memory is not None:
+            session.snapshots.before_cell(facts.run, facts.cell or 0, facts.ranks, facts.undo_memory)
+        session.groups.calls.begin_cell()
+        session.steps.begin_cell()
+        self._budget.begin(facts.output_limit)
 
     def _prepare(self, facts: CellFacts) -> dict[str, Any] | None:
         """Set up before the cell's own code runs; return an error reply if that fails."""

@@ -7,13 +7,11 @@ import hashlib
 import importlib
 import io
 import os
-import random
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,6 +20,7 @@ from axon_nb.engine.elastic.sharded_states import fsdp_models, sharded_optimizer
 from axon_nb.engine.groups import install
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
+from axon_nb.engine.snapshot.random_states import random_states, set_random_states
 from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, copy_failure_reason
 from axon_nb.records.protocol.transfer import ImportContext, PackedNamespace
 
@@ -62,7 +61,7 @@ def pack(names: Sequence[str] = ()) -> PackedNamespace:
     skipped |= without
     functions, without = _copyable({} if names else current().resize_functions)
     skipped |= {f"on_resize({name})": reason for name, reason in without.items()}
-    content = {"variables": copied, "gradients": _gradients(copied.values()), "random": _random_state()}
+    content = {"variables": copied, "gradients": _gradients(copied.values()), "random": random_states()}
     if current().resized_from:
         for name in {*fsdp_models(), *sharded_optimizers(), *zero_optimizers()} & skipped.keys():
             raise RuntimeError(f"`{name}` {skipped[name]}")
@@ -134,7 +133,7 @@ def receive(source: int, size: int, digest: str, import_context: ImportContext, 
     shell.user_ns.update({name: own_groups.get(group, absent) for name, group in groups.items()})
     apply_fsdp(content.get("fsdp_calls", ()))
     current().resize_functions.update(content["resize_functions"])
-    _set_random_state(content["random"])
+    set_random_states(content["random"])
 
 
 def _dump(content: dict[str, Any]) -> bytearray:
@@ -173,19 +172,6 @@ def _apply_import_context(import_context: ImportContext) -> None:
         if name not in sys.modules:
             with contextlib.suppress(Exception):  # a variable that needs it fails with the reason when it is loaded
                 importlib.import_module(name)
-
-
-def _random_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "random": random.getstate()}
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["random"])
 
 
 def _transfer_device() -> torch.device:

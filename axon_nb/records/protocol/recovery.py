@@ -1,8 +1,9 @@
-"""Rebuild groups after a failure, and find what is lost with a rank."""
+"""Rebuild groups after a failure, find what is lost with a rank, and take cells back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from axon_nb.records.protocol.messages import RankCall
 
@@ -10,13 +11,19 @@ __all__ = [
     "DisableGroups",
     "FindLostShards",
     "GroupRecord",
+    "HoldSnapshot",
     "ListGroups",
+    "ListUndoable",
     "LostShards",
     "OptimizerReport",
     "RebuildReport",
     "Recover",
     "RecoverAfterRepair",
     "RecoveryReport",
+    "RestoreHeld",
+    "UndoCell",
+    "Undoable",
+    "UndoableCell",
 ]
 
 
@@ -134,3 +141,64 @@ class FindLostShards(RankCall[list[LostShards]]):
 
     target = "axon_nb.engine.sharding.sharded:only_on_ranks"
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UndoableCell:
+    """A cell of which a rank remembers that it ran."""
+
+    run: str
+    """Id of its run, the same on all its ranks."""
+    cell: int
+    """Number of the notebook's cell."""
+    ranks: tuple[int, ...]
+    """The ranks that ran it."""
+    started: float
+    """Seconds since the epoch."""
+    missing: str = ""
+    """Why the rank has no snapshot of the time before; reads after its name. Empty if it has one."""
+    obstacles: Mapping[str, str] = field(default_factory=dict)
+    """By variable, what it is or contains that cannot be restored, such as ``a generator``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undoable:
+    """What a rank can undo."""
+
+    since: float
+    """When it began to remember cells, in seconds since the epoch; a replaced rank begins again."""
+    cells: tuple[UndoableCell, ...]
+    """Oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListUndoable(RankCall[Undoable]):
+    """List the cells that a rank can undo."""
+
+    target = "axon_nb.engine.snapshot.calls:list_undoable"
+
+
+@dataclass(frozen=True, slots=True)
+class UndoCell(RankCall[list[str]]):
+    """Restore the state before a cell; returns a line for each object that refused its state."""
+
+    target = "axon_nb.engine.snapshot.calls:undo"
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoldSnapshot(RankCall[UndoableCell]):
+    """Take a snapshot and keep it under a name, until the next one of that name."""
+
+    target = "axon_nb.engine.snapshot.calls:hold"
+    key: str
+    limit: int
+    """Bytes that it may take; 0: half of the memory that is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreHeld(RankCall[list[str]]):
+    """Restore a held snapshot, and forget it; returns a line for each object that refused its state."""
+
+    target = "axon_nb.engine.snapshot.calls:restore_held"
+    key: str

@@ -164,6 +164,7 @@ def test_list_marks_values_differing_from_default_or_cluster() -> None:
         "group_memory = 0 B",
         "share = off",
         "auto_repair = off",
+        "undo_memory = 0 B",
         "debug = on",
         "start_timeout = 120 s",
     ]

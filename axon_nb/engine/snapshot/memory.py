@@ -1,0 +1,137 @@
+"""Copies of storages: where they lie, which are still equal to the storage, and how they are written back.
+
+A version counter says that a tensor has changed, never that it has not: `.data`, NumPy arrays and foreign libraries
+write without it. So a storage whose counters have moved is copied, and any other one is compared with its last copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Allocator", "Copy", "HostMemory", "StorageFacts", "equal", "write_back"]
+
+_WORD = 8
+_CHUNK_BYTES = 64 << 20
+"""What is on a device is compared in pieces of this size, which are uploaded one by one."""
+
+
+class Allocator(Protocol):
+    """Supplies the memory of copies."""
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Return `size` bytes of host memory, uint8 ``[size]``."""
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """Take back what `allocate` returned."""
+
+
+class HostMemory:
+    """Memory of this process; released buffers are used again, because new pages cost more time than the copies.
+
+    Args:
+        is_pinned: Whether the memory is page-locked, which CUDA copies to several times faster.
+    """
+
+    def __init__(self, *, is_pinned: bool = False) -> None:
+        self._is_pinned = is_pinned
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """See `Allocator`."""
+        if free := self._free.get(size):
+            return free.pop()
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """See `Allocator`."""
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def trim(self, size: int) -> None:
+        """Give released buffers back to the system until at most `size` bytes are left."""
+        kept = sum(buffer.numel() for buffers in self._free.values() for buffer in buffers)
+        for buffers in self._free.values():
+            while buffers and kept > size:
+                kept -= buffers.pop().numel()
+
+
+@dataclass(slots=True)
+class Copy:
+    """The content of a storage at one time; several snapshots share it if the storage did not change in between."""
+
+    buffer: torch.Tensor
+    """uint8 ``[bytes]`` in host memory."""
+    versions: frozenset[int]
+    """The version counters of its tensors; empty if it has none."""
+    users: int = 0
+    """The number of snapshots with this copy."""
+
+
+@dataclass(slots=True)
+class StorageFacts:
+    """A storage that belongs to the state."""
+
+    storage: Any
+    """torch's UntypedStorage, or one over the memory of a NumPy array."""
+    size: int
+    """Bytes at the time of the snapshot."""
+    versions: set[int]
+    copy: Copy | None = None
+    """None: not copied yet, or there are no bytes."""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Device, address and size, which only views of the same memory share while this one is alive."""
+        return str(self.storage.device), self.storage.data_ptr(), self.size
+
+    def is_unchanged(self, copy: Copy) -> bool:
+        """Whether its content equals an earlier copy."""
+        if copy.buffer.numel() != self.size or copy.versions != self.versions:
+            return False
+        return equal(_bytes_of(self.storage), copy.buffer)
+
+    def save(self, allocator: Allocator) -> None:
+        """Copy its content."""
+        buffer = allocator.allocate(self.size)
+        buffer.copy_(_bytes_of(self.storage), non_blocking=buffer.is_pinned())
+        self.copy = Copy(buffer, frozenset(self.versions))
+
+
+def _bytes_of(storage: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two uint8 tensors hold the same bytes; the second one is in host memory."""
+    if left.numel() != right.numel():
+        return False
+    if left.device.type != "cpu":
+        pieces = zip(left.split(_CHUNK_BYTES), right.split(_CHUNK_BYTES), strict=True)
+        return all(torch.equal(ours, theirs.to(ours.device)) for ours, theirs in pieces)
+    if left.data_ptr() % _WORD or right.data_ptr() % _WORD:
+        return torch.equal(left, right)
+    whole = left.numel() - left.numel() % _WORD  # compared as words, which is ten times faster
+    words = torch.equal(left[:whole].view(torch.int64), right[:whole].view(torch.int64))
+    return words and torch.equal(left[whole:], right[whole:])
+
+
+def write_back(saved: Iterable[StorageFacts]) -> list[str]:
+    """Write the copies into their storages; those that are equal are not written, for their memory may be read-only.
+
+    Returns:
+        A line for each storage that refused its content, such as one that has another size now and belongs to NumPy.
+    """
+    refused = []
+    for facts in saved:
+        storage = facts.storage
+        try:
+            if storage.nbytes() != facts.size:
+                storage.resize_(facts.size)
+            if facts.copy is not None and not equal(current := _bytes_of(storage), facts.copy.buffer):
+                current.copy_(facts.copy.buffer)
+        except RuntimeError as error:
+            refused.append(f"a storage of {facts.size} bytes: {error}")
+    return refused

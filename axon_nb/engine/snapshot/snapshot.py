@@ -1,0 +1,102 @@
+"""One snapshot of a session, and how the session becomes what it was."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from axon_nb.engine.frames import gc_paused
+from axon_nb.engine.snapshot.memory import Allocator, StorageFacts, write_back
+from axon_nb.engine.snapshot.random_states import random_states, set_random_states
+from axon_nb.engine.snapshot.state import State, is_bound_by_user
+from axon_nb.engine.snapshot.tensors import TensorState, plain, set_gradient
+
+__all__ = ["Snapshot", "StepCounts"]
+
+
+class StepCounts(Protocol):
+    """The number of steps that each optimizer has made, which messages after a failed cell compare between ranks."""
+
+    def of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the number of steps of this optimizer."""
+
+    def set(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        """Set it."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state of a session at one time; `save` completes it, and `release` must be called in the end."""
+
+    state: State
+    steps: list[int] = field(default_factory=list)
+    random: dict[str, Any] = field(default_factory=dict)
+    """The states of the shared generators."""
+
+    @property
+    def facts(self) -> list[StorageFacts]:
+        """The storages with content."""
+        return list(self.state.storages.values())
+
+    def changed_since(self, earlier: Snapshot | None) -> list[StorageFacts]:
+        """Share what is still equal with an earlier snapshot; return the storages that must be copied."""
+        changed = []
+        for key, facts in self.state.storages.items():
+            before = earlier.state.storages.get(key) if earlier is not None else None
+            if before is not None and before.copy is not None and facts.is_unchanged(before.copy):
+                facts.copy = before.copy
+                facts.copy.users += 1
+            else:
+                changed.append(facts)
+        return changed
+
+    def save(self, changed: list[StorageFacts], allocator: Allocator, counts: StepCounts) -> None:
+        """Copy these storages, and note the rest."""
+        for facts in changed:
+            facts.save(allocator)
+            assert facts.copy is not None
+            facts.copy.users += 1
+        if any(facts.storage.device.type == "cuda" for facts in changed):
+            torch.cuda.synchronize()
+        self.steps = [counts.of(optimizer) for optimizer in self.state.optimizers]
+        self.random = random_states()
+
+    def release(self, allocator: Allocator) -> None:
+        """Give the memory back, except what other snapshots share."""
+        for facts in self.facts:
+            copy, facts.copy = facts.copy, None
+            if copy is not None:
+                copy.users -= 1
+                if not copy.users:
+                    allocator.release(copy.buffer)
+
+    def restore(self, namespace: MutableMapping[str, Any], counts: StepCounts) -> list[str]:
+        """Make the session what it was, in place.
+
+        Args:
+            namespace: The variables; names of IPython are left alone.
+            counts: The steps of optimizers.
+
+        Returns:
+            A line for each object that refused its state.
+        """
+        refused = []
+        with gc_paused(on_main=True), plain(), torch.no_grad():
+            nodes = self.state.nodes
+            tensors = [(set_gradient, value, saved) for _, value, saved in nodes if type(saved) is TensorState]
+            for restore, value, saved in [*((kind.restore, value, saved) for kind, value, saved in nodes), *tensors]:
+                try:
+                    restore(value, saved)
+                except Exception as error:
+                    refused.append(f"{type(value).__name__}: {type(error).__name__}: {error}")
+            refused += write_back([*self.state.empty, *self.facts])
+        for name in [name for name in namespace if is_bound_by_user(name) and name not in self.state.names]:
+            del namespace[name]
+        namespace.update(self.state.names)
+        for optimizer, steps in zip(self.state.optimizers, self.steps, strict=True):
+            counts.set(optimizer, steps)
+        set_random_states(self.random)
+        return refused

@@ -1,0 +1,294 @@
+"""Snapshots of a session: after `restore`, every object, storage and generator is what it was, bit for bit."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axon_nb.engine.snapshot.history import History, TooLargeError
+from axon_nb.engine.snapshot.memory import HostMemory
+
+ENOUGH = 1 << 30
+NOT_PICKLED = ("__builtins__", "step")
+
+
+class Counts:
+    """The steps of optimizers, as a rank counts them."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, int] = {}
+
+    def of(self, optimizer: torch.optim.Optimizer) -> int:
+        return self.steps.get(id(optimizer), 0)
+
+    def set(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self.steps[id(optimizer)] = steps
+
+
+class Run:
+    """An object with attributes and slots."""
+
+    __slots__ = ("__dict__", "best")
+
+    def __init__(self) -> None:
+        self.log: list[float] = []
+        self.best = 0.5
+
+
+def hook(*arguments: object) -> None:
+    """Do nothing after a forward."""
+
+
+SETUP = """
+torch.manual_seed(0); np.random.seed(0); random.seed(0)
+layers = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2)
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+scaler = torch.amp.GradScaler("cpu")
+data = torch.utils.data.TensorDataset(torch.randn(12, 4))
+generator = torch.Generator().manual_seed(3)
+draws = np.random.default_rng(5)
+x = torch.arange(12.0)
+rows = x.view(3, 4)
+alias = x
+mask = torch.ones(2)
+array = np.arange(6.0)
+shared = torch.from_numpy(array)
+names = ["a", ["b", {"c": x}]]
+table = collections.defaultdict(list, {"rows": [rows]})
+order = collections.OrderedDict(a=1, b=2)
+queue = collections.deque([1, x, 2], maxlen=4)
+run = Run()
+count = 3
+step()
+"""
+
+
+def step_in(space: dict[str, Any]) -> Any:
+    def step() -> float:
+        model, optimizer = space["model"], space["optimizer"]
+        optimizer.zero_grad()
+        dtype = next(model.parameters()).dtype
+        loss = model(torch.randn(6, 4).to(dtype)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def session() -> dict[str, Any]:
+    libraries = {"torch": torch, "np": np, "random": random, "collections": collections, "Run": Run}
+    space: dict[str, Any] = {"__name__": "__main__", **libraries}
+    space["step"], space["hook"] = step_in(space), hook
+    exec(SETUP, space)
+    return space
+
+
+STATEMENTS = [
+    "step()",
+    "for i in range(3): step(); schedule.step()",
+    "count += 1",
+    "del count",
+    "fresh = torch.ones(3)",
+    "del alias, rows",
+    "x = torch.zeros(2)",
+    "alias[3:5] = 7",
+    "x.data.fill_(1)",
+    "rows.data = torch.ones(2)",
+    "x.resize_(20)",
+    "array[2] = -1",
+    "array.shape = (2, 3)",
+    "shared.mul_(2)",
+    "names[1][1]['d'] = names; names.append(4)",
+    "names[1] = None",
+    "table['new'].append(x); del table['rows']",
+    "order.move_to_end('a'); order['c'] = 3",
+    "queue.append(5); queue.append(6)",
+    "run.log.append(0.1); run.best = 9; run.extra = run",
+    "del run.best",
+    "optimizer.param_groups[0]['lr'] = 10.0",
+    "optimizer.zero_grad(set_to_none=False)",
+    "optimizer.zero_grad()",
+    "optimizer.state.clear()",
+    "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(2))]})",
+    "optimizer = torch.optim.SGD(model.parameters(), lr=1.0)",
+    "optimizer.load_state_dict(optimizer.state_dict())",
+    "model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})",
+    "model.eval()",
+    "model.double()",
+    "model[0].weight = torch.nn.Parameter(torch.zeros(8, 4))",
+    "model[0].weight.requires_grad_(False)",
+    "model[3].bias.grad = None",
+    "model.register_buffer('extra', x); model.append(torch.nn.Identity())",
+    "model[0].register_forward_hook(hook)",
+    "with torch.no_grad(): model[3].weight.add_(1)",
+    "schedule.step()",
+    "scaler.update(new_scale=2.0)",
+    "torch.rand(3); random.random(); np.random.rand(2)",
+    "torch.rand(3, generator=generator); draws.random()",
+    "torch.manual_seed(99)",
+    "exec('raise ValueError')",
+    "mask.requires_grad_(True)",
+    "mask.mul_(model[3].bias)",
+    "alias.copy_(torch.rand(12)); step(); exec('raise KeyError')",
+]
+
+
+class Fingerprint(pickle.Pickler):
+    """Pickles identities, shared storages and bits of tensors; a pickle repeats which objects are the same."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._storages: dict[int, int] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to pickle one object."""
+        if isinstance(value, torch.Generator):
+            return bytes, (value.get_state().numpy().tobytes(),)
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        bits = value.detach().clone().numpy().tobytes()  # without a copy, torch could not resize the storage any more
+        storage = value.untyped_storage()
+        number = self._storages.setdefault(storage.data_ptr(), len(self._storages))
+        facts = (id(value), number, value.storage_offset(), value.stride(), storage.nbytes())
+        return tuple, (
+            (bits, value.dtype, value.requires_grad, value.grad if value.is_leaf else None, vars(value), *facts),
+        )
+
+
+def fingerprint(space: dict[str, Any]) -> bytes:
+    """Everything in the session, and the generators that all libraries share."""
+    kinds = (type, type(random))
+    items = sorted(space.items())
+    names = {name: value for name, value in items if name not in NOT_PICKLED and not isinstance(value, kinds)}
+    ids = {name: id(value) for name, value in names.items()}
+    file = io.BytesIO()
+    Fingerprint(file).dump((names, ids, torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()))
+    return file.getvalue()
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(STATEMENTS), min_size=1, max_size=6), st.lists(st.sampled_from(STATEMENTS), max_size=3))
+def test_session_is_bit_equal_after_undo(program: list[str], earlier: list[str]) -> None:
+    space, counts = session(), Counts()
+    history = History(space, counts, HostMemory())
+    states = []
+    for number, statements in enumerate((earlier, program)):
+        states.append(fingerprint(space))
+        history.before_cell(str(number), number, (0,), ENOUGH)
+        for statement in statements:
+            with contextlib.suppress(Exception):
+                exec(statement, space)
+    for number in (1, 0):
+        assert history.undo(str(number)) == []
+        assert fingerprint(space) == states[number]
+
+
+def test_training_after_undo_equals_an_undisturbed_run() -> None:
+    space = session()
+    history = History(space, Counts(), HostMemory())
+    history.before_cell("run", 1, (0,), ENOUGH)
+    expected = [space["step"]() for _ in range(5)]
+    history.undo("run")
+    assert [space["step"]() for _ in range(5)] == expected
+
+
+def test_closures_classes_and_iterators_are_undone() -> None:
+    space: dict[str, Any] = {"__name__": "__main__"}
+    source = """
+class Config:
+    rate = 1
+
+def counter():
+    n = 0
+    def add():
+        nonlocal n
+        n += 1
+        return n
+    return add
+
+add = counter()
+add()
+numbers = iter([1, 2, 3])
+"""
+    exec(source, space)
+    history = History(space, Counts(), HostMemory())
+    history.before_cell("run", 1, (0,), ENOUGH)
+    exec("Config.rate = 2; Config.extra = 3; add(); add(); next(numbers)", space)
+    history.undo("run")
+    assert (space["Config"].rate, hasattr(space["Config"], "extra")) == (1, False)
+    assert (space["add"](), next(space["numbers"])) == (2, 1)
+
+
+def test_what_cannot_be_restored_is_named_by_variable(tmp_path: Any) -> None:
+    with (tmp_path / "log").open("w") as file:
+        space = {"squares": (n * n for n in range(3)), "log": [file], "sparse": torch.eye(2).to_sparse(), "n": 1}
+        obstacles = History(space, Counts(), HostMemory()).hold("try", ENOUGH)
+    assert obstacles == {"squares": "a generator", "log": "an open file", "sparse": "a sparse tensor"}
+
+
+def test_only_changed_storages_are_copied_again() -> None:
+    space: dict[str, Any] = {"big": torch.zeros(1 << 18), "small": torch.zeros(16), "hidden": torch.zeros(1 << 10)}
+    history = History(space, Counts(), HostMemory())
+    history.before_cell("1", 1, (0,), ENOUGH)
+    assert history.size == (1 << 20) + 64 + (1 << 12)
+    space["small"].add_(1)
+    space["hidden"].numpy()[5] = 1  # which no version counter sees
+    history.before_cell("2", 2, (0,), ENOUGH)
+    assert history.size == (1 << 20) + 2 * (64 + (1 << 12))
+
+
+def test_oldest_snapshots_go_when_memory_runs_out() -> None:
+    space: dict[str, Any] = {"weights": torch.zeros(1 << 18)}
+    history = History(space, Counts(), HostMemory())
+    for number in range(5):
+        history.before_cell(str(number), number, (0,), 3 << 20)
+        space["weights"].add_(1)
+    assert [cell.run for cell in history.cells if cell.snapshot is not None] == ["2", "3", "4"]
+    history.undo("2")
+    assert space["weights"].unique().tolist() == [2]
+
+
+def test_memory_that_only_snapshots_keep_counts() -> None:
+    space: dict[str, Any] = {"weights": torch.zeros(1 << 18)}
+    history = History(space, Counts(), HostMemory())
+    history.before_cell("1", 1, (0,), ENOUGH)
+    space["weights"] = torch.zeros(1 << 4)
+    history.before_cell("2", 2, (0,), ENOUGH)
+    assert history.size == (2 << 20) + 64
+
+
+def test_state_above_the_limit_is_not_copied() -> None:
+    history = History({"weights": torch.zeros(1 << 18)}, Counts(), HostMemory())
+    history.before_cell("1", 1, (0,), 1 << 19)
+    (cell,) = history.cells
+    assert cell.snapshot is None
+    assert cell.missing == "has a state of 1.00 MiB, more than 512 KiB (`config undo_memory`)"
+    with pytest.raises(TooLargeError):
+        history.hold("try", 1 << 19)
+
+
+def test_tensor_subclass_that_refuses_functions_is_restored() -> None:
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *arguments: object) -> object:
+            raise LookupError
+
+    values = torch.zeros(3)
+    history = History({"odd": values.as_subclass(Refusing)}, Counts(), HostMemory())
+    history.before_cell("1", 1, (0,), ENOUGH)
+    values.add_(1)
+    history.undo("1")
+    assert values.tolist() == [0, 0, 0]
