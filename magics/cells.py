@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,14 +19,12 @@ from axon_nb.cluster.cells.options import LiveView
 from axon_nb.cluster.cells.record import MIME_TYPE
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.debugger.breakpoints import BreakpointPrompt
 from axon_nb.cluster.failures.report import Failure
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.errors import CellError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, parse
-from axon_nb.magics.measure import Measures, add_measures, read_measures
+from axon_nb.magics.cell_options import Measures, add_measures, add_pauses, read_measures, read_pauses
 from axon_nb.magics.scripts import script_cell
-from axon_nb.records.protocol.cells import Pauses
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 
 if TYPE_CHECKING:
@@ -44,13 +41,6 @@ def _seconds(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0; got {text}")
     return value
-
-
-def _call(text: str) -> tuple[str, int]:
-    name, colon, number = text.partition(":")
-    if not name.isidentifier() or (colon and not (number.isdecimal() and int(number))):
-        raise argparse.ArgumentTypeError(f"must be a function such as all_reduce or all_reduce:3; got {text!r}")
-    return name, int(number or 0)
 
 
 @functools.cache
@@ -70,15 +60,7 @@ def cell_parser(name: str) -> LineParser:
     parser.add_argument("--try", dest="restores", action="store_true", help="restore the state from before afterwards")
     parser.add_argument("--quiet", action="store_true", help="do not show what ranks print")
     parser.add_argument("--watch", action="store_true", help="show live what each rank is doing")
-    parser.add_argument("--debug", action="store_true", help="pause in the debugger before the first line")
-    parser.add_argument(
-        "--break",
-        dest="before",
-        metavar="CALL[:N]",
-        type=_call,
-        default=("", 0),
-        help="pause before each call of a collective, such as all_reduce, or before the N-th",
-    )
+    add_pauses(parser)
     add_measures(parser)
     return parser
 
@@ -213,7 +195,7 @@ class CellMagics(Magics):
                 "restores": options.restores,
                 "exclusive": not options.noblock,
                 "measurement": measures.measurement(),
-                **_debugging(self.shell, options),
+                **read_pauses(self.shell, options),
             },
         )
 
@@ -269,26 +251,6 @@ def _publish_record(record: Mapping[str, Any]) -> None:
     It updates a display that does not exist: front ends show nothing for that, and save nothing in the notebook.
     """
     publish_display_data({MIME_TYPE: dict(record)}, transient={"display_id": _RECORD_DISPLAY}, update=True)
-
-
-def _debugging(shell: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `Cluster.run` for the debugger; where nobody can be asked, the cell does not pause."""
-    is_possible = not options.noblock and _can_ask(shell)
-    name, number = options.before
-    if (options.debug or name) and not is_possible:
-        reason = "--noblock runs it in the background" if options.noblock else "this front end has no input()"
-        print(f"The cell does not pause for the debugger: {reason}.")
-    if not is_possible:
-        return {}
-    return {"debugger": BreakpointPrompt(), "pauses": Pauses(True, options.debug, name, number)}
-
-
-def _can_ask(shell: Any) -> bool:
-    """Whether the front end that sent the running cell answers input()."""
-    kernel = getattr(shell, "kernel", None)
-    if kernel is None:
-        return sys.stdin is not None and sys.stdin.isatty()
-    return bool(kernel.get_parent("shell").get("content", {}).get("allow_stdin"))
 
 
 def _prompt(shell: Any) -> int:

@@ -50,6 +50,16 @@ class CellValues(Protocol):
         """Remove and return the value of the last expression of the cell with this token."""
 
 
+class CellSnapshots(Protocol):
+    """The states before the last cells: `snapshot.history.History`."""
+
+    def before_cell(self, run: str, cell: int, ranks: tuple[int, ...], limit: int) -> None:
+        """Take a snapshot before a cell."""
+
+    def forget_cells(self) -> None:
+        """Drop all of them."""
+
+
 class FailureDebugger(Protocol):
     """The debugger of the last failed cell: `debugger.post_mortem.PostMortem`."""
 
@@ -78,8 +88,8 @@ class RankSession:
     """Counts this rank's optimizer steps."""
     runner: CellValues = field(init=False)
     """Runs cells, and keeps their values until the notebook fetches them."""
-    snapshots: Any = field(init=False)
-    """The states before the last cells: `snapshot.history.History`, which stands above this module."""
+    snapshots: CellSnapshots = field(init=False)
+    """The states before the last cells, for `%distributed undo`."""
     post_mortem: FailureDebugger = field(init=False)
     """Keeps the error of the last failed cell."""
     subgroup: dist.ProcessGroup | None = None

@@ -20,7 +20,8 @@ def list_undoable() -> Undoable:
 
 
 def _history() -> History:
-    history: History = current().snapshots
+    history = current().snapshots
+    assert isinstance(history, History)
     return history
 
 

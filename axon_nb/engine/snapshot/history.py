@@ -76,7 +76,7 @@ class History:
             limit: Bytes of memory for all snapshots; 0: none are taken, and those that exist are dropped.
         """
         if not limit:
-            self._drop_cells()
+            self.forget_cells()
             return
         entry = CellSnapshot(run, cell, ranks, time.time(), None)
         try:
@@ -151,7 +151,8 @@ class History:
         if (snapshot := self._held.pop(key, None)) is not None:
             snapshot.release(self._memory)
 
-    def _drop_cells(self) -> None:
+    def forget_cells(self) -> None:
+        """Drop the snapshots before cells, as their state would not fit any more."""
         while self.cells:
             self._drop(self.cells.pop())
         self._memory.trim(0)

@@ -1,27 +1,39 @@
-"""`--time`, `--repeat` and `--profile` of a cell on ranks: the options, and their results as text and tables."""
+"""Options of a cell on ranks: what it measures, with the results as text and tables, and where it pauses."""
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from IPython.display import display
 
 from axon_nb.cluster.cells.result import CellResult
+from axon_nb.cluster.debugger.breakpoints import BreakpointPrompt
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser
-from axon_nb.records.protocol.cells import Measurement, Profile
+from axon_nb.records.protocol.cells import Measurement, Pauses, Profile
 from axon_nb.records.ranks import resolve_ranks
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Measures", "add_measures", "duration", "profile_frame", "read_measures", "repeat_lines", "time_lines"]
+__all__ = [
+    "Measures",
+    "add_measures",
+    "add_pauses",
+    "duration",
+    "profile_frame",
+    "read_measures",
+    "read_pauses",
+    "repeat_lines",
+    "time_lines",
+]
 
 _COLUMNS = {
     "name": "operation",
@@ -157,3 +169,43 @@ def read_measures(options: argparse.Namespace, ranks: Sequence[int], cell: int) 
     moment = dt.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path.cwd() / _FOLDER / f"cell-{cell}-{moment}"
     return Measures(bool(options.time), int(options.repeat), profiled, folder)
+
+
+def add_pauses(parser: LineParser) -> None:
+    """Add the options that pause a cell for the debugger."""
+    parser.add_argument("--debug", action="store_true", help="pause in the debugger before the first line")
+    parser.add_argument(
+        "--break",
+        dest="before",
+        metavar="CALL[:N]",
+        type=_call,
+        default=("", 0),
+        help="pause before each call of a collective, such as all_reduce, or before the N-th",
+    )
+
+
+def read_pauses(shell: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `Cluster.run` for the debugger; where nobody can be asked, the cell does not pause."""
+    is_possible = not options.noblock and _can_ask(shell)
+    name, number = options.before
+    if (options.debug or name) and not is_possible:
+        reason = "--noblock runs it in the background" if options.noblock else "this front end has no input()"
+        print(f"The cell does not pause for the debugger: {reason}.")
+    if not is_possible:
+        return {}
+    return {"debugger": BreakpointPrompt(), "pauses": Pauses(True, options.debug, name, number)}
+
+
+def _can_ask(shell: Any) -> bool:
+    """Whether the front end that sent the running cell answers input()."""
+    kernel = getattr(shell, "kernel", None)
+    if kernel is None:
+        return sys.stdin is not None and sys.stdin.isatty()
+    return bool(kernel.get_parent("shell").get("content", {}).get("allow_stdin"))
+
+
+def _call(text: str) -> tuple[str, int]:
+    name, colon, number = text.partition(":")
+    if not name.isidentifier() or (colon and not (number.isdecimal() and int(number))):
+        raise argparse.ArgumentTypeError(f"must be a function such as all_reduce or all_reduce:3; got {text!r}")
+    return name, int(number or 0)
