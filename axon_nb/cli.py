@@ -45,6 +45,17 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _host_arguments(parser: CommandParser) -> None:
+    parser.add_argument("--join", required=True, metavar="IP:PORT", help="where the notebook's host listens")
+    parser.add_argument("--name", default="", help="name of this host in the cluster; default: its host name")
+
+
+def _host(options: argparse.Namespace) -> int:
+    from axon_nb.host.joining import join_cluster
+
+    return join_cluster(options.join, name=options.name)
+
+
 def _import_arguments(parser: CommandParser) -> None:
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a script for torchrun, a .py file")
     parser.add_argument(
@@ -134,6 +145,13 @@ _COMMANDS: Mapping[str, ProgramCommand] = {
         "Show the cause of a message, and what to do. Example: axon-nb help no-cluster",
         _help_arguments,
         _explain,
+    ),
+    "host": ProgramCommand(
+        "let this host run ranks of a notebook's cluster on another host",
+        "Join the cluster of a notebook on another host, and run ranks here until it stops. `%distributed start "
+        "--hosts join` prints the whole command. Example: axon-nb host --join 10.0.0.1:40123",
+        _host_arguments,
+        _host,
     ),
     "import": ProgramCommand(
         "cut a script for torchrun into the cells of a notebook",

@@ -71,6 +71,11 @@ class ClusterState:
         return self._facts.engines
 
     @property
+    def hosts(self) -> str:
+        """The `--hosts` option that it was started with; empty: all ranks are on the notebook's host."""
+        return self._facts.hosts
+
+    @property
     def rank_info(self) -> tuple[EngineInfo, ...]:
         """What each rank reported when it joined."""
         return self._facts.rank_info

@@ -58,8 +58,9 @@ from axon_nb.engine.self_test import start_in_child, startup_verdict
 from axon_nb.engine.session import RankSession, set_current
 from axon_nb.engine.snapshot.history import History
 from axon_nb.engine.snapshot.memory import HostMemory
+from axon_nb.host.link.tcp import store_key
 from axon_nb.host.resources.cgroups import usable_cores
-from axon_nb.host.store_tcp import store_key
+from axon_nb.records.environment import HOST_NAME
 from axon_nb.records.protocol.cluster import EngineInfo
 from axon_nb.records.protocol.inspection import FailureRequest
 from axon_nb.records.protocol.joining import JoinConfig
@@ -126,7 +127,7 @@ def _signal_of(error: BaseException) -> str:
 def describe() -> EngineInfo:
     """Describe this process before it joins."""
     return EngineInfo(
-        host=socket.gethostname(),
+        host=HOST_NAME.get() or socket.gethostname(),
         pid=os.getpid(),
         cores=usable_cores(),
         gpus=torch.cuda.device_count(),

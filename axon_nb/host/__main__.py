@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--entry", default="", help="what forked ranks run, as module:function")
     args = parser.parse_args()
     os.umask(0o077)
-    options = AgentOptions(controller=args.controller, entry=args.entry, preload=bool(args.entry))
+    options = AgentOptions(controller=args.controller, entry=args.entry)
     Agent(RunDir(args.run_dir), options).run()
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import json
 import os
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from axon_nb.errors import StartError
 from axon_nb.host.children import Children, Death, adopt_orphans
-from axon_nb.host.connections import CommandConnection, Connection, Listener, ProgramOutput, StoreConnection
+from axon_nb.host.connections import CommandConnection, Connection, Listener, StoreConnection
 from axon_nb.host.deaths import LastOutput, OomCounter, describe_controller_exit, last_line
-from axon_nb.host.fork import EXIT_LIMIT_S, ForkRequest, Preload, become_rank, exit_mark, signals_blocked
-from axon_nb.host.resources.gpus import NVML
+from axon_nb.host.fork import EXIT_LIMIT_S
+from axon_nb.host.fork_queue import ForkQueue
+from axon_nb.host.link.hosts import Hosts
+from axon_nb.host.link.member import Member, MemberConnection
+from axon_nb.host.link.tcp import AcceptedConnection, TcpListener, close_unauthenticated
+from axon_nb.host.resources.gpu_report import read_gpus
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
-from axon_nb.host.store_tcp import AuthenticatedStoreConnection, TcpListener
 from axon_nb.records.protocol import agent as messages
 from axon_nb.records.protocol.cluster import ClusterFacts
 from axon_nb.records.protocol.errors import ProtocolError
@@ -44,9 +44,9 @@ class AgentOptions:
     controller: list[str]
     """Command line of the ipyparallel controller; empty for none."""
     entry: str
-    """What forked ranks run, as `module:function`."""
-    preload: bool
-    """Whether to import torch and the engine, so that ranks can be forked."""
+    """What forked ranks run, as `module:function`; empty: torch is not imported, and no rank can be forked."""
+    member: Member | None = None
+    """The membership in a cluster of another host; None: this agent is the notebook's."""
 
 
 class Agent:
@@ -61,25 +61,27 @@ class Agent:
         self.info: ClusterFacts | None = None
         """What a notebook has stored; None until it has."""
         self._store = StoreServer()
+        self._store_listener: TcpListener | None = None
         self._selector = selectors.DefaultSelector()
         self._peers: set[Connection] = set()
-        self._preload = Preload(enabled=options.preload)
-        self._waiting_forks: list[tuple[CommandConnection, int, messages.Fork]] = []
-        self._deadline: float | None = time.monotonic() + _FIRST_CONTACT_TIMEOUT_S
-        self._starter = run_dir.starter_pid()
+        self._forks = ForkQueue(options.entry, self.children, self._last_output, self._inherited)
+        self.hosts = Hosts(self._selector, self._peers, run_dir.engine_file, self._report_exit)
+        self._member = options.member
+        self._deadline: float | None = None if self._member else time.monotonic() + _FIRST_CONTACT_TIMEOUT_S
+        self._starter = None if self._member else run_dir.starter_pid()
         """Pid of the notebook until it connects; if it dies before, nobody will connect."""
         self._stopping: float | None = None
         self._start_failure = ""
         """Why the cluster cannot start, reported to the notebook when it connects; empty otherwise."""
         self._left_ns = 0
         """Monotonic time at which the last notebook disconnected; 0 if none has."""
-        self._deaths: dict[int, messages.Exit] = {}  # of ranks that were not replaced
-        self._commands: dict[type[messages.Command[Any]], Callable[[CommandConnection, Any], Any]] = {
+        self._deaths: dict[int, messages.Exit] = {}
+        self._commands: dict[type[messages.Command[Any]], Callable[[Any, Any], Any]] = {
             messages.Hello: self._hello,
-            messages.Signal: lambda _, one: messages.Signalled(self.children.signal_rank(one.rank, one.signal)),
-            messages.SetInfo: self._set_info,
+            messages.SetInfo: lambda peer, one: self._write_info(one.info, peer.owner),
             messages.GetInfo: lambda *_: self._state(),
             messages.ServeStore: self._serve_store,
+            messages.ServeHosts: lambda _, one: self.hosts.listen(one.ip, bytes.fromhex(one.key)),
             messages.Stop: lambda *_: self._begin_stop(),
         }
 
@@ -87,7 +89,7 @@ class Agent:
         """Serve until stopped; leave no child process and no file behind."""
         adopt_orphans()
         with self._signals():
-            self._listeners: list[Listener | TcpListener] = [
+            self._listeners: list[Listener | TcpListener | None] = [
                 Listener(self.run_dir.store_socket, self._selector, self._accept_store),
                 Listener(self.run_dir.agent_socket, self._selector, self._accept_command),
             ]
@@ -105,9 +107,9 @@ class Agent:
     def _loop(self) -> None:
         while True:
             now = time.monotonic()
-            due = self._store.expire(now)
+            due = [self._store.expire(now), self.hosts.step(now), self._check_membership(now)]
             if self._stopping is not None:
-                if not self.children.any_alive:
+                if not self.children.any_alive and not self.hosts.stopping:
                     return
                 # Ranks get a moment to clean up; the controller has nothing to save.
                 if self._stopping <= now and self.children.exiting(EXIT_LIMIT_S):
@@ -117,11 +119,9 @@ class Agent:
                     self._stopping = now + _TERM_GRACE_S
             elif (self._deadline is not None and now >= self._deadline) or self._starter not in (None, os.getppid()):
                 self._begin_stop()
-            idle = not self._preload.step(busy=bool(self._waiting_forks or self.children.ranks))
-            if self._preload.ready and self._waiting_forks:
-                self._fork_waiting()
+            idle = self._forks.step(busy=bool(self.children.ranks or self.hosts.ranks))
             check_starter = None if self._starter is None else now + 1.0
-            deadlines = [at for at in (due, self._deadline, self._stopping, check_starter) if at is not None]
+            deadlines = [at for at in (*due, self._deadline, self._stopping, check_starter) if at is not None]
             wait = min(max(0.0, min(deadlines) - time.monotonic()), _LONGEST_WAIT_S) if deadlines else None
             for key, mask in self._selector.select(wait if idle else 0):
                 key.data(mask)
@@ -136,7 +136,7 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._begin_stop())
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, (lambda *_: self._begin_stop()) if self._member else signal.SIG_IGN)
         self._selector.register(reader, selectors.EVENT_READ, self._on_signal)
         yield
 
@@ -152,9 +152,7 @@ class Agent:
         facts: dict[str, Any] = {"pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
         facts["out_of_memory"] = self._oom.poll()
         if death.rank is not None:
-            event = messages.Exit(rank=death.rank, **facts | self._last_output.of(death.rank))
-            self._deaths[death.rank] = event
-            self._broadcast(event)
+            self._report_exit(messages.Exit(rank=death.rank, **facts | self._last_output.of(death.rank)))
             return
         last_output = last_line(self.run_dir.path / "log" / "controller.log")
         self._broadcast(messages.ControllerExit(**facts, last_output=last_output))
@@ -162,11 +160,25 @@ class Agent:
         if self._starter is None:  # otherwise stay, to report this to the notebook when it connects
             self._begin_stop()
 
+    def _report_exit(self, event: messages.Exit) -> None:
+        self._deaths[event.rank] = event
+        self._broadcast(event)
+
     def _broadcast(self, event: messages.AgentEvent) -> None:
         message = messages.encode_event(event)
         for peer in list(self._peers):
-            if isinstance(peer, CommandConnection) and peer.owner:
+            if isinstance(peer, CommandConnection | MemberConnection) and peer.owner:
                 peer.send_message(message)
+
+    def _check_membership(self, now: float) -> float | None:
+        if self._member is None:
+            return None
+        due, link = self._member.step(now, serving=bool(self.children.ranks))
+        if link is not None:
+            self._peers.add(self._member.serve(link, self._selector, self._closed, self._command))
+        elif self._member.over:
+            self._begin_stop()
+        return due
 
     def _accept_command(self, sock: socket.socket) -> None:
         self._peers.add(CommandConnection(sock, self._selector, self._closed, self._command))
@@ -175,22 +187,21 @@ class Agent:
         self._peers.add(StoreConnection(sock, self._selector, self._closed, self._store.handle))
 
     def _serve_store(self, peer: CommandConnection, command: messages.ServeStore) -> messages.StorePort:
-        """Serve the store over TCP too, for ranks on other hosts."""
-        key = bytes.fromhex(command.key)
+        """Serve the store over TCP too, for ranks on other hosts; one listener, however often it is asked for."""
 
         def accept(sock: socket.socket) -> None:
-            clients = [peer for peer in self._peers if isinstance(peer, AuthenticatedStoreConnection)]
-            for client in clients:
-                if client.overdue:
-                    client.close()
-            self._peers.add(AuthenticatedStoreConnection(sock, self._selector, self._closed, self._store.handle, key))
+            key = bytes.fromhex(command.key)
+            close_unauthenticated(list(self._peers))
+            self._peers.add(AcceptedConnection(sock, self._selector, self._closed, self._store.handle, key))
 
-        listener = TcpListener(command.ip, self._selector, accept)
-        self._listeners.append(listener)
-        return messages.StorePort(listener.port)
+        self._store_listener = self._store_listener or TcpListener(command.ip, self._selector, accept)
+        return messages.StorePort(self._store_listener.port)
 
     def _closed(self, peer: Connection) -> None:
         self._peers.discard(peer)
+        if isinstance(peer, MemberConnection) and self._member is not None:
+            self.children.kill_all()  # nobody can use these ranks any more
+            self._member.lost(time.monotonic())
         if isinstance(peer, CommandConnection) and peer.owner and not self._owned:
             # The kernel was restarted or killed. Ranks wait for it to reattach; a prewarmed agent stops.
             self._left_ns = time.monotonic_ns()
@@ -200,20 +211,23 @@ class Agent:
     def _owned(self) -> bool:
         return any(isinstance(peer, CommandConnection) and peer.owner for peer in self._peers)
 
-    def _command(self, peer: CommandConnection, message: dict[str, Any]) -> None:
+    def _command(self, peer: CommandConnection | MemberConnection, message: dict[str, Any]) -> None:
         number, name = message.pop("id", None), message.pop("cmd", "")
         kind = messages.command_kind(name)
-        if kind is messages.Fork:
-            self._fork(peer, number, message)
-            return
         if kind is messages.ReadGpus:
-            ProgramOutput(self._selector, [*NVML, "--report"], functools.partial(self._report_gpus, peer, number))
+            read_gpus(self._selector, lambda report: peer.send_message({"id": number, **encode(report)}))
             return
         if kind is None:
             reply = {"error": f"unknown command {name!r}"}
+        elif kind is messages.Fork and not (self.options.entry or message.get("host")):
+            reply = {"error": "this agent does not fork ranks"}
         else:
             try:
-                outcome = self._commands[kind](peer, decode(kind, message))
+                command = decode(kind, message)
+                if isinstance(command, messages.Fork | messages.Signal):
+                    self._command_rank(command, lambda fields: peer.send_message({"id": number, **fields}))
+                    return
+                outcome = self._commands[kind](peer, command)
                 reply = {} if outcome is None else encode(outcome)
             except StartError as error:
                 reply = {"refused": str(error)}
@@ -222,12 +236,6 @@ class Agent:
             except (KeyError, TypeError, ValueError, OSError) as error:
                 reply = {"error": f"{type(error).__name__}: {error}"}
         peer.send_message({"id": number, **reply})
-
-    def _report_gpus(self, peer: CommandConnection, number: Any, output: bytes) -> None:
-        report = messages.GpuReport((), "The driver does not reply.")
-        with contextlib.suppress(ProtocolError, ValueError):  # it hung or died
-            report = decode(messages.GpuReport, json.loads(output))
-        peer.send_message({"id": number, **encode(report)})
 
     def _hello(self, peer: CommandConnection, command: messages.Hello) -> messages.AgentState:
         if command.exclusive and self._owned:
@@ -244,49 +252,35 @@ class Agent:
     def _state(self) -> messages.AgentState:
         return messages.AgentState(
             pid=os.getpid(),
-            ready=self._preload.ready,
-            idle=self._preload.done,
-            ranks=dict(self.children.ranks),
+            ready=self._forks.ready,
+            idle=self._forks.idle,
+            ranks=(ranks := self.children.ranks | self.hosts.ranks),
             controller=self.children.controller,
-            stopped=self.children.stopped_pids(),
-            deaths=self._deaths,
+            stopped=(*self.children.stopped_ranks(), *self.hosts.stopped),
+            controller_stopped=self.children.controller_stopped,
+            deaths={rank: death for rank, death in self._deaths.items() if rank not in ranks},
             left_ns=self._left_ns,
             attached=self._owned,
             info=self.info,
+            hosts=self.hosts.facts,
+            hosts_refused=tuple(self.hosts.refused),
         )
 
-    def _fork(self, peer: CommandConnection, number: Any, fields: dict[str, Any]) -> None:
-        if not self.options.preload:
-            peer.send_message({"id": number, "error": "this agent does not fork ranks"})
-            return
-        try:
-            self._waiting_forks.append((peer, number, decode(messages.Fork, fields)))
-        except ProtocolError as error:
-            peer.send_message({"id": number, "error": str(error)})
+    def _command_rank(
+        self, command: messages.Fork | messages.Signal, reply: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        if isinstance(command, messages.Signal):
+            if not self.hosts.signal(command, reply):
+                reply(encode(messages.Signalled(self.children.signal_rank(command.rank, command.signal))))
+        elif command.host:
+            self.hosts.fork(command, reply)
+        else:
+            self._forks.put(self._member.localized(command) if self._member else command, reply)
 
-    def _fork_waiting(self) -> None:
-        waiting, self._waiting_forks = self._waiting_forks, []
-        gc.freeze()
-        for peer, number, command in waiting:
-            try:
-                request, agent_pid = ForkRequest.of(command, self.options.entry), os.getpid()
-                self._last_output.rank_starting(request.rank, request.log)
-                with signals_blocked():
-                    pid = os.fork()
-                    if pid == 0:
-                        become_rank(request, agent_pid, [self._selector, *self._sockets()])
-            except OSError as error:
-                peer.send_message({"id": number, "error": f"{type(error).__name__}: {error}"})
-                continue
-            self.children.add_rank(request.rank, pid, exit_mark(request.log))
-            self._deaths.pop(request.rank, None)
-            peer.send_message({"id": number, **encode(messages.Forked(pid))})
-
-    def _sockets(self) -> list[socket.socket]:
-        return [*self._wakeup, *(listener.sock for listener in self._listeners), *(peer.sock for peer in self._peers)]
-
-    def _set_info(self, peer: CommandConnection, command: messages.SetInfo) -> None:
-        self._write_info(command.info, peer.owner)
+    def _inherited(self) -> list[Any]:
+        listeners = [*self._listeners, self._store_listener, self.hosts.listener]
+        sockets = [one.sock for one in listeners if one is not None]
+        return [self._selector, *self._wakeup, *sockets, *(peer.sock for peer in self._peers)]
 
     def _write_info(self, info: ClusterFacts | None, owner: str = "") -> None:
         """Store the facts of the cluster, also in the file that other processes read without asking."""
@@ -297,4 +291,5 @@ class Agent:
         if self._stopping is None:
             self._stopping = time.monotonic() + _TERM_GRACE_S
             self._deadline = None
+            self.hosts.stop()
             self.children.terminate_ranks()

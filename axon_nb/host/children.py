@@ -145,10 +145,14 @@ class Children:
         marks = [self.exit_marks[rank] for rank in self.ranks]
         return any(mark.exists() and time.time() - mark.stat().st_mtime < limit_s for mark in marks)
 
-    def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of live ranks and of the controller that are stopped, as by SIGSTOP."""
-        pids = [*self.ranks.values(), *([self.controller] if self.controller else [])]
-        return tuple(pid for pid in pids if is_stopped(pid))
+    def stopped_ranks(self) -> tuple[int, ...]:
+        """Return the live ranks that are stopped, as by SIGSTOP."""
+        return tuple(rank for rank, pid in self.ranks.items() if is_stopped(pid))
+
+    @property
+    def controller_stopped(self) -> bool:
+        """Whether the controller is stopped, as by SIGSTOP."""
+        return self.controller is not None and is_stopped(self.controller)
 
     def signal_rank(self, rank: int, number: int) -> bool:
         """Send a signal to one rank; return False if it is gone."""

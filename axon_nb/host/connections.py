@@ -9,16 +9,15 @@ import selectors
 import signal
 import socket
 import struct
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from axon_nb.host.children import child_pids, signal_group
 from axon_nb.host.store import Decoder, encode
 
-__all__ = ["CommandConnection", "Connection", "Listener", "PeerProcess", "ProgramOutput", "StoreConnection"]
+__all__ = ["CommandConnection", "Connection", "Listener", "PeerProcess", "StoreConnection"]
 
 _MAX_LINE = 16 << 20
 
@@ -144,39 +143,6 @@ class StoreConnection(Connection):
 
     def _answer(self, parts: list[bytes]) -> None:
         self.send(encode(parts))
-
-
-class ProgramOutput:
-    """A program that the event loop starts and whose output it collects; it must end by itself.
-
-    Args:
-        selector: The event loop's.
-        arguments: The command line.
-        on_end: Called with the output when the program has closed it.
-    """
-
-    def __init__(
-        self, selector: selectors.BaseSelector, arguments: Sequence[str], on_end: Callable[[bytes], None]
-    ) -> None:
-        self._selector = selector
-        self._on_end = on_end
-        self._output = bytearray()
-        self._pipe, end = os.pipe()
-        try:
-            # The event loop reaps it with its other children.
-            subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=end, stderr=subprocess.DEVNULL)
-        finally:
-            os.close(end)
-        selector.register(self._pipe, selectors.EVENT_READ, self.on_ready)
-
-    def on_ready(self, mask: int) -> None:
-        """Read what is there; called by the event loop."""
-        if data := os.read(self._pipe, 1 << 16):
-            self._output += data
-            return
-        self._selector.unregister(self._pipe)
-        os.close(self._pipe)
-        self._on_end(bytes(self._output))
 
 
 class Listener:

@@ -1,9 +1,7 @@
-"""How a forked rank begins (detached from the agent, with its environment) and ends, and preloading for it.
+"""How a forked rank begins (detached from the agent, with its environment) and ends.
 
 It must not return into the agent's code, so it ends with `os._exit`, after what Python does when a process ends: exit
 handlers run, and open files are written.
-
-The agent imports modules in steps of its event loop, so that forked ranks already have them.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from typing import Any, NoReturn
 from axon_nb.host.children import set_parent_death_signal
 from axon_nb.records.protocol.agent import Fork
 
-__all__ = ["EXIT_LIMIT_S", "ForkRequest", "Preload", "become_rank", "exit_mark", "signals_blocked"]
+__all__ = ["EXIT_LIMIT_S", "ForkRequest", "become_rank", "exit_mark", "signals_blocked"]
 
 _OOM_SCORE = "300"
 EXIT_LIMIT_S = 5.0
@@ -192,60 +190,3 @@ def _end_resource_tracker() -> None:
     module: Any = sys.modules.get("multiprocessing.resource_tracker")
     if module is not None:
         module._resource_tracker._stop()
-
-
-_REQUIRED = (
-    "torch",
-    "torch.distributed",
-    "ipykernel.ipkernel",
-    "ipykernel.displayhook",
-    "ipyparallel.engine.app",
-    "ipyparallel.engine.kernel",
-    "axon_nb.engine.bootstrap",
-)
-# Imported while the agent is idle. The first optimizer alone makes a rank import torch._dynamo, which takes
-# longer than everything else together, and four ranks would do it at once.
-_OPTIONAL = (
-    "IPython.extensions.storemagic",
-    "IPython.core.completer",
-    "psutil",
-    "numpy.random",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.utils.data",
-)  # not matplotlib's inline backend: it shows figures only in a shell that exists when it is imported
-
-
-class Preload:
-    """Imports modules step by step; a failing import is left to the rank, which reports it where it uses the module."""
-
-    def __init__(self, *, enabled: bool) -> None:
-        self._required = list(_REQUIRED) if enabled else []
-        self._optional = list(_OPTIONAL) if enabled else []
-
-    @property
-    def ready(self) -> bool:
-        """Whether ranks can be forked."""
-        return not self._required
-
-    @property
-    def done(self) -> bool:
-        """Whether everything is imported, including the optional modules."""
-        return not self._required and not self._optional
-
-    def step(self, *, busy: bool) -> bool:
-        """Import the next module, optional ones only while not `busy`; return whether there was one to import."""
-        if self._required:
-            name = self._required.pop(0)
-        elif self._optional and not busy:
-            name = self._optional.pop(0)
-        else:
-            return False
-        try:
-            importlib.import_module(name)
-        except Exception:
-            traceback.print_exc()
-        if not self._required and name == _REQUIRED[-1]:
-            gc.collect()
-        return True

@@ -15,7 +15,9 @@ __all__ = [
     "CONTAINERS",
     "CPU_BACKEND",
     "DEEPSPEED_ACCELERATOR",
+    "HOST_NAME",
     "IPYTHON_DIR",
+    "JOIN_KEY",
     "MASTER_ADDR",
     "MASTER_PORT",
     "MPICH",
@@ -75,6 +77,12 @@ WARM_UP = Variable("AXON_NB_WARM_UP", default="1")
 RUNTIME_DIR = Variable("AXON_NB_RUNTIME_DIR")
 """Folder for the clusters' sockets, keys and logs: a short path on a local disk. If it is not set, `XDG_RUNTIME_DIR` is
 used, then the temporary folder."""
+
+JOIN_KEY = Variable("AXON_NB_JOIN_KEY")
+"""The cluster's key, for `axon-nb host --join`."""
+
+HOST_NAME = Variable("AXON_NB_HOST")
+"""The name of this host in the cluster. The agent of a host that joined sets it for its ranks."""
 
 CHECK = Variable("AXON_NB_CHECK", default="0")
 """`1` makes every collective of `axon_nb.comm` first check that all ranks make the same call with matching tensors, as

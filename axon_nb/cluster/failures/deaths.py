@@ -26,12 +26,16 @@ def describe_death(event: Exit | ControllerExit) -> str:
     Args:
         event: The host agent's event.
     """
+    if isinstance(event, Exit) and event.host_lost:
+        return f"was lost with its host {event.host!r}: {event.host_lost}"
     code, output, crash = event.code, event.last_output, event.crash
     if code >= 0:
         text = f"exited with code {code}"
     else:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
         text = f"was killed by {name}" + (_OUT_OF_MEMORY[event.out_of_memory] if name == "SIGKILL" else "")
+    if isinstance(event, Exit) and event.host:
+        text += f" on the host {event.host!r}"
     text += crash_location(crash or output)
     line = last_line(output)
     return f"{text}; last line: {line}" if line else text

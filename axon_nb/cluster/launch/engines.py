@@ -22,13 +22,19 @@ from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 from traitlets.utils.importstring import import_item
 
 from axon_nb.cluster.launch.connection import Connection
-from axon_nb.cluster.launch.launchers import AgentControllerLauncher, ForkedEngineSetLauncher
-from axon_nb.cluster.launch.placement import LOOPBACK, Layout
+from axon_nb.cluster.launch.launchers import AgentControllerLauncher, ForkedEngineSetLauncher, rank_hosts
+from axon_nb.cluster.launch.placement import LOOPBACK, Layout, rank_environment
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.protocol.agent import Exit
 
-__all__ = ["ON_THIS_HOST", "launch_engines", "launcher_class", "rank_environment", "shut_down_foreign", "stop_engines"]
+__all__ = [
+    "ON_THIS_HOST",
+    "launch_engines",
+    "launcher_class",
+    "shut_down_foreign",
+    "stop_engines",
+]
 
 ON_THIS_HOST = ("axon", "local")
 """Launchers whose ranks are all on the notebook's host."""
@@ -71,6 +77,7 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
         options |= {
             "agent": connection.agent,
             "rank_env": [rank_environment(layout, rank) for rank in range(layout.num_ranks)],
+            "rank_hosts": rank_hosts(connection.agent, layout),
         }
     elif layout.visible_by_rank:
         raise UsageError(f"--engines {engines} gives all ranks one MIG instance: use `--engines axon`, or `-n 1`.")
@@ -209,15 +216,6 @@ def launcher_class(engines: str) -> Any:
             f"got {engines}."
         )
     return known[engines.lower()].load()
-
-
-def rank_environment(layout: Layout, rank: int = 0) -> dict[str, str]:
-    """Return the environment variables that a rank gets besides the notebook's own."""
-    env = {"OMP_NUM_THREADS": str(layout.threads)}
-    if (visible := layout.visible_to(rank)) is not None:
-        env["CUDA_VISIBLE_DEVICES"] = visible
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the layout numbers GPUs as nvidia-smi does
-    return env
 
 
 def _remote_hint(connection: Connection, launcher: type) -> str:

@@ -17,8 +17,8 @@ from axon_nb.cluster.rpc import requests
 from axon_nb.cluster.rpc.handshake import handshake
 from axon_nb.cluster.settings import Settings
 from axon_nb.errors import StartError
-from axon_nb.host.store_tcp import store_key
-from axon_nb.records.protocol.agent import ServeStore
+from axon_nb.host.link.tcp import store_key
+from axon_nb.records.protocol.agent import GetInfo, ServeStore
 from axon_nb.records.protocol.cluster import EngineInfo
 from axon_nb.records.protocol.joining import Describe, Join, JoinConfig
 from axon_nb.records.protocol.version import refuse_join
@@ -79,7 +79,8 @@ def store_address(connection: Connection, hosts: Collection[str]) -> str:
     """
     if set(hosts) <= {socket.gethostname()}:
         return str(connection.run_dir.store_socket)
-    if connection.ip == LOOPBACK:
+    joined = connection.agent.call(GetInfo()).hosts  # with `--interface lo`, agents on this machine
+    if connection.ip == LOOPBACK and not set(hosts) & set(joined):
         raise StartError(
             f"There are ranks on {', '.join(sorted(hosts))}. Use `--interface NAME` to name the network interface on "
             "which they reach this host."

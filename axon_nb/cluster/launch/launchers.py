@@ -19,16 +19,17 @@ from traitlets import Any as AnyTrait
 from traitlets import Float, Unicode
 from traitlets import List as ListTrait
 
-from axon_nb.cluster.launch.placement import LOOPBACK
+from axon_nb.cluster.launch.placement import LOOPBACK, Layout
 from axon_nb.cluster.rpc.client import forget_engine
+from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient, outcome, spawn_agent
 from axon_nb.host.run_dir import RunDir
-from axon_nb.records.protocol.agent import AgentEvent, Closed, Exit, Fork, SetInfo, Signal
-from axon_nb.records.protocol.cluster import ClusterFacts
+from axon_nb.records.protocol.agent import AgentEvent, Closed, Exit, Fork, GetInfo, SetInfo, Signal
+from axon_nb.records.protocol.cluster import ClusterFacts, HostFacts
 from axon_nb.records.protocol.joining import ENGINE_ENTRY
 from axon_nb.records.protocol.version import own_version
 
-__all__ = ["AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command", "fork_request"]
+__all__ = ["AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command", "fork_request", "rank_hosts"]
 
 # Set by the kernel, pytest or ipyparallel for this process only; a rank must not inherit them.
 _NOT_INHERITED = ("IPP_CLUSTER_ID", "IPP_CONNECTION_INFO", "IPP_PROFILE_DIR", "JPY_PARENT_PID", "PYTEST_CURRENT_TEST")
@@ -79,9 +80,17 @@ def _link_channels(run_dir: RunDir) -> None:
 
 
 def fork_request(
-    rank: int, connection_file: Path, extra_env: Mapping[str, str], folder: str, engine_args: Sequence[str] = ()
+    rank: int,
+    connection_file: Path,
+    extra_env: Mapping[str, str],
+    folder: str,
+    engine_args: Sequence[str] = (),
+    *,
+    host: HostFacts | None = None,
 ) -> Fork:
     """Return what the agent needs to fork the engine of `rank`, with this process's current environment and path.
+
+    On another host it gets the environment and the path of the agent there.
 
     Args:
         rank: The engine's id.
@@ -89,18 +98,24 @@ def fork_request(
         extra_env: Environment variables besides this process's.
         folder: Working directory.
         engine_args: More arguments of the engine.
+        host: Where to fork it; None: on this host.
     """
     profile = connection_file.parent.parent
-    log_dir = profile / "log"
-    log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    env = {**os.environ, **RunDir(profile.parent).ipython_env(), **extra_env}
+    env = dict(extra_env)
+    if host is None:
+        (profile / "log").mkdir(mode=0o700, parents=True, exist_ok=True)
+        env = {**os.environ, **RunDir(profile.parent).ipython_env(), **extra_env}
+    else:
+        profile = RunDir(Path(host.folder)).profile
+        connection_file = RunDir(Path(host.folder)).engine_file
     return Fork(
         rank=rank,
         env={name: value for name, value in env.items() if name not in _NOT_INHERITED},
         cwd=folder,
-        path=tuple(sys.path),
+        path=tuple(sys.path) if host is None else (),
         umask=_umask(),
-        log=str(log_dir / f"rank{rank}.log"),
+        log=str(profile / "log" / f"rank{rank}.log"),
+        host="" if host is None else host.name,
         argv=(
             f"--file={connection_file}",
             f"--profile-dir={profile}",
@@ -113,6 +128,24 @@ def fork_request(
             *engine_args,
         ),
     )
+
+
+def rank_hosts(agent: AgentClient, layout: Layout) -> list[HostFacts | None]:
+    """Return the host of each rank; None for the notebook's own.
+
+    Raises:
+        StartError: one is not connected.
+    """
+    if not any(layout.hosts):
+        return [None] * layout.num_ranks
+    known = agent.call(GetInfo()).hosts
+    for name in dict.fromkeys(layout.hosts):
+        if name and name not in known:
+            raise StartError(
+                f"The host {name!r} is not connected. Run `axon-nb host --join` there again, with the key and the "
+                "address of the start, or run `%distributed restart`."
+            )
+    return [known[name] if name else None for name in layout.hosts]
 
 
 class AgentControllerLauncher(ControllerLauncher):
@@ -144,6 +177,7 @@ class ForkedEngineSetLauncher(EngineLauncher):
     rank_env: ListTrait[dict[str, str]] = ListTrait(
         help="Environment variables of each rank besides the notebook's own."
     )
+    rank_hosts: ListTrait[HostFacts | None] = ListTrait(help="Host of each rank; None: this one; empty: all here.")
     fork_timeout = Float(120.0, config=True, help="Timeout in seconds for the agent to get ready and fork.")
     work_dir = Unicode(".")
 
@@ -171,7 +205,8 @@ class ForkedEngineSetLauncher(EngineLauncher):
     def _request(self, rank: int) -> Fork:
         folder = os.path.abspath(self.work_dir)
         env = {**self.environment, **(self.rank_env[rank] if self.rank_env else {})}
-        return fork_request(rank, Path(self.connection_files["engine"]), env, folder, self.engine_args)
+        host = self.rank_hosts[rank] if self.rank_hosts else None
+        return fork_request(rank, Path(self.connection_files["engine"]), env, folder, self.engine_args, host=host)
 
     def _find_agent(self) -> AgentClient:
         run_dir = RunDir(Path(self.profile_dir).parent)

@@ -28,6 +28,7 @@ __all__ = [
     "interface_ip",
     "place_ranks",
     "plan_layout",
+    "rank_environment",
 ]
 
 BACKENDS = ("auto", "shm", "gloo", "nccl")
@@ -50,6 +51,12 @@ class Layout:
     """What the user should know, one sentence each."""
     visible_by_rank: tuple[str, ...] = ()
     """The value of each rank if they differ: a process sees one MIG instance, and no card besides it."""
+    hosts: tuple[str, ...] = ()
+    """Host of each rank, empty for the notebook's own; no entries: all ranks are there, or a launcher placed them."""
+
+    def host_of(self, rank: int) -> str:
+        """Return the host of a rank by the name with which it joined; empty: the notebook's own."""
+        return self.hosts[rank] if self.hosts else ""
 
     def visible_to(self, rank: int) -> str | None:
         """Return the value of CUDA_VISIBLE_DEVICES on a rank; None: unchanged."""
@@ -114,6 +121,15 @@ def plan_layout(
     return Layout(num_ranks, backend, rank_devices, visible, threads, tuple(notes), tuple(own))
 
 
+def rank_environment(layout: Layout, rank: int = 0) -> dict[str, str]:
+    """Return the environment variables that a rank gets besides the notebook's own."""
+    env = {} if layout.host_of(rank) else {"OMP_NUM_THREADS": str(layout.threads)}  # other hosts have other cores
+    if (visible := layout.visible_to(rank)) is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the layout numbers GPUs as nvidia-smi does
+    return env
+
+
 def explain_number(layout: Layout) -> str:
     """Say in a sentence why there are so many ranks if nobody chose it; empty if the layout's notes say it."""
     num_gpus, ranks = len({*layout.devices} - {"cpu"}), f"{layout.num_ranks} rank{'s' * (layout.num_ranks > 1)}"
@@ -155,11 +171,11 @@ def _cpu_backend() -> str:
 def _several_hosts(n: int | None, *, devices: str, backend: str, threads: int) -> Layout:
     """Plan what can be planned before the ranks' hosts are known; `place_ranks` completes it."""
     if n is None:
-        raise UsageError("--interface needs `-n`, the number of ranks on all hosts together.")
+        raise UsageError("Several hosts need `-n`, the number of ranks on all of them together.")
     if devices not in ("auto", "cpu"):
         raise UsageError(f"--devices must be auto or cpu with ranks on several hosts; got {devices}.")
     if backend == "shm":
-        raise UsageError("--backend shm is for the ranks of one host; use `--backend gloo` with --interface.")
+        raise UsageError("--backend shm is for the ranks of one host; use `--backend gloo` with several.")
     gpus = devices != "cpu" and bool(list_gpus())
     chosen = backend if backend != "auto" else "nccl" if gpus else "gloo"
     visible = "" if devices == "cpu" else None

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from axon_nb.cluster.launch.engines import rank_environment
 from axon_nb.cluster.launch.join import await_handshake, gather, raise_if_exited
-from axon_nb.cluster.launch.launchers import fork_request
+from axon_nb.cluster.launch.launchers import fork_request, rank_hosts
+from axon_nb.cluster.launch.placement import rank_environment
 from axon_nb.cluster.recovery.report import Copied
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import StartError
@@ -108,9 +108,10 @@ def fork_ranks(connection: Connection, layout: Layout, ranks: Sequence[int], int
         client.unregister(rank)  # its id is free only once the controller has forgotten it
     if not client.wait_unregistered(ranks, _TIMEOUT_S):
         raise StartError(f"The controller did not unregister {name_ranks(ranks)} within {_TIMEOUT_S:.0f} s.")
+    hosts = rank_hosts(connection.agent, layout)
     for rank in ranks:
-        env = rank_environment(layout, rank)
-        connection.agent.call(fork_request(rank, connection.run_dir.engine_file, env, os.getcwd()))
+        env, file = rank_environment(layout, rank), connection.run_dir.engine_file
+        connection.agent.call(fork_request(rank, file, env, os.getcwd(), host=hosts[rank]))
     end = time.monotonic() + _TIMEOUT_S
     while not client.wait_registered(ranks, _POLL_S):
         raise_if_exited(connection, ranks)

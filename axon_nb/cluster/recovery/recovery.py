@@ -101,8 +101,7 @@ class AgentWatch:
         state = self._state
         if state is None:
             return frozenset(), 0
-        controller = state.controller if state.controller in state.stopped else None
-        return frozenset(rank for rank, pid in state.ranks.items() if pid in state.stopped), controller or 0
+        return frozenset(state.stopped), (state.controller or 0) if state.controller_stopped else 0
 
     def silent_s(self, now: float) -> float:
         """Return for how many seconds it has owed a reply."""

@@ -124,7 +124,7 @@ def _check_request(state: ClusterState, size: int) -> None:
         raise UsageError(f"A world needs at least 1 rank; got {size}.")
     if size == state.world_size:
         raise UsageError(f"The world already has {_count(size)}.")
-    if state.engines != "axon" or len({info.host for info in state.rank_info}) > 1:
+    if state.engines != "axon" or state.hosts or len({info.host for info in state.rank_info}) > 1:
         raise UsageError(
             f"Only ranks that the host agent forks, all on one host, can be resized; these come from the launcher "
             f"{state.engines!r}. Save a checkpoint and start {_count(size)} instead."

@@ -13,19 +13,20 @@ from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection, default_name, open_existing, open_new
 from axon_nb.cluster.launch.engines import ON_THIS_HOST, launch_engines, stop_engines
+from axon_nb.cluster.launch.hosts import await_hosts, own_address, parse_hosts
 from axon_nb.cluster.launch.join import join_world
 from axon_nb.cluster.launch.open_files import raise_if_too_few
-from axon_nb.cluster.launch.placement import LOOPBACK, Layout, interface_ip, plan_layout
+from axon_nb.cluster.launch.placement import LOOPBACK, Layout, plan_layout
 from axon_nb.cluster.rpc.handshake import wait_for_output
 from axon_nb.cluster.session import current
 from axon_nb.cluster.session.discovery import find, raise_if_busy, running, stop_detached
 from axon_nb.cluster.session.notebook import NotebookSession
 from axon_nb.cluster.session.reattach import reattach_cells
-from axon_nb.cluster.settings import Settings, settings_facts
+from axon_nb.cluster.settings import settings_facts
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.protocol.agent import SetInfo
-from axon_nb.records.protocol.cluster import ClusterFacts, EngineInfo
+from axon_nb.records.protocol.cluster import ClusterFacts
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.troubleshooting import more
@@ -66,6 +67,7 @@ def start(
     engines: str | None = None,
     name: str | None = None,
     interface: str | None = None,
+    hosts: str | None = None,
     force: bool = False,
 ) -> Cluster:
     """Start a cluster and make it the current one. Returns once every rank is in the group and has passed a barrier.
@@ -78,6 +80,7 @@ def start(
         name: Name of the cluster, unique among the user's clusters; None: the notebook's name, or ``default``.
         interface: Network interface of this host, or its IPv4 address, on which ranks on other hosts reach it; None:
             all ranks are on this host, and only Unix sockets and loopback are opened.
+        hosts: Other hosts that run ranks, too: ``join`` for one, ``join:2`` for two; None: there are none.
         force: Whether to stop ranks that this notebook left running even while a cell runs there.
 
     Raises:
@@ -86,33 +89,21 @@ def start(
     """
     _refuse_on_a_rank("start")
     session = current.session()
-    ip = None if interface is None else interface_ip(interface)
-    several_hosts = interface is not None
+    several_hosts = interface is not None or hosts is not None
     chosen_settings = session.settings.snapshot()
     layout = plan_layout(
         n, devices=devices, backend=backend, threads=chosen_settings.threads, several_hosts=several_hosts
     )
     launcher = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
-    if (existing := session.cluster) is not None:
-        ranks = "1 rank" if existing.world_size == 1 else f"{existing.world_size} ranks"
-        raise UsageError(
-            f"The cluster {existing.name!r} with {ranks} is running. Run `%distributed stop` to stop it, or "
-            "`%distributed restart` to restart its ranks."
-        )
-    if not force:
-        raise_if_busy()
-    for line in stop_detached():
-        print(line)
-    if several_hosts and launcher in ON_THIS_HOST:
-        raise UsageError(
-            f"--interface {interface}: the launcher {launcher!r} starts ranks on this host only; use another --engines."
-        )
+    counts = None if hosts is None else parse_hosts(hosts, layout.num_ranks)
+    ip = own_address(interface, hosts, launcher)
+    _make_room(session, force=force)
     cluster_name = _free_name(name)
     raise_if_too_few(layout.num_ranks)
     for note in layout.notes:
         print(note)
     end = time.monotonic() + chosen_settings.start_timeout
-    if launcher in ON_THIS_HOST:
+    if launcher in ON_THIS_HOST and not several_hosts:
         connection = session.prewarm.take(chosen_settings.start_timeout)
     else:  # such a launcher may start ranks where they do not see this host's files
         session.prewarm.discard()
@@ -121,15 +112,28 @@ def start(
         print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
     launched = None
     try:
+        if counts is not None:
+            layout = await_hosts(connection, layout, counts, timeout_s=chosen_settings.start_timeout)
+            end = time.monotonic() + chosen_settings.start_timeout
         launched = launch_engines(connection, layout, engines=launcher, timeout_s=end - time.monotonic())
         rank_info = join_world(connection, layout, chosen_settings, timeout_s=max(1.0, end - time.monotonic()))
         layout = compatibility.with_possible_backend(layout, rank_info)
         timeout_s = compatibility.collective_timeout(chosen_settings, recoverable=False)
         for note in compatibility.at_start(rank_info, layout.backend, timeout_s=timeout_s):
             print("\n".join([note, *more(note)]), file=sys.stderr)
-        cluster = _publish(
-            session, connection, layout, chosen_settings, name=cluster_name, engines=launcher, rank_info=rank_info
+        facts = ClusterFacts(
+            name=cluster_name,
+            engines=launcher,
+            ip=connection.ip,
+            hosts=hosts or "",
+            world_size=layout.num_ranks,
+            version=own_version(),
+            **settings_facts(chosen_settings),
+            layout=encode(layout),
+            rank_info=tuple(rank_info),
         )
+        connection.agent.call(SetInfo(facts))
+        cluster = session.new_cluster(ClusterState(connection, layout, chosen_settings, facts))
     except BaseException:
         if launched is not None:
             stop_engines(launched, launcher)
@@ -141,28 +145,18 @@ def start(
     return cluster
 
 
-def _publish(
-    session: NotebookSession,
-    connection: Connection,
-    layout: Layout,
-    settings: Settings,
-    *,
-    name: str,
-    engines: str,
-    rank_info: list[EngineInfo],
-) -> Cluster:
-    facts = ClusterFacts(
-        name=name,
-        engines=engines,
-        ip=connection.ip,
-        world_size=layout.num_ranks,
-        version=own_version(),
-        **settings_facts(settings),
-        layout=encode(layout),
-        rank_info=tuple(rank_info),
-    )
-    connection.agent.call(SetInfo(facts))
-    return session.new_cluster(ClusterState(connection, layout, settings, facts))
+def _make_room(session: NotebookSession, *, force: bool) -> None:
+    """Stop what this notebook left running; refuse if it has a cluster, or a cell runs there."""
+    if (existing := session.cluster) is not None:
+        ranks = "1 rank" if existing.world_size == 1 else f"{existing.world_size} ranks"
+        raise UsageError(
+            f"The cluster {existing.name!r} with {ranks} is running. Run `%distributed stop` to stop it, or "
+            "`%distributed restart` to restart its ranks."
+        )
+    if not force:
+        raise_if_busy()
+    for line in stop_detached():
+        print(line)
 
 
 def _free_name(name: str | None) -> str:
@@ -256,8 +250,8 @@ def restart() -> Cluster:
         "engines": old.engines,
         "name": old.name,
     }
-    if old.connection.ip != LOOPBACK:
-        options["interface"] = old.connection.ip
+    if old.connection.ip != LOOPBACK or old.state.hosts:
+        options |= {"interface": old.connection.ip, "hosts": old.state.hosts or None}
     else:
         session.prewarm.start()  # the next agent starts while the old one stops
     old.stop()

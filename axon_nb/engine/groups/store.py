@@ -24,8 +24,8 @@ from torch.distributed import DistStoreError
 
 from axon_nb.engine.groups.abort import AbortFlag
 from axon_nb.engine.helper_threads import is_abandoned
+from axon_nb.host.link.tcp import MessageSigner, authenticate
 from axon_nb.host.store import encode, receive
-from axon_nb.host.store_tcp import MessageSigner, authenticate
 
 __all__ = ["AgentStore", "rendezvous"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from axon_nb.records.protocol.cluster import ClusterFacts
+from axon_nb.records.protocol.cluster import ClusterFacts, HostFacts
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.records.telemetry import GpuUse
@@ -31,6 +31,7 @@ __all__ = [
     "Hello",
     "ProcessExit",
     "ReadGpus",
+    "ServeHosts",
     "ServeStore",
     "SetInfo",
     "Signal",
@@ -75,6 +76,10 @@ class Exit(ProcessExit):
     """A rank exited."""
 
     rank: int
+    host_lost: str = ""
+    """Why its host is no longer connected, reads after the host's name; empty if the rank itself exited."""
+    host: str = ""
+    """The rank's host; empty: the agent's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +112,9 @@ class AgentState:
     controller: int | None
     """Pid of the ipyparallel controller."""
     stopped: tuple[int, ...]
-    """Pids of live ranks and of the controller that are stopped, as by SIGSTOP."""
+    """Live ranks that are stopped, as by SIGSTOP."""
+    controller_stopped: bool
+    """Whether the controller is stopped."""
     deaths: Mapping[int, Exit]
     """By rank, for dead ranks that were not replaced."""
     left_ns: int
@@ -116,6 +123,10 @@ class AgentState:
     """Whether a notebook is connected."""
     info: ClusterFacts | None = None
     """What a notebook has stored; None until it has."""
+    hosts: Mapping[str, HostFacts] = field(default_factory=dict)
+    """The other hosts that are connected, by name."""
+    hosts_refused: tuple[str, ...] = ()
+    """Why hosts could not join, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +173,8 @@ class Fork(Command[Forked]):
     """Path of its log."""
     argv: tuple[str, ...]
     """The engine's arguments."""
+    host: str = ""
+    """The host; empty: the agent's own. On another, `env`, `cwd` and `path` are added to those of its agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +194,7 @@ class Signal(Command[Signalled]):
 
 @dataclass(frozen=True, slots=True)
 class StorePort:
-    """Where the store listens."""
+    """Where the agent listens."""
 
     port: int
 
@@ -194,6 +207,16 @@ class ServeStore(Command[StorePort]):
     """The only address to listen on."""
     key: str
     """The key that clients must know, in hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeHosts(Command[StorePort]):
+    """Let the agents of other hosts join over TCP."""
+
+    ip: str
+    """The only address to listen on."""
+    key: str
+    """The key that they must know, in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +244,7 @@ def command_name(kind: type[Command[Any]]) -> str:
 
 
 _COMMANDS: dict[str, type[Command[Any]]] = {
-    command_name(kind): kind for kind in (Hello, GetInfo, SetInfo, Fork, Signal, ServeStore, ReadGpus, Stop)
+    command_name(kind): kind for kind in (Hello, GetInfo, SetInfo, Fork, Signal, ServeStore, ServeHosts, ReadGpus, Stop)
 }
 
 

@@ -9,7 +9,7 @@ from axon_nb.records.compatibility import Verdict
 from axon_nb.records.protocol.version import Version
 from axon_nb.records.protocol.wire import Packed
 
-__all__ = ["ClusterFacts", "EngineInfo"]
+__all__ = ["ClusterFacts", "EngineInfo", "HostFacts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,20 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class HostFacts:
+    """A host besides the notebook's, as its agent describes it when it joins."""
+
+    name: str
+    """Its host name; with a number if another host of the cluster has the same."""
+    folder: str
+    """The agent's private folder there."""
+    cores: int
+    """Usable cores."""
+    version: Version
+    """The version that its agent runs."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterFacts:
     """What the host agent stores about a cluster, for a notebook that attaches."""
 
@@ -54,5 +68,7 @@ class ClusterFacts:
     """Fields of `cluster.launch.placement.Layout`; None: the engines of a program, which no notebook can attach to."""
     rank_info: tuple[EngineInfo, ...] = ()
     """What each rank reported when it joined."""
+    hosts: str = ""
+    """The `--hosts` option that it was started with; empty: all ranks are on the notebook's host."""
     owner: str = ""
     """The notebook that connected last; the agent fills it in."""

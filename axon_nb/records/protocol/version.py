@@ -13,7 +13,7 @@ from typing import Any
 
 from axon_nb._version import __version__
 
-__all__ = ["PROTOCOL", "Version", "own_version", "read_version", "refuse_attach", "refuse_join"]
+__all__ = ["PROTOCOL", "Version", "own_version", "read_version", "refuse_attach", "refuse_host", "refuse_join"]
 
 PROTOCOL = 9
 """The version that this code speaks."""
@@ -77,4 +77,15 @@ def refuse_join(rank: int, host: str, theirs: Version) -> str:
     return (
         f"Rank {rank} on {host} runs {theirs}, but this notebook has {ours}. Install axon_nb {ours.package} on every "
         "host, then run `%distributed start`."
+    )
+
+
+def refuse_host(name: str, theirs: Version) -> str:
+    """Why a host's agent cannot join the cluster, with the fix; empty if both sides speak the same protocol."""
+    own = own_version()
+    if theirs.protocol == own.protocol:
+        return ""
+    return (
+        f"The host {name!r} runs {theirs}, but the notebook has {own}. Install axon_nb {own.package} on every host, "
+        "then run `%distributed start`."
     )

@@ -1,4 +1,7 @@
-"""A second host for tests: a network namespace with its own address and host name, and a launcher that uses it."""
+"""A second host for tests: a network namespace with its own address and host name, and how ranks are started there.
+
+A launcher starts engines there, or the command that `--hosts join` prints starts an agent.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,56 @@ from typing import Any
 
 from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
 
-__all__ = ["FAR_HOST", "FarEngineSetLauncher", "Network", "network", "why_not"]
+__all__ = [
+    "FAR_HOST",
+    "HERE",
+    "IN_NAMESPACE",
+    "FarEngineSetLauncher",
+    "Network",
+    "network",
+    "start_with_joined_host",
+    "why_not",
+]
 
 FAR_HOST = "far-host"
 _NAMESPACE = "AXON_NB_TEST_NAMESPACE"
+
+HERE = """
+def far(command):
+    return ["sh", "-c", f"exec env {command} --name far-host"]
+"""
+"""The agent is one more process on this machine."""
+
+IN_NAMESPACE = f"""
+def far(command):
+    move = ["ip", "netns", "exec", os.environ["{_NAMESPACE}"], "unshare", "--uts", "sh", "-c"]
+    return [*move, f"hostname {FAR_HOST}; exec env {{command}}"]
+"""
+"""The agent is behind a network link."""
+
+_START = """
+import contextlib, io, os, subprocess, sys, axon_nb
+
+%s
+
+def join():
+    global joined
+    env = {**os.environ, "PATH": os.path.dirname(sys.executable) + ":" + os.environ["PATH"]}
+    log = open("joined.log", "a")
+    joined = subprocess.Popen(far(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+
+class Pasted(io.StringIO):
+    def write(self, text):
+        global command
+        for line in text.splitlines():
+            if "AXON_NB_JOIN_KEY=" in line:
+                command = line.strip()
+                join()
+        return len(text)
+
+with contextlib.redirect_stdout(Pasted()):
+    c = axon_nb.start(4, hosts="join", interface=%r, devices="cpu")
+"""
 
 
 class FarEngineLauncher(LocalEngineLauncher):
@@ -43,7 +92,18 @@ class Network:
     interface: str
     near_ip: str
     far_ip: str
+    far_interface: str
     environment: dict[str, str]
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """Cut the link for a while: packets are lost in both directions, and no connection is closed."""
+        link = ["netns", "exec", self.environment[_NAMESPACE], "ip", "link", "set", self.far_interface]
+        _ip(*link, "down")
+        try:
+            yield
+        finally:
+            _ip(*link, "up")
 
 
 def _ip(*words: str) -> subprocess.CompletedProcess[Any]:
@@ -79,8 +139,20 @@ def network() -> Iterator[Network]:
         for words in (["addr", "add", f"10.78.{third}.2/24", "dev", far], ["link", "set", far, "up"]):
             _ip("netns", "exec", name, "ip", *words)
         _ip("netns", "exec", name, "ip", "link", "set", "lo", "up")
-        yield Network(near, f"10.78.{third}.1", f"10.78.{third}.2", {_NAMESPACE: name})
+        yield Network(near, f"10.78.{third}.1", f"10.78.{third}.2", far, {_NAMESPACE: name})
     finally:
         with contextlib.suppress(subprocess.SubprocessError):
             _ip("link", "del", near)
         _ip("netns", "del", name)
+
+
+def start_with_joined_host(where: str, interface: str) -> str:
+    """Return lines that start ranks 0 and 1 on this host, 2 and 3 on another.
+
+    They define `c`, the cluster, `joined`, the process of the other host's agent, and `join()`, which runs it again.
+
+    Args:
+        where: `HERE` or `IN_NAMESPACE`.
+        interface: The network interface on which hosts join.
+    """
+    return _START % (where, interface)

@@ -142,7 +142,7 @@ def test_interface_is_given_by_name_or_address() -> None:
 
 
 def test_several_hosts_require_num_ranks() -> None:
-    with pytest.raises(UsageError, match="--interface needs `-n`"):
+    with pytest.raises(UsageError, match="Several hosts need `-n`"):
         plan_layout(None, several_hosts=True)
     with pytest.raises(UsageError, match="--devices must be auto or cpu with ranks on several hosts; got 0,1"):
         plan_layout(2, devices="0,1", several_hosts=True)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from axon_nb.cluster.launch.engines import rank_environment
-from axon_nb.cluster.launch.placement import explain_number, plan_layout
+from axon_nb.cluster.launch.placement import explain_number, plan_layout, rank_environment
 from axon_nb.errors import UsageError
 from axon_nb.host.resources.cgroups import usable_cores
 from tests.support.nvidia_smi import A100X4, MIG, Driver
@@ -188,7 +187,7 @@ REFUSED = [
     ({"n": 1, "backend": "nccl", "devices": "cpu"}, "NCCL needs GPUs, and none is free here"),
     (
         {"n": 2, "backend": "shm", "several_hosts": True},
-        "--backend shm is for the ranks of one host; use `--backend gloo` with --interface.",
+        "--backend shm is for the ranks of one host; use `--backend gloo` with several.",
     ),
 ]
 

@@ -53,7 +53,7 @@ START_CASES = [
     ("%distributed start --devices left", "--devices must be `auto`, `cpu` or GPU numbers"),
     ("%distributed start --devices 99", "is not visible here"),
     ("%distributed start --engines nowhere", "--engines must be an ipyparallel launcher"),
-    ("%distributed start --interface lo", "--interface needs `-n`"),
+    ("%distributed start --interface lo", "Several hosts need `-n`"),
     ("%distributed start -n 2 --interface lo", "the launcher 'axon' starts ranks on this host only"),
     ("%distributed start -n 2 --engines ssh --interface none0", "this host has no such interface or address"),
     ("%distributed status", "`%distributed status` needs a cluster, but none is running"),

@@ -48,6 +48,8 @@ def crash(frames: str, *, what: str = "Aborted", head: str = "Current thread", n
         ({"code": -9, "out_of_memory": None}, "was killed by SIGKILL (out of memory?)"),
         ({"code": -9, "out_of_memory": False}, "was killed by SIGKILL"),
         ({"code": -15, "out_of_memory": None}, "was killed by SIGTERM"),
+        ({"code": -15, "host": "far"}, "was killed by SIGTERM on the host 'far'"),
+        ({"code": 0, "host": "far", "host_lost": "it is off"}, "was lost with its host 'far': it is off"),
         ({"code": 1, "last_output": "a\nlast one  \n\n"}, "exited with code 1; last line: last one"),
         ({"code": -11, "crash": crash(CTYPES + CELL)}, "was killed by SIGSEGV at line 3 (ctypes string_at)"),
         (

@@ -1,8 +1,8 @@
-"""The rendezvous store over TCP for ranks on other hosts: one address, and only for clients that know the key.
+"""TCP connections of other hosts: on one address, and only for clients that know the key.
 
-Only clusters with ranks on several hosts use it. Both ends prove that they know the key, which is never sent, and sign
-each message. Signatures are HMAC-SHA256 (RFC 2104) with a separate key per connection and direction, and each includes
-a sequence number, which prevents replay.
+The rendezvous store and the agents of other hosts use them. Both ends prove that they know the key, which is never
+sent, and sign each message. Signatures are HMAC-SHA256 (RFC 2104) with a separate key per connection and direction, and
+each includes a sequence number, which prevents replay.
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import json
 import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from axon_nb.host.connections import Connection, StoreConnection
-from axon_nb.host.store import encode
+from axon_nb.host.connections import Connection
+from axon_nb.host.store import Decoder, encode
 
 __all__ = [
     "NONCE_SIZE",
     "PROOF_SIZE",
-    "AuthenticatedStoreConnection",
+    "AcceptedConnection",
     "Handshake",
     "MessageSigner",
+    "SignedConnection",
     "TcpListener",
     "authenticate",
+    "close_unauthenticated",
+    "link_key",
     "store_key",
 ]
 
@@ -38,6 +42,11 @@ PROOF_SIZE = 32
 def store_key(cluster_key: bytes) -> bytes:
     """Derive the store's key from the key that signs ipyparallel's messages, which both ends already have."""
     return _sign(cluster_key, b"axon_nb rendezvous store")
+
+
+def link_key(cluster_key: bytes) -> bytes:
+    """Derive the key with which agents of other hosts join, in the same way."""
+    return _sign(cluster_key, b"axon_nb host link")
 
 
 def _sign(key: bytes, *parts: bytes) -> bytes:
@@ -66,12 +75,12 @@ class MessageSigner:
         *content, proof = parts or [b""]
         expected = _sign(self._keys[1], self._received.to_bytes(8, "big"), encode(content))
         if not hmac.compare_digest(proof, expected):
-            raise ValueError("store message with a wrong signature")
+            raise ValueError("message with a wrong signature")
         return content
 
 
 class Handshake:
-    """The store's side of the handshake: send `challenge`, then pass the reply to `check`."""
+    """The listening side of the handshake: send `challenge`, then pass the reply to `check`."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -89,12 +98,12 @@ class Handshake:
         nonce, proof = answer[:NONCE_SIZE], answer[NONCE_SIZE:]
         session = _sign(self._key, self.challenge, nonce)
         if not hmac.compare_digest(proof, _sign(session, b"rank")):
-            raise ValueError("the store client does not know the key")
+            raise ValueError("the client does not know the key")
         return _sign(session, b"store"), MessageSigner(_sign(session, b"to rank"), _sign(session, b"to store"))
 
 
 def authenticate(sock: socket.socket, key: bytes) -> MessageSigner:
-    """Perform the rank's side of the handshake on a blocking socket.
+    """Perform the connecting side of the handshake on a blocking socket.
 
     Raises:
         ConnectionError: the peer closed the connection or does not know the key.
@@ -104,7 +113,7 @@ def authenticate(sock: socket.socket, key: bytes) -> MessageSigner:
     session = _sign(key, challenge, nonce)
     sock.sendall(nonce + _sign(session, b"rank"))
     if not hmac.compare_digest(_exactly(sock, PROOF_SIZE), _sign(session, b"store")):
-        raise ConnectionError("the rendezvous store does not know the cluster's key")
+        raise ConnectionError("the other end does not know the cluster's key")
     return MessageSigner(_sign(session, b"to store"), _sign(session, b"to rank"))
 
 
@@ -113,54 +122,107 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     while len(data) < size:
         chunk = sock.recv(size - len(data))
         if not chunk:
-            raise ConnectionError("the rendezvous store closed the connection: the cluster's key does not match")
+            raise ConnectionError("the other end closed the connection: the cluster's key does not match")
         data += chunk
     return data
 
 
 _HANDSHAKE_TIMEOUT_S = 10.0
+_MAX_UNAUTHENTICATED = 64
+
+Send = Callable[[list[bytes]], None]
 
 
-class AuthenticatedStoreConnection(StoreConnection):
-    """Connection of a rank on another host; its messages are read only after it has proven that it knows the key."""
+class SignedConnection(Connection):
+    """A connection between two ends that have authenticated; every message is signed.
+
+    Args:
+        sock: The socket.
+        selector: The agent's selector.
+        on_close: Called when the connection is closed.
+        handle: Called with each message and a function that sends a reply.
+        signer: Signs and verifies; None: no message is accepted yet.
+    """
 
     def __init__(
         self,
         sock: socket.socket,
         selector: selectors.BaseSelector,
         on_close: Callable[[Connection], None],
-        handle: Callable[[list[bytes], Callable[[list[bytes]], None]], None],
+        handle: Callable[[list[bytes], Send], None],
+        signer: MessageSigner | None,
+    ) -> None:
+        self._decoder = Decoder()
+        self._handle = handle
+        self._signer = signer
+        self.received_at = time.monotonic()
+        """When the last bytes arrived; monotonic time in seconds."""
+        super().__init__(sock, selector, on_close)
+
+    def received(self, data: bytes) -> None:
+        """Verify and handle each complete message."""
+        self.received_at = time.monotonic()
+        if self._signer is not None:
+            for message in self._decoder.feed(data):
+                self._handle(self._signer.verify(message), self.send_parts)
+
+    def send_parts(self, parts: list[bytes]) -> None:
+        """Send one message."""
+        if self._signer is not None:
+            self.send(encode(self._signer.sign(parts)))
+
+    def send_message(self, message: dict[str, Any]) -> None:
+        """Send one JSON object."""
+        self.send_parts([json.dumps(message).encode()])
+
+
+class AcceptedConnection(SignedConnection):
+    """A connection that a client opened; its messages are read only after it has proven that it knows the key."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        selector: selectors.BaseSelector,
+        on_close: Callable[[Connection], None],
+        handle: Callable[[list[bytes], Send], None],
         key: bytes,
     ) -> None:
         self._handshake = Handshake(key)
         self._handshake_bytes = bytearray()
-        self._signer: MessageSigner | None = None
-        self._since = time.monotonic()
-        super().__init__(sock, selector, on_close, handle)
+        self.since = time.monotonic()
+        super().__init__(sock, selector, on_close, handle, None)
         self.send(self._handshake.challenge)
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether the client has proven that it knows the key."""
+        return self._signer is not None
 
     @property
     def overdue(self) -> bool:
         """Whether the client failed to authenticate in time."""
-        return self._signer is None and time.monotonic() - self._since > _HANDSHAKE_TIMEOUT_S
+        return self._signer is None and time.monotonic() - self.since > _HANDSHAKE_TIMEOUT_S
 
     def received(self, data: bytes) -> None:
-        """Complete the handshake, then answer messages."""
+        """Complete the handshake, then handle messages."""
         if self._signer is None:
             self._handshake_bytes += data
             if len(self._handshake_bytes) < NONCE_SIZE + PROOF_SIZE:
                 return
-            answer, data = bytes(self._handshake_bytes), b""
-            proof, self._signer = self._handshake.check(
-                answer
-            )  # raises if wrong or too long, which closes the connection
+            # Raises if the reply is wrong or too long, which closes the connection.
+            proof, self._signer = self._handshake.check(bytes(self._handshake_bytes))
             self.send(proof)
-        for message in self._decoder.feed(data):
-            self._handle(self._signer.verify(message), self._answer)
+            return
+        super().received(data)
 
-    def _answer(self, parts: list[bytes]) -> None:
-        if self._signer is not None:
-            self.send(encode(self._signer.sign(parts)))
+
+def close_unauthenticated(connections: Iterable[Connection]) -> None:
+    """Close connections that did not authenticate in time, and the oldest of too many: each costs a file."""
+    waiting = [one for one in connections if isinstance(one, AcceptedConnection) and not one.authenticated]
+    waiting.sort(key=lambda one: one.since)
+    for number, one in enumerate(waiting):
+        if one.overdue or number < len(waiting) - _MAX_UNAUTHENTICATED:
+            one.close()
 
 
 class TcpListener:

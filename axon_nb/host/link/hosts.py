@@ -1,0 +1,271 @@
+"""The first host's side: other hosts join, get commands for their ranks, and are missed when they do not respond.
+
+An agent that joins serves the same commands as a notebook's own agent. This end passes the notebook's commands on, and
+what the other agent reports back to the notebook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from axon_nb.errors import StartError
+from axon_nb.host.connections import Connection
+from axon_nb.host.link.tcp import AcceptedConnection, TcpListener, close_unauthenticated
+from axon_nb.records.protocol.agent import (
+    AgentState,
+    Command,
+    Exit,
+    Fork,
+    GetInfo,
+    Signal,
+    Stop,
+    StorePort,
+    command_name,
+    decode_event,
+    decode_outcome,
+)
+from axon_nb.records.protocol.cluster import HostFacts
+from axon_nb.records.protocol.version import read_version, refuse_host
+from axon_nb.records.protocol.wire import decode, encode
+
+__all__ = ["Hosts"]
+
+_ASK_INTERVAL_S = 0.5
+_SILENCE_S = 2.75
+"""A host that has ranks and has not responded for this long is lost."""
+_BUSY_SILENCE_S = 180.0
+"""An agent does not respond while it imports torch: a second, or a minute on a busy machine."""
+_STOP_TIMEOUT_S = 8.0
+_THIN_LINEAR_TIMEOUTS = 16
+"""Linux's TCP_THIN_LINEAR_TIMEOUTS: what was lost is sent again soon after a link is back."""
+
+Reply = Callable[[Mapping[str, Any]], None]
+
+
+class HostConnection(AcceptedConnection):
+    """The connection of another host's agent."""
+
+    facts: HostFacts | None = None
+    """What it said about itself; None until it has."""
+    ranks: dict[int, int]
+    """Pid of each of its live ranks."""
+    state: AgentState | None = None
+    """What it replied last."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        selector: selectors.BaseSelector,
+        on_close: Callable[[Connection], None],
+        on_message: Callable[[HostConnection, dict[str, Any]], None],
+        key: bytes,
+    ) -> None:
+        self.ranks = {}
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, Reply] = {}
+        self._asked_at = 0.0
+        self._owes_reply = False
+        super().__init__(sock, selector, on_close, lambda parts, _: on_message(self, json.loads(parts[0])), key)
+
+    def command(self, command: Command[Any], reply: Reply) -> None:
+        """Send a command; `reply` gets the fields of the answer."""
+        number = next(self._numbers)
+        self._replies[number] = reply
+        self.send_message({"id": number, "cmd": command_name(type(command)), **encode(command)})
+
+    def on_reply(self, message: dict[str, Any]) -> None:
+        """Pass on the answer to a command."""
+        if (reply := self._replies.pop(message.pop("id", 0), None)) is not None:
+            reply(message)
+
+    def fail(self, reason: str) -> None:
+        """Answer the commands that will get no answer."""
+        replies, self._replies = self._replies, {}
+        for reply in replies.values():
+            reply({"refused": reason})
+
+    def ask(self, now: float) -> float:
+        """Ask for the state, unless a reply is due; return when to ask next."""
+        # One question at a time: with few unacknowledged packets, TCP sends lost ones again after a constant time.
+        if not self._owes_reply and now >= self._asked_at + _ASK_INTERVAL_S:
+            self._asked_at, self._owes_reply = now, True
+            self.command(GetInfo(), self._on_state)
+        return self._asked_at + _ASK_INTERVAL_S if not self._owes_reply else now + _ASK_INTERVAL_S
+
+    def _on_state(self, fields: Mapping[str, Any]) -> None:
+        self._owes_reply = False
+        if "refused" not in fields:  # the connection is closed: `fail`
+            self.state = decode_outcome(GetInfo, fields)
+
+    def is_lost(self, now: float) -> bool:
+        """Whether it has not responded for too long."""
+        limit = _SILENCE_S if self.ranks else _BUSY_SILENCE_S
+        return now - self.received_at > limit
+
+
+class Hosts:
+    """The other hosts of the cluster.
+
+    Args:
+        selector: The agent's selector.
+        peers: The agent's connections; those of hosts are added and removed.
+        engine_file: The controller's connection file for engines, which hosts get without its key.
+        report: Called with the exit of a rank, or of all ranks of a host that is lost.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        peers: set[Connection],
+        engine_file: Path,
+        report: Callable[[Exit], None],
+    ) -> None:
+        self._selector = selector
+        self._peers = peers
+        self._engine_file = engine_file
+        self._report = report
+        self._by_name: dict[str, HostConnection] = {}
+        self._lost: dict[str, str] = {}
+        self.listener: TcpListener | None = None
+        """Where agents join; None: they cannot."""
+        self._stopped_at: float | None = None
+        self._checked_at = time.monotonic()
+        self.refused: list[str] = []
+        """Why hosts could not join."""
+
+    def listen(self, ip: str, key: bytes) -> StorePort:
+        """Let agents join on this address; return the same port if they can already."""
+
+        def accept(sock: socket.socket) -> None:
+            close_unauthenticated(list(self._peers))
+            with contextlib.suppress(OSError):  # Linux only
+                sock.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
+            self._peers.add(HostConnection(sock, self._selector, self._closed, self._on_message, key))
+
+        self.listener = self.listener or TcpListener(ip, self._selector, accept)
+        return StorePort(self.listener.port)
+
+    @property
+    def facts(self) -> dict[str, HostFacts]:
+        """The hosts that are connected, by name."""
+        return {name: link.facts for name, link in self._by_name.items() if link.facts is not None}
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Pid of each live rank on its host, by rank."""
+        return {rank: pid for link in self._by_name.values() for rank, pid in link.ranks.items()}
+
+    @property
+    def stopped(self) -> tuple[int, ...]:
+        """The ranks on other hosts that are stopped, as by SIGSTOP."""
+        states = [link.state for link in self._by_name.values() if link.state is not None]
+        return tuple(rank for state in states for rank in state.stopped)
+
+    def _on_message(self, link: HostConnection, message: dict[str, Any]) -> None:
+        if link.facts is None:
+            self._welcome(link, message)
+        elif "event" in message:
+            event = decode_event(message)
+            if isinstance(event, Exit) and link.ranks.pop(event.rank, None) is not None:
+                self._report(dataclasses.replace(event, time_ns=time.monotonic_ns(), host=link.facts.name))
+        else:
+            link.on_reply(message)
+
+    def _welcome(self, link: HostConnection, message: dict[str, Any]) -> None:
+        version = read_version(message.get("version"))
+        if reason := refuse_host(str(message.get("name")), version):
+            self.refused.append(reason)
+            link.send_message({"refused": reason})
+            return
+        facts = decode(HostFacts, message)
+        for other in list(self._by_name.values()):
+            if other.facts is not None and other.facts.folder == facts.folder:  # it is back before it was missed
+                other.close()
+        names, number = {socket.gethostname(), *self._by_name}, 1
+        while (name := facts.name if number == 1 else f"{facts.name}-{number}") in names:
+            number += 1
+        link.facts = dataclasses.replace(facts, name=name)
+        self._by_name[name] = link
+        link.send_message({"name": name, "engine_file": self._read_engine_file()})
+
+    def _read_engine_file(self) -> dict[str, Any]:
+        try:
+            content = json.loads(self._engine_file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return {name: value for name, value in content.items() if name != "key"}
+
+    def fork(self, command: Fork, reply: Reply) -> None:
+        """Fork a rank on `command.host`; `reply` gets the fields of the answer.
+
+        Raises:
+            StartError: it is not connected.
+        """
+        link = self._by_name.get(command.host)
+        if link is None:
+            known = ", ".join(sorted(self._by_name)) or "none"
+            raise StartError(f"The host {command.host!r} is not connected; connected: {known}.")
+
+        def on_reply(fields: Mapping[str, Any]) -> None:
+            if "pid" in fields:
+                link.ranks[command.rank] = fields["pid"]
+            reply(fields)
+
+        link.command(dataclasses.replace(command, host=""), on_reply)
+
+    def signal(self, command: Signal, reply: Reply) -> bool:
+        """Send a signal to a rank; return whether it is on one of these hosts."""
+        link = next((one for one in self._by_name.values() if command.rank in one.ranks), None)
+        if link is not None:
+            link.command(command, reply)
+        return link is not None
+
+    def step(self, now: float) -> float | None:
+        """Ask each host for its state, and give up those that do not respond; return when to call this again."""
+        if now - self._checked_at > 2 * _ASK_INTERVAL_S:  # this agent itself was busy: what they sent is still unread
+            for link in self._by_name.values():
+                link.received_at = now
+        self._checked_at = now
+        due = None
+        for name, link in list(self._by_name.items()):
+            if self._stopped_at is None and link.is_lost(now):
+                self._lost[name] = f"its agent has not responded for {now - link.received_at:.1f} s"
+                link.close()
+                continue
+            due = min(link.ask(now), due or now + _ASK_INTERVAL_S)
+        return due
+
+    def _closed(self, connection: Connection) -> None:
+        self._peers.discard(connection)
+        if not isinstance(connection, HostConnection) or connection.facts is None:
+            return
+        name = connection.facts.name
+        self._by_name.pop(name, None)
+        reason = self._lost.pop(name, "its agent closed the connection")
+        connection.fail(f"The host {name!r} is no longer connected: {reason}.")
+        if self._stopped_at is not None:
+            return
+        for rank, pid in connection.ranks.items():
+            self._report(Exit(rank=rank, pid=pid, code=0, time_ns=time.monotonic_ns(), host=name, host_lost=reason))
+
+    def stop(self) -> None:
+        """Stop the agents and all their ranks."""
+        if self._stopped_at is None:
+            self._stopped_at = time.monotonic()
+            for link in self._by_name.values():
+                link.command(Stop(), lambda _: None)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` still waits for an agent to exit."""
+        waited = time.monotonic() - (self._stopped_at or 0.0)
+        return bool(self._by_name) and waited < _STOP_TIMEOUT_S

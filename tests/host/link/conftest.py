@@ -1,0 +1,107 @@
+"""A cluster's agent, and agents of other hosts that join it over TCP on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from axon_nb.host.link.tcp import link_key
+from axon_nb.records.environment import JOIN_KEY
+from axon_nb.records.protocol.agent import Fork, Forked, GetInfo, ServeHosts
+from axon_nb.records.protocol.cluster import HostFacts
+from axon_nb.records.protocol.wire import decode
+from tests.support.agents import ENTRY, ROOT, Served, fork_request, serve
+from tests.support.processes import until
+
+KEY = "the key of the cluster"
+IP = "127.0.0.2"
+FAR = "far-host"
+_MAIN = """
+import sys
+from axon_nb.errors import StartError
+from axon_nb.host.joining import join_cluster
+try:
+    join_cluster(sys.argv[1], name=sys.argv[2], entry=sys.argv[3])
+except StartError as error:
+    sys.exit(str(error))
+"""
+
+
+@dataclass
+class Joining:
+    """A cluster's agent that hosts can join, and the processes that did."""
+
+    first: Served
+    address: str
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, name: str = FAR, *, key: str = KEY, address: str = "") -> subprocess.Popen[str]:
+        """Start the agent of another host."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN, address or self.address, name, ENTRY],
+            env={**os.environ, "PYTHONPATH": str(ROOT), JOIN_KEY.name: key},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def hosts(self) -> dict[str, HostFacts]:
+        """The hosts that are connected."""
+        return dict(self.first.client.call(GetInfo()).hosts)
+
+    def join(self, name: str = FAR) -> tuple[subprocess.Popen[str], HostFacts]:
+        """Have another host join; its process, and what it said about itself."""
+        before = set(self.hosts())
+        process = self.start(name)
+        assert until(lambda: set(self.hosts()) - before), process.communicate(timeout=60)
+        (new,) = set(self.hosts()) - before
+        return process, self.hosts()[new]
+
+    def fork(self, facts: HostFacts, *argv: str, **changes: Any) -> tuple[int, int]:
+        """Fork a rank on another host: its number and pid."""
+        log = f"{facts.folder}/log/rank.err"  # where the agent looks for the last output
+        command = fork_request(self.first.run_dir, *argv, env={}, host=facts.name, log=log, **changes)
+        forked: Forked = self.first.client.call(decode(Fork, command))
+        return command["rank"], forked.pid
+
+    def end(self) -> None:
+        """Stop everything; nothing may be left."""
+        self.first.end()
+        for process in self.started:
+            process.wait(60)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+@pytest.fixture
+def joining() -> Iterator[Joining]:
+    """A cluster's agent that hosts can join."""
+    first = serve(entry="", controller=[], owner="the tests")
+    port = first.client.call(ServeHosts(IP, link_key(KEY.encode()).hex())).port
+    joining = Joining(first, f"{IP}:{port}")
+    yield joining
+    joining.end()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a killed one whose parent has not asked for its status does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pid: int, folder: str) -> bool:
+    """Whether a process and its folder are gone."""
+    return not is_alive(pid) and not Path(folder).exists()
