@@ -74,7 +74,7 @@ class Settings:
     debug: bool = _setting(True, Switch(), TakesEffect.NEXT_CELL)
     """Whether a rank keeps the frames of a failed cell for `%distributed debug` until its next cell."""
     start_timeout: float = _setting(120.0, seconds(1.0), TakesEffect.NEXT_START)
-    """How long `%distributed start` may take before it fails."""
+    """How long the ranks may take to start and join before `%distributed start` fails."""
 
     @classmethod
     def known(cls) -> dict[str, Setting]:

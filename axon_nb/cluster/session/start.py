@@ -102,7 +102,6 @@ def start(
     raise_if_too_few(layout.num_ranks)
     for note in layout.notes:
         print(note)
-    end = time.monotonic() + chosen_settings.start_timeout
     if launcher in ON_THIS_HOST and not several_hosts:
         connection = session.prewarm.take(chosen_settings.start_timeout)
     else:  # such a launcher may start ranks where they do not see this host's files
@@ -114,8 +113,8 @@ def start(
     try:
         if counts is not None:
             layout = await_hosts(connection, layout, counts, timeout_s=chosen_settings.start_timeout)
-            end = time.monotonic() + chosen_settings.start_timeout
-        launched = launch_engines(connection, layout, engines=launcher, timeout_s=end - time.monotonic())
+        end = time.monotonic() + chosen_settings.start_timeout
+        launched = launch_engines(connection, layout, engines=launcher, timeout_s=chosen_settings.start_timeout)
         rank_info = join_world(connection, layout, chosen_settings, timeout_s=max(1.0, end - time.monotonic()))
         layout = compatibility.with_possible_backend(layout, rank_info)
         timeout_s = compatibility.collective_timeout(chosen_settings, recoverable=False)

@@ -122,6 +122,7 @@ def test_start_without_interface_names_the_missing_setting(link: Network, tmp_pa
         )
         assert answer.kinds[0] == "StartError"
         assert "--interface NAME" in answer.message
+        assert "within -" not in answer.message
         assert until(lambda: not script.others())
 
 
