@@ -238,7 +238,7 @@ class CellManager:
         try:
             return self._finish(run, options)
         finally:
-            if options.get("restores", False) and not run.lost:
+            if options.get("restores", False) and not run.cell.lost:
                 end_trial(self.state, run.ranks)
 
     def _finish(self, run: CellRun, options: CellOptions) -> CellResult:
