@@ -29,10 +29,11 @@ VIEWS = f"{KERNEL}/views"
 TESTS: dict[str, tuple[str, ...]] = {
     ".ci/": (),
     "axon_nb/cli.py": ("tests/doctor",),
-    "axon_nb/cluster/": ("tests/api", "tests/cluster", "tests/doctor", "tests/front_ends", KERNEL),
+    "axon_nb/cluster/": ("tests/api", "tests/cluster", "tests/doctor", "tests/front_ends", "tests/remote", KERNEL),
     "axon_nb/comm/": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel"),
     "axon_nb/compat/": ("tests/compat", "tests/frameworks", f"{KERNEL}/cells/test_horovod.py"),
     "axon_nb/doctor/": ("tests/doctor",),
+    "axon_nb/engine/snapshot/": ("tests/cluster/test_undo.py",),
     "axon_nb/engine/": ("tests/engine", "tests/frameworks", KERNEL),
     "axon_nb/export/": ("tests/examples", f"{KERNEL}/cells/test_scripts.py"),
     "axon_nb/host/": (
@@ -48,6 +49,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "axon_nb/plan/": ("tests/plan", f"{KERNEL}/views/test_plan_names.py", f"{KERNEL}/views/test_what_if.py"),
     "axon_nb/records/": ("tests/cluster", "tests/engine", "tests/host", KERNEL),
+    "axon_nb/remote/": ("tests/remote",),
     "axon_nb/script/": ("tests/unit/export/", "tests/cluster/test_imported_programs.py"),
     "axon_nb/shell/": ("tests/cluster", "tests/engine", KERNEL),
     "axon_nb/torch_api/": ("tests/comm", "tests/engine", KERNEL),
