@@ -218,9 +218,9 @@ class Agent:
             read_gpus(self._selector, lambda report: peer.send_message({"id": number, **encode(report)}))
             return
         if kind is None:
-            reply = {"error": f"unknown command {name!r}"}
+            reply = messages.failure(f"unknown command {name!r}")
         elif kind is messages.Fork and not (self.options.entry or message.get("host")):
-            reply = {"error": "this agent does not fork ranks"}
+            reply = messages.failure("this agent does not fork ranks")
         else:
             try:
                 command = decode(kind, message)
@@ -230,11 +230,11 @@ class Agent:
                 outcome = self._commands[kind](peer, command)
                 reply = {} if outcome is None else encode(outcome)
             except StartError as error:
-                reply = {"refused": str(error)}
+                reply = messages.refusal(str(error))
             except ProtocolError as error:
-                reply = {"error": str(error)}
+                reply = messages.failure(str(error))
             except (KeyError, TypeError, ValueError, OSError) as error:
-                reply = {"error": f"{type(error).__name__}: {error}"}
+                reply = messages.failure(f"{type(error).__name__}: {error}")
         peer.send_message({"id": number, **reply})
 
     def _hello(self, peer: CommandConnection, command: messages.Hello) -> messages.AgentState:

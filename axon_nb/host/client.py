@@ -33,12 +33,13 @@ from axon_nb.records.protocol.agent import (
     Hello,
     Signal,
     Stop,
+    command_message,
     command_name,
     decode_event,
     decode_outcome,
+    rejection,
 )
 from axon_nb.records.protocol.errors import ProtocolError
-from axon_nb.records.protocol.wire import encode
 
 __all__ = ["AgentClient", "outcome", "spawn_agent"]
 
@@ -80,10 +81,8 @@ def outcome(kind: type[Command[R]], reply: Mapping[str, Any]) -> R:
     Raises:
         StartError: the agent rejects the command; the message says why.
     """
-    if "refused" in reply:
-        raise StartError(reply["refused"])
-    if "error" in reply:
-        raise StartError(f"The host agent could not {command_name(kind)}: {reply['error']}")
+    if reason := rejection(kind, reply):
+        raise StartError(reason)
     return decode_outcome(kind, reply)
 
 
@@ -127,7 +126,7 @@ class AgentClient:
             self.exits.pop(command.rank, None)
         number = next(self._ids)
         future: Future[dict[str, Any]] = Future()
-        line = json.dumps({"id": number, "cmd": command_name(type(command)), **encode(command)}).encode() + b"\n"
+        line = json.dumps(command_message(number, command)).encode() + b"\n"
         with self._lock:
             if self.closed.is_set():
                 raise ClusterLostError(f"Cluster {self.name!r} is gone. Run `%distributed start` to start a new one.")

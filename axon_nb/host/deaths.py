@@ -16,6 +16,10 @@ _RECENT_S = 2.0
 """Output older than this when a rank dies is unrelated to the death."""
 _STDERR, _CRASH = ".err", ".crash"
 """File suffixes: what C code wrote to file descriptor 2, and faulthandler's report of a crash."""
+_MOUNTS = Path("/proc/self/mountinfo")
+_GROUPS = Path("/proc/self/cgroup")
+_MACHINE = Path("/proc/vmstat")
+_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 @dataclass
@@ -71,12 +75,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-_MOUNTS = Path("/proc/self/mountinfo")
-_GROUPS = Path("/proc/self/cgroup")
-_MACHINE = Path("/proc/vmstat")
-_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 class OomCounter:

@@ -31,6 +31,7 @@ _OOM_SCORE = "300"
 EXIT_LIMIT_S = 5.0
 """How long the exit handlers of a rank may take, in seconds."""
 _DESCRIPTORS = (0, 1, 2)
+_BLOCKED_SIGNALS = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,6 @@ class ForkRequest:
             umask=command.umask,
             entry=entry,
         )
-
-
-_BLOCKED_SIGNALS = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 from axon_nb.host.children import Children
 from axon_nb.host.deaths import LastOutput
 from axon_nb.host.fork import ForkRequest, become_rank, exit_mark, signals_blocked
-from axon_nb.records.protocol.agent import Fork, Forked
+from axon_nb.records.protocol.agent import Fork, Forked, failure
 from axon_nb.records.protocol.wire import encode
 
 __all__ = ["ForkQueue"]
@@ -135,6 +135,6 @@ class ForkQueue:
                 if pid == 0:
                     become_rank(request, agent_pid, self._inherited())
         except OSError as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+            return failure(f"{type(error).__name__}: {error}")
         self._children.add_rank(request.rank, pid, exit_mark(request.log))
         return dict(encode(Forked(pid)))

@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from axon_nb.host.run_dir import RunDir
-from axon_nb.records.protocol.agent import Command, command_name
-from axon_nb.records.protocol.wire import encode
+from axon_nb.records.protocol.agent import Command, command_message
 
 __all__ = ["AgentQuery"]
 
@@ -53,9 +52,7 @@ class AgentQuery:
         """
         deadline = time.monotonic() + self._timeout_s
         self._sock.settimeout(self._timeout_s)
-        self._sock.sendall(
-            json.dumps({"id": 1, "cmd": command_name(type(command)), **encode(command)}).encode() + b"\n"
-        )
+        self._sock.sendall(json.dumps(command_message(1, command)).encode() + b"\n")
         while b"\n" not in self._pending:
             if not self._read(deadline):
                 raise ConnectionError("the host agent closed the connection")

@@ -44,6 +44,15 @@ __all__ = [
 _MAP_FIXED = 0x10
 """From Linux's <sys/mman.h>, the same on every architecture that torch supports; Python does not define it."""
 _FAILED = ctypes.c_void_p(-1).value
+BlockAddress = tuple[tuple[str, int], tuple[str, int]]
+"""Paths at which a process of the same user opens the block's files, with their inodes: descriptors get reused."""
+
+_ALIGN = 64
+_MIN_MAPPED_BYTES = 1 << 20
+"""Smaller blocks are read, which is faster than mapping them."""
+_NAMES, _FLAGS, _MODES = ("axon_nb",) * 2, (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,) * 2, ("r+",) * 2
+"""Arguments for the two files."""
+_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 def map_files(files: Sequence[tuple[int, int]]) -> mmap.mmap:
@@ -73,17 +82,6 @@ def map_files(files: Sequence[tuple[int, int]]) -> mmap.mmap:
             raise OSError(number, "cannot map the shared block")
         start += size
     return mapped
-
-
-BlockAddress = tuple[tuple[str, int], tuple[str, int]]
-"""Paths at which a process of the same user opens the block's files, with their inodes: descriptors get reused."""
-
-_ALIGN = 64
-_MIN_MAPPED_BYTES = 1 << 20
-"""Smaller blocks are read, which is faster than mapping them."""
-_NAMES, _FLAGS, _MODES = ("axon_nb",) * 2, (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,) * 2, ("r+",) * 2
-"""Arguments for the two files."""
-_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 class SharedBlockUnavailableError(Exception):

@@ -13,6 +13,11 @@ from typing import Protocol
 
 __all__ = ["MAX_MESSAGE", "Decoder", "Reply", "StoreServer", "encode", "receive"]
 
+_HEAD = struct.Struct("<II")
+_ITEM = struct.Struct("<I")
+MAX_MESSAGE = 1 << 30
+"""Largest message in bytes. A longer one is rejected: the peer does not speak our protocol."""
+
 
 class Reply(Protocol):
     """Sends one reply to the requesting client."""
@@ -109,12 +114,6 @@ class StoreServer:
                 waiting.append(waiter)
         self._waiters = waiting
         return min((waiter.deadline for waiter in waiting), default=None)
-
-
-_HEAD = struct.Struct("<II")
-_ITEM = struct.Struct("<I")
-MAX_MESSAGE = 1 << 30
-"""Largest message in bytes. A longer one is rejected: the peer does not speak our protocol."""
 
 
 def encode(parts: list[bytes]) -> bytes:

@@ -17,6 +17,7 @@ __all__ = [
     "TICK_S",
     "Activity",
     "ClusterInfo",
+    "GpuReport",
     "GpuUse",
     "RankInfo",
     "RankState",
@@ -135,6 +136,15 @@ class ClusterInfo:
     """The device mesh created on the ranks, if any."""
     gpus: tuple[GpuUse, ...] = ()
     """The GPUs of the notebook's host, as the driver reports them; empty if no rank uses one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReport:
+    """The GPUs of the agent's host."""
+
+    gpus: tuple[GpuUse, ...]
+    problem: str = ""
+    """Why there are none, or fewer than the machine has; empty if nothing is wrong."""
 
 
 def seconds_to_tick(every_s: float = TICK_S, *, now: float | None = None, late_s: float = 0.0) -> float:

@@ -11,8 +11,8 @@ from axon_nb.cluster.inspection.card import cluster_card
 from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.host.resources import gpus
 from axon_nb.host.resources.gpus import list_gpus, unlisted_gpus
-from axon_nb.records.protocol.agent import GetInfo, GpuReport, ReadGpus
-from axon_nb.records.telemetry import ClusterInfo
+from axon_nb.records.protocol.agent import GetInfo, ReadGpus
+from axon_nb.records.telemetry import ClusterInfo, GpuReport
 from tests.support.agents import serve
 from tests.support.nvml import build_library, needs_nvml
 

@@ -24,6 +24,11 @@ from axon_nb.records.protocol.joining import ENGINE_ENTRY
 
 __all__ = ["Connection", "default_name", "in_kernel", "kernel_id", "open_existing", "open_new"]
 
+_CONTROLLER_TIMEOUT_S = 120.0
+"""A controller that exits is noticed at once; one that runs may be slow on a busy machine."""
+_PORT_TAKEN = "Address already in use"
+"""ipyparallel finds free ports and opens them a moment later: another process may take one in between."""
+
 
 def _kernel_file() -> str:
     app = sys.modules.get("ipykernel.kernelapp")
@@ -48,11 +53,6 @@ def default_name() -> str:
     stem = Path(session).stem if session.endswith(".ipynb") else ""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", stem)[:32].strip("._-") or "default"
 
-
-_CONTROLLER_TIMEOUT_S = 120.0
-"""A controller that exits is noticed at once; one that runs may be slow on a busy machine."""
-_PORT_TAKEN = "Address already in use"
-"""ipyparallel finds free ports and opens them a moment later: another process may take one in between."""
 
 # ipyparallel and tornado log what happens at a stop; keep that out of the notebook.
 logging.getLogger("axon_nb.ipyparallel").addHandler(logging.NullHandler())

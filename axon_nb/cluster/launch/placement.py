@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 BACKENDS = ("auto", "shm", "gloo", "nccl")
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +204,6 @@ def _choose_gpus(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
             raise UsageError(f"--devices {devices}: GPU {item} is listed twice.")
         chosen += found
     return chosen
-
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,13 @@ from axon_nb.records.protocol.agent import (
     Signal,
     Stop,
     StorePort,
-    command_name,
+    command_message,
     decode_event,
     decode_outcome,
+    refusal,
+    rejection,
 )
-from axon_nb.records.protocol.cluster import HostFacts
+from axon_nb.records.protocol.cluster import HostFacts, Welcome
 from axon_nb.records.protocol.version import read_version, refuse_host
 from axon_nb.records.protocol.wire import decode, encode
 
@@ -80,7 +82,7 @@ class HostConnection(AcceptedConnection):
         """Send a command; `reply` gets the fields of the answer."""
         number = next(self._numbers)
         self._replies[number] = reply
-        self.send_message({"id": number, "cmd": command_name(type(command)), **encode(command)})
+        self.send_message(command_message(number, command))
 
     def on_reply(self, message: dict[str, Any]) -> None:
         """Pass on the answer to a command."""
@@ -91,7 +93,7 @@ class HostConnection(AcceptedConnection):
         """Answer the commands that will get no answer."""
         replies, self._replies = self._replies, {}
         for reply in replies.values():
-            reply({"refused": reason})
+            reply(refusal(reason))
 
     def ask(self, now: float) -> float:
         """Ask for the state, unless a reply is due; return when to ask next."""
@@ -103,7 +105,7 @@ class HostConnection(AcceptedConnection):
 
     def _on_state(self, fields: Mapping[str, Any]) -> None:
         self._owes_reply = False
-        if "refused" not in fields:  # the connection is closed: `fail`
+        if not rejection(GetInfo, fields):  # the connection is closed: `fail`
             self.state = decode_outcome(GetInfo, fields)
 
     def is_lost(self, now: float) -> bool:
@@ -184,7 +186,7 @@ class Hosts:
         version = read_version(message.get("version"))
         if reason := refuse_host(str(message.get("name")), version):
             self.refused.append(reason)
-            link.send_message({"refused": reason})
+            link.send_message(refusal(reason))
             return
         facts = decode(HostFacts, message)
         for other in list(self._by_name.values()):
@@ -195,7 +197,7 @@ class Hosts:
             number += 1
         link.facts = dataclasses.replace(facts, name=name)
         self._by_name[name] = link
-        link.send_message({"name": name, "engine_file": self._read_engine_file()})
+        link.send_message(encode(Welcome(name, self._read_engine_file())))
 
     def _read_engine_file(self) -> dict[str, Any]:
         try:

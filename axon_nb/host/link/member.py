@@ -24,10 +24,10 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import encode as encode_parts
 from axon_nb.host.store import receive
 from axon_nb.records.environment import HOST_NAME
-from axon_nb.records.protocol.agent import Fork
-from axon_nb.records.protocol.cluster import HostFacts
+from axon_nb.records.protocol.agent import Fork, Hello, rejection
+from axon_nb.records.protocol.cluster import HostFacts, Welcome
 from axon_nb.records.protocol.version import own_version
-from axon_nb.records.protocol.wire import encode
+from axon_nb.records.protocol.wire import decode, encode
 
 __all__ = ["Member", "MemberConnection"]
 
@@ -39,14 +39,12 @@ _SILENCE_S = 30.0
 _BUSY_SILENCE_S = 180.0
 """Without ranks: it does not respond while it imports torch, a second, or a minute on a busy machine."""
 _GIVE_UP_S = 300.0
+Link = tuple[socket.socket, MessageSigner]
+"""A connection that has been authenticated."""
 
 
 class UnreachableError(StartError):
     """The notebook's host cannot be reached now."""
-
-
-Link = tuple[socket.socket, MessageSigner]
-"""A connection that has been authenticated."""
 
 
 class MemberConnection(SignedConnection):
@@ -102,7 +100,7 @@ class Member:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.settimeout(_HANDSHAKE_TIMEOUT_S)
             signer = authenticate(sock, link_key(self._cluster_key))
-            welcome = self._introduce(sock, signer)
+            reply = self._introduce(sock, signer)
         except TimeoutError:
             sock.close()
             raise UnreachableError(
@@ -115,11 +113,12 @@ class Member:
                 f"{self.address} rejected this host ({error}). Use the command, with its key, that "
                 "`%distributed start --hosts join` printed for this cluster."
             ) from None
-        if "refused" in welcome:
+        if reason := rejection(Hello, reply):
             sock.close()
-            raise StartError(welcome["refused"])
-        self.name = welcome["name"]
-        self._write_engine_file(welcome["engine_file"])
+            raise StartError(reason)
+        welcome = decode(Welcome, reply)
+        self.name = welcome.name
+        self._write_engine_file(welcome.engine_file)
         self._joined = sock, signer
 
     def _introduce(self, sock: socket.socket, signer: MessageSigner) -> dict[str, Any]:

@@ -37,6 +37,10 @@ __all__ = [
 
 NONCE_SIZE = 32
 PROOF_SIZE = 32
+_HANDSHAKE_TIMEOUT_S = 10.0
+_MAX_UNAUTHENTICATED = 64
+
+Send = Callable[[list[bytes]], None]
 
 
 def store_key(cluster_key: bytes) -> bytes:
@@ -125,12 +129,6 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
             raise ConnectionError("the other end closed the connection: the cluster's key does not match")
         data += chunk
     return data
-
-
-_HANDSHAKE_TIMEOUT_S = 10.0
-_MAX_UNAUTHENTICATED = 64
-
-Send = Callable[[list[bytes]], None]
 
 
 class SignedConnection(Connection):

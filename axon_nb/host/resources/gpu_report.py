@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from axon_nb.host.resources.gpus import NVML
-from axon_nb.records.protocol.agent import GpuReport
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode
+from axon_nb.records.telemetry import GpuReport
 
 __all__ = ["read_gpus"]
 

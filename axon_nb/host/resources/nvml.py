@@ -15,9 +15,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from axon_nb.records.protocol.agent import GpuReport
 from axon_nb.records.protocol.wire import encode
-from axon_nb.records.telemetry import GpuUse
+from axon_nb.records.telemetry import GpuReport, GpuUse
 
 __all__ = ["main"]
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from axon_nb.records.protocol.cluster import ClusterFacts, HostFacts
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
-from axon_nb.records.telemetry import GpuUse
+from axon_nb.records.telemetry import GpuReport
 
 __all__ = [
     "AgentEvent",
@@ -27,7 +27,6 @@ __all__ = [
     "Fork",
     "Forked",
     "GetInfo",
-    "GpuReport",
     "Hello",
     "ProcessExit",
     "ReadGpus",
@@ -39,13 +38,18 @@ __all__ = [
     "Stop",
     "StorePort",
     "command_kind",
+    "command_message",
     "command_name",
     "decode_event",
     "decode_outcome",
     "encode_event",
+    "failure",
+    "refusal",
+    "rejection",
 ]
 
 R_co = TypeVar("R_co", covariant=True)
+_REFUSED, _FAILED = "refused", "error"
 
 
 class Command(Generic[R_co]):
@@ -220,15 +224,6 @@ class ServeHosts(Command[StorePort]):
 
 
 @dataclass(frozen=True, slots=True)
-class GpuReport:
-    """The GPUs of the agent's host."""
-
-    gpus: tuple[GpuUse, ...]
-    problem: str = ""
-    """Why there are none, or fewer than the machine has; empty if nothing is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReadGpus(Command[GpuReport]):
     """Ask the driver about its GPUs, not a rank: a rank may hang in CUDA."""
 
@@ -251,6 +246,28 @@ _COMMANDS: dict[str, type[Command[Any]]] = {
 def command_kind(name: object) -> type[Command[Any]] | None:
     """The command of that name; None if there is none."""
     return _COMMANDS.get(name) if isinstance(name, str) else None
+
+
+def command_message(number: int, command: Command[Any]) -> dict[str, Any]:
+    """The message that sends a command; the reply has the same number."""
+    return {"id": number, "cmd": command_name(type(command)), **encode(command)}
+
+
+def refusal(reason: str) -> dict[str, Any]:
+    """The fields of a reply that refuses a command; the reason is a sentence for the user."""
+    return {_REFUSED: reason}
+
+
+def failure(problem: str) -> dict[str, Any]:
+    """The fields of a reply to a command that could not be performed."""
+    return {_FAILED: problem}
+
+
+def rejection(kind: type[Command[Any]], reply: Mapping[str, Any]) -> str:
+    """Why a command of `kind` was not performed, as a sentence; empty if it was."""
+    if _FAILED in reply:
+        return f"The host agent could not {command_name(kind)}: {reply[_FAILED]}"
+    return str(reply.get(_REFUSED, ""))
 
 
 def decode_outcome(kind: type[Command[R_co]], fields: Mapping[str, Any]) -> R_co:

@@ -9,7 +9,7 @@ from axon_nb.records.compatibility import Verdict
 from axon_nb.records.protocol.version import Version
 from axon_nb.records.protocol.wire import Packed
 
-__all__ = ["ClusterFacts", "EngineInfo", "HostFacts"]
+__all__ = ["ClusterFacts", "EngineInfo", "HostFacts", "Welcome"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +72,13 @@ class ClusterFacts:
     """The `--hosts` option that it was started with; empty: all ranks are on the notebook's host."""
     owner: str = ""
     """The notebook that connected last; the agent fills it in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The notebook's agent accepts the agent of another host."""
+
+    name: str
+    """The name of the host in this cluster."""
+    engine_file: Packed
+    """The controller's connection file for engines, without its key."""
