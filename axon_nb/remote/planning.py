@@ -63,7 +63,7 @@ def plan_layouts(
     elif "/" not in model:
         raise UsageError(f"{model!r} must be one of {', '.join(SIZES)}, or a model of Hugging Face such as org/name.")
     limit = CARDS[card].gib if memory_gib is None else memory_gib
-    found = plan.search(
+    table = plan.search(
         source,
         ranks,
         limit,
@@ -86,13 +86,13 @@ def plan_layouts(
             "fits": one.fits,
             "reason": one.reason,
         }
-        for one in found.candidates[: max(1, top)]
+        for one in table.candidates[: max(1, top)]
     ]
     return {
-        "title": found.title,
-        "fits": found.best is not None,
-        "global_batch": found.global_batch,
+        "title": table.title,
+        "fits": table.best is not None,
+        "global_batch": table.global_batch,
         "layouts": layouts,
-        "notes": list(found.notes),
-        "text": str(found),
+        "notes": list(table.notes),
+        "text": str(table),
     }

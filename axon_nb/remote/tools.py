@@ -88,8 +88,8 @@ class Tools:
     def clusters(self) -> dict[str, Any]:
         """List the clusters of this user on this host: name, state, number of ranks."""
         keys = ("name", "state", "num_ranks", "backend", "keep_alive_left_s")
-        found = [one.to_json() for one in find_clusters()]
-        return {"clusters": [{key: one[key] for key in keys} for one in found]}
+        clusters = [one.to_json() for one in find_clusters()]
+        return {"clusters": [{key: one[key] for key in keys} for one in clusters]}
 
     def status(self, cluster: str | None = None) -> dict[str, Any]:
         """Show what each rank is doing, its memory, which ranks are busy, and the result of the last cell."""

@@ -72,15 +72,15 @@ def why_closed(function: Block, call: Call, before: Sequence[Block], after: Sequ
     """
     node = function.node
     assert isinstance(node, ast.FunctionDef)
-    own = list(_own_nodes(node))
-    returns = [inner for inner in own if isinstance(inner, ast.Return)]
+    nodes = list(_own_nodes(node))
+    returns = [inner for inner in nodes if isinstance(inner, ast.Return)]
     arguments = node.args
     everywhere = [inner for block in (*before, function, *after) for inner in ast.walk(block.node)]
     if any(isinstance(inner, ast.Name) and inner.id == node.name for inner in everywhere):
         return "it is used in more than one place"
     if any(ast.unparse(decorator) not in _DROPPED_DECORATORS for decorator in node.decorator_list):
         return f"@{ast.unparse(node.decorator_list[0])} changes it"
-    if any(isinstance(inner, (ast.Yield, ast.YieldFrom, ast.Await)) for inner in own):
+    if any(isinstance(inner, (ast.Yield, ast.YieldFrom, ast.Await)) for inner in nodes):
         return "it is a generator"
     if [inner for inner in returns if inner is not node.body[-1]]:
         return "it returns before its end"
@@ -181,10 +181,10 @@ def _same_imports(function: ast.FunctionDef, before: Sequence[Block]) -> set[str
 
 def _reads(before: Sequence[Block], after: Sequence[Block]) -> set[str]:
     """Names whose values in the script somebody reads after the call: functions, or later statements."""
-    found = set[str]()
+    free = set[str]()
     for block in (*before, *after):
         for node in ast.walk(block.node):
             if isinstance(node, _OWN_SCOPE):
-                found |= free_names(node)
+                free |= free_names(node)
     total = effects([block.node for block in after])
-    return found | total.uses | (total.changes - total.replaces)
+    return free | total.uses | (total.changes - total.replaces)

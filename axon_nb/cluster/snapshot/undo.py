@@ -82,17 +82,17 @@ def _last_cells(answers: Mapping[int, Undoable], count: int) -> list[UndoableCel
 
 def _check(rank: int, cell: UndoableCell, answer: Undoable) -> UndoableCell:
     """Return the rank's own record of a cell; raises UsageError if it has no snapshot of the time before."""
-    own = next((one for one in answer.cells if one.run == cell.run), None)
+    record = next((one for one in answer.cells if one.run == cell.run), None)
     why = ""
-    if own is None and answer.since > cell.started:
+    if record is None and answer.since > cell.started:
         why = "was replaced or restarted since, and its earlier states are gone"
-    elif own is None:
+    elif record is None:
         why = "has no room for that state any more; `config undo_memory` sets how much memory it may use"
-    elif own.missing:
-        why = own.missing
-    if own is None or why:
+    elif record.missing:
+        why = record.missing
+    if record is None or why:
         raise UsageError(f"In [{cell.cell}] cannot be undone: rank {rank} {why}. Nothing has changed.")
-    return own
+    return record
 
 
 def describe_obstacles(named: Mapping[str, str]) -> str:

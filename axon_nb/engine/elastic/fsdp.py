@@ -20,12 +20,12 @@ __all__ = ["mesh_of", "options_of", "parameters", "reshard_parameter", "states_o
 
 def states_of(model: nn.Module) -> list[Any]:
     """Return the FSDP2 states in a model, inner ones first: the order in which `fully_shard` creates them."""
-    found: dict[int, Any] = {}
+    states: dict[int, Any] = {}
     for module in model.modules():
         if callable(get := getattr(module, "_get_fsdp_state", None)):
             state = get()
-            found[id(state)] = state
-    return list(reversed(found.values()))
+            states[id(state)] = state
+    return list(reversed(states.values()))
 
 
 def parameters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:

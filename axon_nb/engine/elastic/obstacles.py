@@ -32,21 +32,21 @@ def find(new_size: int) -> dict[str, str]:
 
     FSDP2 models that a forward has left unsharded are sharded again.
     """
-    found = {}
+    reasons = {}
     for name, value in user_variables(current().kernel.shell).items():
         reason = ""
         with contextlib.suppress(Exception):  # an odd object of the user must not prevent a resize
             reason = _reason(value)
         if reason:
-            found[name] = f"{reason}. {_FIX.format(name=name)}"
-    if not found:
-        found = dict(_unnamed())
-    if not found:
+            reasons[name] = f"{reason}. {_FIX.format(name=name)}"
+    if not reasons:
+        reasons = dict(_unnamed())
+    if not reasons:
         for model in fsdp_models().values():
             for state in fsdp.states_of(model):
                 for module in state._modules:
                     module.reshard()
-    return found
+    return reasons
 
 
 def _reason(value: Any) -> str:

@@ -46,13 +46,13 @@ def _variables(kind: Any) -> Iterator[tuple[str, Any]]:
 
 def fsdp_models() -> dict[str, Any]:
     """Return the variables that are, or contain, FSDP2 modules; a module inside another one is left out."""
-    found = {
+    models = {
         name: value
         for name, value in _variables(torch.nn.Module)
         if any(is_sharded(module) for module in value.modules())
     }
-    inner = {id(module) for value in found.values() for module in value.modules() if module is not value}
-    return {name: value for name, value in found.items() if id(value) not in inner}
+    inner = {id(module) for value in models.values() for module in value.modules() if module is not value}
+    return {name: value for name, value in models.items() if id(value) not in inner}
 
 
 def sharded_optimizers() -> dict[str, Any]:
@@ -76,21 +76,21 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 def own_pieces() -> dict[Key, tuple[Piece, Any]]:
     """Return what this rank holds of each sharded tensor, or the value itself."""
-    found: dict[Key, tuple[Piece, Any]] = {}
+    pieces: dict[Key, tuple[Piece, Any]] = {}
     for name, model in fsdp_models().items():
         for parameter, _, record in fsdp.parameters(model):
-            found[name, parameter, "parameter"] = _piece(record.sharded_param)
+            pieces[name, parameter, "parameter"] = _piece(record.sharded_param)
             if record.sharded_param.grad is not None:
-                found[name, parameter, "gradient"] = _piece(record.sharded_param.grad)
+                pieces[name, parameter, "gradient"] = _piece(record.sharded_param.grad)
     for name, optimizer in sharded_optimizers().items():
         for index, parameter in enumerate(parameters_of(optimizer)):
             for key, value in optimizer.state.get(parameter, {}).items():
-                found[name, str(index), key] = _piece(value)
+                pieces[name, str(index), key] = _piece(value)
     rank = current().config.rank
     for name, optimizer in zero_optimizers().items():
         for (index, key), value in zero.states(optimizer).items():
-            found[name, str(index), key] = _piece(value, owner=rank)
-    return found
+            pieces[name, str(index), key] = _piece(value, owner=rank)
+    return pieces
 
 
 def _piece(value: Any, *, owner: int = -1) -> tuple[Piece, Any]:

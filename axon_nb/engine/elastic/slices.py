@@ -62,11 +62,11 @@ def reshard(
                 buffer = torch.empty_like(place, memory_format=torch.contiguous_format)
                 works.append(dist.irecv(buffer, peer))
                 received.append((place, buffer))
-    own = part(old_size, rank)
+    bounds = part(old_size, rank)
     for peer in range(new_size):
-        first, last = _overlap(own, part(new_size, peer))
+        first, last = _overlap(bounds, part(new_size, peer))
         if first < last and peer != rank and local is not None:
-            piece = local.narrow(dim, first - own[0], last - first).contiguous()
+            piece = local.narrow(dim, first - bounds[0], last - first).contiguous()
             if piece.numel():
                 works.append(dist.isend(piece, peer))
     for work in works:

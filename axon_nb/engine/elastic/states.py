@@ -44,8 +44,8 @@ def stage(old_size: int, new_size: int) -> int:
         RuntimeError: the ranks do not hold the same models.
     """
     rank = current().config.rank
-    own = own_pieces() if rank < old_size else {}
-    pieces = _all_pieces({key: piece for key, (piece, _) in own.items()}, old_size)
+    local_pieces = own_pieces() if rank < old_size else {}
+    pieces = _all_pieces({key: piece for key, (piece, _) in local_pieces.items()}, old_size)
     owners = {name: zero.owners(optimizer, new_size) for name, optimizer in zero_optimizers().items()}
     staged: dict[Key, Any] = {}
     for key, piece in pieces.items():
@@ -53,7 +53,7 @@ def stage(old_size: int, new_size: int) -> int:
         if piece.value is not None:
             staged[key] = piece.value
             continue
-        local = own[key][1] if key in own else None
+        local = local_pieces[key][1] if key in local_pieces else None
         device = current().device if piece.device == "cuda" else torch.device(piece.device)
         if piece.dim >= 0:
             staged[key] = reshard(
@@ -94,8 +94,8 @@ def commit(old_size: int) -> Committed:
     _commit_fsdp(models, staged)
     for name, optimizer in zeros.items():
         held = {(int(index), key): value for (variable, index, key), value in staged.items() if variable == name}
-        own = zero.owners(optimizer, config.world_size)
-        held = {key: value for key, value in held.items() if own[key[0]] == config.rank}
+        owners = zero.owners(optimizer, config.world_size)
+        held = {key: value for key, value in held.items() if owners[key[0]] == config.rank}
         zero.adopt(optimizer, held, rank=config.rank, size=config.world_size)
     session.staged, session.staged_size, session.resized_from = {}, 0, 0
     samplers = resize_samplers(old_size, rank=config.rank, size=config.world_size)

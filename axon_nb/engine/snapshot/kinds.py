@@ -70,14 +70,14 @@ def kinds_of(kind: type) -> tuple[Kind, ...]:
     generators = [state for (module, name), state in _LOADED.items() if issubclass(kind, _loaded(module, name))]
     if generators or _is_foreign(kind):
         return tuple(generators[:1])
-    found = [items for base, items in ITEMS.items() if issubclass(kind, base)][:1]
+    states = [items for base, items in ITEMS.items() if issubclass(kind, base)][:1]
     if _has_attributes(kind):
-        found.append(_ATTRIBUTES)
+        states.append(_ATTRIBUTES)
     if slots := _slots(kind):
-        found.append(_slots_kind(slots))
-    if not found and callable(getattr(kind, "__setstate__", None)) and kind.__module__.startswith(_PICKLED_IN_PLACE):
-        found.append(_PICKLED)
-    return tuple(found)
+        states.append(_slots_kind(slots))
+    if not states and callable(getattr(kind, "__setstate__", None)) and kind.__module__.startswith(_PICKLED_IN_PLACE):
+        states.append(_PICKLED)
+    return tuple(states)
 
 
 def _is_foreign(kind: type) -> bool:
@@ -121,19 +121,19 @@ def _set_attributes(value: Any, saved: tuple[type, dict[str, Any]]) -> None:
     set_dict(now, attributes | rebuilt if rebuilt else attributes)
 
 
-def _attributevalues(value: Any, saved: tuple[type, dict[str, Any]]) -> Iterable[Any]:
+def _attribute_values(value: Any, saved: tuple[type, dict[str, Any]]) -> Iterable[Any]:
     return saved[1].values()
 
 
 def _slots_kind(members: tuple[Any, ...]) -> Kind:
     def save(value: Any) -> list[Any]:
-        found = []
+        attributes = []
         for member in members:
             try:
-                found.append(member.__get__(value))
+                attributes.append(member.__get__(value))
             except AttributeError:
-                found.append(_MISSING)
-        return found
+                attributes.append(_MISSING)
+        return attributes
 
     def restore(value: Any, saved: list[Any]) -> None:
         for member, now, before in zip(members, save(value), saved, strict=True):
@@ -215,7 +215,7 @@ def _set_numbers(value: Any, saved: Any) -> None:
 
 
 _CLASS = Kind(_save_class, _set_class, values)
-_ATTRIBUTES = Kind(_save_attributes, _set_attributes, _attributevalues)
+_ATTRIBUTES = Kind(_save_attributes, _set_attributes, _attribute_values)
 _PICKLED = Kind(_save_pickled, _set_pickled, _pickled_children)
 _WITHOUT_ATTRIBUTES: dict[type, Kind] = {
     types.FunctionType: Kind(_save_function, _set_function, _function_children),
