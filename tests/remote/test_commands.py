@@ -39,7 +39,8 @@ def test_hang_is_seen_from_outside_while_the_cell_runs(owner: Owner) -> None:
         groups = owner.json("stacks", "--ranks", "0-1")["groups"]
         assert any(frame["code"] == "while not done_waiting():" for group in groups for frame in group["frames"])
         names = owner.json("vars")
-        assert (names["compared"], [row["name"] for row in names["variables"]]) == (False, ["done_waiting"])
+        assert not names["compared"]
+        assert "done_waiting" in [row["name"] for row in names["variables"]]
         owner.share(True)
         assert owner.error("run", "print(1)")[:2] == (5, "busy")
     finally:
