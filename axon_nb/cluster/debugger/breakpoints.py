@@ -81,7 +81,7 @@ class BreakpointPrompt:
 
     def _announce(self, paused: list[int]) -> None:
         places = {self._paused[rank].place for rank in paused}
-        text = f"{name_ranks(paused)} paused{f' at {places.pop()}' if len(places) == 1 else ''}."
+        text = f"{name_ranks(paused).capitalize()} paused{f' at {places.pop()}' if len(places) == 1 else ''}."
         if text != self._announced:
             print(text if self._announced else f"{text} {_HELP}")
         self._announced = text

@@ -57,11 +57,11 @@ def test_all_ranks_pause_and_move_together(kernel: Kernel) -> None:
     reply = _drive(kernel, STEP, commands)
     assert reply.ok, reply.traceback
     lines = reply.lines()
-    assert "ranks 0-3 paused at line 4. " in reply.stdout
+    assert "Ranks 0-3 paused at line 4. " in reply.stdout
     for line in ("[rank 0] 1.0", "[rank 2] 3.0", "[rank 3] 33", "[rank 2] 10.0", "[ranks 0-3] total 10.0"):
         assert line in lines
     assert "rank 9: choose one of the paused ranks, 0, 1, 2, 3." in lines
-    assert "ranks 0-3 paused at line 6." in lines
+    assert "Ranks 0-3 paused at line 6." in lines
     assert not any("skipped" in line for line in lines)
 
 
@@ -75,9 +75,9 @@ def test_ranks_that_wait_for_a_paused_one_go_on_with_it(kernel: Kernel, tmp_path
     )
     reply = _drive(kernel, code, ["p hidden", "hidden = hidden + 1", "s", "s", "s", "n", "c"])
     assert reply.ok, reply.traceback
-    assert "rank 1 paused at paused_model.py line 3. " in reply.stdout
+    assert "Rank 1 paused at paused_model.py line 3. " in reply.stdout
     assert "tensor([3.])" in reply.stdout
-    assert {"rank 1 paused at line 8.", "rank 1 paused at line 9.", "[rank 1] 7.0"} <= set(reply.lines())
+    assert {"Rank 1 paused at line 8.", "Rank 1 paused at line 9.", "[rank 1] 7.0"} <= set(reply.lines())
 
 
 def test_quit_and_interrupt_end_the_cell_on_all_ranks(kernel: Kernel) -> None:
@@ -121,8 +121,8 @@ def test_debug_pauses_before_the_first_line(kernel: Kernel) -> None:
     code = "%%distributed --debug --ranks 1-2\nx = rank * 5\ny = x + 1\nprint('y', y)"
     reply = _drive(kernel, code, ["n", "p x", "x = 70", "c"])
     assert reply.ok, reply.traceback
-    assert "ranks 1-2 paused at line 2. " in reply.stdout
-    assert {"ranks 1-2 paused at line 3.", "[rank 1] 5", "[rank 1] y 71", "[rank 2] y 11"} <= set(reply.lines())
+    assert "Ranks 1-2 paused at line 2. " in reply.stdout
+    assert {"Ranks 1-2 paused at line 3.", "[rank 1] 5", "[rank 1] y 71", "[rank 2] y 11"} <= set(reply.lines())
 
 
 def test_break_pauses_before_the_call(kernel: Kernel) -> None:
@@ -138,4 +138,4 @@ def test_break_pauses_in_the_backward_of_a_ddp_model(kernel: Kernel) -> None:
     kernel.ok(f"%%distributed\nmodel = {DDP}(torch.nn.Linear(2, 1))\nmodel(torch.ones(1, 2)).sum().backward()")
     reply = _drive(kernel, "%%distributed --break all_reduce\nmodel(torch.ones(1, 2)).sum().backward()", ["c"])
     assert reply.ok, reply.traceback
-    assert "ranks 0-3 paused at line 2. " in reply.stdout
+    assert "Ranks 0-3 paused at line 2. " in reply.stdout
