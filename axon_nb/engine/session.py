@@ -106,6 +106,8 @@ class RankSession:
     """The number of ranks for which they were staged; 0: nothing is."""
     resized_from: int = 0
     """During a resize, the number of ranks before; 0: there is none."""
+    is_paused: bool = False
+    """Whether the cell has stopped at a breakpoint."""
     pending_value: bytes | bytearray = b""
     """A packed value that a notebook on another host will fetch."""
 

@@ -42,6 +42,8 @@ class Activity(enum.StrEnum):
     """Inside a collective or point-to-point call."""
     WAITING = "waiting"
     """In the same communication call for more than a quarter of a second."""
+    PAUSED = "paused"
+    """At a breakpoint: the debugger waits for the user's next command."""
     DONE = "done"
     """The rank has finished the cell; other ranks are still running it."""
     FAILED = "failed"

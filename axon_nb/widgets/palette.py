@@ -67,6 +67,7 @@ ACTIVITIES = (
     ActivityPaint(Activity.COLLECTIVE, "in a collective", "kind-collective", KINDS["collective"], "solid"),
     ActivityPaint(Activity.WAITING, "waiting", "kind-wait", KINDS["wait"], "wait"),
     ActivityPaint(Activity.DONE, "done", "kind-other", KINDS["other"], "hollow"),
+    ActivityPaint(Activity.PAUSED, "paused", "kind-wait", KINDS["wait"], "hollow"),
     ActivityPaint(Activity.FAILED, "failed", "error", STATES["error"][0], "solid"),
     ActivityPaint(Activity.DEAD, "dead", "error", STATES["error"][0], "cross"),
 )

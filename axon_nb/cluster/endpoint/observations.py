@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.endpoint.folding import folded
 from axon_nb.cluster.inspection.card import cluster_card
+from axon_nb.cluster.inspection.status import paused_ranks, request_states
 from axon_nb.cluster.inspection.variables import PREDEFINED, difference_frame, variables_frame
 from axon_nb.cluster.rpc.requests import Replies, request_all, request_each
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.cells import CellReport, CellsRequest
 from axon_nb.records.protocol.completion import NamesRequest
 from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
-from axon_nb.records.ranks import format_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.waits.calls import missing_ranks
 from axon_nb.records.waits.deadlocks import explain_deadlock
 from axon_nb.records.waits.silent_ranks import describe_silent_ranks
@@ -85,8 +86,8 @@ def stacks(cluster: Cluster, ranks: str | None = None) -> dict[str, Any]:
 def explain(cluster: Cluster) -> dict[str, Any]:
     """Return the verdict on the running cell: which rank the others wait for, or the deadlock; and the last result.
 
-    ``kind`` is ``idle``, ``running`` (nobody waits for long), ``slow``, ``silent`` (a rank does not reply),
-    ``deadlock`` or ``dead``.
+    ``kind`` is ``idle``, ``running`` (nobody waits for long), ``slow``, ``paused`` (at a breakpoint), ``silent`` (a
+    rank does not reply), ``deadlock`` or ``dead``.
     """
     last, dead = cluster.cells.last_record, dict(cluster.health.dead)
     if not cluster.busy:
@@ -100,6 +101,12 @@ def explain(cluster: Cluster) -> dict[str, Any]:
         peers = {rank: reply.peers for rank, reply in replies.items()}
         text = describe_silent_ranks(waits, peers, silent, _WAITING_AFTER_S)
         return _explained("silent", text or f"Ranks {format_ranks(silent)} do not reply.", waited_for=silent, last=last)
+    states = request_states(cluster.client, cluster.busy)
+    if paused := paused_ranks(states):
+        lines = {states[rank].line for rank in paused}
+        at = f" at line {lines.pop()}" if len(lines) == 1 else ""
+        text = f"{name_ranks(paused).capitalize()} paused{at}: the debugger waits for a command in the notebook."
+        return _explained("paused", text, waited_for=paused, last=last)
     if text := explain_deadlock(waits, cluster.busy, _WAITING_AFTER_S) or "":
         time.sleep(_SECOND_LOOK_S)
         again = {rank: reply.waits for rank, reply in _waits(cluster).items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.inspection.card import cluster_card
@@ -28,6 +28,7 @@ __all__ = [
     "ClusterStatus",
     "cluster_info",
     "describe_state",
+    "paused_ranks",
     "rank_stacks",
     "request_mesh",
     "request_states",
@@ -53,23 +54,29 @@ def request_states(client: RankClient, ranks: Iterable[int]) -> dict[int, RankSt
     return request_all(client, ranks, StatusRequest(), timeout_s=_TIMEOUT_S)
 
 
-def describe_state(state: RankState | None, late: Sequence[int] = ()) -> str:
+def paused_ranks(states: Mapping[int, RankState]) -> list[int]:
+    """Return the ranks that have stopped at a breakpoint."""
+    return [rank for rank, state in states.items() if state.activity is Activity.PAUSED]
+
+
+def describe_state(state: RankState | None, late: Sequence[int] = (), paused: Collection[int] = ()) -> str:
     """Describe a rank's state, such as ``waiting in all_reduce at line 4 for rank 1, for 2.1 s``.
 
     Args:
         state: The rank's latest sample; None: it did not reply.
         late: The ranks that have not joined the call that it waits in.
+        paused: The ranks that have stopped at a breakpoint.
     """
     if state is None:
         return "does not reply"
     if state.activity not in (Activity.COLLECTIVE, Activity.WAITING):
-        return state.activity.value + (
-            f" line {state.line}" if state.line and state.activity is Activity.RUNNING else ""
-        )
+        is_at_line = state.line and state.activity in (Activity.RUNNING, Activity.PAUSED)
+        return state.activity.value + (f" line {state.line}" if is_at_line else "")
     seconds = (state.time_ns - state.since_ns) / 1e9
     at = f" at line {state.line}" if state.line else ""
     verb = "waiting in" if state.activity is Activity.WAITING else "in"
-    missing = f" for {name_ranks(late)}," if late else ""
+    debugger = "the debugger on " if set(late) <= set(paused) else ""
+    missing = f" for {debugger}{name_ranks(late)}," if late else ""
     return f"{verb} {state.call}{at}{missing}" + (f" for {seconds:.1f} s" if seconds >= _MIN_WAIT_S else "")
 
 
@@ -79,11 +86,11 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
     late: dict[int, tuple[int, ...]] = {}
     if any(rank_state.activity is Activity.WAITING for rank_state in states.values()):
         late = missing_ranks(request_waits(state.client, states), _MIN_WAIT_S)
-    rows = []
+    rows, paused = [], paused_ranks(states)
     for rank, place in enumerate(state.rank_info):
         rank_state = states.get(rank)
         text = state.health.dead.get(rank) or (
-            describe_state(rank_state, late.get(rank, ())) if state.running else "gone"
+            describe_state(rank_state, late.get(rank, ()), paused) if state.running else "gone"
         )
         rows.append(
             RankInfo(
@@ -170,7 +177,7 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
     late: dict[int, tuple[int, ...]] = {}
     if any(reply.state.activity is Activity.WAITING for reply in replies.values()):
         late = missing_ranks(request_waits(client, [rank for rank in world if rank not in dead]), 0.0)
-    stacks = {}
+    stacks, paused = {}, paused_ranks({rank: reply.state for rank, reply in replies.items()})
     for rank in ranks:
         if rank in dead:
             stacks[rank] = RankStack(dead[rank])
@@ -179,7 +186,7 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
         else:
             state = replies[rank].state
             # Without the time, which differs between ranks: ranks with the same description are shown together.
-            text = describe_state(dataclasses.replace(state, since_ns=state.time_ns), late.get(rank, ()))
+            text = describe_state(dataclasses.replace(state, since_ns=state.time_ns), late.get(rank, ()), paused)
             seconds = (state.time_ns - state.since_ns) / 1e9 if state.activity is Activity.WAITING else 0.0
             stacks[rank] = RankStack(text.rstrip(","), replies[rank].frames, state.cell, seconds)
     return Stacks(stacks)

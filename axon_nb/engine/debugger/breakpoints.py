@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pdb
 import queue
 import sys
 import threading
@@ -109,8 +110,9 @@ class Breakpoints:
         self._pauses = self._calls = 0
 
     def install(self) -> None:
-        """Have `breakpoint()` pause the cell."""
+        """Have `breakpoint()` and `pdb.set_trace()` pause the cell."""
         sys.breakpointhook = self._on_breakpoint
+        pdb.set_trace = self._set_trace
 
     def begin_cell(self, facts: CellFacts) -> None:
         """Prepare for a cell."""
@@ -148,15 +150,24 @@ class Breakpoints:
     def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
         if PYTHON_BREAKPOINT.get():
             return sys.__breakpointhook__(*args, **kwargs)
+        self._set_trace()
+        return None
+
+    def _set_trace(self, *, header: str | None = None) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return self._skip("it was called in a thread, and the debugger reads its commands in the main one")
-        if not self._where.possible:
-            return self._skip(
+            self._skip("it was called in a thread, and the debugger reads its commands in the main one")
+        elif not self._where.possible:
+            self._skip(
                 "only a cell that blocks, in a front end with input(), can be debugged; `%distributed stacks` shows "
                 "where each rank is"
             )
-        self._open().pause(sys._getframe(1))
-        return None
+        else:
+            if header is not None:
+                print(header)
+            frame = sys._getframe(1)
+            if frame.f_code.co_filename == __file__:  # breakpoint() has called it
+                frame = frame.f_back or frame
+            self._open().pause(frame)
 
     def _open(self) -> _Debugger:
         if self._debugger is None:
@@ -191,10 +202,13 @@ class Breakpoints:
         line = None
         if not self._released:
             self._say_paused(frame)
+            self._session.is_paused = True
             try:
                 line = self._lines.get()
             except KeyboardInterrupt:
                 line = None
+            finally:
+                self._session.is_paused = False
         if line is None and self._defers(frame):
             return "continue"  # whoever defers the interrupt raises it
         return line

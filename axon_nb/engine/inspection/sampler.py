@@ -73,6 +73,8 @@ class Sampler:
             self._key, self._since_ns = key, wait.started_ns if wait else now
         if cell is None:
             state = Activity.IDLE
+        elif session.is_paused:
+            state, call = Activity.PAUSED, ""
         elif not call:
             state = Activity.RUNNING
         else:

@@ -69,7 +69,7 @@ def end_text(history: RankHistory, end: float) -> str:
         return f"waiting in {last.call}{line}, {format_seconds(last_end - last.since)}{silent}"
     if last.activity is Activity.COLLECTIVE:
         return f"in {last.call}{line}{silent}"
-    return f"{last.activity.value}{line if last.activity is Activity.RUNNING else ''}{silent}"
+    return f"{last.activity.value}{line if last.activity in (Activity.RUNNING, Activity.PAUSED) else ''}{silent}"
 
 
 def _summary(history: RankHistory, end: float) -> str:

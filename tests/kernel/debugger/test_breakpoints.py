@@ -6,8 +6,10 @@ import os
 import signal
 from pathlib import Path
 
+from axon_nb.remote.client import connect
 from tests.support.completion import plain
 from tests.support.kernel import Kernel, Reply
+from tests.support.processes import until
 
 STEP = """%%distributed
 def step(x):
@@ -87,6 +89,22 @@ def test_quit_and_interrupt_end_the_cell_on_all_ranks(kernel: Kernel) -> None:
         kernel.client.input(end) if end == "q" else kernel.interrupt()
         assert "KeyboardInterrupt" in plain(kernel.collect(request).traceback)
         assert kernel.ok(GROUP_WORKS).lines() == ["[ranks 0-3] 4.0"]
+
+
+def test_others_see_who_is_paused_and_who_waits_for_the_debugger(kernel: Kernel) -> None:
+    code = "%%distributed\nx = torch.ones(1)\nif rank == 1:\n    import pdb; pdb.set_trace()\ndist.all_reduce(x)"
+    request = kernel.submit(code)
+    assert _prompt(kernel) == "ipdb rank 1> "
+    notebook = connect("shared")
+    assert until(lambda: "the debugger" in notebook.request("status")["ranks"][0]["state"])
+    states = [row["state"] for row in notebook.request("status")["ranks"]]
+    assert states[1] == "paused line 4"
+    assert states[0].startswith("waiting in all_reduce at line 5 for the debugger on rank 1")
+    why = notebook.request("explain")
+    assert (why["kind"], why["waited_for"]) == ("paused", "1")
+    assert why["verdict"] == "Rank 1 paused at line 4: the debugger waits for a command in the notebook."
+    kernel.client.input("c")
+    assert kernel.collect(request).ok
 
 
 def test_failing_rank_ends_the_pause_of_the_others(kernel: Kernel, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ export function describe(segments, now, config) {
   const silent = end < now ? `, no sample for ${formatSeconds(now - end)}` : "";
   if (name === "waiting") return `waiting in ${segment.call}${line}, ${formatSeconds(end - segment.since)}${silent}`;
   if (name === "collective") return `in ${segment.call}${line}${silent}`;
-  return `${name}${name === "running" ? line : ""}${silent}`;
+  return `${name}${name === "running" || name === "paused" ? line : ""}${silent}`;
 }
 
 /**
