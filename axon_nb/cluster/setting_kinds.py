@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import math
 import re
 from collections.abc import Mapping
@@ -12,12 +13,18 @@ from typing import Any, Protocol
 from axon_nb.errors import UsageError
 from axon_nb.records.units import exact_bytes
 
-__all__ = ["Kind", "Number", "Switch", "TakesEffect", "Value", "byte_count", "count", "seconds"]
+__all__ = ["Kind", "Number", "Switch", "TakesEffect", "Tracker", "Value", "byte_count", "count", "seconds"]
 
-Value = bool | int | float
+Value = bool | int | float | str
 
 _ON = ("on", "true", "1", "yes")
 _OFF = ("off", "false", "0", "no")
+_TRACKERS = {
+    "tensorboard": "tensorboard:FOLDER",
+    "wandb": "wandb:PROJECT",
+    "mlflow": "mlflow:URI",
+    "trackio": "trackio:PROJECT",
+}
 _TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BINARY = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 _SIZE_UNITS = {
@@ -72,6 +79,29 @@ class Switch:
     def show(self, value: Any) -> str:
         """See `Kind`."""
         return "on" if value else "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """An experiment tracker and where it writes, such as ``tensorboard:runs``; empty: none."""
+
+    unit: str = "a tracker"
+
+    def read(self, name: str, value: object) -> str:
+        """See `Kind`."""
+        text = str(value).strip()
+        if text.lower() in ("", *_OFF):
+            return ""
+        kind, _, where = text.removeprefix("all:").partition(":")
+        if kind not in _TRACKERS or not where:
+            raise UsageError(f"{name} must be off, or one of {', '.join(_TRACKERS.values())}; got {value!r}.")
+        if importlib.util.find_spec(kind) is None:
+            raise UsageError(f"{name}={text} needs the package {kind}: run `%pip install {kind}`.")
+        return text
+
+    def show(self, value: Any) -> str:
+        """See `Kind`."""
+        return value or "off"
 
 
 @dataclass(frozen=True, slots=True)

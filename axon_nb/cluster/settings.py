@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from axon_nb.cluster.setting_kinds import Kind, Switch, TakesEffect, Value, byte_count, count, seconds
+from axon_nb.cluster.setting_kinds import Kind, Switch, TakesEffect, Tracker, Value, byte_count, count, seconds
 from axon_nb.errors import UsageError
 
 __all__ = ["LiveSettings", "RunningCluster", "Setting", "Settings", "settings_facts"]
@@ -71,6 +71,9 @@ class Settings:
     undo_memory: int = _setting(0, byte_count(1 << 20, zero="no undo"), TakesEffect.NEXT_CELL)
     """How much memory each rank may use for the states before the last cells, to which `%distributed undo` returns. A
     state takes as much as the tensors and arrays that changed since the last one. 0 turns undo off."""
+    log_to: str = _setting("", Tracker(), TakesEffect.NEXT_CELL)
+    """Where `axon_nb.log` also writes what rank 0 reports: `tensorboard:FOLDER`, `wandb:PROJECT`, `mlflow:URI` or
+    `trackio:PROJECT`. With `all:` before it, each rank writes a run. Nowhere: `off`."""
     debug: bool = _setting(True, Switch(), TakesEffect.NEXT_CELL)
     """Whether a rank keeps the frames of a failed cell for `%distributed debug` until its next cell."""
     start_timeout: float = _setting(120.0, seconds(1.0), TakesEffect.NEXT_START)

@@ -169,6 +169,7 @@ class CellManager:
             pauses=options.get("pauses", Pauses()),
             output_limit=state.settings.output_limit,
             measurement=options.get("measurement", Measurement()),
+            log_to=self.settings.log_to,
             undo_memory=self.settings.undo_memory if is_undoable else None,
         )
         run.send(code, facts)

@@ -18,6 +18,7 @@ from axon_nb.engine.kernel.shell import describe_exit
 from axon_nb.engine.kernel.tracebacks import Tracebacks
 from axon_nb.engine.output.budget import OutputBudget
 from axon_nb.engine.session import RankSession
+from axon_nb.engine.trackers import MetricsWriter
 from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.records.spans import Span, emit
@@ -52,6 +53,7 @@ class CellRunner:
         self._tracebacks = tracebacks
         self._post_mortem = post_mortem
         self._breakpoints = breakpoints
+        self._metrics = MetricsWriter(session.config.rank)
         self._values: dict[str, Any] = {}
 
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
@@ -95,6 +97,7 @@ class CellRunner:
             session.steps.end_cell()
             end = time.monotonic_ns()
             session.cell = None
+            self._metrics.end_cell()
             self._budget.end()
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
         aborted_at = self._tracebacks.end_cell(reply)
@@ -140,6 +143,8 @@ class CellRunner:
         session = self._session
         if facts.undo_memory is not None:
             session.snapshots.before_cell(facts.run, facts.cell or 0, facts.ranks, facts.undo_memory)
+        if facts.log_to is not None:
+            self._metrics.begin_cell(facts.log_to)
         session.groups.calls.begin_cell()
         session.steps.begin_cell()
         self._budget.begin(facts.output_limit)

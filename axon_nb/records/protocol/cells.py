@@ -102,6 +102,8 @@ class CellFacts:
     output_limit: int | None = None
     """Bytes of text that the cell may print; excess lines are dropped and counted. None: the rank's own limit."""
     measurement: Measurement = field(default_factory=Measurement)
+    log_to: str | None = None
+    """Where `axon_nb.log` also writes, such as ``tensorboard:runs``; empty: nowhere; None: as before."""
     undo_memory: int | None = None
     """Bytes that a rank may keep of the states before cells; 0: none. None: the cell cannot be undone by itself."""
 

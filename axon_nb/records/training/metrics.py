@@ -76,6 +76,11 @@ class MetricRing:
         if more or items:
             self.pace.mark(time.monotonic_ns(), steps=more, items=items)
 
+    @property
+    def end(self) -> int:
+        """The position after the last call."""
+        return self._next
+
     def read(self, position: int, limit: int = 2000) -> tuple[list[Logged], int, int]:
         """Calls from `position` on, oldest first: (calls, next position, number of lost calls)."""
         with self._lock:
