@@ -18,6 +18,7 @@ from typing import Any
 
 from IPython.core.debugger import Pdb
 
+from axon_nb.comm.shared_memory.segment.progress import hold_timeouts
 from axon_nb.engine.collective_names import PUBLIC_NAMES, public_call
 from axon_nb.engine.session import RankSession
 from axon_nb.records.environment import PYTHON_BREAKPOINT
@@ -203,11 +204,13 @@ class Breakpoints:
         if not self._released:
             self._say_paused(frame)
             self._session.is_paused = True
+            hold_timeouts(is_paused=True)
             try:
                 line = self._lines.get()
             except KeyboardInterrupt:
                 line = None
             finally:
+                hold_timeouts(is_paused=False)
                 self._session.is_paused = False
         if line is None and self._defers(frame):
             return "continue"  # whoever defers the interrupt raises it

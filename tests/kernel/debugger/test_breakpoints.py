@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
-from axon_nb.remote.client import connect
+from axon_nb.remote.client import NotebookClient, connect
 from tests.support.completion import plain
 from tests.support.kernel import Kernel, Reply
 from tests.support.processes import until
@@ -28,6 +29,15 @@ if rank == 3:
         time.sleep(0.05)
     raise ValueError('odd')
 breakpoint()
+"""
+PAUSE_ONE = """%%distributed
+import datetime, pdb
+group, x = dist.new_group(timeout=datetime.timedelta(seconds=2)), torch.ones(1)
+if rank == 1:
+    pdb.set_trace()
+dist.all_reduce(x, group=group)
+dist.destroy_process_group(group)
+print(x.item())
 """
 SUM = """%%distributed --break {call}
 x = torch.ones(1)
@@ -52,6 +62,10 @@ def _drive(kernel: Kernel, code: str, commands: list[str]) -> Reply:
     reply = kernel.collect(request)
     reply.stdout = plain(reply.stdout)
     return reply
+
+
+def _states(notebook: NotebookClient) -> list[str]:
+    return [row["state"] for row in notebook.request("status")["ranks"]]
 
 
 def test_all_ranks_pause_and_move_together(kernel: Kernel) -> None:
@@ -92,19 +106,19 @@ def test_quit_and_interrupt_end_the_cell_on_all_ranks(kernel: Kernel) -> None:
 
 
 def test_others_see_who_is_paused_and_who_waits_for_the_debugger(kernel: Kernel) -> None:
-    code = "%%distributed\nx = torch.ones(1)\nif rank == 1:\n    import pdb; pdb.set_trace()\ndist.all_reduce(x)"
-    request = kernel.submit(code)
+    request = kernel.submit(PAUSE_ONE)
     assert _prompt(kernel) == "ipdb rank 1> "
     notebook = connect("shared")
-    assert until(lambda: "the debugger" in notebook.request("status")["ranks"][0]["state"])
-    states = [row["state"] for row in notebook.request("status")["ranks"]]
-    assert states[1] == "paused line 4"
-    assert states[0].startswith("waiting in all_reduce at line 5 for the debugger on rank 1")
+    # longer than the group's timeout
+    assert until(lambda: re.search(r"the debugger on rank 1, for [3-9]\.", _states(notebook)[0]))
+    states = _states(notebook)
+    assert states[1] == "paused line 5"
+    assert states[0].startswith("waiting in all_reduce at line 6 for the debugger on rank 1")
     why = notebook.request("explain")
     assert (why["kind"], why["waited_for"]) == ("paused", "1")
-    assert why["verdict"] == "Rank 1 paused at line 4: the debugger waits for a command in the notebook."
+    assert why["verdict"] == "Rank 1 paused at line 5: the debugger waits for a command in the notebook."
     kernel.client.input("c")
-    assert kernel.collect(request).ok
+    assert kernel.collect(request).lines()[-1] == "[ranks 0-3] 4.0"
 
 
 def test_failing_rank_ends_the_pause_of_the_others(kernel: Kernel, tmp_path: Path) -> None:

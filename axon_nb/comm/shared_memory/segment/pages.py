@@ -9,14 +9,14 @@ from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.announcement import in_words, operation_of
 from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory, process_state, start_time
 
-__all__ = ["AWAITED", "LEFT", "PID", "READY", "SINCE", "STEPS", "ControlPages"]
+__all__ = ["AWAITED", "HELD", "LEFT", "PID", "READY", "SINCE", "STEPS", "ControlPages"]
 
 T = TypeVar("T")
 
 STEPS = 1 << 20
 """Progress units per collective."""
 
-LEFT, PID, READY, AWAITED, SINCE, _REASON = 8, 9, 10, 11, 12, 13
+LEFT, PID, READY, AWAITED, SINCE, _REASON, HELD = 8, 9, 10, 11, 12, 13, 14
 """Words of a page; the first is the progress."""
 _CALLS, _CALL_WORDS, _NUM_CALLS = 64, 8, 8
 _TEXT, _TEXT_BYTES = 2048, 1024

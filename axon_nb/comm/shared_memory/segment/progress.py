@@ -17,14 +17,16 @@ from collections.abc import Callable, Sequence
 from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError, PeerLostError, SharedMemoryTimeoutError
 from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory
-from axon_nb.comm.shared_memory.segment.pages import AWAITED, LEFT, PID, READY, SINCE, ControlPages
+from axon_nb.comm.shared_memory.segment.pages import AWAITED, HELD, LEFT, PID, READY, SINCE, ControlPages
 
-__all__ = ["SLICE_S", "Progress", "is_crowded", "open_bytes"]
+__all__ = ["SLICE_S", "Progress", "hold_timeouts", "is_crowded", "open_bytes"]
 
 _FEW_LOOKS, _MANY_LOOKS = 40, 600
 """Number of polls before this rank sleeps on a word: about 2 us, and 30 us if each rank has a processor."""
 SLICE_S = 0.05
 """Longest sleep between two checks."""
+_AFTER_PAUSE_S = 1800.0
+"""How long the others wait at least for a rank that a debugger has released."""
 _FAILED, _CLOSED = 1, 2
 _NEVER = 1 << 63
 """More than the progress of any rank."""
@@ -153,7 +155,7 @@ class Progress(ControlPages):
         if self._give_up is not None:
             self._give_up()
         now = time.monotonic()
-        if now > deadline:
+        if now > deadline and not self._is_held(now):
             raise SharedMemoryTimeoutError(f"timed out while waiting for {self._names(awaited) or 'a message'}")
         is_due = now - checked_at >= SLICE_S
         if (from_any and self.others) and all(
@@ -170,6 +172,13 @@ class Progress(ControlPages):
                 if not words[place + LEFT] and (target == _NEVER or self._is_behind(place, target)):
                     raise PeerLostError(f"rank {self.members[peer]} died")
         return now
+
+    def hold(self, until_ns: int) -> None:
+        """Let waits for this rank continue past their deadline, until a time of `time.monotonic_ns`."""
+        self.words[self.own_place + HELD] = until_ns
+
+    def _is_held(self, now: float) -> bool:
+        return any(self.words[place + HELD] * 1e-9 > now for place in self.places)
 
     def _is_behind(self, place: int, target: int) -> bool:
         """Whether a rank that is gone, as the caller has seen, left before it reached `target`."""
@@ -256,12 +265,22 @@ class _OpenGroups:
             if progress.words[progress.own_place + PID] == os.getpid():
                 progress.leave("has ended", closed=True)
 
+    def hold(self, until_ns: int) -> None:
+        """Hold the timeouts of all; see `Progress.hold`."""
+        for progress in list(self._members):
+            progress.hold(until_ns)
+
     def num_bytes(self) -> int:
         """Return the size of their memory in bytes."""
         return sum(progress.memory.layout.total for progress in list(self._members) if not progress.left)
 
 
 _open_groups = _OpenGroups()
+
+
+def hold_timeouts(*, is_paused: bool) -> None:
+    """Let no wait for this process time out while a debugger holds it, and give it time to catch up afterwards."""
+    _open_groups.hold(_NEVER - 1 if is_paused else time.monotonic_ns() + int(_AFTER_PAUSE_S * 1e9))
 
 
 def open_bytes() -> int:
