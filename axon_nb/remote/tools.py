@@ -41,8 +41,9 @@ TOOLS = (
     "run_tail",
     "run_cancel",
     "interrupt",
+    "repair",
 )
-WRITING = frozenset({"start", "stop", "run_start", "run_poll", "run_tail", "run_cancel", "interrupt"})
+WRITING = frozenset({"start", "stop", "run_start", "run_poll", "run_tail", "run_cancel", "interrupt", "repair"})
 """Tools that are refused without ``--allow-run``."""
 
 
@@ -195,6 +196,14 @@ class Tools:
     def interrupt(self, cluster: str | None = None) -> dict[str, Any]:
         """Interrupt whatever cell runs, as the notebook's stop button does."""
         return self._ask(cluster, "interrupt")
+
+    def repair(self, from_rank: int | None = None, cluster: str | None = None) -> dict[str, Any]:
+        """Replace the ranks that died; the others keep their variables.
+
+        from_rank: a rank whose variables the new ones get, as replicas have them (DDP); else they start empty.
+        """
+        reply = connect(cluster).request("repair", timeout_s=self._limits.seconds, from_rank=from_rank)
+        return {"repaired": reply["text"]}
 
     def _program(self, *words: str) -> dict[str, Any]:
         """Run a command of `axon-nb` in another process, which the limit of time can end."""

@@ -55,9 +55,10 @@ def by_tools(owner: Owner, task: Callable[[Ask], Awaitable[None]], *options: str
 async def finished(ask: Ask, code: str, **arguments: Any) -> dict[str, Any]:
     """Run a cell to its end; its result, with what it printed under ``printed``."""
     run = (await ask("run_start", code=code, timeout=60, **arguments))["run"]
-    while not (reply := await ask("run_poll", run=run, wait_s=5))["done"]:
+    where = {"run": run, "cluster": arguments.get("cluster")}
+    while not (reply := await ask("run_poll", wait_s=5, **where))["done"]:
         pass
-    output = (await ask("run_tail", run=run))["output"]
+    output = (await ask("run_tail", **where))["output"]
     return {**reply["result"], "printed": {group["ranks"]: group["text"] for group in output}}
 
 
@@ -87,8 +88,8 @@ def test_agent_that_may_only_look_finds_the_rank_that_hangs(owner: Owner) -> Non
 def test_agent_that_may_run_debugs_by_tool_calls_alone(owner: Owner) -> None:
     async def task(ask: Ask) -> None:
         # which rank has which rank number
-        told = await finished(ask, "print(rank)")
-        assert told["printed"] == {"0": "0\n", "1": "1\n", "2": "2\n"}
+        numbered = await finished(ask, "print(rank)")
+        assert numbered["printed"] == {"0": "0\n", "1": "1\n", "2": "2\n"}
         # name the shape that differs
         await finished(ask, "w = torch.ones(4, 3 if rank == 2 else 2)")
         (row,) = (row for row in (await ask("vars"))["variables"] if row["name"] == "w")
@@ -140,6 +141,30 @@ def test_agent_that_may_run_debugs_by_tool_calls_alone(owner: Owner) -> None:
         owner.share(False)
 
 
+def test_agent_starts_a_cluster_and_replaces_a_rank_that_died(owner: Owner) -> None:
+    async def task(ask: Ask) -> None:
+        assert (await ask("start", n=2, name="agent", devices="cpu"))["num_ranks"] == 2
+        # two clusters: which one
+        assert "agent" in (await ask("status"))["error"]["message"]
+        trained = "w = torch.full((3,), 5.0)\nmodel = torch.nn.Linear(2, 2)"
+        assert (await finished(ask, trained, cluster="agent"))["state"] == "ok"
+        # which rank died, of what
+        killed = "import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+        died = await finished(ask, killed, cluster="agent")
+        assert died["state"] == "failed"
+        assert died["cause"]["ranks"] == "1"
+        assert "SIGKILL" in json.dumps(died["cause"])
+        assert (await ask("explain", cluster="agent"))["waited_for"] == "1"
+        # replace it, with the variables of a replica
+        assert "1" in (await ask("repair", from_rank=0, cluster="agent"))["repaired"]
+        again = await finished(ask, "dist.all_reduce(w)\nprint(w[0].item())", cluster="agent")
+        assert again["printed"] == {"0-1": "10.0\n"}
+        assert (await ask("stop"))["stopped"] == "agent"
+        assert [cluster["name"] for cluster in (await ask("clusters"))["clusters"]] == ["lab"]
+
+    by_tools(owner, task, "--allow-run")
+
+
 def test_agent_exports_a_notebook_and_plans_a_model(owner: Owner) -> None:
     async def task(ask: Ask) -> None:
         script = await ask("export", notebook=str(ROOT / "examples" / "01_quickstart.ipynb"))
@@ -147,6 +172,9 @@ def test_agent_exports_a_notebook_and_plans_a_model(owner: Owner) -> None:
         planned = await ask("plan", model="125m", ranks=4, card="a100", top=2)
         assert planned["fits"] is True
         assert planned["layouts"][0]["dp"] * planned["layouts"][0]["tp"] * planned["layouts"][0]["pp"] == 4
+        planned = await ask("plan", model="7B", ranks=64, top=1)
+        assert planned["fits"] is True
+        assert 16 < planned["layouts"][0]["memory_gib"] < 80
         assert "card" in (await ask("plan", model="125m", ranks=4, card="voodoo"))["error"]["message"]
 
     by_tools(owner, task, "--max-seconds", "200")
