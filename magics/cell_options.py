@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.display import display
 
+from axon_nb.cluster.branches import BranchPlan, read_plan
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.debugger.breakpoints import BreakpointPrompt
 from axon_nb.errors import UsageError
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Measures",
+    "add_branches",
     "add_measures",
     "add_pauses",
     "duration",
     "profile_frame",
+    "read_branches",
     "read_measures",
     "read_pauses",
     "repeat_lines",
+    "seconds",
     "time_lines",
 ]
 
@@ -43,6 +47,14 @@ _COLUMNS = {
     "self_device_ms": "self device ms",
 }
 _FOLDER = "axon_profiles"
+
+
+def seconds(text: str) -> float:
+    """Parse a timeout."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0; got {text}")
+    return value
 
 
 def duration(seconds: float) -> str:
@@ -209,3 +221,33 @@ def _call(text: str) -> tuple[str, int]:
     if not name.isidentifier() or (colon and not (number.isdecimal() and int(number))):
         raise argparse.ArgumentTypeError(f"must be a function such as all_reduce or all_reduce:3; got {text!r}")
     return name, int(number or 0)
+
+
+def add_branches(parser: LineParser) -> None:
+    """Add the options that run a cell several times from the same state."""
+    parser.add_argument("--try", dest="restores", action="store_true", help="restore the state from before afterwards")
+    parser.add_argument(
+        "--branch",
+        metavar="NAME=V1,V2",
+        default=None,
+        help="run the cell once per value, each time from the same state",
+    )
+    parser.add_argument(
+        "--keep", metavar="VALUE", default=None, help="the value whose state stays, or best:loss, highest:accuracy"
+    )
+
+
+def read_branches(options: argparse.Namespace) -> BranchPlan | None:
+    """Return what `--branch` and `--keep` say; None if the cell runs once.
+
+    Raises:
+        UsageError: they are invalid, or do not go with another option.
+    """
+    if options.branch is None:
+        if options.keep is not None:
+            raise UsageError(f"--keep {options.keep} needs --branch, such as --branch lr=1e-3,3e-4.")
+        return None
+    others = {"--noblock": options.noblock, "--try": options.restores, "--local": options.local}
+    if clash := next((name for name, is_set in others.items() if is_set), None):
+        raise UsageError(f"--branch does not go with {clash}.")
+    return read_plan(options.branch, options.keep)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.display import display, publish_display_data
 
+from axon_nb.cluster.branches import Branches, BranchPlan, run_branches, run_branches_blocking
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cells.options import LiveView
 from axon_nb.cluster.cells.record import MIME_TYPE
@@ -23,7 +23,16 @@ from axon_nb.cluster.failures.report import Failure
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.errors import CellError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, parse
-from axon_nb.magics.cell_options import Measures, add_measures, add_pauses, read_measures, read_pauses
+from axon_nb.magics.cell_options import (
+    Measures,
+    add_branches,
+    add_measures,
+    add_pauses,
+    read_branches,
+    read_measures,
+    read_pauses,
+    seconds,
+)
 from axon_nb.magics.scripts import script_cell
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 
@@ -34,13 +43,6 @@ __all__ = ["CellMagics", "cell_parser"]
 
 _log = logging.getLogger("axon_nb.cells")
 _RECORD_DISPLAY = "axon-nb-result"
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0; got {text}")
-    return value
 
 
 @functools.cache
@@ -54,12 +56,10 @@ def cell_parser(name: str) -> LineParser:
     parser.add_argument("--noblock", action="store_true", help="return a handle at once")
     parser.add_argument("--out", metavar="NAME", default=None, help="bind the result, or the handle, to this name")
     parser.add_argument("--local", action="store_true", help="run the cell in the notebook too, after the ranks")
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", type=_seconds, default=None, help="abort the cell after this time"
-    )
-    parser.add_argument("--try", dest="restores", action="store_true", help="restore the state from before afterwards")
+    parser.add_argument("--timeout", metavar="S", type=seconds, default=None, help="abort the cell after S seconds")
     parser.add_argument("--quiet", action="store_true", help="do not show what ranks print")
     parser.add_argument("--watch", action="store_true", help="show live what each rank is doing")
+    add_branches(parser)
     add_pauses(parser)
     add_measures(parser)
     return parser
@@ -74,6 +74,7 @@ class _Request:
     local: bool
     watch: bool
     measures: Measures
+    branches: BranchPlan | None
     options: dict[str, Any]
     """The keyword arguments of `Cluster.run`, `run_async` and `run_noblock`."""
 
@@ -94,7 +95,8 @@ class CellMagics(Magics):
         """Run the cell on the ranks.
 
         %%distributed [--ranks 0,2-3] [--noblock] [--out NAME] [--local] [--timeout S] [--quiet] [--watch]
-                      [--time] [--repeat N] [--profile [RANKS]] [--debug] [--break CALL[:N]] [--try]
+                      [--time] [--repeat N] [--profile [RANKS]] [--debug] [--break CALL[:N]]
+                      [--try | --branch NAME=V1,V2 [--keep VALUE]]
 
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
         --noblock       return a handle at once: .result(), .done(), .cancel()
@@ -102,6 +104,8 @@ class CellMagics(Magics):
         --local         run the cell in the notebook too, after the ranks
         --timeout S     abort the cell after S seconds
         --try           restore the state from before the cell afterwards, also if it fails
+        --branch NAME=V1,V2  run the cell once per value of a variable, each time from the same state; show a table
+        --keep VALUE    keep the state of that run, or of best:loss, the run that logged the lowest loss
         --quiet         do not show what ranks print
         --watch         show live what each rank is doing
         --debug         pause in the debugger before the first line, as `breakpoint()` does in a later one
@@ -134,6 +138,10 @@ class CellMagics(Magics):
         request = self._prepare(name, line, cell, plain=plain)
         if request is None or request.noblock:
             return self._start_noblock(request) if request is not None else None
+        if request.branches is not None:
+            with self._explaining(request):
+                branches = await run_branches(request.cluster, request.code, request.branches, request.options)
+            return self._show_branches(request, branches)
         with self._shown(request) as run:
             run.result = await request.cluster.run_async(request.code, view=run.view, **request.options)
         if request.local:
@@ -146,6 +154,10 @@ class CellMagics(Magics):
         request = self._prepare(name, line, cell, plain=plain)
         if request is None or request.noblock:
             return self._start_noblock(request) if request is not None else None
+        if request.branches is not None:
+            with self._explaining(request):
+                branches = run_branches_blocking(request.cluster, request.code, request.branches, request.options)
+            return self._show_branches(request, branches)
         with self._shown(request) as run:
             run.result = request.cluster.run(request.code, view=run.view, **request.options)
         if request.local:
@@ -185,6 +197,7 @@ class CellMagics(Magics):
             local=options.local,
             watch=options.watch,
             measures=measures,
+            branches=read_branches(options),
             options={
                 "ranks": ranks,
                 "quiet": options.quiet,
@@ -198,6 +211,13 @@ class CellMagics(Magics):
                 **read_pauses(self.shell, options),
             },
         )
+
+    def _show_branches(self, request: _Request, branches: Branches) -> None:
+        from axon_nb.widgets.branches import branches_bundle
+
+        display(branches_bundle(branches), raw=True)
+        if request.out:
+            self.shell.user_ns[request.out] = branches
 
     @contextlib.contextmanager
     def _shown(self, request: _Request) -> Iterator[_Run]:

@@ -37,7 +37,8 @@ def begin_trial(state: ClusterState, ranks: Sequence[int], limit: int) -> None:
     if missing := {rank: record.missing for rank, record in held.items() if record.missing}:
         rank, why = next(iter(missing.items()))
         raise UsageError(f"The cell did not run: rank {rank} {why}.")
-    print(describe_obstacles({name: what for record in held.values() for name, what in record.obstacles.items()}))
+    text = describe_obstacles({name: what for record in held.values() for name, what in record.obstacles.items()})
+    state.health.hint(text, text)
 
 
 def end_trial(state: ClusterState, ranks: Sequence[int]) -> None:

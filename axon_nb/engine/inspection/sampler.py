@@ -17,7 +17,7 @@ from axon_nb.engine.collective_names import PUBLIC_NAMES, find_implicit_collecti
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.groups.state import current_groups
-from axon_nb.engine.session import RankSession
+from axon_nb.engine.session import RankSession, current
 from axon_nb.records.protocol.inspection import TelemetryEvent
 from axon_nb.records.protocol.messages import message_type
 from axon_nb.records.protocol.wire import encode
@@ -25,7 +25,7 @@ from axon_nb.records.telemetry import Activity, RankState, seconds_to_tick
 from axon_nb.records.waits.silent_ranks import PeerCall
 from axon_nb.shell.user_frame import inner_function, user_frame
 
-__all__ = ["Sampler", "Telemetry", "awaited_peers", "resident_bytes"]
+__all__ = ["Sampler", "Telemetry", "awaited_peers", "resident_bytes", "take_peak"]
 
 _WAITING_THRESHOLD_NS = 250_000_000
 _IN_BACKWARD = " (backward)"
@@ -141,6 +141,22 @@ def resident_bytes() -> int:
             return int(file.read().split()[1]) * _PAGE_SIZE
     except OSError:
         return 0
+
+
+def take_peak() -> int:
+    """Return the most memory used since the last call, in bytes, and start counting again."""
+    if torch.cuda.is_initialized():
+        device = current().device
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return int(peak)
+    try:
+        with _open("/proc/self/status") as status, _open("/proc/self/clear_refs", "w") as reset:
+            line = next(line for line in status if line.startswith("VmHWM:"))
+            reset.write("5")
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return resident_bytes()
 
 
 def _device_bytes(device: torch.device) -> int:

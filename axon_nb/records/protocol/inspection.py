@@ -47,6 +47,13 @@ class StatusRequest(Request[RankState]):
 
 
 @dataclass(frozen=True, slots=True)
+class TakePeak(RankCall[int]):
+    """Return the most memory that the rank has used since the last such call, in bytes: of its GPU, else resident."""
+
+    target = "axon_nb.engine.inspection.sampler:take_peak"
+
+
+@dataclass(frozen=True, slots=True)
 class WatchRequest(Request[None]):
     """Send samples for some time; a new request replaces the last one."""
 

@@ -1,0 +1,123 @@
+"""A cell runs once per value of a variable, each time from the same state, and one of them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from axon_nb.cluster.branches import read_plan
+from axon_nb.errors import UsageError
+from tests.support.script import Script
+
+PREPARE = """
+import os, signal, time
+import axon_nb
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+lr = "before"
+
+def train(count):
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    for step in range(count):
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        axon_nb.log(loss=loss, step=step)
+"""
+CELL = "# %%distributed --branch lr\ntrain(5)"
+DIGEST = "(lr, [p.sum().item() for p in model.parameters()], len(optimizer.state), torch.initial_seed())"
+TROUBLE = """# %%distributed --branch lr
+if lr == "raise" and rank == 1:
+    raise ValueError("too high")
+if lr == "hang" and rank == 1:
+    time.sleep(1000)
+if lr == "memory":
+    raise torch.OutOfMemoryError("no room")
+if isinstance(lr, float):
+    train(3)
+dist.barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    with Script(tmp_path_factory.mktemp("branches")) as script:
+        script.ok("import axon_nb\nc = axon_nb.start(2, devices='cpu', name='branches')")
+        script.ok(f"c.run({PREPARE!r})")
+        script.ok(
+            "from axon_nb.cluster.branches import read_plan, run_branches_blocking\n"
+            "def branch(code, values, keep=None, **options):\n"
+            "    options = {'ranks': [0, 1], **options}\n"
+            "    return run_branches_blocking(c, code, read_plan('lr=' + values, keep), options)\n"
+            f"def digest():\n    return c.run({DIGEST!r}, quiet=True).values"
+        )
+        yield script
+
+
+def test_branches_start_from_the_same_state_which_is_restored(ready: Script) -> None:
+    ready.ok("before = digest()")
+    said = ready.ok(f"b = branch({CELL!r}, '0.01,0.1,0.01')").out.splitlines()
+    assert said[0] == "lr = 0.01"
+    assert said[-1] == "The ranks have the state from before the cell."
+    curves = ready.ok("print([[v for _, v in row.curves['loss']] for row in b.rows], digest() == before)").out
+    first, second, third = curves[curves.index("[[") + 1 : curves.index("]]") + 1].split("], ")
+    assert first.strip("[]") == third.strip("[]") != second.strip("[]")
+    assert curves.strip().endswith("True")
+    frame = ready.ok("print(list(b.to_frame().columns), (b.to_frame().peak_bytes > 1 << 20).all())").out
+    assert frame.strip() == "['lr', 'state', 'loss', 'seconds', 'peak_bytes', 'error'] True"
+
+
+def test_branch_with_the_lowest_loss_is_kept(ready: Script) -> None:
+    said = ready.ok(f"b = branch({CELL!r}, '0.001,0.01,1.0', 'best:loss'); print(b.kept, digest()[0][0])").out
+    assert "Kept lr = 0.01: the cell ran with it once more." in said
+    assert said.splitlines()[-1] == "0.01 0.01"
+    # as if only that one had run
+    ready.ok(f"kept = digest(); c.run({PREPARE!r}); c.run('lr = 0.01; train(5)')")
+    assert ready.ok("print(digest() == kept or (digest(), kept))").out.strip() == "True"
+    ready.ok(f"c.run({PREPARE!r})")
+
+
+def test_failures_are_rows_and_the_others_go_on(ready: Script) -> None:
+    ready.ok("before = digest()")
+    ready.ok(f"""b = branch({TROUBLE!r}, '0.1,"raise","hang","memory",0.01', 'lowest:accuracy', timeout=5)""")
+    rows = ready.ok("print([(row.state, row.error, sorted(row.curves)) for row in b.rows], digest() == before)").out
+    expected = (
+        "[('ok', '', ['loss']), ('failed', 'ValueError: too high', []), ('timed_out', '', []), "
+        "('failed', 'OutOfMemoryError: no room', []), ('ok', '', ['loss'])] True"
+    )
+    assert rows.strip() == expected
+
+
+def test_death_of_a_rank_ends_the_branches(ready: Script) -> None:
+    code = "# %%\nif lr and rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+    said = ready.ok(f"b = branch({code!r}, '0,1,2'); print([row.state for row in b.rows])").out
+    assert "Rank 1 died: run `%distributed repair`. The other ranks have the state from before the cell." in said
+    assert said.splitlines()[-1] == "['ok', 'failed', 'not run']"
+    ready.ok("c.repair(from_rank=0)")
+
+
+@pytest.mark.parametrize(
+    ("branch", "keep", "sentence"),
+    [
+        ("lr", None, "name a variable and its values"),
+        ("lr=", None, "name a variable and its values"),
+        ("1=2", None, "name a variable and its values"),
+        ("lr=1,(", None, "name a variable and its values"),
+        ("lr=1,2", "3", "--keep 3: must be one of the values 1, 2"),
+        ("lr=1,2", "worst:loss", "--keep worst:loss: must be one of the values 1, 2"),
+    ],
+)
+def test_bad_options_get_one_sentence(branch: str, keep: str | None, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        read_plan(branch, keep)
+
+
+def test_values_are_expressions() -> None:
+    assert read_plan("betas=(0.9,0.99),None", "betas=None").values == ("(0.9, 0.99)", "None")
+    assert read_plan("lr=1e-3,3e-4", "0.001").keep == "0.001"
