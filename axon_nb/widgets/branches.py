@@ -13,7 +13,7 @@ from axon_nb.widgets.html import CELL, NUMBER, WRAPPED_CELL, data_cells, row_tit
 
 __all__ = ["branches_bundle"]
 
-_WIDTH, _HEIGHT = 120, 24
+_WIDTH, _HEIGHT = 90, 24
 _MAX_METRICS = 4
 _STATES = {"ok": "finished", "timed_out": "timed out"}
 
@@ -36,7 +36,7 @@ def _row(row: Branch, metrics: Sequence[str], ranges: dict[str, tuple[float, flo
     cells = [row_title(escape(row.value)), f'<td style="{WRAPPED_CELL}">{escape(state)}{error}</td>']
     for metric in metrics:
         last = row.last(metric)
-        cells.append(data_cells(["" if last is None else f"{last:.6g}"], NUMBER))
+        cells.append(data_cells(["" if last is None else f"{last:.4g}"], NUMBER))
         cells.append(f'<td style="{CELL}">{_sparkline(metric, row.curves.get(metric, ()), ranges[metric])}</td>')
     has_run = row.state != "not run"
     figures = [format_seconds(row.seconds), format_bytes(row.peak_bytes)] if has_run else ["", ""]
@@ -60,9 +60,10 @@ def _sparkline(metric: str, curve: Sequence[tuple[int, float]], limits: tuple[fl
         f"{_HEIGHT - 2 - (value - low) / ((high - low) or 1.0) * (_HEIGHT - 4):.1f}"
         for step, value in finite
     )
+    size, color = f'width="{_WIDTH}" height="{_HEIGHT}"', KINDS["forward"].both
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}">'
-        f'<polyline points="{points}" fill="none" stroke="{KINDS["forward"].both}" stroke-width="1.5"/></svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" {size}><polyline points="{points}" '
+        f'fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round"/></svg>'
     )
     what = f"{metric} from {finite[0][1]:.3g} to {finite[-1][1]:.3g}"
-    return f'<img alt="{escape(what)}" src="{svg_uri(svg)}" width="{_WIDTH}" height="{_HEIGHT}" style="margin:0">'
+    return f'<img alt="{escape(what)}" src="{svg_uri(svg)}" {size} style="margin:0;max-width:none">'
