@@ -33,7 +33,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "axon_nb/comm/": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel"),
     "axon_nb/compat/": ("tests/compat", "tests/frameworks", f"{KERNEL}/cells/test_horovod.py"),
     "axon_nb/doctor/": ("tests/doctor",),
-    "axon_nb/engine/snapshot/": ("tests/cluster/test_undo.py",),
+    "axon_nb/engine/snapshot/": ("tests/cluster/snapshot",),
     "axon_nb/engine/": ("tests/engine", "tests/frameworks", KERNEL),
     "axon_nb/export/": ("tests/examples", f"{KERNEL}/cells/test_scripts.py"),
     "axon_nb/host/": (

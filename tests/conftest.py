@@ -161,7 +161,7 @@ def _changed_paths() -> tuple[str, ...]:
 
 
 @pytest.hookimpl(wrapper=True)  # marks before tests are deselected, and sorts what is left
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark the tiers of `make quick` and `make test`, and skip what this machine cannot run.
 
     In CI a missing browser is a failure instead.
@@ -171,13 +171,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     has_gpu = Path("/dev/nvidiactl").exists()
     has_browser = any(map(shutil.which, CHROMIUM_NAMES)) or bool(os.environ.get("CI"))
     promised, changed = _promised_tests(), _changed_paths()
+    files = {item.nodeid.partition("::")[0] for item in items}
+    if "promise" in config.option.markexpr and (
+        unknown := {test for test in promised if "[" in test and test.partition("::")[0] in files}
+        - {item.nodeid for item in items}
+    ):
+        raise pytest.UsageError(f"tests/promises.toml names tests that do not exist: {', '.join(sorted(unknown))}")
     for item in items:
         if changed and item.nodeid.startswith(changed):
             item.add_marker(pytest.mark.changed)
         mocked = item.nodeid.startswith(MOCKED) and "mock" in item.nodeid.partition("[")[2]
         if mocked or item.nodeid.startswith(QUICK):
             item.add_marker(pytest.mark.quick)
-        if promised & {item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}:
+        if promised & {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}:
             item.add_marker(pytest.mark.promise)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT))

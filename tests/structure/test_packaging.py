@@ -23,6 +23,8 @@ import axon_nb
 
 OPTIONAL_IMPORTS = {"cupy": "cupy-cuda13x", "pynvml": "nvidia-ml-py"}
 """Imported names of extras that need not be installed here, and the distributions that bring them."""
+TRACKERS = ("mlflow", "trackio", "wandb")
+"""What `config log_to` writes to is installed by who uses it."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def test_pins_fit_the_declared_ranges(project: dict[str, Any], root: Path) -> No
 
 def test_imports_are_declared(project: dict[str, Any], package_files: list[Path]) -> None:
     extras = project["optional-dependencies"]
-    texts = (*project["dependencies"], *extras["gpu"], *extras["frameworks"], *extras["mcp"])
+    texts = (*project["dependencies"], *extras["gpu"], *extras["frameworks"], *extras["mcp"], *TRACKERS)
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     providers = {name: {canonicalize_name(dist) for dist in dists} for name, dists in packages_distributions().items()}
     missing: dict[str, list[str]] = {}

@@ -78,7 +78,7 @@ def test_marks_of_functions_and_modules_are_detected(tmp_path: Path, code: str, 
 
 def _functions(root: Path, test: str) -> dict[str, set[str]]:
     """The marks of the tests that an entry names, by function; those of its file included."""
-    file, _, name = test.partition("::")
+    file, _, name = test.partition("[")[0].partition("::")
     if not (root / file).exists():
         return {}
     body = ast.parse((root / file).read_text(encoding="utf-8")).body

@@ -1,0 +1,1 @@
+"""Cells that are taken back, and runs from the same state."""
