@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
+    "GPU",
+    "LAUNCH",
     "Span",
     "SpanRing",
     "chrome_trace",
@@ -28,6 +30,9 @@ __all__ = [
     "suppress_spans",
     "write_chrome_trace",
 ]
+
+GPU, LAUNCH = "gpu", "launch"
+"""Whose times a span has, if not the host's: the GPU's, or those at which the host launched the GPU's work."""
 
 _suppressed: ContextVar[tuple[str, ...]] = ContextVar("suppressed", default=())
 
@@ -61,6 +66,8 @@ class Span(NamedTuple):
     started the step, in nanoseconds. 0 if unknown."""
     line: int = 0
     """Line of the cell that called it; 0 if unknown, as in calls of library threads, or while no timeline is open."""
+    clock: str = ""
+    """Whose times these are: `GPU`, `LAUNCH`, or empty: the host's, of work that the host did or waited for."""
 
 
 span_of: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span)
@@ -127,7 +134,13 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     ranks = set()
     for span in spans:
         ranks.add(span.rank)
-        details = {"group": span.group, "bytes": span.bytes, "stage": span.stage, "microbatch": span.microbatch}
+        details = {
+            "group": span.group,
+            "bytes": span.bytes,
+            "stage": span.stage,
+            "microbatch": span.microbatch,
+            "clock": span.clock,
+        }
         events.append(
             {
                 "name": span.name,

@@ -52,6 +52,40 @@ def test_single_rank_computes_on_its_gpu_with_nccl(nccl: Script) -> None:
     assert nccl.value(f"c.run({cell!r})[0]") == ("cuda:0", [0.0, 1.0, 2.0, 3.0])
 
 
+SLOW_FORWARD = """
+import time
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        torch.cuda._sleep(400_000_000)
+        return super().forward(x)
+layer = Slow(8, 8).to(device)
+x = torch.ones(2, 8, device=device)
+torch.cuda.synchronize()
+began = time.perf_counter()
+y = layer(x)
+launched = time.perf_counter() - began
+y.sum().backward()
+dist.all_reduce(layer.weight.grad)
+torch.cuda.synchronize()
+(launched, time.perf_counter() - began)
+"""
+
+
+def test_timeline_has_the_gpus_own_times(nccl: Script) -> None:
+    nccl.ok("c.spans.collect(watch_s=60)")
+    launched, done = nccl.value(f"c.run({SLOW_FORWARD!r})[0]")
+    frame = "__import__('time').sleep(1) or c.spans.recorded().to_frame()"
+    rows = nccl.value(f"{frame}[['kind', 'name', 'clock', 'start', 'seconds']].values.tolist()")
+    forward = next(row for row in reversed(rows) if row[0] == "forward")
+    backward = next(row for row in reversed(rows) if row[0] == "backward")
+    total = next(row for row in reversed(rows) if row[1] == "all_reduce")
+    assert [row[2] for row in (forward, backward, total)] == ["gpu"] * 3
+    assert launched < forward[4] <= done  # the host was done long before the GPU
+    assert backward[3] >= forward[3] + forward[4] - 1e-5  # the queue is in order
+    assert total[4] > 0
+    assert total[3] >= backward[3]
+
+
 def test_ddp_step_on_nccl(nccl: Script) -> None:
     kind, changed, weights = nccl.value(f"c.run({DDP_STEP!r})[0]")
     assert (kind, changed) == ("cuda", True)

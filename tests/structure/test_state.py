@@ -19,6 +19,7 @@ ALLOWED = {
     "axon_nb.cluster.rpc.client:_serializers_lock": "lock: ipyparallel's table, which the process has once",
     "axon_nb.cluster.session.current:_session": "slot: the session of this notebook",
     "axon_nb.comm.collectives.fast_path:_fast_paths": "cache: the operations of each type of group",
+    "axon_nb.comm.device_clock:device_clock": "slot: the clock of this process's GPU",
     "axon_nb.comm.group:_known": "cache: what does not change of a torch group",
     "axon_nb.comm.mock_world:_active": "slot: the mock world that torch's functions see",
     "axon_nb.comm.shared_memory.segment.futex:_barrier": "cache: a lock of each thread",

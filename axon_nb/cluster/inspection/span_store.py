@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from axon_nb.cluster.inspection.span_table import COLUMNS, Label, SpanTable
-from axon_nb.records.spans import Span
+from axon_nb.cluster.inspection.span_table import CLOCKS, COLUMNS, Label, SpanTable
+from axon_nb.records.spans import GPU, Span
 
 __all__ = ["LIMIT", "CollectiveMatcher", "CollectiveWait", "SpanStore"]
 
@@ -43,6 +43,7 @@ class CollectiveWait:
 @dataclass(slots=True)
 class _OpenCollective:
     name: str
+    clock: str
     calls: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """By rank: number, start and end in nanoseconds."""
 
@@ -50,7 +51,8 @@ class _OpenCollective:
 class CollectiveMatcher:
     """Matches calls by group and sequence number in the group.
 
-    Spans of ranks on several hosts must be on a common clock.
+    Spans of ranks on several hosts must be on a common clock. Calls that a GPU timed are compared by their lengths:
+    they end together, and their starts are estimates.
     """
 
     def __init__(self) -> None:
@@ -69,12 +71,17 @@ class CollectiveMatcher:
         key = (span.group, span.sequence)
         collective = self._open.get(key)
         # Sequence numbers restart when a group is rebuilt: incomplete calls from before do not belong to it.
-        if collective is None or collective.name != span.name or span.rank in collective.calls:
+        if (
+            collective is None
+            or (collective.name, collective.clock) != (span.name, span.clock)
+            or span.rank in collective.calls
+        ):
             self._open.pop(key, None)
-            collective = self._open[key] = _OpenCollective(span.name)
+            collective = self._open[key] = _OpenCollective(span.name, span.clock)
             if len(self._open) > _MAX_OPEN:
                 del self._open[next(iter(self._open))]
-        collective.calls[span.rank] = (number, span.start_ns, span.end_ns)
+        start, end = (span.start_ns - span.end_ns, 0) if span.clock == GPU else (span.start_ns, span.end_ns)
+        collective.calls[span.rank] = (number, start, end)
         if len(collective.calls) < len(members):
             return []
         del self._open[key]
@@ -150,6 +157,7 @@ class SpanStore:
         columns["microbatch"][place] = [span.microbatch for span in spans]
         columns["sequence"][place] = [span.sequence for span in spans]
         columns["line"][place] = [span.line for span in spans]
+        columns["clock"][place] = [CLOCKS.index(span.clock) for span in spans]
         columns["label"][place] = [self._label((span.kind, span.name, span.group)) for span in spans]
         columns["late"][place], columns["by"][place] = 0, -1
         self._count += len(spans)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from axon_nb.records.spans import Span
+from axon_nb.records.spans import GPU, LAUNCH, Span
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["COLUMNS", "Label", "SpanTable"]
+__all__ = ["CLOCKS", "COLUMNS", "Label", "SpanTable"]
 
 COLUMNS = {
     "start": np.int64,
@@ -29,13 +29,16 @@ COLUMNS = {
     "microbatch": np.int32,
     "by": np.int32,
     "line": np.int32,
+    "clock": np.int8,
 }
 """Name and type of each column.
 
 Times are in nanoseconds of the notebook's monotonic clock. `late` is how long the call waited for the last rank to
 start it, `by` that rank (-1: unknown), `label` an index into `labels`, `line` the
-line of the cell that called it (0: unknown).
+line of the cell that called it (0: unknown), `clock` an index into `CLOCKS`.
 """
+CLOCKS = ("", GPU, LAUNCH)
+"""Whose times spans have, as `Span.clock`."""
 
 Label = tuple[str, str, str]
 """Kind, name, group."""
@@ -84,18 +87,19 @@ class SpanTable:
 
     def spans(self) -> Iterator[Span]:
         """Yield each span as a record."""
-        names = ("rank", "label", "start", "end", "bytes", "stage", "microbatch", "sequence", "line")
-        for rank, label, start, end, size, stage, microbatch, sequence, line in zip(
+        names = ("rank", "label", "start", "end", "bytes", "stage", "microbatch", "sequence", "line", "clock")
+        for rank, label, start, end, size, stage, microbatch, sequence, line, clock in zip(
             *(self.columns[name].tolist() for name in names), strict=True
         ):
             kind, name, group = self.labels[label]
-            yield Span(rank, kind, name, start, end, group, size, stage, microbatch, sequence, line)
+            yield Span(rank, kind, name, start, end, group, size, stage, microbatch, sequence, line, CLOCKS[clock])
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per span, ordered by start.
 
         `start` is in seconds from the first span. `waited_s` is how long a collective waited for the last rank to start
         it, and `waited_for` that rank; `line` is the line of the cell that called it. All are missing if unknown.
+        `clock` says whose times these are: ``host``, ``gpu``, or ``launch``: when the host launched work of a GPU.
         """
         import pandas as pd
 
@@ -116,6 +120,7 @@ class SpanTable:
                 "waited_s": np.where(known, columns["late"] / 1e9, np.nan),
                 "waited_for": pd.array(columns["by"], dtype="Int64"),
                 "line": pd.array(columns["line"], dtype="Int64"),
+                "clock": [CLOCKS[clock] or "host" for clock in columns["clock"].tolist()],
             }
         )
         for name in ("stage", "microbatch", "waited_for"):

@@ -1,7 +1,8 @@
 """Reads torch's flight recorder: which rank is in which collective, for groups whose operations run no Python.
 
 Private hooks: `_dump_nccl_trace_json`, in builds with NCCL, and `_dump_fr_trace_json` for Gloo write the same format,
-which `parse` reads. Without them deadlocks on NCCL are not detected.
+which `parse` reads. Without them deadlocks on NCCL are not detected. `_enable_collectives_timing` makes NCCL measure
+its operations; without it timelines show when they were launched.
 
 What this rank waits for in torch's own groups follows from the recorder's operations and from the stack.
 
@@ -14,11 +15,12 @@ the one started last.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import FrameType
@@ -27,13 +29,16 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from axon_nb.comm.device_clock import DeviceClock
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups.native import NativeGroups
 from axon_nb.engine.groups.nccl import poll_until
+from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.spans import GPU, LAUNCH, Span
 from axon_nb.records.waits.calls import GroupWaits, PendingCall
 from axon_nb.records.waits.functions import PUBLIC_NAMES
 
-__all__ = ["Recording", "dump", "native_waits", "overdue", "parse", "synchronizes_in"]
+__all__ = ["FinishedCalls", "Recording", "dump", "native_waits", "overdue", "parse", "synchronizes_in"]
 
 _BYTES = {
     "Bool": 1,
@@ -94,6 +99,75 @@ def parse(content: bytes, groups: Mapping[str, Sequence[int]], *, since_ns: int 
             continue
         pending.append(_call(entry, group, groups[group], now))
     return Recording(tuple(sorted(pending, key=lambda call: call.number)), counts)
+
+
+class FinishedCalls:
+    """Reads operations that have finished, as spans for a timeline.
+
+    torch records when an operation was launched, how long it ran on the GPU if timing is enabled, and when its watchdog
+    saw that it was over, which may be a tenth of a second late. When it began is estimated: not before its launch nor
+    before the end of the previous one of its group, not too late for its end, and else as the clock of the GPU has it.
+
+    Args:
+        rank: This rank.
+        clock: The clock of its GPU.
+    """
+
+    def __init__(self, rank: int, clock: DeviceClock) -> None:
+        self._rank = rank
+        self._clock = clock
+        self._seen: set[int] = set()
+        self._ends: dict[str, int] = {}
+        """When the last measured operation of a queue ended, by group and peer, in monotonic nanoseconds."""
+        self._timed: set[tuple[str, int]] = set()
+
+    def enable_timing(self, native: NativeGroups) -> None:
+        """Make torch measure how long operations run; once for the groups since a rebuild, as it cannot be undone."""
+        if missing_hooks("groups.collective_timing"):
+            return
+        for group in native.all():
+            if (key := (str(group.group_name), native.rebuilt_at_ns)) not in self._timed:
+                self._timed.add(key)
+                with contextlib.suppress(RuntimeError):  # its backend cannot
+                    group._enable_collectives_timing()  # type: ignore[attr-defined]
+
+    def read(self, content: bytes, groups: Collection[str]) -> list[Span]:
+        """Return the operations that have finished since the last call, in the order of their launch.
+
+        Args:
+            content: What `dump` returned.
+            groups: Names of groups; others are left out.
+        """
+        entries = json.loads(content).get("entries", []) if content else []
+        to_monotonic = time.monotonic_ns() - time.time_ns()
+        spans = []
+        for entry in entries:
+            is_over = entry["retired"] and entry["time_discovered_completed_ns"]
+            if is_over and entry["process_group"][0] in groups and entry["record_id"] not in self._seen:
+                self._seen.add(entry["record_id"])
+                spans.append(self._span(entry, to_monotonic))
+        self._seen &= {entry["record_id"] for entry in entries}
+        return spans
+
+    def _span(self, entry: dict[str, Any], to_monotonic: int) -> Span:
+        group, is_message = entry["process_group"][0], entry["is_p2p"]
+        name = entry["profiling_name"].partition(":")[2]
+        launched, over = (entry[f"time_{key}_ns"] + to_monotonic for key in ("created", "discovered_completed"))
+        if (length_ms := entry.get("duration_ms")) is None:
+            start, end, clock = launched, max(launched, over), LAUNCH
+        else:
+            length, queue = round(length_ms * 1e6), f"{group} {name if is_message else ''}"
+            latest = over - length
+            if entry["time_discovered_started_ns"]:
+                latest = min(latest, entry["time_discovered_started_ns"] + to_monotonic)
+            earliest = max(launched, self._ends.get(queue, launched))
+            start = max(earliest, min(latest, self._clock.estimate(launched)))
+            end, clock = start + length, GPU
+            self._ends[queue] = end
+        if match := _POINT_TO_POINT.match(name):
+            name = match[1]
+        kind, sequence = ("p2p", 0) if is_message else ("collective", entry["collective_seq_id"])
+        return Span(self._rank, kind, name, start, end, group, bytes=_payload(entry), sequence=sequence, clock=clock)
 
 
 def _call(entry: dict[str, Any], group: str, ranks: Sequence[int], now: int) -> PendingCall:

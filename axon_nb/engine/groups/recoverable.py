@@ -234,10 +234,10 @@ class RecoverableGroup(PythonProcessGroup):
         self._calls.finish(call)
         sequence, end = call.sequence, time.monotonic_ns()
         kind = "collective" if sequence else "p2p"
-        rank, group = self._global_rank, self._name
-        emit(span_of((rank, kind, call.name, call.started_ns, end, group, call.bytes, -1, -1, sequence, call.line)))
+        rank, group, more = self._global_rank, self._name, (-1, -1, sequence, call.line, "")
+        emit(span_of((rank, kind, call.name, call.started_ns, end, group, call.bytes, *more)))
         if call.wait_started_ns:
-            emit(span_of((rank, "wait", call.name, call.wait_started_ns, end, group, 0, -1, -1, sequence, call.line)))
+            emit(span_of((rank, "wait", call.name, call.wait_started_ns, end, group, 0, *more)))
 
     def _members(self) -> list[int]:
         return dist.get_process_group_ranks(self)

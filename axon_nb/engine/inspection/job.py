@@ -148,7 +148,7 @@ class TrainingJob:
 
     def _communication_share(self, now: int, span_position: int, since_ns: int) -> tuple[float | None, int]:
         spans, span_position, lost = ring.since(span_position, _MAX_SPANS)
-        known = self._session.config.backend != "nccl"  # NCCL groups record no spans
+        known = self._session.config.backend != "nccl"  # NCCL's spans are read only for a timeline
         if not known or not since_ns or now - since_ns < _MIN_WINDOW_NS or lost:
             return None, span_position
         intervals = [(span.start_ns, span.end_ns) for span in spans if span.kind in _COMMUNICATION]

@@ -24,8 +24,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from axon_nb.comm.device_clock import Moment, device_clock
 from axon_nb.engine.collective_names import PUBLIC_NAMES
-from axon_nb.engine.groups.install import all_groups
+from axon_nb.engine.groups.flight_recorder import FinishedCalls, dump
+from axon_nb.engine.groups.install import rebuildable_groups
 from axon_nb.engine.inspection.last_call import UncopiedHook
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.step_frames import step_depth
@@ -36,6 +38,8 @@ from axon_nb.records.spans import Span, emit, is_suppressed, ring
 __all__ = ["SpanReader", "StepSpans", "backward_problems"]
 
 _POLL_S = 0.5
+_RECORDER_S = 0.5
+"""Interval between readings of torch's flight recorder, which writes all that it holds each time."""
 _COMMUNICATION = frozenset({"collective", "p2p", "wait"})
 
 
@@ -78,7 +82,8 @@ class StepSpans:
         """Handle of the global module hook; None inside an outermost forward."""
         self._exit_hook: Any = None
         """Handle of the outermost module's own hook."""
-        self._forward_start = self._step_start = 0
+        self._forward_start = Moment(0)
+        self._step_start: Moment | None = None
         self._in_backward = False
 
     def watch(self, seconds: float) -> None:
@@ -135,7 +140,7 @@ class StepSpans:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward or not self._is_recording():
                 return original(*args, **kwargs)
-            self._in_backward, start = True, time.monotonic_ns()
+            self._in_backward, start = True, self._moment()
             try:
                 return original(*args, **kwargs)
             finally:
@@ -163,7 +168,7 @@ class StepSpans:
             return
         self._remove_module_hooks()
         self._exit_hook = module.register_forward_hook(_ForwardHook(self._after_forward), always_call=True)
-        self._forward_start = time.monotonic_ns()
+        self._forward_start = self._moment()
 
     def _after_forward(self, module: torch.nn.Module) -> None:
         if self._entry_hook is not None or not self._recording:
@@ -178,17 +183,20 @@ class StepSpans:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_recording() and step_depth(sys._getframe(1)) == 1:
-            self._step_start = time.monotonic_ns()
+            self._step_start = self._moment()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # An optimizer that steps another one, such as ZeroRedundancyOptimizer, counts as one step.
         if self._step_start and self._is_recording() and step_depth(sys._getframe(1)) == 1:
             self._emit("optimizer", type(optimizer).__name__, self._step_start)
-            self._step_start = 0
+            self._step_start = None
 
-    def _emit(self, kind: str, name: str, start_ns: int) -> None:
+    def _moment(self) -> Moment:
+        return device_clock.moment(self._session.device)
+
+    def _emit(self, kind: str, name: str, since: Moment) -> None:
         if not is_suppressed(kind):  # a pipeline stage records it with its microbatch
-            emit(Span(self._rank, kind, name, start_ns, time.monotonic_ns()))
+            device_clock.emit(Span(self._rank, kind, name, since.ns, time.monotonic_ns()), since)
 
 
 class SpanReader:
@@ -199,7 +207,10 @@ class SpanReader:
     """
 
     def __init__(self, session: RankSession) -> None:
+        self._session = session
         self._steps = StepSpans(session)
+        self._finished = FinishedCalls(session.config.rank, device_clock)
+        self._due = 0.0
         self._members: dict[str, list[int]] = {}
 
     def read(self, *, since: int, watch_s: float) -> SpansReply:
@@ -211,6 +222,8 @@ class SpanReader:
         """
         if watch_s > 0:
             self._steps.watch(watch_s)
+        device_clock.collect()
+        self._read_native(watch_s)
         start = since if since <= ring.position else 0
         spans, position, lost = ring.since(start)
         rows = [_span_row(span) for span in spans]
@@ -224,9 +237,21 @@ class SpanReader:
             process=os.getpid(),
         )
 
+    def _read_native(self, watch_s: float) -> None:
+        """Record what torch's own groups have finished; while a view polls, not each time."""
+        native, is_due = self._session.groups.native, time.monotonic() >= self._due
+        if native is None or not (is_due or watch_s == 0):
+            return
+        self._due = time.monotonic() + _RECORDER_S
+        if watch_s > 0:
+            self._finished.enable_timing(native)
+        for span in self._finished.read(dump(), {str(group.group_name) for group in native.all()}):
+            emit(span)
+
     def _ranks_of(self, name: str) -> list[int]:
         if name not in self._members:
-            self._members = {str(group.group_name): dist.get_process_group_ranks(group) for group in list(all_groups())}
+            groups = rebuildable_groups()
+            self._members = {str(group.group_name): dist.get_process_group_ranks(group) for group in groups}
         return self._members.get(name, [])
 
 

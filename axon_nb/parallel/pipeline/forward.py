@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from axon_nb.comm.collectives.point_to_point import recv, send
+from axon_nb.comm.device_clock import Moment, device_clock
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.spans import now
-from axon_nb.records.spans import Span, emit, suppress_spans
+from axon_nb.records.spans import Span, suppress_spans
 
 __all__ = ["ForwardPass"]
 
@@ -28,6 +29,7 @@ class ForwardPass:
         num_stages: Number of stages on all ranks.
         rank_of: Returns the group rank that holds a stage.
         group: The ranks of the pipeline.
+        devices: Device of each of them.
         spans: Whether to record spans.
     """
 
@@ -38,12 +40,14 @@ class ForwardPass:
         num_stages: int,
         rank_of: Callable[[int], int],
         group: ProcessGroup,
+        devices: Mapping[int, torch.device],
         spans: bool,
     ) -> None:
         self._modules = modules
         self._last = num_stages - 1
         self._rank_of = rank_of
         self._group = group
+        self._devices = devices
         self._spans = spans
         self._sent: list[tuple[Any, Any]] = []
         self._local_inputs: dict[int, list[tuple[Any, ...]]] = {}
@@ -63,7 +67,7 @@ class ForwardPass:
             deferred: list[tuple[int, Any]] = []
             for microbatch in range(num_microbatches):
                 args = inputs[microbatch] if stage == 0 else self._inputs(stage, microbatch)
-                start = now()
+                start = device_clock.moment(self._devices[stage])
                 with suppress_spans("forward"):
                     output = self._modules[stage](*args)
                 self._record("F", start, (stage, microbatch))
@@ -89,7 +93,7 @@ class ForwardPass:
         if stage - 1 in self._modules:
             return self._local_inputs[stage].pop(0)
         source = self._rank_of(stage - 1)
-        start = now()
+        start = Moment(now())
         with suppress_spans("wait"):
             count = int(recv(source, group=self._group))
             args = tuple(recv(source, group=self._group) for _ in range(count))
@@ -101,18 +105,19 @@ class ForwardPass:
         if stage + 1 in self._modules:
             self._local_inputs.setdefault(stage + 1, []).append(parts)
             return
-        start = now()
+        start = Moment(now())
         device = parts[0].device
         for tensor in (torch.tensor(len(parts), device=device), *parts):
             handle = send(tensor, self._rank_of(stage + 1), group=self._group, async_op=True)
             self._sent.append((handle, tensor))
         self._record("SEND_F", start, (stage, microbatch), sum(part.nbytes for part in parts))
 
-    def _record(self, name: str, start: int, position: tuple[int, int], size: int = 0) -> None:
+    def _record(self, name: str, since: Moment, position: tuple[int, int], size: int = 0) -> None:
         if self._spans:
             kind, group = "forward" if name == "F" else "p2p", self._group
             rank, group_name = group.ranks[group.rank()], group.torch_group.group_name
-            emit(Span(rank, kind, name, start, now(), group_name, size, *position, self._start_ns))
+            span = Span(rank, kind, name, since.ns, now(), group_name, size, *position, self._start_ns)
+            device_clock.emit(span, since)
 
     def _reshard(self) -> None:
         # An FSDP2 root keeps parameters unsharded for backward. There is none here, and an optimizer step may be next.

@@ -187,7 +187,12 @@ class Pipeline(HeldStages):
         """
         self._check_batch(args or None, None, training=False, changed=False)
         run = ForwardPass(
-            self._stage_modules, num_stages=self.num_stages, rank_of=self._rank_of, group=self._group, spans=self._spans
+            self._stage_modules,
+            num_stages=self.num_stages,
+            rank_of=self._rank_of,
+            group=self._group,
+            devices=self._devices,
+            spans=self._spans,
         )
         inputs = split_microbatches(args, self.num_microbatches) if self.is_first else []
         outputs = run.run(inputs, self.num_microbatches)

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
+
+from axon_nb.comm.device_clock import device_clock
 from axon_nb.comm.spans import now
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
@@ -71,8 +74,7 @@ def _below_error(record: logging.LogRecord) -> bool:
 class StageWatch:
     """Records the actions of one of torch's stages as spans, and counts its live microbatches.
 
-    A microbatch is live from the start of its forward to the end of its backward, or of the weight part of it. On GPUs
-    times are those of the host, which launches work asynchronously.
+    A microbatch is live from the start of its forward to the end of its backward, or of the weight part of it.
 
     Args:
         stage: torch's stage; its methods are wrapped.
@@ -85,6 +87,7 @@ class StageWatch:
         """Peak number of live microbatches since it was last set to 0."""
         self._live = self._step = 0
         self._identity = (rank, group, stage.stage_index)
+        self._device = torch.device(stage.device)
         for name in _METHODS:
             setattr(stage, name, self._wrap_compute(name, getattr(stage, name)))
         for name, action in _MESSAGES.items():
@@ -101,7 +104,7 @@ class StageWatch:
         self._live = self.peak = 0
 
     def _wrap_compute(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        rank, group, stage = self._identity
+        (rank, group, stage), device = self._identity, self._device
         forward, weights = name == "forward_one_chunk", name == "backward_weight_one_chunk"
 
         @functools.wraps(call)
@@ -110,13 +113,13 @@ class StageWatch:
             if forward:
                 self._live += 1
                 self.peak = max(self.peak, self._live)
-            start = now()
+            start = device_clock.moment(device)
             with suppress_spans("forward", "backward"):
                 result = call(chunk, *args, **kwargs)
             kind, action = (
                 ("forward", "F") if forward else ("backward", "W" if weights else "B" if full_backward else "I")
             )
-            emit(Span(rank, kind, action, start, now(), group, 0, stage, chunk, self._step))
+            device_clock.emit(Span(rank, kind, action, start.ns, now(), group, 0, stage, chunk, self._step), start)
             if full_backward and not forward:
                 self._live -= 1
             return result

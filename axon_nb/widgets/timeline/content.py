@@ -172,7 +172,7 @@ def page_facts(summary: TimelineSummary, ranks: Sequence[int]) -> dict[str, Any]
             "rows": [
                 {"rank": rank.rank, "cells": _bars(rank, facts.ranks)} for rank in facts.ranks if rank.rank in ranks
             ][:MAX_ROWS],
-            "notes": omitted_pipelines(summary),
+            "notes": [*omitted_pipelines(summary), *facts.clock_notes],
         },
         "pipelines": [_page_step(step, _MAX_BOXES // (2 * len(steps))) for step in steps],
     }

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from axon_nb.cluster.inspection.span_table import SpanTable
+from axon_nb.cluster.inspection.span_table import CLOCKS, SpanTable
+from axon_nb.records.ranks import name_ranks
+from axon_nb.records.spans import GPU, LAUNCH
 from axon_nb.records.units import format_seconds
 from axon_nb.widgets.timeline.intervals import Intervals, coverage, join, tails, union_ns
 
@@ -21,6 +23,8 @@ _MIN_COLLECTIVES = 5
 _STRAGGLER_SHARE = 0.5
 """A rank is a straggler if this share of that waiting was for it, and at least twice an even share."""
 _MIN_STEPS = 2
+_LAUNCHED = "some spans show when work was launched, as no event of the GPU was recorded."
+_ESTIMATED = "the lengths of NCCL's operations are measured, their starts are estimated."
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,19 @@ class TimelineFacts:
     """The rank that others waited for most; None if there is none."""
     step: tuple[float, float] | None
     """Mean length of a training step, and its standard deviation; None: fewer than three optimizer steps in a row."""
+    launched: tuple[int, ...] = ()
+    """Ranks with work of a GPU of which only the launch is known."""
+    estimated: tuple[int, ...] = ()
+    """Ranks with communication whose length was measured on a GPU, but not its start."""
+
+    @property
+    def clock_notes(self) -> list[str]:
+        """Sentences on times that are not those at which the work was done."""
+        return [
+            f"{name_ranks(ranks).capitalize()}: {text}"
+            for ranks, text in ((self.launched, _LAUNCHED), (self.estimated, _ESTIMATED))
+            if ranks
+        ]
 
     @property
     def overlap(self) -> float | None:
@@ -125,7 +142,21 @@ def timeline_facts(table: SpanTable, running_since: int | None = None) -> Timeli
     seconds = (int(columns["end"].max()) - int(columns["start"].min())) / 1e9 if len(table) else 0.0
     num_collectives = int((known & (columns["by"] == columns["rank"])).sum())
     straggler = _straggler(ranks, seconds, num_collectives)
-    return TimelineFacts(ranks, seconds, len(table), num_collectives, straggler, _step(table))
+    clocks, communicates = columns["clock"], kinds["collective"] | kinds["p2p"]
+    return TimelineFacts(
+        ranks,
+        seconds,
+        len(table),
+        num_collectives,
+        straggler,
+        _step(table),
+        launched=_ranks_of(table, clocks == CLOCKS.index(LAUNCH)),
+        estimated=_ranks_of(table, communicates & (clocks == CLOCKS.index(GPU))),
+    )
+
+
+def _ranks_of(table: SpanTable, which: npt.NDArray[np.bool_]) -> tuple[int, ...]:
+    return tuple(np.unique(table.columns["rank"][which]).tolist())
 
 
 def _rank_facts(

@@ -59,14 +59,14 @@ def timeline_bundle(
     known = [rank for rank in ranks if rank in by_rank][:MAX_ROWS]
     drawn = pictures(shown, summary, ranks, (start, end), running_since=running_since)
     steps = "".join(map(_step_html, summary.steps[:MAX_PIPELINES]))
-    notes = html.note_lines([*omitted_pipelines(summary), *_losses(table)])
+    remarks = [*omitted_pipelines(summary), *summary.facts.clock_notes, *_losses(table)]
     notice = html.notice(summary.notice.claim, summary.notice.text) if summary.notice is not None else ""
     numbers = html.figures((figure["name"], figure["value"], figure["remark"]) for figure in figures(summary))
     table_html = _table([by_rank[rank] for rank in known])
-    body = f"{numbers}{notice}{_legend(shown)}{drawn}{steps}{table_html}{notes}"
+    body = f"{numbers}{notice}{_legend(shown)}{drawn}{steps}{table_html}{html.note_lines(remarks)}"
     return {
         "text/html": html.figure(body, heading=heading),
-        "text/plain": "\n".join([*lines, *_sentences(summary), *omitted_pipelines(summary), *_losses(table)]),
+        "text/plain": "\n".join([*lines, *_sentences(summary), *remarks]),
     }
 
 

@@ -132,8 +132,9 @@ class Timeline:
         """Return one row per span.
 
         The columns are rank, kind, name, group, start, seconds, bytes, stage, microbatch, waited_s, waited_for: the
-        rank that started a collective last; and line: that of the cell that called it. `start`, `seconds` and
-        `waited_s` are in seconds.
+        rank that started a collective last; line: that of the cell that called it; and clock: whose times these are,
+        ``host``, ``gpu``, or ``launch`` if only the launch of a GPU's work is known. `start`, `seconds` and `waited_s`
+        are in seconds.
         """
         return self.table().to_frame()
 

@@ -16,13 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from axon_nb.comm.device_clock import DeviceClock
 from axon_nb.engine.groups import flight_recorder
 from axon_nb.engine.groups.abort import AbortFlag
-from axon_nb.engine.groups.flight_recorder import native_waits, overdue, synchronizes_in
+from axon_nb.engine.groups.flight_recorder import FinishedCalls, native_waits, overdue, synchronizes_in
 from axon_nb.engine.groups.nccl import poll_until
+from axon_nb.records.spans import SpanRing
 from axon_nb.records.waits.calls import GroupWaits, PendingCall, RankWaits
 from axon_nb.records.waits.deadlocks import explain_deadlock
 from tests.engine.groups.native_ranks import groups_on, run_on_ranks
+from tests.engine.groups.recorded_dump import dump_of, entry
 
 
 def _records(rank: int, store: Any) -> dict[str, Any]:
@@ -165,6 +168,63 @@ def test_send_and_recv_name_the_peers_global_rank() -> None:
     found = [(call.name, call.peer, call.sequence, call.bytes) for call in seen.pending]
     assert found == [("send", 6, 0, 12), ("recv", 6, 0, 12)]
     assert dict(seen.counts) == {"3": 0}
+
+
+def _times(*entries: dict[str, Any], origin: int, reader: FinishedCalls | None = None) -> list[tuple[Any, ...]]:
+    """Name, start and end in ms after `origin`, and whose clock, of the finished operations of group 0."""
+    to_wall = time.time_ns() - time.monotonic_ns()
+    spans = (reader or FinishedCalls(3, DeviceClock(SpanRing()))).read(dump_of(*entries), {"0"})
+
+    def ms(time_ns: int) -> int:
+        return round((time_ns + to_wall - origin) / 1e6)
+
+    return [(span.name, ms(span.start_ns), ms(span.end_ns), span.clock) for span in spans]
+
+
+def test_measured_operations_have_their_own_length() -> None:
+    origin, ms = time.time_ns(), 1_000_000
+    # Both were launched at once, and the watchdog saw both at 100 ms: the second ran behind the first.
+    first = entry(1, created=origin, completed=origin + 100 * ms, duration_ms=30.0)
+    second = entry(2, created=origin + ms, completed=origin + 100 * ms, started=origin + 100 * ms, duration_ms=20.5)
+    assert _times(first, second, origin=origin) == [
+        ("all_reduce", 0, 30, "gpu"),
+        ("all_reduce", 30, 50, "gpu"),
+    ]
+
+
+def test_operation_that_nothing_measured_has_the_time_of_its_launch() -> None:
+    origin, ms = time.time_ns(), 1_000_000
+    launched = entry(1, created=origin, completed=origin + 70 * ms)
+    assert _times(launched, origin=origin) == [("all_reduce", 0, 70, "launch")]
+
+
+def test_finished_operations_are_read_once_each() -> None:
+    origin, ms = time.time_ns(), 1_000_000
+    reader = FinishedCalls(3, DeviceClock(SpanRing()))
+    running = entry(1, created=origin, started=origin + ms)
+    message = entry(2, created=origin, completed=origin + 9 * ms, duration_ms=2.0, name="send 0->1", is_p2p=True)
+    foreign = entry(3, created=origin, completed=origin + 9 * ms, duration_ms=2.0, group="7")
+    assert _times(running, message, foreign, origin=origin, reader=reader) == [("send", 0, 2, "gpu")]
+    done = entry(1, created=origin, started=origin + ms, completed=origin + 20 * ms, duration_ms=18.0)
+    assert _times(done, message, foreign, origin=origin, reader=reader) == [("all_reduce", 0, 18, "gpu")]
+    assert _times(done, message, foreign, origin=origin, reader=reader) == []
+    (span,) = FinishedCalls(3, DeviceClock(SpanRing())).read(dump_of(done), {"0"})
+    assert (span.rank, span.kind, span.group, span.bytes, span.sequence) == (3, "collective", "0", 2**20, 1)
+
+
+def _reads_gloo(rank: int, store: Any) -> tuple[list[str], list[str]]:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    content = flight_recorder.dump("fr")
+    fields = sorted(json.loads(content)["entries"][0])
+    return fields, [span.name for span in FinishedCalls(rank, DeviceClock(SpanRing())).read(content, {"0"})]
+
+
+def test_recorder_without_times_gives_no_spans(tmp_path: Path) -> None:
+    fields, names = run_on_ranks(_reads_gloo, 1, tmp_path, TORCH_FR_BUFFER_SIZE="100")[0]
+    assert fields == sorted(entry(1, created=1))  # the recorded dumps have the fields of this torch
+    assert names == []  # Gloo's operations do not say when they ended
 
 
 @pytest.mark.parametrize(
