@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from axon_nb.comm.placements import declare_placements
 from axon_nb.parallel.activation_checkpoint import checkpoint_blocks
 from axon_nb.parallel.batch_norm import SyncBatchNorm
 from axon_nb.parallel.checkpoint import Checkpoints, ResumableSampler, Resumed, export_safetensors
@@ -72,6 +73,7 @@ __all__ = [
     "checkpoint_blocks",
     "clip_grad_norm",
     "coordinates",
+    "declare_placements",
     "export_safetensors",
     "grad_norm",
     "ideal_timeline",

@@ -24,6 +24,7 @@ ALLOWED = {
     "axon_nb.comm.mock_world:_active": "slot: the mock world that torch's functions see",
     "axon_nb.comm.shared_memory.segment.futex:_barrier": "cache: a lock of each thread",
     "axon_nb.comm.shared_memory.segment.progress:_open_groups": "slot: what this process closes when it exits",
+    "axon_nb.comm.placements:_declared": "slot: the placements that were declared of this process's tensors, weakly",
     "axon_nb.compat.horovod.world:_states": "slot: Horovod's state of a default group, which torch keeps",
     "axon_nb.engine.frames:_pause_lock": "lock: one thread at a time pauses the process's garbage collector",
     "axon_nb.engine.groups.state:_current": "slot: the state of the groups that torch creates",
@@ -45,7 +46,7 @@ _COLLECTIONS = {
 }  # fmt: skip
 _ALWAYS_STATE = {
     "BoundedSemaphore", "Condition", "Event", "Lock", "Queue", "RLock", "Semaphore", "SimpleQueue",
-    "WeakKeyDictionary", "WeakSet", "WeakValueDictionary", "count", "local",
+    "WeakKeyDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakValueDictionary", "count", "local",
 }  # fmt: skip
 _MUTATORS = {
     "add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "insert", "move_to_end", "pop",

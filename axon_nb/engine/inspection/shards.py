@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from axon_nb.comm.placements import placed
 from axon_nb.engine.inspection.gradients import GradientReader
 from axon_nb.engine.namespace import resolve_variable
 from axon_nb.engine.session import current
@@ -101,18 +102,22 @@ class _TensorInfo:
                 match.
         """
         same = shape_of is None or tuple(shape_of.shape) == tuple(tensor.shape)
-        return {"group": self.replicated.get(id(tensor)), "layer": self.cut.get(id(tensor)) if same else None}
+        return {
+            "group": self.replicated.get(id(tensor)),
+            "layer": self.cut.get(id(tensor)) if same else None,
+            "like": placed(tensor) if same else None,
+        }
 
 
 def _info_of_tensor(tensor: torch.Tensor, space: dict[str, Any]) -> dict[str, Any]:
     """What is known about a single tensor, which may be a parameter of one of the variables."""
     if not isinstance(tensor, torch.nn.Parameter):
-        return {}
+        return {"like": placed(tensor)}
     for value in list(space.values()):
         # type() instead of isinstance: lazy proxies answer the latter with side effects.
         if issubclass(type(value), torch.nn.Module) and any(tensor is parameter for parameter in value.parameters()):
             return _TensorInfo.by(value).of(tensor)
-    return {}
+    return {"like": placed(tensor)}
 
 
 def _of_module(module: torch.nn.Module, *, gradients: GradientReader | None) -> Iterator[Shard]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from axon_nb.comm.placements import placed
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import device_mesh_type, format_placement, is_dtensor
@@ -83,11 +84,11 @@ def _shape(shape: Any) -> str:
 
 
 def _tensor_facts(tensors: list[Any], *, shape: str) -> dict[str, Any]:
-    placed = [tensor for tensor in tensors if is_dtensor(tensor)]
+    known = [found for tensor in tensors if (found := placed(tensor)) is not None]
     local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
     size = sum(tensor.numel() * tensor.element_size() for tensor in local)
-    is_replicated = all(placement.is_replicate() for tensor in placed for placement in tensor.placements)
-    where = dict.fromkeys(", ".join(map(format_placement, tensor.placements)) for tensor in placed)
+    is_replicated = all(found.is_replicated for found in known)
+    where = dict.fromkeys(", ".join(map(format_placement, found.placements)) for found in known)
     return _record(
         shape=shape,
         dtype=", ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)),
@@ -158,10 +159,7 @@ def _too_large(size: int) -> str:
 
 
 def _arrays(tensors: dict[str, Any]) -> VariableParts:
-    sharded = [
-        name for name, t in tensors.items() if is_dtensor(t) and not all(place.is_replicate() for place in t.placements)
-    ]
-    if sharded:
+    if any((found := placed(tensor)) is not None and not found.is_replicated for tensor in tensors.values()):
         return VariableParts({}, refused="is sharded: each rank holds its own part")
     local = {name: (t.to_local() if is_dtensor(t) else t).detach().cpu() for name, t in tensors.items()}
     size = sum(tensor.numel() * tensor.element_size() for tensor in local.values())

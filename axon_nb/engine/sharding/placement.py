@@ -1,4 +1,4 @@
-"""Placement of tensors: of DTensors on their mesh, and of parameters of axon_nb's tensor-parallel layers.
+"""Placement of tensors: of those on a mesh, and of parameters of axon_nb's tensor-parallel layers.
 
 The layers hold plain tensors, of which each rank of a group has a part. Private hook: torch's computation of a
 DTensor's local shape and offset; without it, shards are assumed to be split evenly, as by `torch.chunk`.
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
+from axon_nb.comm.placements import Placed, placed
 from axon_nb.engine.sharding.sharded import format_placement, loaded_class
 
 __all__ = [
@@ -78,12 +79,18 @@ class ShardPlacement:
 
 def local_tensor(tensor: Any) -> torch.Tensor:
     """Return what this rank holds of a tensor."""
-    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    found = placed(tensor)
+    local: torch.Tensor = tensor if found is None else found.local
     return local
 
 
 def placement_of(
-    tensor: Any, *, group: Any = None, sharded: Any = None, layer: LayerSharding | None = None
+    tensor: Any,
+    *,
+    group: Any = None,
+    sharded: Any = None,
+    layer: LayerSharding | None = None,
+    like: Placed | None = None,
 ) -> ShardPlacement:
     """Return the placement of a tensor.
 
@@ -92,16 +99,17 @@ def placement_of(
         group: The process group over which a plain tensor is replicated.
         sharded: The DTensor whose unsharded form a plain tensor is.
         layer: How a tensor-parallel layer shards it; the other arguments describe the local part.
+        like: How a parameter of the same shape is laid out, of which the tensor is a gradient or a state.
     """
-    placement = _local_placement(tensor, group, sharded)
+    placement = _local_placement(tensor, group, sharded, like)
     return placement if layer is None else _within_layer(placement, layer)
 
 
-def _local_placement(tensor: Any, group: Any, sharded: Any) -> ShardPlacement:
-    if isinstance(tensor, DTensor):
-        return _on_mesh(tensor, tensor.placements, padded=True)
-    if isinstance(sharded, DTensor):
-        return _on_mesh(sharded, [Replicate()] * sharded.device_mesh.ndim, padded=False)
+def _local_placement(tensor: Any, group: Any, sharded: Any, like: Placed | None) -> ShardPlacement:
+    if (found := placed(tensor) or like) is not None:
+        return _on_mesh(found, found.placements, padded=True)
+    if (found := placed(sharded)) is not None:
+        return _on_mesh(found, [Replicate()] * found.mesh.ndim, padded=False)
     shape = tuple(tensor.shape)
     if group is not None:
         coordinates, size = (dist.get_rank(group),), (dist.get_world_size(group),)
@@ -128,13 +136,12 @@ def _within_layer(placement: ShardPlacement, layer: LayerSharding) -> ShardPlace
     )
 
 
-def _on_mesh(tensor: Any, placements: Any, *, padded: bool) -> ShardPlacement:
-    mesh = tensor.device_mesh
-    shape = tuple(tensor.shape)
+def _on_mesh(tensor: Placed, placements: Any, *, padded: bool) -> ShardPlacement:
+    mesh = tensor.mesh
     offset = _offset(tensor, placements)
     names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
     return ShardPlacement(
-        shape,
+        tensor.shape,
         offset,
         tuple(format_placement(placement) for placement in placements),
         tuple(names),
@@ -144,12 +151,12 @@ def _on_mesh(tensor: Any, placements: Any, *, padded: bool) -> ShardPlacement:
     )
 
 
-def _offset(tensor: Any, placements: Any) -> tuple[int, ...]:
-    mesh = tensor.device_mesh
+def _offset(tensor: Placed, placements: Any) -> tuple[int, ...]:
+    mesh = tensor.mesh
     if _offsets is not None:
-        _, offset = _offsets(tensor.shape, mesh, placements)
+        _, offset = _offsets(torch.Size(tensor.shape), mesh, placements)
         return tuple(int(start) for start in offset)
-    offset, shape, coordinates = [0] * tensor.ndim, list(tensor.shape), mesh.get_coordinate() or ()
+    offset, shape, coordinates = [0] * len(tensor.shape), list(tensor.shape), mesh.get_coordinate() or ()
     for axis, placement in enumerate(placements):
         if (dim := getattr(placement, "dim", None)) is not None:
             chunk = math.ceil(shape[dim] / mesh.size(axis))
@@ -159,14 +166,14 @@ def _offset(tensor: Any, placements: Any) -> tuple[int, ...]:
     return tuple(offset)
 
 
-def _padding(tensor: Any, placements: Any) -> int:
+def _padding(tensor: Placed, placements: Any) -> int:
     """Return the bytes by which FSDP2 pads this shard to the size of the others; 0 if its storage has no such room."""
-    local, shape, padding = tensor._local_tensor, list(tensor.shape), 0
+    local, shape, padding = tensor.local, list(tensor.shape), 0
     used = local.numel() * local.element_size()
     for axis, placement in enumerate(placements):
         dim = getattr(placement, "dim", None)
         if dim is None:
             continue
-        shape[dim] = math.ceil(shape[dim] / tensor.device_mesh.size(axis))
+        shape[dim] = math.ceil(shape[dim] / tensor.mesh.size(axis))
         padding = math.prod(shape) * local.element_size() - used
     return padding if padding > 0 and local.untyped_storage().nbytes() == used + padding else 0

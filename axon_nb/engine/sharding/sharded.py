@@ -6,10 +6,12 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from axon_nb.comm.placements import Placed, placed
 from axon_nb.engine.live_objects import live_objects
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
@@ -61,13 +63,12 @@ def _dtensor_type() -> Any:
 
 
 def is_sharded(obj: Any) -> bool:
-    """Whether the object is a distributed tensor, or a module that FSDP has sharded."""
-    kinds = (
-        _dtensor_type(),
-        loaded_class("torch.distributed.fsdp", "FSDPModule"),
-        loaded_class(*_FSDP1),
-    )
-    return issubclass(type(obj), kinds)
+    """Whether the object is a tensor that is laid out over ranks, or a module that FSDP has sharded."""
+    kinds = (loaded_class("torch.distributed.fsdp", "FSDPModule"), loaded_class(*_FSDP1))
+    if issubclass(type(obj), (*kinds, _dtensor_type())):
+        return True
+    found = placed(obj)
+    return found is not None and not found.is_replicated
 
 
 def is_stage(obj: Any) -> bool:
@@ -113,7 +114,7 @@ def unreplicated_reason(tensors: Iterable[Any], in_wrappers: Mapping[int, str] |
     for tensor in by_id.values():
         if isinstance(tensor, flat):
             return _SHARDED
-        if isinstance(tensor, _dtensor_type()) and not all(place.is_replicate() for place in tensor.placements):
+        if (found := placed(tensor)) is not None and not found.is_replicated:
             return _SHARDED
     reasons = unreplicated_parameters() if in_wrappers is None else in_wrappers
     return next((reasons[key] for key in by_id if key in reasons), "")
@@ -145,16 +146,25 @@ def _lost_parts(name: str, value: Any, ranks: frozenset[int]) -> LostShards | No
         indices = {index for index, rank in _stages(value) if rank in ranks}
         return LostShards(name, "stage", tuple(sorted(indices)), value.num_stages, 0) if indices else None
     if isinstance(value, torch.nn.Module):
-        kind, tensors = "module", [*value.parameters(), *value.buffers()]
+        kind, tensors = "module", [placed(tensor) for tensor in (*value.parameters(), *value.buffers())]
     elif isinstance(value, torch.optim.Optimizer):
-        kind, tensors = "optimizer", list(_tensors(value.state))
-    elif isinstance(value, _dtensor_type()):
-        kind, tensors = "tensor", [value]
+        kind, tensors = "optimizer", list(_placed_states(value))
+    elif (found := placed(value)) is not None:
+        kind, tensors = "tensor", [found]
     else:
         return None
     sizes = [_lost_bytes(tensor, ranks) for tensor in tensors]
     lost = [size for size in sizes if size is not None]
     return LostShards(name, kind, len(lost), len(tensors), sum(lost)) if lost else None
+
+
+def _placed_states(optimizer: torch.optim.Optimizer) -> Iterator[Placed | None]:
+    """Yield the layout of each state that is a tensor; one of a parameter's shape is laid out as the parameter."""
+    for parameter, entry in optimizer.state.items():
+        of_parameter = placed(parameter)
+        for tensor in _tensors({parameter: entry}):
+            same = of_parameter is not None and tensor.shape == parameter.shape
+            yield placed(tensor) or (replace(of_parameter, local=tensor) if of_parameter and same else None)
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
@@ -165,11 +175,11 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(entry)
 
 
-def _lost_bytes(tensor: Any, ranks: frozenset[int]) -> int | None:
+def _lost_bytes(tensor: Placed | None, ranks: frozenset[int]) -> int | None:
     """Return the bytes of the shards that only `ranks` hold; None if every shard is also elsewhere."""
-    if not isinstance(tensor, _dtensor_type()):
+    if tensor is None:
         return None
-    mesh, placements = tensor.device_mesh.mesh, tensor.placements
+    mesh, placements = tensor.mesh.mesh, tensor.placements
     lost: set[tuple[int, ...]] = set()
     shard_axes = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
     if not shard_axes:
@@ -186,13 +196,13 @@ def _lost_bytes(tensor: Any, ranks: frozenset[int]) -> int | None:
     return sum(_shard_bytes(tensor, shard_axes, indices) for indices in lost)
 
 
-def _shard_bytes(tensor: Any, shard_axes: list[int], indices: tuple[int, ...]) -> int:
+def _shard_bytes(tensor: Placed, shard_axes: list[int], indices: tuple[int, ...]) -> int:
     shape = list(tensor.shape)
     for axis, index in zip(shard_axes, indices, strict=True):
-        dim, count = tensor.placements[axis].dim, tensor.device_mesh.size(axis)
+        dim, count = tensor.placements[axis].dim, tensor.mesh.size(axis)
         chunk = -(-shape[dim] // count)  # as torch.chunk splits
         shape[dim] = max(0, min(chunk, shape[dim] - index * chunk))
-    return int(math.prod(shape) * tensor.element_size())
+    return int(math.prod(shape) * tensor.local.element_size())
 
 
 def _stages(stage: Any) -> list[tuple[int, int]]:

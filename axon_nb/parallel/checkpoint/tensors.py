@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from axon_nb.comm.placements import Placed, placed
 from axon_nb.parallel.checkpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from axon_nb.parallel.checkpoint.folder import sync_file
 from axon_nb.parallel.checkpoint.peers import Peers
@@ -193,17 +194,18 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 class Shards:
-    """The parameters of a model by name; shards of `axon_nb.parallel.tensor` layers become DTensors.
+    """The parameters of a model by name; plain tensors that are shards become DTensors.
 
-    These layers hold plain tensors, with one shard per rank under the same name. As a DTensor over the layer's group, a
-    shard carries its position in the full tensor, so that another number of ranks can read it.
+    Such are the parameters of `axon_nb.parallel.tensor` layers, and tensors with declared placements: one shard per
+    rank under the same name. As a DTensor, a shard carries its position in the full tensor, so that another number of
+    ranks can read it.
 
     Args:
         model: The model without wrappers.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._dims: dict[str, tuple[int, DeviceMesh]] = {}
+        self._layouts: dict[str, Placed] = {}
         meshes: dict[Any, DeviceMesh] = {}
         for prefix, module in model.named_modules():
             dims: dict[str, int] = getattr(module, "shard_dims", {})
@@ -211,27 +213,32 @@ class Shards:
                 continue
             group = module.group.torch_group
             for name, dim in dims.items():
+                tensor = module.get_parameter(name)
                 if group not in meshes:
-                    kind = next(module.parameters()).device.type
-                    meshes[group] = DeviceMesh.from_group(group, kind)
-                self._dims[strip_wrapper_names(f"{prefix}.{name}" if prefix else name)] = (dim, meshes[group])
-        self.sharded_names = frozenset(self._dims)
+                    meshes[group] = DeviceMesh.from_group(group, tensor.device.type)
+                shape = list(tensor.shape)
+                shape[dim] *= module.group.size()
+                layout = Placed(tensor, tuple(shape), meshes[group], (Shard(dim),))
+                self._layouts[strip_wrapper_names(f"{prefix}.{name}" if prefix else name)] = layout
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if not isinstance(tensor, DTensor) and (found := placed(tensor)) is not None:
+                self._layouts[strip_wrapper_names(name)] = found
+        self.sharded_names = frozenset(self._layouts)
         self.parameters = {strip_wrapper_names(name): parameter for name, parameter in model.named_parameters()}
 
     def as_dtensor(self, name: str, tensor: Any, shape: torch.Size | None = None) -> Any:
         """Return a tensor of the parameter `name`, as a DTensor over the same memory if it is a shard.
 
         Args:
-            name: Name of the parameter.
+            name: Name of the parameter or buffer.
             tensor: The parameter, or an optimizer state; a state of another shape is not a shard.
             shape: Shape of the shard; None: that of the tensor.
         """
-        if name not in self._dims or not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+        if name not in self._layouts or not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
             return tensor
         if shape is not None and tensor.shape != shape:
             return tensor
-        dim, mesh = self._dims[name]
-        return DTensor.from_local(tensor.detach(), mesh, [Shard(dim)], run_check=False)
+        return self._layouts[name].as_dtensor(tensor)
 
     def full_shape(self, name: str) -> torch.Size:
         """Return the shape of the full parameter."""

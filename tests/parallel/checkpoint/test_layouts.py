@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from axon_nb.comm import World
-from axon_nb.parallel import DDP, Parallel3D, Pipeline, ZeRO1, make_mesh, parallelize
+from axon_nb.parallel import DDP, Parallel3D, Pipeline, ZeRO1, declare_placements, make_mesh, parallelize
 from axon_nb.parallel.checkpoint import Checkpoints, CheckpointWarning
 from tests.parallel.conftest import make
 from tests.support.training.models import batch, blocks, loss_of
@@ -180,3 +183,72 @@ def test_our_wrappers_load_on_two_ranks_and_in_one_process(
         return losses
 
     check_moves(process_worlds, work, tmp_path, expected, rel=1e-10)
+
+
+class HandSharded(nn.Module):
+    """A linear layer of which each rank holds some columns, in plain tensors; 7 of them do not divide evenly."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self._group = None if mesh is None else mesh.get_group()
+        whole = torch.randn(3, 7, dtype=torch.float64)
+        if mesh is None:
+            self.weight = nn.Parameter(whole)
+            self.register_buffer("scale", torch.arange(1.0, 8.0))
+            return
+        self._rank, size = mesh.get_local_rank(), mesh.size()
+        weight = nn.Parameter(whole.chunk(size, 1)[self._rank].clone())
+        self.weight = declare_placements(weight, mesh, [Shard(1)], shape=(3, 7))
+        self.register_buffer("scale", torch.arange(1.0, 8.0).chunk(size)[self._rank].clone())
+        declare_placements(self.scale, mesh, [Shard(0)], shape=(7,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._group is not None:
+            x = x.split(-(-7 // dist.get_world_size(self._group)), 1)[self._rank]
+        y = (x * self.scale) @ self.weight.T
+        if self._group is None:
+            return y
+        total = y.detach().clone()
+        dist.all_reduce(total, group=self._group)
+        return y + (total - y.detach())  # the sum, with the gradient of this rank's part
+
+
+def test_plain_tensors_with_declared_placements(process_worlds: Any, tmp_path: Path) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        x = torch.linspace(-1, 1, 14, dtype=torch.float64).view(2, 7)
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def work(world: World, folder: str, resume: bool) -> list[float]:
+        with warnings.catch_warnings(action="ignore"):
+            model = HandSharded(make_mesh(tp=world.world_size(), device="cpu")["tp"])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            if resume:
+                with torch.no_grad():
+                    model.weight.zero_()
+                    model.scale.zero_()
+                Checkpoints(folder).load(2, model=model, optimizer=optimizer)
+                return train(model, optimizer)
+            losses = train(model, optimizer)
+            Checkpoints(folder).save(2, model=model, optimizer=optimizer)
+            return losses
+
+    whole = HandSharded(None)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    expected = train(whole, optimizer) + train(whole, optimizer)
+    for losses in make("ranks-2", process_worlds).run(work, str(tmp_path), False):
+        assert losses == pytest.approx(expected[:2], rel=1e-12)
+    for losses in make("ranks-4", process_worlds).run(work, str(tmp_path), True):
+        assert losses == pytest.approx(expected[2:], rel=1e-12)
+    again = HandSharded(None)
+    optimizer = torch.optim.AdamW(again.parameters(), lr=1.0)
+    with pytest.warns(CheckpointWarning, match="is loaded by 1"):
+        Checkpoints(tmp_path).load(2, model=again, optimizer=optimizer)
+    assert train(again, optimizer) == pytest.approx(expected[2:], rel=1e-12)

@@ -1,0 +1,148 @@
+"""Placements of tensors on meshes of ranks: of DTensors, and of plain tensors whose placements are declared.
+
+Views, the search for lost shards and checkpoints ask `placed`, which asks each of `_READERS`. A library that shards
+plain tensors in its own way gets an entry there, or declares placements.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from axon_nb.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+__all__ = ["Placed", "declare_placements", "placed"]
+
+_declared: Any = WeakTensorKeyDictionary()
+"""Shape, mesh and placements of declared tensors, by tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor that is laid out over the ranks of a mesh, seen from one of them."""
+
+    local: torch.Tensor
+    """What this rank holds."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    """torch's placements, one for each axis of the mesh."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each rank holds all of it."""
+        return all(placement.is_replicate() for placement in self.placements)
+
+    def as_dtensor(self, local: torch.Tensor) -> DTensor:
+        """Return a tensor that is laid out likewise, as a DTensor over the same memory; no rank communicates.
+
+        Args:
+            local: This rank's part of it.
+        """
+        from torch.distributed.tensor import DTensor
+
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            local.detach(), self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
+        )
+
+
+def placed(tensor: Any) -> Placed | None:
+    """Return how a tensor is laid out over ranks; None if nothing says so. Calls nothing, so any thread may ask."""
+    return next((found for read in _READERS if (found := read(tensor)) is not None), None)
+
+
+def declare_placements(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Declare that a plain tensor is this rank's part of a larger one, for models that you shard by hand.
+
+    `%shards` then draws it, a repair names what died with a rank, and `Checkpoints` saves it as a part of the whole,
+    which another number of ranks can load. Gradients and optimizer states of its shape are laid out likewise. Nothing
+    is computed or communicated, and the tensor stays a plain one: communication in the forward is yours, as before.
+
+        self.weight = declare_placements(nn.Parameter(torch.empty(rows // size, columns)), mesh, [Shard(0)])
+
+    Args:
+        tensor: This rank's part. The declaration belongs to this object: declare a copy or a new parameter again.
+        mesh: The ranks.
+        placements: torch's `Shard(dim)` or `Replicate()` for each axis of the mesh.
+        shape: Shape of the whole tensor, of which each rank holds what `torch.chunk` gives it; None: all parts have
+            the shape of this one.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        UsageError: the placements do not fit the mesh or the tensor; or it is a DTensor, which knows its own.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    if _of_dtensor(tensor) is not None:
+        raise UsageError("tensor is a DTensor, which has its own placements; declare those of plain tensors only.")
+    kinds = tuple(placements)
+    if len(kinds) != mesh.ndim:
+        raise UsageError(f"placements must have one entry for each of the {mesh.ndim} axes of the mesh; got {kinds}.")
+    if (coordinates := mesh.get_coordinate()) is None:
+        raise UsageError("this rank is not in the mesh; declare placements on the ranks of the mesh only.")
+    for kind in kinds:
+        if not (type(kind) is Replicate or (type(kind) is Shard and -tensor.ndim <= kind.dim < tensor.ndim)):
+            raise UsageError(
+                f"placements must be Replicate(), or Shard(dim) with a dimension of the tensor, which has "
+                f"{tensor.ndim}; got {kind}."
+            )
+    # A dimension may count from the end, as in torch.
+    kinds = tuple(Shard(kind.dim % tensor.ndim) if type(kind) is Shard else kind for kind in kinds)
+    whole, part = list(tensor.shape), list(tensor.shape)
+    if shape is None:
+        for kind, size in zip(kinds, mesh.shape, strict=True):
+            if type(kind) is Shard:
+                whole[kind.dim] *= size
+    else:
+        whole = list(shape)
+        part = _part(whole, kinds, mesh.shape, coordinates)
+    if part != list(tensor.shape):
+        raise UsageError(
+            f"shape {tuple(whole)} with {kinds} gives this rank a part of shape {tuple(part)}, but the tensor has "
+            f"{tuple(tensor.shape)}."
+        )
+    _declared[tensor] = (tuple(whole), mesh, kinds)
+    return tensor
+
+
+def _part(shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], at: Sequence[int]) -> list[int]:
+    """Return the shape of a rank's part, as `torch.chunk` splits."""
+    part = list(shape)
+    for kind, size, index in zip(placements, sizes, at, strict=True):
+        if kind.is_shard() and kind.dim < len(part):
+            chunk = math.ceil(part[kind.dim] / size)
+            part[kind.dim] = max(0, min(chunk, part[kind.dim] - index * chunk))
+    return part
+
+
+def _of_dtensor(tensor: Any) -> Placed | None:
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None or not issubclass(type(tensor), kind):
+        return None
+    return Placed(tensor._local_tensor, tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
+
+
+def _of_declared(tensor: Any) -> Placed | None:
+    # type() instead of isinstance: lazy proxies answer the latter with side effects.
+    if not issubclass(type(tensor), torch.Tensor) or (known := _declared.get(tensor)) is None:
+        return None
+    return Placed(tensor, *known)
+
+
+_READERS = (_of_dtensor, _of_declared)
