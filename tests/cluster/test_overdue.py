@@ -15,7 +15,7 @@ class NoGroups:
         return lambda *arguments, **options: [] if name in ("all", "abort") else 0
 if rank == 1:
     current_groups().native = NoGroups()
-control.overdue = lambda native: {LATE!r} if late else ""
+control.overdue = lambda native, content: {LATE!r} if late else ""
 late = False
 """
 

@@ -15,6 +15,7 @@ from axon_nb.records.waits.calls import RankWaits
 from axon_nb.records.waits.deadlocks import explain_deadlock
 from axon_nb.records.waits.silent_ranks import describe_silent_ranks
 from axon_nb.records.waits.slow_ranks import describe_slow_ranks
+from axon_nb.records.waits.started_calls import describe_absent_ranks, explain_mismatch
 
 __all__ = ["DeadlockWatch"]
 
@@ -69,7 +70,7 @@ class DeadlockWatch:
             if not self._silent:
                 return self._evaluate(unfinished)
             if now - self._requested_at > _SILENT_AFTER_S:
-                self._describe_silent()
+                return self._describe_silent()
             return ""
         if now >= self._next_poll:
             self._next_poll = now + _POLL_INTERVAL_S
@@ -84,8 +85,12 @@ class DeadlockWatch:
         pending = self._silent.get(rank)
         return pending if pending is not None and not pending.done() else self._client.request(rank, WaitsRequest())
 
-    def _describe_silent(self) -> None:
-        """Name a rank that does not reply, if others wait for it; a deadlock is not proven without its report."""
+    def _describe_silent(self) -> str:
+        """Name a rank that does not reply, if others wait for it; a deadlock is not proven without its report.
+
+        Returns:
+            Which operation is past its group's timeout, if one is: that limit holds for a rank that hangs, too.
+        """
         replies = {rank: answer.reply() for rank, answer in self._requests.items() if answer.done()}
         known = {rank: reply for rank, reply in replies.items() if reply is not None}
         self._requests, self._suspect = {}, None
@@ -96,6 +101,9 @@ class DeadlockWatch:
             self._silent,
             _SLOW_AFTER_S,
         )
+        late = _describe_overdue(known)
+        verb = "does" if len(self._silent) == 1 else "do"
+        return late and f"{late[:-1]}, but {name_ranks(self._silent)} {verb} not reply."
 
     def _evaluate(self, unfinished: Collection[int]) -> str:
         replies = {rank: answer.reply() for rank, answer in self._requests.items()}
@@ -105,8 +113,15 @@ class DeadlockWatch:
         }
         if len(reports) < len(replies):
             return ""
-        self.slow = describe_slow_ranks(reports, _SLOW_AFTER_S)
-        text = explain_deadlock(reports, self._cell_ranks, _WAITING_AFTER_S) or _describe_overdue(replies)
+        started = {rank: reply.started for rank, reply in replies.items() if reply is not None}
+        self.slow = describe_slow_ranks(reports, _SLOW_AFTER_S) or describe_absent_ranks(
+            started, self._cell_ranks, _SLOW_AFTER_S
+        )
+        text = (
+            explain_deadlock(reports, self._cell_ranks, _WAITING_AFTER_S)
+            or explain_mismatch(started)
+            or _describe_overdue(replies)
+        )
         if not text:
             self._suspect = None
             return ""
@@ -117,7 +132,7 @@ class DeadlockWatch:
 
 
 def _describe_overdue(replies: Mapping[int, WaitsReply | None]) -> str:
-    """Name a collective that is past its group's timeout, if what it waits for cannot be seen."""
+    """Name an operation that is past its group's timeout, if what it waits for cannot be seen."""
     late = {rank: reply.overdue for rank, reply in replies.items() if reply is not None and reply.overdue}
     if not late:
         return ""

@@ -58,6 +58,8 @@ _BYTES = {
 _NAMES = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall"}
 _POINT_TO_POINT = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _CUDA_FILE = os.path.join("torch", "cuda", "__init__.py")
+_MAX_STARTED = 8
+"""Collectives that are reported wherever the main thread is."""
 _CALLS_OF_A_POLL = 3
 """How many frames deep a poll may be in a call: it asks the event, or looks for an abort."""
 
@@ -208,28 +210,31 @@ def native_waits(
     recording = parse(dump(recorder), groups, since_ns=native.rebuilt_at_ns)
     recorded = list(recording.pending)
     counts = {**counts, **recording.counts}
+    collectives = [call for call in recorded if call.sequence]
+    started = tuple(collectives[:_MAX_STARTED])
     if recorded and not pending and (place := synchronizes_in(main_frame())):
-        return GroupWaits(tuple(recorded), counts, call=f"{place} behind {recorded[0].name}")
-    newest = [call for call in recorded if call.sequence][-1:]
-    return GroupWaits((*pending, *newest), counts)
+        return GroupWaits(tuple(recorded), counts, call=f"{place} behind {recorded[0].name}", started=started)
+    return GroupWaits((*pending, *collectives[-1:]), counts, started=started)
 
 
-def overdue(native: NativeGroups, *, recorder: str = "nccl") -> str:
-    """Return which collective has exceeded the timeout of its group; empty if none has.
+def overdue(native: NativeGroups, content: bytes) -> str:
+    """Return which operation has exceeded the timeout of its group; empty if none has.
 
-    torch's own handling of timeouts is off on NCCL, because it ends the process. Sends and receives may be waited for
-    much later.
+    torch's own handling of timeouts is off on NCCL, because it ends the process. It has the same limit, from the launch
+    of an operation, and for sends and receives, too.
 
     Args:
         native: The groups.
-        recorder: The same as for `dump`.
+        content: What `dump` returned.
     """
     groups = {str(group.group_name): group for group in native.all()}
     ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
-    for call in parse(dump(recorder), ranks, since_ns=native.rebuilt_at_ns).pending:
+    for call in parse(content, ranks, since_ns=native.rebuilt_at_ns).pending:
         limit_s = native.timeout_of(groups[call.group]).total_seconds()
-        if call.sequence and call.seconds > limit_s:
+        if call.seconds > limit_s:
             name = PUBLIC_NAMES.get(call.name, call.name)
+            if call.peer >= 0:
+                name += f" {'to' if call.name == 'send' else 'from'} rank {call.peer}"
             return f"{name} has been in progress for {call.seconds:.0f} s, and its group's timeout is {limit_s:g} s"
     return ""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 
 from axon_nb.engine.debugger.breakpoints import Breakpoints
-from axon_nb.engine.groups.flight_recorder import overdue
+from axon_nb.engine.groups.flight_recorder import dump, overdue
 from axon_nb.engine.groups.recovery import abort
 from axon_nb.engine.inspection.group_waits import group_waits
 from axon_nb.engine.inspection.sampler import Telemetry, awaited_peers
@@ -82,8 +82,8 @@ def control_handlers(
             within=sampler.within() if state.line else "",
         )
         native = groups.native
-        late = overdue(native) if native is not None and waits.running else ""
-        return WaitsReply(waits, in_progress.collectives, awaited_peers(), late)
+        late = overdue(native, dump()) if native is not None and waits.running else ""
+        return WaitsReply(waits, in_progress.collectives, awaited_peers(), late, in_progress.started)
 
     def stacks(request: StacksRequest) -> StacksReply:
         return StacksReply(sampler.sample(), tuple(cell_stack(session, interrupts)))

@@ -11,7 +11,7 @@ from axon_nb.records.protocol.wire import Packed
 from axon_nb.records.stacks import StackFrame
 from axon_nb.records.telemetry import RankState
 from axon_nb.records.training.job import JobReport
-from axon_nb.records.waits.calls import RankWaits
+from axon_nb.records.waits.calls import PendingCall, RankWaits
 from axon_nb.records.waits.silent_ranks import PeerCall
 
 __all__ = [
@@ -81,7 +81,9 @@ class WaitsReply:
     peers: tuple[PeerCall, ...] = ()
     """What shared memory shows of the ranks that it waits for."""
     overdue: str = ""
-    """On NCCL: a collective that has exceeded the timeout of its group; reads after the rank and a colon."""
+    """On NCCL: an operation that has exceeded the timeout of its group; reads after the rank and a colon."""
+    started: tuple[PendingCall, ...] = ()
+    """On NCCL: the oldest collectives in progress, wherever the main thread is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["GroupWaits", "PendingCall", "RankWaits", "missing_peers", "missing_ranks"]
+__all__ = ["SAME_SIZE_CALLS", "GroupWaits", "PendingCall", "RankWaits", "missing_peers", "missing_ranks"]
+
+SAME_SIZE_CALLS = frozenset({"allreduce", "broadcast", "reduce"})
+"""Collectives to which each rank passes as much as the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class GroupWaits:
     """Collectives that the cell started, over all groups."""
     call: str = ""
     """The call that the main thread is in, if its stack does not show it; else empty."""
+    started: tuple[PendingCall, ...] = ()
+    """Collectives that a GPU has in progress, the oldest ones, wherever the main thread is."""
 
 
 def missing_peers(waiting: RankWaits, call: PendingCall, reports: Mapping[int, RankWaits]) -> set[int]:

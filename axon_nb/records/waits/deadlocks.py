@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.waits.calls import PendingCall, RankWaits, missing_peers
+from axon_nb.records.waits.calls import SAME_SIZE_CALLS, PendingCall, RankWaits, missing_peers
 from axon_nb.records.waits.functions import PUBLIC_NAMES, advice_for
 
 __all__ = ["explain_deadlock"]
 
-_SAME_SIZE_CALLS = frozenset({"allreduce", "broadcast", "reduce"})
 _USER_THREAD_GRACE_S = 30.0
 """For this long a rank with a user thread running may still communicate, whatever its main thread does."""
 
@@ -77,7 +76,7 @@ def _mismatch(blocked: Mapping[int, PendingCall], reports: Mapping[int, RankWait
             here, there = reports[rank].place, report.place
             if theirs.name != call.name:
                 return f"Collective mismatch: rank {rank} is in {here}, rank {other} in {there}, on the same group."
-            if call.name in _SAME_SIZE_CALLS and theirs.bytes != call.bytes:
+            if call.name in SAME_SIZE_CALLS and theirs.bytes != call.bytes:
                 return (
                     f"Size mismatch: rank {rank} passed {call.bytes:,} bytes to {here}, "
                     f"rank {other} passed {theirs.bytes:,} bytes to {there}."

@@ -38,7 +38,7 @@ def _records(rank: int, store: Any) -> dict[str, Any]:
     end = time.monotonic() + 60
     while True:  # torch notes the end of an operation a little later
         answer = native_waits(groups, [], {"other": 7}, recorder="fr")
-        if len(answer.pending) == len(works) or time.monotonic() > end:
+        if len(answer.started) == len(works) or time.monotonic() > end:
             break
     later = flight_recorder.parse(flight_recorder.dump("fr"), {"0": [0, 1]}, since_ns=before)
     dist.barrier(group=own)
@@ -54,7 +54,8 @@ def test_dump_shows_the_collective_of_each_rank(tmp_path: Path) -> None:
     name = results[0]["name"]
     assert results[0]["answer"]["counts"] == {"0": 2, name: 1, "other": 7}
     assert results[1]["answer"]["counts"] == {"0": 1, name: 1, "other": 7}
-    assert results[1]["answer"]["pending"] == ()
+    assert results[1]["answer"]["pending"] == results[1]["answer"]["started"] == ()
+    assert [call["sequence"] for call in results[0]["answer"]["started"]] == [2]
     (pending,) = results[0]["answer"]["pending"]
     call = PendingCall(**pending)
     assert (call.name, call.group, call.ranks, call.sequence, call.peer, call.bytes) == (
@@ -122,13 +123,13 @@ def _is_overdue(rank: int, store: Any) -> list[str]:
     """Rank 1 comes late to a collective of a group whose timeout is over."""
     groups = groups_on(store)
     groups.rebuilt_at_ns = 0
-    said = [overdue(groups, recorder="fr")]
+    said = [overdue(groups, flight_recorder.dump("fr"))]
     if rank == 0:
         work = dist.all_reduce(torch.ones(5), async_op=True)
         time.sleep(1.1)
-        said.append(overdue(groups, recorder="fr"))
+        said.append(overdue(groups, flight_recorder.dump("fr")))
         groups.timeout_of = lambda group: timedelta(seconds=1)  # type: ignore[method-assign]
-        said.append(overdue(groups, recorder="fr"))
+        said.append(overdue(groups, flight_recorder.dump("fr")))
         store.set("late", "1")
         work.wait()
     else:
@@ -141,6 +142,19 @@ def test_collective_past_its_timeout_is_reported(tmp_path: Path) -> None:
     results = run_on_ranks(_is_overdue, 2, tmp_path, TORCH_FR_BUFFER_SIZE="100")
     late = "all_reduce has been in progress for 1 s, and its group's timeout is 1 s"
     assert results == {0: ["", "", late], 1: [""]}
+
+
+def _message_is_overdue(rank: int, store: Any) -> list[str]:
+    groups = groups_on(store)
+    groups.rebuilt_at_ns = 0
+    now = time.time_ns()
+    times = (now - 59 * 10**9, now - 61 * 10**9)  # the groups' timeout is 60 s
+    return [overdue(groups, dump_of(entry(3, created=created, name="recv 0<-1", is_p2p=True))) for created in times]
+
+
+def test_message_past_its_timeout_is_reported(tmp_path: Path) -> None:
+    late = "recv from rank 1 has been in progress for 61 s, and its group's timeout is 60 s"
+    assert run_on_ranks(_message_is_overdue, 2, tmp_path) == {0: ["", late], 1: ["", late]}
 
 
 def test_missing_or_empty_recorder_reports_nothing() -> None:

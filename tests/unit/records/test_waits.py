@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from axon_nb.records.waits.calls import PendingCall, RankWaits
 from axon_nb.records.waits.deadlocks import explain_deadlock
+from axon_nb.records.waits.started_calls import explain_mismatch
 
 
 def waiting(rank: int, *, sequence: int = 1, name: str = "allreduce", line: int = 3, **more: object) -> RankWaits:
@@ -109,3 +110,15 @@ def test_ranks_that_all_wait_for_a_message_from_anyone() -> None:
     assert judge(*receivers[:2], finished(2)) == text
     sender = waiting(2, name="send", sequence=0, peer=1)
     assert judge(*receivers[:2], sender) is None, "rank 1 gets it, and may send to rank 0"
+
+
+def started(sequence: int, name: str = "allreduce", size: int = 40, group: str = "0") -> PendingCall:
+    return PendingCall(9, name, group, (0, 1, 2), sequence, -1, size, 2.0)
+
+
+def test_started_collectives_are_compared_at_the_same_place() -> None:
+    assert explain_mismatch({0: [started(4)], 1: [started(4)], 2: [started(5, size=80)]}) == ""
+    assert explain_mismatch({0: [started(4)], 1: [started(4, size=80, group="1")]}) == ""
+    assert explain_mismatch({0: [started(4, "_allgather_base")], 1: [started(4, "_allgather_base", 80)]}) == ""
+    text = "Collective mismatch: rank 0 started all_reduce, rank 2 broadcast, on the same group."
+    assert explain_mismatch({0: [started(4), started(5)], 2: [started(5, "broadcast")]}) == text

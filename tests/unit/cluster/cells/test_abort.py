@@ -100,6 +100,40 @@ def test_suspended_rank_is_named_and_blocks_deadlock_proofs() -> None:
     assert controller.stuck(2).evalue == "is still busy and does not react to interrupts"
 
 
+def test_timeout_of_a_group_holds_while_a_rank_does_not_reply() -> None:
+    ranks: Any = Ranks()
+    late = "recv from rank 2 has been in progress for 1801 s, and its group's timeout is 1800 s"
+    ranks.answers = {0: dataclasses.replace(waits(0), overdue=late), 1: waits(1)}
+    ranks.silent = {2}
+    watch, now = DeadlockWatch(ranks, [0, 1, 2], [0, 1, 2]), time.monotonic()
+    reported = [watch.step(now + seconds, [0, 1, 2]) for seconds in range(8)]
+    assert f"rank 0: {late}. Nothing shows what it waits for, but rank 2 does not reply." in reported
+
+
+def test_mismatch_of_started_collectives_ends_the_cell() -> None:
+    """As on NCCL, where the ranks may wait for them anywhere."""
+    ranks: Any = Ranks()
+    for rank, size in ((0, 40), (1, 40), (2, 80)):
+        call = PendingCall(9, "allreduce", "0", (0, 1, 2), 4, -1, size, 2.0)
+        ranks.answers[rank] = WaitsReply(RankWaits(rank, True, 2, "", (), {"0": 4}), 1, started=(call,))
+    watch, now = DeadlockWatch(ranks, [0, 1, 2], [0, 1, 2]), time.monotonic()
+    reported = [watch.step(now + seconds, [0, 1, 2]) for seconds in range(8)]
+    assert "Size mismatch in all_reduce: rank 0 passed 40 bytes, rank 2 80." in reported
+
+
+def test_started_collective_of_ranks_outside_the_cell_is_named() -> None:
+    ranks: Any = Ranks()
+    call = PendingCall(9, "allreduce", "0", (0, 1, 2), 4, -1, 40, 5.0)
+    ranks.answers = {rank: runs_nothing(rank) for rank in (1, 2)}
+    ranks.answers[0] = WaitsReply(RankWaits(0, True, 2, "", (), {"0": 4}), 1, started=(call,))
+    watch, now = DeadlockWatch(ranks, [0, 1, 2], [0]), time.monotonic()
+    assert [watch.step(now + seconds, [0]) for seconds in range(8)] == [""] * 8, "a later cell may call it"
+    assert watch.slow == (
+        "Rank 0 started all_reduce, which needs ranks 1-2, which do not run this cell: pass `group=subgroup` to use "
+        "the ranks of the cell alone"
+    )
+
+
 def test_pending_aborts_are_waited_for() -> None:
     ranks: Any = Ranks()
     controller, now = AbortController(ranks, [0, 1]), 100.0
