@@ -16,6 +16,7 @@ __all__ = [
     "LazyFunction",
     "MemoryPrediction",
     "MemorySetup",
+    "MemoryShortage",
     "MemoryUse",
     "WhatIfState",
     "changed",
@@ -74,6 +75,18 @@ class MemoryUse:
     def total(self) -> int:
         """Sum over all roles."""
         return sum(self.by_role.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShortage:
+    """What the memory of a rank held when an allocation failed."""
+
+    use: MemoryUse
+    states: int = 0
+    """Bytes of parameters, gradients and optimizer states on each rank; 0 if some of them are sharded already."""
+    sharded: int = 0
+    """The same with FSDP over all ranks, by the formulas of `axon_nb.plan`."""
+    world_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

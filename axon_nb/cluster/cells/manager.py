@@ -19,7 +19,14 @@ from axon_nb.cluster.cells.record import cell_record
 from axon_nb.cluster.cells.result import CellResult, measurements
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.cells.values import last_values
-from axon_nb.cluster.failures.hints import context_hint, hint_for, left_calls_hint, lost_contexts, shared_draws_hint
+from axon_nb.cluster.failures.hints import (
+    context_hint,
+    hint_for,
+    left_calls_hint,
+    lost_contexts,
+    shared_draws_hint,
+    shortage_hint,
+)
 from axon_nb.cluster.failures.report import cell_error, interrupt_error
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
@@ -62,7 +69,13 @@ def failure_of(run: CellRun, replaced: Sequence[str], *, remedy: str) -> BaseExc
         run.errors,
         first=run.cell.failed,
         explanation=run.explanation,
-        hint=context_hint(run.errors) or hint_for(run.errors.values(), remedy=remedy, threads=threads),
+        hint=context_hint(run.errors)
+        or " ".join(
+            filter(
+                None,
+                (hint_for(run.errors.values(), remedy=remedy, threads=threads), shortage_hint(run.cell.ends)),
+            )
+        ),
         timeout_s=run.timeout_s if run.cell.timed_out else None,
     )
 

@@ -14,7 +14,15 @@ from axon_nb.records.protocol.cells import CellEnd
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = ["context_hint", "hint_for", "left_calls_hint", "lost_contexts", "missing_package", "shared_draws_hint"]
+__all__ = [
+    "context_hint",
+    "hint_for",
+    "left_calls_hint",
+    "lost_contexts",
+    "missing_package",
+    "shared_draws_hint",
+    "shortage_hint",
+]
 
 _REQUIREMENTS = {
     "accelerate": "axon_nb[frameworks]",
@@ -148,6 +156,29 @@ def _size(folder: str) -> str:
     except OSError:
         return "nothing"
     return format_bytes(facts.f_blocks * facts.f_frsize)
+
+
+def shortage_hint(reports: Mapping[int, CellEnd]) -> str:
+    """Return what filled the memory of a rank that ran out of it, and what would take less; empty if none did.
+
+    Args:
+        reports: What each rank reported at the end of the cell.
+    """
+    short = {rank: end.shortage for rank, end in reports.items() if end.shortage is not None}
+    if not short:
+        return ""
+    rank = min(short, key=lambda rank: (-short[rank].use.total, rank))
+    found = short[rank]
+    roles = sorted((item for item in found.use.by_role.items() if item[1]), key=lambda item: -item[1])
+    parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in roles) or "no tensors"
+    room = "" if found.use.capacity is None else f" of {format_bytes(found.use.capacity)}"
+    text = f"Rank {rank} ran out of memory; its tensors took {format_bytes(found.use.total)}{room}: {parts}."
+    if found.states > found.sharded > 0:
+        text += (
+            f" With FSDP over {found.world_size} ranks, parameters, gradients and optimizer states would take "
+            f"{format_bytes(found.sharded)} per rank instead of {format_bytes(found.states)}."
+        )
+    return f"{text} `%memory` on a model predicts other setups."
 
 
 def shared_draws_hint(reports: Mapping[int, CellEnd], ranks: Sequence[int]) -> str:

@@ -26,7 +26,7 @@ from axon_nb.host.resources.cgroups import free_memory
 from axon_nb.records.memory import MemoryUse
 from axon_nb.records.protocol.contents import MemoryReply
 
-__all__ = ["BackgroundImports", "MemoryReader", "capacity", "modules_and_optimizers"]
+__all__ = ["BackgroundImports", "MemoryReader", "capacity", "measure", "modules_and_optimizers"]
 
 
 def capacity(device: torch.device, resident: int) -> tuple[int | None, int | None]:
@@ -108,7 +108,7 @@ class MemoryReader:
         """
         session = self._session
         modules, optimizers = modules_and_optimizers(names, session)
-        measured = self._measure(modules, optimizers)
+        measured = measure(modules, optimizers, session, gradients=self._gradients, live_tensors=self._live_tensors)
         estimated, note, estimator, facts = None, "", None, None
         if names:  # no formula for all variables together: which of them belong together is unknown
             estimator = self._imports.get("axon_nb.engine.inspection.memory_estimate")
@@ -131,46 +131,60 @@ class MemoryReader:
         except Exception:  # an unusual model is measured anyway
             return ""
 
-    def _measure(self, modules: list[torch.nn.Module], optimizers: list[Optimizer]) -> MemoryUse:
-        session = self._session
-        device_type = session.device.type
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        empty: dict[int, int] = {}
-        key = ("memory", *map(id, modules))
-        gradients = self._gradients.read(
-            key, parameters, lambda storages: storages_of(storages, device_type), default=empty
-        )
-        roles = {
-            "parameters": storages_of(parameters, device_type),
-            "gradients": gradients,
-            "optimizer": storages_of(_state_tensors(optimizers), device_type),
-            "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], device_type),
-            # While no cell runs, a scan delays nothing.
-            "other": self._live_tensors.storages(device_type, now=session.cell is None),
-        }
-        sizes, seen = {}, set[int]()
-        for role, storages in roles.items():  # a storage counts for its first role
-            sizes[role] = sum(size for place, size in storages.items() if place not in seen)
-            seen |= storages.keys()
-        resident = resident_bytes()
-        resident_peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-        total, occupied = capacity(session.device, resident)
-        peak, source = None, "storages"
-        if device_type == "cuda" and torch.cuda.is_initialized():
-            source, peak = "allocator", int(torch.cuda.max_memory_allocated(session.device))
-            # Only C++ knows what autograd saves for backward.
-            sizes["activations"] = max(0, torch.cuda.memory_allocated(session.device) - sum(sizes.values()))
-        return MemoryUse(
-            rank=session.config.rank,
-            time_ns=time.monotonic_ns(),
-            source=source,
-            by_role=sizes,
-            peak=peak,
-            resident=resident,
-            capacity=total,
-            resident_peak=resident_peak,
-            occupied=occupied,
-        )
+
+def measure(
+    modules: list[torch.nn.Module],
+    optimizers: list[Optimizer],
+    session: RankSession,
+    *,
+    gradients: GradientReader,
+    live_tensors: LiveTensors,
+) -> MemoryUse:
+    """Measure what this rank's memory holds, by role.
+
+    Args:
+        modules: Whose parameters, gradients and buffers are told apart from other tensors.
+        optimizers: Whose states are.
+        session: This rank.
+        gradients: Reads its gradients.
+        live_tensors: Finds its tensors.
+    """
+    device_type = session.device.type
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    empty: dict[int, int] = {}
+    key = ("memory", *map(id, modules))
+    of_gradients = gradients.read(key, parameters, lambda storages: storages_of(storages, device_type), default=empty)
+    roles = {
+        "parameters": storages_of(parameters, device_type),
+        "gradients": of_gradients,
+        "optimizer": storages_of(_state_tensors(optimizers), device_type),
+        "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], device_type),
+        # While no cell runs, a scan delays nothing.
+        "other": live_tensors.storages(device_type, now=session.cell is None),
+    }
+    sizes, seen = {}, set[int]()
+    for role, storages in roles.items():  # a storage counts for its first role
+        sizes[role] = sum(size for place, size in storages.items() if place not in seen)
+        seen |= storages.keys()
+    resident = resident_bytes()
+    resident_peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    total, occupied = capacity(session.device, resident)
+    peak, source = None, "storages"
+    if device_type == "cuda" and torch.cuda.is_initialized():
+        source, peak = "allocator", int(torch.cuda.max_memory_allocated(session.device))
+        # Only C++ knows what autograd saves for backward.
+        sizes["activations"] = max(0, torch.cuda.memory_allocated(session.device) - sum(sizes.values()))
+    return MemoryUse(
+        rank=session.config.rank,
+        time_ns=time.monotonic_ns(),
+        source=source,
+        by_role=sizes,
+        peak=peak,
+        resident=resident,
+        capacity=total,
+        resident_peak=resident_peak,
+        occupied=occupied,
+    )
 
 
 def modules_and_optimizers(names: Sequence[str], session: RankSession) -> tuple[list[torch.nn.Module], list[Optimizer]]:

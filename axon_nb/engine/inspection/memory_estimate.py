@@ -10,14 +10,14 @@ import torch
 from torch.optim import Optimizer
 
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.sharding.sharded import is_dtensor
+from axon_nb.engine.sharding.sharded import is_dtensor, unreplicated_reason
 from axon_nb.parallel.data.sharded_model import ShardedModel
 from axon_nb.parallel.memory import FSDPMemoryStats, model_states
 from axon_nb.parallel.optimizer_kind import OptimizerKind
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.records.memory import MemoryUse
 
-__all__ = ["estimate"]
+__all__ = ["estimate", "sharded_estimate"]
 
 _NO_FORMULA = "No estimate: formulas exist only for unsharded models, DDP, FSDP2 and ZeRO-1."
 
@@ -37,7 +37,7 @@ def estimate(
     Returns:
         The estimate, None if there is no formula; and a sentence about what limits it, empty if nothing does.
     """
-    kind = None if not optimizers else OptimizerKind(type(_inner_optimizer(optimizers[0])), _options(optimizers[0]))
+    kind = _kind(optimizers)
     try:
         zero1 = next((item for item in optimizers if type(item).__name__ == "ZeroRedundancyOptimizer"), None)
         parts = [_of_module(module, kind, zero1) for module in modules]
@@ -53,6 +53,36 @@ def estimate(
     }
     note = "" if optimizers else "No optimizer for this model found among the variables; the estimate assumes Adam."
     return MemoryUse(session.config.rank, time.monotonic_ns(), "estimate", sizes), note
+
+
+def sharded_estimate(
+    modules: list[torch.nn.Module], optimizers: list[Optimizer], session: RankSession
+) -> tuple[int, int]:
+    """Return the bytes of model states on each rank now, and with FSDP over all ranks; zeros if some are sharded.
+
+    Args:
+        modules: Modules; parameters that several of them hold count once.
+        optimizers: Their optimizers; empty: Adam is assumed.
+        session: The rank.
+    """
+    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+    size = session.config.world_size
+    is_sharded = any(isinstance(module, ShardedModel) for module in modules) or unreplicated_reason(parameters)
+    if size < 2 or not parameters or is_sharded:
+        return 0, 0
+    shapes = [(tuple(p.shape), p.dtype, p.requires_grad) for p in parameters]
+    strategies = ((ShardingStrategy.NO_SHARD, 1), (ShardingStrategy.FULL_SHARD, size))
+    here, sharded = (
+        model_states(
+            shapes, strategy, world_size=ranks, optimizer=_kind(optimizers), device_type=session.device.type
+        ).total_bytes
+        for strategy, ranks in strategies
+    )
+    return here, sharded
+
+
+def _kind(optimizers: list[Optimizer]) -> OptimizerKind | None:
+    return None if not optimizers else OptimizerKind(type(_inner_optimizer(optimizers[0])), _options(optimizers[0]))
 
 
 def _inner_optimizer(optimizer: Optimizer) -> Optimizer:

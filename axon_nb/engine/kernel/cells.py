@@ -13,6 +13,7 @@ from axon_nb.engine.kernel import subgroup
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.measure import Measured, run_measured
+from axon_nb.engine.kernel.memory_shortage import memory_shortage
 from axon_nb.engine.kernel.random_state import RandomDraws
 from axon_nb.engine.kernel.shell import describe_exit
 from axon_nb.engine.kernel.tracebacks import Tracebacks
@@ -117,6 +118,7 @@ class CellRunner:
             profile=measured.profile if is_ok else None,
             threads=() if is_ok else session.groups.calls.calling_threads(),
             left=session.groups.calls.left(),
+            shortage=None if is_ok else memory_shortage(session, reply["ename"], reply["evalue"]),
         )
         reply[KEY] = encode(end_report)
         describe_exit(reply, shell)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from axon_nb.records.memory import MemoryShortage
 from axon_nb.records.protocol.messages import Request
 from axon_nb.records.protocol.wire import Packed, decode, encode
 
@@ -175,6 +176,8 @@ class CellEnd:
     """Names of the user's threads that communicated."""
     left: tuple[str, ...] = ()
     """Calls that the rank left before they were over, such as ``all_reduce at line 3 (TimeoutError)``."""
+    shortage: MemoryShortage | None = None
+    """What its memory held, if the cell ran out of it."""
 
 
 @dataclass(frozen=True, slots=True)
