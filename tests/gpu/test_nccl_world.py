@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -30,6 +32,35 @@ def test_world_over_all_gpus() -> None:
         backend.synchronize()
         assert handle.wait().tolist() == [total] * 3
         assert (backend.world_size(), backend.nccl_version()) == (count, nccl.nccl_version())
+
+
+def test_messages_between_all_gpus_and_the_end_of_the_world() -> None:
+    count = torch.cuda.device_count()
+    backends = NcclBackend.create_world(range(count))
+    devices = [torch.device("cuda", rank) for rank in range(count)]
+    sent = [torch.arange(count, device=device) + 10 * rank for rank, device in enumerate(devices)]
+    received = [torch.empty(count, dtype=torch.int64, device=device) for device in devices]
+    calls = zip(backends, received, sent, strict=True)
+    for work in [backend.group.all_to_all_single(output, tensor, [], []) for backend, output, tensor in calls]:
+        work.wait()
+    expected = [[10 * source + rank for source in range(count)] for rank in range(count)]
+    assert [output.tolist() for output in received] == expected
+    if count > 1:
+        ring = [torch.full((3,), float(rank), device=device) for rank, device in enumerate(devices)]
+        echo = [torch.empty(3, device=device) for device in devices]
+        works = []
+        for rank, backend in enumerate(backends):
+            send = functools.partial(backend.group.send, [ring[rank]], (rank + 1) % count)
+            receive = functools.partial(backend.group.recv, [echo[rank]], (rank - 1) % count)
+            # In the order of the stream: not all may send first.
+            works += [call() for call in ((send, receive) if rank % 2 else (receive, send))]
+        for work in works:
+            work.wait()
+        assert [tensor[0].item() for tensor in echo] == [(rank - 1) % count for rank in range(count)]
+    for backend in backends:
+        backend.close()
+    with pytest.raises(NcclError, match="this NCCL world is closed"):
+        backends[0].group.barrier()
 
 
 def test_one_rank_by_a_unique_id() -> None:

@@ -178,3 +178,7 @@ class NcclBackend:
     def synchronize(self) -> None:
         """Wait until all work on this rank's device has finished."""
         torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Leave the world, once its work is done; call it on every rank. Its group then raises `NcclError`."""
+        self.group.close()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from axon_nb.comm.errors import NcclError
+from axon_nb.comm.nccl.messages import Message, Messages
 
 __all__ = ["NcclGroup", "register"]
 
@@ -98,12 +99,15 @@ class NcclGroup(_Base):
         super().__init__(rank, size)
         self._thread = ThreadPoolExecutor(1, f"axon_nb-nccl-{rank}") if threaded else None
         self._communicator = communicator
+        self._messages: Messages | None = None
         self._own_rank = rank
         self._size = size
         self._device = device
         self._name = f"axon_nccl_{uuid.uuid4().hex}"
 
     def _enqueue(self, call: Any, output: Any) -> Work:
+        if self._communicator is None:
+            raise NcclError("this NCCL world is closed; create another one.")
         if self._thread is None:
             return self._enqueue_now(call, output)
         stream = torch.cuda.current_stream(self._device)  # a setting per thread
@@ -147,6 +151,80 @@ class NcclGroup(_Base):
         )
 
     _reduce_scatter_base = reduce_scatter_single
+
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], output: Any) -> Work:
+        sends = [(tensor.contiguous(), peer) for tensor, peer in sends]
+        if not all(tensor.is_contiguous() for tensor, _ in receives):
+            raise NcclError("hand-made NCCL worlds receive into contiguous tensors only; pass `tensor.contiguous()`.")
+
+        def call(comms: list[Any]) -> None:
+            if self._messages is None:
+                self._messages = self._messages_of(comms[0])
+            self._messages.exchange(sends, receives, self._stream())
+
+        return self._enqueue(call, output)
+
+    _messages_of = staticmethod(Messages.of)
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
+        """Send a tensor; NCCL has no tags: messages to a rank arrive in their order."""
+        return self._exchange([(tensors[0], peer)], [], tensors)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+        """Receive a tensor from a rank."""
+        return self._exchange([], [(tensors[0], source)], tensors)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
+        """Gather all ranks' tensors on one."""
+        is_root = opts.rootRank == self._own_rank
+        receives = [(tensor, rank) for rank, tensor in enumerate(outputs[0])] if is_root else []
+        return self._exchange([(inputs[0], opts.rootRank)], receives, outputs)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
+        """Give each rank one of the tensors that one rank has."""
+        is_root = opts.rootRank == self._own_rank
+        sends = [(tensor, rank) for rank, tensor in enumerate(inputs[0])] if is_root else []
+        return self._exchange(sends, [(outputs[0], opts.rootRank)], outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """Send one tensor to each rank, and receive one from each."""
+        sends, receives = ([(tensor, rank) for rank, tensor in enumerate(each)] for each in (inputs, outputs))
+        return self._exchange(sends, receives, outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        """Like `alltoall`, with one tensor that is split along dim 0; without sizes, evenly."""
+        outputs, inputs = (
+            whole.split(list(sizes) or len(whole) // self._size)
+            for whole, sizes in ((output, output_sizes), (tensor, input_sizes))
+        )
+        return self.alltoall(outputs, inputs, opts)
+
+    alltoall_base = all_to_all_single
+
+    def close(self) -> None:
+        """Destroy the communicator once the device has finished; later calls raise `NcclError`. On all ranks."""
+        if self._communicator is None:
+            return
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._synchronize()
+        self._communicator = self._messages = None
+        world: Any = dist.distributed_c10d._world
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            table.pop(self, None)
+
+    def _synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all ranks, on the device."""
