@@ -63,6 +63,29 @@ def test_ddp_object_trains_on_a_fresh_communicator(nccl: Script) -> None:
     assert nccl.value("c.run('t = torch.ones(2, device=device); dist.all_reduce(t)\\nt.tolist()')[0]") == [1.0, 1.0]
 
 
+CAPTURE = """
+total = torch.zeros(2, device=device)
+dist.all_reduce(total)
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    dist.all_reduce(total)
+total.fill_(3.0)
+graph.replay()
+total.tolist()
+"""
+
+
+def test_graph_that_outlives_its_communicator_is_captured_again(nccl: Script) -> None:
+    assert nccl.value(f"c.run({CAPTURE!r}, timeout=60)[0]") == [3.0, 3.0]
+    failed = nccl.run("c.run('raise ValueError()')")
+    assert failed.kinds[0] == "CellError"
+    answer = nccl.ok("c.run('dist.all_reduce(total)')", timeout=60)
+    assert "CUDA graphs still hold the communicators of before" in failed.err + answer.err
+    assert nccl.value(f"c.run({CAPTURE!r}, timeout=60)[0]") == [3.0, 3.0]
+    nccl.ok("c.run('del graph')")
+
+
 def test_interrupt_on_a_busy_gpu_aborts_the_cell(nccl: Script) -> None:
     busy = "x = torch.ones(4096, 4096, device=device)\nwhile True:\n    x = x @ x * 1e-4\n    torch.cuda.synchronize()"
     answer = nccl.run(f"c.run({busy!r}, timeout=3)", timeout=60)
@@ -82,6 +105,7 @@ too_much()
     assert answer.kinds[0] == "CellError"
     assert "out of memory" in answer.message
     assert "lost the CUDA context" not in answer.message
+    assert "Rank 0 ran out of memory; its tensors took" in answer.message
     smaller = "t = torch.empty(int(free * 0.6), dtype=torch.uint8, device=device)\nt.numel() > 0"
     assert nccl.value(f"c.run({smaller!r})[0]") is True
     nccl.ok("c.run('del t; torch.cuda.empty_cache()')")
