@@ -79,8 +79,8 @@ class DeviceClock:
             span: With the host's times.
             since: Its beginning.
         """
-        if since.device is None:
-            self._ring.emit(span)
+        if since.device is None or not torch.get_device_module(since.device).is_initialized():
+            self._ring.emit(span)  # the host did the work itself
             return
         end = None if since.event is None else _record(since.device)
         anchor = None if end is None else self._anchor(since.device)

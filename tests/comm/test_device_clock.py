@@ -74,6 +74,10 @@ def _launches(rank: int, store: Any) -> list[str]:
 
     start = clock.moment(torch.device("cpu"))
     record()
+    module.is_used = False
+    start = clock.moment(device)
+    record()
+    module.is_used = True
     module.is_capturing = True  # an event would become a part of the graph
     start = clock.moment(device)
     record()
@@ -85,7 +89,7 @@ def _launches(rank: int, store: Any) -> list[str]:
 
 
 def test_span_without_events_is_a_launch(tmp_path: Path) -> None:
-    assert run_on_ranks(_launches, 1, tmp_path)[0] == ["host", "launch"]
+    assert run_on_ranks(_launches, 1, tmp_path)[0] == ["host", "host", "launch"]
 
 
 def _collectives(rank: int, store: Any) -> list[tuple[str, int]]:

@@ -60,11 +60,11 @@ class StandInModule(_DummyBackendModule):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._stream = _Stream()
-        self.is_capturing = False
+        self.is_used, self.is_capturing = True, False
 
     def is_initialized(self) -> bool:
         """Whether the device has been used."""
-        return True
+        return self.is_used
 
     def is_current_stream_capturing(self) -> bool:
         """Whether work is recorded as a graph."""
