@@ -68,9 +68,10 @@ def declare_placements(
 ) -> torch.Tensor:
     """Declare that a plain tensor is this rank's part of a larger one, for models that you shard by hand.
 
-    `%shards` then draws it, a repair names what died with a rank, and `Checkpoints` saves it as a part of the whole,
-    which another number of ranks can load. Gradients and optimizer states of its shape are laid out likewise. Nothing
-    is computed or communicated, and the tensor stays a plain one: communication in the forward is yours, as before.
+    `%shards` then draws it, a repair names what died with a rank, `Checkpoints` saves it as a part of the whole, which
+    another number of ranks can load, and `clip_grad_norm` takes the norm of the whole. Gradients and optimizer states
+    of its shape are laid out likewise. Nothing is computed or communicated, and the tensor stays a plain one:
+    communication in the forward is yours, as before.
 
         self.weight = declare_placements(nn.Parameter(torch.empty(rows // size, columns)), mesh, [Shard(0)])
 

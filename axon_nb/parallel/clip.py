@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from axon_nb.comm.collectives.reduction import all_reduce
 from axon_nb.comm.group import ProcessGroup, resolve
+from axon_nb.comm.placements import placed
 from axon_nb.comm.types import Backend, ReduceOp
 from axon_nb.errors import AxonError, UsageError
 
@@ -136,13 +137,12 @@ def _module_parts(module: nn.Module) -> Iterator[Part]:
 
 
 def _shard_groups(parameter: torch.Tensor) -> list[ProcessGroup]:
-    if not isinstance(parameter, DTensor):
+    if (found := placed(parameter)) is None:
         return []
-    mesh = parameter.device_mesh
     return [
-        resolve(mesh.get_group(dim))
-        for dim, placement in enumerate(parameter.placements)
-        if mesh.size(dim) > 1 and not placement.is_replicate()
+        resolve(found.mesh.get_group(dim))
+        for dim, placement in enumerate(found.placements)
+        if found.mesh.size(dim) > 1 and not placement.is_replicate()
     ]
 
 

@@ -29,6 +29,7 @@ from axon_nb.parallel import (
     ShardingStrategy,
     ZeRO1,
     clip_grad_norm,
+    declare_placements,
     grad_norm,
     make_mesh,
 )
@@ -189,3 +190,21 @@ def test_bfloat16_is_summed_in_float32() -> None:
     parameter.grad = torch.full_like(parameter, 0.01)
     exact = float(parameter.grad.double().norm())
     assert grad_norm([parameter]) == pytest.approx(exact, rel=1e-6)
+
+
+def test_plain_tensors_with_declared_placements(two: Any) -> None:
+    whole = torch.arange(12.0, dtype=torch.float64).view(3, 4) - 5
+
+    def work(world: World) -> tuple[float, list[float]]:
+        mesh = make_mesh(tp=2, device="cpu")["tp"]
+        part = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
+        both = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        declare_placements(part, mesh, [Shard(1)])
+        declare_placements(both, mesh, [Replicate()])
+        part.grad, both.grad = whole.chunk(2, 1)[world.rank()].clone(), torch.ones(3, dtype=torch.float64)
+        return clip_grad_norm([part, both], 1.0), [grad_norm([part, both])]
+
+    expected = math.sqrt(float(whole.square().sum()) + 3)
+    for norm, after in two.run(work):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert after == pytest.approx([1.0], rel=1e-5)
