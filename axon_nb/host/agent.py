@@ -135,8 +135,10 @@ class Agent:
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._begin_stop())
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, (lambda *_: self._begin_stop()) if self._member else signal.SIG_IGN)
+        at_terminal = (lambda *_: self._begin_stop()) if self._member else signal.SIG_IGN
+        for number in (signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
+                signal.signal(number, at_terminal)
         self._selector.register(reader, selectors.EVENT_READ, self._on_signal)
         yield
 

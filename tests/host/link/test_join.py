@@ -140,3 +140,12 @@ def test_random_bytes_do_no_harm(joining: Joining) -> None:
     assert list(joining.hosts()) == [FAR]
     _, pid = joining.fork(far, "wait")
     assert is_alive(pid)
+
+
+def test_closed_terminal_stops_the_host_and_its_ranks(joining: Joining) -> None:
+    process, far = joining.join()
+    rank, pid = joining.fork(far, "wait")
+    process.send_signal(signal.SIGHUP)
+    assert joining.first.event(event="exit", rank=rank)["host"] == FAR
+    assert process.wait(60) == 0
+    assert until(lambda: gone(pid, far.folder))
