@@ -48,12 +48,15 @@ def _explain(options: argparse.Namespace) -> int:
 def _host_arguments(parser: CommandParser) -> None:
     parser.add_argument("--join", required=True, metavar="IP:PORT", help="where the notebook's host listens")
     parser.add_argument("--name", default="", help="name of this host in the cluster; default: its host name")
+    parser.add_argument(
+        "--read-key", action="store_true", help="read the cluster's key from standard input, not AXON_NB_JOIN_KEY"
+    )
 
 
 def _host(options: argparse.Namespace) -> int:
     from axon_nb.host.joining import join_cluster
 
-    return join_cluster(options.join, name=options.name)
+    return join_cluster(options.join, name=options.name, read_key=options.read_key)
 
 
 def _import_arguments(parser: CommandParser) -> None:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 
 from axon_nb.errors import StartError
 from axon_nb.host.agent import Agent, AgentOptions
 from axon_nb.host.link.member import Member
 from axon_nb.host.run_dir import RunDir
-from axon_nb.records.environment import JOIN_KEY
+from axon_nb.records.environment import JOIN_KEY, SLURM_NODE
 from axon_nb.records.protocol.joining import ENGINE_ENTRY
 
 __all__ = ["join_cluster"]
 
 
-def join_cluster(address: str, *, name: str = "", entry: str = ENGINE_ENTRY) -> int:
+def join_cluster(address: str, *, name: str = "", read_key: bool = False, entry: str = ENGINE_ENTRY) -> int:
     """Join a cluster and run ranks here until it stops; return the exit status.
 
     Args:
         address: Where the notebook's agent listens, ``ip:port``.
-        name: The name of this host in the cluster; empty: its host name.
+        name: The name of this host in the cluster; empty: its name in Slurm, or its host name.
+        read_key: Whether to read the cluster's key from standard input instead of the environment.
         entry: What forked ranks run, as ``module:function``.
 
     Raises:
@@ -29,7 +31,7 @@ def join_cluster(address: str, *, name: str = "", entry: str = ENGINE_ENTRY) -> 
     ip, _, port = address.rpartition(":")
     if not ip or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise StartError(f"--join must be IP:PORT, as `%distributed start --hosts join` prints it; got {address!r}.")
-    key = JOIN_KEY.get()
+    key = sys.stdin.readline().strip() if read_key else JOIN_KEY.get()
     os.environ.pop(JOIN_KEY.name, None)
     if not key:
         raise StartError(
@@ -40,7 +42,7 @@ def join_cluster(address: str, *, name: str = "", entry: str = ENGINE_ENTRY) -> 
     # Asked about GPUs in the usual way, CUDA would forbid a fork.
     os.environ.update({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ})
     run_dir = RunDir.create()
-    member = Member(address, key.encode(), name or socket.gethostname(), run_dir)
+    member = Member(address, key.encode(), name or SLURM_NODE.get() or socket.gethostname(), run_dir)
     try:
         member.join()
         print(f"Joined the cluster at {address} as {member.name!r}.", flush=True)

@@ -32,6 +32,8 @@ __all__ = [
     "SESSION_NAME",
     "SLURM",
     "SLURM_HOSTS",
+    "SLURM_JOB",
+    "SLURM_NODE",
     "TEMPORARY",
     "TORCHRUN",
     "USER_CACHE",
@@ -153,6 +155,12 @@ MASTER_PORT = Variable("MASTER_PORT", default="29500")
 
 SLURM_HOSTS = Variable("SLURM_JOB_NODELIST")
 """The hosts of a Slurm job; the first one is used if `MASTER_ADDR` is not set."""
+
+SLURM_JOB = Variable("SLURM_JOB_ID")
+"""The Slurm job in which the notebook runs: `--hosts slurm` starts ranks on its other nodes."""
+
+SLURM_NODE = Variable("SLURMD_NODENAME")
+"""The name of this host in Slurm."""
 
 RUN_ID = Variable("TORCHELASTIC_RUN_ID")
 """`axon_nb` on ranks, where every rank shows `axon_nb.progress`; elsewhere only rank 0 does."""

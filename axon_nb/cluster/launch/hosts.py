@@ -1,109 +1,124 @@
-"""The hosts besides the notebook's: how many there are, how many ranks each gets, and where they join.
-
-Each runs the command `axon-nb host --join`, which starts its agent. It gets the cluster's key through its environment,
-where no other user sees it.
-"""
+"""The hosts besides the notebook's: which they are, how many ranks each gets, and on which address they join."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
+import contextlib
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from axon_nb.cluster.launch.connection import Connection
+from axon_nb.cluster.launch import host_programs
 from axon_nb.cluster.launch.engines import ON_THIS_HOST
-from axon_nb.cluster.launch.placement import Layout, interface_ip
-from axon_nb.errors import StartError, UsageError
-from axon_nb.host.link.tcp import link_key
-from axon_nb.records.environment import JOIN_KEY
-from axon_nb.records.protocol.agent import GetInfo, ServeHosts
+from axon_nb.cluster.launch.placement import interface_ip
+from axon_nb.errors import UsageError
 
-__all__ = ["await_hosts", "own_address", "parse_hosts"]
+__all__ = ["HostsOption", "own_address", "parse_hosts"]
 
-_POLL_S = 0.05
-_JOIN_TIMEOUT_S = 600.0
-"""For somebody to enter the command on another machine."""
+_USES = "join, join:2, ssh:a,b, slurm or slurm:JOB"
 
 
-def parse_hosts(text: str, num_ranks: int) -> tuple[int, ...]:
-    """Parse `--hosts`, ``join`` or ``join:2``; return how many ranks the notebook's host and each other host get.
+@dataclass(frozen=True, slots=True)
+class HostsOption:
+    """What `--hosts` asks for."""
+
+    text: str
+    """The option."""
+    launcher: str
+    """``join``, ``ssh`` or ``slurm``."""
+    hosts: tuple[str, ...]
+    """The names of the other hosts; empty ones for `join`, where they name themselves."""
+    counts: tuple[int, ...]
+    """How many ranks the notebook's host and each of the others get."""
+    job: str = ""
+    """The Slurm job whose nodes they are."""
+
+
+def parse_hosts(text: str, num_ranks: int) -> HostsOption:
+    """Parse `--hosts`: ``join:2``, ``ssh:a,b=4``, ``ssh`` (the hosts of ipyparallel's configuration) or ``slurm:JOB``.
 
     Args:
         text: The option.
         num_ranks: Number of ranks on all hosts together.
 
     Raises:
-        UsageError: it is neither, or a host would get no rank.
+        UsageError: it is none of these, a host would get no rank, or Slurm runs no such job.
     """
-    launcher, colon, text_number = text.partition(":")
-    number = int(text_number) if text_number.isascii() and text_number.isdigit() else 0 if colon else 1
-    if launcher != "join" or number < 1:
-        raise UsageError(f"--hosts must be join, or join:2 for two other hosts; got {text}.")
-    if num_ranks <= number:
-        raise UsageError(f"-n must be at least {number + 1}, one rank per host, with --hosts {text}; got {num_ranks}.")
-    hosts = number + 1
-    return tuple(num_ranks // hosts + (index < num_ranks % hosts) for index in range(hosts))
+    launcher, colon, names = text.partition(":")
+    if launcher == "join":
+        number = int(names) if names.isascii() and names.isdigit() else 0 if colon else 1
+        if number < 1:
+            raise UsageError(f"--hosts join:N needs the number of other hosts, such as join:2; got {text}.")
+        return HostsOption(text, launcher, ("",) * number, _spread(text, [None] * (number + 1), num_ranks))
+    if launcher == "ssh":
+        wanted = _named(text, names) if colon else host_programs.configured_hosts()
+        return HostsOption(text, launcher, tuple(wanted), _spread(text, [None, *wanted.values()], num_ranks))
+    if launcher == "slurm" and (names or not colon):
+        job, nodes, here = host_programs.find_job(names)
+        counts = _spread(text, [None if here else 0, *[None] * len(nodes)], num_ranks)
+        return HostsOption(text, launcher, nodes, counts, job)
+    raise UsageError(f"--hosts must be {_USES}; got {text}.")
 
 
-def own_address(interface: str | None, hosts: str | None, engines: str) -> str | None:
+def _named(text: str, names: str) -> dict[str, int | None]:
+    hosts: dict[str, int | None] = {}
+    for item in names.split(","):
+        name, equals, count = item.strip().partition("=")
+        if not name or name.startswith("-") or (equals and not (count.isascii() and count.isdigit() and int(count))):
+            raise UsageError(f"--hosts ssh: needs host names, such as ssh:a,b or ssh:a=4,b=2; got {text}.")
+        if name in hosts:
+            raise UsageError(f"--hosts {text}: {name} is listed twice; use {name}=2 for two ranks there.")
+        hosts[name] = int(count) if equals else None
+    return hosts
+
+
+def _spread(text: str, wanted: Sequence[int | None], num_ranks: int) -> tuple[int, ...]:
+    """Return how many ranks each host gets, the notebook's first; None: an equal part of what the others leave.
+
+    The notebook's host may get none if each of the others is listed with a number.
+    """
+    sharing, listed = sum(count is None for count in wanted), sum(count or 0 for count in wanted)
+    needed = listed + (sharing if None in wanted[1:] else 0)
+    if num_ranks < needed:
+        raise UsageError(f"-n must be at least {needed} with --hosts {text}, one rank per host; got {num_ranks}.")
+    shares = iter([(num_ranks - listed + sharing - 1 - index) // sharing for index in range(sharing)])
+    return tuple(next(shares) if count is None else count for count in wanted)
+
+
+def own_address(interface: str | None, others: HostsOption | None, engines: str) -> str | None:
     """Return the address of this host on which ranks on other hosts reach it; None: there are none.
 
     Args:
-        interface: The network interface, or its address.
-        hosts: The option `--hosts`.
+        interface: The network interface, or its address; None: the one that leads to the first of the other hosts.
+        others: What `--hosts` asks for, if anything.
         engines: Name of the ipyparallel launcher.
 
     Raises:
         UsageError: there is no such interface, it is needed and missing, or `engines` starts no ranks on other hosts.
     """
-    if hosts is not None and engines != "axon":
+    if others is not None and engines != "axon":
         raise UsageError(f"--hosts starts forked ranks; it cannot be used with --engines {engines}.")
-    if interface is None:
-        if hosts is not None:
+    if interface is not None:
+        if others is None and engines in ON_THIS_HOST:
             raise UsageError(
-                f"--hosts {hosts} needs `--interface NAME`, the network interface on which other hosts reach this one: "
-                "`%distributed doctor` lists them."
+                f"--interface {interface}: the launcher {engines!r} starts ranks on this host only; use `--hosts "
+                "ssh:NAME`, `--hosts join` or another --engines."
             )
+        return interface_ip(interface)
+    if others is None:
         return None
-    if hosts is None and engines in ON_THIS_HOST:
+    if others.launcher == "join":
         raise UsageError(
-            f"--interface {interface}: the launcher {engines!r} starts ranks on this host only; use `--hosts join` or "
-            "another --engines."
+            f"--hosts {others.text} needs `--interface NAME`, the network interface on which other hosts reach this "
+            "one: `%distributed doctor` lists them."
         )
-    return interface_ip(interface)
-
-
-def await_hosts(connection: Connection, layout: Layout, counts: tuple[int, ...], *, timeout_s: float) -> Layout:
-    """Print the command for the other hosts, and wait until they have joined; return the layout with all ranks' hosts.
-
-    Args:
-        connection: Listens on the address on which they reach this host.
-        layout: What was planned.
-        counts: How many ranks this host and each of the others get.
-        timeout_s: How long they may take, in seconds, but ten minutes at least.
-
-    Raises:
-        StartError: one cannot join, or not all have in time; the message says what to do.
-    """
-    agent, key, others = connection.agent, connection.client.session.key, len(counts) - 1
-    timeout_s = max(timeout_s, _JOIN_TIMEOUT_S)
-    port = agent.call(ServeHosts(connection.ip, link_key(key).hex())).port
-    each = "one other host" if others == 1 else f"each of {others} other hosts"
-    print(
-        f"Run this on {each}, and keep it to yourself, because it holds the cluster's key:\n"
-        f"    {JOIN_KEY.name}={key.decode()} axon-nb host --join {connection.ip}:{port}",
-        flush=True,
-    )
-    end = time.monotonic() + timeout_s
-    while len((state := agent.call(GetInfo())).hosts) < others:
-        if state.hosts_refused:
-            raise StartError(state.hosts_refused[-1])
-        if time.monotonic() > end:
-            raise StartError(
-                f"{len(state.hosts)} of {others} other hosts joined within {timeout_s:.0f} s. They must reach "
-                f"{connection.ip}, port {port}."
-            )
-        time.sleep(_POLL_S)
-    names = ["", *list(state.hosts)[:others]]
-    return dataclasses.replace(
-        layout, hosts=tuple(name for name, count in zip(names, counts, strict=True) for _ in range(count))
-    )
+    find_address = host_programs.ssh_address if others.launcher == "ssh" else host_programs.node_address
+    name = find_address(others.hosts[0])
+    try:
+        with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+            probe.connect((name, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"--hosts {others.text}: cannot resolve {name} ({error.strerror}). Correct its name, or use `--interface "
+            "NAME` to name the network interface on which it reaches this host."
+        ) from None

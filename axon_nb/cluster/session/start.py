@@ -13,7 +13,8 @@ from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection, default_name, open_existing, open_new
 from axon_nb.cluster.launch.engines import ON_THIS_HOST, launch_engines, stop_engines
-from axon_nb.cluster.launch.hosts import await_hosts, own_address, parse_hosts
+from axon_nb.cluster.launch.host_agents import await_hosts
+from axon_nb.cluster.launch.hosts import own_address, parse_hosts
 from axon_nb.cluster.launch.join import join_world
 from axon_nb.cluster.launch.open_files import raise_if_too_few
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout, plan_layout
@@ -80,7 +81,8 @@ def start(
         name: Name of the cluster, unique among the user's clusters; None: the notebook's name, or ``default``.
         interface: Network interface of this host, or its IPv4 address, on which ranks on other hosts reach it; None:
             all ranks are on this host, and only Unix sockets and loopback are opened.
-        hosts: Other hosts that run ranks, too: ``join`` for one, ``join:2`` for two; None: there are none.
+        hosts: Other hosts that run ranks, too: ``ssh:a,b``, ``slurm`` or ``slurm:JOB``, ``join`` or ``join:2``; None:
+            there are none.
         force: Whether to stop ranks that this notebook left running even while a cell runs there.
 
     Raises:
@@ -95,8 +97,8 @@ def start(
         n, devices=devices, backend=backend, threads=chosen_settings.threads, several_hosts=several_hosts
     )
     launcher = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
-    counts = None if hosts is None else parse_hosts(hosts, layout.num_ranks)
-    ip = own_address(interface, hosts, launcher)
+    others = None if hosts is None else parse_hosts(hosts, layout.num_ranks)
+    ip = own_address(interface, others, launcher)
     _make_room(session, force=force)
     cluster_name = _free_name(name)
     raise_if_too_few(layout.num_ranks)
@@ -111,8 +113,8 @@ def start(
         print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
     launched = None
     try:
-        if counts is not None:
-            layout = await_hosts(connection, layout, counts, timeout_s=chosen_settings.start_timeout)
+        if others is not None:
+            layout = await_hosts(connection, layout, others, timeout_s=chosen_settings.start_timeout)
         end = time.monotonic() + chosen_settings.start_timeout
         launched = launch_engines(connection, layout, engines=launcher, timeout_s=chosen_settings.start_timeout)
         rank_info = join_world(connection, layout, chosen_settings, timeout_s=max(1.0, end - time.monotonic()))

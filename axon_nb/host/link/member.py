@@ -87,8 +87,8 @@ class Member:
             sock = socket.create_connection((ip, int(port)), _CONNECT_TIMEOUT_S)
         except ConnectionRefusedError:
             raise StartError(
-                f"Nothing listens on {self.address}: the cluster is gone, or a firewall closes the port. Start it "
-                "with `%distributed start --hosts join` and use the command that it prints."
+                f"Nothing listens on {self.address}: the cluster is gone, or a firewall closes the port. Open it, or "
+                "run `%distributed start --hosts` again."
             ) from None
         except (OSError, ValueError) as error:
             raise UnreachableError(

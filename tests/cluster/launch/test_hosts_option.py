@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from axon_nb.cluster.launch.host_programs import ssh_command
 from axon_nb.cluster.launch.hosts import own_address, parse_hosts
 from axon_nb.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("text", "num_ranks", "counts"), [("join", 8, (4, 4)), ("join", 3, (2, 1)), ("join:2", 8, (3, 3, 2))]
+    ("text", "num_ranks", "counts"),
+    [
+        ("join", 8, (4, 4)),
+        ("join", 3, (2, 1)),
+        ("join:2", 8, (3, 3, 2)),
+        ("ssh:a,b", 8, (3, 3, 2)),
+        ("ssh:a=4,b=4", 8, (0, 4, 4)),
+        ("ssh:a=3,b=3", 8, (2, 3, 3)),
+        ("ssh:a=2,b", 8, (3, 2, 3)),
+    ],
 )
 def test_ranks_are_spread_over_hosts(text: str, num_ranks: int, counts: tuple[int, ...]) -> None:
-    assert parse_hosts(text, num_ranks) == counts
+    assert parse_hosts(text, num_ranks).counts == counts
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b", "--hosts must be join, or join:2 for two other hosts; got a,b."),
+        ("a,b", "--hosts must be join, join:2, ssh:a,b, slurm or slurm:JOB; got a,b."),
+        ("slurm:", "got slurm:."),
+        ("ssh:", "--hosts ssh: needs host names, such as ssh:a,b or ssh:a=4,b=2; got ssh:."),
+        ("ssh:-oX", "got ssh:-oX."),
+        ("ssh:a,a", "--hosts ssh:a,a: a is listed twice; use a=2 for two ranks there."),
+        ("ssh:a=9", "-n must be at least 9 with --hosts ssh:a=9, one rank per host; got 8."),
         ("join:", "got join:."),
         ("join:0", "got join:0."),
         ("join:x", "got join:x."),
-        ("join:8", "-n must be at least 9, one rank per host, with --hosts join:8; got 8."),
+        ("join:8", "-n must be at least 9 with --hosts join:8, one rank per host; got 8."),
     ],
 )
 def test_bad_hosts_are_refused_with_the_fix(text: str, message: str) -> None:
@@ -33,7 +50,28 @@ def test_bad_hosts_are_refused_with_the_fix(text: str, message: str) -> None:
 
 def test_hosts_need_forked_ranks_and_an_interface() -> None:
     with pytest.raises(UsageError, match="it cannot be used with --engines ssh"):
-        own_address(None, "join", "ssh")
+        own_address(None, parse_hosts("join", 2), "ssh")
     with pytest.raises(UsageError, match="--hosts join needs `--interface NAME`"):
-        own_address(None, "join", "axon")
-    assert own_address("lo", "join", "axon") == "127.0.0.1"
+        own_address(None, parse_hosts("join", 2), "axon")
+    assert own_address("lo", parse_hosts("join", 2), "axon") == "127.0.0.1"
+
+
+def test_address_that_leads_to_the_first_host_is_used_without_an_interface() -> None:
+    assert own_address(None, parse_hosts("ssh:127.0.0.1", 2), "axon") == "127.0.0.1"
+    with pytest.raises(UsageError, match=r"cannot resolve host.invalid .* Correct its name, or use `--interface NAME`"):
+        own_address(None, parse_hosts("ssh:host.invalid", 2), "axon")
+
+
+def test_ssh_without_names_uses_the_hosts_of_ipyparallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    with pytest.raises(UsageError, match=r"ipcluster_config.py, which lists none: use `--hosts ssh:NAME`"):
+        parse_hosts("ssh", 8)
+    (tmp_path / "profile_default").mkdir()
+    (tmp_path / "profile_default" / "ipcluster_config.py").write_text(
+        "c.SSHEngineSetLauncher.engines = {'a': 2, 'me@b': {'n': 3}}\nc.SSHLauncher.remote_python = '/far/python'\n"
+    )
+    option = parse_hosts("ssh", 8)
+    assert (option.hosts, option.counts) == (("a", "me@b"), (3, 2, 3))
+    command, python = ssh_command("me@b", "10.0.0.1:99")
+    assert python == "/far/python"
+    assert command[-2:] == ["me@b", "/far/python -P -m axon_nb.cli host --join 10.0.0.1:99 --read-key --name b"]

@@ -1,0 +1,1 @@
+"""Agents on other hosts that programs such as ssh and srun start."""
