@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import AgentStore
+from axon_nb.host.shared_memory import SharedBlock
 from axon_nb.records.protocol.joining import JoinConfig
 from axon_nb.records.protocol.recovery import OptimizerReport
 
@@ -110,6 +111,8 @@ class RankSession:
     """Whether the cell has stopped at a breakpoint."""
     pending_value: bytes | bytearray = b""
     """A packed value that a notebook on another host will fetch."""
+    held_block: SharedBlock | None = None
+    """Variables for the ranks of this host, which came from a notebook on another one."""
 
 
 def current() -> RankSession:

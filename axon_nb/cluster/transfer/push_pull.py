@@ -1,9 +1,12 @@
-"""Moves values between the notebook and ranks: through shared memory on one host, in messages between hosts."""
+"""Moves values between the notebook and ranks: through shared memory on one host, in messages between hosts.
+
+A push sends one message per host: its first rank holds the values in shared memory for the others.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.cells.values import await_reply, ranks_on_this_host, read_value
@@ -13,7 +16,15 @@ from axon_nb.cluster.rpc import requests
 from axon_nb.errors import UsageError
 from axon_nb.host.shared_memory import BlockAddress, SharedBlock, block_size, join_parts
 from axon_nb.records.protocol.messages import RankCall, cell_source
-from axon_nb.records.protocol.transfer import ReceiveValues, SendValue, SetVariables, TakePendingValue, Undelivered
+from axon_nb.records.protocol.transfer import (
+    HoldValues,
+    ReceiveValues,
+    ReleaseValues,
+    SendValue,
+    SetVariables,
+    TakePendingValue,
+    Undelivered,
+)
 from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -21,6 +32,9 @@ if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
 __all__ = ["pull", "push"]
+
+_MIN_HELD_BYTES = 64 << 10
+"""Fewer bytes go to each rank in its own message, which takes one exchange instead of three."""
 
 
 def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]], *, as_is: bool = False) -> None:
@@ -53,10 +67,46 @@ def push(cells: CellManager, variables: Mapping[int, Mapping[str, Any]], *, as_i
                 block = open_blocks.enter_context(SharedBlock())
                 block.write(parts)
                 addresses.update(dict.fromkeys(recipients, block.address))
+        data = _joined(packed, variables, [rank for rank in variables if rank not in addresses])
+        addresses |= open_blocks.enter_context(_held(cells.state, data, task))
         unreached = _run(cells, list(addresses), ReceiveValues(addresses), task) if addresses else {}
-    remote = [rank for rank in variables if rank not in addresses or rank in unreached]
-    joined = {key: bytes(join_parts(parts)) for key, parts in packed.items()} if remote else {}
-    _call_remote(cells.state, {rank: SetVariables(joined[id(variables[rank])]) for rank in remote}, task)
+    remote = {rank: content for rank, content in data.items() if rank not in addresses}
+    remote |= _joined(packed, variables, unreached)
+    _call_remote(cells.state, {rank: SetVariables(content) for rank, content in remote.items()}, task)
+
+
+def _joined(
+    packed: Mapping[int, Sequence[Any]], variables: Mapping[int, Mapping[str, Any]], ranks: Iterable[int]
+) -> dict[int, bytes]:
+    """Return the bytes that each of these ranks gets; ranks with the same variables get the same object."""
+    keys = {rank: id(variables[rank]) for rank in ranks}
+    joined = {key: bytes(join_parts(packed[key])) for key in set(keys.values())}
+    return {rank: joined[key] for rank, key in keys.items()}
+
+
+@contextlib.contextmanager
+def _held(state: ClusterState, data: Mapping[int, bytes], task: str) -> Iterator[dict[int, BlockAddress]]:
+    """Send large data once per host, where one rank holds it in shared memory; give the block that each rank reads.
+
+    Args:
+        state: The cluster.
+        data: The bytes for each rank on another host; ranks that get the same share one object.
+        task: What the ranks do, for messages.
+    """
+    sharing: dict[tuple[str, int], list[int]] = {}
+    for rank, content in data.items():
+        if len(content) >= _MIN_HELD_BYTES:
+            sharing.setdefault((state.rank_info[rank].host, id(content)), []).append(rank)
+    groups = {ranks[0]: ranks for ranks in sharing.values() if len(ranks) > 1}
+    try:
+        blocks = _call_remote(state, {holder: HoldValues(data[holder]) for holder in groups}, task)
+        yield {rank: block for holder, block in blocks.items() if block is not None for rank in groups[holder]}
+    except BaseException:
+        for holder in groups:
+            with contextlib.suppress(Exception):  # it is dead
+                requests.call(state.connection.client, holder, ReleaseValues())  # not awaited: it may be stuck
+        raise
+    _call_remote(state, {holder: ReleaseValues() for holder in groups}, task)
 
 
 def pull(

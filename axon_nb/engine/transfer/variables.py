@@ -1,6 +1,7 @@
 """Variables of the rank's namespace: received from the notebook, and sent to it.
 
-On one host they travel in a shared-memory block of the notebook (`host.shared_memory`), otherwise in messages. Before a
+On one host they travel in a shared-memory block of the notebook (`host.shared_memory`), otherwise in messages; one rank
+of another host then holds what others there read. Before a
 transfer, sharded tensors are gathered, and everything is moved to the CPU without autograd history.
 """
 
@@ -19,9 +20,11 @@ from axon_nb.errors import UsageError
 from axon_nb.host.resources.cgroups import free_memory
 from axon_nb.host.shared_memory import (
     BlockAddress,
+    SharedBlock,
     SharedBlockUnavailableError,
     block_size,
     join_parts,
+    memfd_supported,
     read_block,
     split_parts,
     write_block,
@@ -33,8 +36,10 @@ from axon_nb.shell.value_pickle import pack, unpack
 
 __all__ = [
     "gather_full",
+    "hold_block",
     "last_value",
     "receive_block",
+    "release_block",
     "send_value",
     "set_variables",
     "sharded_over",
@@ -140,13 +145,34 @@ def to_numpy(value: Any) -> Any:
 
 
 def receive_block(addresses: Mapping[int, BlockAddress]) -> Undelivered | None:
-    """Set the variables that the notebook's shared-memory block holds for this rank."""
+    """Set the variables that a shared-memory block on this host holds for this rank."""
     try:
         parts = read_block(addresses[current().config.rank])
     except SharedBlockUnavailableError:
         return Undelivered()
     set_variables(parts)
     return None
+
+
+def hold_block(parts: Any) -> BlockAddress | None:
+    """Hold packed variables in shared memory for the ranks of this host; return where, or None without shared memory.
+
+    Args:
+        parts: Their bytes from `join_parts`.
+    """
+    release_block()
+    if not memfd_supported():
+        return None
+    block = current().held_block = SharedBlock()
+    block.write(split_parts(parts))
+    return block.address
+
+
+def release_block() -> None:
+    """Free what `hold_block` holds."""
+    block, current().held_block = current().held_block, None
+    if block is not None:
+        block.close()
 
 
 def set_variables(parts: Any) -> None:

@@ -12,6 +12,7 @@ __all__ = [
     "Address",
     "BroadcastModels",
     "DescribeModels",
+    "HoldValues",
     "ImportContext",
     "LastValue",
     "ListGroupVariables",
@@ -19,6 +20,7 @@ __all__ = [
     "PackedNamespace",
     "ReceiveNamespace",
     "ReceiveValues",
+    "ReleaseValues",
     "Seed",
     "SendNamespace",
     "SendValue",
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 Address = tuple[tuple[str, int], tuple[str, int]]
-"""A shared-memory block of the notebook, as `host.shared_memory.BlockAddress`."""
+"""A shared-memory block of the notebook or of another rank, as `host.shared_memory.BlockAddress`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Undelivered:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveValues(RankCall[Undelivered | None]):
-    """In a cell: set the variables that the notebook's shared-memory blocks hold."""
+    """In a cell: set the variables that shared-memory blocks on the rank's host hold."""
 
     target = "axon_nb.engine.transfer.variables:receive_block"
     addresses: Mapping[int, Address]
@@ -74,6 +76,22 @@ class SetVariables(RankCall[None]):
     target = "axon_nb.engine.transfer.variables:set_variables"
     parts: Packed
     """Bytes, as `join_parts` makes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldValues(RankCall[Address | None]):
+    """Hold variables in shared memory for the ranks of this host; None: it has no shared memory."""
+
+    target = "axon_nb.engine.transfer.variables:hold_block"
+    parts: Packed
+    """Bytes, as `join_parts` makes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseValues(RankCall[None]):
+    """Free what `HoldValues` holds."""
+
+    target = "axon_nb.engine.transfer.variables:release_block"
 
 
 @dataclass(frozen=True, slots=True)
