@@ -16,6 +16,7 @@ from axon_nb.cluster.launch.placement import rank_environment
 from axon_nb.cluster.recovery.report import Copied
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import StartError
+from axon_nb.records.protocol.agent import GetInfo
 from axon_nb.records.protocol.messages import RankCall
 from axon_nb.records.protocol.recovery import GroupRecord, ListGroups
 from axon_nb.records.protocol.transfer import ListGroupVariables, PackNamespace, ReceiveNamespace, SendNamespace
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from axon_nb.cluster.launch.connection import Connection
     from axon_nb.cluster.launch.placement import Layout
 
-__all__ = ["call_all", "copy_namespace", "fork_ranks", "interrupts_deferred", "list_groups"]
+__all__ = ["call_all", "choose_hosts", "copy_namespace", "fork_ranks", "interrupts_deferred", "list_groups"]
 
 R = TypeVar("R")
 
@@ -95,6 +96,21 @@ def copy_namespace(
     gather(calls, _COPY_TIMEOUT_S + packed.size * len(ranks) / _MIN_BYTES_PER_S, connection)
     skipped = {name: why for name, why in packed.skipped.items() if name not in groups}
     return Copied(tuple(sorted({*packed.copied, *groups})), skipped, packed.size)
+
+
+def choose_hosts(connection: Connection, layout: Layout, size: int) -> tuple[str, ...]:
+    """Return the host of each rank for another number of ranks, empty if all are on the notebook's.
+
+    A new rank goes where the fewest are, also to a host that has joined since.
+    """
+    if not layout.hosts:
+        return ()
+    joined = connection.agent.call(GetInfo()).hosts
+    usable = [name for name in dict.fromkeys([*layout.hosts, *joined]) if not name or name in joined]
+    hosts = list(layout.hosts[:size])
+    while len(hosts) < size:
+        hosts.append(min(usable, key=hosts.count))
+    return tuple(hosts)
 
 
 def fork_ranks(connection: Connection, layout: Layout, ranks: Sequence[int], interrupted: threading.Event) -> None:

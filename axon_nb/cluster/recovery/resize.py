@@ -19,7 +19,7 @@ from axon_nb.cluster.launch.compatibility import refusal
 from axon_nb.cluster.launch.join import gather, join_config, store_address
 from axon_nb.cluster.launch.open_files import raise_if_too_few
 from axon_nb.cluster.launch.placement import Layout, place_ranks
-from axon_nb.cluster.recovery.new_ranks import call_all, copy_namespace, fork_ranks, interrupts_deferred
+from axon_nb.cluster.recovery.new_ranks import call_all, choose_hosts, copy_namespace, fork_ranks, interrupts_deferred
 from axon_nb.cluster.recovery.recovery import AGENT_SILENT
 from axon_nb.cluster.recovery.report import Copied
 from axon_nb.cluster.recovery.resize_report import ResizeReport
@@ -75,6 +75,7 @@ def resize(state: ClusterState, size: int) -> ResizeReport:
     if named := {name: why for found in obstacles.values() for name, why in found.items()}:
         raise UsageError("\n".join(f"`{name}` {why}." for name, why in named.items()))
     layout = _resized(state.layout, size, threads=state.settings.threads)
+    layout = dataclasses.replace(layout, hosts=choose_hosts(state.connection, state.layout, size))
     with interrupts_deferred() as interrupted:
         change = _Change(state, layout, interrupted)
         try:
@@ -124,10 +125,10 @@ def _check_request(state: ClusterState, size: int) -> None:
         raise UsageError(f"A world needs at least 1 rank; got {size}.")
     if size == state.world_size:
         raise UsageError(f"The world already has {_count(size)}.")
-    if state.engines != "axon" or state.hosts or len({info.host for info in state.rank_info}) > 1:
+    if state.engines != "axon":
         raise UsageError(
-            f"Only ranks that the host agent forks, all on one host, can be resized; these come from the launcher "
-            f"{state.engines!r}. Save a checkpoint and start {_count(size)} instead."
+            f"Only ranks that a host agent forks can be resized; these come from the launcher {state.engines!r}. Save "
+            f"a checkpoint and start {_count(size)} instead."
         )
     if state.backend == "nccl":
         raise UsageError(

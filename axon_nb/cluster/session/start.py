@@ -251,6 +251,8 @@ def restart() -> Cluster:
         "engines": old.engines,
         "name": old.name,
     }
+    if old.state.hosts:
+        parse_hosts(old.state.hosts, old.world_size)  # while there is something to lose
     if old.connection.ip != LOOPBACK or old.state.hosts:
         options |= {"interface": old.connection.ip, "hosts": old.state.hosts or None}
     else:

@@ -81,6 +81,39 @@ def test_cluster_is_attached_to_after_its_notebook_was_killed(server: SshServer,
             assert until(lambda: not script.others() and not second.others()), command_lines(script.others())
 
 
+def test_push_sends_one_copy_to_a_host(script: Script, link: Network) -> None:
+    script.ok(f"c = axon_nb.start(5, hosts='ssh:{FAR_HOST}=4', devices='cpu')", timeout=230)
+    sent = Path(f"/sys/class/net/{link.interface}/statistics/tx_bytes")
+    before = int(sent.read_text())
+    script.ok("import numpy as np\nvalues = np.arange(4 << 20, dtype=np.float64)\nc.push({'values': values})")
+    copies = (int(sent.read_text()) - before) / (32 << 20)
+    assert 1.0 < copies < 1.2
+    sums = script.value("dict(c.run('values[rank] = -1.0; float(values.sum())').values)")
+    assert sums == {rank: float(sum(range(4 << 20)) - rank - 1) for rank in range(5)}
+    held = "import os; [os.path.realpath(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')]"
+    assert "memfd:axon_nb" not in str(script.value(f"dict(c.run({held!r}).values)"))
+    script.ok("c.stop()")
+
+
+def test_world_on_two_hosts_changes_its_size(script: Script) -> None:
+    script.ok(f"c = axon_nb.start(3, hosts='ssh:{FAR_HOST}', devices='cpu')", timeout=230)
+    script.ok(
+        "c.run('model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)')"
+    )
+    step = (
+        "import socket\\noptimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward(); optimizer.step()\\n"
+        "(socket.gethostname(), [p.detach().sum().item() for p in model.parameters()])"
+    )
+    for size, far in ((5, [2, 3]), (2, []), (4, [2, 3])):
+        script.ok(f"c.resize({size})", timeout=230)
+        values = script.value(f"dict(c.run('{step}').values)")
+        assert [rank for rank in range(size) if values[rank][0] == FAR_HOST] == far
+        assert all(values[rank][1] == values[0][1] for rank in range(size))
+    script.ok("c.stop()")
+    assert until(lambda: not script.others()), command_lines(script.others())
+
+
 def _other_version(folder: Path) -> Path:
     """A Python whose axon_nb speaks another protocol."""
     shutil.copytree(ROOT / "axon_nb", folder / "axon_nb", ignore=shutil.ignore_patterns("__pycache__"))
