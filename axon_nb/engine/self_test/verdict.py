@@ -100,7 +100,7 @@ def run_checks(only: Sequence[str] = ()) -> Verdict:
 
     start = time.monotonic()
     capabilities = run(only)
-    return Verdict(torch.__version__, platform.python_version(), time.monotonic() - start, tuple(capabilities))
+    return Verdict(str(torch.__version__), platform.python_version(), time.monotonic() - start, tuple(capabilities))
 
 
 def run_and_save() -> Verdict:
@@ -122,7 +122,7 @@ def startup_verdict() -> Verdict:
     if (cached := cached_verdict()) is not None:
         return cached
     if are_tested(_versions()):
-        return Verdict(torch.__version__, platform.python_version(), 0.0, ())
+        return Verdict(str(torch.__version__), platform.python_version(), 0.0, ())
     return current_verdict()
 
 
@@ -213,4 +213,4 @@ def _run_in_interpreter() -> Verdict:
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, IndexError) as error:
         reason = f"the self-test did not run: {type(error).__name__}: {str(error)[:200]}"
         capabilities: tuple[Capability, ...] = tuple(failed(check, reason) for check in CHECKS)
-        return Verdict(torch.__version__, platform.python_version(), 0.0, capabilities)
+        return Verdict(str(torch.__version__), platform.python_version(), 0.0, capabilities)
