@@ -9,9 +9,10 @@ import contextlib
 import dataclasses
 import os
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -22,14 +23,15 @@ from axon_nb.cluster.launch.hosts import HostsOption
 from axon_nb.cluster.launch.placement import Layout
 from axon_nb.errors import StartError
 from axon_nb.host.link.tcp import link_key
-from axon_nb.records.environment import JOIN_KEY
+from axon_nb.records.environment import JOIN_KEY, SLURM_JOB
 from axon_nb.records.protocol.agent import GetInfo, ServeHosts
 
-__all__ = ["await_hosts"]
+__all__ = ["await_hosts", "start_missing"]
 
 _POLL_S = 0.05
 _JOIN_TIMEOUT_S = 600.0
 """For somebody to enter the command on another machine."""
+_RESTART_TIMEOUT_S = 60.0
 _OWN_MESSAGE = "axon-nb: "
 _SSH_FAILED = 255
 _SSH_FIXES = {
@@ -58,6 +60,38 @@ def await_hosts(connection: Connection, layout: Layout, option: HostsOption, *, 
     Raises:
         StartError: one cannot join, or not all have in time; the message says what to do.
     """
+    joined, others = _start(connection, option, timeout_s=timeout_s), len(option.hosts)
+    names = ["", *sorted(joined, key=lambda name: option.hosts.index(name) if name in option.hosts else others)]
+    return dataclasses.replace(
+        layout, hosts=tuple(name for name, count in zip(names, option.counts, strict=False) for _ in range(count))
+    )
+
+
+def start_missing(connection: Connection, layout: Layout, text: str, ranks: Iterable[int]) -> None:
+    """Start the agents of ranks' hosts that are gone again; those of `join` only their hosts' users can start.
+
+    Args:
+        connection: The cluster's connection.
+        layout: Where its ranks are.
+        text: The option `--hosts` with which it was started.
+        ranks: The ranks that need an agent.
+
+    Raises:
+        StartError: one cannot join; the message says what to do.
+    """
+    launcher, _, job = text.partition(":")
+    needed = dict.fromkeys(layout.host_of(rank) for rank in ranks)
+    if launcher not in ("ssh", "slurm") or not any(needed):
+        return
+    joined = connection.agent.call(GetInfo()).hosts
+    missing = tuple(name for name in needed if name and name not in joined)
+    if missing:
+        option = HostsOption(text, launcher, missing, (), job or SLURM_JOB.get())
+        _start(connection, option, timeout_s=_RESTART_TIMEOUT_S)
+
+
+def _start(connection: Connection, option: HostsOption, *, timeout_s: float) -> list[str]:
+    """Start agents, and return the names of all hosts that have joined as soon as those have."""
     agent, key, others = connection.agent, connection.client.session.key, len(option.hosts)
     port = agent.call(ServeHosts(connection.ip, link_key(key).hex())).port
     address = f"{connection.ip}:{port}"
@@ -69,24 +103,21 @@ def await_hosts(connection: Connection, layout: Layout, option: HostsOption, *, 
             f"    {JOIN_KEY.name}={key.decode()} axon-nb host --join {address}",
             flush=True,
         )
+    before = agent.call(GetInfo())
     with _started(option, address, key, connection.run_dir.path / "log") as programs:
         end = time.monotonic() + timeout_s
-        while len((state := agent.call(GetInfo())).hosts) < others:
-            if state.hosts_refused:
+        while len(new := {*(state := agent.call(GetInfo())).hosts} - {*before.hosts}) < others:
+            if len(state.hosts_refused) > len(before.hosts_refused):
                 raise StartError(state.hosts_refused[-1])
             for program in programs:
                 program.raise_if_failed()
             if time.monotonic() > end:
                 raise StartError(
-                    f"{len(state.hosts)} of {others} other hosts joined within {timeout_s:.0f} s. They must reach "
+                    f"{len(new)} of {others} other hosts joined within {timeout_s:.0f} s. They must reach "
                     f"{connection.ip}, port {port}."
                 )
             time.sleep(_POLL_S)
-    joined = list(state.hosts)
-    names = ["", *sorted(joined, key=lambda name: option.hosts.index(name) if name in option.hosts else others)]
-    return dataclasses.replace(
-        layout, hosts=tuple(name for name, count in zip(names, option.counts, strict=False) for _ in range(count))
-    )
+    return list(state.hosts)
 
 
 @dataclass
@@ -97,7 +128,9 @@ class _Program:
     hosts: tuple[str, ...]
     python: str
     """What it runs there."""
-    output: Path
+    folder: Path
+    """Where its output is kept."""
+    output: Path = field(init=False)
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self, command: list[str], key: bytes) -> Self:
@@ -106,7 +139,8 @@ class _Program:
         Raises:
             StartError: there is no such program.
         """
-        log = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log, path = tempfile.mkstemp(prefix="host-", suffix=".log", dir=self.folder)
+        self.output = Path(path)
         try:
             # Not in the kernel's process group, which Jupyter's stop button signals.
             self.process = subprocess.Popen(
@@ -158,12 +192,11 @@ def _started(option: HostsOption, address: str, key: bytes, folder: Path) -> Ite
     try:
         if option.launcher == "slurm":
             command, python = srun_command(option.job, option.hosts, address)
-            programs.append(_Program(option.launcher, option.hosts, python, folder / "hosts.log").start(command, key))
+            programs.append(_Program(option.launcher, option.hosts, python, folder).start(command, key))
         elif option.launcher == "ssh":
-            for index, host in enumerate(option.hosts):
+            for host in option.hosts:
                 command, python = ssh_command(host, address)
-                output = folder / f"host{index}.log"
-                programs.append(_Program(option.launcher, (host,), python, output).start(command, key))
+                programs.append(_Program(option.launcher, (host,), python, folder).start(command, key))
         yield programs
     except BaseException:
         for program in programs:

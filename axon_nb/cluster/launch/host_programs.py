@@ -64,7 +64,7 @@ def ssh_command(host: str, address: str) -> tuple[list[str], str]:
     launcher = _ssh()
     options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
     user = ["-l", launcher.user] if launcher.user and "@" not in host else []
-    program = shlex.join(_join_command(launcher.remote_python, address, "--name", host.rpartition("@")[2]))
+    program = shlex.join(_join_command(launcher.remote_python, address, "--name", host))
     return [*launcher.ssh_cmd, *launcher.ssh_args, *options, *user, host, program], launcher.remote_python
 
 

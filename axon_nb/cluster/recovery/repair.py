@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.launch.compatibility import refusal
+from axon_nb.cluster.launch.host_agents import start_missing
 from axon_nb.cluster.launch.join import gather, join_config, store_address
 from axon_nb.cluster.launch.placement import place_ranks
 from axon_nb.cluster.recovery.new_ranks import call_all, copy_namespace, fork_ranks, interrupts_deferred, list_groups
@@ -64,6 +65,7 @@ def repair(
     survivors = [rank for rank in state.ranks if rank not in targets]
     if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
         raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
+    start_missing(state.connection, state.layout, state.hosts, targets)
     with interrupts_deferred() as interrupted:
         reasons = {rank: state.health.dead.get(rank, "") for rank in targets}
         _kill(state, [rank for rank in targets if rank not in state.health.dead])

@@ -74,4 +74,4 @@ def test_ssh_without_names_uses_the_hosts_of_ipyparallel(tmp_path: Path, monkeyp
     assert (option.hosts, option.counts) == (("a", "me@b"), (3, 2, 3))
     command, python = ssh_command("me@b", "10.0.0.1:99")
     assert python == "/far/python"
-    assert command[-2:] == ["me@b", "/far/python -P -m axon_nb.cli host --join 10.0.0.1:99 --read-key --name b"]
+    assert command[-2:] == ["me@b", "/far/python -P -m axon_nb.cli host --join 10.0.0.1:99 --read-key --name me@b"]

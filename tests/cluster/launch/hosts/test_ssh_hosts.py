@@ -57,6 +57,11 @@ def test_agent_that_ssh_starts_runs_ranks_and_outlives_ssh(script: Script, link:
     script.ok("c.repair()")
     values = script.value(f"dict(c.run({ALL_REDUCE!r}).values)")
     assert values == {0: (0, 4.0), 1: (1, 4.0), 2: (2, 4.0), 3: (None, 4.0)}
+    cell = "import os, time\nif rank == 2:\n    os.kill(os.getppid(), 9); time.sleep(60)\ndist.barrier()"
+    assert f"lost with its host {FAR_HOST!r}" in script.run(f"c.run({cell!r})").message
+    script.ok("c.repair()")  # it starts the agent again
+    values = script.value(f"dict(c.run({ALL_REDUCE!r}).values)")
+    assert values == {0: (0, 4.0), 1: (1, 4.0), 2: (None, 4.0), 3: (None, 4.0)}
     script.ok("c.stop()")
     assert until(lambda: not script.others()), command_lines(script.others())
 
