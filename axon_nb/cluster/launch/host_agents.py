@@ -32,6 +32,8 @@ _POLL_S = 0.05
 _JOIN_TIMEOUT_S = 600.0
 """For somebody to enter the command on another machine."""
 _RESTART_TIMEOUT_S = 60.0
+_REJOIN_S = 3.0
+"""For an agent whose link was cut to join again by itself."""
 _OWN_MESSAGE = "axon-nb: "
 _SSH_FAILED = 255
 _SSH_FIXES = {
@@ -83,8 +85,11 @@ def start_missing(connection: Connection, layout: Layout, text: str, ranks: Iter
     needed = dict.fromkeys(layout.host_of(rank) for rank in ranks)
     if launcher not in ("ssh", "slurm") or not any(needed):
         return
-    joined = connection.agent.call(GetInfo()).hosts
-    missing = tuple(name for name in needed if name and name not in joined)
+    end = time.monotonic() + _REJOIN_S
+    while missing := tuple(name for name in needed if name and name not in connection.agent.call(GetInfo()).hosts):
+        if time.monotonic() > end:
+            break
+        time.sleep(_POLL_S)
     if missing:
         option = HostsOption(text, launcher, missing, (), job or SLURM_JOB.get())
         _start(connection, option, timeout_s=_RESTART_TIMEOUT_S)
