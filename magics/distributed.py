@@ -41,7 +41,7 @@ def _start_parser() -> LineParser:
     parser.add_argument(
         "--interface", default=None, help="network interface through which ranks on other hosts connect"
     )
-    parser.add_argument("--hosts", default=None, help="other hosts that run ranks, too: ssh:a,b, slurm, or join")
+    parser.add_argument("--hosts", default=None, help="other hosts with ranks: ssh:a,b, slurm, mpi:a,b or join")
     parser.add_argument(
         "--force", action="store_true", help="stop ranks that this notebook left running even while a cell runs there"
     )
@@ -121,7 +121,7 @@ class DistributedMagics(Magics):
         export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|shm|gloo|nccl] [--engines LAUNCHER] [--name NAME]
               [--force]: end ranks that were left even while a cell runs there
-        start -n N --hosts ssh:a,b: run ranks on these hosts, too · --hosts slurm: on the nodes of the allocation
+        start -n N --hosts ssh:a,b or mpi:a,b: run ranks there, too · --hosts slurm: on the nodes of the allocation
         start -n N --hosts join --interface eth0: print a command that lets another host run ranks
         auto on|off: run plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
         doctor [--json]: check versions, GPUs, limits, network and clusters of this machine; a fix for each problem

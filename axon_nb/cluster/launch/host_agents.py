@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from axon_nb.cluster.launch.connection import Connection
-from axon_nb.cluster.launch.host_programs import srun_command, ssh_command
+from axon_nb.cluster.launch.host_programs import mpi_command, srun_command, ssh_command
 from axon_nb.cluster.launch.hosts import HostsOption
 from axon_nb.cluster.launch.placement import Layout
 from axon_nb.errors import StartError
@@ -41,10 +41,15 @@ _SSH_FIXES = {
     "Permission denied": " Run `ssh-copy-id {host}`, so that `ssh {host}` works without a password.",
     "Host key verification failed": " Run `ssh {host}` in a terminal once, to accept its key.",
 }
-_SSH_FIX = " Make sure that `ssh {host}` works in a terminal."
+_FIX = {
+    "ssh": " Make sure that `ssh {host}` works in a terminal.",
+    "slurm": " Make sure that `srun --jobid=JOB --overlap hostname` works in a terminal.",
+    "mpi": " Make sure that `mpiexec --host {host} hostname` works in a terminal.",
+}
 _INSTALL = {
     "ssh": "install it there, or set `c.SSHLauncher.remote_python` in ipcluster_config.py to a Python that has it",
     "slurm": "install it in an environment on a disk that the nodes share, and start the notebook from that",
+    "mpi": "install it in the same folder there",
 }
 
 
@@ -83,7 +88,7 @@ def start_missing(connection: Connection, layout: Layout, text: str, ranks: Iter
     """
     launcher, _, job = text.partition(":")
     needed = dict.fromkeys(layout.host_of(rank) for rank in ranks)
-    if launcher not in ("ssh", "slurm") or not any(needed):
+    if launcher == "join" or not any(needed):
         return
     end = time.monotonic() + _REJOIN_S
     while missing := tuple(name for name in needed if name and name not in connection.agent.call(GetInfo()).hosts):
@@ -139,17 +144,18 @@ class _Program:
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self, command: list[str], key: bytes) -> Self:
-        """Run it, and write the cluster's key to its standard input.
+        """Run it, and give it the cluster's key.
 
         Raises:
             StartError: there is no such program.
         """
         log, path = tempfile.mkstemp(prefix="host-", suffix=".log", dir=self.folder)
         self.output = Path(path)
+        env = {**os.environ, JOIN_KEY.name: key.decode()} if self.launcher == "mpi" else None
         try:
             # Not in the kernel's process group, which Jupyter's stop button signals.
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
         except OSError as error:
             raise StartError(f"Cannot run {command[0]}: {error.strerror}. Install it.") from None
@@ -179,10 +185,11 @@ class _Program:
             raise StartError(f"{who} has no axon_nb for {self.python}: {_INSTALL[self.launcher]}.")
         if any(self.python in line and ("not found" in line or "No such file" in line) for line in lines):
             raise StartError(f"{who} has no {self.python}: {_INSTALL[self.launcher]}.")
-        reason = (lines[-1] if lines else f"its program exited with code {code}").rstrip(".")
-        fix = ""
+        first = 0 if self.launcher == "mpi" else -1  # Open MPI explains at length what ssh said before
+        reason = (lines[first] if lines else f"its program exited with code {code}").rstrip(".")
+        fix = _FIX[self.launcher]
         if self.launcher == "ssh" and code == _SSH_FAILED:
-            fix = next((fix for words, fix in _SSH_FIXES.items() if words in reason), _SSH_FIX)
+            fix = next((fix for words, fix in _SSH_FIXES.items() if words in reason), fix)
         raise StartError(f"{who} cannot join: {reason}.{fix.format(host=host)}")
 
     def leave(self) -> None:
@@ -195,8 +202,12 @@ def _started(option: HostsOption, address: str, key: bytes, folder: Path) -> Ite
     """Start the programs; if the caller raises, terminate them: agents that have not joined then find no cluster."""
     programs: list[_Program] = []
     try:
-        if option.launcher == "slurm":
-            command, python = srun_command(option.job, option.hosts, address)
+        if option.launcher in ("slurm", "mpi"):
+            command, python = (
+                mpi_command(option.hosts, address)
+                if option.launcher == "mpi"
+                else srun_command(option.job, option.hosts, address)
+            )
             programs.append(_Program(option.launcher, option.hosts, python, folder).start(command, key))
         elif option.launcher == "ssh":
             for host in option.hosts:

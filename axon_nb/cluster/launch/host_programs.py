@@ -1,7 +1,7 @@
-"""The programs that start the agents of other hosts: `ssh`, once per host, and `srun`, once for all nodes of a job.
+"""The programs that start the agents of other hosts: `ssh`, once per host, and `srun` or `mpiexec`, once for all.
 
-Each runs `axon-nb host --join` on the other hosts and writes the cluster's key to its standard input, so that it is in
-no command line.
+Each runs `axon-nb host --join` on the other hosts. That reads the cluster's key from standard input, or from the
+environment with `mpiexec`, which gives its input to one process: the key is in no command line.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ from ipyparallel.cluster.launcher import SSHEngineSetLauncher
 
 from axon_nb.cluster.launch.engines import launcher_config
 from axon_nb.errors import StartError, UsageError
-from axon_nb.records.environment import SLURM_JOB, SLURM_NODE
+from axon_nb.records.environment import JOIN_KEY, SLURM_JOB, SLURM_NODE
 
-__all__ = ["configured_hosts", "find_job", "node_address", "srun_command", "ssh_address", "ssh_command"]
+__all__ = [
+    "configured_hosts",
+    "find_job",
+    "mpi_command",
+    "node_address",
+    "srun_command",
+    "ssh_address",
+    "ssh_command",
+]
 
 _QUERY_TIMEOUT_S = 20.0
 # The first value of an option holds: what the user configured comes before these. Passwords cannot be asked for. A
@@ -64,7 +72,7 @@ def ssh_command(host: str, address: str) -> tuple[list[str], str]:
     launcher = _ssh()
     options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
     user = ["-l", launcher.user] if launcher.user and "@" not in host else []
-    program = shlex.join(_join_command(launcher.remote_python, address, "--name", host))
+    program = shlex.join(_join_command(launcher.remote_python, address, "--read-key", "--name", host))
     return [*launcher.ssh_cmd, *launcher.ssh_args, *options, *user, host, program], launcher.remote_python
 
 
@@ -89,12 +97,28 @@ def srun_command(job: str, nodes: Sequence[str], address: str) -> tuple[list[str
         "--mpi=none",
         "--unbuffered",
         "--kill-on-bad-exit=0",  # the agents of other nodes stay when one exits
+        *_join_command(sys.executable, address, "--read-key"),
+    ], sys.executable
+
+
+def mpi_command(hosts: Sequence[str], address: str) -> tuple[list[str], str]:
+    """Return the command line with which Open MPI starts an agent on each of these hosts, and the Python it runs there.
+
+    Args:
+        hosts: The hosts, as Open MPI knows them.
+        address: Where agents join, ``ip:port``.
+    """
+    return [
+        "mpiexec",
+        *("--host", ",".join(hosts), "-n", f"{len(hosts)}", "--map-by", "ppr:1:node", "--bind-to", "none"),
+        "--enable-recovery",  # the agents of other hosts stay when one exits
+        *("-x", JOIN_KEY.name),
         *_join_command(sys.executable, address),
     ], sys.executable
 
 
 def _join_command(python: str, address: str, *options: str) -> list[str]:
-    return [python, "-P", "-m", "axon_nb.cli", "host", "--join", address, "--read-key", *options]
+    return [python, "-P", "-m", "axon_nb.cli", "host", "--join", address, *options]
 
 
 def find_job(number: str) -> tuple[str, tuple[str, ...], bool]:

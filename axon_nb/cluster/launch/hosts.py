@@ -14,7 +14,7 @@ from axon_nb.errors import UsageError
 
 __all__ = ["HostsOption", "own_address", "parse_hosts"]
 
-_USES = "join, join:2, ssh:a,b, slurm or slurm:JOB"
+_USES = "join, join:2, ssh:a,b, slurm, slurm:JOB or mpi:a,b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class HostsOption:
     text: str
     """The option."""
     launcher: str
-    """``join``, ``ssh`` or ``slurm``."""
+    """``join``, ``ssh``, ``slurm`` or ``mpi``."""
     hosts: tuple[str, ...]
     """The names of the other hosts; empty ones for `join`, where they name themselves."""
     counts: tuple[int, ...]
@@ -34,7 +34,7 @@ class HostsOption:
 
 
 def parse_hosts(text: str, num_ranks: int) -> HostsOption:
-    """Parse `--hosts`: ``join:2``, ``ssh:a,b=4``, ``ssh`` (the hosts of ipyparallel's configuration) or ``slurm:JOB``.
+    """Parse `--hosts`: ``join:2``, ``ssh:a,b=4``, ``ssh`` (ipyparallel's configuration), ``slurm:JOB`` or ``mpi:a,b``.
 
     Args:
         text: The option.
@@ -49,8 +49,10 @@ def parse_hosts(text: str, num_ranks: int) -> HostsOption:
         if number < 1:
             raise UsageError(f"--hosts join:N needs the number of other hosts, such as join:2; got {text}.")
         return HostsOption(text, launcher, ("",) * number, _spread(text, [None] * (number + 1), num_ranks))
-    if launcher == "ssh":
-        wanted = _named(text, names) if colon else host_programs.configured_hosts()
+    if launcher in ("ssh", "mpi"):
+        wanted = dict(host_programs.configured_hosts()) if text == "ssh" else _named(text, names)
+        if launcher == "mpi" and any(wanted.values()):  # a host names itself there, maybe not as it is named here
+            raise UsageError(f"--hosts mpi: takes host names without numbers, such as mpi:a,b; got {text}.")
         return HostsOption(text, launcher, tuple(wanted), _spread(text, [None, *wanted.values()], num_ranks))
     if launcher == "slurm" and (names or not colon):
         job, nodes, here = host_programs.find_job(names)
@@ -60,13 +62,13 @@ def parse_hosts(text: str, num_ranks: int) -> HostsOption:
 
 
 def _named(text: str, names: str) -> dict[str, int | None]:
-    hosts: dict[str, int | None] = {}
+    launcher, hosts = text.partition(":")[0], dict[str, int | None]()
     for item in names.split(","):
         name, equals, count = item.strip().partition("=")
         if not name or name.startswith("-") or (equals and not (count.isascii() and count.isdigit() and int(count))):
-            raise UsageError(f"--hosts ssh: needs host names, such as ssh:a,b or ssh:a=4,b=2; got {text}.")
+            raise UsageError(f"--hosts {launcher}: needs host names, such as {launcher}:a,b; got {text}.")
         if name in hosts:
-            raise UsageError(f"--hosts {text}: {name} is listed twice; use {name}=2 for two ranks there.")
+            raise UsageError(f"--hosts {text}: {name} is listed twice.")
         hosts[name] = int(count) if equals else None
     return hosts
 
@@ -111,7 +113,7 @@ def own_address(interface: str | None, others: HostsOption | None, engines: str)
             f"--hosts {others.text} needs `--interface NAME`, the network interface on which other hosts reach this "
             "one: `%distributed doctor` lists them."
         )
-    find_address = host_programs.ssh_address if others.launcher == "ssh" else host_programs.node_address
+    find_address = host_programs.node_address if others.launcher == "slurm" else host_programs.ssh_address
     name = find_address(others.hosts[0])
     try:
         with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:

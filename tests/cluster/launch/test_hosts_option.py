@@ -30,11 +30,13 @@ def test_ranks_are_spread_over_hosts(text: str, num_ranks: int, counts: tuple[in
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b", "--hosts must be join, join:2, ssh:a,b, slurm or slurm:JOB; got a,b."),
+        ("a,b", "--hosts must be join, join:2, ssh:a,b, slurm, slurm:JOB or mpi:a,b; got a,b."),
         ("slurm:", "got slurm:."),
-        ("ssh:", "--hosts ssh: needs host names, such as ssh:a,b or ssh:a=4,b=2; got ssh:."),
+        ("ssh:", "--hosts ssh: needs host names, such as ssh:a,b; got ssh:."),
         ("ssh:-oX", "got ssh:-oX."),
-        ("ssh:a,a", "--hosts ssh:a,a: a is listed twice; use a=2 for two ranks there."),
+        ("ssh:a,a", "--hosts ssh:a,a: a is listed twice."),
+        ("mpi", "--hosts mpi: needs host names, such as mpi:a,b; got mpi."),
+        ("mpi:a=2", "--hosts mpi: takes host names without numbers, such as mpi:a,b; got mpi:a=2."),
         ("ssh:a=9", "-n must be at least 9 with --hosts ssh:a=9, one rank per host; got 8."),
         ("join:", "got join:."),
         ("join:0", "got join:0."),
