@@ -106,7 +106,7 @@ def choose_hosts(connection: Connection, layout: Layout, size: int) -> tuple[str
     if not layout.hosts:
         return ()
     joined = connection.agent.call(GetInfo()).hosts
-    usable = [name for name in dict.fromkeys([*layout.hosts, *joined]) if not name or name in joined]
+    usable = [name for name in dict.fromkeys([*layout.hosts, *joined]) if not name or name in joined] or layout.hosts
     hosts = list(layout.hosts[:size])
     while len(hosts) < size:
         hosts.append(min(usable, key=hosts.count))
