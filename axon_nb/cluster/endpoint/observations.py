@@ -48,6 +48,7 @@ def status(cluster: Cluster) -> dict[str, Any]:
         "num_ranks": info.num_ranks,
         "running": info.running,
         "busy": format_ranks(cluster.busy),
+        "dead": format_ranks(cluster.health.dead),
         "owner_pid": os.getpid(),
         "ranks": [
             {
