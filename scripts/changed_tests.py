@@ -42,6 +42,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{KERNEL}/failures/test_deaths.py",
         f"{KERNEL}/session/test_lifecycle.py",
     ),
+    "axon_nb/lab/": ("tests/browser/test_panel.py", "tests/remote/test_jupyter_server.py"),
     "axon_nb/magics/": ("tests/front_ends", KERNEL),
     "axon_nb/parallel/": (
         "tests/parallel",

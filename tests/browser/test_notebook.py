@@ -55,6 +55,9 @@ def test_notebook_7_session(notebook: NotebookPage, notebook_server: NotebookSer
     notebook.open_notebook("seven.ipynb")
     notebook.run_and_wait(0)
     notebook.wait_text(0, "2 ranks")
+    # The panel; its item is in the menu bar, as there is no status bar.
+    notebook.page.locator(".axon-status-item button", has_text="2 ranks, idle").click()
+    notebook.page.get_by_role("region", name="Ranks").locator("tbody tr").nth(1).wait_for()
     notebook.run_and_wait(1)
     notebook.wait_text(1, "rank 1 is ready")
     notebook.run_and_wait(2)

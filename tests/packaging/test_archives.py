@@ -78,9 +78,11 @@ def test_source_archive_builds_the_same_wheel(archives: Archives) -> None:
 
 def test_wheel_holds_the_package_and_no_more(archives: Archives) -> None:
     inside = contents(archives.wheel)
-    (version,) = {name.partition("/")[0] for name in inside} - {"axon_nb"}
-    assert version.endswith(".dist-info")
+    data, version = sorted({name.partition("/")[0] for name in inside} - {"axon_nb"})
+    assert (data.rpartition(".")[2], version.rpartition(".")[2]) == ("data", "dist-info")
     assert not [name for name in inside if "__pycache__" in name or "test" in name.split("/")[1]]
+    installed = {"/".join(name.split("/")[2:4]) for name in inside if name.startswith(data)}
+    assert installed == {"etc/jupyter", "share/jupyter"}
     # `axon_nb/magics` is a link in the repository, and a folder of real files here.
     expected = {f"axon_nb/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "magics").rglob("*.py")}
     static = filter(Path.is_file, (ROOT / "axon_nb").rglob("static/**/*"))

@@ -1,4 +1,4 @@
-"""The widgets' JavaScript: how long its files and functions are."""
+"""The JavaScript of the package: how long its files and functions are."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_FUNCTION_LINES = 60
 
 @pytest.fixture
 def modules(root: Path) -> list[Path]:
-    """All modules of the widgets."""
-    return sorted((root / "axon_nb/widgets/static").rglob("*.js"))
+    """All modules of the widgets and of the panel in JupyterLab."""
+    return sorted((root / "axon_nb").rglob("static/**/*.js"))
 
 
 def test_modules_are_short(modules: list[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import tomllib
 import zipfile
 from importlib import import_module
 from importlib.metadata import entry_points, packages_distributions, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,27 @@ def test_wheel_holds_every_file_of_the_package(
     assert all(inside[name].file_size == (root / name).stat().st_size for name in expected)
     assert "axon_nb/py.typed" in inside
     assert "axon_nb/records/hooks.toml" in inside
-    assert {name.partition("/")[0] for name in inside} == {"axon_nb", f"axon_nb-{axon_nb.__version__}.dist-info"}
+    named = f"axon_nb-{axon_nb.__version__}"
+    assert {name.partition("/")[0] for name in inside} == {"axon_nb", f"{named}.data", f"{named}.dist-info"}
+
+
+def test_wheel_installs_the_panel_where_jupyter_looks(archives: tuple[Path, Path], root: Path) -> None:
+    folder = root / "axon_nb" / "lab"
+    prefix = f"axon_nb-{axon_nb.__version__}.data/data"
+    with zipfile.ZipFile(archives[1]) as wheel:
+        found = {
+            name.removeprefix(f"{prefix}/"): wheel.read(name) for name in wheel.namelist() if name.startswith(prefix)
+        }
+    expected = {
+        f"share/jupyter/labextensions/@axon-nb/panel/{path.relative_to(folder / 'labextension').as_posix()}": path
+        for path in (folder / "labextension").rglob("*")
+        if path.is_file()
+    }
+    expected["etc/jupyter/jupyter_server_config.d/axon_nb.json"] = folder / "jupyter_server_config.json"
+    assert found == {name: path.read_bytes() for name, path in expected.items()}
+    package = json.loads((folder / "labextension" / "package.json").read_text(encoding="utf-8"))
+    assert package["version"] == axon_nb.__version__
+    assert (folder / "labextension" / package["jupyterlab"]["_build"]["load"]).is_file()
 
 
 def test_wheel_holds_the_assets(archives: tuple[Path, Path], root: Path) -> None:
@@ -103,7 +125,8 @@ def test_pins_fit_the_declared_ranges(project: dict[str, Any], root: Path) -> No
     pins = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in requirements}
     assert len(pins) == len(requirements)
     extras = project["optional-dependencies"]
-    for text in (*project["dependencies"], *extras["demo"], *extras["dev"], *extras["frameworks"], *extras["mcp"]):
+    pinned_extras = [extras[name] for name in ("demo", "dev", "frameworks", "lab", "mcp")]
+    for text in chain(project["dependencies"], *pinned_extras):
         wanted = Requirement(text)
         if wanted.name == project["name"]:
             continue
@@ -114,7 +137,11 @@ def test_pins_fit_the_declared_ranges(project: dict[str, Any], root: Path) -> No
 
 def test_imports_are_declared(project: dict[str, Any], package_files: list[Path]) -> None:
     extras = project["optional-dependencies"]
-    texts = (*project["dependencies"], *extras["gpu"], *extras["frameworks"], *extras["mcp"], *TRACKERS)
+    texts = (
+        *project["dependencies"],
+        *(text for extra in ("gpu", "frameworks", "lab", "mcp") for text in extras[extra]),
+        *TRACKERS,
+    )
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     providers = {name: {canonicalize_name(dist) for dist in dists} for name, dists in packages_distributions().items()}
     missing: dict[str, list[str]] = {}

@@ -33,6 +33,9 @@ SETTINGS = {
     "@jupyterlab/completer-extension:manager": {"providerTimeout": 120_000},
 }
 
+PANEL = Path(__file__).resolve().parents[3] / "axon_nb" / "lab" / "labextension"
+"""The panel as it is here: an editable installation has a copy from when it was made."""
+
 PYTHON_3 = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
 
 
@@ -59,9 +62,14 @@ class LabServer:
         private = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
         environment = {**os.environ, **{name: str(self._folder / name.lower()) for name in private}}
         environment["JUPYTER_TOKEN"] = self._token
+        panel = self._folder / "labextensions" / "@axon-nb" / "panel"
+        panel.parent.mkdir(parents=True)
+        panel.symlink_to(PANEL)
         command = [
             *(sys.executable, "-m", self.module, "--no-browser", "--allow-root"),
             *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--ServerApp.root_dir={self.notebooks}"),
+            "--ServerApp.jpserver_extensions={'axon_nb.lab.server': True}",
+            f"--LabServerApp.extra_labextensions_path={panel.parents[1]}",
             *self.app_options(settings),
         ]
         with open(self._log, "wb") as log:
@@ -132,8 +140,20 @@ class LabServer:
 
     def api(self, method: str, path: str) -> Any:
         """One request to the server's REST interface; its answer, decoded."""
+        return self.request(method, f"api/{path}")
+
+    def request(self, method: str, path: str, *, token: str | None = None) -> Any:
+        """One request to the server; its answer, decoded.
+
+        Args:
+            method: Such as GET.
+            path: Below the server's address.
+            token: Instead of the server's own.
+        """
         request = urllib.request.Request(
-            f"{self._url}api/{path}", method=method, headers={"Authorization": f"token {self._token}"}
+            f"{self._url}{path}",
+            method=method,
+            headers={"Authorization": f"token {self._token if token is None else token}"},
         )
         with urllib.request.urlopen(request, timeout=ANSWER_LIMIT) as answer:
             body = answer.read()
