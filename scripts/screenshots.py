@@ -91,12 +91,37 @@ for _ in range(3):
 CELLS = [START, MODEL, "%watch", TRAIN, "%memory model optimizer", STEPS, "%shards grid", "%timeline", PIPELINE]
 
 
-def _shoot(page: LabPage, view: str, folder: Path) -> None:
+HANG = """%%distributed
+import time
+print("hello from rank", rank)
+if rank == 1:
+    time.sleep(1000)
+dist.all_reduce(torch.ones(2))"""
+
+
+def _shoot_panel(page: LabPage, folder: Path) -> None:
+    """The panel beside a cell that hangs."""
+    page.page.set_viewport_size({"width": 1000, "height": 600})
+    page.server.write_notebook("digits.ipynb", [START, HANG])
+    page.open_notebook("digits.ipynb")
+    page.command("application:toggle-left-area")
+    page.run_and_wait(0, limit=120)
+    page.command("axon-nb:toggle-panel")
+    page.run_cell(1)
+    page.page.locator(".axon-panel", has_text="Waiting for rank 1").wait_for()
+    page.page.locator(".axon-panel tbody button", has_text="2").click()
+    _shoot(page, "panel", folder, whole=True)
+    page.page.locator(".axon-panel").get_by_text("Interrupt", exact=True).click()
+    page.wait_done(1)
+
+
+def _shoot(page: LabPage, view: str, folder: Path, *, whole: bool = False) -> None:
     for dark in (False, True):
         page.set_theme(dark=dark)
         page.page.wait_for_selector("#jupyterlab-splash", state="detached")
         path = folder / f"{view}-{'dark' if dark else 'light'}.png"
-        page.page.locator(f".axon-{view}").first.screenshot(path=path)
+        target = page.page if whole else page.page.locator(f".axon-{view}").first
+        target.screenshot(path=path)
         if path.stat().st_size > LIMIT:
             raise SystemExit(f"{path} has {path.stat().st_size} bytes; the limit is {LIMIT}")
         print(f"{path}: {path.stat().st_size} bytes")
@@ -150,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     """Take the screenshots; return 1 if there is no browser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder for the pictures")
+    parser.add_argument("--panel", action="store_true", help="take only the picture of the panel")
     options = parser.parse_args(argv)
     path = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
     if path is None:
@@ -160,10 +186,14 @@ def main(argv: list[str] | None = None) -> int:
         browser = api.chromium.launch(executable_path=path, args=CHROMIUM_OPTIONS)
         page = LabPage(browser.new_context(viewport=WINDOW, device_scale_factor=1).new_page(), lab)
         try:
+            if options.panel:
+                _shoot_panel(page, options.out)
+                return 0
             lab.write_notebook("views.ipynb", [*CELLS, "%distributed stop"])
             page.open_notebook("views.ipynb")
             _take_all(page, options.out)
             page.run_and_wait(len(CELLS), limit=120)
+            _shoot_panel(page, options.out)
         finally:
             browser.close()
     return 0
