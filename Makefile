@@ -64,6 +64,7 @@ bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the ta
 	$(VENV)/bin/python -m benchmarks.collectives
 	$(VENV)/bin/python -m benchmarks.shared_memory
 	$(VENV)/bin/python -m benchmarks.recovery
+	$(VENV)/bin/python -m benchmarks.protection
 	$(VENV)/bin/python -m benchmarks.pipeline
 	$(VENV)/bin/python -m benchmarks.sharded
 	$(VENV)/bin/python -m benchmarks.tensor

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from axon_nb.errors import UsageError
 from axon_nb.records.units import exact_bytes
 
-__all__ = ["Kind", "Number", "Switch", "TakesEffect", "Tracker", "Value", "byte_count", "count", "seconds"]
+__all__ = ["Frequency", "Kind", "Number", "Switch", "TakesEffect", "Tracker", "Value", "byte_count", "count", "seconds"]
 
 Value = bool | int | float | str
 
@@ -25,6 +25,7 @@ _TRACKERS = {
     "mlflow": "mlflow:URI",
     "trackio": "trackio:PROJECT",
 }
+_MAX_FREQUENCY = 1 << 30
 _TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BINARY = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 _SIZE_UNITS = {
@@ -102,6 +103,32 @@ class Tracker:
     def show(self, value: Any) -> str:
         """See `Kind`."""
         return value or "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Frequency:
+    """Off (0), on (1: each time), or every so many times."""
+
+    what: str
+    """What is counted, such as ``optimizer step``."""
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit in the documentation."""
+        return f"on, off, or every how many {self.what}s"
+
+    def read(self, name: str, value: object) -> int:
+        """See `Kind`."""
+        text = str(value).strip().lower()
+        if text in _ON + _OFF:
+            return int(text in _ON)
+        if text.isdecimal() and int(text) <= _MAX_FREQUENCY:
+            return int(text)
+        raise UsageError(f"{name} must be on, off, or a number such as 10: every tenth {self.what}; got {value!r}.")
+
+    def show(self, value: Any) -> str:
+        """See `Kind`."""
+        return str(value) if value > 1 else "on" if value else "off"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from axon_nb.cluster.setting_kinds import Kind, Switch, TakesEffect, Tracker, Value, byte_count, count, seconds
+from axon_nb.cluster.setting_kinds import (
+    Frequency,
+    Kind,
+    Switch,
+    TakesEffect,
+    Tracker,
+    Value,
+    byte_count,
+    count,
+    seconds,
+)
 from axon_nb.errors import UsageError
 
 __all__ = ["LiveSettings", "RunningCluster", "Setting", "Settings", "settings_facts"]
@@ -74,6 +84,10 @@ class Settings:
     log_to: str = _setting("", Tracker(), TakesEffect.NEXT_CELL)
     """Where `axon_nb.log` also writes what rank 0 reports: `tensorboard:FOLDER`, `wandb:PROJECT`, `mlflow:URI` or
     `trackio:PROJECT`. With `all:` before it, each rank writes a run. Nowhere: `off`."""
+    protect: int = _setting(0, Frequency("optimizer step"), TakesEffect.NEXT_CELL)
+    """Whether the state of every rank is kept, after each optimizer step, in memory that outlives the rank. After a
+    death `%distributed repair` then gives the new ranks their state, and all ranks go back to the last step that all of
+    them have. `protect=10` keeps every tenth step. It needs memory for two copies of what a step changes."""
     debug: bool = _setting(True, Switch(), TakesEffect.NEXT_CELL)
     """Whether a rank keeps the frames of a failed cell for `%distributed debug` until its next cell."""
     start_timeout: float = _setting(120.0, seconds(1.0), TakesEffect.NEXT_START)

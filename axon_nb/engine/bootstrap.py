@@ -54,6 +54,7 @@ from axon_nb.engine.kernel.tracebacks import Tracebacks
 from axon_nb.engine.output.budget import OutputBudget
 from axon_nb.engine.output.forked_children import install_fork_defaults
 from axon_nb.engine.output.streams import NativeOutput, RankStream, enable_crash_reports
+from axon_nb.engine.protection.protection import Protection
 from axon_nb.engine.self_test import start_in_child, startup_verdict
 from axon_nb.engine.session import RankSession, set_current
 from axon_nb.engine.snapshot.history import History
@@ -180,6 +181,8 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
         max_bytes=config.group_memory,
         state=session.groups,
     )
+    if not epoch:
+        session.protection.forget()  # the rank's own memory may hold the state of a session before
     if epoch:
         recovery.join_groups(groups, epoch=epoch)
     recovery.sync_group_count(device if config.backend == "nccl" else "cpu")
@@ -234,6 +237,7 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     post_mortem = PostMortem(pager)
     session.post_mortem = post_mortem
     session.snapshots = History(kernel.shell.user_ns, steps, HostMemory(is_pinned=session.device.type == "cuda"))
+    session.protection = Protection(session)
     breakpoints = Breakpoints(session, defers)
     breakpoints.install()
     runner = CellRunner(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.host.shared_memory import SharedBlock
 from axon_nb.records.protocol.joining import JoinConfig
-from axon_nb.records.protocol.recovery import OptimizerReport
+from axon_nb.records.protocol.recovery import OptimizerReport, ProtectedStep
 
 __all__ = ["RankSession", "current", "own_rank", "set_current"]
 
@@ -61,6 +62,31 @@ class CellSnapshots(Protocol):
         """Drop all of them."""
 
 
+class ProtectedSteps(Protocol):
+    """The states after the last steps: `protection.protection.Protection`."""
+
+    def begin_cell(self, run: str, ranks: tuple[int, ...], every: int | None) -> None:
+        """Protect the cell that begins."""
+
+    def end_cell(self, *, is_ok: bool) -> None:
+        """Stop protecting."""
+
+    def after_step(self, frame: FrameType | None) -> None:
+        """Note that an optimizer step, which this frame called, is complete."""
+
+    def steps(self) -> list[ProtectedStep]:
+        """Return what the slots hold, the latest first."""
+
+    def steps_now(self) -> int:
+        """Return the number of steps, until now, of the optimizer that has made most."""
+
+    def restore(self, run: str, fence: tuple[int, int]) -> list[str]:
+        """Return to a slot."""
+
+    def forget(self) -> None:
+        """Give up the slots."""
+
+
 class FailureDebugger(Protocol):
     """The debugger of the last failed cell: `debugger.post_mortem.PostMortem`."""
 
@@ -91,8 +117,12 @@ class RankSession:
     """Runs cells, and keeps their values until the notebook fetches them."""
     snapshots: CellSnapshots = field(init=False)
     """The states before the last cells, for `%distributed undo`."""
+    protection: ProtectedSteps = field(init=False)
+    """The states after the last steps, for `%distributed repair`."""
     post_mortem: FailureDebugger = field(init=False)
     """Keeps the error of the last failed cell."""
+    protected_step: int | None = None
+    """Optimizer steps in the latest state that outlives this rank; None: there is none."""
     subgroup: dist.ProcessGroup | None = None
     """The process group that `subgroup` was last bound to."""
     num_subgroups: Counter[str] = field(default_factory=Counter)

@@ -12,6 +12,7 @@ from typing import Any
 from axon_nb.host.children import Children
 from axon_nb.host.deaths import LastOutput
 from axon_nb.host.fork import ForkRequest, become_rank, exit_mark, signals_blocked
+from axon_nb.host.resources.kept_memory import KeptMemory
 from axon_nb.records.protocol.agent import Fork, Forked, failure
 from axon_nb.records.protocol.wire import encode
 
@@ -96,6 +97,7 @@ class ForkQueue:
         self._last_output = last_output
         self._inherited = inherited
         self._preload = _Preload(enabled=bool(entry))
+        self._kept_memory = KeptMemory()
         self._waiting: list[tuple[Fork, Callable[[Mapping[str, Any]], None]]] = []
 
     @property
@@ -130,10 +132,11 @@ class ForkQueue:
         try:
             request, agent_pid = ForkRequest.of(command, self._entry), os.getpid()
             self._last_output.rank_starting(request.rank, request.log)
+            self._kept_memory.prepare(request.rank)
             with signals_blocked():
                 pid = os.fork()
                 if pid == 0:
-                    become_rank(request, agent_pid, self._inherited())
+                    become_rank(request, agent_pid, [*self._inherited(), *self._kept_memory.of_others(request.rank)])
         except OSError as error:
             return failure(f"{type(error).__name__}: {error}")
         self._children.add_rank(request.rank, pid, exit_mark(request.log))

@@ -74,6 +74,8 @@ class RankState:
     """Resident memory of the process, in bytes."""
     device_bytes: int = 0
     """Memory allocated on the accelerator, in bytes; 0 on CPU ranks."""
+    protected: int | None = None
+    """Optimizer steps in the latest state that outlives the rank; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,8 @@ class ClusterInfo:
     """The device mesh created on the ranks, if any."""
     gpus: tuple[GpuUse, ...] = ()
     """The GPUs of the notebook's host, as the driver reports them; empty if no rank uses one."""
+    protected: int | None = None
+    """The optimizer step that every live rank holds in memory that outlives it; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,11 +75,14 @@ def test_oom_killer_prefers_ranks_to_the_kernel(report: dict[str, Any]) -> None:
     assert int(report["oom"]) >= 300
 
 
-def test_forked_rank_inherits_no_agent_descriptors(report: dict[str, Any]) -> None:
+def test_forked_rank_inherits_no_agent_descriptor_but_its_own_memory(
+    report: dict[str, Any], reports: dict[str, Path]
+) -> None:
     log = [name for name in report["files"] if name.endswith(".log")]
     assert len(log) == 2
     others = [name for name in report["files"] if name not in log and not name.startswith(("/proc/", "/dev/null"))]
-    assert others == []
+    rank = (reports["folder"] / "rank").read_text()
+    assert others == [f"/memfd:axon_nb-kept-memory-{rank} (deleted)"]
 
 
 def test_rank_log_is_owner_only(report: dict[str, Any], reports: dict[str, Path], forking_agent: Served) -> None:

@@ -32,6 +32,7 @@ from axon_nb.cluster.launch.compatibility import after_failure, collective_timeo
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.output.wait_notice import WaitNotice
 from axon_nb.cluster.recovery.automatic import auto_repair, rebuild_if_back, replace_stuck
+from axon_nb.cluster.recovery.protection import remedy_of
 from axon_nb.cluster.recovery.recovery import AgentWatch, Recovery
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import Settings
@@ -184,6 +185,7 @@ class CellManager:
             measurement=options.get("measurement", Measurement()),
             log_to=self.settings.log_to,
             undo_memory=self.settings.undo_memory if is_undoable else None,
+            protect=self.settings.protect if is_undoable else None,
         )
         run.send(code, facts)
         if not run.is_call:
@@ -267,7 +269,7 @@ class CellManager:
         replaced = replace_stuck(state, run.cell.to_replace)
         if left := left_calls_hint(run.cell.ends):
             print(left, file=sys.stderr)
-        failure = failure_of(run, replaced, remedy=state.health.remedy)
+        failure = failure_of(run, replaced, remedy=remedy_of(state))
         record = cell_record(run, failure)
         if not run.is_call:
             self.last_record = record

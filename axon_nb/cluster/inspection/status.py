@@ -115,8 +115,14 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
         engines=state.engines,
         ranks=tuple(rows),
         mesh=request_mesh(state.client, states) if states else None,
+        protected=_protected(states.values()),
         gpus=_gpus(state) if any(row.device.startswith("cuda") for row in rows) else (),
     )
+
+
+def _protected(states: Collection[RankState]) -> int | None:
+    steps = [state.protected for state in states if state.protected is not None]
+    return min(steps) if steps and len(steps) == len(states) else None
 
 
 def _gpus(state: ClusterState) -> tuple[GpuUse, ...]:

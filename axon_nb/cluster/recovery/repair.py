@@ -16,14 +16,21 @@ from axon_nb.cluster.launch.host_agents import start_missing
 from axon_nb.cluster.launch.join import gather, join_config, store_address
 from axon_nb.cluster.launch.placement import place_ranks
 from axon_nb.cluster.recovery.new_ranks import call_all, copy_namespace, fork_ranks, interrupts_deferred, list_groups
+from axon_nb.cluster.recovery.protection import return_to_protected
 from axon_nb.cluster.recovery.recovery import AGENT_SILENT
-from axon_nb.cluster.recovery.report import Copied, RepairReport
+from axon_nb.cluster.recovery.report import Copied, RepairReport, Returned
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.records.protocol.aborts import AbortRequest
 from axon_nb.records.protocol.agent import Signal
 from axon_nb.records.protocol.joining import Join
-from axon_nb.records.protocol.recovery import DisableGroups, FindLostShards, GroupRecord, RecoverAfterRepair
+from axon_nb.records.protocol.recovery import (
+    DisableGroups,
+    FindLostShards,
+    GroupRecord,
+    ListKeptGroups,
+    RecoverAfterRepair,
+)
 from axon_nb.records.ranks import format_ranks, name_ranks
 
 if TYPE_CHECKING:
@@ -72,7 +79,20 @@ def repair(
         lost = call_all(state.connection, survivors, FindLostShards(tuple(targets)))
         _replace_ranks(state, targets, survivors, interrupted)
         copied = None if source is None else _copy(state, targets, survivors, source, names)
-    return RepairReport.of(targets, survivors, reasons=reasons, source=source, copied=copied, lost=lost)
+        returned = _return(state, targets) if targets and source is None else None
+    return RepairReport.of(
+        targets, survivors, reasons=reasons, source=source, copied=copied, lost=lost, returned=returned
+    )
+
+
+def _return(state: ClusterState, ranks: Sequence[int]) -> Returned | None:
+    try:
+        return return_to_protected(state.connection, state.ranks)
+    except StartError as error:
+        raise StartError(
+            f"Replaced {name_ranks(ranks)}, but failed to return to the last protected step: run `%distributed repair "
+            f"--ranks {format_ranks(ranks)}` to try again. {error}"
+        ) from None
 
 
 def _copy(
@@ -127,7 +147,7 @@ def _replace_ranks(
     groups = list_groups(state.connection, survivors)
     try:
         fork_ranks(state.connection, state.layout, targets, interrupted)
-        infos = _join(state, targets, survivors, groups)
+        infos = _join(state, targets, survivors, _with_kept_groups(state.connection, targets, groups))
     except StartError as error:
         # The next repair would take the exit of one that is left for that of its successor.
         state.connection.agent.kill_ranks(targets, _KILL_TIMEOUT_S)
@@ -138,6 +158,17 @@ def _replace_ranks(
     for rank in targets:
         state.mark_replaced(rank, infos[rank])
     state.health.groups_disabled = ""
+
+
+def _with_kept_groups(
+    connection: Connection, targets: Sequence[int], groups: Sequence[GroupRecord]
+) -> list[GroupRecord]:
+    """Add the groups of which no rank survives, as far as protection kept them."""
+    calls = {rank: requests.call(connection.client, rank, ListKeptGroups(rank)) for rank in targets}
+    by_name = {group.name: group for group in groups}
+    for kept in gather(calls, _REPAIR_TIMEOUT_S, connection).values():
+        by_name |= {group.name: group for group in kept if set(group.ranks) <= set(targets)}
+    return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
 
 
 def _join(

@@ -9,7 +9,7 @@ from axon_nb.records.protocol.recovery import LostShards
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = ["Copied", "LostPart", "RepairReport"]
+__all__ = ["Copied", "LostPart", "RepairReport", "Returned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,18 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
+class Returned:
+    """The step to which all ranks have returned."""
+
+    step: int
+    """Steps of the optimizer that has made most."""
+    repeated: int
+    """How many steps the rank that was furthest had made since."""
+    refused: Mapping[int, Sequence[str]]
+    """By rank, a line for each object that refused its state."""
+
+
+@dataclass(frozen=True, slots=True)
 class RepairReport:
     """The result of `Cluster.repair`; displays as text."""
 
@@ -55,6 +67,8 @@ class RepairReport:
     """Bytes copied to each replaced rank."""
     lost: tuple[LostPart, ...] = ()
     """What only the replaced ranks held."""
+    returned: Returned | None = None
+    """The protected step to which all ranks have returned; None: they are where they were."""
 
     @classmethod
     def of(
@@ -66,6 +80,7 @@ class RepairReport:
         source: int | None,
         copied: Copied | None,
         lost: Mapping[int, Sequence[LostShards]],
+        returned: Returned | None = None,
     ) -> RepairReport:
         """Build the report; `lost` is what each survivor reports, of which the largest part of a variable counts."""
         parts: dict[str, LostPart] = {}
@@ -83,7 +98,8 @@ class RepairReport:
             copies.names,
             dict(copies.skipped),
             copies.size,
-            tuple(parts.values()),
+            tuple(parts.values()) if returned is None else (),
+            returned,
         )
 
     def lines(self, *, why: bool = False) -> list[str]:
@@ -92,8 +108,10 @@ class RepairReport:
             return ["Rebuilt the process groups. All ranks keep their state."]
         one, replaced = len(self.ranks) == 1, name_ranks(self.ranks)
         reasons = ", ".join(dict.fromkeys(reason for reason in self.reasons.values() if reason)) if why else ""
-        content = "new and empty" if self.source is None else self._copied()
         clause = f", which {reasons}" if reasons else ""
+        if self.returned is not None:
+            return self._returned_lines(f"Replaced {replaced}{clause}")
+        content = "new and empty" if self.source is None else self._copied()
         others = "All other ranks keep their state." if self.kept else "No rank keeps its state."
         lines = [f"Replaced {replaced}{clause}: {content}. {others}"]
         lines += [f"Not copied: `{name}` {reason}." for name, reason in sorted(self.skipped.items())]
@@ -102,6 +120,14 @@ class RepairReport:
             parts = " and ".join(str(part).replace("its part", pronoun) for part in self.lost)
             lines.append(f"Only {replaced} held {parts}: load a checkpoint on all ranks, or recreate them.")
         return lines
+
+    def _returned_lines(self, replaced: str) -> list[str]:
+        assert self.returned is not None
+        step, repeated = self.returned.step, self.returned.repeated
+        work = f"{repeated} step{'s' * (repeated != 1)} must be repeated" if repeated else "no step is lost"
+        lines = [f"{replaced}. All ranks are back at step {step}: {work}."]
+        refused = {line: rank for rank, all_lines in self.returned.refused.items() for line in all_lines}
+        return lines + [f"Not restored on rank {rank}: {line}." for line, rank in refused.items()]
 
     def _copied(self) -> str:
         shown = ", ".join(f"`{name}`" for name in self.copied[:8])

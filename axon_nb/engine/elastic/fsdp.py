@@ -15,7 +15,7 @@ from torch import nn
 
 from axon_nb.torch_api import torch_api
 
-__all__ = ["mesh_of", "options_of", "parameters", "reshard_parameter", "states_of"]
+__all__ = ["mesh_of", "options_of", "parameters", "reshard_parameter", "set_shard", "states_of"]
 
 
 def states_of(model: nn.Module) -> list[Any]:
@@ -68,16 +68,35 @@ def reshard_parameter(group: Any, record: Any, local: torch.Tensor, gradient: to
     Returns:
         The parameter before and now.
     """
-    before = record.sharded_param
     if getattr(group.mesh_info, "shard_mesh_size", 0) != group.mesh_info.mesh.size():
         after_forward = group.post_forward_mesh_info is not None
         group.mesh_info = dataclasses.replace(group.mesh_info)
         group.post_forward_mesh_info = group.mesh_info if after_forward else None
     record.mesh_info, record.post_forward_mesh_info = group.mesh_info, group.post_forward_mesh_info
+    before = record.sharded_param
     whole = nn.Parameter(
         torch.empty(record._orig_size, dtype=local.dtype, device="meta"), requires_grad=before.requires_grad
     )
     _describe_shard(record, whole, group)
+    now = set_shard(record, local, gradient)
+    if record.post_forward_mesh_info is not None:
+        record._init_sharded_post_forward_param_metadata(whole)
+    return before, now
+
+
+@torch.no_grad()
+def set_shard(record: Any, local: torch.Tensor, gradient: torch.Tensor | None) -> Any:
+    """Give one parameter its data.
+
+    Args:
+        record: Its FSDPParam, which describes how it is split.
+        local: This rank's part.
+        gradient: This rank's part of the gradient; None: there is none.
+
+    Returns:
+        The parameter now.
+    """
+    before = record.sharded_param
     dim = record.fsdp_placement.dim
     padded = torch.zeros(record.padded_sharded_param_size, dtype=local.dtype, device=local.device)
     shard = padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
@@ -87,11 +106,9 @@ def reshard_parameter(group: Any, record: Any, local: torch.Tensor, gradient: to
     if gradient is not None:
         record.sharded_param.grad = record.to_sharded_dtensor(gradient)
     record._setattr_on_modules(record.sharded_param)
-    if record.post_forward_mesh_info is not None:
-        record._init_sharded_post_forward_param_metadata(whole)
     record.all_gather_outputs = []
     vars(record).pop("_unsharded_param", None)
-    return before, record.sharded_param
+    return record.sharded_param
 
 
 def _describe_shard(record: Any, whole: nn.Parameter, group: Any) -> None:

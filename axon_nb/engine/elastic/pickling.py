@@ -20,7 +20,7 @@ from axon_nb.engine.elastic.sharded_states import fsdp_models
 from axon_nb.engine.live_objects import register
 from axon_nb.engine.sharding.sharded import device_mesh_type, is_dtensor, loaded_class
 
-__all__ = ["apply_fsdp", "fsdp_calls", "reduce"]
+__all__ = ["apply_fsdp", "fsdp_calls", "placeholder", "reduce"]
 
 _FSDP = "torch.distributed.fsdp"
 _STEP_WRAPPERS = ("step", "_opt_called")
@@ -36,7 +36,7 @@ def reduce(obj: Any, kind: type, old_size: int) -> Any:
         old_size: Number of ranks of the meshes that become those of the new world.
     """
     if is_dtensor(obj):
-        return _placeholder, (tuple(obj.shape), obj.dtype, obj.requires_grad, isinstance(obj, nn.Parameter))
+        return placeholder, (tuple(obj.shape), obj.dtype, obj.requires_grad, isinstance(obj, nn.Parameter))
     if issubclass(kind, device_mesh_type()) and is_world_mesh(obj, old_size):
         return world_mesh, (obj.device_type, obj.mesh_dim_names)
     if issubclass(kind, nn.Module) and getattr(obj, "_is_fsdp_managed_module", False):
@@ -58,7 +58,8 @@ def _new(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-def _placeholder(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    """Return a tensor without data, for a parameter that `fully_shard` will split."""
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     return nn.Parameter(tensor, requires_grad=requires_grad) if is_parameter else tensor
 
@@ -109,8 +110,9 @@ def apply_fsdp(calls: Sequence[tuple[Sequence[nn.Module], Any, dict[str, Any]]])
             for root in modules
             for module in root.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None and not is_dtensor(parameter)
+            if parameter is not None
         ]
         fully_shard(modules[0] if len(modules) == 1 else list(modules), mesh=mesh, **options)
-        replaced |= {id(before): (before, module._parameters[name]) for module, name, before in places}
+        now = [(before, module._parameters[name]) for module, name, before in places]
+        replaced |= {id(before): (before, after) for before, after in now if after is not before}
     replace_parameters(replaced)

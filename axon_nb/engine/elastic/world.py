@@ -32,6 +32,7 @@ def set_world(config: JoinConfig) -> None:
     session = current()
     before, session.config = session.config, config
     session.snapshots.forget_cells()  # their shards are those of the world before
+    session.protection.forget()
     session.resized_from = 0 if session.resized_from == config.world_size else before.world_size
     if not session.resized_from:
         session.staged, session.staged_size = {}, 0

@@ -89,6 +89,7 @@ class Sampler:
             since_ns=self._since_ns,
             rss_bytes=resident_bytes(),
             device_bytes=_device_bytes(session.device),
+            protected=session.protected_step,
         )
 
     def via(self, call: str) -> tuple[str, int]:

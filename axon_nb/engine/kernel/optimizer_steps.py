@@ -70,6 +70,9 @@ class OptimizerSteps:
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
         self._steps[optimizer] = self.of(optimizer) + 1
+        frame = sys._getframe(1)
+        if step_depth(frame) < 2:
+            current().protection.after_step(frame.f_back)
         self._raise_deferred()
 
     def _raise_deferred(self, *_: Any) -> None:

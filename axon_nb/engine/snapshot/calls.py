@@ -32,6 +32,7 @@ def _record(cell: CellSnapshot) -> UndoableCell:
 
 def undo(run: str) -> list[str]:
     """Restore the state before the cell with this run; return a line for each object that refused its state."""
+    current().protection.forget()  # a death before the next cell must not bring back what is undone
     return _history().undo(run)
 
 

@@ -24,7 +24,7 @@ from axon_nb.engine.snapshot.random_states import random_states, set_random_stat
 from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, copy_failure_reason
 from axon_nb.records.protocol.transfer import ImportContext, PackedNamespace
 
-__all__ = ["group_variables", "pack", "receive", "send"]
+__all__ = ["apply_import_context", "group_variables", "import_context", "pack", "receive", "send"]
 
 _CHUNK_BYTES = 64 << 20
 
@@ -73,7 +73,7 @@ def pack(names: Sequence[str] = ()) -> PackedNamespace:
         skipped=skipped,
         size=len(payload),
         digest=hashlib.sha256(payload).hexdigest(),
-        import_context=_import_context(copied),
+        import_context=import_context(copied),
     )
 
 
@@ -121,7 +121,7 @@ def receive(source: int, size: int, digest: str, import_context: ImportContext, 
     data: Any = payload.numpy()
     if hashlib.sha256(data).hexdigest() != digest:
         raise RuntimeError(f"the data received from rank {source} does not match its digest")
-    _apply_import_context(import_context)
+    apply_import_context(import_context)
     content = torch.load(io.BytesIO(data), map_location=_restore_location, weights_only=False)
     for parameter, gradient in content["gradients"]:
         parameter.grad = gradient
@@ -158,17 +158,19 @@ def _gradients(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]
     return [(parameter, parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
 
 
-def _import_context(variables: dict[str, Any]) -> ImportContext:
+def import_context(variables: Mapping[str, Any]) -> ImportContext:
+    """Return what these variables need to be loaded elsewhere."""
     packages = {value.__name__.partition(".")[0] for value in variables.values() if isinstance(value, types.ModuleType)}
     modules = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
     return ImportContext(tuple(sys.path), os.getcwd(), tuple(modules))
 
 
-def _apply_import_context(import_context: ImportContext) -> None:
-    sys.path[:] = import_context.path
+def apply_import_context(context: ImportContext) -> None:
+    """Take over what `import_context` returned in another process."""
+    sys.path[:] = context.path
     with contextlib.suppress(OSError):
-        os.chdir(import_context.folder)
-    for name in import_context.modules:
+        os.chdir(context.folder)
+    for name in context.modules:
         if name not in sys.modules:
             with contextlib.suppress(Exception):  # a variable that needs it fails with the reason when it is loaded
                 importlib.import_module(name)

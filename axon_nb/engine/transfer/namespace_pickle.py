@@ -29,7 +29,7 @@ from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import device_mesh_type, is_sharded, is_stage
 from axon_nb.shell.value_pickle import namespace, reduce_function
 
-__all__ = ["CannotCopyError", "NamespacePickler", "copy_failure_reason"]
+__all__ = ["CannotCopyError", "NamespacePickler", "copy_failure_reason", "raise_if_of_process"]
 
 _CANNOT_PICKLE = re.compile(r"cannot pickle '([^']+)'")
 _PLAIN = {"_thread.lock": "a lock", "_thread.RLock": "a lock", "generator": "a generator", "module": "a module"}
@@ -49,7 +49,7 @@ class NamespacePickler(cloudpickle.Pickler):
             return reduce_function(obj)
         if (old_size := current().resized_from) and (reduced := reduce(obj, kind, old_size)) is not None:
             return reduced
-        _raise_if_uncopyable(obj, kind)
+        self.raise_if_uncopyable(obj, kind)
         if issubclass(kind, dist.ProcessGroup):
             return _find_group, (obj.group_name,)
         if kind is ProcessGroup:
@@ -69,6 +69,16 @@ class NamespacePickler(cloudpickle.Pickler):
             return _new, (kind,), dict(vars(obj)), None, None, _set_scheduler
         return super().reducer_override(obj)
 
+    def raise_if_uncopyable(self, obj: Any, kind: type) -> None:
+        """Raise CannotCopyError for an object that belongs to this rank or this process alone."""
+        if is_sharded(obj):
+            raise CannotCopyError("is sharded: each rank holds its own part")
+        if is_stage(obj):
+            raise CannotCopyError("is a pipeline stage: each rank holds its own")
+        if issubclass(kind, device_mesh_type()):
+            raise CannotCopyError("is a device mesh: recreate it on all ranks")
+        raise_if_of_process(kind)
+
 
 def copy_failure_reason(error: BaseException) -> str:
     """Explain in a few words why an object cannot be copied; the text follows its name."""
@@ -80,13 +90,8 @@ def copy_failure_reason(error: BaseException) -> str:
     return f"does not pickle ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
 
 
-def _raise_if_uncopyable(obj: Any, kind: type) -> None:
-    if is_sharded(obj):
-        raise CannotCopyError("is sharded: each rank holds its own part")
-    if is_stage(obj):
-        raise CannotCopyError("is a pipeline stage: each rank holds its own")
-    if issubclass(kind, device_mesh_type()):
-        raise CannotCopyError("is a device mesh: recreate it on all ranks")
+def raise_if_of_process(kind: type) -> None:
+    """Raise CannotCopyError for objects of a type that belongs to its process."""
     if issubclass(kind, io.IOBase) and not issubclass(kind, (io.BytesIO, io.StringIO)):
         raise CannotCopyError("is an open file, which stays with its process")
     if issubclass(kind, types.GeneratorType):

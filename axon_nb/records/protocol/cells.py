@@ -107,6 +107,9 @@ class CellFacts:
     """Where `axon_nb.log` also writes, such as ``tensorboard:runs``; empty: nowhere; None: as before."""
     undo_memory: int | None = None
     """Bytes that a rank may keep of the states before cells; 0: none. None: the cell cannot be undone by itself."""
+    protect: int | None = None
+    """A rank saves its state after every such number of optimizer steps; 0: never, and it drops what it saved. None:
+    this cell is not protected."""
 
 
 @dataclass(frozen=True, slots=True)

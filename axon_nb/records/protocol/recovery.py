@@ -13,14 +13,19 @@ __all__ = [
     "GroupRecord",
     "HoldSnapshot",
     "ListGroups",
+    "ListKeptGroups",
+    "ListProtected",
     "ListUndoable",
     "LostShards",
     "OptimizerReport",
+    "ProtectedStep",
+    "ProtectedSteps",
     "RebuildReport",
     "Recover",
     "RecoverAfterRepair",
     "RecoveryReport",
     "RestoreHeld",
+    "RestoreProtected",
     "UndoCell",
     "Undoable",
     "UndoableCell",
@@ -141,6 +146,52 @@ class FindLostShards(RankCall[list[LostShards]]):
 
     target = "axon_nb.engine.sharding.sharded:only_on_ranks"
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProtectedStep:
+    """A state of a rank that outlives the rank."""
+
+    run: str
+    """Id of the run of a cell, the same on all its ranks."""
+    fence: tuple[int, int]
+    """Which state in that cell, the same on all its ranks."""
+    step: int
+    """Steps of the optimizer that has made most."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProtectedSteps:
+    """What is protected of a rank; a replacement reports what its predecessor left."""
+
+    held: tuple[ProtectedStep, ...]
+    """The latest first."""
+    now: int
+    """Steps of the optimizer that has made most, until now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListProtected(RankCall[ProtectedSteps]):
+    """List the states that outlive a rank."""
+
+    target = "axon_nb.engine.protection.calls:list_protected"
+
+
+@dataclass(frozen=True, slots=True)
+class ListKeptGroups(RankCall[list[GroupRecord]]):
+    """List the groups that a rank's predecessor had, besides the default one, before the rank joins."""
+
+    target = "axon_nb.engine.protection.content:kept_groups"
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreProtected(RankCall[list[str]]):
+    """Return to such a state; returns a line for each object that refused its part."""
+
+    target = "axon_nb.engine.protection.calls:restore"
+    run: str
+    fence: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -165,6 +166,7 @@ def test_list_marks_values_differing_from_default_or_cluster() -> None:
         "share = off",
         "auto_repair = off",
         "undo_memory = 0 B",
+        "protect = off",
         "debug = on",
         "start_timeout = 120 s",
     ]
@@ -227,3 +229,19 @@ def test_attach_inherits_settings_not_set_locally() -> None:
         "collective_timeout = 30 s (default 1800 s)",
         "threads = 4 (from the next start; this cluster keeps 1; default 0)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "shown"), [("on", 1, "on"), ("off", 0, "off"), ("10", 10, "10"), (True, 1, "on")]
+)
+def test_protection_is_on_off_or_every_so_many_steps(text: object, value: int, shown: str) -> None:
+    own, _ = started()
+    own.set(protect=text)
+    assert (own.protect, own.shown("protect")) == (value, shown)
+
+
+def test_protection_refuses_what_is_no_number_of_steps() -> None:
+    own, _ = started()
+    message = "protect must be on, off, or a number such as 10: every tenth optimizer step; got 'sometimes'."
+    with pytest.raises(UsageError, match=re.escape(message)):
+        own.set("protect=sometimes")

@@ -1,0 +1,65 @@
+"""After ranks were replaced: bring all ranks to the last step that every one of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from axon_nb.cluster.failures.report import REPAIR_HINT
+from axon_nb.cluster.launch.join import gather
+from axon_nb.cluster.recovery.new_ranks import call_all
+from axon_nb.cluster.recovery.report import Returned
+from axon_nb.cluster.rpc import requests
+from axon_nb.records.protocol.inspection import StatusRequest
+from axon_nb.records.protocol.recovery import ListProtected, ProtectedStep, RestoreProtected
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.launch.connection import Connection
+    from axon_nb.cluster.state import ClusterState
+
+__all__ = ["remedy_of", "return_to_protected"]
+
+_STATES_TIMEOUT_S = 1.0
+_RESTORE_TIMEOUT_S = 600.0
+
+
+def remedy_of(state: ClusterState) -> str:
+    """How to get dead ranks back, as a sentence: with their state, if all others have one that is protected."""
+    remedy = state.health.remedy
+    if remedy != REPAIR_HINT or not state.health.dead:
+        return remedy
+    states = requests.request_all(state.client, state.live_ranks, StatusRequest(), timeout_s=_STATES_TIMEOUT_S)
+    steps = [one.protected for one in states.values() if one.protected is not None]
+    if not steps or len(steps) < len(state.live_ranks):
+        return remedy
+    return (
+        "Run `%distributed repair`: new ranks get the state of the dead ones, and all ranks return to step "
+        f"{min(steps)}, or to the last one before that all of them hold."
+    )
+
+
+def return_to_protected(connection: Connection, ranks: Sequence[int]) -> Returned | None:
+    """Return to the last step that all these ranks hold; None: there is none.
+
+    Args:
+        connection: The cluster's connection.
+        ranks: All ranks; replacements have joined the groups.
+
+    Raises:
+        StartError: a rank exited, failed or did not reply in time.
+    """
+    held = call_all(connection, ranks, ListProtected())
+    common = _latest_common([one.held for one in held.values()])
+    if common is None:
+        return None
+    call = RestoreProtected(common.run, common.fence)
+    futures = {rank: requests.call(connection.client, rank, call) for rank in ranks}
+    refused = gather(futures, _RESTORE_TIMEOUT_S, connection)
+    furthest = max(one.now for one in held.values())
+    repeated = max(0, furthest - common.step)
+    return Returned(common.step, repeated, {rank: lines for rank, lines in refused.items() if lines})
+
+
+def _latest_common(held: Sequence[Sequence[ProtectedStep]]) -> ProtectedStep | None:
+    first, *others = held
+    return next((step for step in first if all(step in steps for steps in others)), None)

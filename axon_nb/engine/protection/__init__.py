@@ -1,0 +1,1 @@
+"""Protection: the state of this rank after its last steps, in memory that outlives the rank."""

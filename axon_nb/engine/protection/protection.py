@@ -1,0 +1,275 @@
+"""Protects this rank: after optimizer steps, its state goes into one of two slots that outlive the process.
+
+Survivors of a death return to a slot in place; a replacement loads it. A *fence* is the end of an iteration with an
+optimizer step, or the begin of a cell. Ranks that communicate between two fences are at most one fence apart, so two
+slots always have one in common. Fences without communication in between are told apart by their number, and overwrite
+the same slot.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import zlib
+from types import FrameType
+
+import torch
+
+from axon_nb.engine.groups import recovery
+from axon_nb.engine.protection.content import pack, unpack
+from axon_nb.engine.protection.iterations import at_end_of_iteration
+from axon_nb.engine.protection.slots import Header, SlotMemory, read_bytes, read_headers
+from axon_nb.engine.protection.structure import Place, forget_equal_meshes
+from axon_nb.engine.session import RankSession
+from axon_nb.engine.snapshot.memory import StorageFacts
+from axon_nb.engine.snapshot.snapshot import Snapshot
+from axon_nb.engine.snapshot.state import find
+from axon_nb.host.resources.kept_memory import find_kept_memory
+from axon_nb.records.protocol.recovery import ProtectedStep
+
+__all__ = ["Protection"]
+
+
+class _Slot:
+    """A complete slot of this process."""
+
+    def __init__(self, header: Header, snapshot: Snapshot, extra: list[StorageFacts], structure: torch.Tensor) -> None:
+        self.header = header
+        self.snapshot = snapshot
+        self.extra = extra
+        """Storages that only the structure refers to."""
+        self.structure = structure
+
+    @property
+    def key(self) -> tuple[str, tuple[int, int]]:
+        return self.header.run, self.header.fence
+
+    def release(self, memory: SlotMemory) -> None:
+        self.snapshot.release(memory)
+        for facts in self.extra:
+            assert facts.copy is not None
+            memory.release(facts.copy.buffer)
+        memory.release(self.structure)
+
+
+class Protection:
+    """Owns the two slots of this rank.
+
+    Args:
+        session: The rank.
+    """
+
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+        self._pid = os.getpid()
+        self._memory: SlotMemory | None = None
+        self._slots: list[_Slot | None] = [None, None]
+        self._latest = 1
+        self._every = 0
+        """Every how many steps of the running cell; 0: the cell is not protected."""
+        self._run, self._fence, self._calls, self._steps = "", (0, 0), 0, 0
+        self._is_due = False
+        """Whether a step was made whose iteration has not ended."""
+        self._left_out: dict[str, str] = {}
+        """By variable, why it cannot be copied, in this cell."""
+        self._reported: set[str] = set()
+
+    @property
+    def _fd(self) -> int | None:
+        return find_kept_memory(self._session.config.rank)
+
+    def begin_cell(self, run: str, ranks: tuple[int, ...], every: int | None) -> None:
+        """Protect the cell that begins, and save the state before it.
+
+        Args:
+            run: Id of its run.
+            ranks: The ranks that run it; unless all do, nothing is saved.
+            every: Save the state after every such number of optimizer steps; 0: protection is off, and the slots are
+                given up. None: the cell is the notebook's own.
+        """
+        self._every, self._is_due, self._left_out = 0, False, {}
+        if every == 0:
+            self.forget()
+        if not every or len(ranks) != self._session.config.world_size:
+            return
+        if self._memory is None:
+            if (fd := self._fd) is None:
+                self._report("This rank is not protected: only a host agent on Linux can keep its memory.")
+                return
+            self._memory = SlotMemory(fd)
+        self._every, self._steps = every, 0
+        self._run, self._fence, self._calls = run, (0, 0), recovery.num_calls()
+        self._save()
+
+    def end_cell(self, *, is_ok: bool) -> None:
+        """Save the state after a cell whose last step is in no loop, and stop protecting."""
+        if is_ok:
+            self._after_iteration()
+        self._every = 0
+
+    def after_step(self, frame: FrameType | None) -> None:
+        """Note that an optimizer step is complete; the state is saved when its iteration is.
+
+        Args:
+            frame: The frame that called the step, which belongs to no other step.
+        """
+        if not self._every or os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
+            return
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self._is_due = True
+            at_end_of_iteration(frame, self._after_iteration)
+
+    def _after_iteration(self) -> None:
+        if not self._is_due or not self._every:
+            return
+        self._is_due = False
+        calls = recovery.num_calls()
+        number, since = self._fence
+        self._fence = (number, since + 1) if calls == self._calls else (number + 1, 0)
+        self._calls = calls
+        self._save()
+
+    def _save(self) -> None:
+        try:
+            self._fill()
+        except Exception as error:  # no memory, or an odd object: the step of the user must not fail
+            self._report(f"A step could not be protected ({type(error).__name__}: {error}).")
+
+    def _fill(self) -> None:
+        memory = self._memory
+        assert memory is not None
+        latest = self._slots[self._latest]
+        at = self._run, self._fence[0]
+        overwrites = latest is None or (latest.header.run, latest.header.fence[0]) == at
+        index = self._latest if overwrites else 1 - self._latest
+        self._release(index)
+        other = self._slots[1 - index]
+        snapshot, extra = Snapshot(find(self._session.kernel.shell.user_ns)), list[StorageFacts]()
+        structure: torch.Tensor | None = None
+        try:
+            changed = snapshot.changed_since(other.snapshot if other is not None else None)
+            snapshot.save(changed, memory, self._session.steps)
+            data = self._dump(snapshot, extra)
+            structure = memory.write(data)
+            step = max(snapshot.steps, default=0)
+            place = memory.offset(structure), len(data)
+            header = Header(self._run, self._fence, step, *place, checksum=zlib.crc32(data))
+            slot = _Slot(header, snapshot, extra, structure)
+            memory.publish(index, header)
+            self._slots[index], self._latest = slot, index
+            self._session.protected_step = step
+        except BaseException:
+            snapshot.release(memory)
+            for facts in extra:
+                if facts.copy is not None:
+                    memory.release(facts.copy.buffer)
+            if structure is not None:
+                memory.release(structure)
+            raise
+        memory.trim()
+
+    def _release(self, index: int) -> None:
+        assert self._memory is not None
+        self._memory.invalidate(index)
+        slot, self._slots[index] = self._slots[index], None
+        if slot is not None:
+            slot.release(self._memory)
+
+    def _dump(self, snapshot: Snapshot, extra: list[StorageFacts]) -> bytearray:
+        """Pickle everything but the contents of storages; what cannot be pickled is left out, and reported once."""
+        memory = self._memory
+        assert memory is not None
+        copies = dict(snapshot.state.storages)
+
+        def save(storage: torch.UntypedStorage) -> Place:
+            facts = StorageFacts(storage, storage.nbytes(), set())
+            if facts.key not in copies:
+                facts.save(memory)
+                extra.append(facts)
+                copies[facts.key] = facts
+            copy = copies[facts.key].copy
+            assert copy is not None
+            return memory.offset(copy.buffer), facts.size
+
+        data = pack(self._session, snapshot, save, self._left_out)
+        for name, why in self._left_out.items():
+            self._report(f"Not protected: `{name}` {why}.")
+        return data
+
+    def _report(self, line: str) -> None:
+        if line not in self._reported:
+            self._reported.add(line)
+            print(line, file=sys.stderr)
+
+    def steps(self) -> list[ProtectedStep]:
+        """Return what this rank's slots hold, the latest first: its own, or those of its predecessor."""
+        if self._memory is not None:
+            order = (self._latest, 1 - self._latest)
+            headers = [slot.header for index in order if (slot := self._slots[index]) is not None]
+        else:
+            headers = list(read_headers(fd).values()) if (fd := self._fd) is not None else []
+        return [ProtectedStep(header.run, header.fence, header.step) for header in headers]
+
+    def steps_now(self) -> int:
+        """Return the number of steps, until now, of the optimizer that has made most among those in the slots."""
+        optimizers = [one for slot in self._slots if slot is not None for one in slot.snapshot.state.optimizers]
+        return max(map(self._session.steps.of, optimizers), default=0)
+
+    def restore(self, run: str, fence: tuple[int, int]) -> list[str]:
+        """Return to a slot, and forget a later one.
+
+        Args:
+            run: Id of the cell.
+            fence: The fence in it.
+
+        Returns:
+            A line for each object that refused its state.
+
+        Raises:
+            ValueError: no slot holds it.
+        """
+        self._every = 0
+        forget_equal_meshes()
+        if self._memory is None:
+            self._load(run, fence)
+            return []
+        slots = {slot.key: index for index, slot in enumerate(self._slots) if slot is not None}
+        if (run, fence) not in slots:
+            raise ValueError("no slot of this rank holds that step")
+        self._latest = slots[run, fence]
+        slot = self._slots[self._latest]
+        assert slot is not None
+        self._session.protected_step = slot.header.step
+        refused = slot.snapshot.restore(self._session.kernel.shell.user_ns, self._session.steps)
+        self._release(1 - self._latest)
+        self._memory.trim()
+        return refused
+
+    def _load(self, run: str, fence: tuple[int, int]) -> None:
+        """Load what the predecessor of this process left, then save it again, so that another death loses nothing."""
+        fd, session = self._fd, self._session
+        found = {} if fd is None else read_headers(fd)
+        index = next((index for index, one in found.items() if (one.run, one.fence) == (run, fence)), None)
+        if fd is None or index is None:
+            raise ValueError("no slot of this rank holds that step")
+        header = found[index]
+        data = read_bytes(fd, header.offset, header.size)
+        if zlib.crc32(data) != header.checksum:
+            raise ValueError("the protected state does not match its checksum")
+        unpack(session, data, lambda *place: read_bytes(fd, *place))
+        self._run, self._fence = run, fence
+        self._memory, self._latest = SlotMemory(fd), 1 - index
+        self._fill()
+        self._memory.invalidate(index)
+        self._memory.forget_predecessor()
+
+    def forget(self) -> None:
+        """Give up both slots and their memory."""
+        if self._memory is not None:
+            self._memory.clear()
+        elif (fd := self._fd) is not None:
+            os.ftruncate(fd, 0)
+        self._memory, self._slots, self._latest = None, [None, None], 1
+        self._session.protected_step = None

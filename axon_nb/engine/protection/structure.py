@@ -1,0 +1,225 @@
+"""The structure of a session, pickled for a replacement of this rank: everything but the contents of storages.
+
+Storages and arrays are references to their copies in the slot. What is sharded stays so: the replacement has the same
+rank, so it gets the same shards, and makes the same calls of `fully_shard`. Process groups and meshes become its own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from axon_nb.engine.elastic.pickling import placeholder, reduce
+from axon_nb.engine.groups import install
+from axon_nb.engine.session import current
+from axon_nb.engine.sharding.sharded import device_mesh_type, is_dtensor, is_sharded, loaded_class
+from axon_nb.engine.transfer.namespace_pickle import (
+    CannotCopyError,
+    NamespacePickler,
+    copy_failure_reason,
+    raise_if_of_process,
+)
+
+__all__ = ["Place", "dump", "find_uncopyable", "forget_equal_meshes", "load"]
+
+Place = tuple[int, int]
+"""Where the bytes of a storage lie in the slot's file, and how many there are."""
+
+
+_Split = tuple[Any, tuple[Any, ...]]
+"""Mesh and placements of a DTensor."""
+_Whole = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of the whole tensor."""
+_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
+_EACH_OBJECT = (type, types.FunctionType, nn.Module, torch.Tensor)
+"""Types of which each object may need other care."""
+
+
+class _NullFile(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _Pickler(NamespacePickler):
+    """Pickles for the same rank.
+
+    Args:
+        file: Where the pickle goes.
+        save: Returns the place of a storage's copy.
+        managed: By the `id` of each parameter that FSDP2 manages, mesh and placements of the DTensor that it was before
+            `fully_shard`; None: a plain tensor.
+    """
+
+    def __init__(self, file: Any, save: Callable[[torch.UntypedStorage], Place], managed: Mapping[int, Any]) -> None:
+        super().__init__(file, protocol=5)
+        self._save = save
+        self._managed = managed
+        self._plain: set[type] = set()
+        """Types whose objects need no care."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return the place of a storage; None for all other objects."""
+        if type(obj) not in _STORAGES:
+            return None
+        untyped = obj._untyped_storage if type(obj) is torch.storage.TypedStorage else obj
+        dtype = obj.dtype if type(obj) is torch.storage.TypedStorage else None
+        return (self._save(untyped) if untyped.nbytes() else (0, 0)), str(untyped.device), dtype
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to recreate an object; called for all but the most basic types."""
+        kind = type(obj)
+        if kind in self._plain:
+            return NotImplemented
+        reduced = self._reduce(obj, kind)
+        if reduced is NotImplemented and not issubclass(kind, _EACH_OBJECT):
+            self._plain.add(kind)
+        return reduced
+
+    def _reduce(self, obj: Any, kind: type) -> Any:
+        if id(obj) in self._managed:
+            whole = tuple(obj.shape), obj.stride()
+            return _make_placeholder, (whole, obj.dtype, obj.requires_grad, self._managed[id(obj)])
+        if is_dtensor(obj):
+            is_parameter = isinstance(obj, nn.Parameter)
+            split, whole = (obj.device_mesh, obj.placements), (tuple(obj.shape), obj.stride())
+            return _make_dtensor, (obj.to_local().detach(), split, whole, (obj.requires_grad, is_parameter))
+        if issubclass(kind, device_mesh_type()):
+            if (root := obj._get_root_mesh()) is not obj and obj.mesh_dim_names:
+                return _slice_mesh, (root, obj.mesh_dim_names)
+            groups = [str(group.group_name) for group in obj.get_all_groups()]
+            return _make_mesh, (groups, obj.device_type, obj.mesh.tolist(), obj.mesh_dim_names)
+        if kind is loaded_class("numpy", "ndarray") and _owns_memory(obj):
+            memory = torch.from_numpy(obj.ravel(order="K").view("uint8"))
+            return _make_array, (memory, obj.dtype, obj.shape, obj.strides)
+        if (reduced := reduce(obj, kind, current().config.world_size)) is not None:
+            return reduced
+        if isinstance(obj, torch.Tensor) and type(obj) is torch.Tensor and not obj.is_leaf:
+            return _identity, (obj.detach(),)
+        return super().reducer_override(obj)
+
+    def raise_if_uncopyable(self, obj: Any, kind: type) -> None:
+        """Raise CannotCopyError for what belongs to this process alone."""
+        if is_sharded(obj):
+            raise CannotCopyError("is sharded by FSDP1: use `fully_shard`")
+        raise_if_of_process(kind)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _owns_memory(array: Any) -> bool:
+    """Whether its memory is one piece that can be written, which is copied as a storage is."""
+    is_whole = array.flags.c_contiguous or array.flags.f_contiguous
+    return bool(array.base is None and array.size and is_whole and array.flags.writeable and not array.dtype.hasobject)
+
+
+def _make_array(memory: torch.Tensor, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    return type(memory.numpy())(shape, dtype, memory.numpy(), 0, strides)
+
+
+def _make_mesh(groups: list[str], device_type: str, ranks: Any, names: tuple[str, ...] | None) -> Any:
+    own = {str(group.group_name): group for group in install.rebuildable_groups()}
+    members: Any = [own[name] for name in groups]
+    return DeviceMesh.from_group(members if len(members) > 1 else members[0], device_type, ranks, mesh_dim_names=names)
+
+
+def _slice_mesh(root: Any, names: tuple[str, ...]) -> Any:
+    return root[names]
+
+
+def _make_placeholder(whole: _Whole, dtype: torch.dtype, requires_grad: bool, split: _Split | None) -> Any:
+    if split is None:
+        return placeholder(whole[0], dtype, requires_grad, True)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local, _ = compute_local_shape_and_global_offset(whole[0], *split)
+    return _make_dtensor(torch.empty(local, dtype=dtype, device="meta"), split, whole, (requires_grad, True))
+
+
+def _make_dtensor(local: torch.Tensor, split: _Split, whole: _Whole, kind: tuple[bool, bool]) -> Any:
+    dtensor: Any = loaded_class("torch.distributed.tensor", "DTensor")
+    shape, stride = whole
+    requires_grad, is_parameter = kind
+    tensor = dtensor.from_local(local, *split, run_check=False, shape=torch.Size(shape), stride=stride).detach()
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def forget_equal_meshes() -> None:
+    """Clear DTensor's cache of placements, which takes an earlier mesh for an equal one with other groups.
+
+    Ranks that were not replaced would communicate in the groups of a mesh that a new rank does not have in its cache.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
+def dump(content: Any, save: Callable[[torch.UntypedStorage], Place], managed: Mapping[int, Any]) -> bytes:
+    """Pickle the content of a session.
+
+    Args:
+        content: Any objects.
+        save: Returns where the copy of a storage lies.
+        managed: See `_Pickler`.
+
+    Raises:
+        Exception: something in it cannot be pickled; `find_uncopyable` says what.
+    """
+    file = io.BytesIO()
+    _Pickler(file, save, managed).dump(content)
+    return file.getvalue()
+
+
+def find_uncopyable(variables: Mapping[str, Any], managed: Mapping[int, Any]) -> dict[str, str]:
+    """Return, by name, why variables cannot be pickled; reads after the name."""
+    reasons = {}
+    for name, value in variables.items():
+        try:
+            _Pickler(_NullFile(), lambda _: (0, 0), managed).dump(value)
+        except Exception as error:  # whatever an odd object raises
+            reasons[name] = copy_failure_reason(error)
+    return reasons
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: memoryview, read: Callable[[int, int], bytearray]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._read = read
+        self._storages: dict[tuple[Place, str], torch.UntypedStorage] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the storage for what `_Pickler.persistent_id` returned."""
+        place, device, dtype = pid
+        key = place, device
+        if key not in self._storages or not place[1]:
+            self._storages[key] = self._load(place, torch.device(device))
+        storage = self._storages[key]
+        if dtype is None:
+            return storage
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+    def _load(self, place: Place, device: torch.device) -> torch.UntypedStorage:
+        if not place[1]:
+            return torch.UntypedStorage(0, device=device)
+        content = torch.frombuffer(self._read(*place), dtype=torch.uint8)
+        return content.clone().to(current().device if device.type == "cuda" else device).untyped_storage()
+
+
+def load(data: memoryview, read: Callable[[int, int], bytearray]) -> Any:
+    """Load what `dump` returned.
+
+    Args:
+        data: The pickle.
+        read: Returns bytes of the slot's file.
+    """
+    return _Unpickler(data, read).load()
