@@ -35,6 +35,7 @@ ON_DIGITS = [name for name in EXAMPLES if "\nfrom sklearn" in (ROOT / "examples"
 QUICKSTART = "01_quickstart"
 TO_SCRIPT = "10_from_notebook_to_script"
 GUIDE = "11_the_guide"
+PROTECTED = "12_nothing_is_lost"  # a rank dies in it, and a cell is taken back: not for a script
 
 
 def run_notebook(source: Path, out: Path) -> NotebookNode:
@@ -94,13 +95,23 @@ def quickstart(execute: Callable[[str], NotebookNode]) -> NotebookNode:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in (QUICKSTART, TO_SCRIPT) else pytest.mark.slow) for name in EXAMPLES]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in (QUICKSTART, TO_SCRIPT, PROTECTED) else pytest.mark.slow)
+        for name in EXAMPLES
+    ],
 )
 def test_example_runs(name: str, execute: Callable[[str], NotebookNode]) -> None:
     cells = [cell for cell in execute(name).cells if cell.cell_type == "code" and cell.source.strip()]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     failed = [any(output.output_type == "error" for output in cell.outputs) for cell in cells]
     assert failed == ["raises-exception" in cell.metadata.get("tags", []) for cell in cells]
+
+
+def test_losses_after_a_death_equal_an_undisturbed_run(execute: Callable[[str], NotebookNode]) -> None:
+    shown = streams(execute(PROTECTED))
+    assert "[ranks 0-3] the same losses, to the last digit: True" in shown
+    assert "[ranks 0-3] the losses are as before: True" in shown
 
 
 @pytest.mark.parametrize("name", ON_DIGITS)
@@ -229,7 +240,7 @@ def test_exported_quickstart_has_the_same_losses_to_the_last_digit(quickstart: N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [name for name in ON_RANKS if name not in (QUICKSTART, TO_SCRIPT)])
+@pytest.mark.parametrize("name", [name for name in ON_RANKS if name not in (QUICKSTART, TO_SCRIPT, PROTECTED)])
 def test_exported_example_prints_the_same_losses(
     name: str, execute: Callable[[str], NotebookNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
