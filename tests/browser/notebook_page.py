@@ -43,14 +43,16 @@ class NotebookPage(LabPage):
             self.page.locator(idle).first.wait_for(state="attached")
 
     def run_cell(self, i: int) -> None:
-        """Start a cell; keys that are pressed before the page has loaded its shortcuts do nothing."""
+        """Start a cell: again if the page had not loaded its shortcuts yet, or drops it while the kernel connects."""
         before = self.prompt(i)
         for _ in range(round(LIMIT / _AGAIN_S)):
             self.cell(i).locator(".cm-content").click()
             self.page.keyboard.press("Control+Enter")
             with contextlib.suppress(PageTimeout):
                 self.page.wait_for_function(_PROMPT_DIFFERS, arg=[i, before], timeout=_AGAIN_S * 1000)
-                return
+                self.page.wait_for_timeout(500)
+                if self.prompt(i) != before:
+                    return
         raise TimeoutError(f"cell {i} did not start in {LIMIT:.0f} s")
 
     def interrupt(self) -> None:
