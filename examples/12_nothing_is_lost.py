@@ -16,7 +16,7 @@
 #
 # A model on a 2 × 2 mesh: its layers are split over two ranks by tensor parallelism, and each part is sharded over two
 # data-parallel ranks by FSDP2. Each of the four ranks holds a quarter of the weights, and no other rank has it. Kill
-# one in the middle of a step, and repair: the training ends with the losses of a run that nothing disturbed, to the
+# one within a step, and repair: the training ends with the losses of a run that nothing disturbed, to the
 # last digit.
 
 # %%

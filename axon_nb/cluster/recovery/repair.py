@@ -111,7 +111,10 @@ def _check_request(
     state: ClusterState, targets: Sequence[int], source: int | None, names: Sequence[str], all_allowed: bool
 ) -> None:
     if not targets and (source is not None or not (state.health.groups_disabled or state.health.stuck)):
-        raise UsageError("All ranks are alive. Use `--ranks 2` to replace one anyway; its variables will be lost.")
+        raise UsageError(
+            "All ranks are alive. Use `--ranks 2` to replace one anyway; "
+            "without `config protect=on` it loses its variables."
+        )
     if reason := refusal(state.rank_info, state.backend):
         raise UsageError(reason)
     if targets and state.engines != "axon":
