@@ -101,7 +101,7 @@ def declare_placements(
         if not (type(kind) is Replicate or (type(kind) is Shard and -tensor.ndim <= kind.dim < tensor.ndim)):
             raise UsageError(
                 f"placements must be Replicate(), or Shard(dim) with a dimension of the tensor, which has "
-                f"{tensor.ndim}; got {kind}."
+                f"{tensor.ndim}; got {kind!r}."
             )
     # A dimension may count from the end, as in torch.
     kinds = tuple(Shard(kind.dim % tensor.ndim) if type(kind) is Shard else kind for kind in kinds)
