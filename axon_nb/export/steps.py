@@ -7,8 +7,9 @@ import ast
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from axon_nb.cluster.branches import read_plan
 from axon_nb.errors import UsageError
 from axon_nb.export.effects import effects
 from axon_nb.export.liveness import defining_statements
@@ -116,6 +117,11 @@ def script_steps(
 def _cell(cell: ExecutedCell, facts: SessionFacts) -> CellStep | None:
     try:
         options = _options(cell.magic, facts.num_ranks)
+        if options.restores or (options.branch and not options.keep):
+            return None  # the ranks have the state from before
+        if options.branch:
+            line = _branch_line(options)
+            cell = replace(cell, code=f"{line}\n{cell.code}", failed_line=cell.failed_line and cell.failed_line + 1)
         python = translate(cell.code)
         tree = parse(python.code)
     except (argparse.ArgumentError, SyntaxError, UsageError, ValueError):
@@ -133,12 +139,15 @@ def _cell(cell: ExecutedCell, facts: SessionFacts) -> CellStep | None:
 
 
 def _options(magic: str, num_ranks: int) -> argparse.Namespace:
-    """Parse a cell's first line: ``ranks`` (None for all), ``repeat`` (0 if not given) and ``quiet``."""
+    """Parse a cell's first line; ``ranks`` is None for all, ``repeat`` 0 if not given."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--ranks")
     parser.add_argument("--repeat", type=int, default=0)
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--help", action="store_true")
+    parser.add_argument("--try", dest="restores", action="store_true")
+    parser.add_argument("--branch")
+    parser.add_argument("--keep")
     name, _, line = magic.partition(" ")
     words = shlex.split(line)
     options = parser.parse_known_args(words)[0]
@@ -146,6 +155,13 @@ def _options(magic: str, num_ranks: int) -> argparse.Namespace:
     ranks = parse_ranks(text, num_ranks) if text else None
     options.ranks = None if ranks == list(range(num_ranks)) else ranks
     return options
+
+
+def _branch_line(options: argparse.Namespace) -> str:
+    """Give the variable of `--branch` the value that was kept; a script does not know which was best."""
+    plan = read_plan(options.branch, options.keep)
+    value = plan.keep if plan.keep in plan.values else plan.values[0]
+    return f"{plan.name} = {value}  # one of {', '.join(plan.values)}"
 
 
 def _omit_after(step: CellStep, count: int) -> None:

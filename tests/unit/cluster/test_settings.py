@@ -166,6 +166,7 @@ def test_list_marks_values_differing_from_default_or_cluster() -> None:
         "share = off",
         "auto_repair = off",
         "undo_memory = 0 B",
+        "log_to = off",
         "protect = off",
         "debug = on",
         "start_timeout = 120 s",

@@ -71,6 +71,24 @@ def test_examples_that_have_not_run_are_exported_from_top_to_bottom(source: Path
     assert run.returncode == 0, run.stdout
 
 
+def test_script_has_the_branch_that_was_kept_and_no_cell_that_was_tried(tmp_path: Path) -> None:
+    source = notebook(
+        tmp_path / "n.ipynb",
+        (1, "%distributed start -n 2"),
+        (2, "%%distributed --try\nx = 1"),
+        (3, "%%distributed --branch lr=1e-2,3e-3\nprint('none', lr)"),
+        (4, "%%distributed --branch lr=1e-2,3e-3 --keep 3e-3\nprint('kept', lr)"),
+        (5, "%%distributed --branch b=1,2 --keep best:loss\nprint('best', b)"),
+    )
+    report = export_notebook(source, tmp_path / "t.py")
+    text = (tmp_path / "t.py").read_text()
+    assert report.undefined == ()
+    assert "lr = 0.003  # one of 0.01, 0.003\n" in text
+    assert "b = 1  # one of 1, 2\n" in text
+    assert "x = 1" not in text
+    assert "none" not in text
+
+
 def test_cells_of_auto_mode_are_cells_on_ranks(tmp_path: Path) -> None:
     source = notebook(
         tmp_path / "n.ipynb",

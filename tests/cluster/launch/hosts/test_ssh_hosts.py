@@ -96,7 +96,7 @@ def test_push_sends_one_copy_to_a_host(script: Script, link: Network) -> None:
     sums = script.value("dict(c.run('values[rank] = -1.0; float(values.sum())').values)")
     assert sums == {rank: float(sum(range(4 << 20)) - rank - 1) for rank in range(5)}
     held = "import os; [os.path.realpath(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')]"
-    assert "memfd:axon_nb" not in str(script.value(f"dict(c.run({held!r}).values)"))
+    assert "memfd:axon_nb (deleted)" not in str(script.value(f"dict(c.run({held!r}).values)"))
     script.ok("c.stop()")
 
 
