@@ -52,6 +52,8 @@ for t_model, t_optimizer in ((t_plain, t_plain_steps), (t_sharded, t_steps)):
 
 @pytest.fixture(scope="module")
 def ready(shared_kernel: Kernel) -> Iterator[Kernel]:
+    """A kernel with fresh ranks: nothing has logged metrics or counted steps on them."""
+    shared_kernel.ok("%distributed restart", timeout=120)
     shared_kernel.ok(ASK)
     shared_kernel.ok("%%distributed --quiet\nimport axon_nb")
     yield shared_kernel

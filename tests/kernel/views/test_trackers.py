@@ -25,13 +25,6 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fresh_ranks_afterwards(shared_kernel: Kernel) -> Iterator[None]:
-    """Other tests count the metrics of these ranks."""
-    yield
-    shared_kernel.ok("%distributed restart", timeout=120)
-
-
 @pytest.fixture
 def kernel(shared_kernel: Kernel) -> Iterator[Kernel]:
     yield shared_kernel
