@@ -27,11 +27,12 @@ def script(link: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """A script with ranks 0 and 1 on this host, 2 and 3 on the other."""
     with Script(tmp_path_factory.mktemp("links"), **link.environment) as script:
         script.ok(start_with_joined_host(IN_NAMESPACE, link.interface), timeout=230)
+        script.ok("c.run('kept = rank')")
         yield script
 
 
 def test_ranks_of_both_hosts_form_one_world(script: Script) -> None:
-    cell = "import socket\nt = torch.ones(3)\ndist.all_reduce(t)\nkept = rank\n(socket.gethostname(), t[0].item())"
+    cell = "import socket\nt = torch.ones(3)\ndist.all_reduce(t)\n(socket.gethostname(), t[0].item())"
     values = script.value(f"dict(c.run({cell!r}).values)")
     assert [values[rank][1] for rank in range(4)] == [4.0] * 4
     assert [values[rank][0] == FAR_HOST for rank in range(4)] == [False, False, True, True]
