@@ -87,19 +87,21 @@ def affordable(paths: Iterable[str], changed: Iterable[str], limit_s: float) -> 
     Args:
         paths: Files and folders, as `select` returns them.
         changed: Changed paths: of the selected files these come first, then the shortest.
-        limit_s: Seconds that all files to run may take together, one after the other.
+        limit_s: Seconds that all files to run may take together, one after the other; a file without a known duration
+            counts as the mean of the others.
     """
     seconds: dict[str, float] = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    mean = sum(seconds.values()) / len(seconds)
     found = [
         file for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("test_*.py"))
     ]
     first = set(changed)
     names = sorted(
-        {str(file.relative_to(ROOT)) for file in found}, key=lambda name: (name not in first, seconds.get(name, 1.0))
+        {str(file.relative_to(ROOT)) for file in found}, key=lambda name: (name not in first, seconds.get(name, mean))
     )
     taken, left_out, spent = [], [], 0.0
     for name in names:
-        spent += seconds.get(name, 1.0)
+        spent += seconds.get(name, mean)
         (taken if spent <= limit_s else left_out).append(name)
     return taken, left_out
 

@@ -24,6 +24,7 @@ from axon_nb.host.link.tcp import AcceptedConnection, TcpListener, close_unauthe
 from axon_nb.host.resources.gpu_report import read_gpus
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
+from axon_nb.records.environment import AGENT_SERVER
 from axon_nb.records.protocol import agent as messages
 from axon_nb.records.protocol.cluster import ClusterFacts
 from axon_nb.records.protocol.errors import ProtocolError
@@ -68,8 +69,8 @@ class Agent:
         self.hosts = Hosts(self._selector, self._peers, run_dir.engine_file, self._report_exit)
         self._member = options.member
         self._deadline: float | None = None if self._member else time.monotonic() + _FIRST_CONTACT_TIMEOUT_S
-        self._starter = None if self._member else run_dir.starter_pid()
-        """Pid of the notebook until it connects; if it dies before, nobody will connect."""
+        self._starter = None if self._member or AGENT_SERVER.get() else run_dir.starter_pid()
+        """Pid of the notebook, the parent, until it connects; if it dies before, nobody will connect."""
         self._stopping: float | None = None
         self._start_failure = ""
         """Why the cluster cannot start, reported to the notebook when it connects; empty otherwise."""

@@ -21,7 +21,7 @@ from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.connections import PeerProcess
 from axon_nb.host.deaths import describe_controller_exit
 from axon_nb.host.run_dir import RunDir
-from axon_nb.records.environment import PYTHON_PATH
+from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH
 from axon_nb.records.protocol.agent import (
     AgentEvent,
     Closed,
@@ -66,6 +66,8 @@ def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
         argv.append(f"--controller={json.dumps(controller)}")
     log = os.open(run_dir.path / "log" / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
+        if AGENT_SERVER.get() and (pid := _fork_agent(AGENT_SERVER.get(), argv, env, log)):
+            return pid
         process = subprocess.Popen(
             argv, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
@@ -73,6 +75,15 @@ def spawn_agent(run_dir: RunDir, *, controller: list[str], entry: str) -> int:
         os.close(log)
     threading.Thread(target=process.wait, name="axon_nb-agent-reaper", daemon=True).start()
     return process.pid
+
+
+def _fork_agent(server: str, argv: list[str], env: dict[str, str], log: int) -> int:
+    """Have a process that has imported torch fork the agent; return 0 if it does not for this environment."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(server)
+        socket.send_fds(connection, [json.dumps({"argv": argv, "env": env}).encode()], [log])
+        connection.shutdown(socket.SHUT_WR)
+        return int(connection.recv(64) or b"0")
 
 
 def outcome(kind: type[Command[R]], reply: Mapping[str, Any]) -> R:

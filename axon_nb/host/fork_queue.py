@@ -16,7 +16,7 @@ from axon_nb.host.resources.kept_memory import KeptMemory
 from axon_nb.records.protocol.agent import Fork, Forked, failure
 from axon_nb.records.protocol.wire import encode
 
-__all__ = ["ForkQueue"]
+__all__ = ["MODULES", "ForkQueue"]
 
 _REQUIRED = (
     "torch",
@@ -39,6 +39,8 @@ _OPTIONAL = (
     "torch.distributed.tensor",
     "torch.utils.data",
 )  # not matplotlib's inline backend: it shows figures only in a shell that exists when it is imported
+MODULES = (*_REQUIRED, *_OPTIONAL)
+"""What an agent imports for its ranks."""
 
 
 class _Preload:

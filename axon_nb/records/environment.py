@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "ACCELERATE_PLUGINS",
+    "AGENT_SERVER",
     "CHECK",
     "CONTAINERS",
     "CPU_BACKEND",
@@ -79,6 +80,9 @@ WARM_UP = Variable("AXON_NB_WARM_UP", default="1")
 RUNTIME_DIR = Variable("AXON_NB_RUNTIME_DIR")
 """Folder for the clusters' sockets, keys and logs: a short path on a local disk. If it is not set, `XDG_RUNTIME_DIR` is
 used, then the temporary folder."""
+
+AGENT_SERVER = Variable("AXON_NB_AGENT_SERVER")
+"""The socket of a process that forks host agents, for our own tests."""
 
 JOIN_KEY = Variable("AXON_NB_JOIN_KEY")
 """The cluster's key, for `axon-nb host --join`."""

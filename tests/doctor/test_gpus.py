@@ -13,8 +13,7 @@ import pytest
 from axon_nb.doctor.children import Answer, Child
 from axon_nb.doctor.gpus import NVML, gpus
 from axon_nb.doctor.report import Finding
-from tests.support.nvidia_smi import A100X4, Driver
-from tests.support.nvml import build_library
+from tests.support.nvidia_smi import A100X4, Driver, build_library
 
 CUDA = Answer({"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.3", "backends": ["gloo", "nccl"], "gpus": 4})
 CPU = Answer({"torch": "2.13.0+cpu", "cuda": None, "nccl": None, "backends": ["gloo"], "gpus": 0})

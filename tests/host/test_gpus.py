@@ -14,7 +14,7 @@ from axon_nb.host.resources.gpus import list_gpus, unlisted_gpus
 from axon_nb.records.protocol.agent import GetInfo, ReadGpus
 from axon_nb.records.telemetry import ClusterInfo, GpuReport
 from tests.support.agents import serve
-from tests.support.nvml import build_library, needs_nvml
+from tests.support.nvidia_smi import build_library, needs_nvml
 
 GIB = 1 << 30
 

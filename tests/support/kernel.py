@@ -24,6 +24,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from axon_nb.host.run_dir import base_dir
 from tests.kernel.cells.labelled import ranks_of
+from tests.support.agent_server import agent_environment
 from tests.support.records.cell_reply import Reply, belongs, text_of
 from tests.support.script import MARK, family
 
@@ -59,7 +60,8 @@ class Kernel:
         self.manager = KernelManager(transport="ipc", ip=str(sockets), shutdown_wait_time=_SHUTDOWN_S)
         argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         self.manager._kernel_spec = KernelSpec(argv=argv, display_name="test", language="python")
-        self.manager.start_kernel(env={**os.environ, **(env or {}), MARK: self.mark}, cwd=str(cwd or Path.cwd()))
+        environment = {**os.environ, **agent_environment(), **(env or {}), MARK: self.mark}
+        self.manager.start_kernel(env=environment, cwd=str(cwd or Path.cwd()))
         self._early: list[dict[str, Any]] = []
         self._cells: dict[str, str] = {}
         try:

@@ -1,14 +1,19 @@
-"""A fake `nvidia-smi` that prints recorded output of the real one."""
+"""Fakes of NVIDIA's tools: an `nvidia-smi` that prints recorded output, and the driver's management library."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-__all__ = ["A100X4", "MIG", "MIG_R450", "MIXED", "Driver"]
+__all__ = ["A100X4", "MIG", "MIG_R450", "MIXED", "Driver", "build_library", "needs_nvml"]
+
+SOURCE = Path(__file__).resolve().parents[1] / "doctor" / "nvml_driver.c"
 
 A100X4 = """\
 0, GPU-5c0e8f1a-3f6f-1b5e-9d0c-6a1f1d9a7b10, NVIDIA A100-SXM4-80GB, 81920, 4
@@ -72,3 +77,20 @@ class Driver:
     def shows(self, visible: str) -> None:
         """Set CUDA_VISIBLE_DEVICES."""
         self._patch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+def needs_nvml(test: object) -> object:
+    """Skip a test without nvidia-ml-py or a C compiler."""
+    for missing, reason in (
+        (find_spec("pynvml") is None, "needs nvidia-ml-py"),
+        (shutil.which("cc") is None, "needs a C compiler"),
+    ):
+        test = pytest.mark.skipif(missing, reason=reason)(test)  # type: ignore[operator]
+    return test
+
+
+def build_library(folder: Path) -> Path:
+    """Compile the library, which nvidia-ml-py loads, into `folder`, for LD_LIBRARY_PATH; return the folder."""
+    command = ["cc", "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(SOURCE)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder

@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.agent_server import agent_environment
+
 __all__ = ["MARK", "Answer", "Finished", "Script", "command_lines", "family", "run_script", "script_environment"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +30,7 @@ MARK = "AXON_NB_TEST_SCRIPT"
 def script_environment(**changes: str) -> dict[str, str]:
     """The environment of a script; all that it starts carries a mark, by which `family` finds it."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, MARK: uuid.uuid4().hex, **changes}
+    return {**os.environ, **agent_environment(), "PYTHONPATH": path, MARK: uuid.uuid4().hex, **changes}
 
 
 def family(mark: str) -> list[psutil.Process]:

@@ -18,6 +18,8 @@ from typing import Any
 
 import nbformat
 
+from tests.support.agent_server import agent_environment
+
 __all__ = ["LIMIT", "LabServer"]
 
 LIMIT = 240.0
@@ -60,7 +62,8 @@ class LabServer:
             path.mkdir(parents=True)
         (settings / "overrides.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
         private = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
-        environment = {**os.environ, **{name: str(self._folder / name.lower()) for name in private}}
+        folders = {name: str(self._folder / name.lower()) for name in private}
+        environment = {**os.environ, **agent_environment(), **folders}
         environment["JUPYTER_TOKEN"] = self._token
         panel = self._folder / "labextensions" / "@axon-nb" / "panel"
         panel.parent.mkdir(parents=True)

@@ -1,0 +1,145 @@
+"""Forks host agents for tests from one process that has imported what they need, which takes four seconds of CPU time.
+
+An agent that is forked differs from one that is started only in its parent and in what it need not import. Tests of
+starting itself, and those that change what Python or torch read when they are imported, start real ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from axon_nb.host.children import set_parent_death_signal
+from axon_nb.host.fork_queue import MODULES
+from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH
+
+__all__ = ["agent_environment"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_STARTED = ("tests/cluster/launch/", "tests/doctor/", "tests/kernel/session/test_lifecycle.py")
+"""Tests of starting agents; `tests/host`, the examples and the programs of `tests/packaging` start real ones anyway."""
+_READ_AT_IMPORT = ("PYTHON", "LD_", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "CUDA", "NCCL", "GLOO", "HOME")
+"""An agent whose environment differs in one of these is started."""
+_ROOM = 32 * 1024
+_LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_CORE)
+
+
+def agent_environment() -> dict[str, str]:
+    """Return what lets the agents of a kernel or a script be forked; empty in tests of starting them."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    return {} if not test or test.startswith(_STARTED) else {AGENT_SERVER.name: _server()}
+
+
+@functools.cache
+def _server() -> str:
+    """Start the process that forks; return the path of its socket. It ends with this process."""
+    folder = tempfile.mkdtemp(prefix="axa-")
+    path = f"{folder}/socket"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(16)
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("AXON_NB_TEST")}
+    environment[PYTHON_PATH.name] = os.pathsep.join(filter(None, [environment.get(PYTHON_PATH.name), str(ROOT)]))
+    # What `/proc` shows of a process is where the kernel put it, and cannot grow: see `_show_as`.
+    command = [sys.executable, "-P", "-m", "tests.support.agent_server", str(listener.fileno()), "x" * _ROOM]
+    server = subprocess.Popen(
+        command,
+        env={**environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "AXON_NB_TEST_ROOM": "x" * _ROOM},
+        cwd="/",
+        stdin=subprocess.PIPE,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+    )
+    listener.close()
+    atexit.register(server.wait)
+    atexit.register(server.kill)
+    return path
+
+
+def main(listener: socket.socket) -> None:
+    """Answer each request to fork an agent, until the process that started this one ends."""
+    set_parent_death_signal(signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for agents
+    own = _relevant(os.environ)
+    for name in MODULES:
+        importlib.import_module(name)
+    importlib.import_module("axon_nb.host.__main__")
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+            while more := connection.recv(1 << 16):
+                data += more
+            request = json.loads(data)
+            pid = 0
+            if _relevant(request["env"]) == own:
+                peer = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+                pid = os.fork()
+                if pid == 0:
+                    listener.close()
+                    connection.close()
+                    _become_agent(request["argv"], request["env"], descriptors[0], peer)
+            connection.sendall(json.dumps(pid).encode())
+            os.close(descriptors[0])
+
+
+def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
+    relevant = {name: text for name, text in environment.items() if name.startswith(_READ_AT_IMPORT)}
+    return relevant | {PYTHON_PATH.name: os.pathsep.join(dict.fromkeys(relevant[PYTHON_PATH.name].split(os.pathsep)))}
+
+
+def _become_agent(argv: list[str], environment: dict[str, str], log: int, peer: int) -> NoReturn:
+    code = 1
+    try:
+        set_parent_death_signal(0)
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for limit in _LIMITS:
+            resource.setrlimit(limit, resource.prlimit(peer, limit))
+        os.sched_setaffinity(0, os.sched_getaffinity(peer))
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.close(null)
+        os.close(log)
+        os.environ.clear()
+        os.environ.update(environment)
+        _show_as(argv, environment)
+        sys.argv = ["axon_nb.host", *argv[argv.index("axon_nb.host") + 1 :]]
+        sys.modules["axon_nb.host.__main__"].main()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _show_as(argv: list[str], environment: Mapping[str, str]) -> None:
+    """Show these in `/proc`, where tests and the doctor look for a cluster's processes."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    start, end, environment_start, environment_end = map(int, fields[45:49])
+    texts = [f"{name}={text}" for name, text in environment.items()]
+    for begin, stop, lines in ((start, end, argv), (environment_start, environment_end, texts)):
+        content = "".join(f"{line}\0" for line in lines).encode()[: stop - begin - 1]
+        ctypes.memset(begin, 0, stop - begin)
+        ctypes.memmove(begin, content, len(content))
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
