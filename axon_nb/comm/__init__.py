@@ -1,13 +1,14 @@
 """Communication between ranks. Works in notebook cells, under torchrun and in plain scripts.
 
-Collectives accept torch tensors, NumPy and CuPy arrays. `group=None` is the default group; `async_op=True` returns a
-`Handle`. `rank`, `world_size` and `is_main_process` are importable but not in `__all__`: in cells, the first two are
-numbers.
+Collectives accept torch tensors, NumPy and CuPy arrays; `all_to_all` has a gradient. `group=None` is the default group;
+`async_op=True` returns a `Handle`. `rank`, `world_size` and `is_main_process` are importable but not in `__all__`: in
+cells, the first two are numbers.
 """
 
 from __future__ import annotations
 
 from axon_nb.comm.collectives.agreement import checking
+from axon_nb.comm.collectives.exchange import all_to_all
 from axon_nb.comm.collectives.movement import (
     all_gather,
     barrier,
@@ -76,6 +77,7 @@ __all__ = [
     "all_reduce_min",
     "all_reduce_product",
     "all_reduce_sum",
+    "all_to_all",
     "barrier",
     "broadcast",
     "broadcast_from",

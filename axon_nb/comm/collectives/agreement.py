@@ -22,6 +22,7 @@ _NAMES = (
     "reduce_scatter",
     "broadcast",
     "all_gather",
+    "all_to_all",
     "gather_tensor",
     "scatter_tensor",
     "barrier",

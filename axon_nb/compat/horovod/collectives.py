@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from axon_nb import comm
-from axon_nb.comm.group import resolve
-from axon_nb.comm.spans import now, record
 from axon_nb.compat.horovod.agreement import Call, agree, describe, sum_buffers
 from axon_nb.compat.horovod.compression import Compression, Compressor
 from axon_nb.compat.horovod.errors import NotOfferedError
@@ -180,10 +177,7 @@ def alltoall(tensor: torch.Tensor, splits: Any = None, name: str | None = None) 
         )
     agree(Call("alltoall", name, (describe(rows, any_rows=True),)))
     received = comm.all_gather(torch.tensor([counts], device=rows.device))[:, state.rank].cpu()
-    result = rows.new_empty((int(received.sum()), *rows.shape[1:]))
-    start = now()
-    dist.all_to_all_single(result, rows, received.tolist(), counts)
-    record(resolve(None), "all_to_all", start, rows.nbytes)
+    result = comm.all_to_all(rows, send_sizes=counts, recv_sizes=received.tolist())
     return result if splits is None else (result, received)
 
 
