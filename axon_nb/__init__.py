@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from axon_nb.cluster.cells.result import CellResult
     from axon_nb.cluster.cluster import Cluster
     from axon_nb.cluster.session.start import attach, start
+    from axon_nb.comm.calls import calls
     from axon_nb.engine.elastic.functions import on_resize
     from axon_nb.errors import (
         AxonError,
@@ -45,6 +46,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "attach",
+    "calls",
     "current_cluster",
     "load_ipython_extension",
     "log",
@@ -57,6 +59,7 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "axon_nb.cluster": ("CellResult", "Cluster", "attach", "start"),
+    "axon_nb.comm.calls": ("calls",),
     "axon_nb.engine.elastic.functions": ("on_resize",),
     "axon_nb.errors": (
         "AxonError",

@@ -127,30 +127,16 @@ if rank == 0:
 # %% [markdown]
 # ## What is sent
 #
-# Every collective records a span in a ring buffer that is always on. We count one step of this model: in forward each
-# block reduces twice, after attention and after the MLP, and the logits are gathered. In backward each block reduces
-# twice, for the inputs of attention and of the MLP, and the head once.
+# `axon_nb.calls()` counts the calls and bytes of a block; `sent` is what a ring would put on the wire. We count one
+# step of this model: in forward each block reduces twice, after attention and after the MLP, and the logits are
+# gathered. In backward each block reduces twice, for the inputs of attention and of the MLP, and the head once.
 
 # %%
 # %%distributed
-from collections import Counter
+import axon_nb
 
-from axon_nb.records.spans import ring
-
-
-def communication(step):
-    begin = ring.position
-    step()
-    spans, _, _ = ring.since(begin)
-    calls, sizes = Counter(), Counter()
-    for span in spans:
-        if span.kind == "collective":
-            calls[span.name] += 1
-            sizes[span.name] += span.bytes
-    return {name: (calls[name], f"{sizes[name] / 1024:.0f} KiB") for name in sorted(calls)}
-
-
-plain = communication(lambda: train(model, next_byte_loss, steps=1))
+with axon_nb.calls() as plain:
+    train(model, next_byte_loss, steps=1)
 if rank == 0:
     print(plain)
 
@@ -170,11 +156,11 @@ torch.manual_seed(0)
 thrifty = GPT(config)
 report = parallelize(thrifty, "auto", sequence=True, parallel_loss=True)
 thrifty_losses = train(thrifty, parallel_cross_entropy)
-sent = communication(lambda: train(thrifty, parallel_cross_entropy, steps=1))
+with axon_nb.calls() as sent:
+    train(thrifty, parallel_cross_entropy, steps=1)
 if rank == 0:
     print(f"loss {thrifty_losses[0]:.3f} -> {thrifty_losses[-1]:.3f}, and before {losses[0]:.3f} -> {losses[-1]:.3f}")
-    print("plain:   ", plain)
-    print("thrifty: ", sent)
+    print(f"plain:\n{plain}\nthrifty:\n{sent}")
 
 # %% [markdown]
 # ## Your own plan

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
+from axon_nb.comm.calls import report_payload
 from axon_nb.comm.group import ProcessGroup
+from axon_nb.comm.types import Backend
 from axon_nb.records.spans import Span, emit
 
 __all__ = ["now", "record"]
@@ -26,3 +28,5 @@ def record(group: ProcessGroup, name: str, start_ns: int, size: int, *, kind: st
     info = group.info
     if not info.emits_spans:
         emit(Span(info.ranks[info.rank], kind, name, start_ns, now(), info.name, size))
+        if info.backend is not Backend.MOCK:  # mock groups report their calls
+            report_payload(info.ranks[info.rank], name, size, len(info.ranks))

@@ -46,11 +46,31 @@ comm.all_reduce_sum(torch.ones(4))
 [(s.name, s.bytes) for s in ring.since(before)[0] if s.kind == "collective"]
 """
 
+COUNTED = """
+import axon_nb
+from axon_nb import comm
+rows = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+with axon_nb.calls() as counted:
+    comm.all_to_all(rows, send_sizes=[[2, 1], [0, 3]][rank], recv_sizes=[[2, 0], [1, 3]][rank]).sum().backward()
+    dist.send(torch.ones(4), 1) if rank == 0 else dist.recv(torch.ones(4), 0)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+with axon_nb.calls() as step:
+    ddp(torch.ones(1, 3)).sum().backward()
+torch.equal(rows.grad, torch.ones_like(rows)), [tuple(r) for r in counted.rows[:2]], [tuple(r) for r in step.rows]
+"""
+
 
 def test_collectives_use_the_existing_group(script: Script) -> None:
     values = script.value(f"dict(c.run({COLLECTIVES!r}).values)")
     assert values == {0: (0.5, [0, 1, 1], None, "gloo", 2), 1: (0.5, [0, 1, 1], 1.0, "gloo", 2)}
     assert script.value(f"dict(c.run({MESH!r}).values)") == {0: (2.0, 1.0), 1: (2.0, 1.0)}
+
+
+def test_calls_of_a_block_are_counted_and_rows_are_exchanged_with_gradients(script: Script) -> None:
+    zero, one = script.value(f"dict(c.run({COUNTED!r}).values)").values()
+    reduced = [("all_reduce", -1, 1, 16, 16)]
+    assert zero == (True, [("all_to_all", -1, 2, 80, 16), ("send", 1, 1, 16, 16)], reduced)
+    assert one == (True, [("all_to_all", -1, 2, 112, 16), ("recv", 0, 1, 16, 0)], reduced)
 
 
 def test_each_call_is_one_span(script: Script) -> None:

@@ -18,6 +18,7 @@ PACKAGES = ("axon_nb", "magics")
 ALLOWED = {
     "axon_nb.cluster.rpc.client:_serializers_lock": "lock: ipyparallel's table, which the process has once",
     "axon_nb.cluster.session.current:_session": "slot: the session of this notebook",
+    "axon_nb.comm.calls:_open": "slot: the blocks of this process that count calls",
     "axon_nb.comm.collectives.fast_path:_fast_paths": "cache: the operations of each type of group",
     "axon_nb.comm.device_clock:device_clock": "slot: the clock of this process's GPU",
     "axon_nb.comm.group:_known": "cache: what does not change of a torch group",

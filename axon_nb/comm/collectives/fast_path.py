@@ -15,6 +15,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import has_torch_function
 
+from axon_nb.comm.calls import report_payload
 from axon_nb.comm.collectives import direct
 from axon_nb.comm.collectives.agreement import is_checking
 from axon_nb.comm.collectives.arrays import NATIVE
@@ -54,6 +55,7 @@ class _FastPath:
         """Record the span of a finished call."""
         if self.records_spans:
             emit(span_of((self.global_rank, "collective", name, start_ns, now(), self.name, size, -1, -1, 0, 0)))
+            report_payload(self.global_rank, name, size, self.size)
 
 
 def _fast_path(tensor: Any, group: Any) -> _FastPath | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from axon_nb.comm.calls import report_call
 from axon_nb.comm.errors import DeadlockError, TensorMismatchError
 from axon_nb.comm.mock.hub import Hub, combine
 from axon_nb.comm.mock.scheduler import TurnScheduler
@@ -44,12 +45,16 @@ class MockGroup(PythonProcessGroup):
         return self
 
     def _join(self, name: str, args: Any, execute: Callable[[list[Any]], None], output: Any) -> MockWork:
+        self._report(name.partition(" ")[0], args if isinstance(args, tuple) else (args,))
         pending = self._hub.join(self._own_rank, name, args, execute)
 
         def wait(ready: Callable[[], bool]) -> None:
             self._wait(ready, lambda: f"{name} for {_name_ranks(self._hub.absent_ranks(pending))}")
 
         return MockWork(lambda: pending.done, wait, output)
+
+    def _report(self, name: str, args: tuple[Any, ...], peer: int = -1) -> None:
+        report_call(name, args, self._own_rank, lambda: self._hub.ranks, peer)
 
     def _wait(self, ready: Callable[[], bool], waiting_in: Callable[[], str]) -> None:
         if ready():
@@ -223,11 +228,13 @@ class MockGroup(PythonProcessGroup):
 
     def send(self, tensors: Tensors, target: int, tag: int) -> MockWork:
         """Send a message."""
+        self._report("send", (tensors,), target)
         self._hub.send(self._own_rank, target, tag, tensors[0])
         return MockWork(lambda: True, lambda ready: None, list(tensors))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> MockWork:
         """Receive the next message; several receives complete in the order in which they were posted."""
+        self._report("recv", (tensors,), source)
         received: list[int] = []
 
         def on_message(message: torch.Tensor) -> None:
@@ -243,6 +250,7 @@ class MockGroup(PythonProcessGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> MockWork:
         """Receive a message from any rank; the lowest rank comes first."""
+        self._report("recv", (tensors,))
         received: list[int] = []
 
         def ready() -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from axon_nb.comm.calls import report_call
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.engine.collective_names import describe_awaited_call, group_operations
@@ -184,6 +185,8 @@ class RecoverableGroup(PythonProcessGroup):
         """End all waits in this group on this rank, from any thread."""
         self.connection_closer()()
 
+    abort = close_connections
+
     def connection_closer(self) -> Callable[[], None]:
         """Return a function that closes the current connections; called late, it spares those of a rebuild."""
         if self.memory is not None:
@@ -210,6 +213,7 @@ class RecoverableGroup(PythonProcessGroup):
             if self._table is not None:
                 self._table.check_collective(name, args, sequence, self._members)
         call = calls.start(name, self._name, sequence, peer, payload_bytes(args))
+        report_call(name, args, self._own_rank, self._members, peer)
         if ring.watched and (frame := user_frame(sys._getframe())) is not None:
             call.line = frame.f_lineno
         call.refusal = refusal
@@ -245,10 +249,6 @@ class RecoverableGroup(PythonProcessGroup):
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """Behave like torch's; an abort ends the wait."""
         return self.run("monitored_barrier", MonitoredBarrier, args, kwargs).wait()
-
-    def abort(self) -> None:
-        """End all waits in this group on this rank."""
-        self.close_connections()
 
     def shutdown(self) -> None:
         """End the threads of a group over shared memory."""

@@ -1,0 +1,234 @@
+"""Counts of the communication calls and bytes of a block, per operation and peer.
+
+Groups of cells and of mock worlds report each call as they start it, also those that DDP, FSDP or pipelines make.
+torch's own groups, as under torchrun and on NCCL, report none: there only the calls of `axon_nb.comm` are counted,
+without the peer, and those of an all_to_all as if its parts were equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from axon_nb.records.units import format_bytes
+from axon_nb.records.waits.functions import PUBLIC_NAMES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["CallCounts", "OperationCount", "calls", "report_call", "report_payload"]
+
+_INPUT_SECOND = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter"})
+"""Operations whose group method takes outputs first."""
+_RENAMED = {**PUBLIC_NAMES, "allgather_coalesced": "all_gather", "monitored_barrier": "barrier"}
+
+
+class OperationCount(NamedTuple):
+    """The calls of one operation, with one peer."""
+
+    operation: str
+    """Such as ``all_reduce`` or ``send``; `all_gather_single` counts as ``all_gather``."""
+    peer: int
+    """Global rank of the other side of a send or recv; -1 for collectives, and for a recv from any rank."""
+    calls: int
+    bytes: int
+    """What the rank passed in, in bytes: the tensor; for an all_gather, reduce_scatter or all_to_all its input; for a
+    scatter the rank's part; for a recv what it received."""
+    sent: int
+    """What the rank sends over the wire, in bytes, if the group works in a ring; see `calls`."""
+
+
+class CallCounts:
+    """What `calls` has counted; displays as a table."""
+
+    def __init__(self, rank: int | None) -> None:
+        self._rank = rank
+        self._counts: dict[tuple[str, int], list[int]] = {}
+        self._lock = threading.Lock()  # autograd's threads communicate, too
+
+    def add(self, rank: int, operation: str, peer: int, size: int, sent: int) -> None:
+        """Count a call; those of other ranks are ignored, if this counts for one rank."""
+        if self._rank not in (None, rank):
+            return
+        with self._lock:
+            count = self._counts.setdefault((operation, peer), [0, 0, 0])
+            count[:] = count[0] + 1, count[1] + size, count[2] + sent
+
+    @property
+    def rows(self) -> list[OperationCount]:
+        """The counts, by operation and peer, in the order of the first calls."""
+        with self._lock:
+            return [OperationCount(*key, *count) for key, count in self._counts.items()]
+
+    def of(self, operation: str | None = None, *, peer: int | None = None) -> OperationCount:
+        """Return the sum over rows; zeros if there was no such call.
+
+        Args:
+            operation: Such as ``all_reduce``; None: all operations.
+            peer: Global rank of the other side; None: all.
+        """
+        rows = [row for row in self.rows if operation in (None, row.operation) and peer in (None, row.peer)]
+        return OperationCount(
+            operation or "all",
+            -1 if peer is None else peer,
+            sum(row.calls for row in rows),
+            sum(row.bytes for row in rows),
+            sum(row.sent for row in rows),
+        )
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls."""
+        return self.of().calls
+
+    @property
+    def bytes(self) -> int:
+        """What the rank passed in, in bytes."""
+        return self.of().bytes
+
+    @property
+    def sent(self) -> int:
+        """What the rank sends over the wire, in bytes, if the group works in a ring."""
+        return self.of().sent
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return the rows as a table."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows, columns=list(OperationCount._fields))
+
+    def __repr__(self) -> str:
+        rows = self.rows
+        if not rows:
+            return "no calls"
+        table = [("operation", "peer", "calls", "bytes", "sent")]
+        for row in [*rows, self.of()] if len(rows) > 1 else rows:
+            peer = "" if row.peer < 0 else str(row.peer)
+            table.append((row.operation, peer, f"{row.calls:,}", format_bytes(row.bytes), format_bytes(row.sent)))
+        peers = any(line[1] for line in table[1:])
+        columns = [column for column in range(5) if peers or column != 1]
+        widths = [max(len(line[column]) for line in table) for column in columns]
+        return "\n".join(
+            "  ".join(
+                line[column].ljust(width) if column == 0 else line[column].rjust(width)
+                for column, width in zip(columns, widths, strict=True)
+            ).rstrip()
+            for line in table
+        )
+
+
+_open: tuple[CallCounts, ...] = ()
+
+
+@contextlib.contextmanager
+def calls() -> Iterator[CallCounts]:
+    """Count the communication calls of a block: ``with axon_nb.calls() as counted: step()``, then `counted`.
+
+    On a rank, also of a mock world, it counts that rank's calls; around `World.mock(n).run(…)` those of all ranks. A
+    call counts when it starts. `send` and `recv` of `axon_nb.comm` make two calls each, unless ``header=False``: the
+    header is a message. Under torchrun and on NCCL, only calls of `axon_nb.comm` are counted.
+
+    ============== ========================== ===========================================
+    operation      bytes (S)                  sent, by a ring of n ranks
+    ============== ========================== ===========================================
+    all_reduce     the tensor                 2 (n - 1) / n S
+    all_gather     this rank's part           (n - 1) S
+    reduce_scatter the whole input            (n - 1) / n S
+    broadcast      the tensor                 2 (n - 1) / n S, a scatter and an all_gather
+    reduce         the tensor                 2 (n - 1) / n S, a reduce_scatter and a gather
+    all_to_all     the whole input            S without what stays on the rank
+    gather         this rank's part           S; on the root 0
+    scatter        this rank's part           0; on the root (n - 1) S
+    send           the message                S
+    recv           the message                0
+    barrier        0                          0
+    ============== ========================== ===========================================
+
+    Yields:
+        The counts, which grow with each call.
+    """
+    global _open
+    counts = CallCounts(dist.get_rank() if dist.is_initialized() else None)
+    _open = (*_open, counts)
+    try:
+        yield counts
+    finally:
+        _open = tuple(other for other in _open if other is not counts)
+
+
+def report_call(
+    name: str, args: Sequence[Any], place: int, members: Callable[[], Sequence[int]], peer: int = -1
+) -> None:
+    """Count the call of a group's method, if a block counts calls.
+
+    Args:
+        name: The method, such as ``allreduce`` or ``_allgather_base``.
+        args: What it was called with: outputs and inputs in torch's order.
+        place: Rank of the caller in the group.
+        members: Returns the global ranks of the group.
+        peer: Rank in the group of the other side of a send or recv; -1: none, or any.
+    """
+    if not _open:
+        return
+    ranks = members()
+    size = len(ranks)
+    operation = _RENAMED.get(name, name).removesuffix("_coalesced").removesuffix("_single")
+    first = args[0] if args else None
+    second = args[1] if len(args) > 1 else None
+    payload = _bytes_of(second if operation in _INPUT_SECOND else first)
+    if operation == "all_to_all":
+        sent = payload - _kept(second, args, place, size)
+    elif operation == "scatter":
+        sent = (size - 1) * payload if second else 0
+    elif operation == "gather":
+        sent = 0 if first else payload
+    else:
+        sent = _ring(operation, payload, size)
+    for counts in _open:
+        counts.add(ranks[place], operation, ranks[peer] if peer >= 0 else -1, payload, sent)
+
+
+def report_payload(rank: int, operation: str, payload: int, size: int) -> None:
+    """Count a call whose group does not report it, if a block counts calls.
+
+    Args:
+        rank: Global rank of the caller.
+        operation: Its public name.
+        payload: Bytes on this rank.
+        size: Number of ranks in the group.
+    """
+    sent = payload * (size - 1) // size if operation == "all_to_all" else _ring(operation, payload, size)
+    for counts in _open:
+        counts.add(rank, operation, -1, payload, sent)
+
+
+def _ring(operation: str, payload: int, size: int) -> int:
+    match operation:
+        case "all_reduce" | "broadcast" | "reduce":
+            return -(-2 * (size - 1) * payload // size)
+        case "all_gather":
+            return (size - 1) * payload
+        case "reduce_scatter":
+            return -(-(size - 1) * payload // size)
+        case "send":
+            return payload
+    return 0
+
+
+def _bytes_of(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    return sum(map(_bytes_of, tensors)) if isinstance(tensors, (list, tuple)) else 0
+
+
+def _kept(tensor: Any, args: Sequence[Any], place: int, size: int) -> int:
+    """Bytes of an all_to_all's input that stay on the rank."""
+    if not isinstance(tensor, torch.Tensor):
+        return int(tensor[place].nbytes)
+    splits = args[3] if len(args) > 3 else None
+    return tensor.nbytes // max(1, len(tensor)) * splits[place] if splits else tensor.nbytes // size

@@ -1,0 +1,154 @@
+"""`axon_nb.calls()`: what a block communicates, per operation and peer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import axon_nb
+from axon_nb import comm
+from axon_nb.comm import World
+from axon_nb.comm import world as query
+from axon_nb.plan.hardware.links import rounds_and_volume
+
+N = 4
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_each_operation_counts_its_payload_and_what_a_ring_sends() -> None:
+    def work(world: World) -> Any:
+        rank, part, whole = world.rank(), torch.zeros(6), torch.zeros(24)
+        with axon_nb.calls() as counted:
+            dist.all_reduce(whole)
+            dist.all_gather([torch.empty(6) for _ in range(N)], part)
+            comm.all_gather(part)
+            dist.reduce_scatter(torch.empty(6), list(whole.chunk(N)))
+            comm.reduce_scatter_sum(whole)
+            dist.broadcast(whole, src=1)
+            dist.reduce(whole, dst=1)
+            dist.gather(part, [torch.empty(6) for _ in range(N)] if rank == 1 else None, dst=1)
+            dist.scatter(part, list(whole.chunk(N)) if rank == 1 else None, src=1)
+            dist.all_to_all_single(whole.clone(), whole)
+            comm.all_to_all(whole, send_sizes=sizes[rank], recv_sizes=[sizes[source][rank] for source in range(N)])
+            dist.barrier()
+        return {row.operation: tuple(row[2:]) for row in counted.rows}
+
+    sizes = [[24, 0, 0, 0], [24, 0, 0, 0], [24, 0, 0, 0], [0, 0, 0, 24]]
+    per_rank = World.mock(N).run(work)
+    for rank, rows in enumerate(per_rank):
+        assert rows["all_reduce"] == (1, 96, 144)
+        assert rows["all_gather"] == (2, 48, 144)
+        assert rows["reduce_scatter"] == (2, 192, 144)
+        assert rows["broadcast"] == rows["reduce"] == (1, 96, 144)
+        assert rows["gather"] == (1, 24, 0 if rank == 1 else 24)
+        assert rows["scatter"] == (1, 24, 72 if rank == 1 else 0)
+        assert rows["all_to_all"] == (2, 192, 72 + {0: 0, 3: 0}.get(rank, 96))
+        assert rows["barrier"] == (1, 0, 0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sent_bytes_agree_with_those_of_plans(size: int) -> None:
+    shares = {"all_gather": 1 / size}
+    operations = {
+        "all_reduce": lambda: dist.all_reduce(torch.zeros(12)),
+        "all_gather": lambda: comm.all_gather(torch.zeros(12 // size)),
+        "reduce_scatter": lambda: comm.reduce_scatter_sum(torch.zeros(12)),
+        "broadcast": lambda: dist.broadcast(torch.zeros(12), src=0),
+        "all_to_all": lambda: comm.all_to_all(torch.zeros(12)),
+    }
+
+    def work(world: World) -> Any:
+        with axon_nb.calls() as counted:
+            for call in operations.values():
+                call()
+        return counted
+
+    for counted in World.mock(size).run(work):
+        for operation in operations:
+            row = counted.of(operation)
+            assert row.bytes == 48 * shares.get(operation, 1)
+            assert row.sent == pytest.approx(rounds_and_volume(operation, size)[1] * 48)
+
+
+def test_messages_are_counted_by_peer_in_ranks_of_the_default_group() -> None:
+    def work(world: World) -> Any:
+        odd = dist.new_group([1, 3])
+        with axon_nb.calls() as counted:
+            if world.rank() == 1:
+                comm.send(torch.zeros(3), 1, header=False, group=odd)
+                dist.recv(torch.zeros(5), src=3)
+            elif world.rank() == 3:
+                comm.recv(0, out=torch.empty(3), header=False, group=odd)
+                dist.send(torch.zeros(5), dst=1)
+        return [tuple(row) for row in counted.rows]
+
+    zero, one, two, three = World.mock(N).run(work)
+    assert zero == two == []
+    assert one == [("send", 3, 1, 12, 12), ("recv", 3, 1, 20, 0)]
+    assert three == [("recv", 1, 1, 12, 0), ("send", 1, 1, 20, 20)]
+
+
+def test_around_a_mock_world_all_ranks_are_counted_and_blocks_nest() -> None:
+    def work(world: World) -> Any:
+        with axon_nb.calls() as first, axon_nb.calls() as same:
+            dist.all_reduce(torch.zeros(4))
+        dist.barrier()
+        return first.num_calls, same.num_calls
+
+    with axon_nb.calls() as everything:
+        assert World.mock(3).run(work) == [(1, 1)] * 3
+    assert (everything.num_calls, everything.bytes, everything.sent) == (6, 48, 66)
+    World.mock(3).run(work)
+    assert everything.num_calls == 6
+
+
+def test_counts_display_as_a_table_and_convert_to_a_frame() -> None:
+    def work(world: World) -> Any:
+        with axon_nb.calls() as nothing:
+            pass
+        with axon_nb.calls() as counted:
+            dist.all_reduce(torch.zeros(1 << 18))
+        with axon_nb.calls() as messages:
+            dist.send(torch.zeros(2), 1 - world.rank())
+            dist.recv(torch.zeros(2), 1 - world.rank())
+        return repr(nothing), repr(counted), repr(messages), counted.to_frame().to_dict("records")
+
+    nothing, counted, messages, records = World.mock(2).run(work)[0]
+    assert nothing == "no calls"
+    assert counted.split("\n") == [
+        "operation   calls     bytes      sent",
+        "all_reduce      1  1.00 MiB  1.00 MiB",
+    ]
+    assert messages.split("\n") == [
+        "operation  peer  calls  bytes  sent",
+        "send          1      1    8 B   8 B",
+        "recv          1      1    8 B   0 B",
+        "all                  2   16 B   8 B",
+    ]
+    assert records == [{"operation": "all_reduce", "peer": -1, "calls": 1, "bytes": 1 << 20, "sent": 1 << 20}]
+
+
+def test_buckets_of_ddp_are_counted() -> None:
+    def work(world: World) -> Any:
+        model = DistributedDataParallel(torch.nn.Linear(100, 10))
+        model(torch.ones(2, 100)).sum().backward()  # the first step only measures the order of gradients
+        with axon_nb.calls() as counted:
+            model(torch.ones(2, 100)).sum().backward()
+        return tuple(counted.of("all_reduce")[2:4])
+
+    assert World.mock(2).run(work) == [(1, 4040)] * 2
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_under_torchrun_calls_of_the_library_are_counted(backend: str, request: pytest.FixtureRequest) -> None:
+    def work(world: World) -> Any:
+        with axon_nb.calls() as counted:
+            comm.all_reduce(torch.zeros(4))
+            comm.all_reduce(torch.zeros(4, 2).t())
+        return query.rank(), tuple(counted.of("all_reduce")[2:])
+
+    assert request.getfixturevalue(f"{backend}_world").run(work) == [(rank, (2, 48, 72)) for rank in range(N)]
