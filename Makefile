@@ -74,8 +74,9 @@ bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the ta
 	$(VENV)/bin/python -m benchmarks.planner_time
 	$(VENV)/bin/python -m benchmarks.planner
 
-notebooks: $(INSTALLED)  ## write examples/*.ipynb from their .py
+notebooks: $(INSTALLED)  ## write examples/*.ipynb and course/student/*.ipynb from their .py
 	$(VENV)/bin/python scripts/pair_notebooks.py
+	$(VENV)/bin/python -m scripts.build_course
 
 TORCH ?= 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0
 versions: $(INSTALLED)  ## test with several versions of torch: TORCH="2.14.1 2.15.0", PYTHON=python3.13; writes docs/versions.md

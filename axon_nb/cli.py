@@ -22,6 +22,18 @@ _PROGRAM = "axon-nb"
 _BAD_USAGE = 2
 
 
+def _folder_argument(parser: CommandParser, name: str) -> None:
+    text = f"where to put it; default: {name}"
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(name), metavar="DIR", help=text)
+
+
+def _course(options: argparse.Namespace) -> int:
+    from axon_nb.course.copies import copy_course
+
+    print(copy_course(options.folder))
+    return 0
+
+
 def _export_arguments(parser: CommandParser) -> None:
     parser.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="an .ipynb file")
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script to write, a .py file")
@@ -98,10 +110,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _quickstart_arguments(parser: CommandParser) -> None:
-    default = Path("axon_nb_quickstart")
-    parser.add_argument(
-        "folder", nargs="?", type=Path, default=default, metavar="DIR", help=f"where to put it; default: {default}"
-    )
+    _folder_argument(parser, "axon_nb_quickstart")
     parser.add_argument("--no-open", action="store_true", help="only copy it")
 
 
@@ -129,6 +138,12 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 _COMMANDS: Mapping[str, ProgramCommand] = {
+    "course": ProgramCommand(
+        "copy the notebooks of the course into a folder",
+        "Copy the course into a folder. Notebooks that you have changed are kept. Example: axon-nb course learn",
+        lambda parser: _folder_argument(parser, "axon_nb_course"),
+        _course,
+    ),
     "doctor": ProgramCommand(
         "check this machine and installation",
         "Show versions, what works with this torch, GPUs, limits, network and clusters, and a fix for each problem. "

@@ -57,6 +57,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "axon_nb/widgets/": ("tests/browser", VIEWS),
     "benchmarks/": (),
     "binder/": ("tests/packaging",),
+    "course/": ("tests/course",),
     "docs/": ("tests/docs",),
     "examples/": ("tests/examples",),
     "magics/": ("tests/front_ends", KERNEL),

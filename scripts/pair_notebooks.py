@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jupytext
 import nbformat
+from nbformat import NotebookNode
 
 __all__ = ["main", "render"]
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def render(source: Path) -> str:
-    """Render a py:percent file as `.ipynb` text."""
+def render(source: Path, edit: Callable[[NotebookNode], None] | None = None) -> str:
+    """Render a py:percent file as `.ipynb` text; `edit` may change the notebook before."""
     notebook = jupytext.read(source)
+    if edit is not None:
+        edit(notebook)
     for number, cell in enumerate(notebook.cells, start=1):
         cell["id"] = f"cell-{number:02d}"
     notebook.nbformat, notebook.nbformat_minor = 4, 5

@@ -23,6 +23,7 @@ CHECKED = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "benchmarks",
+    "course",
     "docs",
     "examples",
     "magics",

@@ -13,6 +13,7 @@ __all__ = [
     "ACCELERATE_PLUGINS",
     "AGENT_SERVER",
     "CHECK",
+    "CLASS_DIR",
     "CONTAINERS",
     "CPU_BACKEND",
     "DEEPSPEED_ACCELERATOR",
@@ -38,6 +39,7 @@ __all__ = [
     "TEMPORARY",
     "TORCHRUN",
     "USER_CACHE",
+    "USER_DATA",
     "USER_RUNTIME_DIR",
     "VISIBLE_GPUS",
     "WARM_UP",
@@ -103,6 +105,14 @@ CONTAINERS = Variables(("KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGU
 
 USER_CACHE = Variable("XDG_CACHE_HOME", "~/.cache")
 """Folder for cached self-test results, one per build of torch and Python, in `axon_nb/self_test`."""
+
+USER_DATA = Variable("XDG_DATA_HOME", "~/.local/share")
+"""Folder of what the course keeps of a learner, in `axon_nb/course.json`."""
+
+CLASS_DIR = Variable("AXON_NB_CLASS_DIR")
+"""A folder that a class shares: each check of the course appends a line to a file there, under a nickname, and
+`course.toml` there can lock solutions until a date. If it is not set, nothing leaves the user's folder."""
+
 USER_RUNTIME_DIR = Variable("XDG_RUNTIME_DIR")
 """The user's folder for sockets, used if `AXON_NB_RUNTIME_DIR` is not set."""
 

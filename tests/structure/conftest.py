@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "axon_nb"
-SOURCE_FOLDERS = ("axon_nb", "benchmarks", "examples", "magics", "scripts", "tests")
+SOURCE_FOLDERS = ("axon_nb", "benchmarks", "course", "examples", "magics", "scripts", "tests")
 
 
 def package_files() -> list[Path]:

@@ -1,0 +1,140 @@
+"""What the course shows besides checks: hints, solutions, guesses, progress. As text, and as HTML without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from axon_nb.records.colors import KINDS, STATES
+
+__all__ = ["Guesses", "Progress", "Text"]
+
+_WIDTH = 220
+"""Length of the longest bar in px."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text, which is shown as it is."""
+
+    text: str
+    code: bool = False
+    """Whether it is Python."""
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        style = "white-space:pre-wrap;margin:4px 0" + ("" if self.code else ";font-family:inherit;background:none")
+        return f'<pre style="{style}">{escape(self.text)}</pre>'
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """A learner's guesses, beside what was measured."""
+
+    question: str
+    guessed: Mapping[str, Any]
+    measured: Mapping[str, Any]
+    missing: tuple[str, ...]
+    """Names that still stand for nothing."""
+
+    @property
+    def _remark(self) -> str:
+        if self.missing:
+            return f"Type your guess in place of `...`: {', '.join(self.missing)}. A wrong guess costs nothing."
+        return "" if self.measured else "Kept. Now look."
+
+    def _rows(self) -> list[tuple[str, Any, Any]]:
+        names = dict.fromkeys([*self.guessed, *self.measured])
+        return [(name, self.guessed.get(name, "no guess"), self.measured.get(name)) for name in names]
+
+    def __repr__(self) -> str:
+        lines = [
+            f"  {name.replace('_', ' ')}: {_format(guess)}" + ("" if real is None else f", measured {_format(real)}")
+            for name, guess, real in self._rows()
+        ]
+        return "\n".join([f"your guess {self.question}", *lines, *filter(None, [self._remark])])
+
+    def _repr_html_(self) -> str:
+        from axon_nb.widgets.html import CELL, figure, note_lines, row_title, table, table_row
+
+        rows = []
+        for name, guess, real in self._rows():
+            pair = [(label, value) for label, value in (("guess", guess), ("measured", real)) if value is not None]
+            top = max((abs(value) for _, value in pair if _is_number(value)), default=0) or 1
+            bars = "".join(
+                f"<div>{_bar(value, top, label)} {escape(_format(value))} <small>{label}</small></div>"
+                for label, value in pair
+            )
+            rows.append(table_row(row_title(escape(name.replace("_", " "))), f'<td style="{CELL}">{bars}</td>'))
+        body = table((), rows) + note_lines(filter(None, [self._remark]))
+        return figure(body, heading=f"Your guess {self.question}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _format(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if _is_number(value) else str(value)
+
+
+def _bar(value: Any, top: float, label: str) -> str:
+    if not _is_number(value):
+        return ""
+    color = KINDS["collective" if label == "measured" else "wait"].both
+    width = max(1, round(_WIDTH * abs(value) / top))
+    return (
+        f'<span style="display:inline-block;height:10px;width:{width}px;background:{color};'
+        'border-radius:2px;vertical-align:middle"></span>'
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A row of dots: exercises that are done, tried, untouched."""
+
+    exercises: tuple[tuple[str, str, Mapping[str, Any]], ...]
+    """(id, title, entry of the journal) of each."""
+
+    def _states(self) -> list[tuple[str, str, str]]:
+        return [
+            (number, title, "done" if entry.get("passed") else "tried" if entry.get("attempts") else "open")
+            for number, title, entry in self.exercises
+        ]
+
+    @property
+    def _summary(self) -> str:
+        done = sum(state == "done" for *_, state in self._states())
+        return f"{done} of {len(self.exercises)} exercises done"
+
+    def __repr__(self) -> str:
+        marks = {"done": "●", "tried": "◐", "open": "○"}
+        by_notebook: dict[str, str] = {}
+        for number, _, state in self._states():
+            notebook = number.partition(".")[0]
+            by_notebook[notebook] = by_notebook.get(notebook, "") + marks[state]
+        return "\n".join([self._summary, "  ".join(f"{name} {dots}" for name, dots in by_notebook.items())])
+
+    def _repr_html_(self) -> str:
+        from axon_nb.widgets.html import figure, svg_uri
+
+        gap, marks, last, x = 22, [], "", 12
+        for number, title, state in self._states():
+            notebook = number.partition(".")[0]
+            if notebook != last:
+                x += 12 if last else 0
+                marks.append(f'<text x="{x - 6}" y="38" font-size="11" fill="#767676">{notebook}</text>')
+                last = notebook
+            paint = {"done": STATES["ok"][0].both, "tried": KINDS["wait"].both, "open": "none"}[state]
+            marks.append(
+                f'<circle cx="{x}" cy="16" r="7" fill="{paint}" stroke="#767676"><title>{escape(number)} '
+                f"{escape(title)}: {state}</title></circle>"
+            )
+            x += gap
+        svg = f'<svg xmlns="http://www.w3.org/2000/svg" width="{x}" height="44" font-family="sans-serif">'
+        picture = f"{svg}{''.join(marks)}</svg>"
+        return figure(f'<img alt="{escape(self._summary)}" src="{svg_uri(picture)}">', heading=self._summary)

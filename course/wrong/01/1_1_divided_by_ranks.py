@@ -1,0 +1,10 @@
+# refused: divides by the number of ranks
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def mean_loss(losses):
+    total = losses.sum()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()

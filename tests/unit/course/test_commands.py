@@ -1,0 +1,171 @@
+"""What a notebook of the course calls, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from axon_nb.course import check, hint, measured, predict, progress, solution
+from axon_nb.course.answers import locked_until
+from axon_nb.course.journal import Journal
+from axon_nb.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the learner works; what is kept goes below it."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.delenv("AXON_NB_CLASS_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    """Bind an answer to 1.1 as a cell does."""
+    monkeypatch.setitem(globals(), "mean_loss", function)
+
+
+def own_mean(losses: torch.Tensor) -> float:
+    """A wrong answer to 1.1."""
+    return losses.mean().item()
+
+
+def right_mean(losses: torch.Tensor) -> float:
+    """An answer to 1.1."""
+    parts = torch.tensor([losses.sum().item(), len(losses)])
+    dist.all_reduce(parts)
+    return (parts[0] / parts[1]).item()
+
+
+def test_check_finds_the_answer_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = check("1.1")
+    assert result.not_yet == "run the cell that defines mean_loss"
+    answer(monkeypatch, right_mean)
+    assert check("1.1").passed
+
+
+def test_result_shows_a_line_per_property(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, own_mean)
+    result = check("1.1")
+    text, page = repr(result), result._repr_html_()
+    for line in result.lines:
+        assert line.name in text
+        assert line.name in page
+    assert "✗ ranks with equally many samples" in text
+    assert "· ranks with 3 and 5 samples" in text
+    assert "each rank's own mean" in text
+    assert "each rank&#x27;s own mean" in page
+    assert "<script" not in page
+
+
+def test_error_in_an_answer_names_its_rank_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(losses: torch.Tensor) -> float:
+        if dist.get_rank() == 2:
+            return list(losses)[5].item()
+        return losses.mean().item()
+
+    answer(monkeypatch, late)
+    assert "rank 2 raised IndexError in line 3 of mean_loss: list index out of range" in repr(check("1.1"))
+
+
+def test_answer_that_waits_for_ever_is_refused_with_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(losses: torch.Tensor) -> float:
+        if dist.get_rank() == 0:
+            dist.barrier()
+        return 0.0
+
+    answer(monkeypatch, forgetful)
+    assert "rank 0 is waiting in barrier for ranks 1-3" in repr(check("1.1"))
+
+
+def test_cases_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, own_mean)
+    assert repr(check("1.1")) == repr(check("1.1"))
+
+
+def test_hints_come_one_by_one() -> None:
+    counts = [
+        len([line for line in repr(hint("1.1")).splitlines() if line[0].isdigit() and line[1] == "."]) for _ in "1234"
+    ]
+    assert counts == [1, 2, 3, 3]
+    assert 'solution("1.1")' in repr(hint("1.1"))
+
+
+def test_solution_needs_an_attempt_or_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"Try 1.1 first"):
+        solution("1.1")
+    assert "def mean_loss" in repr(solution("1.1", force=True))
+    answer(monkeypatch, own_mean)
+    check("1.1")
+    assert "def mean_loss" in repr(solution("1.1"))
+
+
+def test_teacher_locks_solutions_until_a_date(folder: Path) -> None:
+    (folder / "course.toml").write_text('[locked_until]\nall = 2026-01-01\n"1.2" = 9999-12-31\n')
+    assert locked_until("1.1") is None
+    assert locked_until("1.1", date(2025, 12, 31)) == date(2026, 1, 1)
+    with pytest.raises(UsageError, match=r"1.2 is locked until 31 December 9999"):
+        solution("1.2", force=True)
+
+
+def test_unreadable_lock_is_refused_with_its_file(folder: Path) -> None:
+    (folder / "course.toml").write_text("[locked")
+    with pytest.raises(UsageError, match=r"course.toml cannot be read"):
+        solution("1.1", force=True)
+
+
+def test_progress_counts_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert repr(progress()).startswith("0 of ")
+    answer(monkeypatch, right_mean)
+    check("1.1")
+    answer(monkeypatch, own_mean)
+    check("1.1")
+    assert repr(progress()).startswith("1 of ")
+    assert "1 ●○○" in repr(progress())
+    assert "data:image/svg+xml" in progress()._repr_html_()
+
+
+def test_guess_is_drawn_beside_what_was_measured() -> None:
+    assert "Type your guess in place of `...`: calls" in repr(predict("1.a", calls=...))
+    assert "Kept" in repr(predict("1.a", calls=6))
+    shown = measured("1.a", calls=3)
+    assert "calls: 6, measured 3" in repr(shown)
+    assert "width:220px" in shown._repr_html_()
+    assert "width:110px" in shown._repr_html_()
+
+
+def test_nothing_is_shared_unless_a_class_has_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, own_mean)
+    check("1.1")
+    assert [path.name for path in folder.iterdir()] == ["data"]
+    shared = folder / "class"
+    shared.mkdir()
+    monkeypatch.setenv("AXON_NB_CLASS_DIR", str(shared))
+    check("1.1")
+    (file,) = shared.iterdir()
+    (event,) = [json.loads(line) for line in file.read_text().splitlines()]
+    assert event["learner"] == Journal().nickname == file.stem
+    assert event["exercise"] == "1.1"
+    assert event["attempt"] == 2
+    assert "own mean" in event["mistake"]
+
+
+def test_damaged_journal_is_read_as_empty(folder: Path) -> None:
+    path = folder / "data" / "axon_nb" / "course.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("[")
+    assert repr(progress()).startswith("0 of ")
+    predict("1.a", calls=6)
+    assert Journal().entry("1.a") == {"predicted": {"calls": 6}}
+
+
+@pytest.mark.parametrize("call", [check, hint, solution])
+def test_unknown_exercise_is_refused_with_those_that_exist(call: Any) -> None:
+    with pytest.raises(UsageError, match=r"no exercise '9.9'; exercises: 1.1, 1.2"):
+        call("9.9")

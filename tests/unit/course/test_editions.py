@@ -1,0 +1,92 @@
+"""The editions of the course: up to date, without solutions where learners read, with a grader's metadata."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from axon_nb.course.answers import FILE, unpack
+from axon_nb.course.copies import copy_course
+from axon_nb.course.definitions import all_exercises
+from axon_nb.errors import UsageError
+from scripts.build_course import SOURCES, main, stub
+
+EXERCISES = [exercise.id for exercise in all_exercises()]
+STUDENT = sorted((SOURCES / "student").glob("*.ipynb"))
+
+
+def test_student_edition_and_packed_solutions_are_up_to_date() -> None:
+    assert main(["--check"]) == 0
+
+
+def test_outdated_edition_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--edition", "solved", str(tmp_path)]) == 0
+    first = min(tmp_path.glob("*.ipynb"))
+    first.write_text("{}")
+    assert main(["--edition", "solved", "--check", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"out of date: {first.name}; run `make notebooks`\n"
+
+
+@pytest.mark.parametrize("path", STUDENT, ids=lambda path: path.stem)
+def test_student_edition_holds_no_solution(path: Path) -> None:
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells]
+    assert not any("SOLUTION" in source for source in cells)
+    for exercise_id in EXERCISES:
+        if f'check("{exercise_id}")' in "\n".join(cells):
+            assert unpack(exercise_id) not in cells
+            assert f'hint("{exercise_id}")' not in FILE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("exercise_id", EXERCISES)
+def test_every_exercise_is_checked_in_a_notebook(exercise_id: str) -> None:
+    number = int(exercise_id.partition(".")[0])
+    (path,) = SOURCES.glob(f"{number:02d}_*.py")
+    assert f'\ncheck("{exercise_id}")\n' in path.read_text(encoding="utf-8")
+
+
+def test_stub_keeps_the_indentation_and_names_values() -> None:
+    body = "def f(x):\n    ### BEGIN SOLUTION 1.1\n    return x\n    ### END SOLUTION\n"
+    assert stub(body) == "def f(x):\n    raise NotImplementedError  # your lines\n"
+    value = "### BEGIN SOLUTION 1.1\norder = [1]\n### END SOLUTION"
+    assert stub(value) == "order = ...  # your answer"
+
+
+def test_nbgrader_edition_marks_answers_and_tests(tmp_path: Path) -> None:
+    assert main(["--edition", "nbgrader", str(tmp_path)]) == 0
+    cells = [cell for path in tmp_path.glob("*.ipynb") for cell in nbformat.read(path, as_version=4).cells]
+    graded = {cell.metadata["nbgrader"]["grade_id"]: cell for cell in cells if "nbgrader" in cell.metadata}
+    for exercise in all_exercises():
+        number = exercise.id.replace(".", "-")
+        answer, test = graded[f"answer-{number}"], graded[f"check-{number}"]
+        assert "### BEGIN SOLUTION" in answer.source
+        assert answer.metadata["nbgrader"]["solution"]
+        assert test.source == f'assert check("{exercise.id}").passed'
+        assert test.metadata["nbgrader"]["points"] == len(exercise.properties)
+
+
+def test_copied_course_keeps_changed_notebooks(tmp_path: Path) -> None:
+    folder = tmp_path / "learn"
+    assert "kept" not in copy_course(folder)
+    first = folder / STUDENT[0].name
+    first.write_text("mine")
+    assert f"Changed, and kept as they are: {first.name}." in copy_course(folder)
+    assert first.read_text() == "mine"
+    assert [path.name for path in sorted(folder.iterdir())] == [path.name for path in STUDENT]
+
+
+def test_folder_that_cannot_be_written_is_refused_with_fix(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="name another folder"):
+        copy_course(tmp_path / "file")
+
+
+def test_command_copies_the_course(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "axon_nb.cli", "course", "learn"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{len(STUDENT)} notebooks are in learn. Start with `jupyter lab learn/")
+    assert len(list((tmp_path / "learn").glob("*.ipynb"))) == len(STUDENT)
