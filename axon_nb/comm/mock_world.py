@@ -37,16 +37,19 @@ class MockWorld:
     Args:
         world_size: Number of ranks.
         view: Creates, on each rank, the first argument of the rank's function; `World.mock` passes a World.
+        synchronous_sends: Whether a send completes only when its receiver asks for it, as for large messages on real
+            ranks; otherwise sends are buffered, which hides deadlocks of ranks that all send first.
 
     Raises:
         InvalidRankError: `world_size` is below 1.
     """
 
-    def __init__(self, world_size: int = 1, *, view: Callable[[], Any]) -> None:
+    def __init__(self, world_size: int = 1, *, view: Callable[[], Any], synchronous_sends: bool = False) -> None:
         if world_size < 1:
             raise InvalidRankError(f"world_size must be at least 1; got {world_size}.")
         self._size = world_size
         self._view = view
+        self._synchronous_sends = synchronous_sends
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run `function(world, *args, **kwargs)` on every rank and return the results in rank order.
@@ -67,7 +70,7 @@ class MockWorld:
             raise CommError("A mock world is already running; its ranks cannot start another one.")
         if absent := missing_hooks("comm.mock_worlds"):
             raise CommError(f"Mock worlds need {', '.join(absent)}, which torch {torch.__version__} does not have.")
-        run = _MockRun(self._size)
+        run = _MockRun(self._size, self._synchronous_sends)
         _active.append(run)
         try:
             copies = [copy.deepcopy((args, kwargs)) for _ in range(self._size)]
@@ -122,8 +125,9 @@ class MockWorld:
 class _MockRun:
     """One run of one world, with the hubs that connect its ranks' groups."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, synchronous_sends: bool) -> None:
         self.size = size
+        self._synchronous_sends = synchronous_sends
         self.scheduler = TurnScheduler([RankContext() for _ in range(size)])
         self._hubs: dict[str, Hub] = {}
         self._store = HashStore()
@@ -134,7 +138,7 @@ class _MockRun:
     def make_group(self, name: str, ranks: tuple[int, ...], rank: int) -> MockGroup:
         """Return one rank's handle on the group called `name`."""
         hub = self._hubs.setdefault(name, Hub(ranks))
-        return MockGroup(hub, rank, self.scheduler, name)
+        return MockGroup(hub, rank, self.scheduler, name, synchronous_sends=self._synchronous_sends)
 
     def as_rank(self, rank: int, function: Callable[[], Any]) -> Any:
         """Run `function` as one rank, in that rank's thread."""

@@ -91,9 +91,15 @@ class World:
     new = init
 
     @staticmethod
-    def mock(world_size: int = 1) -> MockWorld:
-        """Create a world of `world_size` ranks inside this process: `World.mock(4).run(fn)`."""
-        return MockWorld(world_size, view=World)
+    def mock(world_size: int = 1, *, synchronous_sends: bool = False) -> MockWorld:
+        """Create a world of ranks inside this process: `World.mock(4).run(fn)`.
+
+        Args:
+            world_size: Number of ranks.
+            synchronous_sends: Whether a send completes only when its receiver asks for it, as for large messages on
+                real ranks. Otherwise sends are buffered, which hides deadlocks of ranks that all send first.
+        """
+        return MockWorld(world_size, view=World, synchronous_sends=synchronous_sends)
 
     @property
     def backend(self) -> Backend:

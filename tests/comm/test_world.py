@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from axon_nb.comm import DeadlockError, World
 from axon_nb.comm.world import torchrun_environment
 
 pytestmark = pytest.mark.timeout(900)
@@ -130,3 +133,25 @@ def test_slurm_and_intel_variables_are_read() -> None:
         "7",
     )
     assert torchrun_environment({"HOME": "/"}) is None
+
+
+def test_synchronous_send_waits_for_its_receiver() -> None:
+    def all_send_first(world: World) -> float:
+        tensor = torch.tensor(float(world.rank()))
+        dist.send(tensor, (world.rank() + 1) % 2)
+        dist.recv(tensor, (world.rank() + 1) % 2)
+        return tensor.item()
+
+    assert World.mock(2).run(all_send_first) == [1.0, 0.0]
+    with pytest.raises(DeadlockError, match=r"rank 0 is waiting in send to rank 1; rank 1 .* in send to rank 0"):
+        World.mock(2, synchronous_sends=True).run(all_send_first)
+
+    def exchange(world: World) -> float:
+        tensor, other = torch.tensor(float(world.rank())), (world.rank() + 1) % 2
+        received = torch.empty(())
+        sending = dist.isend(tensor, other)
+        dist.recv(received, other)
+        sending.wait()
+        return received.item()
+
+    assert World.mock(2, synchronous_sends=True).run(exchange) == [1.0, 0.0]

@@ -33,12 +33,16 @@ class MockGroup(PythonProcessGroup):
         rank: This rank within the group.
         scheduler: Decides which rank runs; None: one thread drives all ranks, so no call can block.
         name: torch's name of the group.
+        synchronous_sends: Whether a send completes only when its receiver asks for it.
     """
 
-    def __init__(self, hub: Hub, rank: int, scheduler: TurnScheduler | None, name: str = "") -> None:
+    def __init__(
+        self, hub: Hub, rank: int, scheduler: TurnScheduler | None, name: str = "", *, synchronous_sends: bool = False
+    ) -> None:
         super().__init__(rank, len(hub.ranks), name, backend=NAME)
         self._hub = hub
         self._scheduler = scheduler
+        self._synchronous_sends = synchronous_sends
 
     def _get_backend(self, device: torch.device) -> MockGroup:
         """Return this group, as torch asks it for the backend's capabilities."""
@@ -229,8 +233,12 @@ class MockGroup(PythonProcessGroup):
     def send(self, tensors: Tensors, target: int, tag: int) -> MockWork:
         """Send a message."""
         self._report("send", (tensors,), target)
-        self._hub.send(self._own_rank, target, tag, tensors[0])
-        return MockWork(lambda: True, lambda ready: None, list(tensors))
+        message = self._hub.send(self._own_rank, target, tag, tensors[0])
+
+        def wait(ready: Callable[[], bool]) -> None:
+            self._wait(ready, lambda: f"send to {_name_ranks([self._hub.ranks[target]])}")
+
+        return MockWork(lambda: message.is_taken or not self._synchronous_sends, wait, list(tensors))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> MockWork:
         """Receive the next message; several receives complete in the order in which they were posted."""

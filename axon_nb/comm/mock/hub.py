@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from axon_nb.comm.errors import CollectiveMismatchError, TensorError
 
-__all__ = ["Hub", "PendingCollective", "combine"]
+__all__ = ["Hub", "Message", "PendingCollective", "combine"]
 
 _OPS: Any = dist.ReduceOp.RedOpType
 _PAIRWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -38,6 +38,15 @@ class PendingCollective:
     first_rank: int
     args_by_rank: dict[int, Any] = field(default_factory=dict)
     done: bool = False
+
+
+@dataclass
+class Message:
+    """A tensor on its way."""
+
+    tensor: torch.Tensor
+    is_taken: bool = False
+    """Whether a receiver has asked for it."""
 
 
 class Hub:
@@ -79,11 +88,13 @@ class Hub:
         """Return the global ranks that have not called it yet."""
         return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in pending.args_by_rank]
 
-    def send(self, source: int, target: int, tag: int, tensor: torch.Tensor) -> None:
+    def send(self, source: int, target: int, tag: int, tensor: torch.Tensor) -> Message:
         """Send a copy of `tensor`, so that the sender can continue."""
         channel = self._channels.setdefault((source, target, tag), _Channel())
-        channel.messages.append(tensor.detach().clone())
+        message = Message(tensor.detach().clone())
+        channel.messages.append(message)
         channel.deliver()
+        return message
 
     def receive(self, source: int, target: int, tag: int, on_message: Callable[[torch.Tensor], None]) -> None:
         """Pass the next unclaimed message to `on_message`; requests are served in order."""
@@ -96,7 +107,9 @@ class Hub:
         for source in range(len(self.ranks)):
             channel = self._channels.get((source, target, tag))
             if channel is not None and channel.messages:
-                return source, channel.messages.popleft()
+                message = channel.messages.popleft()
+                message.is_taken = True
+                return source, message.tensor
         return None
 
 
@@ -104,12 +117,14 @@ class Hub:
 class _Channel:
     """A one-way channel between two ranks: queued messages and waiting receivers."""
 
-    messages: deque[torch.Tensor] = field(default_factory=deque)
+    messages: deque[Message] = field(default_factory=deque)
     receivers: deque[Callable[[torch.Tensor], None]] = field(default_factory=deque)
 
     def deliver(self) -> None:
         while self.messages and self.receivers:
-            self.receivers.popleft()(self.messages.popleft())
+            message = self.messages.popleft()
+            message.is_taken = True
+            self.receivers.popleft()(message.tensor)
 
 
 def combine(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
