@@ -53,7 +53,13 @@ class Trial:
         generator = self.generator(f"{shape} {text}")
         return [torch.randint(-9, 10, shape, generator=generator).double() for _ in range(self.ranks)]
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int | None = None,
+        synchronous_sends: bool = False,
+    ) -> list[Any]:
         """Run `function(answer, *args)` on every rank; return the values in rank order.
 
         Each rank gets its own copy of the arguments, and its default group is that of the trial: `dist.get_rank()`
@@ -63,6 +69,7 @@ class Trial:
             function: What to run.
             *args: What to pass on.
             ranks: Number of ranks, if the case needs another number; live trials have one size and ignore it.
+            synchronous_sends: Whether a send in the mock world waits for its receiver, as it may on real ranks.
 
         Raises:
             NotYetError: the answer raised NotImplementedError.
@@ -76,16 +83,16 @@ class Trial:
             return function(answer, *copies)
 
         try:
-            return World.mock(ranks or self.ranks).run(on_rank, *args)
+            return World.mock(ranks or self.ranks, synchronous_sends=synchronous_sends).run(on_rank, *args)
         except NotImplementedError:
             raise NotYetError from None
 
-    def hangs(self, function: Callable[..., Any], *args: Any) -> bool:
+    def hangs(self, function: Callable[..., Any], *args: Any, synchronous_sends: bool = False) -> bool:
         """Whether `run` ends in a deadlock."""
         from axon_nb.comm import DeadlockError
 
         try:
-            self.run(function, *args)
+            self.run(function, *args, synchronous_sends=synchronous_sends)
         except DeadlockError:
             return True
         return False
@@ -109,7 +116,13 @@ class LiveTrial(Trial):
         if answer is not None:
             self._cluster.push({name: answer})
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int | None = None,
+        synchronous_sends: bool = False,
+    ) -> list[Any]:
         """Run `function(answer, *args)` on every rank; return the values in rank order.
 
         Raises:
