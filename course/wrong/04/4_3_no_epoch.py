@@ -1,0 +1,12 @@
+# refused: does not depend on the epoch
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def my_share(length, epoch):
+    n = dist.get_world_size()
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(0)).tolist()
+    order += order[: -length % n]
+    return order[dist.get_rank() :: n]
