@@ -7,7 +7,7 @@ replaced by name in torch.distributed and torch.multiprocessing, in rank process
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +54,7 @@ def install_dist_hooks() -> None:
     destroy = _refuse_default_destroy(c10d.destroy_process_group)
     for module in (dist, c10d):
         vars(module).update(init_process_group=init, destroy_process_group=destroy)
-    vars(mp).update(spawn=_refuse_start("spawn"), start_processes=_refuse_start("start_processes"))
+    vars(mp).update(spawn=_call_on_rank("spawn"), start_processes=_call_on_rank("start_processes"))
 
 
 def _attach_or_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -89,11 +89,19 @@ def _refuse_default_destroy(original: Callable[..., None]) -> Callable[..., None
     return destroy_process_group
 
 
-def _refuse_start(name: str) -> Callable[..., None]:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise UsageError(
-            f"mp.{name}(fn, nprocs=n) starts ranks, but this cell already runs on every rank. Call fn(rank, ...) "
-            "instead."
-        )
+def _call_on_rank(name: str) -> Callable[..., None]:
+    def call(
+        function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True, **_: Any
+    ) -> None:
+        """Call the function as this rank: the ranks of the cell take the place of the processes."""
+        size = dist.get_world_size()
+        if nprocs != size:
+            raise UsageError(
+                f"mp.{name}(fn, nprocs={nprocs}): in this cell each of the {size} ranks calls fn. Pass "
+                f"nprocs=world_size, or start {nprocs} with `%distributed start -n {nprocs}`."
+            )
+        if not join:
+            raise UsageError(f"mp.{name}(fn, join=False): ranks call fn themselves, and wait for its end; omit join.")
+        function(dist.get_rank(), *args)
 
-    return refuse
+    return call

@@ -33,11 +33,6 @@ def test_destroy_keeps_the_default_group(kernel: Kernel) -> None:
     ]
 
 
-def test_mp_spawn_is_rejected_with_fix(kernel: Kernel) -> None:
-    reply = kernel.run("%%distributed\nimport torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
-    assert "this cell already runs on every rank. Call fn(rank, ...) instead" in reply.traceback
-
-
 def test_training_script_runs_unmodified(kernel: Kernel) -> None:
     script = """%%distributed
 import os

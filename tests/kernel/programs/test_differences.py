@@ -57,7 +57,7 @@ IN_OTHER_FILES = {
     "widgets and `tqdm.auto`": "test_bars.py",
     "`clear_output`": "test_bars.py",
     "output between cells": "test_between_cells.py",
-    "`mp.spawn`, `destroy_process_group()`": "test_hints.py",
+    "`mp.spawn`, `destroy_process_group()`": "test_launchers.py",
     "`%run` and `run_cell` that fail": "test_nested_errors.py",
 }
 """Rows whose test needs more than one cell."""

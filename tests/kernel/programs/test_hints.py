@@ -43,12 +43,6 @@ def test_ddp_model_is_pulled_as_its_module(kernel: Kernel) -> None:
     kernel.ok("%%distributed\ndel replica")
 
 
-@pytest.mark.parametrize("call", ["mp.spawn(print, nprocs=2)", "mp.start_processes(print, nprocs=2)"])
-def test_spawned_rank_processes_are_rejected(kernel: Kernel, call: str) -> None:
-    reply = kernel.run(f"%%distributed\nimport torch.multiprocessing as mp\n{call}")
-    assert "this cell already runs on every rank. Call fn(rank, ...) instead." in reply.traceback
-
-
 def test_thread_using_the_main_threads_group_gets_a_hint(kernel: Kernel) -> None:
     reply = kernel.run(
         "%%distributed\nimport threading\n"
