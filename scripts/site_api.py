@@ -17,7 +17,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "Clusters and training loops: what `import axon_nb` has.",
         {
             "Clusters": ("start", "attach", "current_cluster", "on_resize", "Cluster", "CellResult"),
-            "In a training loop": ("log", "progress"),
+            "In a training loop": ("log", "progress", "calls"),
             "Errors": (
                 "AxonError",
                 "UsageError",
@@ -54,6 +54,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "all_gather",
                 "gather_tensor",
                 "scatter_tensor",
+                "all_to_all",
                 "send",
                 "recv",
                 "barrier",
@@ -178,6 +179,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             ),
         },
     ),
+    "axon_nb.testing": ("Tests of distributed code on warm ranks, with pytest.", {"Fixtures": ("ranks", "Ranks")}),
 }
 """By module, what it is for and its names by subject."""
 
