@@ -26,6 +26,7 @@ __all__ = ["CallCounts", "OperationCount", "calls", "report_call", "report_paylo
 _INPUT_SECOND = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter"})
 """Operations whose group method takes outputs first."""
 _RENAMED = {**PUBLIC_NAMES, "allgather_coalesced": "all_gather", "monitored_barrier": "barrier"}
+_open: tuple[CallCounts, ...] = ()
 
 
 class OperationCount(NamedTuple):
@@ -120,9 +121,6 @@ class CallCounts:
             ).rstrip()
             for line in table
         )
-
-
-_open: tuple[CallCounts, ...] = ()
 
 
 @contextlib.contextmanager
