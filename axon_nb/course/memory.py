@@ -25,14 +25,14 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and count what it has made."""
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
-                self._given.add(tensor.untyped_storage()._cdata)
+            if isinstance(tensor, torch.Tensor) and StorageWeakRef(tensor.untyped_storage()).cdata not in self._known:
+                self._given.add(StorageWeakRef(tensor.untyped_storage()).cdata)
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._given:
-                    self._known[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                if StorageWeakRef(storage).cdata not in self._given:
+                    self._known[StorageWeakRef(storage).cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self._known.values()))
         return result
@@ -43,4 +43,4 @@ def live_storages() -> dict[int, int]:
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}

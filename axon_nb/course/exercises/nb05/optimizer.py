@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from axon_nb.course.comparisons import difference
 from axon_nb.course.definitions import Exercise, Mistake, Property
@@ -84,7 +85,7 @@ def _kept(trial: Trial) -> tuple[int, int]:
     before = live_storages()
     held = trial.run(_kept_on_rank)
     ours = [tensor for _, model in held for weight in model.parameters() for tensor in (weight, weight.grad)]
-    known = {tensor.untyped_storage()._cdata for tensor in ours if tensor is not None}
+    known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in ours if tensor is not None}
     more = {key: size for key, size in live_storages().items() if key not in before and key not in known}
     return sum(more.values()), sum(weight.nbytes for weight in held[0][1].parameters())
 
