@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from axon_nb.errors import StartError
-from axon_nb.host.children import Children, Death, adopt_orphans
+from axon_nb.host.children import Children, Death, Wakeup, adopt_orphans
 from axon_nb.host.connections import CommandConnection, Connection, Listener, StoreConnection
 from axon_nb.host.deaths import LastOutput, OomCounter, describe_controller_exit, last_line
 from axon_nb.host.fork import EXIT_LIMIT_S
@@ -26,6 +24,7 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
 from axon_nb.records.environment import AGENT_SERVER
 from axon_nb.records.protocol import agent as messages
+from axon_nb.records.protocol.agent_events import AgentEvent, ControllerExit, Exit, encode_event
 from axon_nb.records.protocol.cluster import ClusterFacts
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
@@ -76,11 +75,11 @@ class Agent:
         """Why the cluster cannot start, reported to the notebook when it connects; empty otherwise."""
         self._left_ns = 0
         """Monotonic time at which the last notebook disconnected; 0 if none has."""
-        self._deaths: dict[int, messages.Exit] = {}
+        self._deaths: dict[int, Exit] = {}
         self._commands: dict[type[messages.Command[Any]], Callable[[Any, Any], Any]] = {
             messages.Hello: self._hello,
             messages.SetInfo: lambda peer, one: self._write_info(one.info, peer.owner),
-            messages.GetInfo: lambda *_: self._state(),
+            messages.GetInfo: lambda peer, _: self._state(peer),
             messages.ServeStore: self._serve_store,
             messages.ServeHosts: lambda _, one: self.hosts.listen(one.ip, bytes.fromhex(one.key)),
             messages.Stop: lambda *_: self._begin_stop(),
@@ -89,21 +88,20 @@ class Agent:
     def run(self) -> None:
         """Serve until stopped; leave no child process and no file behind."""
         adopt_orphans()
-        with self._signals():
-            self._listeners: list[Listener | TcpListener | None] = [
-                Listener(self.run_dir.store_socket, self._selector, self._accept_store),
-                Listener(self.run_dir.agent_socket, self._selector, self._accept_command),
-            ]
-            try:
-                if self.options.controller:
-                    self.children.spawn_controller(
-                        self.options.controller, self.run_dir.path / "log" / "controller.log"
-                    )
-                self._write_info(None)
-                self._loop()
-            finally:
-                self.children.kill_all()
-                self.run_dir.remove()
+        self._wakeup = Wakeup(self._begin_stop, at_terminal=self._member is not None)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signal)
+        self._listeners: list[Listener | TcpListener | None] = [
+            Listener(self.run_dir.store_socket, self._selector, self._accept_store),
+            Listener(self.run_dir.agent_socket, self._selector, self._accept_command),
+        ]
+        try:
+            if self.options.controller:
+                self.children.spawn_controller(self.options.controller, self.run_dir.path / "log" / "controller.log")
+            self._write_info(None)
+            self._loop()
+        finally:
+            self.children.kill_all()
+            self.run_dir.remove()
 
     def _loop(self) -> None:
         while True:
@@ -127,25 +125,8 @@ class Agent:
             for key, mask in self._selector.select(wait if idle else 0):
                 key.data(mask)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        reader, writer = socket.socketpair()
-        reader.setblocking(False)
-        writer.setblocking(False)
-        self._wakeup = (reader, writer)
-        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: self._begin_stop())
-        at_terminal = (lambda *_: self._begin_stop()) if self._member else signal.SIG_IGN
-        for number in (signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
-                signal.signal(number, at_terminal)
-        self._selector.register(reader, selectors.EVENT_READ, self._on_signal)
-        yield
-
     def _on_signal(self, mask: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wakeup[0].recv(4096)
+        self._wakeup.clear()
         for death in self.children.reap():
             self._report_death(death)
 
@@ -155,20 +136,20 @@ class Agent:
         facts: dict[str, Any] = {"pid": death.pid, "code": death.code, "time_ns": time.monotonic_ns()}
         facts["out_of_memory"] = self._oom.poll()
         if death.rank is not None:
-            self._report_exit(messages.Exit(rank=death.rank, **facts | self._last_output.of(death.rank)))
+            self._report_exit(Exit(rank=death.rank, **facts | self._last_output.of(death.rank)))
             return
         last_output = last_line(self.run_dir.path / "log" / "controller.log")
-        self._broadcast(messages.ControllerExit(**facts, last_output=last_output))
+        self._broadcast(ControllerExit(**facts, last_output=last_output))
         self._start_failure = describe_controller_exit(death.code, last_output)
         if self._starter is None:  # otherwise stay, to report this to the notebook when it connects
             self._begin_stop()
 
-    def _report_exit(self, event: messages.Exit) -> None:
+    def _report_exit(self, event: Exit) -> None:
         self._deaths[event.rank] = event
         self._broadcast(event)
 
-    def _broadcast(self, event: messages.AgentEvent) -> None:
-        message = messages.encode_event(event)
+    def _broadcast(self, event: AgentEvent) -> None:
+        message = encode_event(event)
         for peer in list(self._peers):
             if isinstance(peer, CommandConnection | MemberConnection) and peer.owner:
                 peer.send_message(message)
@@ -250,9 +231,9 @@ class Agent:
         if peer.owner:
             self._deadline = self._starter = None
             self._write_info(self.info, peer.owner)
-        return self._state()
+        return self._state(peer)
 
-    def _state(self) -> messages.AgentState:
+    def _state(self, peer: CommandConnection | MemberConnection) -> messages.AgentState:
         return messages.AgentState(
             pid=os.getpid(),
             ready=self._forks.ready,
@@ -267,6 +248,9 @@ class Agent:
             info=self.info,
             hosts=self.hosts.facts,
             hosts_refused=tuple(self.hosts.refused),
+            clocks=self.hosts.clocks,
+            received_ns=peer.received_ns if isinstance(peer, MemberConnection) else 0,
+            sent_ns=time.monotonic_ns(),
         )
 
     def _command_rank(
@@ -283,7 +267,7 @@ class Agent:
     def _inherited(self) -> list[Any]:
         listeners = [*self._listeners, self._store_listener, self.hosts.listener]
         sockets = [one.sock for one in listeners if one is not None]
-        return [self._selector, *self._wakeup, *sockets, *(peer.sock for peer in self._peers)]
+        return [self._selector, *self._wakeup.sockets, *sockets, *(peer.sock for peer in self._peers)]
 
     def _write_info(self, info: ClusterFacts | None, owner: str = "") -> None:
         """Store the facts of the cluster, also in the file that other processes read without asking."""

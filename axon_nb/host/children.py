@@ -11,9 +11,11 @@ import ctypes
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 __all__ = [
     "Children",
     "Death",
+    "Wakeup",
     "adopt_orphans",
     "child_pids",
     "run_controller",
@@ -97,6 +100,35 @@ def _state(stat: Path) -> list[bytes]:
 def set_parent_death_signal(number: int) -> None:
     """Request the signal `number` for this process when its parent dies (Linux only; elsewhere a no-op)."""
     _prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+class Wakeup:
+    """Signals of this process as a file that becomes readable.
+
+    Args:
+        stop: Called with SIGTERM.
+        at_terminal: Whether Ctrl-C and a closed terminal stop it as well; otherwise they are ignored.
+    """
+
+    def __init__(self, stop: Callable[[], None], *, at_terminal: bool) -> None:
+        self.sockets = socket.socketpair()
+        for one in self.sockets:
+            one.setblocking(False)
+        signal.set_wakeup_fd(self.sockets[1].fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: stop())
+        for number in (signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
+                signal.signal(number, (lambda *_: stop()) if at_terminal else signal.SIG_IGN)
+
+    def fileno(self) -> int:
+        """Return what a selector waits for."""
+        return self.sockets[0].fileno()
+
+    def clear(self) -> None:
+        """Forget the signals that arrived."""
+        with contextlib.suppress(BlockingIOError):
+            self.sockets[0].recv(4096)
 
 
 @dataclass(frozen=True, slots=True)

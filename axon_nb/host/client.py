@@ -23,11 +23,7 @@ from axon_nb.host.deaths import describe_controller_exit
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH
 from axon_nb.records.protocol.agent import (
-    AgentEvent,
-    Closed,
     Command,
-    ControllerExit,
-    Exit,
     Fork,
     GetInfo,
     Hello,
@@ -35,10 +31,10 @@ from axon_nb.records.protocol.agent import (
     Stop,
     command_message,
     command_name,
-    decode_event,
     decode_outcome,
     rejection,
 )
+from axon_nb.records.protocol.agent_events import AgentEvent, Closed, ControllerExit, Exit, decode_event
 from axon_nb.records.protocol.errors import ProtocolError
 
 __all__ = ["AgentClient", "outcome", "spawn_agent"]

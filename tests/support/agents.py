@@ -18,7 +18,8 @@ import psutil
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import encode, receive
-from axon_nb.records.protocol.agent import Fork, encode_event
+from axon_nb.records.protocol.agent import Fork
+from axon_nb.records.protocol.agent_events import encode_event
 from axon_nb.records.protocol.cluster import ClusterFacts
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from axon_nb.cluster.inspection.rank_clocks import RankClocks
 from axon_nb.cluster.inspection.span_store import SpanStore
 from axon_nb.cluster.inspection.span_table import SpanTable
 from axon_nb.cluster.rpc.answers import Answer
@@ -72,8 +73,7 @@ class SpanFeed:
         """By rank: the future of the reply, and when the request was sent, in nanoseconds."""
         self._next: dict[int, tuple[int, int]] = {}
         """By rank: its process, and the number of the next span."""
-        self._offsets: dict[int, tuple[int, int]] = {}
-        """By rank on another host: the round trip, and what to add to the rank's times, both in nanoseconds."""
+        self._clocks = RankClocks()
         self._due: dict[int, float] = {}
         self._rates: dict[int, tuple[int, bool]] = {}
         """By rank: when its last answered request was sent, in nanoseconds, and whether the span rate was high."""
@@ -172,6 +172,7 @@ class SpanFeed:
         state = self._state()
         if state is None or not state.running:
             return
+        self._clocks.refresh(state)
         for rank in state.ranks if ranks is None else ranks:
             if rank in state.health.dead:
                 self._pending.pop(rank, None)
@@ -202,18 +203,9 @@ class SpanFeed:
         before = self._rates.get(rank, (sent_ns, False))[0]
         self._rates[rank] = (sent_ns, len(reply.spans) * 1e9 > _HIGH_SPANS_PER_S * (sent_ns - before) > 0)
         self.store.set_groups(reply.groups)
-        offset = self._offset(rank, reply.now_ns, sent_ns, now_ns)
-        self.store.add([Span(*row) for row in reply.spans], offset_ns=offset, lost=reply.lost)
-
-    def _offset(self, rank: int, rank_ns: int, sent_ns: int, now_ns: int) -> int:
-        """Return what to add to a rank's times: hosts do not share a monotonic clock."""
-        if sent_ns <= rank_ns <= now_ns:
-            return 0
-        round_trip = now_ns - sent_ns
-        best = self._offsets.get(rank)
-        if best is None or round_trip < best[0]:
-            best = self._offsets[rank] = (round_trip, (sent_ns + now_ns) // 2 - rank_ns)
-        return best[1]
+        clock = self._clocks.of(rank, reply.now_ns, sent_ns, now_ns)
+        self.store.clock_error_ns = self._clocks.error_ns
+        self.store.add([Span(*row) for row in reply.spans], offset_ns=clock.offset_ns, lost=reply.lost)
 
 
 def cell_window(table: SpanTable, cell: int) -> tuple[int, int]:

@@ -112,6 +112,8 @@ class SpanStore:
         """Number of the oldest stored span, which is also the number of dropped ones."""
         self.lost = 0
         """Number of spans that ranks discarded because they were recorded faster than they were fetched."""
+        self.clock_error_ns = 0
+        """By how much times of ranks on different hosts may differ, in nanoseconds; 0: all ranks are on one host."""
         self.num_patched = 0
         """Number of updates to spans that were already stored."""
         self.last_cell: tuple[str, int, int] | None = None
@@ -205,7 +207,8 @@ class SpanStore:
             high = self._count if stop is None else min(max(stop - self.first, low), self._count)
             columns = {name: column[low:high].astype(np.int64) for name, column in self._columns.items()}
             dropped = max(0, self.first - start)
-            return SpanTable(columns, tuple(self._labels), dict(self._groups), self.first + low, self.lost, dropped)
+            labels, groups, error_ns = tuple(self._labels), dict(self._groups), self.clock_error_ns
+            return SpanTable(columns, labels, groups, self.first + low, self.lost, dropped, error_ns)
 
     def ending_after(self, time_ns: int, start: int = 0) -> SpanTable:
         """Return a copy of the spans from number `start` on, from the first one that ends after `time_ns`.

@@ -60,6 +60,8 @@ class SpanTable:
     """Number of spans that ranks discarded because they were recorded faster than they were fetched."""
     dropped: int = 0
     """Number of requested spans that the store had already dropped."""
+    clock_error_ns: int = 0
+    """By how much times of ranks on different hosts may differ, in nanoseconds; 0: all ranks are on one host."""
 
     def __len__(self) -> int:
         return len(self.columns["start"])
@@ -73,7 +75,7 @@ class SpanTable:
     def pick(self, which: npt.NDArray[np.bool_]) -> SpanTable:
         """Return the spans selected by a mask, numbered from 0."""
         columns = {name: column[which] for name, column in self.columns.items()}
-        return SpanTable(columns, self.labels, self.groups, lost=self.lost, dropped=self.dropped)
+        return dataclasses.replace(self, columns=columns, first=0)
 
     def head(self, count: int) -> SpanTable:
         """Return the first `count` spans."""

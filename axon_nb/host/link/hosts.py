@@ -20,21 +20,21 @@ from typing import Any
 from axon_nb.errors import StartError
 from axon_nb.host.connections import Connection
 from axon_nb.host.link.tcp import AcceptedConnection, TcpListener, close_unauthenticated
+from axon_nb.records.clocks import ClockEstimate, HostClock
 from axon_nb.records.protocol.agent import (
     AgentState,
     Command,
-    Exit,
     Fork,
     GetInfo,
     Signal,
     Stop,
     StorePort,
     command_message,
-    decode_event,
     decode_outcome,
     refusal,
     rejection,
 )
+from axon_nb.records.protocol.agent_events import Exit, decode_event
 from axon_nb.records.protocol.cluster import HostFacts, Welcome
 from axon_nb.records.protocol.version import read_version, refuse_host
 from axon_nb.records.protocol.wire import decode, encode
@@ -74,7 +74,9 @@ class HostConnection(AcceptedConnection):
         self.ranks = {}
         self._numbers = itertools.count(1)
         self._replies: dict[int, Reply] = {}
+        self.clock = ClockEstimate()
         self._asked_at = 0.0
+        self._asked_ns = 0
         self._owes_reply = False
         super().__init__(sock, selector, on_close, lambda parts, _: on_message(self, json.loads(parts[0])), key)
 
@@ -99,7 +101,7 @@ class HostConnection(AcceptedConnection):
         """Ask for the state, unless a reply is due; return when to ask next."""
         # One question at a time: with few unacknowledged packets, TCP sends lost ones again after a constant time.
         if not self._owes_reply and now >= self._asked_at + _ASK_INTERVAL_S:
-            self._asked_at, self._owes_reply = now, True
+            self._asked_at, self._owes_reply, self._asked_ns = now, True, time.monotonic_ns()
             self.command(GetInfo(), self._on_state)
         return self._asked_at + _ASK_INTERVAL_S if not self._owes_reply else now + _ASK_INTERVAL_S
 
@@ -107,6 +109,7 @@ class HostConnection(AcceptedConnection):
         self._owes_reply = False
         if not rejection(GetInfo, fields):  # the connection is closed: `fail`
             self.state = decode_outcome(GetInfo, fields)
+            self.clock.add(self._asked_ns, self.state.received_ns, self.state.sent_ns, self.received_ns)
 
     def is_lost(self, now: float) -> bool:
         """Whether it has not responded for too long."""
@@ -160,6 +163,13 @@ class Hosts:
     def facts(self) -> dict[str, HostFacts]:
         """The hosts that are connected, by name."""
         return {name: link.facts for name, link in self._by_name.items() if link.facts is not None}
+
+    @property
+    def clocks(self) -> dict[str, HostClock]:
+        """The clocks of these hosts, by name; not of one that has just joined."""
+        now = time.monotonic_ns()
+        found = {name: link.clock.at(now) for name, link in self._by_name.items()}
+        return {name: clock for name, clock in found.items() if clock is not None}
 
     @property
     def ranks(self) -> dict[int, int]:

@@ -157,6 +157,11 @@ class SignedConnection(Connection):
         """When the last bytes arrived; monotonic time in seconds."""
         super().__init__(sock, selector, on_close)
 
+    @property
+    def received_ns(self) -> int:
+        """The same in nanoseconds."""
+        return round(self.received_at * 1e9)
+
     def received(self, data: bytes) -> None:
         """Verify and handle each complete message."""
         self.received_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Commands to the host agent and its events: one JSON object per line, with the fields of a record beside its name.
+"""Commands to the host agent: one JSON object per line, with the fields of a record beside its name.
 
 `hello`, `get_info` and `stop` keep their names and fields in all versions: `axon-nb list` and `axon-nb stop` use them
 on clusters that another version started.
@@ -12,23 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from axon_nb.records.clocks import HostClock
+from axon_nb.records.protocol.agent_events import Exit
 from axon_nb.records.protocol.cluster import ClusterFacts, HostFacts
-from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.records.telemetry import GpuReport
 
 __all__ = [
-    "AgentEvent",
     "AgentState",
-    "Closed",
     "Command",
-    "ControllerExit",
-    "Exit",
     "Fork",
     "Forked",
     "GetInfo",
     "Hello",
-    "ProcessExit",
     "ReadGpus",
     "ServeHosts",
     "ServeStore",
@@ -40,9 +36,7 @@ __all__ = [
     "command_kind",
     "command_message",
     "command_name",
-    "decode_event",
     "decode_outcome",
-    "encode_event",
     "failure",
     "refusal",
     "rejection",
@@ -56,50 +50,6 @@ class Command(Generic[R_co]):
     """A command of a notebook to the host agent."""
 
     __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessExit:
-    """A process exited."""
-
-    pid: int
-    code: int
-    """Exit code, or minus the signal number."""
-    time_ns: int
-    """When the agent noticed, on the host's monotonic clock."""
-    out_of_memory: bool | None = None
-    """Whether Linux killed a process for lack of memory; None if unknown."""
-    last_output: str = ""
-    """What it wrote just before; may be empty."""
-    crash: str = ""
-    """Python's report of a crash; only of ranks, may be empty."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exit(ProcessExit):
-    """A rank exited."""
-
-    rank: int
-    host_lost: str = ""
-    """Why its host is no longer connected, reads after the host's name; empty if the rank itself exited."""
-    host: str = ""
-    """The rank's host; empty: the agent's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerExit(ProcessExit):
-    """The ipyparallel controller exited."""
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The connection is closed, which the client itself reports: the agent is gone."""
-
-
-AgentEvent = Exit | ControllerExit | Closed
-
-_EVENTS: dict[str, type[AgentEvent]] = {"exit": Exit, "controller_exit": ControllerExit, "closed": Closed}
-_NAMES = {kind: name for name, kind in _EVENTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +81,12 @@ class AgentState:
     """The other hosts that are connected, by name."""
     hosts_refused: tuple[str, ...] = ()
     """Why hosts could not join, one sentence each."""
+    clocks: Mapping[str, HostClock] = field(default_factory=dict)
+    """The clocks of the other hosts, by name."""
+    received_ns: int = 0
+    """When the request arrived, on the agent's monotonic clock; 0: unknown. Only for the agents of other hosts."""
+    sent_ns: int = 0
+    """When the reply was sent, on the same clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,21 +234,3 @@ def decode_outcome(kind: type[Command[R_co]], fields: Mapping[str, Any]) -> R_co
     """
     declared = typing.get_args(kind.__orig_bases__[0])[0]  # type: ignore[attr-defined]
     return decode(declared, None if declared is type(None) else fields)  # type: ignore[no-any-return]
-
-
-def encode_event(event: AgentEvent) -> dict[str, Any]:
-    """Encode an event as the agent sends it."""
-    return {"event": _NAMES[type(event)], **encode(event)}
-
-
-def decode_event(message: Mapping[str, Any]) -> AgentEvent:
-    """Decode what `encode_event` made.
-
-    Raises:
-        ProtocolError: there is no such event, or a field of it does not fit.
-    """
-    fields = dict(message)
-    if (kind := _EVENTS.get(name := fields.pop("event"))) is None:
-        raise ProtocolError(f"The host agent sent an unknown event {name!r}.")
-    event: AgentEvent = decode(kind, fields)
-    return event

@@ -108,15 +108,19 @@ class TimelineFacts:
     """Ranks with work of a GPU of which only the launch is known."""
     estimated: tuple[int, ...] = ()
     """Ranks with communication whose length was measured on a GPU, but not its start."""
+    clock_error_ns: int = 0
+    """By how much times of ranks on different hosts may differ, in nanoseconds; 0: all ranks are on one host."""
 
     @property
     def clock_notes(self) -> list[str]:
         """Sentences on times that are not those at which the work was done."""
-        return [
+        notes = [
             f"{name_ranks(ranks).capitalize()}: {text}"
             for ranks, text in ((self.launched, _LAUNCHED), (self.estimated, _ESTIMATED))
             if ranks
         ]
+        error_ms = self.clock_error_ns / 1e6
+        return [*notes, f"The clocks of the hosts agree to ± {error_ms:.2g} ms."] if error_ms else notes
 
     @property
     def overlap(self) -> float | None:
@@ -152,6 +156,7 @@ def timeline_facts(table: SpanTable, running_since: int | None = None) -> Timeli
         _step(table),
         launched=_ranks_of(table, clocks == CLOCKS.index(LAUNCH)),
         estimated=_ranks_of(table, communicates & (clocks == CLOCKS.index(GPU))),
+        clock_error_ns=table.clock_error_ns,
     )
 
 

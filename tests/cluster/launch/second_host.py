@@ -16,12 +16,16 @@ from typing import Any
 from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
 
 __all__ = [
+    "CLOCK_AHEAD_S",
     "FAR_HOST",
     "HERE",
+    "HERE_IN_OTHER_TIME",
     "IN_NAMESPACE",
+    "IN_OTHER_TIME",
     "FarEngineSetLauncher",
     "Network",
     "network",
+    "one_clock_only",
     "start_with_joined_host",
     "why_not",
 ]
@@ -41,6 +45,15 @@ def far(command):
     return [*move, f"hostname {FAR_HOST}; exec env {{command}}"]
 """
 """The agent is behind a network link."""
+
+CLOCK_AHEAD_S = 5000
+IN_OTHER_TIME = ("unshare", "--time", "--monotonic", f"{CLOCK_AHEAD_S}", "--fork", "--kill-child")
+"""What runs a command with a monotonic clock that is ahead by `CLOCK_AHEAD_S`."""
+HERE_IN_OTHER_TIME = f"""
+def far(command):
+    return [*{IN_OTHER_TIME}, "sh", "-c", f"exec env {{command}} --name {FAR_HOST}"]
+"""
+"""The agent is one more process on this machine, with another clock."""
 
 _START = """
 import contextlib, io, os, subprocess, sys, axon_nb
@@ -123,6 +136,15 @@ def why_not() -> str:
     except (OSError, subprocess.SubprocessError):
         return "may not make a network namespace"
     return ""
+
+
+def one_clock_only() -> str:
+    """Why no process here can have another clock; empty when one can."""
+    try:
+        done = subprocess.run([*IN_OTHER_TIME, "true"], capture_output=True, text=True, check=False, timeout=60)
+    except OSError:
+        return "needs `unshare`"
+    return f"needs a time namespace: {done.stderr.strip()}" if done.returncode else ""
 
 
 @contextlib.contextmanager

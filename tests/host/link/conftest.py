@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,12 @@ class Joining:
     address: str
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, name: str = FAR, *, key: str = KEY, address: str = "") -> subprocess.Popen[str]:
-        """Start the agent of another host."""
+    def start(
+        self, name: str = FAR, *, key: str = KEY, address: str = "", behind: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        """Start the agent of another host, `behind` a command that runs it."""
         process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, address or self.address, name, ENTRY],
+            [*behind, sys.executable, "-c", _MAIN, address or self.address, name, ENTRY],
             env={**os.environ, "PYTHONPATH": str(ROOT), JOIN_KEY.name: key},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
