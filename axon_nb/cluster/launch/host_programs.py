@@ -43,7 +43,7 @@ def configured_hosts() -> dict[str, int]:
     """Return how many ranks each host gets according to ipyparallel's `c.SSHEngineSetLauncher.engines`.
 
     Raises:
-        UsageError: it lists no host.
+        UsageError: it lists no host, or a name that is not one.
     """
     hosts = {name: int(one.get("n", 1) if isinstance(one, dict) else one) for name, one in _ssh().engines.items()}
     if not hosts:
@@ -51,13 +51,16 @@ def configured_hosts() -> dict[str, int]:
             "--hosts ssh uses the hosts of `c.SSHEngineSetLauncher.engines` in ipcluster_config.py, which lists none: "
             "use `--hosts ssh:NAME`."
         )
+    for name in hosts:
+        if "-" in (name[:1], name.rpartition("@")[2][:1]):  # ssh would take it as an option
+            raise UsageError(f"`c.SSHEngineSetLauncher.engines` lists {name!r}, which is not a host name: correct it.")
     return hosts
 
 
 def ssh_address(host: str) -> str:
     """Return the host name or address that ssh's configuration gives for a name."""
     launcher = _ssh()
-    shown = _output([*launcher.ssh_cmd, *launcher.ssh_args, "-G", host])
+    shown = _output([*launcher.ssh_cmd, *launcher.ssh_args, "-G", "--", host])
     names = [line.partition(" ")[2] for line in shown.splitlines() if line.startswith("hostname ")]
     return names[0] if names else host.rpartition("@")[2]
 
@@ -73,7 +76,7 @@ def ssh_command(host: str, address: str) -> tuple[list[str], str]:
     options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
     user = ["-l", launcher.user] if launcher.user and "@" not in host else []
     program = shlex.join(_join_command(launcher.remote_python, address, "--read-key", "--name", host))
-    return [*launcher.ssh_cmd, *launcher.ssh_args, *options, *user, host, program], launcher.remote_python
+    return [*launcher.ssh_cmd, *launcher.ssh_args, *options, *user, "--", host, program], launcher.remote_python
 
 
 def srun_command(job: str, nodes: Sequence[str], address: str) -> tuple[list[str], str]:

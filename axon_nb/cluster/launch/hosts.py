@@ -65,7 +65,9 @@ def _named(text: str, names: str) -> dict[str, int | None]:
     launcher, hosts = text.partition(":")[0], dict[str, int | None]()
     for item in names.split(","):
         name, equals, count = item.strip().partition("=")
-        if not name or name.startswith("-") or (equals and not (count.isascii() and count.isdigit() and int(count))):
+        host = name.rpartition("@")[2]
+        is_name = host and "-" not in (name[:1], host[:1])  # else ssh takes it as an option
+        if not is_name or (equals and not (count.isascii() and count.isdigit() and int(count))):
             raise UsageError(f"--hosts {launcher}: needs host names, such as {launcher}:a,b; got {text}.")
         if name in hosts:
             raise UsageError(f"--hosts {text}: {name} is listed twice.")

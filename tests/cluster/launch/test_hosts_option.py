@@ -34,6 +34,8 @@ def test_ranks_are_spread_over_hosts(text: str, num_ranks: int, counts: tuple[in
         ("slurm:", "got slurm:."),
         ("ssh:", "--hosts ssh: needs host names, such as ssh:a,b; got ssh:."),
         ("ssh:-oX", "got ssh:-oX."),
+        ("ssh:me@-oX", "got ssh:me@-oX."),
+        ("ssh:me@", "got ssh:me@."),
         ("ssh:a,a", "--hosts ssh:a,a: a is listed twice."),
         ("mpi", "--hosts mpi: needs host names, such as mpi:a,b; got mpi."),
         ("mpi:a=2", "--hosts mpi: takes host names without numbers, such as mpi:a,b; got mpi:a=2."),
@@ -77,3 +79,15 @@ def test_ssh_without_names_uses_the_hosts_of_ipyparallel(tmp_path: Path, monkeyp
     command, python = ssh_command("me@b", "10.0.0.1:99")
     assert python == "/far/python"
     assert command[-2:] == ["me@b", "/far/python -P -m axon_nb.cli host --join 10.0.0.1:99 --read-key --name me@b"]
+
+
+def test_configured_host_that_ssh_would_take_as_an_option_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    (tmp_path / "profile_default").mkdir()
+    (tmp_path / "profile_default" / "ipcluster_config.py").write_text(
+        "c.SSHEngineSetLauncher.engines = {'-oProxyCommand=touch x': 1}\n"
+    )
+    with pytest.raises(UsageError, match=r"lists '-oProxyCommand=touch x', which is not a host name: correct it"):
+        parse_hosts("ssh", 8)

@@ -8,34 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.launch.hosts.ssh_server import SshServer, serve_ssh, why_no_ssh
-from tests.cluster.launch.second_host import FAR_HOST, Network, network
+from tests.cluster.launch.hosts.ssh_server import SshServer
+from tests.cluster.launch.second_host import FAR_HOST, Network
 from tests.support.processes import until
 from tests.support.script import Script, command_lines, family
 
 
-def _why_no_mpi() -> str:
-    """Why Open MPI cannot start anything on a second host here; empty when it can."""
+@pytest.fixture(scope="module", autouse=True)
+def _open_mpi() -> None:
+    """Open MPI is needed."""
     if shutil.which("mpiexec") is None:
-        return "needs mpiexec: Debian's openmpi-bin"
+        pytest.skip("needs mpiexec: Debian's openmpi-bin")
     done = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, timeout=60, check=False)
-    return why_no_ssh() if "Open" in done.stdout else "needs Open MPI's mpiexec"
-
-
-@pytest.fixture(scope="module")
-def link() -> Iterator[Network]:
-    """The network between two hosts."""
-    if reason := _why_no_mpi():
-        pytest.skip(reason)
-    with network() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def server(link: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
-    """The sshd of the second host."""
-    with serve_ssh(link, tmp_path_factory.mktemp("sshd")) as server:
-        yield server
+    if "Open" not in done.stdout:
+        pytest.skip("needs Open MPI's mpiexec")
 
 
 @pytest.fixture(scope="module")

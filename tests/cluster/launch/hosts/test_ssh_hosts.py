@@ -10,28 +10,12 @@ from pathlib import Path
 import pytest
 
 from axon_nb.records.protocol.version import PROTOCOL
-from tests.cluster.launch.hosts.ssh_server import SshServer, serve_ssh, why_no_ssh
-from tests.cluster.launch.second_host import FAR_HOST, Network, network
+from tests.cluster.launch.hosts.ssh_server import SshServer
+from tests.cluster.launch.second_host import FAR_HOST, Network
 from tests.support.processes import until
 from tests.support.script import ROOT, Script, command_lines, family
 
 ALL_REDUCE = "t = torch.ones(1); dist.all_reduce(t); (globals().get('kept'), t.item())"
-
-
-@pytest.fixture(scope="module")
-def link() -> Iterator[Network]:
-    """The network between two hosts."""
-    if reason := why_no_ssh():
-        pytest.skip(reason)
-    with network() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def server(link: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
-    """The sshd of the second host."""
-    with serve_ssh(link, tmp_path_factory.mktemp("sshd")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
