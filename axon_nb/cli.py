@@ -101,7 +101,18 @@ def _doctor(options: argparse.Namespace) -> int:
     return report.status
 
 
+def _list_arguments(parser: CommandParser) -> None:
+    _json_argument(parser)
+    parser.add_argument("--all", action="store_true", help="of all users, as far as this user may see them")
+
+
 def _list(options: argparse.Namespace) -> int:
+    if options.all:
+        from axon_nb.doctor.overview import find_all, overview
+
+        found = find_all()
+        print(json.dumps([one.to_json() for one in found], indent=2) if options.json else overview(found))
+        return 0
     from axon_nb.doctor.clusters import find_clusters, table
 
     clusters = find_clusters()
@@ -181,8 +192,9 @@ _COMMANDS: Mapping[str, ProgramCommand] = {
     ),
     "list": ProgramCommand(
         "show your clusters on this host",
-        "Show your clusters on this host, attached and detached. Example: axon-nb list --json",
-        _json_argument,
+        "Show your clusters on this host, attached and detached, and when a cell last started or ended in each. "
+        "Example: axon-nb list --json",
+        _list_arguments,
         _list,
     ),
     "quickstart": ProgramCommand(

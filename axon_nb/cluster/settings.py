@@ -53,6 +53,9 @@ class Settings:
     keep_alive: float = _setting(300.0, seconds(), TakesEffect.NOW, per_cluster=True)
     """How long the ranks keep running after the kernel is restarted or killed, so that `%distributed attach` can
     reconnect. Shutting the kernel down stops them at once."""
+    idle_stop: float = _setting(0.0, seconds(), TakesEffect.NOW, per_cluster=True)
+    """How long no cell may run until the cluster stops itself and frees its memory and GPUs, such as `30min`. It never
+    stops while a cell runs. 0 is never."""
     warm_up: bool = _setting(True, Switch(), TakesEffect.NOW)
     """Whether `%load_ext axon_nb` starts the host agent in the background, which makes the first start faster. `on`
     also starts it now if no cluster is running; `off` stops one that no cluster uses."""
@@ -246,8 +249,8 @@ class LiveSettings(Settings):
 
 
 def settings_facts(settings: Settings) -> dict[str, Any]:
-    """Return what the host agent needs of a cluster's settings: the keep-alive time, and all settings for an attach."""
-    return {"keep_alive_s": settings.keep_alive, "settings": settings.per_cluster()}
+    """Return what the host agent needs of a cluster's settings: times, and all settings for an attach."""
+    return {"keep_alive_s": settings.keep_alive, "idle_stop_s": settings.idle_stop, "settings": settings.per_cluster()}
 
 
 def _nothing(value: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from axon_nb.cluster.output.between_cells import BetweenCells
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.setting_kinds import Value
 from axon_nb.cluster.settings import Settings, settings_facts
-from axon_nb.records.protocol.agent import SetInfo
+from axon_nb.errors import ClusterLostError
+from axon_nb.records.protocol.agent import ReportActivity, SetInfo
 from axon_nb.records.protocol.cluster import ClusterFacts, EngineInfo
 from axon_nb.records.protocol.wire import encode
 
@@ -142,6 +144,11 @@ class ClusterState:
         settings = dataclasses.replace(self.settings, **changed)  # type: ignore[arg-type]
         self._store(dataclasses.replace(self._facts, **settings_facts(settings)))
         self.settings = settings
+
+    def report_activity(self) -> None:
+        """Tell the host agent, without waiting, whether a cell runs."""
+        with contextlib.suppress(ClusterLostError):
+            self.connection.agent.send(ReportActivity(bool(self.active_cells)))
 
     def _store(self, facts: ClusterFacts) -> None:
         self.connection.agent.call(SetInfo(facts))

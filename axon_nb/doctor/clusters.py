@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from axon_nb.host.run_dir import RunDir, all_run_dirs
 from axon_nb.records.protocol.agent import GetInfo
 from axon_nb.records.units import format_seconds
 
-__all__ = ["FoundCluster", "clusters", "find_clusters", "rank_names", "table"]
+__all__ = ["FoundCluster", "ago", "aligned", "clusters", "find_clusters", "rank_names", "table"]
 
 _REPLY_TIMEOUT_S = 5.0
 """An agent does not reply while it imports torch, but the agent of a cluster with ranks has done so."""
@@ -44,6 +44,8 @@ class FoundCluster:
     """Unix time at which its ranks started."""
     keep_alive_left_s: float | None = None
     """Seconds until a detached cluster stops; None while attached."""
+    last_activity: float | None = None
+    """Unix time at which a cell last started or ended, or a notebook connected."""
     agent_pid: int | None = None
     rank_pids: Mapping[int, int] = field(default_factory=dict)
     """Pids of live ranks on this host, by rank."""
@@ -63,6 +65,7 @@ class FoundCluster:
             "engines": self.engines or None,
             "since": self.since,
             "keep_alive_left_s": self.keep_alive_left_s,
+            "last_activity": self.last_activity,
             "agent_pid": self.agent_pid,
             "rank_pids": {str(rank): pid for rank, pid in self.rank_pids.items()},
             "folder": str(self.run_dir.path),
@@ -89,6 +92,7 @@ def _examine(run_dir: RunDir) -> FoundCluster | None:
         backend=str((info.get("layout") or {}).get("backend", "")),
         engines=str(info.get("engines", "")),
         has_joined=bool(info.get("layout")),
+        last_activity=run_dir.last_activity(),
     )
     try:
         with AgentQuery(run_dir, timeout_s=_REPLY_TIMEOUT_S) as agent:
@@ -184,11 +188,22 @@ def _since(one: FoundCluster) -> str:
     return "" if one.since is None else f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(one.since))}"
 
 
+def ago(time_s: float | None) -> str:
+    """Describe how long ago a Unix time was."""
+    return "-" if time_s is None else f"{format_seconds(max(0.0, time.time() - time_s))} ago"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of text as lines with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def table(entries: list[FoundCluster]) -> str:
     """Format a table of clusters, with how to stop detached ones."""
     if not entries:
         return "You have no clusters on this host."
-    rows = [("NAME", "RANKS", "BACKEND", "SINCE", "AGENT", "STATE")]
+    rows = [("NAME", "RANKS", "BACKEND", "SINCE", "LAST ACTIVITY", "AGENT", "STATE")]
     for one in entries:
         dead = one.state == "dead"
         rows.append(
@@ -197,12 +212,12 @@ def table(entries: list[FoundCluster]) -> str:
                 "-" if dead else str(one.num_ranks),
                 one.backend or "-",
                 _since(one).removeprefix("since ") or "-",
+                ago(one.last_activity),
                 "-" if one.agent_pid is None else str(one.agent_pid),
                 state_words(one),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows)
     if any(one.state == "detached" and one.has_joined for one in entries):
         lines.append("Run `%distributed attach NAME` in a notebook to reconnect to a detached cluster.")
     if any(one.state != "attached" for one in entries):

@@ -24,7 +24,7 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
 from axon_nb.records.environment import AGENT_SERVER
 from axon_nb.records.protocol import agent as messages
-from axon_nb.records.protocol.agent_events import AgentEvent, ControllerExit, Exit, encode_event
+from axon_nb.records.protocol.agent_events import AgentEvent, ControllerExit, Exit, IdleStop, encode_event
 from axon_nb.records.protocol.cluster import ClusterFacts
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
@@ -73,12 +73,15 @@ class Agent:
         self._stopping: float | None = None
         self._start_failure = ""
         """Why the cluster cannot start, reported to the notebook when it connects; empty otherwise."""
+        self._active_at, self._busy = time.monotonic(), False
+        """When a cell last started or ended, or a notebook connected; and whether one runs."""
         self._left_ns = 0
         """Monotonic time at which the last notebook disconnected; 0 if none has."""
         self._deaths: dict[int, Exit] = {}
         self._commands: dict[type[messages.Command[Any]], Callable[[Any, Any], Any]] = {
             messages.Hello: self._hello,
             messages.SetInfo: lambda peer, one: self._write_info(one.info, peer.owner),
+            messages.ReportActivity: lambda _, one: self._mark_active(busy=one.busy),
             messages.GetInfo: lambda peer, _: self._state(peer),
             messages.ServeStore: self._serve_store,
             messages.ServeHosts: lambda _, one: self.hosts.listen(one.ip, bytes.fromhex(one.key)),
@@ -90,10 +93,9 @@ class Agent:
         adopt_orphans()
         self._wakeup = Wakeup(self._begin_stop, at_terminal=self._member is not None)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signal)
-        self._listeners: list[Listener | TcpListener | None] = [
-            Listener(self.run_dir.store_socket, self._selector, self._accept_store),
-            Listener(self.run_dir.agent_socket, self._selector, self._accept_command),
-        ]
+        store = Listener(self.run_dir.store_socket, self._selector, self._accept_store)
+        commands = Listener(self.run_dir.agent_socket, self._selector, self._accept_command)
+        self._listeners: list[Listener | TcpListener | None] = [store, commands]
         try:
             if self.options.controller:
                 self.children.spawn_controller(self.options.controller, self.run_dir.path / "log" / "controller.log")
@@ -118,12 +120,25 @@ class Agent:
                     self._stopping = now + _TERM_GRACE_S
             elif (self._deadline is not None and now >= self._deadline) or self._starter not in (None, os.getppid()):
                 self._begin_stop()
+            elif self._idle_at is not None and now >= self._idle_at:
+                self._broadcast(IdleStop(now - self._active_at))
+                self._begin_stop()
             idle = self._forks.step(busy=bool(self.children.ranks or self.hosts.ranks))
-            check_starter = None if self._starter is None else now + 1.0
-            deadlines = [at for at in (*due, self._deadline, self._stopping, check_starter) if at is not None]
+            due += [self._deadline, self._idle_at, self._stopping, None if self._starter is None else now + 1.0]
+            deadlines = [at for at in due if at is not None]
             wait = min(max(0.0, min(deadlines) - time.monotonic()), _LONGEST_WAIT_S) if deadlines else None
             for key, mask in self._selector.select(wait if idle else 0):
                 key.data(mask)
+
+    @property
+    def _idle_at(self) -> float | None:
+        """When the cluster has been idle for too long."""
+        limit_s = self.info.idle_stop_s if self.info is not None and self._stopping is None else 0.0
+        return self._active_at + limit_s if limit_s and not self._busy else None
+
+    def _mark_active(self, *, busy: bool) -> None:
+        self._active_at, self._busy = time.monotonic(), busy
+        self.run_dir.mark_active()
 
     def _on_signal(self, mask: int) -> None:
         self._wakeup.clear()
@@ -230,6 +245,7 @@ class Agent:
             raise StartError(self._start_failure)
         if peer.owner:
             self._deadline = self._starter = None
+            self._mark_active(busy=False)
             self._write_info(self.info, peer.owner)
         return self._state(peer)
 
@@ -272,6 +288,7 @@ class Agent:
     def _write_info(self, info: ClusterFacts | None, owner: str = "") -> None:
         """Store the facts of the cluster, also in the file that other processes read without asking."""
         self.info = None if info is None else replace(info, owner=owner)
+        self._active_at = time.monotonic()  # a prewarmed agent may have waited for long
         self.run_dir.write_info({"pid": os.getpid(), **({} if self.info is None else encode(self.info))})
 
     def _begin_stop(self) -> None:

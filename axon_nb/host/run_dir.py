@@ -169,6 +169,18 @@ class RunDir:
             draft.chmod(0o600)
             draft.replace(self.path / "agent.json")
 
+    def mark_active(self) -> None:
+        """Record, as the time of `agent.json`, that a cell has started or ended."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path / "agent.json")
+
+    def last_activity(self) -> float | None:
+        """Return the Unix time at which a cell last started or ended; None if unknown."""
+        try:
+            return (self.path / "agent.json").stat().st_mtime
+        except OSError:
+            return None
+
     def is_alive(self) -> bool:
         """Whether an agent listens on the socket, or a live process is starting one."""
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:

@@ -22,7 +22,7 @@ USAGE = {
     "--versoin": "axon-nb has no '--versoin'; did you mean --version?",
     "doctor --jsn": "axon-nb doctor has no '--jsn'; did you mean --json?",
     "doctor now": "axon-nb doctor does not accept 'now'; see `axon-nb doctor --help`.",
-    "list --all": "axon-nb list has no '--all'; options are -h, --help, --json.",
+    "list --each": "axon-nb list has no '--each'; options are -h, --help, --json, --all.",
     "list mine": "axon-nb list does not accept 'mine'; see `axon-nb list --help`.",
     "stop --frce": "axon-nb stop has no '--frce'; did you mean --force?",
     "stop one two": "axon-nb stop does not accept 'two'; see `axon-nb stop --help`.",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,8 +94,15 @@ def test_detached_cluster_is_listed_and_stopped(desk: Desk) -> None:
     assert psutil.Process(one["agent_pid"]).create_time() <= one["since"]
     processes = [psutil.Process(pid) for pid in (one["agent_pid"], *one["rank_pids"].values())]
     shown = desk.run("list").out
-    assert shown.splitlines()[0].split() == ["NAME", "RANKS", "BACKEND", "SINCE", "AGENT", "STATE"]
+    assert shown.splitlines()[0].split() == ["NAME", "RANKS", "BACKEND", "SINCE", "LAST", "ACTIVITY", "AGENT", "STATE"]
     assert "detached, stops in " in shown
+    assert one["since"] <= one["last_activity"] <= time.time()
+    (seen,) = [each for each in desk.run("list", "--all", "--json").json() if each["agent_pid"] == one["agent_pid"]]
+    assert (seen["user"], seen["name"], seen["num_ranks"]) == (getpass.getuser(), "train", 2)
+    assert seen["memory_bytes"] > 1 << 20
+    everybody = desk.run("list", "--all").out.splitlines()
+    assert everybody[0].split() == ["USER", "NAME", "RANKS", "MEMORY", "LAST", "ACTIVITY", "AGENT"]
+    assert [line for line in everybody if line.startswith(f"{seen['user']} ") and " train " in line]
     assert "`axon-nb stop NAME`" in shown
     assert desk.run("stop") == Done(0, "Stopped cluster 'train' (2 ranks).\n", "")
     assert all(map(ended, processes))
@@ -205,3 +214,14 @@ def test_listing_has_no_side_effects(desk: Desk) -> None:
     assert "Removed the files of dead cluster '0123456789'" in done.out
     assert not stranger.exists()
     assert desk.left() == []
+
+
+def test_cluster_without_a_cell_stops_itself_and_says_so_when_its_user_is_back(desk: Desk) -> None:
+    script = desk.start("idle")
+    script.ok("from axon_nb.cluster import current\ncurrent.session().settings.set('idle_stop=1s')")
+    script.ok("c.run('import time; time.sleep(2)')")
+    assert until(lambda: desk.entries() == [])
+    message = script.run("c.run('rank')").message
+    assert message.startswith("The cluster 'idle' stopped itself after 1.")
+    assert "s without a cell (setting idle_stop). Run `%distributed start` to start a new one." in message
+    assert until(lambda: not script.others())

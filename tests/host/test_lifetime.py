@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import pytest
 from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
-from axon_nb.records.protocol.agent import GetInfo, SetInfo
+from axon_nb.records.protocol.agent import GetInfo, ReportActivity, SetInfo
 from tests.host.conftest import MakeAgent
 from tests.support.agents import ROOT, RawPeer, Served, dead, facts
 from tests.support.processes import until
@@ -279,3 +280,15 @@ def test_concurrent_attaches_give_one_owner(make_agent: MakeAgent) -> None:
     assert (len(connected), len(refused)) == (1, 3)
     connected[0].stop(60.0)
     connected[0].close()
+
+
+def test_idle_cluster_stops_itself_and_says_so_but_never_while_a_cell_runs(make_agent: MakeAgent) -> None:
+    served = make_agent()
+    served.client.call(ReportActivity(busy=True))
+    served.client.call(SetInfo(replace(facts(), idle_stop_s=0.3)))
+    assert served.client.closed.wait(1.0) is False
+    served.client.call(ReportActivity(busy=False))
+    ended_at = time.monotonic()
+    assert served.event(event="idle_stop")["idle_s"] >= 0.3
+    assert until(served.gone)
+    assert time.monotonic() - ended_at > 0.25

@@ -214,6 +214,7 @@ class CellManager:
             self.state.between_cells.show(sink)
         with self._lock:
             self.state.active_cells.append(run)
+        self.state.report_activity()
         return run
 
     def _abort_controller(self, ranks: Sequence[int]) -> AbortController:
@@ -262,6 +263,7 @@ class CellManager:
         run.finish()
         with self._lock, contextlib.suppress(ValueError):
             state.active_cells.remove(run)
+        state.report_activity()
         if run.cell.lost:
             hint = _ATTACH_HINT if run.cell.lost == LEFT_RUNNING else _START_HINT
             raise ClusterLostError(f"The cluster {state.name!r} {run.cell.lost} while the cell was running. {hint}")

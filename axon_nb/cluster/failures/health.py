@@ -9,8 +9,9 @@ from typing import Any, Protocol
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.failures.report import REPAIR_HINT, RankError
 from axon_nb.errors import ClusterLostError
-from axon_nb.records.protocol.agent_events import AgentEvent, ControllerExit, Exit
+from axon_nb.records.protocol.agent_events import AgentEvent, ControllerExit, Exit, IdleStop
 from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.records.units import format_seconds
 from axon_nb.troubleshooting import more
 
 __all__ = ["NCCL_UNTESTED", "ActiveCell", "Health"]
@@ -95,6 +96,8 @@ class Health:
             self.mark_dead(event.rank, describe_death(event))
         elif isinstance(event, ControllerExit):
             self.mark_lost(f"lost its ipyparallel controller (it {describe_death(event)})")
+        elif isinstance(event, IdleStop):
+            self.mark_lost(f"stopped itself after {format_seconds(event.idle_s)} without a cell (setting idle_stop)")
         else:
             self.mark_lost("lost its host agent")
 

@@ -26,6 +26,7 @@ __all__ = [
     "GetInfo",
     "Hello",
     "ReadGpus",
+    "ReportActivity",
     "ServeHosts",
     "ServeStore",
     "SetInfo",
@@ -112,6 +113,14 @@ class SetInfo(Command[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class ReportActivity(Command[None]):
+    """A cell has started or ended: a cluster without cells may stop itself."""
+
+    busy: bool
+    """Whether a cell runs now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Forked:
     """A new rank."""
 
@@ -195,7 +204,8 @@ def command_name(kind: type[Command[Any]]) -> str:
 
 
 _COMMANDS: dict[str, type[Command[Any]]] = {
-    command_name(kind): kind for kind in (Hello, GetInfo, SetInfo, Fork, Signal, ServeStore, ServeHosts, ReadGpus, Stop)
+    command_name(kind): kind
+    for kind in (Hello, GetInfo, SetInfo, ReportActivity, Fork, Signal, ServeStore, ServeHosts, ReadGpus, Stop)
 }
 
 

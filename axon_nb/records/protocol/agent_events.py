@@ -14,6 +14,7 @@ __all__ = [
     "Closed",
     "ControllerExit",
     "Exit",
+    "IdleStop",
     "ProcessExit",
     "decode_event",
     "encode_event",
@@ -54,13 +55,26 @@ class ControllerExit(ProcessExit):
 
 
 @dataclass(frozen=True, slots=True)
+class IdleStop:
+    """The cluster stops itself: no cell ran for too long."""
+
+    idle_s: float
+    """For how long, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The connection is closed, which the client itself reports: the agent is gone."""
 
 
-AgentEvent = Exit | ControllerExit | Closed
+AgentEvent = Exit | ControllerExit | IdleStop | Closed
 
-_EVENTS: dict[str, type[AgentEvent]] = {"exit": Exit, "controller_exit": ControllerExit, "closed": Closed}
+_EVENTS: dict[str, type[AgentEvent]] = {
+    "exit": Exit,
+    "controller_exit": ControllerExit,
+    "idle_stop": IdleStop,
+    "closed": Closed,
+}
 _NAMES = {kind: name for name, kind in _EVENTS.items()}
 
 

@@ -70,6 +70,8 @@ class ClusterFacts:
     """What each rank reported when it joined."""
     hosts: str = ""
     """The `--hosts` option that it was started with; empty: all ranks are on the notebook's host."""
+    idle_stop_s: float = 0.0
+    """The cluster stops itself when no cell has run for so many seconds; 0: never."""
     owner: str = ""
     """The notebook that connected last; the agent fills it in."""
 

@@ -158,6 +158,7 @@ def test_list_marks_values_differing_from_default_or_cluster() -> None:
     own.set("threads=2")
     assert own.lines() == [
         "keep_alive = 60 s (default 300 s)",
+        "idle_stop = 0 s",
         "warm_up = on",
         "output_limit = 1 MiB",
         "collective_timeout = 1800 s",
@@ -171,7 +172,7 @@ def test_list_marks_values_differing_from_default_or_cluster() -> None:
         "debug = on",
         "start_timeout = 120 s",
     ]
-    assert own.assignments()[:2] == ["keep_alive=60s", "warm_up=on"]
+    assert own.assignments()[:3] == ["keep_alive=60s", "idle_stop=0s", "warm_up=on"]
 
 
 def test_typed_values_are_checked_like_text() -> None:
@@ -223,8 +224,9 @@ def test_attach_inherits_settings_not_set_locally() -> None:
     own.running = lambda: cluster
     own.apply_again()
     assert cluster.taken == [{"keep_alive": 9.0}]
-    assert own.lines()[:5] == [
+    assert own.lines()[:6] == [
         "keep_alive = 9 s (default 300 s)",
+        "idle_stop = 0 s",
         "warm_up = on",
         "output_limit = 4 KiB (default 1 MiB)",
         "collective_timeout = 30 s (default 1800 s)",
