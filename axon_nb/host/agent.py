@@ -24,8 +24,7 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
 from axon_nb.records.environment import AGENT_SERVER
 from axon_nb.records.protocol import agent as messages
-from axon_nb.records.protocol.agent_events import AgentEvent, ControllerExit, Exit, IdleStop, encode_event
-from axon_nb.records.protocol.cluster import ClusterFacts
+from axon_nb.records.protocol.cluster import AgentEvent, ClusterFacts, ControllerExit, Exit, IdleStop, encode_event
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
 

@@ -34,7 +34,7 @@ from axon_nb.records.protocol.agent import (
     decode_outcome,
     rejection,
 )
-from axon_nb.records.protocol.agent_events import AgentEvent, Closed, ControllerExit, Exit, decode_event
+from axon_nb.records.protocol.cluster import AgentEvent, Closed, ControllerExit, Exit, decode_event
 from axon_nb.records.protocol.errors import ProtocolError
 
 __all__ = ["AgentClient", "outcome", "spawn_agent"]

@@ -19,8 +19,7 @@ from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import encode, receive
 from axon_nb.records.protocol.agent import Fork
-from axon_nb.records.protocol.agent_events import encode_event
-from axon_nb.records.protocol.cluster import ClusterFacts
+from axon_nb.records.protocol.cluster import ClusterFacts, encode_event
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode
 from tests.support.processes import until

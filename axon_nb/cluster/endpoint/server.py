@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster.endpoint.operations import OPERATIONS, Operations
 from axon_nb.errors import AxonError, CellInterrupt, UsageError
 from axon_nb.records.endpoint import EndpointError, ErrorCode
-from axon_nb.records.protocol.agent_events import AgentEvent, Closed
+from axon_nb.records.protocol.cluster import AgentEvent, Closed
 from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:

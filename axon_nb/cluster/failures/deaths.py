@@ -6,7 +6,7 @@ import re
 import signal
 from pathlib import PurePath
 
-from axon_nb.records.protocol.agent_events import ControllerExit, Exit
+from axon_nb.records.protocol.cluster import ControllerExit, Exit
 
 __all__ = ["crash_location", "describe_death", "last_line"]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.failures.report import REPAIR_HINT, RankError
 from axon_nb.errors import ClusterLostError
-from axon_nb.records.protocol.agent_events import AgentEvent, ControllerExit, Exit, IdleStop
+from axon_nb.records.protocol.cluster import AgentEvent, ControllerExit, Exit, IdleStop
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_seconds
 from axon_nb.troubleshooting import more

@@ -26,7 +26,7 @@ from axon_nb.cluster.launch.launchers import AgentControllerLauncher, ForkedEngi
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout, rank_environment
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import StartError, UsageError
-from axon_nb.records.protocol.agent_events import Exit
+from axon_nb.records.protocol.cluster import Exit
 
 __all__ = [
     "ON_THIS_HOST",

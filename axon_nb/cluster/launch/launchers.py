@@ -25,8 +25,7 @@ from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient, outcome, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import Fork, GetInfo, SetInfo, Signal
-from axon_nb.records.protocol.agent_events import AgentEvent, Closed, Exit
-from axon_nb.records.protocol.cluster import ClusterFacts, HostFacts
+from axon_nb.records.protocol.cluster import AgentEvent, Closed, ClusterFacts, Exit, HostFacts
 from axon_nb.records.protocol.joining import ENGINE_ENTRY
 from axon_nb.records.protocol.version import own_version
 

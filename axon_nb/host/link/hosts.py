@@ -34,8 +34,7 @@ from axon_nb.records.protocol.agent import (
     refusal,
     rejection,
 )
-from axon_nb.records.protocol.agent_events import Exit, decode_event
-from axon_nb.records.protocol.cluster import HostFacts, Welcome
+from axon_nb.records.protocol.cluster import Exit, HostFacts, Welcome, decode_event
 from axon_nb.records.protocol.version import read_version, refuse_host
 from axon_nb.records.protocol.wire import decode, encode
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from axon_nb.records.clocks import HostClock
-from axon_nb.records.protocol.agent_events import Exit
-from axon_nb.records.protocol.cluster import ClusterFacts, HostFacts
+from axon_nb.records.protocol.cluster import ClusterFacts, Exit, HostFacts
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.records.telemetry import GpuReport
 

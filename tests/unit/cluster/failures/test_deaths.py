@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from axon_nb.cluster.failures.deaths import crash_location, describe_death, last_line
-from axon_nb.records.protocol.agent_events import Exit
+from axon_nb.records.protocol.cluster import Exit
 
 CRASH = """Fatal Python error: {what}
 

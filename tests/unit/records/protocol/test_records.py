@@ -17,8 +17,8 @@ import axon_nb.records.protocol as room
 from axon_nb.records.protocol import wire
 from axon_nb.records.protocol.aborts import AbortReply, AbortRequest, StopRequest
 from axon_nb.records.protocol.agent import Command, command_kind, command_name
-from axon_nb.records.protocol.agent_events import Closed, ControllerExit, Exit, decode_event, encode_event
 from axon_nb.records.protocol.cells import KEY, CellEnd, CellOutcome, read_outcome
+from axon_nb.records.protocol.cluster import Closed, ControllerExit, Exit, decode_event, encode_event
 from axon_nb.records.protocol.contents import CaptureModel
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import DebuggerCommand, StatusRequest, TelemetryEvent
