@@ -24,7 +24,7 @@ from axon_nb.engine.protection.structure import Place, forget_equal_meshes
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.snapshot.memory import StorageFacts
 from axon_nb.engine.snapshot.snapshot import Snapshot
-from axon_nb.engine.snapshot.state import find
+from axon_nb.engine.snapshot.state import StateFinder
 from axon_nb.host.resources.kept_memory import find_kept_memory
 from axon_nb.records.protocol.recovery import ProtectedStep
 
@@ -62,6 +62,7 @@ class Protection:
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
+        self._finder = StateFinder(session.kernel.shell.user_ns)
         self._pid = os.getpid()
         self._memory: SlotMemory | None = None
         self._slots: list[_Slot | None] = [None, None]
@@ -146,7 +147,7 @@ class Protection:
         index = self._latest if overwrites else 1 - self._latest
         self._release(index)
         other = self._slots[1 - index]
-        snapshot, extra = Snapshot(find(self._session.kernel.shell.user_ns)), list[StorageFacts]()
+        snapshot, extra = Snapshot(self._finder.find()), list[StorageFacts]()
         structure: torch.Tensor | None = None
         try:
             changed = snapshot.changed_since(other.snapshot if other is not None else None)

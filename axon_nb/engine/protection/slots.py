@@ -63,8 +63,8 @@ class SlotMemory:
         self._number = max(_NUMBER.unpack_from(self._headers, index * _HEADER_BYTES)[0] for index in (0, 1))
         self._before = range(_PAGE, self._end)
         self._chunk, self._used, self._chunk_offset = self._headers, _PAGE, 0
-        self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
-        """By address of a buffer: its chunk, its position there, and the chunk's offset in the file."""
+        self._places: dict[int, tuple[mmap.mmap, int, int, torch.Tensor]] = {}
+        """By address of a buffer: its chunk, its position there, the chunk's offset in the file, and all of it."""
         self._free: dict[int, list[torch.Tensor]] = {}
         self._idle: set[int] = set()
         """Addresses of free buffers that may have pages."""
@@ -79,7 +79,7 @@ class SlotMemory:
         if self._used + rounded > len(self._chunk):
             self._map(max(rounded, _CHUNK_BYTES))
         buffer = torch.frombuffer(self._chunk, dtype=torch.uint8, count=rounded, offset=self._used)
-        self._places[buffer.data_ptr()] = self._chunk, self._used, self._chunk_offset
+        self._places[buffer.data_ptr()] = self._chunk, self._used, self._chunk_offset, buffer
         self._used += rounded
         return buffer[:size]
 
@@ -91,15 +91,13 @@ class SlotMemory:
 
     def release(self, buffer: torch.Tensor) -> None:
         """See `Allocator`."""
-        chunk, position, _ = self._places[buffer.data_ptr()]
-        rounded = _size_class(buffer.numel())
-        whole = torch.frombuffer(chunk, dtype=torch.uint8, count=rounded, offset=position)
-        self._free.setdefault(rounded, []).append(whole)
+        whole = self._places[buffer.data_ptr()][-1]
+        self._free.setdefault(whole.numel(), []).append(whole)
         self._idle.add(whole.data_ptr())
 
     def offset(self, buffer: torch.Tensor) -> int:
         """Return where in the file a buffer lies."""
-        _, position, chunk_offset = self._places[buffer.data_ptr()]
+        _, position, chunk_offset, _ = self._places[buffer.data_ptr()]
         return chunk_offset + position
 
     def write(self, data: bytes | bytearray) -> torch.Tensor:
@@ -134,7 +132,7 @@ class SlotMemory:
         for buffers in self._free.values():
             for buffer in buffers:
                 if buffer.data_ptr() in self._idle:
-                    chunk, position, _ = self._places[buffer.data_ptr()]
+                    chunk, position, *_ = self._places[buffer.data_ptr()]
                     first = -(-position // _PAGE) * _PAGE
                     last = (position + buffer.numel()) // _PAGE * _PAGE
                     if first < last:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from axon_nb.comm.placements import placed
 from axon_nb.engine.elastic.pickling import placeholder, reduce
 from axon_nb.engine.groups import install
 from axon_nb.engine.session import current
@@ -39,7 +40,9 @@ _Split = tuple[Any, tuple[Any, ...]]
 _Whole = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides of the whole tensor."""
 _STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
-_EACH_OBJECT = (type, types.FunctionType, nn.Module, torch.Tensor)
+_TENSORS = (torch.Tensor, nn.Parameter)
+_BY_NAME = (type, types.FunctionType)
+_EACH_OBJECT = (*_BY_NAME, nn.Module, torch.Tensor)
 """Types of which each object may need other care."""
 
 
@@ -65,23 +68,25 @@ class _Pickler(NamespacePickler):
         self._plain: set[type] = set()
         """Types whose objects need no care."""
 
-    def persistent_id(self, obj: Any) -> Any:
-        """Return the place of a storage; None for all other objects."""
-        if type(obj) not in _STORAGES:
-            return None
-        untyped = obj._untyped_storage if type(obj) is torch.storage.TypedStorage else obj
-        dtype = obj.dtype if type(obj) is torch.storage.TypedStorage else None
-        return (self._save(untyped) if untyped.nbytes() else (0, 0)), str(untyped.device), dtype
-
     def reducer_override(self, obj: Any) -> Any:
         """Return how to recreate an object; called for all but the most basic types."""
         kind = type(obj)
-        if kind in self._plain:
+        if kind in self._plain or (kind in _BY_NAME and _is_global(obj)):
             return NotImplemented
+        if kind in _STORAGES:
+            dtype = obj.dtype if kind is torch.storage.TypedStorage else None
+            return _storage_at, (*self._place(obj.untyped() if dtype is not None else obj), dtype)
+        if kind in _TENSORS and id(obj) not in self._managed and _is_strided(obj):
+            layout = obj.dtype, obj.storage_offset(), tuple(obj.shape), obj.stride()
+            requires_grad = obj.requires_grad and obj.is_leaf
+            return _tensor_at, (*self._place(obj.untyped_storage()), layout, requires_grad, kind is nn.Parameter)
         reduced = self._reduce(obj, kind)
         if reduced is NotImplemented and not issubclass(kind, _EACH_OBJECT):
             self._plain.add(kind)
         return reduced
+
+    def _place(self, storage: torch.UntypedStorage) -> tuple[Place, str]:
+        return (self._save(storage) if storage.nbytes() else (0, 0)), str(storage.device)
 
     def _reduce(self, obj: Any, kind: type) -> Any:
         if id(obj) in self._managed:
@@ -114,6 +119,27 @@ class _Pickler(NamespacePickler):
 
 def _identity(value: Any) -> Any:
     return value
+
+
+def _is_global(obj: Any) -> bool:
+    """Whether a function or class is what a module has under its name, so that a pickle may refer to it by name."""
+    module = sys.modules.get(obj.__module__)
+    return obj.__module__ != "__main__" and vars(module or object).get(obj.__qualname__) is obj
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a place in a storage says all about a tensor."""
+    is_common = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
+    has_more = vars(tensor) or tensor._backward_hooks or tensor.is_conj() or tensor.is_neg()
+    return is_common and not has_more and placed(tensor) is None
+
+
+def _storage_at(place: Place, device: str, dtype: torch.dtype | None) -> Any:
+    raise pickle.UnpicklingError("the content of a storage is in a slot")  # see `_Unpickler.find_class`
+
+
+def _tensor_at(place: Place, device: str, layout: tuple[Any, ...], requires_grad: bool, is_parameter: bool) -> Any:
+    raise pickle.UnpicklingError("the content of a tensor is in a slot")
 
 
 def _owns_memory(array: Any) -> bool:
@@ -197,9 +223,13 @@ class _Unpickler(pickle.Unpickler):
         self._read = read
         self._storages: dict[tuple[Place, str], torch.UntypedStorage] = {}
 
-    def persistent_load(self, pid: Any) -> Any:
-        """Return the storage for what `_Pickler.persistent_id` returned."""
-        place, device, dtype = pid
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what the name stands for: for storages and tensors, a method that reads the slot."""
+        if module == __name__ and name in ("_storage_at", "_tensor_at"):
+            return getattr(self, name)
+        return super().find_class(module, name)
+
+    def _storage_at(self, place: Place, device: str, dtype: torch.dtype | None) -> Any:
         key = place, device
         if key not in self._storages or not place[1]:
             self._storages[key] = self._load(place, torch.device(device))
@@ -207,6 +237,13 @@ class _Unpickler(pickle.Unpickler):
         if dtype is None:
             return storage
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+    def _tensor_at(
+        self, place: Place, device: str, layout: tuple[Any, ...], requires_grad: bool, is_parameter: bool
+    ) -> torch.Tensor:
+        storage, (dtype, *view) = self._storage_at(place, device, None), layout
+        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *view)
+        return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
     def _load(self, place: Place, device: torch.device) -> torch.UntypedStorage:
         if not place[1]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from axon_nb.engine.snapshot.memory import HostMemory
 from axon_nb.engine.snapshot.snapshot import Snapshot, StepCounts
-from axon_nb.engine.snapshot.state import find
+from axon_nb.engine.snapshot.state import StateFinder
 from axon_nb.records.units import format_bytes
 
 __all__ = ["CellSnapshot", "History", "TooLargeError"]
@@ -49,6 +49,7 @@ class History:
 
     def __init__(self, namespace: MutableMapping[str, object], counts: StepCounts, memory: HostMemory) -> None:
         self._namespace = namespace
+        self._finder = StateFinder(namespace)
         self._counts = counts
         self._memory = memory
         self._held: dict[str, Snapshot] = {}
@@ -106,7 +107,7 @@ class History:
         return dict(self._held[key].state.obstacles)
 
     def _take(self, limit: int, *, drops_oldest: bool) -> Snapshot:
-        snapshot = Snapshot(find(self._namespace))
+        snapshot = Snapshot(self._finder.find())
         if snapshot.state.size > limit:
             needs = format_bytes(snapshot.state.size)
             raise TooLargeError(f"has a state of {needs}, more than {format_bytes(limit)}")

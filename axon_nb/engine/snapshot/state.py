@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,10 @@ from axon_nb.engine.snapshot.kinds import kinds_of, obstacle_of
 from axon_nb.engine.snapshot.memory import StorageFacts
 from axon_nb.engine.snapshot.tensors import ArrayState, TensorState, array_kind, plain, tensor_kind
 
-__all__ = ["State", "find", "is_bound_by_user"]
+__all__ = ["State", "StateFinder", "is_bound_by_user"]
+
+_Learned = weakref.WeakKeyDictionary[type, tuple[tuple[Kind, ...], str]]
+"""What is known of types: the kinds of their objects' state, and what these are if they cannot be restored."""
 
 _OF_IPYTHON = re.compile(r"_+|_\d+|_i+|_i\d+|_[dio]h|__\w+__|In|Out|exit|quit|get_ipython|open")
 
@@ -54,20 +58,38 @@ class State:
         return sum(facts.size for facts in self.storages.values())
 
 
-def find(namespace: Mapping[str, Any]) -> State:
-    """Find the state of everything that `namespace` refers to.
+class StateFinder:
+    """Finds the state of everything that a namespace refers to.
 
     Args:
         namespace: Variables by name; names of IPython are left out.
     """
-    with gc_paused(on_main=True), plain():
-        return _Walk(namespace).state
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self._namespace = namespace
+        self._learned: _Learned = weakref.WeakKeyDictionary()
+
+    def find(self) -> State:
+        """Find what it is now."""
+        with gc_paused(on_main=True), plain():
+            return _Walk(self._namespace, self._learned).state
+
+
+def _kinds_and_obstacle(kind: type) -> tuple[tuple[Kind, ...], str]:
+    obstacle = obstacle_of(kind)
+    kinds = () if obstacle else kinds_of(kind)
+    if issubclass(kind, torch.Tensor):
+        kinds = (tensor_kind, *kinds)
+    elif kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in ("ndarray", "memmap", "recarray"):
+        kinds = (array_kind,)
+    return kinds, obstacle
 
 
 class _Walk:
-    def __init__(self, namespace: Mapping[str, Any]) -> None:
+    def __init__(self, namespace: Mapping[str, Any], learned: _Learned) -> None:
         names = {name: value for name, value in list(namespace.items()) if is_bound_by_user(name)}
         self.state = State(names)
+        self._learned = learned
         self._kinds: dict[type, tuple[Kind, ...]] = {}
         self._obstacles: dict[type, str] = {}
         self._seen = {id(namespace), id(vars(builtins))}
@@ -107,14 +129,10 @@ class _Walk:
                 todo.pop()
 
     def _learn(self, kind: type) -> tuple[Kind, ...]:
-        self._obstacles[kind] = obstacle_of(kind)
-        kinds = () if self._obstacles[kind] else kinds_of(kind)
-        if issubclass(kind, torch.Tensor):
-            kinds = (tensor_kind, *kinds)
-        elif kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in ("ndarray", "memmap", "recarray"):
-            kinds = (array_kind,)
-        self._kinds[kind] = kinds
-        return kinds
+        if kind not in self._learned:
+            self._learned[kind] = _kinds_and_obstacle(kind)
+        self._kinds[kind], self._obstacles[kind] = self._learned[kind]
+        return self._kinds[kind]
 
     def _add_storage(self, name: str, saved: TensorState | ArrayState) -> None:
         if isinstance(saved, ArrayState):

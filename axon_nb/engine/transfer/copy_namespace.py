@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import io
@@ -161,8 +162,13 @@ def _gradients(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]
 def import_context(variables: Mapping[str, Any]) -> ImportContext:
     """Return what these variables need to be loaded elsewhere."""
     packages = {value.__name__.partition(".")[0] for value in variables.values() if isinstance(value, types.ModuleType)}
-    modules = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
-    return ImportContext(tuple(sys.path), os.getcwd(), tuple(modules))
+    modules = _modules_of(frozenset(packages), tuple(sys.modules))
+    return ImportContext(tuple(sys.path), os.getcwd(), modules)
+
+
+@functools.lru_cache(maxsize=1)  # protection asks after every step
+def _modules_of(packages: frozenset[str], loaded: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in loaded if name.partition(".")[0] in packages)
 
 
 def apply_import_context(context: ImportContext) -> None:

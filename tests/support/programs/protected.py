@@ -23,6 +23,15 @@ losses: list[float] = []
 schedule = None
 
 
+class Best:
+    """The lowest loss so far, as an attribute."""
+
+    loss = 0.0
+
+
+best = Best()
+
+
 def block() -> nn.Sequential:
     """One of the blocks of all models."""
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 16))
@@ -35,7 +44,7 @@ def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def build(kind: str) -> None:
     """Make the model, its optimizer and its scheduler."""
-    global model, optimizer, decay, schedule, mesh, draws, table
+    global model, optimizer, decay, schedule, mesh, draws, table, latest
     torch.manual_seed(0)
     whole = nn.Sequential(*(block() for _ in range(4)))
     layers = {f"{i}.{n}": style() for i in range(4) for n, style in (("0", ColwiseParallel), ("3", RowwiseParallel))}
@@ -66,6 +75,7 @@ def build(kind: str) -> None:
     np.random.seed(0)
     draws, table = np.random.default_rng(0), np.arange(6.0).reshape(2, 3)
     losses.clear()
+    best.loss, latest = 1e9, ()
 
 
 def kill(*_: object) -> None:
@@ -86,6 +96,7 @@ def forward(x: torch.Tensor) -> float:
 
 def train(until: int, place: str = "", at: int = 0) -> None:
     """Train until so many losses are there; die at a place of the step after `at` losses."""
+    global latest
     while len(losses) < until:
         if place == "step" and len(losses) == at:
             optimizer.register_step_pre_hook(kill)
@@ -101,13 +112,14 @@ def train(until: int, place: str = "", at: int = 0) -> None:
         decay.step()
         optimizer.zero_grad()
         losses.append(loss)
+        best.loss, latest = min(best.loss, loss), (len(losses), loss)
 
 
-def state() -> tuple[list[float], float, str]:
-    """Losses, learning rate, and a digest of this rank's weights and moments."""
+def state() -> tuple[object, ...]:
+    """Losses, learning rate, what the loop notes, and a digest of this rank's weights and moments."""
     digest = hashlib.sha256()
     moments = [moment for entry in getattr(optimizer, "optim", optimizer).state.values() for moment in entry.values()]
     for tensor in (*model.parameters(), *moments):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         digest.update(local.detach().numpy().tobytes())
-    return losses, optimizer.param_groups[0]["lr"], digest.hexdigest()
+    return losses, optimizer.param_groups[0]["lr"], best.loss, latest, digest.hexdigest()
