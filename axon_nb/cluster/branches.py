@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.inspection.job import request_job
 from axon_nb.cluster.recovery.new_ranks import call_all
+from axon_nb.cluster.snapshot.trial import Trials
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import TakePeak
-from axon_nb.records.ranks import name_ranks
 from axon_nb.records.training.job import JobReport, MetricRow
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ def read_plan(branch: str, keep: str | None) -> BranchPlan:
 async def run_branches(cluster: Cluster, code: str, plan: BranchPlan, options: dict[str, Any]) -> Branches:
     """Run the cell for each value, restore the state after each, and run the one to keep again.
 
-    A run that fails or times out is a row, and the others go on. After the death of a rank they cannot, because a new
-    rank does not have the state.
+    A run that fails, times out or kills ranks is a row, and the others go on. Ranks that died are replaced, and get
+    the state from before, if the cell runs on all ranks and a host agent has kept it; otherwise the others cannot run.
 
     Args:
         cluster: The cluster.
@@ -146,7 +146,7 @@ async def run_branches(cluster: Cluster, code: str, plan: BranchPlan, options: d
         plan: The variable, its values, and what to keep.
         options: The options of `Cluster.run`, with the ranks as a list.
     """
-    return await _run_all(cluster.state, cluster.run_async, code, plan, options)
+    return await _run_all(cluster, cluster.run_async, code, plan, options)
 
 
 def run_branches_blocking(cluster: Cluster, code: str, plan: BranchPlan, options: dict[str, Any]) -> Branches:
@@ -155,7 +155,7 @@ def run_branches_blocking(cluster: Cluster, code: str, plan: BranchPlan, options
     async def run(code: str, **options: Any) -> CellResult:
         return cluster.run(code, **options)
 
-    coroutine = _run_all(cluster.state, run, code, plan, options)
+    coroutine = _run_all(cluster, run, code, plan, options)
     try:
         coroutine.send(None)  # it never waits
     except StopIteration as end:
@@ -165,33 +165,34 @@ def run_branches_blocking(cluster: Cluster, code: str, plan: BranchPlan, options
 
 
 async def _run_all(
-    state: ClusterState, run: Callable[..., Awaitable[CellResult]], code: str, plan: BranchPlan, options: dict[str, Any]
+    cluster: Cluster, run: Callable[..., Awaitable[CellResult]], code: str, plan: BranchPlan, options: dict[str, Any]
 ) -> Branches:
+    state, ranks = cluster.state, options["ranks"]
     rows: list[Branch] = []
-    ranks: Sequence[int] = options["ranks"]
-    tried = {**options, "restores": True, "check": False, "values": False, "show_value": False}
+    trials = Trials(state, ranks, cluster.cells.settings.undo_memory)
+    tried = {**options, "undoable": False, "check": False, "values": False, "show_value": False}
     lost = ""
-    for value in plan.values:
-        if lost:
-            rows.append(Branch(value, _NOT_RUN, lost))
-            continue
-        print(f"{plan.name} = {value}", flush=True)
-        before, processes = _drained(state)[0], _processes(state)
-        call_all(state.connection, ranks, TakePeak())
-        result = await run(_with_value(code, plan.name, value), **tried)
-        gone = [rank for rank, pid in processes.items() if rank in state.health.dead or _processes(state)[rank] != pid]
-        lost = f"{name_ranks(gone)} died" if gone else ""
-        living = [rank for rank in ranks if rank not in state.health.dead]
-        peaks = call_all(state.connection, living, TakePeak())
-        rows.append(
-            Branch(
-                value,
-                *_end(result.record or {}),
-                max(result.seconds.values(), default=0.0),
-                max(peaks.values(), default=0),
-                _curves(_drained(state, before)[1], ranks),
-            )
-        )
+    try:
+        for value in plan.values:
+            if lost:
+                rows.append(Branch(value, _NOT_RUN, lost))
+                continue
+            print(f"{plan.name} = {value}", flush=True)
+            code_of_run = _with_value(code, plan.name, value)
+            before, processes = _drained(state)[0], _processes(state)
+            call_all(state.connection, ranks, TakePeak())
+            trials.begin()
+            gone: list[int] = []
+            try:
+                result = await run(code_of_run, **tried)
+                now = _processes(state)
+                gone = [rank for rank in ranks if rank in state.health.dead or now[rank] != processes[rank]]
+                rows.append(_row(state, value, result, before, ranks))
+            finally:
+                lost = trials.end(gone)
+    finally:
+        if not lost:  # a repair needs what is kept
+            trials.close()
     branches = Branches(plan.name, rows)
     chosen = None if lost else _chosen(branches, plan.keep)
     if chosen is None:
@@ -204,6 +205,20 @@ async def _run_all(
     if changed := [metric for metric in branches.metrics if again.last(metric) != chosen.last(metric)]:
         print(f"It is not deterministic: {changed[0]} was {again.last(changed[0])}, not {chosen.last(changed[0])}.")
     return replace(branches, kept=chosen.value)
+
+
+def _row(
+    state: ClusterState, value: str, result: CellResult, before: Mapping[int, JobReport], ranks: Sequence[int]
+) -> Branch:
+    living = [rank for rank in ranks if rank not in state.health.dead]
+    peaks = call_all(state.connection, living, TakePeak())
+    return Branch(
+        value,
+        *_end(result.record or {}),
+        max(result.seconds.values(), default=0.0),
+        max(peaks.values(), default=0),
+        _curves(_drained(state, before)[1], ranks),
+    )
 
 
 def _end(record: Mapping[str, Any]) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.host.shared_memory import SharedBlock
 from axon_nb.records.protocol.joining import JoinConfig
-from axon_nb.records.protocol.recovery import OptimizerReport, ProtectedStep
+from axon_nb.records.protocol.recovery import OptimizerReport, ProtectedStep, UndoableCell
 
 __all__ = ["RankSession", "current", "own_rank", "set_current"]
 
@@ -82,6 +82,9 @@ class ProtectedSteps(Protocol):
 
     def restore(self, run: str, fence: tuple[int, int]) -> list[str]:
         """Return to a slot."""
+
+    def keep(self, key: str, limit: int) -> UndoableCell:
+        """Fill a slot outside of a cell."""
 
     def forget(self) -> None:
         """Give up the slots."""

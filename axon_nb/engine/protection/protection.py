@@ -22,13 +22,16 @@ from axon_nb.engine.protection.iterations import at_end_of_iteration
 from axon_nb.engine.protection.slots import Header, SlotMemory, read_bytes, read_headers
 from axon_nb.engine.protection.structure import Place, forget_equal_meshes
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.snapshot.memory import StorageFacts
+from axon_nb.engine.snapshot.memory import StorageFacts, default_limit
 from axon_nb.engine.snapshot.snapshot import Snapshot
 from axon_nb.engine.snapshot.state import StateFinder
 from axon_nb.host.resources.kept_memory import find_kept_memory
-from axon_nb.records.protocol.recovery import ProtectedStep
+from axon_nb.records.protocol.recovery import ProtectedStep, UndoableCell
+from axon_nb.records.units import format_bytes
 
 __all__ = ["Protection"]
+
+_NO_MEMORY = "only a host agent on Linux can keep its memory"
 
 
 class _Slot:
@@ -94,14 +97,32 @@ class Protection:
             self.forget()
         if not every or len(ranks) != self._session.config.world_size:
             return
-        if self._memory is None:
-            if (fd := self._fd) is None:
-                self._report("This rank is not protected: only a host agent on Linux can keep its memory.")
-                return
-            self._memory = SlotMemory(fd)
+        if not self._open():
+            self._report(f"This rank is not protected: {_NO_MEMORY}.")
+            return
         self._every, self._steps = every, 0
         self._run, self._fence, self._calls = run, (0, 0), recovery.num_calls()
         self._save()
+
+    def _open(self) -> bool:
+        if self._memory is None and (fd := self._fd) is not None:
+            self._memory = SlotMemory(fd)
+        return self._memory is not None
+
+    def keep(self, key: str, limit: int) -> UndoableCell:
+        """Save the state now, outside of a cell; see `calls.keep`."""
+        missing, obstacles = "", dict[str, str]()
+        if not self._open():
+            missing = f"cannot outlive its process: {_NO_MEMORY}"
+        elif (size := self._finder.find().size) > (limit := limit or default_limit()):
+            missing = f"has a state of {format_bytes(size)}, more than {format_bytes(limit)}"
+        else:
+            self._run, self._fence, self._left_out = key, (0, 0), {}
+            try:
+                obstacles = dict(self._fill().state.obstacles)
+            except Exception as error:  # no memory for the copy, or an odd object
+                missing = f"could not copy its state ({type(error).__name__}: {error})"
+        return UndoableCell(key, 0, (), 0.0, missing, obstacles)
 
     def end_cell(self, *, is_ok: bool) -> None:
         """Save the state after a cell whose last step is in no loop, and stop protecting."""
@@ -138,7 +159,7 @@ class Protection:
         except Exception as error:  # no memory, or an odd object: the step of the user must not fail
             self._report(f"A step could not be protected ({type(error).__name__}: {error}).")
 
-    def _fill(self) -> None:
+    def _fill(self) -> Snapshot:
         memory = self._memory
         assert memory is not None
         latest = self._slots[self._latest]
@@ -170,6 +191,7 @@ class Protection:
                 memory.release(structure)
             raise
         memory.trim()
+        return snapshot
 
     def _release(self, index: int) -> None:
         assert self._memory is not None

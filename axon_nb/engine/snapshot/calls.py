@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from axon_nb.engine.session import current
 from axon_nb.engine.snapshot.history import CellSnapshot, History, TooLargeError
-from axon_nb.host.resources.cgroups import free_memory
+from axon_nb.engine.snapshot.memory import default_limit
 from axon_nb.records.protocol.recovery import Undoable, UndoableCell
 
 __all__ = ["hold", "list_undoable", "restore_held", "undo"]
-
-_DEFAULT_LIMIT = 1 << 30
-"""Bytes of a held snapshot where nothing says how much memory is free."""
 
 
 def list_undoable() -> Undoable:
@@ -44,7 +41,7 @@ def hold(key: str, limit: int) -> UndoableCell:
         limit: Bytes that it may take; 0: half of the memory that is free.
     """
     try:
-        obstacles = _history().hold(key, limit or (free_memory() or 2 * _DEFAULT_LIMIT) // 2)
+        obstacles = _history().hold(key, limit or default_limit())
     except TooLargeError as error:
         return UndoableCell(key, 0, (), 0.0, missing=str(error))
     return UndoableCell(key, 0, (), 0.0, obstacles=obstacles)

@@ -12,11 +12,21 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Allocator", "Copy", "HostMemory", "StorageFacts", "equal", "write_back"]
+from axon_nb.host.resources.cgroups import free_memory
+
+__all__ = ["Allocator", "Copy", "HostMemory", "StorageFacts", "default_limit", "equal", "write_back"]
 
 _WORD = 8
 _CHUNK_BYTES = 64 << 20
 """What is on a device is compared in pieces of this size, which are uploaded one by one."""
+
+_UNKNOWN_BYTES = 2 << 30
+"""Taken for the free memory where nothing says how much there is."""
+
+
+def default_limit() -> int:
+    """Return how many bytes a snapshot may take unless the user says: half of the memory that is free."""
+    return (free_memory() or _UNKNOWN_BYTES) // 2
 
 
 class Allocator(Protocol):

@@ -10,8 +10,10 @@ from axon_nb.records.protocol.messages import RankCall
 __all__ = [
     "DisableGroups",
     "FindLostShards",
+    "ForgetProtected",
     "GroupRecord",
     "HoldSnapshot",
+    "KeepSnapshot",
     "ListGroups",
     "ListKeptGroups",
     "ListProtected",
@@ -195,6 +197,14 @@ class RestoreProtected(RankCall[list[str]]):
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetProtected(RankCall[None]):
+    """Give up what `KeepSnapshot` has kept, unless a protected step has taken its place."""
+
+    target = "axon_nb.engine.protection.calls:forget"
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class UndoableCell:
     """A cell of which a rank remembers that it ran."""
 
@@ -245,6 +255,16 @@ class HoldSnapshot(RankCall[UndoableCell]):
     key: str
     limit: int
     """Bytes that it may take; 0: half of the memory that is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSnapshot(RankCall[UndoableCell]):
+    """Do the same in memory that outlives the rank, as a protected step: the name is the run, the fence ``(0, 0)``."""
+
+    target = "axon_nb.engine.protection.calls:keep"
+    key: str
+    limit: int
+    """As for `HoldSnapshot`."""
 
 
 @dataclass(frozen=True, slots=True)

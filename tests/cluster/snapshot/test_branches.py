@@ -94,12 +94,59 @@ def test_failures_are_rows_and_the_others_go_on(ready: Script) -> None:
     assert rows.strip() == expected
 
 
-def test_death_of_a_rank_ends_the_branches(ready: Script) -> None:
-    code = "# %%\nif lr and rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
-    said = ready.ok(f"b = branch({code!r}, '0,1,2'); print([row.state for row in b.rows])").out
+DEADLY = """# %%distributed --branch lr
+import resource
+trouble = "" if isinstance(lr, float) else lr
+lr = 0.1 if trouble else lr
+if trouble == "memory":
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, -1))
+    try:
+        torch.empty(1 << 40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+train(2)
+if trouble == "hang" and rank == 1:
+    time.sleep(1000)
+if trouble == "kill" and rank == 1 or trouble == "kill all":
+    os.kill(os.getpid(), signal.SIGKILL)
+train(2)
+dist.barrier()
+"""
+
+
+def outcomes(script: Script, values: str) -> list[str]:
+    """Run a cell that kills ranks; how each run ended, if the state is as before."""
+    script.ok("before = digest()")
+    script.ok(f"b = branch({DEADLY!r}, {values!r}, timeout=20)")
+    assert script.value("digest() == before"), script.value("digest(), before")
+    states = script.value("[row.state for row in b.rows]")
+    assert isinstance(states, list)
+    return states
+
+
+def test_others_go_on_after_a_rank_was_killed(ready: Script) -> None:
+    assert outcomes(ready, "0.1,'kill',0.1") == ["ok", "failed", "ok"]
+    assert ready.value("b.rows[1].error") == "was killed by SIGKILL"
+    assert ready.value("b.rows[0].curves == b.rows[2].curves")
+
+
+def test_cell_on_some_ranks_ends_with_a_death(ready: Script) -> None:
+    code = "# %%\nif lr and rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)"
+    said = ready.ok(f"b = branch({code!r}, '0,1,2', ranks=[1]); print([row.state for row in b.rows])").out
     assert "Rank 1 died: run `%distributed repair`. The other ranks have the state from before the cell." in said
     assert said.splitlines()[-1] == "['ok', 'failed', 'not run']"
     ready.ok("c.repair(from_rank=0)")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_twenty_branches_with_a_hang_kills_and_no_memory(ready: Script) -> None:
+    troubles = {2: "hang", 5: "kill", 9: "memory", 12: "kill all", 17: "kill"}
+    values = [repr(troubles.get(number, 0.1)) for number in range(20)]
+    states = outcomes(ready, ",".join(values))
+    ended = {"hang": "timed_out", "": "ok"}
+    assert states == [ended.get(troubles.get(number, ""), "failed") for number in range(20)]
+    assert ready.value("len({str(row.curves) for row in b.rows if row.state == 'ok'})") == 1
 
 
 @pytest.mark.parametrize(
