@@ -25,7 +25,7 @@ from axon_nb.engine.transfer.copy_namespace import apply_import_context, import_
 from axon_nb.host.resources.kept_memory import find_kept_memory
 from axon_nb.records.protocol.recovery import GroupRecord
 
-__all__ = ["kept_groups", "pack", "unpack"]
+__all__ = ["kept_groups", "pack", "start_of", "unpack"]
 
 _LENGTH_BYTES = 8
 
@@ -82,9 +82,9 @@ def unpack(session: RankSession, data: bytearray, read: Callable[[int, int], byt
         data: What `pack` returned.
         read: Returns bytes of the slot's file.
     """
-    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES])
-    apply_import_context(pickle.loads(data[_LENGTH_BYTES:start])[0])
-    content = load(memoryview(data)[start:], read)
+    start = start_of(data)
+    apply_import_context(pickle.loads(start)[0])
+    content = load(memoryview(data)[_LENGTH_BYTES + len(start) :], read)
     for tensor, gradient in content["gradients"]:
         tensor.grad = gradient
     session.kernel.shell.user_ns.update(content["variables"])
@@ -94,6 +94,11 @@ def unpack(session: RankSession, data: bytearray, read: Callable[[int, int], byt
     for optimizer, steps in content["steps"]:
         session.steps.set(optimizer, steps)
     set_random_states(content["random"])
+
+
+def start_of(data: bytearray) -> bytes:
+    """Return the pickle of import context and groups, of what `pack` returned."""
+    return bytes(data[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES])])
 
 
 def kept_groups(rank: int) -> list[GroupRecord]:

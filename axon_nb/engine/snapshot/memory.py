@@ -14,7 +14,7 @@ import torch
 
 from axon_nb.host.resources.cgroups import free_memory
 
-__all__ = ["Allocator", "Copy", "HostMemory", "StorageFacts", "default_limit", "equal", "write_back"]
+__all__ = ["Allocator", "Copy", "HostMemory", "StorageFacts", "bytes_of", "default_limit", "equal", "write_back"]
 
 _WORD = 8
 _CHUNK_BYTES = 64 << 20
@@ -101,16 +101,17 @@ class StorageFacts:
         """Whether its content equals an earlier copy."""
         if copy.buffer.numel() != self.size or copy.versions != self.versions:
             return False
-        return equal(_bytes_of(self.storage), copy.buffer)
+        return equal(bytes_of(self.storage), copy.buffer)
 
     def save(self, allocator: Allocator) -> None:
         """Copy its content."""
         buffer = allocator.allocate(self.size)
-        buffer.copy_(_bytes_of(self.storage), non_blocking=buffer.is_pinned())
+        buffer.copy_(bytes_of(self.storage), non_blocking=buffer.is_pinned())
         self.copy = Copy(buffer, frozenset(self.versions))
 
 
-def _bytes_of(storage: Any) -> torch.Tensor:
+def bytes_of(storage: Any) -> torch.Tensor:
+    """Return a storage as uint8 ``[bytes]``."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -140,7 +141,7 @@ def write_back(saved: Iterable[StorageFacts]) -> list[str]:
         try:
             if storage.nbytes() != facts.size:
                 storage.resize_(facts.size)
-            if facts.copy is not None and not equal(current := _bytes_of(storage), facts.copy.buffer):
+            if facts.copy is not None and not equal(current := bytes_of(storage), facts.copy.buffer):
                 current.copy_(facts.copy.buffer)
         except RuntimeError as error:
             refused.append(f"a storage of {facts.size} bytes: {error}")
