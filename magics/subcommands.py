@@ -1,4 +1,4 @@
-"""`%distributed auto`, `seed`, `debug`, `export` and `doctor`."""
+"""`%distributed auto`, `seed`, `debug`, `save`, `load`, `export` and `doctor`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from IPython.core.error import StdinNotImplementedError
 from axon_nb.cluster.debugger.post_mortem import PostMortem
 from axon_nb.cluster.session import current, kept
 from axon_nb.cluster.transfer.broadcast import seed
+from axon_nb.cluster.transfer.saved_session import load_session, save_session
 from axon_nb.errors import AxonError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, command
 from axon_nb.records.ranks import resolve_ranks
@@ -94,7 +95,25 @@ def _debug(options: argparse.Namespace) -> None:
         print(text, end="")
 
 
-SUBCOMMANDS = {"auto": _auto, "seed": _seed, "debug": _debug}
+def _folder_parser(command: str, description: str) -> LineParser:
+    parser = LineParser(f"%distributed {command}", description)
+    parser.add_argument("folder", metavar="NAME", help="a folder that all ranks see")
+    return parser
+
+
+@command(lambda: _folder_parser("save", "Write the state of all ranks to a folder."))
+def _save(options: argparse.Namespace) -> None:
+    """Write the session of all ranks: `%distributed save NAME`."""
+    print(save_session(kept.require("%distributed save").cells, options.folder))
+
+
+@command(lambda: _folder_parser("load", "Load what `%distributed save` has written, on any number of ranks."))
+def _load(options: argparse.Namespace) -> None:
+    """Load a saved session: `%distributed load NAME`."""
+    print(load_session(kept.require("%distributed load").cells, options.folder))
+
+
+SUBCOMMANDS = {"auto": _auto, "seed": _seed, "debug": _debug, "save": _save, "load": _load}
 """Commands by name."""
 
 
