@@ -43,6 +43,9 @@ def _start_parser() -> LineParser:
     )
     parser.add_argument("--hosts", default=None, help="other hosts with ranks: ssh:a,b, slurm, mpi:a,b or join")
     parser.add_argument(
+        "--protect", nargs="?", const="on", metavar="K", help="keep every step, or every K-th, for dead ranks"
+    )
+    parser.add_argument(
         "--force", action="store_true", help="stop ranks that this notebook left running even while a cell runs there"
     )
     return parser
@@ -121,6 +124,7 @@ class DistributedMagics(Magics):
         import train.py [-o NOTEBOOK] [--args WORDS] [--force]: cut a script into the cells of a notebook
         export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
         start [-n N] [--devices auto|cpu|2,5] [--backend auto|shm|gloo|nccl] [--engines LAUNCHER] [--name NAME]
+              [--protect [K]]: keep every step, or every K-th, for ranks that die
               [--force]: end ranks that were left even while a cell runs there
         start -n N --hosts ssh:a,b or mpi:a,b: run ranks there, too · --hosts slurm: on the nodes of the allocation
         start -n N --hosts join --interface eth0: print a command that lets another host run ranks
@@ -168,6 +172,8 @@ class DistributedMagics(Magics):
 
     @command(_start_parser)
     def _start(self, options: argparse.Namespace) -> None:
+        if options.protect is not None:
+            print("\n".join(current.session().settings.set(f"protect={options.protect}")))
         cluster = start.start(
             options.n,
             devices=options.devices,

@@ -61,6 +61,9 @@ class CellSnapshots(Protocol):
     def forget_cells(self) -> None:
         """Drop all of them."""
 
+    def copies(self) -> list[torch.Tensor]:
+        """Return the memory of their copies."""
+
 
 class ProtectedSteps(Protocol):
     """The states after the last steps: `protection.protection.Protection`."""
@@ -88,6 +91,9 @@ class ProtectedSteps(Protocol):
 
     def forget(self) -> None:
         """Give up the slots."""
+
+    def copies(self) -> list[torch.Tensor]:
+        """Return the memory of the slots."""
 
 
 class FailureDebugger(Protocol):

@@ -44,6 +44,7 @@ ROLES = {
     "unsharded": KINDS["p2p"],
     "communication": KINDS["collective"],
     "fragmentation": Color("#8C949F", "#6B7280", "#8C949F"),
+    "copies": KINDS["wait"],
     "other": KINDS["other"],
     "resident": KINDS["other"],
 }

@@ -31,10 +31,11 @@ ROLES = (
     "unsharded",
     "communication",
     "fragmentation",
+    "copies",
     "other",
 )
 """Uses of memory, in drawing order. Only plans know `unsharded` (full FSDP parameters), `communication` (buffers of
-collectives) and `fragmentation`."""
+collectives) and `fragmentation`; `copies` are those of undo and protection."""
 _NUMBERS = {
     "world_size": "ranks",
     "shard": "ranks per replica",

@@ -159,6 +159,7 @@ def measure(
         "gradients": of_gradients,
         "optimizer": storages_of(_state_tensors(optimizers), device_type),
         "buffers": storages_of([buffer for module in modules for buffer in module.buffers()], device_type),
+        "copies": storages_of([*session.snapshots.copies(), *session.protection.copies()], device_type),
         # While no cell runs, a scan delays nothing.
         "other": live_tensors.storages(device_type, now=session.cell is None),
     }

@@ -160,8 +160,7 @@ class Protection:
             self._report(f"A step could not be protected ({type(error).__name__}: {error}).")
 
     def _fill(self) -> Snapshot:
-        memory = self._memory
-        assert memory is not None
+        assert (memory := self._memory) is not None  # noqa: RUF018
         latest = self._slots[self._latest]
         at = self._run, self._fence[0]
         overwrites = latest is None or (latest.header.run, latest.header.fence[0]) == at
@@ -202,8 +201,7 @@ class Protection:
 
     def _dump(self, snapshot: Snapshot, extra: list[StorageFacts]) -> bytearray:
         """Pickle everything but the contents of storages; what cannot be pickled is left out, and reported once."""
-        memory = self._memory
-        assert memory is not None
+        assert (memory := self._memory) is not None  # noqa: RUF018
         copies = dict(snapshot.state.storages)
 
         def save(storage: torch.UntypedStorage) -> Place:
@@ -239,6 +237,10 @@ class Protection:
         """Return the number of steps, until now, of the optimizer that has made most among those in the slots."""
         optimizers = [one for slot in self._slots if slot is not None for one in slot.snapshot.state.optimizers]
         return max(map(self._session.steps.of, optimizers), default=0)
+
+    def copies(self) -> list[torch.Tensor]:
+        """Return the memory of both slots."""
+        return [] if self._memory is None else self._memory.buffers()
 
     def restore(self, run: str, fence: tuple[int, int]) -> list[str]:
         """Return to a slot, and forget a later one.

@@ -95,6 +95,10 @@ class SlotMemory:
         self._free.setdefault(whole.numel(), []).append(whole)
         self._idle.add(whole.data_ptr())
 
+    def buffers(self) -> list[torch.Tensor]:
+        """Return all buffers, also those that are free now."""
+        return [whole for *_, whole in list(self._places.values())]
+
     def offset(self, buffer: torch.Tensor) -> int:
         """Return where in the file a buffer lies."""
         _, position, chunk_offset, _ = self._places[buffer.data_ptr()]

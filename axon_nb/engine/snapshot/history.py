@@ -6,6 +6,8 @@ import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
+import torch
+
 from axon_nb.engine.snapshot.memory import HostMemory
 from axon_nb.engine.snapshot.snapshot import Snapshot, StepCounts
 from axon_nb.engine.snapshot.state import StateFinder
@@ -58,10 +60,18 @@ class History:
         self.cells: list[CellSnapshot] = []
         """Oldest first."""
 
+    def _snapshots(self) -> list[Snapshot]:
+        return [cell.snapshot for cell in list(self.cells) if cell.snapshot is not None] + list(self._held.values())
+
+    def copies(self) -> list[torch.Tensor]:
+        """Return the memory of all copies; any thread may ask."""
+        found = [facts.copy for snapshot in self._snapshots() for facts in snapshot.facts]
+        return [copy.buffer for copy in found if copy is not None]
+
     @property
     def size(self) -> int:
         """Bytes of all copies, and of the storages that only snapshots keep alive."""
-        snapshots = [cell.snapshot for cell in self.cells if cell.snapshot is not None] + list(self._held.values())
+        snapshots = self._snapshots()
         copies = {id(facts.copy): facts.size for snapshot in snapshots for facts in snapshot.facts if facts.copy}
         newest = snapshots[-1].state.storages if snapshots else {}
         old = {key: facts.size for snapshot in snapshots for key, facts in snapshot.state.storages.items()}

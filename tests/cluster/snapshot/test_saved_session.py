@@ -1,4 +1,4 @@
-"""A session is written to a folder: as many new ranks continue bit for bit, another number gets models and optimizers."""
+"""A session in a folder: as many new ranks continue bit for bit, another number gets models and optimizers."""
 
 from __future__ import annotations
 
