@@ -41,6 +41,7 @@ EXAMPLES = {
     "run": "%distributed run train.py --epochs 3   shows its ranks in all views, and keeps its variables",
     "save": "%distributed save run7              writes the state of all ranks to the folder run7",
     "seed": "%distributed seed 0 --per-rank       seed 0 on rank 0, 1 on rank 1, and so on",
+    "slow": "%distributed slow --ranks 2 --factor 2  rank 2 computes half as fast, until `%distributed slow off`",
     "stacks": "%distributed stacks --ranks 1        shows where rank 1 is, even while it is stuck",
     "start": "%distributed start -n 4 --backend gloo",
     "status": "%distributed status                  one row per rank",

@@ -294,6 +294,7 @@ def _watching(request: _Request) -> Iterator[CellViews | None]:
         return
     from axon_nb.widgets.cell.views import cell_views
 
-    title = f"In [{request.options['cell']}]"
+    slowed = request.cluster.state.slowness
+    title = f"In [{request.options['cell']}]{f', slowed: {slowed}' if slowed else ''}"
     with cell_views(request.cluster, request.options["ranks"], title=title) as views:
         yield views

@@ -128,6 +128,7 @@ class DistributedMagics(Magics):
               [--force]: end ranks that were left even while a cell runs there
         start -n N --hosts ssh:a,b or mpi:a,b: run ranks there, too · --hosts slurm: on the nodes of the allocation
         start -n N --hosts join --interface eth0: print a command that lets another host run ranks
+        slow [--ranks R --factor X] [--link A-B|--all-links] [--mbit M] [--latency T] · slow off: ends it
         auto on|off: run plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
         doctor [--json]: check versions, GPUs, limits, network and clusters of this machine; a fix for each problem
         help [NAME or words of a message]: explain a message

@@ -1,4 +1,4 @@
-"""`%distributed auto`, `seed`, `debug`, `save`, `load`, `export` and `doctor`."""
+"""`%distributed auto`, `seed`, `debug`, `slow`, `save`, `load`, `export` and `doctor`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from IPython.core.error import StdinNotImplementedError
 
 from axon_nb.cluster.debugger.post_mortem import PostMortem
 from axon_nb.cluster.session import current, kept
+from axon_nb.cluster.setting_kinds import seconds
 from axon_nb.cluster.transfer.broadcast import seed
 from axon_nb.cluster.transfer.saved_session import load_session, save_session
 from axon_nb.errors import AxonError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, command
+from axon_nb.records.performance.slowness import SlowLink, Slowness
 from axon_nb.records.ranks import resolve_ranks
 
 __all__ = ["SUBCOMMANDS", "doctor", "export_parser", "export_session"]
@@ -113,7 +115,48 @@ def _load(options: argparse.Namespace) -> None:
     print(load_session(kept.require("%distributed load").cells, options.folder))
 
 
-SUBCOMMANDS = {"auto": _auto, "seed": _seed, "debug": _debug, "save": _save, "load": _load}
+def _slow_parser() -> LineParser:
+    parser = LineParser("%distributed slow", "Make ranks or links slow, to see what that costs; `slow off` ends it.")
+    parser.add_argument("state", nargs="?", choices=("off",), default=None, help="default: show what is slow")
+    parser.add_argument("--ranks", metavar="RANKS", default=None, help="ranks that compute slowly: 2 or 0,2-3")
+    parser.add_argument("--factor", metavar="X", type=float, default=None, help="how many times as long they compute")
+    links = parser.add_mutually_exclusive_group()
+    links.add_argument("--link", metavar="A-B", default=None, help="two ranks whose messages are slow, such as 0-1")
+    links.add_argument("--all-links", action="store_true", help="messages between all ranks are slow")
+    parser.add_argument("--mbit", metavar="M", type=float, default=0.0, help="the link's rate in Mbit/s")
+    parser.add_argument("--latency", metavar="T", default="0", help="seconds that each message takes, such as 5ms")
+    return parser
+
+
+@command(_slow_parser)
+def _slow(options: argparse.Namespace) -> None:
+    """Make ranks or links slow: `%distributed slow --ranks 2 --factor 2`, `--link 0-1 --mbit 100`, `off`."""
+    state = kept.require("%distributed slow").state
+    slowness = Slowness() if options.state else state.slowness
+    if (options.ranks is None) != (options.factor is None):
+        raise UsageError("%distributed slow: --ranks and --factor go together, such as --ranks 2 --factor 2.")
+    if options.ranks is not None:
+        slowness = slowness.with_ranks(resolve_ranks(options.ranks, state.world_size), options.factor)
+    latency_s = seconds().read("--latency", options.latency)
+    if options.link is not None or options.all_links:
+        ranks = () if options.all_links else _ends(options.link, state.world_size)
+        slowness = slowness.with_link(SlowLink(ranks, latency_s, options.mbit))
+    elif latency_s or options.mbit:
+        raise UsageError("%distributed slow: --mbit and --latency need --link A-B or --all-links.")
+    if slowness != state.slowness:
+        state.set_slowness(slowness)
+    print(f"Slowed: {slowness}. `%distributed slow off` ends it." if slowness else "Nothing is slowed.")
+
+
+def _ends(text: str, world_size: int) -> tuple[int, ...]:
+    """Return the two ranks of a link, the lower first."""
+    ends = text.split("-")
+    if len(ends) != 2 or not all(end.strip().isdecimal() for end in ends):
+        raise UsageError(f"--link: must name two ranks, such as 0-1; got {text!r}.")
+    return tuple(sorted(rank for end in ends for rank in resolve_ranks(end, world_size)))
+
+
+SUBCOMMANDS = {"auto": _auto, "seed": _seed, "debug": _debug, "slow": _slow, "save": _save, "load": _load}
 """Commands by name."""
 
 

@@ -17,7 +17,8 @@ from axon_nb.cluster.output.between_cells import BetweenCells
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.setting_kinds import Value
 from axon_nb.cluster.settings import Settings, settings_facts
-from axon_nb.errors import ClusterLostError
+from axon_nb.errors import ClusterLostError, UsageError
+from axon_nb.records.performance.slowness import Slowness
 from axon_nb.records.protocol.agent import ReportActivity, SetInfo
 from axon_nb.records.protocol.cluster import ClusterFacts, EngineInfo
 from axon_nb.records.protocol.wire import encode
@@ -133,7 +134,11 @@ class ClusterState:
     def mark_resized(self, layout: Layout, rank_info: tuple[EngineInfo, ...]) -> None:
         """Record that the world has the ranks of `layout` now, which reported `rank_info`."""
         facts = dataclasses.replace(
-            self._facts, world_size=layout.num_ranks, layout=encode(layout), rank_info=rank_info
+            self._facts,
+            world_size=layout.num_ranks,
+            layout=encode(layout),
+            rank_info=rank_info,
+            slowness=self.slowness.on_world(layout.num_ranks),
         )
         self._store(facts)
         self.layout = layout
@@ -149,6 +154,24 @@ class ClusterState:
         """Tell the host agent, without waiting, whether a cell runs."""
         with contextlib.suppress(ClusterLostError):
             self.connection.agent.send(ReportActivity(bool(self.active_cells)))
+
+    @property
+    def slowness(self) -> Slowness:
+        """What is slowed while cells run."""
+        return self._facts.slowness
+
+    def set_slowness(self, slowness: Slowness) -> None:
+        """Slow this from the next cell on, also for notebooks that attach later.
+
+        Raises:
+            UsageError: the groups of these ranks are not ours, so nothing in them can be slowed.
+        """
+        if slowness and (self.backend == "nccl" or not compatibility.can_recover(self.rank_info, self.backend)):
+            raise UsageError(
+                f"Only groups of axon_nb over shared memory or Gloo can be slowed; these are {self.backend} groups of "
+                "torch. Run `%distributed start --backend gloo`."
+            )
+        self._store(dataclasses.replace(self._facts, slowness=slowness))
 
     def _store(self, facts: ClusterFacts) -> None:
         self.connection.agent.call(SetInfo(facts))

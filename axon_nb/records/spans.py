@@ -54,7 +54,7 @@ class Span(NamedTuple):
     end_ns: int
     """End, same clock; never before the start."""
     group: str = ""
-    """Name of the process group; empty if no group is involved."""
+    """Name of the process group; empty if no group is involved. Of a cell: what was slowed on purpose."""
     bytes: int = 0
     """Payload in bytes on this rank; 0 if no data moves."""
     stage: int = -1

@@ -138,6 +138,8 @@ class ClusterInfo:
     """One record per rank, in rank order."""
     mesh: MeshInfo | None = None
     """The device mesh created on the ranks, if any."""
+    slowed: str = ""
+    """What is slowed on purpose, such as ``rank 2 × 2``; empty: nothing."""
     gpus: tuple[GpuUse, ...] = ()
     """The GPUs of the notebook's host, as the driver reports them; empty if no rank uses one."""
     protected: int | None = None

@@ -39,6 +39,7 @@ from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.snapshot.trial import begin_trial, end_trial
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
+from axon_nb.records.performance.slowness import Slowness
 from axon_nb.records.protocol.cells import CellFacts, Measurement, Pauses
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.ranks import name_ranks, resolve_ranks
@@ -186,7 +187,10 @@ class CellManager:
             log_to=self.settings.log_to,
             undo_memory=self.settings.undo_memory if is_undoable else None,
             protect=self.settings.protect if is_undoable else None,
+            slowness=state.slowness if options.get("undoable", False) else Slowness(),
         )
+        if facts.slowness and not quiet:
+            print(f"Slowed: {facts.slowness}. `%distributed slow off` ends it.")
         run.send(code, facts)
         if not run.is_call:
             self.last_run = run.token

@@ -85,7 +85,8 @@ def cluster_card(info: ClusterInfo) -> dict[str, str]:
 def _heading(info: ClusterInfo) -> list[str]:
     ranks = f"{info.num_ranks} rank{'' if info.num_ranks == 1 else 's'}"
     protected = [f"protected: step {info.protected}"] if info.protected is not None else []
-    return [ranks, info.backend, f"on {info.host}", f"engines: {info.engines}", *protected]
+    slowed = [f"slowed: {info.slowed}"] if info.slowed else []
+    return [ranks, info.backend, f"on {info.host}", f"engines: {info.engines}", *protected, *slowed]
 
 
 def _columns(info: ClusterInfo) -> list[tuple[str, bool, list[str]]]:

@@ -116,6 +116,7 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
         ranks=tuple(rows),
         mesh=request_mesh(state.client, states) if states else None,
         protected=_protected(states.values()),
+        slowed=str(state.slowness),
         gpus=_gpus(state) if any(row.device.startswith("cuda") for row in rows) else (),
     )
 

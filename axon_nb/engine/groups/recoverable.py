@@ -160,9 +160,8 @@ class RecoverableGroup(PythonProcessGroup):
         self._table = open_size_table(
             self._root, self._state, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size
         )
-        cancel = self._abort.raise_if_set
-        gloo = self._state.gloo
-        backend = gloo.connect(store, self._own_rank, self._size, timeout=self.timeout, raise_if_cancelled=cancel)
+        connect, cancel = self._state.gloo.connect, self._abort.raise_if_set
+        backend = connect(store, self._own_rank, self._size, timeout=self.timeout, raise_if_cancelled=cancel)
         inner = dist.ProcessGroup(store, self._own_rank, self._size)
         for device in self._device_types:
             inner._register_backend(device, _GLOO, backend)
@@ -195,8 +194,9 @@ class RecoverableGroup(PythonProcessGroup):
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start one operation on the inner group."""
-        calls, abort = self._calls, self._abort
+        calls, abort, slowdown = self._calls, self._abort, self._state.slowdown
         abort.raise_if_set(name)
+        slowdown.sleep()
         point_to_point = name in _POINT_TO_POINT
         peer = peer_of(name, args) if point_to_point else -1
         refusal = calls.refusal_reason(self, name, peer) if calls.exclusive is not None else ""
@@ -230,9 +230,9 @@ class RecoverableGroup(PythonProcessGroup):
             if "gloo" in str(error).lower() and "closed" in str(error).lower():
                 raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
             raise
-        return RecoverableWork(
-            work, call, state=self._state, sliced=sliced, keep_alive=args, on_finish=finished, timeout=self.timeout
-        )
+        late = slowdown.late(work, name, args, self, call.bytes)
+        sliced, more = sliced or late is not work, {"keep_alive": args, "on_finish": finished, "timeout": self.timeout}
+        return RecoverableWork(late, call, state=self._state, sliced=sliced, **more)
 
     def _finished(self, call: Call) -> None:
         self._calls.finish(call)

@@ -12,6 +12,7 @@ from axon_nb.engine.groups.activity import CallLog
 from axon_nb.engine.groups.gloo import GlooTransport
 from axon_nb.engine.groups.native import NativeGroups
 from axon_nb.engine.helper_threads import HelperThreads
+from axon_nb.engine.slowness import Slowdown
 
 __all__ = ["GroupsState", "current_groups", "set_current_groups"]
 
@@ -29,6 +30,8 @@ class GroupsState:
         self.gloo = GlooTransport()
         self.helpers = HelperThreads()
         """Threads for waits that cannot be cut into slices."""
+        self.slowdown = Slowdown(self.abort.raise_if_set, self.helpers.run)
+        """Slows what the cell computes and sends, if it is to be slow."""
         self.epoch = 0
         """How often the groups have been rebuilt."""
         self.installed = False

@@ -80,6 +80,7 @@ class RecoverableWork(Work):
         if self._call.refusal:
             raise UsageError(self._call.refusal)
         end = None if not timeout or timeout <= timedelta(0) else time.monotonic() + timeout.total_seconds()
+        self._state.slowdown.sleep()
         self._call.waiting_thread = threading.get_ident()
         if ring.watched and not is_suppressed("wait"):
             self._call.wait_started_ns = time.monotonic_ns()
@@ -91,6 +92,7 @@ class RecoverableWork(Work):
             raise
         finally:
             self._call.waiting_thread = 0
+            self._state.slowdown.skip()
         if not self._done:
             self._done = True
             self._on_finish(self._call)

@@ -195,6 +195,7 @@ class StepSpans:
         return device_clock.moment(self._session.device)
 
     def _emit(self, kind: str, name: str, since: Moment) -> None:
+        self._session.groups.slowdown.sleep()
         if not is_suppressed(kind):  # a pipeline stage records it with its microbatch
             device_clock.emit(Span(self._rank, kind, name, since.ns, time.monotonic_ns()), since)
 

@@ -100,7 +100,8 @@ class CellRunner:
             session.cell = None
             self._metrics.end_cell()
             self._budget.end()
-            emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end))
+            slowed = f"slowed: {facts.slowness}" if facts.slowness else ""
+            emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end, slowed))
         aborted_at = self._tracebacks.end_cell(reply)
         value = getattr(getattr(shell, "last_execution_result", None), "result", None)
         has_value = reply["status"] == "ok" and value is not None
@@ -136,10 +137,13 @@ class CellRunner:
     async def _execute(
         self, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: Measured
     ) -> dict[str, Any]:
+        slowdown = self._session.groups.slowdown
         self._breakpoints.begin_cell(facts)
+        slowdown.begin_cell(facts.slowness, self._session.config.rank)
         try:
             return self._prepare(facts) or await run_measured(self._session, facts, execute, measured)
         finally:
+            slowdown.end_cell()
             self._breakpoints.end_cell()
 
     def _begin(self, facts: CellFacts) -> None:

@@ -70,6 +70,7 @@ class OptimizerSteps:
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
         self._steps[optimizer] = self.of(optimizer) + 1
+        current().groups.slowdown.sleep()
         frame = sys._getframe(1)
         if step_depth(frame) < 2:
             current().protection.after_step(frame.f_back)

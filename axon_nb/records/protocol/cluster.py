@@ -8,6 +8,7 @@ from typing import Any
 
 from axon_nb.records.compatibility import Verdict
 from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.records.performance.slowness import Slowness
 from axon_nb.records.protocol.version import Version
 from axon_nb.records.protocol.wire import Packed, decode, encode
 
@@ -87,6 +88,8 @@ class ClusterFacts:
     """The `--hosts` option that it was started with; empty: all ranks are on the notebook's host."""
     idle_stop_s: float = 0.0
     """The cluster stops itself when no cell has run for so many seconds; 0: never."""
+    slowness: Slowness = field(default_factory=Slowness)
+    """What is slowed while cells run."""
     owner: str = ""
     """The notebook that connected last; the agent fills it in."""
 

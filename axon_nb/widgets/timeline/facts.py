@@ -110,11 +110,13 @@ class TimelineFacts:
     """Ranks with communication whose length was measured on a GPU, but not its start."""
     clock_error_ns: int = 0
     """By how much times of ranks on different hosts may differ, in nanoseconds; 0: all ranks are on one host."""
+    slowed: tuple[str, ...] = ()
+    """What was slowed on purpose, such as ``slowed: rank 2 × 2``."""
 
     @property
     def clock_notes(self) -> list[str]:
-        """Sentences on times that are not those at which the work was done."""
-        notes = [
+        """Sentences on times that are not those at which the work was done, or that were slowed on purpose."""
+        notes = [f"{text.capitalize()}." for text in self.slowed] + [
             f"{name_ranks(ranks).capitalize()}: {text}"
             for ranks, text in ((self.launched, _LAUNCHED), (self.estimated, _ESTIMATED))
             if ranks
@@ -157,6 +159,7 @@ def timeline_facts(table: SpanTable, running_since: int | None = None) -> Timeli
         launched=_ranks_of(table, clocks == CLOCKS.index(LAUNCH)),
         estimated=_ranks_of(table, communicates & (clocks == CLOCKS.index(GPU))),
         clock_error_ns=table.clock_error_ns,
+        slowed=tuple(sorted({table.labels[label][2] for label in columns["label"][kinds["cell"]].tolist()} - {""})),
     )
 
 

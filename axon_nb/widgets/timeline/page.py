@@ -51,7 +51,8 @@ def timeline_bundle(
     start, end = _extent(shown, focus)
     count = f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
     spans = f"{len(shown)} span{'' if len(shown) == 1 else 's'}"
-    heading = f"{title or 'Timeline'}: {count}, {format_seconds((end - start) / 1e9)}, {spans}"
+    slowed = "".join(f", {text}" for text in summary.facts.slowed)
+    heading = f"{title or 'Timeline'}{slowed}: {count}, {format_seconds((end - start) / 1e9)}, {spans}"
     by_rank = {rank.rank: rank for rank in summary.facts.ranks}
     lines = [heading]
     lines += [f"  rank {rank}: {_describe(by_rank.get(rank))}" for rank in ranks]

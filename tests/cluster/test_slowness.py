@@ -1,0 +1,109 @@
+"""`%distributed slow` on real ranks: how much later computing and messages end, what says so, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.script import Script
+
+COMPUTE = """
+import time
+dist.barrier()
+start, end = time.monotonic(), time.thread_time() + 0.2
+while time.thread_time() < end: pass
+work = dist.all_reduce(torch.ones(1), async_op=True)
+taken = time.monotonic() - start
+work.wait()
+taken
+"""
+SEND = """
+import time
+message = torch.ones(125_000)  # 500 kB: 40 ms at 100 Mbit/s
+dist.barrier()
+start = time.monotonic()
+work = dist.all_reduce(message, async_op=True) if {collective} else None
+if work is None:
+    dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
+free = time.monotonic() - start
+if work is not None:
+    work.wait()
+(float(message.sum()), time.monotonic() - start)
+"""
+DDP = """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+model(torch.full((2, 4), float(rank))).sum().backward()
+float(model.module.weight.grad.sum())
+"""
+COMMAND = "from axon_nb.magics.subcommands import SUBCOMMANDS\nslow = SUBCOMMANDS['slow']"
+
+
+@pytest.fixture(scope="module", params=["shm", "gloo"])
+def slow_script(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    """A script with 2 ranks and the command."""
+    with Script(tmp_path_factory.mktemp("slow")) as script:
+        script.ok(f"import axon_nb\nc = axon_nb.start(2, devices='cpu', backend={request.param!r}, name='slow')")
+        script.ok(COMMAND)
+        yield script
+        script.ok("c.stop()")
+
+
+@pytest.fixture
+def script(slow_script: Script) -> Iterator[Script]:
+    """The script, with nothing slowed afterwards."""
+    yield slow_script
+    slow_script.ok("slow('off')")
+
+
+def values(script: Script, code: str) -> dict[int, object]:
+    """What a cell returns on each rank."""
+    result: dict[int, object] = script.ok(f"c.run({code!r}, quiet=True).values").value
+    return result
+
+
+def test_slow_rank_computes_factor_times_as_long_and_every_view_says_so(script: Script) -> None:
+    assert "Slowed: rank 1 × 3." in script.ok("slow('--ranks 1 --factor 3')").out
+    taken = values(script, COMPUTE)[1]
+    assert isinstance(taken, float)
+    assert taken >= 0.59  # of 0.2 s of computing
+    assert "slowed: rank 1 × 3" in str(script.ok("c._repr_mimebundle_()[0]['text/plain']").value)
+    assert "Slowed: rank 1 × 3. `%distributed slow off` ends it." in script.ok("c.run('1')").out
+    assert "Timeline, slowed: rank 1 × 3:" in script.ok("_ = axon_nb.show.timeline(cluster=c)").out
+    assert "Nothing is slowed." in script.ok("slow('off')").out
+    assert "Slowed" not in script.ok("c.run('1')").out
+
+
+def test_slow_link_delays_messages_and_collectives_as_said(script: Script) -> None:
+    script.ok("slow('--link 0-1 --mbit 100 --latency 50ms')")
+    sent, reduced = (values(script, SEND.format(collective=collective)) for collective in (False, True))
+    assert sent[1][0] == 125_000  # type: ignore[index]
+    assert sent[1][1] >= 0.09  # type: ignore[index]
+    for rank in (0, 1):
+        assert reduced[rank][0] == 250_000  # type: ignore[index]
+        assert reduced[rank][1] >= 2 * 0.07  # type: ignore[index] # two rounds of half the message
+    assert values(script, DDP) == {0: 16.0, 1: 16.0}
+
+
+def test_cell_on_an_endless_link_can_be_aborted(script: Script) -> None:
+    script.ok("slow('--all-links --latency 1h')")
+    assert "CellTimeoutError" in script.run("c.run('dist.barrier()', timeout=2)").kinds
+    script.ok("slow('off')")
+    assert values(script, "dist.barrier(); rank") == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--ranks 5 --factor 2", "rank 5 does not exist: ranks are 0 to 1."),
+        ("--ranks 1", "--ranks and --factor go together"),
+        ("--link 0 --mbit 10", "--link: must name two ranks, such as 0-1; got '0'."),
+        ("--mbit 10", "--mbit and --latency need --link A-B or --all-links."),
+        ("--link 0-1 --latency soon", "--latency must be a number of seconds"),
+    ],
+)
+def test_bad_input_of_slow_is_refused_in_one_sentence(script: Script, line: str, message: str) -> None:
+    answer = script.run(f"slow({line!r})")
+    assert answer.kinds[0] == "UsageError"
+    assert message in answer.message
+    assert "Nothing is slowed." in script.ok("slow('')").out
