@@ -83,6 +83,7 @@ def _timeline_parser() -> LineParser:
     parser = LineParser("%timeline", "Show each rank's spans over time.")
     parser.add_argument("--ranks", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
     parser.add_argument("--cell", default=None, metavar="N[,M]", help="show only the finished cell In [N], or two")
+    parser.add_argument("--advise", action="store_true", help="say what would shorten a training step, and by how much")
     parser.add_argument(
         "--save", default=None, metavar="FILE", help="write .json (Perfetto), .html, .csv or .svg instead"
     )
@@ -104,13 +105,14 @@ class TimelineMagics(Magics):
     @line_magic
     @command(_timeline_parser)
     def timeline(self, options: argparse.Namespace) -> None:
-        """Show each rank's spans over time: `%timeline [--ranks 0,2-3] [--cell N[,M]] [--save FILE]`.
+        """Show each rank's spans over time: `%timeline [--ranks 0,2-3] [--cell N[,M]] [--advise | --save FILE]`.
 
         It shows forwards, backwards, optimizer steps, collectives and waiting; and a pipeline's last step beside its
         ideal. The view is updated by later cells until it is opened again.
 
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
         --cell N        show only the finished cell In [N]; with two, such as 7,9, show them beside each other
+        --advise        say what would shorten a training step, most first, and by how much
         --save FILE     write a file instead: .json is a trace for Perfetto, .html a page, .csv a table, .svg a picture
 
         Example: `%timeline --ranks 0-1`, or `%timeline --save trace.json`.
@@ -126,6 +128,13 @@ class TimelineMagics(Magics):
             compare_cells(cluster, ranks, cells)
             return
         cell = cells[0] if cells else None
+        if options.advise:
+            if options.save is not None:
+                raise UsageError("--advise: shows advice and writes no file; leave --save out.")
+            from axon_nb.widgets.open import show_advice
+
+            show_advice(cluster, ranks, cell=cell)
+            return
         if options.save is None:
             from axon_nb.widgets.open import show_timeline
 

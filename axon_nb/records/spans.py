@@ -46,7 +46,8 @@ class Span(NamedTuple):
     rank: int
     """Rank in the default group."""
     kind: str
-    """Family of the action: ``cell``, ``forward``, ``backward``, ``optimizer``, ``collective``, ``p2p``, ``wait``."""
+    """Family of the action: ``cell``, ``forward``, ``backward``, ``optimizer``, ``collective``, ``p2p``, ``wait``,
+    ``data`` (waits for a DataLoader), ``gc`` (collects garbage)."""
     name: str
     """The action itself, such as ``all_reduce``."""
     start_ns: int

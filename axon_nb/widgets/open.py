@@ -21,13 +21,14 @@ from axon_nb.widgets.html import folded
 from axon_nb.widgets.panel import Panel
 from axon_nb.widgets.shards.page import shards_bundle
 from axon_nb.widgets.shards.tensors import merge_shards
+from axon_nb.widgets.timeline.advice import advice_bundle
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.record import Timeline
 
 if TYPE_CHECKING:
     from axon_nb.widgets.timeline.planned import PlannedTimeline
 
-__all__ = ["compare_cells", "show_memory", "show_planned", "show_shards", "show_timeline", "show_watch"]
+__all__ = ["compare_cells", "show_advice", "show_memory", "show_planned", "show_shards", "show_timeline", "show_watch"]
 
 
 def show_watch(cluster: Cluster) -> None:
@@ -115,6 +116,24 @@ def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = 
 
         _open(TimelinePanel(cluster, list(ranks)), shell, "timeline", id(cluster))
     return timeline
+
+
+def show_advice(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = None) -> None:
+    """Show what would shorten a training step, and by how much, as a replay of the recorded steps says.
+
+    Args:
+        cluster: The cluster.
+        ranks: Which of its ranks.
+        cell: Number of a finished cell; None: the last one with training steps.
+
+    Raises:
+        UsageError: Ranks have no spans of that cell, or none of a training step.
+    """
+    bundle = advice_bundle(Timeline(cluster, list(ranks), cell=cell).table())
+    if _notebook_shell() is None:
+        print(bundle["text/plain"])
+    else:
+        display(bundle, raw=True)
 
 
 def show_planned(spans: Sequence[Span], title: str) -> PlannedTimeline:

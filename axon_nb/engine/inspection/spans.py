@@ -1,4 +1,4 @@
-"""Reads spans for the notebook, and records forwards, backwards and optimizer steps while it watches.
+"""Reads spans for the notebook; records forwards, backwards, steps, slow loading and collections while it watches.
 
 All hooks in torch are installed here and removed when nobody watches any more. Hooks of modules and optimizers are
 torch's public ones. The global module hook exists only until the outermost module is reached, whose own hook brings it
@@ -10,6 +10,7 @@ meanwhile. Without it (hook `inspection.backward_spans`), the other spans are st
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
 
 from axon_nb.comm.device_clock import Moment, device_clock
 from axon_nb.engine.collective_names import PUBLIC_NAMES
@@ -37,6 +39,8 @@ from axon_nb.records.spans import Span, emit, is_suppressed, ring
 
 __all__ = ["SpanReader", "StepSpans", "backward_problems"]
 
+_SHORTEST_NS = 200_000
+"""Of a garbage collection or a wait for a DataLoader that is recorded."""
 _POLL_S = 0.5
 _RECORDER_S = 0.5
 """Interval between readings of torch's flight recorder, which writes all that it holds each time."""
@@ -70,12 +74,10 @@ class StepSpans:
     """
 
     def __init__(self, session: RankSession) -> None:
-        self._session = session
-        self._rank = session.config.rank
+        self._session, self._rank = session, session.config.rank
         self._main = threading.main_thread().ident
         self._lock = threading.Lock()
-        self._until = 0.0
-        self._recording = False
+        self._until, self._recording = 0.0, False
         self._removers: list[Callable[[], None]] = []
         self._cell: int | None = None
         self._entry_hook: Any = None
@@ -84,7 +86,7 @@ class StepSpans:
         """Handle of the outermost module's own hook."""
         self._forward_start = Moment(0)
         self._step_start: Moment | None = None
-        self._in_backward = False
+        self._in_backward, self._collection_start_ns = False, 0
 
     def watch(self, seconds: float) -> None:
         """Record for the next `seconds`; zero stops. Thread-safe."""
@@ -120,6 +122,40 @@ class StepSpans:
         self._removers = [self._remove_module_hooks, *(handle.remove for handle in steps)]
         if not missing_hooks("inspection.backward_spans"):
             self._removers.append(self._wrap_backward())
+        if not missing_hooks("inspection.loader_spans"):
+            self._removers.append(self._wrap_loader())
+        gc.callbacks.append(self._on_collection)
+        self._removers.append(lambda: gc.callbacks.remove(self._on_collection))
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collection_start_ns = time.monotonic_ns()
+        elif self._is_recording():
+            self._emit_long("gc", "garbage collection", self._collection_start_ns)
+
+    def _wrap_loader(self) -> Callable[[], None]:
+        kind: Any = dataloader._BaseDataLoaderIter
+        original = kind.__next__
+
+        @functools.wraps(original)
+        def next_batch(batches: Any) -> Any:
+            start = time.monotonic_ns()
+            try:
+                return original(batches)
+            finally:
+                if self._is_recording():
+                    self._emit_long("data", "DataLoader", start)
+
+        def remove() -> None:
+            if kind.__next__ is next_batch:
+                kind.__next__ = original
+
+        kind.__next__ = next_batch
+        return remove
+
+    def _emit_long(self, kind: str, name: str, start_ns: int) -> None:
+        if (end_ns := time.monotonic_ns()) - start_ns >= _SHORTEST_NS:
+            emit(Span(self._rank, kind, name, start_ns, end_ns))
 
     def _begin_cell(self) -> None:
         """Reset the state: an interrupt may have left the last cell inside a forward."""

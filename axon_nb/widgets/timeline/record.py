@@ -21,6 +21,7 @@ from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.palette import OTHER, SPAN_CODES, paints_for_page
+from axon_nb.widgets.timeline.advice import add_advice
 from axon_nb.widgets.timeline.content import page_facts, summarize
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.picture import timeline_svg
@@ -69,7 +70,7 @@ def page_traits(table: SpanTable, ranks: Sequence[int], *, title: str) -> tuple[
         "now": (end - origin) / 1e9,
         "focus": [0.0, (end - origin) / 1e9],
         "finished": True,
-        **page_facts(summarize(table), ranks),
+        **add_advice(page_facts(summarize(table), ranks), table),
     }
     config = {"ranks": list(ranks), "title": title, "paints": paints_for_page()}
     return config, pack(table, header, origin_ns=origin)

@@ -27,6 +27,16 @@ export function lateRanks(facts) {
   return late.map(({ rank }) => rank).sort((a, b) => a - b);
 }
 
+/**
+ * What would shorten a step, behind a button.
+ *
+ * @param {string[]} advice
+ */
+function makeAdvice(advice) {
+  const items = advice.map((text) => element("li", {}, text));
+  return element("details", { class: "axon-advice" }, element("summary", {}, "advice"), element("ol", {}, ...items));
+}
+
 /** The facts of a timeline, above and below its rows. */
 export class FactsPanel {
   #showsAll = false;
@@ -59,6 +69,7 @@ export class FactsPanel {
       show.addEventListener("click", () => this.onFilter(notice.filter));
       this.parts.notice.append(makeNotice(notice, show));
     }
+    if (facts.advice?.length) this.parts.notice.append(makeAdvice(facts.advice));
     const columns = [{ title: "rank" }, ...facts.columns.map(({ title }) => ({ title, isNumber: true }))];
     const rows = this.#rows(facts).map(({ rank, cells }) => ({
       name: `rank ${rank}`,
