@@ -69,6 +69,7 @@ bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the ta
 	$(VENV)/bin/python -m benchmarks.sharded
 	$(VENV)/bin/python -m benchmarks.tensor
 	$(VENV)/bin/python -m benchmarks.data
+	$(VENV)/bin/python -m benchmarks.advice
 	$(VENV)/bin/python -m benchmarks.views
 	$(VENV)/bin/python -m benchmarks.assistance
 	$(VENV)/bin/python -m benchmarks.planner_time

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axon_nb.records.compatibility import Verdict
-from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.performance.slowness import Slowness
+from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.version import Version
 from axon_nb.records.protocol.wire import Packed, decode, encode
 

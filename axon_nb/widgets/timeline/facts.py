@@ -116,7 +116,7 @@ class TimelineFacts:
     @property
     def clock_notes(self) -> list[str]:
         """Sentences on times that are not those at which the work was done, or that were slowed on purpose."""
-        notes = [f"{text.capitalize()}." for text in self.slowed] + [
+        notes = [f"S{text[1:]}." for text in self.slowed] + [
             f"{name_ranks(ranks).capitalize()}: {text}"
             for ranks, text in ((self.launched, _LAUNCHED), (self.estimated, _ESTIMATED))
             if ranks

@@ -40,3 +40,16 @@ def test_collectives_on_gpus_are_compared_by_their_lengths() -> None:
     assert timeline_facts(table).clock_notes == [
         "Ranks 0-1: the lengths of NCCL's operations are measured, their starts are estimated."
     ]
+
+
+def test_what_was_slowed_on_purpose_is_in_heading_and_notes() -> None:
+    store = SpanStore()
+    store.add(
+        [
+            Span(0, "cell", "In [3]", 0, 5 * MS, "slowed: all links: 100 Mbit/s"),
+            Span(0, "cell", "In [4]", 6 * MS, 9 * MS),
+        ]
+    )
+    assert timeline_facts(store.table()).clock_notes == ["Slowed: all links: 100 Mbit/s."]
+    bundle = timeline_bundle(store.table(), [0], title="")
+    assert bundle["text/plain"].startswith("Timeline, slowed: all links: 100 Mbit/s: 1 rank")
