@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import functools
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.display import display
 
-from axon_nb.cluster.branches import BranchPlan, read_plan
+from axon_nb.cluster.branches import read_plan, run_branches, run_branches_blocking
 from axon_nb.cluster.cells.result import CellResult
+from axon_nb.cluster.comparison.run import compare, compare_blocking
 from axon_nb.cluster.debugger.breakpoints import BreakpointPrompt
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser
@@ -25,15 +27,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
+    "CellRuns",
     "Measures",
-    "add_branches",
     "add_measures",
     "add_pauses",
+    "add_runs",
     "duration",
     "profile_frame",
-    "read_branches",
     "read_measures",
     "read_pauses",
+    "read_runs",
     "repeat_lines",
     "seconds",
     "time_lines",
@@ -223,8 +226,18 @@ def _call(text: str) -> tuple[str, int]:
     return name, int(number or 0)
 
 
-def add_branches(parser: LineParser) -> None:
-    """Add the options that run a cell several times from the same state."""
+@dataclass(frozen=True, slots=True)
+class CellRuns:
+    """How a cell runs more than once; each function takes the cluster, the code and the options of `Cluster.run`."""
+
+    run: Callable[..., Awaitable[Any]]
+    run_blocking: Callable[..., Any]
+    bundle: Callable[[Any], dict[str, str]]
+    """Shows what they return."""
+
+
+def add_runs(parser: LineParser) -> None:
+    """Add the options that restore the state before a cell, or run it several times from there."""
     parser.add_argument("--try", dest="restores", action="store_true", help="restore the state from before afterwards")
     parser.add_argument(
         "--branch",
@@ -235,19 +248,45 @@ def add_branches(parser: LineParser) -> None:
     parser.add_argument(
         "--keep", metavar="VALUE", default=None, help="the value whose state stays, or best:loss, highest:accuracy"
     )
+    parser.add_argument(
+        "--compare",
+        metavar="PLAIN",
+        nargs="?",
+        const="",
+        default=None,
+        help="compare with one rank; PLAIN is a plain model for one that is split over ranks",
+    )
 
 
-def read_branches(options: argparse.Namespace) -> BranchPlan | None:
-    """Return what `--branch` and `--keep` say; None if the cell runs once.
+def read_runs(options: argparse.Namespace) -> CellRuns | None:
+    """Return what `--branch`, `--keep` and `--compare` say; None if the cell runs once.
 
     Raises:
         UsageError: they are invalid, or do not go with another option.
     """
-    if options.branch is None:
-        if options.keep is not None:
-            raise UsageError(f"--keep {options.keep} needs --branch, such as --branch lr=1e-3,3e-4.")
+    if options.branch is None and options.keep is not None:
+        raise UsageError(f"--keep {options.keep} needs --branch, such as --branch lr=1e-3,3e-4.")
+    if options.branch is None and options.compare is None:
         return None
-    others = {"--noblock": options.noblock, "--try": options.restores, "--local": options.local}
-    if clash := next((name for name, is_set in others.items() if is_set), None):
-        raise UsageError(f"--branch does not go with {clash}.")
-    return read_plan(options.branch, options.keep)
+    name = "--compare" if options.branch is None else "--branch"
+    others = {
+        "--compare": options.compare is not None and name == "--branch",
+        "--noblock": options.noblock,
+        "--try": options.restores,
+        "--local": options.local,
+    }
+    if clash := next((other for other, is_set in others.items() if is_set), None):
+        raise UsageError(f"{name} does not go with {clash}.")
+    if name == "--compare":
+        from axon_nb.widgets.comparison import comparison_bundle
+
+        plain = options.compare
+        return CellRuns(
+            functools.partial(compare, plain=plain), functools.partial(compare_blocking, plain=plain), comparison_bundle
+        )
+    from axon_nb.widgets.branches import branches_bundle
+
+    plan = read_plan(options.branch, options.keep)
+    return CellRuns(
+        functools.partial(run_branches, plan=plan), functools.partial(run_branches_blocking, plan=plan), branches_bundle
+    )

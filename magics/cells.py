@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.display import display, publish_display_data
 
-from axon_nb.cluster.branches import Branches, BranchPlan, run_branches, run_branches_blocking
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cells.options import LiveView
 from axon_nb.cluster.cells.record import MIME_TYPE
@@ -24,13 +23,14 @@ from axon_nb.cluster.session import current, kept, start
 from axon_nb.errors import CellError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, parse
 from axon_nb.magics.cell_options import (
+    CellRuns,
     Measures,
-    add_branches,
     add_measures,
     add_pauses,
-    read_branches,
+    add_runs,
     read_measures,
     read_pauses,
+    read_runs,
     seconds,
 )
 from axon_nb.magics.scripts import script_cell
@@ -59,7 +59,7 @@ def cell_parser(name: str) -> LineParser:
     parser.add_argument("--timeout", metavar="S", type=seconds, default=None, help="abort the cell after S seconds")
     parser.add_argument("--quiet", action="store_true", help="do not show what ranks print")
     parser.add_argument("--watch", action="store_true", help="show live what each rank is doing")
-    add_branches(parser)
+    add_runs(parser)
     add_pauses(parser)
     add_measures(parser)
     return parser
@@ -74,7 +74,7 @@ class _Request:
     local: bool
     watch: bool
     measures: Measures
-    branches: BranchPlan | None
+    runs: CellRuns | None
     options: dict[str, Any]
     """The keyword arguments of `Cluster.run`, `run_async` and `run_noblock`."""
 
@@ -96,7 +96,7 @@ class CellMagics(Magics):
 
         %%distributed [--ranks 0,2-3] [--noblock] [--out NAME] [--local] [--timeout S] [--quiet] [--watch]
                       [--time] [--repeat N] [--profile [RANKS]] [--debug] [--break CALL[:N]]
-                      [--try | --branch NAME=V1,V2 [--keep VALUE]]
+                      [--try | --branch NAME=V1,V2 [--keep VALUE] | --compare [PLAIN]]
 
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
         --noblock       return a handle at once: .result(), .done(), .cancel()
@@ -106,6 +106,7 @@ class CellMagics(Magics):
         --try           restore the state from before the cell afterwards, also if it fails
         --branch NAME=V1,V2  run the cell once per value of a variable, each time from the same state; show a table
         --keep VALUE    keep the state of that run, or of best:loss, the run that logged the lowest loss
+        --compare [PLAIN]  run the cell on one rank too, with the global batch; show the first tensor that differs
         --quiet         do not show what ranks print
         --watch         show live what each rank is doing
         --debug         pause in the debugger before the first line, as `breakpoint()` does in a later one
@@ -138,10 +139,10 @@ class CellMagics(Magics):
         request = self._prepare(name, line, cell, plain=plain)
         if request is None or request.noblock:
             return self._start_noblock(request) if request is not None else None
-        if request.branches is not None:
+        if request.runs is not None:
             with self._explaining(request):
-                branches = await run_branches(request.cluster, request.code, request.branches, request.options)
-            return self._show_branches(request, branches)
+                outcome = await request.runs.run(request.cluster, request.code, options=request.options)
+            return self._show_runs(request, outcome)
         with self._shown(request) as run:
             run.result = await request.cluster.run_async(request.code, view=run.view, **request.options)
         if request.local:
@@ -154,10 +155,10 @@ class CellMagics(Magics):
         request = self._prepare(name, line, cell, plain=plain)
         if request is None or request.noblock:
             return self._start_noblock(request) if request is not None else None
-        if request.branches is not None:
+        if request.runs is not None:
             with self._explaining(request):
-                branches = run_branches_blocking(request.cluster, request.code, request.branches, request.options)
-            return self._show_branches(request, branches)
+                outcome = request.runs.run_blocking(request.cluster, request.code, options=request.options)
+            return self._show_runs(request, outcome)
         with self._shown(request) as run:
             run.result = request.cluster.run(request.code, view=run.view, **request.options)
         if request.local:
@@ -197,7 +198,7 @@ class CellMagics(Magics):
             local=options.local,
             watch=options.watch,
             measures=measures,
-            branches=read_branches(options),
+            runs=read_runs(options),
             options={
                 "ranks": ranks,
                 "quiet": options.quiet,
@@ -212,12 +213,11 @@ class CellMagics(Magics):
             },
         )
 
-    def _show_branches(self, request: _Request, branches: Branches) -> None:
-        from axon_nb.widgets.branches import branches_bundle
-
-        display(branches_bundle(branches), raw=True)
+    def _show_runs(self, request: _Request, outcome: Any) -> None:
+        assert request.runs is not None
+        display(request.runs.bundle(outcome), raw=True)
         if request.out:
-            self.shell.user_ns[request.out] = branches
+            self.shell.user_ns[request.out] = outcome
 
     @contextlib.contextmanager
     def _shown(self, request: _Request) -> Iterator[_Run]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.host.shared_memory import SharedBlock
+from axon_nb.records.comparison import Comparison
 from axon_nb.records.protocol.joining import JoinConfig
 from axon_nb.records.protocol.recovery import OptimizerReport, ProtectedStep, UndoableCell
 
@@ -106,6 +107,24 @@ class FailureDebugger(Protocol):
         """Run one command; return its output, and whether the session is over."""
 
 
+class CellComparer(Protocol):
+    """The comparison of one cell with one rank: `parity.comparer.Comparer`."""
+
+    problem: str
+
+    def begin(self) -> None:
+        """Observe from now on."""
+
+    def close(self) -> None:
+        """Stop observing."""
+
+    def end(self) -> None:
+        """Stop observing, and send everything to rank 0."""
+
+    def compare(self) -> Comparison:
+        """Run the reference on this rank."""
+
+
 @dataclass
 class RankSession:
     """The rank of this process."""
@@ -128,6 +147,8 @@ class RankSession:
     """The states before the last cells, for `%distributed undo`."""
     protection: ProtectedSteps = field(init=False)
     """The states after the last steps, for `%distributed repair`."""
+    comparer: CellComparer | None = None
+    """Compares the running cell with one rank (`%%distributed --compare`)."""
     post_mortem: FailureDebugger = field(init=False)
     """Keeps the error of the last failed cell."""
     protected_step: int | None = None

@@ -117,7 +117,7 @@ def script_steps(
 def _cell(cell: ExecutedCell, facts: SessionFacts) -> CellStep | None:
     try:
         options = _options(cell.magic, facts.num_ranks)
-        if options.restores or (options.branch and not options.keep):
+        if options.restores or options.compare is not None or (options.branch and not options.keep):
             return None  # the ranks have the state from before
         if options.branch:
             line = _branch_line(options)
@@ -147,6 +147,7 @@ def _options(magic: str, num_ranks: int) -> argparse.Namespace:
     parser.add_argument("--help", action="store_true")
     parser.add_argument("--try", dest="restores", action="store_true")
     parser.add_argument("--branch")
+    parser.add_argument("--compare", nargs="?", const="")
     parser.add_argument("--keep")
     name, _, line = magic.partition(" ")
     words = shlex.split(line)

@@ -1,0 +1,89 @@
+"""What `%%distributed --compare` compares: digests of the tensors that ranks and the reference computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Bounds", "Comparison", "Digest", "Entry", "Observation", "Place"]
+
+Bounds = tuple[tuple[int, int], ...]
+"""Start and end of a part in each dimension of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A tensor, in constant memory; projections are linear, so those of a sum are the sum of those of its parts."""
+
+    norm: float
+    peak: float
+    """Largest absolute value."""
+    is_finite: bool
+    projections: tuple[float, ...]
+    """Products with fixed vectors of random signs: the mean of their squares estimates the square of the norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's part of the global batch, and its index among the ranks with the same part."""
+
+    start: int = 0
+    length: int = 1
+    total: int = 1
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One tensor as a rank computed it."""
+
+    kind: str
+    """``start`` (a parameter before the cell), ``input``, ``output``, ``mask``, ``grad_output``, ``grad_input``,
+    ``gradient`` (of a parameter, at the optimizer's step) or ``weight`` (after it)."""
+    name: str
+    """Path of the module or parameter in the model."""
+    index: int
+    """Which of several inputs or outputs."""
+    call: int
+    """Which call of the module, or which step."""
+    shape: tuple[int, ...]
+    digest: Digest
+    bounds: Bounds | None = None
+    """This rank's part, if the tensor itself says so; None: it follows from the shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor on all ranks that computed it, beside the same parts of the reference's."""
+
+    kind: str
+    name: str
+    index: int
+    call: int
+    module: str
+    """Class of the module."""
+    epsilon: float
+    """Relative spacing of its numbers."""
+    ranks: dict[int, Digest]
+    parts: dict[int, Bounds]
+    reference: dict[int, Digest]
+    noise: dict[int, float]
+    """By how much the reference's part changed when weights and inputs changed by one unit in the last place."""
+    candidates: dict[str, dict[int, Digest]] = field(default_factory=dict)
+    """What the part would be with a known mistake, or what would be added to it, by cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All that was compared, in the order in which the reference computed it."""
+
+    entries: list[Entry]
+    places: dict[int, Place]
+    batch: tuple[str, ...]
+    """The variables that were joined to the global batch."""
+    unmatched: tuple[str, ...]
+    """Modules that ranks and reference computed in shapes that do not fit each other."""
+    random: str = ""
+    """The first module that draws random numbers other than dropout's; empty: none does."""
+    problem: str = ""
+    """Why nothing was compared; empty: it was."""

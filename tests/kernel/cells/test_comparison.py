@@ -1,0 +1,61 @@
+"""`%%distributed --compare`: the report in a notebook, and what cannot be compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+PREPARE = """%%distributed
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+torch.manual_seed(0)
+cmp_model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+cmp_optimizer = torch.optim.AdamW(cmp_model.parameters(), lr=0.01)
+cmp_x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+cmp_y = torch.randn(3, 1, generator=torch.Generator().manual_seed(9 + rank))
+"""
+STEP = """
+cmp_optimizer.zero_grad()
+nn.functional.mse_loss(cmp_model(cmp_x), cmp_y).backward()
+cmp_optimizer.step()
+"""
+SUM = "%%rank 0\nsum(p.double().sum().item() for p in cmp_model.parameters())"
+
+
+@pytest.fixture
+def ready(kernel: Kernel) -> Kernel:
+    kernel.ok(PREPARE)
+    return kernel
+
+
+def test_right_program_agrees_and_the_state_is_restored(ready: Kernel) -> None:
+    before = ready.ok(SUM).lines()
+    reply = ready.ok(f"%%distributed --compare --out cmp_verdict\n{STEP}")
+    (bundle,) = (bundle for bundle in reply.displays if "text/html" in bundle)
+    assert "All ranks compared with one rank" in bundle["text/html"]
+    assert "agree with those of one rank.\nGlobal batch: cmp_x, cmp_y." in bundle["text/plain"]
+    assert ready.ok(SUM).lines() == before
+    assert ready.value("cmp_verdict.finding is None")
+
+
+def test_wrong_scale_is_reported_with_module_factor_and_cause(ready: Kernel) -> None:
+    wrong = STEP.replace("cmp_y).backward", "cmp_y).mul(world_size).backward")
+    ready.ok(f"%%distributed --compare --out cmp_verdict\n{wrong}")
+    assert ready.value("cmp_verdict.finding.cause") == "scaled by world size"
+    assert ready.value("cmp_verdict.finding.what") == "the gradient"
+
+
+@pytest.mark.parametrize(
+    ("cell", "sentence"),
+    [
+        ("--compare\ncmp_z = 1", "--compare found no model: the cell must use a variable"),
+        ("--compare --ranks 0\ncmp_model(cmp_x)", "--compare runs the cell on all ranks: leave --ranks out."),
+        ("--compare cmp_x\ncmp_model(cmp_x)", "must be a variable of the ranks that holds the plain model."),
+        ("--compare\ncmp_model(cmp_x + torch.rand_like(cmp_x))", "draws random numbers, so no two runs are alike"),
+        ("--compare\ncmp_model(cmp_x)\ntorch.save(1, 'cmp.pt')", "The cell writes cmp.pt, which the reference would"),
+        ("--compare --try\npass", "--compare does not go with --try."),
+    ],
+)
+def test_what_cannot_be_compared_gets_one_sentence(ready: Kernel, cell: str, sentence: str) -> None:
+    assert sentence in ready.run(f"%%distributed {cell}").traceback
