@@ -212,13 +212,13 @@ class Comparer:
         for optimizer in self._optimizers():
             replace_optimizer(optimizer, _part(model), plain, pieces=self._pieces, places=self._batch.places)
         is_pipeline = _part(model) is not model
-        stand_in = WholePipeline(plain, next(iter(getattr(model, "_loss", (None,))))) if is_pipeline else plain
+        substitute = WholePipeline(plain, next(iter(getattr(model, "_loss", (None,))))) if is_pipeline else plain
         for other, value in list(space.items()):
             if value is model:
-                space[other] = stand_in
+                space[other] = substitute
         owner, dot, key = name.partition(".")
         if dot:
-            setattr(space[owner], key, stand_in)
+            setattr(space[owner], key, substitute)
         return {name: plain}
 
 

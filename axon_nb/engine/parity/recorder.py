@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = ["Recorder", "Sink", "clean_name", "is_wrapped_once", "named_parameters"]
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -117,7 +117,7 @@ class Recorder:
 
     def _after(self, path: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if isinstance(module, _DropoutNd) and module.training and module.p and args:
+            if isinstance(module, _DROPOUT) and module.training and module.p and args:
                 # Each world draws its own masks: only those of replicas can be compared.
                 call = self._calls["mask", path]
                 self._calls["mask", path] += 1

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from axon_nb.comm.world import World
 from axon_nb.engine.parity.digests import Projector, epsilon_of, microbatches, part_of
@@ -21,6 +20,7 @@ __all__ = ["Reference", "perturb"]
 
 _PLAIN, _OTHER_DRAWS, _PERTURBED = "plain", "other draws", "perturbed"
 _SEED = 64_121
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NUM_PERTURBED = 2
 _OF_PARAMETERS = ("start", "gradient", "weight")
 
@@ -129,7 +129,7 @@ class Reference:
         self._entries[key] = entry
         entry.ranks[rank], entry.parts[rank], entry.reference[rank] = one.digest, bounds, digest
         kind, path, _, call = key
-        if kind == "input" and isinstance(module, _BatchNorm) and module.training:
+        if kind == "input" and isinstance(module, _BATCH_NORM) and module.training:
             alone = nn.functional.batch_norm(
                 part, None, None, module.weight, module.bias, training=True, eps=module.eps
             )
