@@ -110,13 +110,13 @@ def _list(options: argparse.Namespace) -> int:
     if options.all:
         from axon_nb.doctor.overview import find_all, overview
 
-        found = find_all()
-        print(json.dumps([one.to_json() for one in found], indent=2) if options.json else overview(found))
-        return 0
-    from axon_nb.doctor.clusters import find_clusters, table
+        everyone = find_all()
+        print(json.dumps([one.to_json() for one in everyone], indent=2) if options.json else overview(everyone))
+    else:
+        from axon_nb.doctor.clusters import find_clusters, table
 
-    clusters = find_clusters()
-    print(json.dumps([one.to_json() for one in clusters], indent=2) if options.json else table(clusters))
+        clusters = find_clusters()
+        print(json.dumps([one.to_json() for one in clusters], indent=2) if options.json else table(clusters))
     return 0
 
 
@@ -278,18 +278,9 @@ def _parse(word: str, rest: list[str]) -> argparse.Namespace:
 
 def _help() -> str:
     width = max(map(len, _COMMANDS))
-    rows = [f"  {name:<{width}}  {command.summary}" for name, command in _COMMANDS.items()]
-    return "\n".join(
-        [
-            f"usage: {_PROGRAM} COMMAND ..., or {_PROGRAM} --version",
-            "",
-            "Distributed PyTorch in a notebook.",
-            "",
-            *rows,
-            "",
-            f"See `{_PROGRAM} COMMAND --help` for the options of a command.",
-        ]
-    )
+    rows = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in _COMMANDS.items())
+    head = f"usage: {_PROGRAM} COMMAND ..., or {_PROGRAM} --version\n\nDistributed PyTorch in a notebook.\n"
+    return f"{head}\n{rows}\n\nSee `{_PROGRAM} COMMAND --help` for the options of a command."
 
 
 def _report(error: AxonError) -> None:

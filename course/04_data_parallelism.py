@@ -173,7 +173,7 @@ measured("4.b", largest_difference=flat[0])
 # You need two things:
 #
 # - `parameter.register_post_accumulate_grad_hook(function)`: PyTorch calls `function(parameter)` once the gradient
-#   of this parameter is ready. That is in the middle of backward.
+#   of this parameter is ready. Backward is not done then: earlier layers still follow.
 # - `work = dist.all_reduce(tensor, async_op=True)`: it only *begins* the call. The sum is there after `work.wait()`.
 #
 # And buckets again: not one call per parameter, and not one bucket for all, as that would be full only at the end. A

@@ -1,4 +1,4 @@
-"""The course on distributed training: exercises that check themselves, for `course/NN_name.py`."""
+"""The course on distributed training: exercises that check themselves, one module for each notebook of `course/`."""
 
 from __future__ import annotations
 

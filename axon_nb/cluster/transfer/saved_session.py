@@ -10,7 +10,7 @@ from axon_nb.cluster.failures.hints import hint_for
 from axon_nb.cluster.failures.report import cell_error, root_cause
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.messages import RankCall, cell_source
-from axon_nb.records.protocol.recovery import LoadedSession, LoadSession, SavedSession, SaveSession
+from axon_nb.records.protocol.transfer import LoadedSession, LoadSession, SavedSession, SaveSession
 from axon_nb.records.units import format_bytes
 
 __all__ = ["load_session", "save_session"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import axon_nb
+from axon_nb.comm.calls import calls
 from axon_nb.course.comparisons import first_difference
 from axon_nb.course.definitions import Exercise, Mistake, Property
 from axon_nb.course.trials import Trial
@@ -23,7 +23,7 @@ def _on_rank(answer: Any, tensors: list[torch.Tensor]) -> tuple[Any, bool, tuple
     """Return what the answer returned, whether its input is as before, which operations it called, messages, bytes."""
     tensor = tensors[dist.get_rank()]
     before = tensor.clone()
-    with axon_nb.calls() as counted:
+    with calls() as counted:
         found = answer(tensor)
     sent = counted.of("send")
     kept = bool(torch.equal(before, tensor))

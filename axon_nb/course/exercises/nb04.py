@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import axon_nb
+from axon_nb.comm.calls import CallCounts, calls
 from axon_nb.course.comparisons import difference
 from axon_nb.course.definitions import Exercise, Mistake, Property
 from axon_nb.course.exercises.samples import SHARE
@@ -83,7 +83,7 @@ def _averaged(
     rank = dist.get_rank()
     net(batch.split(_PER_RANK)[rank], skip=rank == skipping).backward()
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    with axon_nb.calls() as counted:
+    with calls() as counted:
         answer(net)
     kept = all(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
     return [parameter.grad for parameter in net.parameters()], [(row[0], row[2]) for row in counted.rows], kept
@@ -176,10 +176,10 @@ def _overlapped(answer: Any, net: _Net, batch: torch.Tensor, steps: int) -> tupl
     before_last = 0
     for _ in range(steps):
         net.zero_grad()
-        with axon_nb.calls() as counted:
+        with calls() as counted:
             first = net.first.weight
 
-            def note(_: torch.Tensor, counted: axon_nb.comm.calls.CallCounts = counted) -> None:
+            def note(_: torch.Tensor, counted: CallCounts = counted) -> None:
                 nonlocal before_last
                 before_last = counted.num_calls
 
@@ -210,18 +210,18 @@ def _second_step(trial: Trial) -> str | None:
 def _few_calls(trial: Trial) -> str | None:
     net, found, _ = _overlap(trial, 1, "few")
     limit = sum(parameter.nbytes for parameter in net.parameters()) // _BUCKET + 1
-    for rank, (*_, calls) in enumerate(found):
-        if calls > limit:
-            return f"rank {rank} made {calls} calls; buckets of {_BUCKET} bytes need at most {limit}"
+    for rank, (*_, number) in enumerate(found):
+        if number > limit:
+            return f"rank {rank} made {number} calls; buckets of {_BUCKET} bytes need at most {limit}"
     return None
 
 
 def _begins_early(trial: Trial) -> str | None:
     _, found, _ = _overlap(trial, 1, "early")
-    for rank, (_, early, in_backward, calls) in enumerate(found):
+    for rank, (_, early, in_backward, number) in enumerate(found):
         if early < 1:
             when = "after backward" if not in_backward else "with the last gradient"
-            return f"rank {rank} made the first of {calls} calls {when}; a full bucket need not wait"
+            return f"rank {rank} made the first of {number} calls {when}; a full bucket need not wait"
     return None
 
 

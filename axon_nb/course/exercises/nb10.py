@@ -177,7 +177,7 @@ _LONG_DOCUMENTS = _case_exercise(
     "long_documents",
     (
         Mistake(
-            "With 16,384 tokens one sample's activations take 69 GiB: no room is left for whole parameters beside them.",
+            "With 16,384 tokens one sample's activations take 69 GiB: no room is left for whole parameters.",
             lambda trial: trial.answer["dp"] == CASES["10.4"].num_gpus and trial.answer["strategy"] != "full_shard",
         ),
         Mistake(

@@ -31,7 +31,8 @@ from axon_nb.engine.snapshot.snapshot import Snapshot
 from axon_nb.engine.snapshot.state import StateFinder
 from axon_nb.parallel.checkpoint import CheckpointError, Checkpoints
 from axon_nb.parallel.checkpoint.peers import Peers
-from axon_nb.records.protocol.recovery import GroupRecord, LoadedSession, SavedSession
+from axon_nb.records.protocol.recovery import GroupRecord
+from axon_nb.records.protocol.transfer import LoadedSession, SavedSession
 
 __all__ = ["load", "save"]
 

@@ -18,8 +18,6 @@ __all__ = [
     "ListKeptGroups",
     "ListProtected",
     "ListUndoable",
-    "LoadSession",
-    "LoadedSession",
     "LostShards",
     "OptimizerReport",
     "ProtectedStep",
@@ -30,8 +28,6 @@ __all__ = [
     "RecoveryReport",
     "RestoreHeld",
     "RestoreProtected",
-    "SaveSession",
-    "SavedSession",
     "UndoCell",
     "Undoable",
     "UndoableCell",
@@ -277,45 +273,3 @@ class RestoreHeld(RankCall[list[str]]):
 
     target = "axon_nb.engine.snapshot.calls:restore_held"
     key: str
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSession:
-    """What was written of a session."""
-
-    bytes: int
-    """By all ranks, without the checkpoints of models."""
-    models: tuple[str, ...]
-    """The models that any number of ranks can load."""
-    left_out: Mapping[str, str]
-    """By variable of this rank, why it was not written; reads after its name."""
-    not_portable: Mapping[str, str]
-    """By model, why only as many ranks can load it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveSession(RankCall[SavedSession]):
-    """Write the session of all ranks; collective."""
-
-    target = "axon_nb.engine.protection.saved_session:save"
-    folder: str
-    """An absolute path, which all ranks see."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedSession:
-    """What was loaded of a session."""
-
-    world_size: int
-    """Number of ranks that saved it; the others load its models alone."""
-    models: tuple[str, ...]
-    """Its models that any number of ranks can load."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSession(RankCall[LoadedSession]):
-    """Load a session of all ranks; collective."""
-
-    target = "axon_nb.engine.protection.saved_session:load"
-    folder: str
-    """As for `SaveSession`."""
