@@ -134,9 +134,7 @@ def _quickstart(options: argparse.Namespace) -> int:
 
 
 def _stop_arguments(parser: CommandParser) -> None:
-    parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="the cluster; default: the only one that no notebook uses"
-    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="default: the only cluster that no notebook uses")
     parser.add_argument("--all", action="store_true", help="stop all clusters that no notebook uses")
     parser.add_argument("--force", action="store_true", help="also stop clusters that a notebook uses")
 
