@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from axon_nb._version import __version__
+from axon_nb.course.program import COURSE_COMMANDS
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.endpoint import EndpointError, ErrorCode
 from axon_nb.remote.agent_commands import AGENT_COMMANDS
@@ -20,18 +21,6 @@ __all__ = ["main"]
 
 _PROGRAM = "axon-nb"
 _BAD_USAGE = 2
-
-
-def _folder_argument(parser: CommandParser, name: str) -> None:
-    text = f"where to put it; default: {name}"
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(name), metavar="DIR", help=text)
-
-
-def _course(options: argparse.Namespace) -> int:
-    from axon_nb.course.copies import copy_course
-
-    print(copy_course(options.folder))
-    return 0
 
 
 def _export_arguments(parser: CommandParser) -> None:
@@ -121,7 +110,9 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _quickstart_arguments(parser: CommandParser) -> None:
-    _folder_argument(parser, "axon_nb_quickstart")
+    default = Path("axon_nb_quickstart")
+    text = f"where to put it; default: {default}"
+    parser.add_argument("folder", nargs="?", type=Path, default=default, metavar="DIR", help=text)
     parser.add_argument("--no-open", action="store_true", help="only copy it")
 
 
@@ -147,12 +138,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 _COMMANDS: Mapping[str, ProgramCommand] = {
-    "course": ProgramCommand(
-        "copy the notebooks of the course into a folder",
-        "Copy the course into a folder. Notebooks that you have changed are kept. Example: axon-nb course learn",
-        lambda parser: _folder_argument(parser, "axon_nb_course"),
-        _course,
-    ),
+    **COURSE_COMMANDS,
     "doctor": ProgramCommand(
         "check this machine and installation",
         "Show versions, what works with this torch, GPUs, limits, network and clusters, and a fix for each problem. "

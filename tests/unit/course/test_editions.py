@@ -10,8 +10,8 @@ import nbformat
 import pytest
 
 from axon_nb.course.answers import FILE, unpack
-from axon_nb.course.copies import copy_course
 from axon_nb.course.definitions import all_exercises
+from axon_nb.course.program import copy_course
 from axon_nb.errors import UsageError
 from scripts.build_course import SOURCES, main, stub
 
@@ -75,7 +75,8 @@ def test_copied_course_keeps_changed_notebooks(tmp_path: Path) -> None:
     first.write_text("mine")
     assert f"Changed, and kept as they are: {first.name}." in copy_course(folder)
     assert first.read_text() == "mine"
-    assert [path.name for path in sorted(folder.iterdir())] == [path.name for path in STUDENT]
+    assert [path.name for path in sorted(folder.glob("*.ipynb"))] == [path.name for path in STUDENT]
+    assert "tutor" in (folder / "AGENTS.md").read_text()
 
 
 def test_folder_that_cannot_be_written_is_refused_with_fix(tmp_path: Path) -> None:
