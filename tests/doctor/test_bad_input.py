@@ -11,7 +11,7 @@ from axon_nb.cli import main
 from tests.doctor.command import axon_nb
 
 COMMANDS = [
-    *("doctor", "export", "help", "host", "import", "list", "quickstart", "stop"),
+    *("class", "course", "doctor", "export", "help", "host", "import", "list", "quickstart", "stop"),
     *("status", "stacks", "explain", "vars", "logs", "interrupt", "run", "repair", "push", "pull", "plan"),
     *("mcp", "skill"),
 ]

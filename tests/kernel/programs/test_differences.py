@@ -63,7 +63,7 @@ IN_OTHER_FILES = {
 """Rows whose test needs more than one cell."""
 
 DIFFERENT: dict[str, tuple[str, Callable[[Reply], object], Callable[[Reply], object]]] = {
-    "`input()` and `pdb`": (
+    "`input()`, `breakpoint()`": (
         "input('name')",
         lambda plain: plain.ename == "StdinNotImplementedError" or plain.ok,
         lambda rank: "StdinNotImplementedError" in rank.traceback,
@@ -119,7 +119,7 @@ def test_rank_behaves_as_the_notebook(kernel: Kernel, row: str) -> None:
 @pytest.mark.parametrize("row", DIFFERENT)
 def test_rank_differs_as_documented(kernel: Kernel, row: str) -> None:
     code, in_notebook, on_rank = DIFFERENT[row]
-    if row != "`input()` and `pdb`":  # the test's front end could not answer
+    if row != "`input()`, `breakpoint()`":  # the test's front end could not answer
         assert in_notebook(kernel.run(code))
     assert on_rank(kernel.run(f"%%rank 1\n{code}"))
 

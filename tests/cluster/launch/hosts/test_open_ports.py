@@ -1,6 +1,7 @@
 """What listens while ranks are on two hosts: on the named interface only, and unharmed by whoever has no key.
 
-Random bytes go to every port, and to those of ZeroMQ also behind its greeting, as messages that are not signed.
+Random bytes go to the ports of the agent, also behind the greeting of ZeroMQ as messages that are not signed. Those of
+the controller are left out: what strangers send there can make it lose a message (docs/design/security.md).
 """
 
 from __future__ import annotations
@@ -21,10 +22,6 @@ _ADDRESS = "127.0.0.1"
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _SOCKET_TYPES = (b"DEALER", b"ROUTER", b"REQ", b"SUB", b"XPUB", b"PUB")
 _MAX_GROWTH = 64 << 20
-_RANKS = """
-from axon_nb.records.protocol.agent import GetInfo
-[*c.connection.agent.call(GetInfo()).ranks.values()]
-"""
 _WORDS = (
     b"",
     b"<IDS|MSG>",
@@ -80,8 +77,7 @@ def _messages(generator: random.Random, size: int) -> bytes:
     data = _GREETING + _frame(b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind, 4)
     while len(data) < size:
         words = (*_WORDS, generator.randbytes(20), generator.randbytes(300))
-        # From 2: a message of one part makes the relay of pyzmq (27) join it with the next message, which is then lost.
-        parts = generator.choices(words, k=generator.randint(2, 9))
+        parts = generator.choices(words, k=generator.randint(1, 9))
         data += b"".join(_frame(part, number < len(parts) - 1) for number, part in enumerate(parts))
     return data
 
@@ -98,13 +94,13 @@ def _send(address: tuple[str, int], data: bytes) -> bytes:
     return answer
 
 
-def _fuzz(script: Script, size: int, *, at_agent: bool = False) -> None:
+@pytest.mark.parametrize("size", [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_bytes_of_strangers_at_the_ports_of_the_agent_do_no_harm(script: Script, size: int) -> None:
     key = script.value("c.connection.client.session.key.decode()").encode()
-    ranks = script.value(_RANKS)
+    agent = script.value("c.connection.agent.hello_reply.pid")
     generator, ports = random.Random(11), _listening(script)
     before = {port.process: (port.process.memory_info().rss, port.process.num_fds()) for port in ports}
-    agent = script.value("c.connection.agent.hello_reply.pid")
-    for address in dict.fromkeys(port.address for port in ports if not at_agent or port.process.pid == agent):
+    for address in dict.fromkeys(port.address for port in ports if port.process.pid == agent):
         sent = 0
         while sent < size:
             length = min(size, generator.choice([1, 63, 64, 65, 4096, 65536]))
@@ -118,14 +114,4 @@ def _fuzz(script: Script, size: int, *, at_agent: bool = False) -> None:
     assert script.value(f"dict(c.run({cell!r}).values)") == {rank: (rank, 4.0) for rank in range(4)}
     for process, (memory, files) in before.items():
         assert process.memory_info().rss - memory < _MAX_GROWTH, process.cmdline()
-        # What has not authenticated is kept for a while; Gloo, on the ranks, keeps whatever connects.
-        assert process.pid in ranks or process.num_fds() - files < 64 + 8, process.cmdline()
-
-
-def test_bytes_of_strangers_do_no_harm(script: Script) -> None:
-    _fuzz(script, 10_000)
-
-
-@pytest.mark.slow
-def test_million_bytes_of_strangers_at_each_port_of_the_agent_do_no_harm(script: Script) -> None:
-    _fuzz(script, 1_000_000, at_agent=True)
+        assert process.num_fds() - files < 64 + 8, process.cmdline()  # what has not authenticated is kept for a while
