@@ -7,6 +7,7 @@ if they do not work, torch's own groups are used, with their timeouts, and the s
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from axon_nb.torch_api import torch_api
 
 __all__ = [
     "all_groups",
+    "forget_equal_meshes",
     "init_default_group",
     "install_recoverable_groups",
     "named_group",
@@ -98,6 +100,7 @@ def install_recoverable_groups(
                 native.connect(group, state.epoch)
         finally:
             state.creating = None
+        forget_equal_meshes()
         if isinstance(group, RecoverableGroup):
             # What `dist.get_backend` returns and scripts compare with.
             c10d._world.pg_map[group] = (dist.Backend("gloo"), store)
@@ -113,6 +116,19 @@ def _is_replaced(backend: str) -> bool:
     which NCCL refuses; a recoverable group takes CUDA tensors, too.
     """
     return backend in _REPLACED or (backend == _MIXED and nccl.groups() is None)
+
+
+def forget_equal_meshes() -> None:
+    """Clear DTensor's cache of placements, which takes an earlier mesh for an equal one with other groups.
+
+    A model that is built again would communicate in groups of the earlier mesh. After a repair only some ranks have
+    that mesh in their cache: they would wait for the others in another group.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        with contextlib.suppress(ImportError):
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager

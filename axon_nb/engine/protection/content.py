@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from axon_nb.engine.elastic.pickling import apply_fsdp, fsdp_calls
-from axon_nb.engine.groups import recovery
+from axon_nb.engine.groups import install, recovery
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.protection.shards import adopt_shards, own_shards
 from axon_nb.engine.protection.slots import read_bytes, read_headers
@@ -94,6 +94,7 @@ def unpack(session: RankSession, data: bytearray, read: Callable[[int, int], byt
     for optimizer, steps in content["steps"]:
         session.steps.set(optimizer, steps)
     set_random_states(content["random"])
+    install.forget_equal_meshes()  # loading has filled the cache; that of the other ranks is empty
 
 
 def start_of(data: bytearray) -> bytes:

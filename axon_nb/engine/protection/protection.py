@@ -16,11 +16,11 @@ from types import FrameType
 
 import torch
 
-from axon_nb.engine.groups import recovery
+from axon_nb.engine.groups import install, recovery
 from axon_nb.engine.protection.content import pack, unpack
 from axon_nb.engine.protection.iterations import at_end_of_iteration
 from axon_nb.engine.protection.slots import Header, SlotMemory, read_bytes, read_headers
-from axon_nb.engine.protection.structure import Place, forget_equal_meshes
+from axon_nb.engine.protection.structure import Place
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.snapshot.memory import StorageFacts, default_limit
 from axon_nb.engine.snapshot.snapshot import Snapshot
@@ -256,7 +256,7 @@ class Protection:
             ValueError: no slot holds it.
         """
         self._every = 0
-        forget_equal_meshes()
+        install.forget_equal_meshes()
         if self._memory is None:
             self._load(run, fence)
             return []

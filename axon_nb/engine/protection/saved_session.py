@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from axon_nb.engine.groups import recovery
+from axon_nb.engine.groups import install, recovery
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.protection.content import pack, start_of, unpack
-from axon_nb.engine.protection.structure import Place, forget_equal_meshes
+from axon_nb.engine.protection.structure import Place
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import unreplicated_parameters
 from axon_nb.engine.snapshot.memory import HostMemory, bytes_of
@@ -190,7 +190,7 @@ def _load_all(root: Path, peers: Peers) -> None:
         )[peers.rank]
         recovery.recreate_groups(groups)
         recovery.sync_group_count("cpu")
-        forget_equal_meshes()
+        install.forget_equal_meshes()
         unpack(session, data, lambda offset, size: bytearray(view[offset : offset + size]))
 
 

@@ -29,7 +29,7 @@ from axon_nb.engine.transfer.namespace_pickle import (
     raise_if_of_process,
 )
 
-__all__ = ["Place", "dump", "find_uncopyable", "forget_equal_meshes", "load"]
+__all__ = ["Place", "dump", "find_uncopyable", "load"]
 
 Place = tuple[int, int]
 """Where the bytes of a storage lie in the slot's file, and how many there are."""
@@ -177,17 +177,6 @@ def _make_dtensor(local: torch.Tensor, split: _Split, whole: _Whole, kind: tuple
     requires_grad, is_parameter = kind
     tensor = dtensor.from_local(local, *split, run_check=False, shape=torch.Size(shape), stride=stride).detach()
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-
-
-def forget_equal_meshes() -> None:
-    """Clear DTensor's cache of placements, which takes an earlier mesh for an equal one with other groups.
-
-    Ranks that were not replaced would communicate in the groups of a mesh that a new rank does not have in its cache.
-    """
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
 
 
 def dump(content: Any, save: Callable[[torch.UntypedStorage], Place], managed: Mapping[int, Any]) -> bytes:

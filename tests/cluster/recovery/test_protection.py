@@ -61,6 +61,13 @@ def test_sharded_states_of_two_dead_ranks_come_back(protected: Script, kind: str
     hit(protected, kind, "step", [2, 3])
 
 
+@pytest.mark.timeout(480)
+def test_model_built_again_on_an_equal_mesh_uses_its_own_groups(protected: Script) -> None:
+    undisturbed(protected, "grid")
+    for dead in (3, 0):
+        hit(protected, "grid", "between", [dead])
+
+
 def test_what_is_not_protected_is_named_once(protected: Script) -> None:
     protected.ok("c.run('squares = (n * n for n in range(3))')")
     assert "Not protected: `squares` is a generator, which stays with its process." in shown(protected, "1")
