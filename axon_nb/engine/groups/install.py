@@ -122,7 +122,8 @@ def forget_equal_meshes() -> None:
     """Clear DTensor's cache of placements, which takes an earlier mesh for an equal one with other groups.
 
     A model that is built again would communicate in groups of the earlier mesh. After a repair only some ranks have
-    that mesh in their cache: they would wait for the others in another group.
+    that mesh in their cache: they would wait for the others in another group. Clears the cache of the calling thread;
+    torch keeps one per thread, and runs the backward pass on CUDA in another one.
     """
     if "torch.distributed.tensor" in sys.modules:
         with contextlib.suppress(ImportError):
