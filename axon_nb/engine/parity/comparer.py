@@ -120,8 +120,11 @@ class Comparer:
     def begin(self) -> None:
         """Observe from now on."""
         models = {self._prefix(name): _part(model) for name, model in self._models.items()}
-        self._recorder = Recorder(models, self._observe).__enter__()
+        self._recorder = Recorder(models, self._observe, self._is_discarded).__enter__()
         self._writes.enter_context(_watched_writes(self._written))
+
+    def _is_discarded(self) -> bool:
+        return any(getattr(model, "infers_shapes", False) for model in self._models.values())
 
     def _prefix(self, name: str) -> str:
         return f"{name}." if len(self._models) > 1 else ""

@@ -69,10 +69,14 @@ class Recorder:
     Args:
         models: By prefix, the models.
         sink: Takes the tensors.
+        is_discarded: Says whether a forward that runs is discarded, as one that only infers shapes.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], sink: Sink) -> None:
+    def __init__(
+        self, models: Mapping[str, nn.Module], sink: Sink, is_discarded: Callable[[], bool] = lambda: False
+    ) -> None:
         self._models = models
+        self._is_discarded = is_discarded
         self._sink = sink
         self._handles: list[Any] = []
         self._calls: Counter[tuple[str, str]] = Counter()
@@ -117,7 +121,7 @@ class Recorder:
 
     def _after(self, path: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if isinstance(module, _DROPOUT) and module.training and module.p and args:
+            if isinstance(module, _DROPOUT) and module.training and module.p and args and not self._is_discarded():
                 # Each world draws its own masks: only those of replicas can be compared.
                 call = self._calls["mask", path]
                 self._calls["mask", path] += 1
@@ -129,8 +133,8 @@ class Recorder:
         return hook
 
     def _tensors(self, kind: str, path: str, module: nn.Module, values: Iterable[Any]) -> None:
-        if module.training and not torch.is_grad_enabled():
-            return  # a pipeline finds out its shapes so, and no batch passes
+        if self._is_discarded() or (module.training and not torch.is_grad_enabled()):
+            return  # a pipeline infers its shapes so, with or without gradients
         call = self._calls[kind, path]
         self._calls[kind, path] += 1
         for index, value in enumerate(values):

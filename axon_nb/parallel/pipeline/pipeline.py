@@ -198,6 +198,11 @@ class Pipeline(HeldStages):
         outputs = run.run(inputs, self.num_microbatches)
         return join_microbatches(outputs) if self.is_last else None
 
+    @property
+    def infers_shapes(self) -> bool:
+        """Whether the next forward of a stage is discarded, because it only infers shapes."""
+        return self._runner is not None and bool(self._runner.unshaped)
+
     def mean_loss(self, losses: torch.Tensor | None) -> float:
         """Average the losses that `step` returned; the same on every rank. Collective."""
         device = next(iter(self._devices.values()))

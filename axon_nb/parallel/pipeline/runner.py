@@ -57,6 +57,8 @@ class Runner:
             torch_api().prepare_stage(stage)
         self._modules = list(modules.values())
         self._has_run = False
+        self.unshaped: list[nn.Module] = []
+        """Stages whose next forward only infers shapes."""
         self.watches: dict[int, StageWatch] = {}
         """By stage; empty if nothing is recorded."""
         if spans and not missing_hooks("parallel.pipeline_spans"):
@@ -80,7 +82,7 @@ class Runner:
         for watch in self.watches.values():
             watch.begin_step(start)
         prepared = is_prepared(self._schedule, self._has_run)
-        with quiet(), contextlib.nullcontext() if prepared else _preserve_state(self._modules):
+        with quiet(), contextlib.nullcontext() if prepared else _preserve_state(self._modules, self.unshaped):
             try:
                 self._schedule.step(*args, target=target, return_outputs=False)
             except RuntimeError as error:
@@ -97,13 +99,14 @@ def _stage_exception(error: RuntimeError) -> BaseException | None:
 
 
 @contextlib.contextmanager
-def _preserve_state(modules: list[nn.Module]) -> Iterator[None]:
+def _preserve_state(modules: list[nn.Module], unshaped: list[nn.Module]) -> Iterator[None]:
     """Restore buffers and gradients after a step in which torch first runs one microbatch to infer shapes.
 
     Otherwise BatchNorm would count that microbatch twice, DDP would take the first backward for the last one and
     average too early, and torch would drop all gradients of FSDP2 modules (2.13).
     """
-    restores = [_restore_after_forward(module) for module in modules]
+    unshaped[:] = modules
+    restores = [_restore_after_forward(module, unshaped) for module in modules]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     saved = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, _ in saved:
@@ -118,7 +121,7 @@ def _preserve_state(modules: list[nn.Module]) -> Iterator[None]:
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
-def _restore_after_forward(module: nn.Module) -> Callable[[], None]:
+def _restore_after_forward(module: nn.Module, unshaped: list[nn.Module]) -> Callable[[], None]:
     """Restore buffers after the next forward, and disable DDP's averaging during it.
 
     Returns:
@@ -132,6 +135,7 @@ def _restore_after_forward(module: nn.Module) -> Callable[[], None]:
     def restore(*_: Any) -> None:
         nonlocal saved
         handle.remove()
+        unshaped[:] = [other for other in unshaped if other is not module]
         for buffer, before in saved:
             buffer.data.copy_(before)  # through data: autograd has recorded the buffers of this discarded forward
         saved = []

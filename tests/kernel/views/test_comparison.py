@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.support.cases.planted_faults import PROGRAMS
 from tests.support.kernel import Kernel
+
+PROGRAM = Path(__file__).parents[2] / "support" / "programs" / "compared.py"
 
 PREPARE = """%%distributed
 import torch.nn as nn
@@ -46,6 +51,12 @@ def test_wrong_scale_is_reported_with_module_factor_and_cause(ready: Kernel) -> 
     assert ready.value("cmp_verdict.finding.what") == "the gradient"
 
 
+def test_pipeline_agrees_although_its_first_step_infers_shapes(kernel: Kernel) -> None:
+    kernel.ok(f"%%distributed\n{PROGRAM.read_text(encoding='utf-8')}\n{PROGRAMS['pipeline'].setup}")
+    kernel.ok(f"%%distributed --compare plain --out cmp_verdict\n{PROGRAMS['pipeline'].cell}")
+    assert kernel.value("cmp_verdict.finding is None")
+
+
 @pytest.mark.parametrize(
     ("cell", "sentence"),
     [
@@ -53,7 +64,7 @@ def test_wrong_scale_is_reported_with_module_factor_and_cause(ready: Kernel) -> 
         ("--compare --ranks 0\ncmp_model(cmp_x)", "--compare runs the cell on all ranks: leave --ranks out."),
         ("--compare cmp_x\ncmp_model(cmp_x)", "must be a variable of the ranks that holds the plain model."),
         ("--compare\ncmp_model(cmp_x + torch.rand_like(cmp_x))", "draws random numbers, so no two runs are alike"),
-        ("--compare\ncmp_model(cmp_x)\ntorch.save(1, 'cmp.pt')", "The cell writes cmp.pt, which the reference would"),
+        ("--compare\ncmp_model(cmp_x)\ntorch.save(1, '/tmp/cmp.pt')", "The cell writes /tmp/cmp.pt, which the reference would"),
         ("--compare --try\npass", "--compare does not go with --try."),
     ],
 )
