@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -232,18 +233,20 @@ def _part(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _watched_writes(written: list[str]) -> Iterator[None]:
-    """Note the files that Python or torch.save open to write."""
+    """Note the files that Python or torch.save, whose C++ code opens its own, open to write."""
     real_open, real_save = builtins.open, torch.save
 
     def watched_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if set(mode) & set("wax+") and isinstance(file, str) and not file.startswith(("/dev/", "/proc/")):
-            written.append(file)
+        if set(mode) & set("wax+") and isinstance(file, str | os.PathLike):
+            path = os.fspath(file)
+            if not str(path).startswith(("/dev/", "/proc/")):
+                written.append(str(path))
         return real_open(file, mode, *args, **kwargs)
 
-    def watched_save(value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(file, "write"):
-            written.append(str(file))
-        return real_save(value, file, *args, **kwargs)
+    def watched_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(f, "write"):
+            written.append(str(f))
+        return real_save(obj, f, *args, **kwargs)
 
     builtins.open, torch.save = cast(Any, watched_open), cast(Any, watched_save)
     try:
