@@ -32,10 +32,11 @@ def _html(verdict: Verdict) -> str:
     if found is None:
         top = f"<div>{escape(verdict.sentence)}</div>"
     else:
-        what = f"{found.what} of {found.name or 'the model'}"
+        kind = f" ({found.module})" if found.module else ""
+        what = f"{found.what} of {found.name or 'the model'}{kind}"
         top = notice(f"First difference: {what}.", found.explanation) + figures(
             [
-                ("found in the", found.phase, f"call {found.call + 1}"),
+                ("phase", found.phase, f"call {found.call + 1}"),
                 ("ranks", format_ranks(found.ranks), ""),
                 ("relative error", f"{found.relative:.2g}", f"allowed {found.allowed:.2g}"),
                 ("cause", found.cause or "unknown", ""),
@@ -43,7 +44,7 @@ def _html(verdict: Verdict) -> str:
         )
     rows = [
         table_row(row_title(escape(what), WRAPPED_CELL), data_cells([str(total), str(wrong)], NUMBER))
-        for what, (total, wrong) in verdict.counts.items()
+        for what, (total, wrong) in ((key.removeprefix("the "), counts) for key, counts in verdict.counts.items())
     ]
     counts = table(["compared", "tensors", "differ"], rows)
     return figure(top + counts + note_lines(verdict.notes), heading="All ranks compared with one rank")
