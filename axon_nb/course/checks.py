@@ -44,6 +44,7 @@ class CheckResult:
     score: str = ""
     """Of a puzzle: the score, and the best known."""
     on_ranks: bool = False
+    """Whether there is nothing left to check on real ranks."""
 
     @property
     def passed(self) -> bool:
@@ -105,7 +106,8 @@ def run_check(exercise: Exercise, answer: Any, *, seed: int, on_ranks: bool = Fa
         LiveTrial(exercise.answer, answer, seed=seed) if on_ranks else Trial(answer, ranks=exercise.ranks, seed=seed)
     )
     properties = [entry for entry in exercise.properties if not (on_ranks and entry.mock_only)]
-    where = f"{trial.ranks} real ranks" if on_ranks else f"mock world of {trial.ranks} ranks"
+    has_ranks = not all(entry.mock_only for entry in exercise.properties)
+    where = f"{trial.ranks} real ranks" if on_ranks else f"mock world of {trial.ranks} ranks" if has_ranks else "here"
     lines: list[Line] = []
     not_yet, mistake, score = "", "", ""
     if (answer is None or answer is Ellipsis) and not on_ranks:
@@ -123,7 +125,15 @@ def run_check(exercise: Exercise, answer: Any, *, seed: int, on_ranks: bool = Fa
     if exercise.score and not not_yet and all(line.state == "held" for line in lines):
         score = f"{exercise.score.name}: {exercise.score.measure(trial):g}; the best known is {exercise.score.best:g}."
     return CheckResult(
-        exercise.id, exercise.title, exercise.answer, where, tuple(lines), not_yet, mistake, score, on_ranks
+        exercise.id,
+        exercise.title,
+        exercise.answer,
+        where,
+        tuple(lines),
+        not_yet,
+        mistake,
+        score,
+        on_ranks or not has_ranks,
     )
 
 
