@@ -129,7 +129,7 @@ def gather_batch(namespace: Mapping[str, Any], names: Iterable[str]) -> Batch:
     mine = {path: held[path].detach().cpu() for path in split} if dist.get_rank() in owners else {}
     dist.gather_object(mine, gathered)
     if gathered is None:
-        return Batch(dict.fromkeys(split, torch.empty(0)), places)
+        return Batch(dict.fromkeys(split, torch.empty(0, device="cpu")), places)
     joined = {path: torch.cat([gathered[owner][path] for owner in owners]).to(held[path].device) for path in split}
     return Batch(joined, places)
 

@@ -20,7 +20,8 @@ class Projector:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(_SEED)
-        self._signs = torch.randint(0, 2, (2, _COUNT, _BLOCK), generator=generator).double() * 2 - 1
+        signs = torch.randint(0, 2, (2, _COUNT, _BLOCK), generator=generator, device="cpu")
+        self._signs = signs.double() * 2 - 1
 
     @torch.no_grad()
     def digest(self, tensor: torch.Tensor) -> Digest:
