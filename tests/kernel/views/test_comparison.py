@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cases.planted_faults import PROGRAMS
+from tests.support.cases.planted_faults import FAULTS, PROGRAMS
 from tests.support.kernel import Kernel
 
 PROGRAM = Path(__file__).parents[2] / "support" / "programs" / "compared.py"
@@ -25,6 +25,7 @@ cmp_optimizer.zero_grad()
 nn.functional.mse_loss(cmp_model(cmp_x), cmp_y).backward()
 cmp_optimizer.step()
 """
+FOUND = "(cmp_verdict.finding.name, cmp_verdict.finding.cause) if cmp_verdict.finding else ('', 'agrees')"
 SUM = "%%rank 0\nsum(p.double().sum().item() for p in cmp_model.parameters())"
 
 
@@ -51,10 +52,50 @@ def test_wrong_scale_is_reported_with_module_factor_and_cause(ready: Kernel) -> 
     assert ready.value("cmp_verdict.finding.what") == "the gradient"
 
 
-def test_pipeline_agrees_although_its_first_step_infers_shapes(kernel: Kernel) -> None:
-    kernel.ok(f"%%distributed\n{PROGRAM.read_text(encoding='utf-8')}\n{PROGRAMS['pipeline'].setup}")
-    kernel.ok(f"%%distributed --compare plain --out cmp_verdict\n{PROGRAMS['pipeline'].cell}")
-    assert kernel.value("cmp_verdict.finding is None")
+@pytest.fixture
+def programs(kernel: Kernel) -> Kernel:
+    """The kernel, whose ranks can make the programs."""
+    kernel.ok(f"%%distributed\n{PROGRAM.read_text(encoding='utf-8')}")
+    return kernel
+
+
+def named(kernel: Kernel, program: str, setup: str = "", change: tuple[str, str] = ("", "")) -> tuple[str, str]:
+    """Compare a program, and return which module is named first, with which cause."""
+    made, (old, new) = PROGRAMS[program], change
+    kernel.ok(f"%%distributed\n{made.setup}{setup}")
+    cell = made.cell.replace(old, new) if old else made.cell
+    kernel.ok(f"%%distributed --compare {made.plain} --out cmp_verdict\n{cell}")
+    name, cause = kernel.value(FOUND)
+    return name, cause
+
+
+def test_pipeline_agrees_although_its_first_step_infers_shapes(programs: Kernel) -> None:
+    assert named(programs, "pipeline") == ("", "agrees")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_right_program_agrees_in_each_precision_with_each_seed(programs: Kernel, program: str) -> None:
+    wrong = []
+    for dtype in ("float32", "bfloat16"):
+        for seed in range(1, 6):
+            programs.ok(f"%%distributed\nSEED, DTYPE = {seed}, torch.{dtype}")
+            if (answer := named(programs, program)) != ("", "agrees"):
+                wrong.append((dtype, seed, answer))
+    assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_planted_faults_are_named_with_module_and_cause(programs: Kernel, program: str) -> None:
+    planted = [fault for fault in FAULTS if fault.program == program]
+    missed = []
+    for fault in planted:
+        name, cause = named(programs, program, fault.setup, fault.change)
+        is_found = name.startswith(fault.module) and cause == fault.cause
+        print(f"| {program} | {fault.what} | {name} | {cause} | {'yes' if is_found else 'no'} |")
+        missed += [] if is_found else [(fault.what, name, cause)]
+    assert len(missed) <= 0.1 * len(planted), missed
 
 
 @pytest.mark.parametrize(
@@ -64,7 +105,7 @@ def test_pipeline_agrees_although_its_first_step_infers_shapes(kernel: Kernel) -
         ("--compare --ranks 0\ncmp_model(cmp_x)", "--compare runs the cell on all ranks: leave --ranks out."),
         ("--compare cmp_x\ncmp_model(cmp_x)", "must be a variable of the ranks that holds the plain model."),
         ("--compare\ncmp_model(cmp_x + torch.rand_like(cmp_x))", "draws random numbers, so no two runs are alike"),
-        ("--compare\ncmp_model(cmp_x)\ntorch.save(1, '/tmp/cmp.pt')", "The cell writes /tmp/cmp.pt, which the reference would"),
+        ("--compare\ncmp_model(cmp_x)\ntorch.save(1, '/tmp/cmp.pt')", "The cell writes /tmp/cmp.pt, which the"),
         ("--compare --try\npass", "--compare does not go with --try."),
     ],
 )

@@ -16,6 +16,7 @@ from axon_nb.parallel import ColumnParallelLinear, Pipeline, RowParallelLinear  
 grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 dp_group, tp_group = grid.get_group("dp"), grid.get_group("tp")
 WIDTH, HIDDEN = 8, 16
+SEED, DTYPE = 1, torch.float32
 
 
 class Copy(torch.autograd.Function):
@@ -90,8 +91,8 @@ class Block(nn.Module):
 
 
 def plain_model(dropout=0.0):
-    torch.manual_seed(1)
-    return nn.Sequential(Block(dropout=dropout), Block(dropout=dropout), nn.Linear(WIDTH, 4))
+    torch.manual_seed(SEED)
+    return nn.Sequential(Block(dropout=dropout), Block(dropout=dropout), nn.Linear(WIDTH, 4)).to(DTYPE)
 
 
 def split(model, group):
@@ -108,8 +109,9 @@ def split_by_library(model, group):
 
 
 def share(part, rows=6):
-    draw = torch.Generator().manual_seed(10 + part)
-    return torch.randn(rows, WIDTH, generator=draw), torch.randn(rows, 4, generator=draw)
+    draw = torch.Generator().manual_seed(10 * SEED + part)
+    x, y = torch.randn(rows, WIDTH, generator=draw), torch.randn(rows, 4, generator=draw)
+    return x.to(DTYPE), y.to(DTYPE)
 
 
 def token_share(part):
