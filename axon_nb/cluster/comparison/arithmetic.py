@@ -85,7 +85,11 @@ def judge(entry: Entry, scales: Scales) -> dict[int, Judged]:
         error = distance(digest.projections, [scale * value for value in reference.projections])
         if digest.is_finite != reference.is_finite:
             error = math.inf
-        allowed = abs(scale) * (_MARGIN * entry.noise.get(rank, 0.0) + (entry.epsilon + _ROUNDING) * reference.norm)
+        if entry.kind == "start":  # nothing was computed yet: replicas are equal
+            allowed = _ROUNDING * reference.norm
+        else:
+            noise = _MARGIN * entry.noise.get(rank, 0.0)
+            allowed = abs(scale) * (noise + (entry.epsilon + _ROUNDING) * reference.norm)
         norm = abs(scale) * reference.norm
         judged[rank] = Judged(error, allowed + _TINY, error / norm if norm else (math.inf if error else 0.0))
     return judged
