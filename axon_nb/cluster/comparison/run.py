@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster.comparison.verdict import Verdict, verdict
 from axon_nb.errors import UsageError
 from axon_nb.records.comparison import Comparison
+from axon_nb.records.protocol.inspection import BeginComparison, CompareRanks, EndComparison, PrepareComparison
+from axon_nb.records.protocol.messages import cell_source
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.result import CellResult
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
 __all__ = ["compare", "compare_blocking"]
-
-_CALLS = "__import__('axon_nb.engine.parity.calls', fromlist=['calls'])"
 
 
 async def compare(cluster: Cluster, code: str, plain: str, options: dict[str, Any]) -> Verdict:
@@ -61,11 +61,12 @@ async def _compare(
     _, newline, body = code.partition("\n")
     options = {**options, "values": False, "show_value": False}
     inside = {**options, "quiet": True, "values": True}
-    prepared = await run(f"{_CALLS}.prepare({body!r}, {plain!r})", **inside)
+    prepared = await run(cell_source(PrepareComparison(code=body, plain=plain)), **inside)
     if problem := next(filter(None, prepared.values.values()), ""):
         raise UsageError(str(problem))
-    await run(f"{_CALLS}.begin(){newline}{body}\n{_CALLS}.end()", **{**options, "restores": True})
-    reference = await run(f"{_CALLS}.compare()", **{**inside, "ranks": [0], "restores": True})
+    begin, end = cell_source(BeginComparison()), cell_source(EndComparison())
+    await run(f"{begin}{newline}{body}\n{end}", **{**options, "restores": True})
+    reference = await run(cell_source(CompareRanks()), **{**inside, "ranks": [0], "restores": True})
     result = reference.values[0]
     assert isinstance(result, Comparison)
     if result.problem:

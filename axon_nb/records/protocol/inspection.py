@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from axon_nb.records.comparison import Comparison
 from axon_nb.records.placement import MeshInfo
 from axon_nb.records.protocol.messages import Event, RankCall, Request
 from axon_nb.records.protocol.wire import Packed
@@ -15,10 +16,13 @@ from axon_nb.records.waits.calls import PendingCall, RankWaits
 from axon_nb.records.waits.silent_ranks import PeerCall
 
 __all__ = [
+    "BeginComparison",
+    "CompareRanks",
     "DebuggerCommand",
     "DebuggerLine",
     "DebuggerStart",
     "DescribeVariables",
+    "EndComparison",
     "FailureReply",
     "FailureRequest",
     "GetVariableParts",
@@ -27,6 +31,7 @@ __all__ = [
     "MeshReply",
     "MeshRequest",
     "PausedEvent",
+    "PrepareComparison",
     "SpansReply",
     "SpansRequest",
     "StacksReply",
@@ -261,3 +266,33 @@ class DebuggerLine(Request[None]):
     number: int
     """The pause that it answers, see `PausedEvent`; the line is dropped if that is over."""
     line: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareComparison(RankCall[str]):
+    """Gather what the reference of a cell needs; returns why it cannot be compared. Collective."""
+
+    target = "axon_nb.engine.parity.calls:prepare"
+    code: str
+    plain: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginComparison(RankCall[None]):
+    """Observe the cell."""
+
+    target = "axon_nb.engine.parity.calls:begin"
+
+
+@dataclass(frozen=True, slots=True)
+class EndComparison(RankCall[None]):
+    """Send what was observed to rank 0; collective."""
+
+    target = "axon_nb.engine.parity.calls:end"
+
+
+@dataclass(frozen=True, slots=True)
+class CompareRanks(RankCall[Comparison]):
+    """Run the reference on this rank."""
+
+    target = "axon_nb.engine.parity.calls:compare"
