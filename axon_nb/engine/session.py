@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.host.shared_memory import SharedBlock
-from axon_nb.records.comparison import Comparison
 from axon_nb.records.protocol.joining import JoinConfig
 from axon_nb.records.protocol.recovery import OptimizerReport, ProtectedStep, UndoableCell
+from axon_nb.records.training.comparison import Comparison
 
 __all__ = ["RankSession", "current", "own_rank", "set_current"]
 

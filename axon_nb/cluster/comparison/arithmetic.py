@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from axon_nb.records.comparison import Digest, Entry
+from axon_nb.records.training.comparison import Digest, Entry
 
 __all__ = ["Judged", "Scales", "combined", "distance", "judge", "norm_of", "ratio_of", "scales_of"]
 

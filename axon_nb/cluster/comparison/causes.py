@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from axon_nb.cluster.comparison.arithmetic import Judged, Scales, combined, distance, norm_of, ratio_of
-from axon_nb.records.comparison import Comparison, Digest, Entry
 from axon_nb.records.ranks import name_ranks
+from axon_nb.records.training.comparison import Comparison, Digest, Entry
 
 __all__ = ["Cause", "cause_of", "is_partial"]
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.comparison.verdict import Verdict, verdict
 from axon_nb.errors import UsageError
-from axon_nb.records.comparison import Comparison
 from axon_nb.records.protocol.inspection import BeginComparison, CompareRanks, EndComparison, PrepareComparison
 from axon_nb.records.protocol.messages import cell_source
+from axon_nb.records.training.comparison import Comparison
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.result import CellResult

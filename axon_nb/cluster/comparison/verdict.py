@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from axon_nb.cluster.comparison.arithmetic import Judged, Scales, distance, judge, scales_of
 from axon_nb.cluster.comparison.causes import Cause, cause_of, is_partial
-from axon_nb.records.comparison import Comparison, Entry
 from axon_nb.records.ranks import name_ranks
+from axon_nb.records.training.comparison import Comparison, Entry
 
 if TYPE_CHECKING:
     import pandas as pd

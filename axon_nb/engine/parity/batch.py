@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from axon_nb.comm.placements import placed
 from axon_nb.errors import UsageError
-from axon_nb.records.comparison import Place
+from axon_nb.records.training.comparison import Place
 
 __all__ = ["Batch", "gather_batch", "mentioned_names", "replace_leaves"]
 

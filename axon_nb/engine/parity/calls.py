@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from axon_nb.engine.parity.comparer import Comparer
 from axon_nb.engine.session import CellComparer, current
-from axon_nb.records.comparison import Comparison
+from axon_nb.records.training.comparison import Comparison
 
 __all__ = ["begin", "compare", "end", "prepare"]
 

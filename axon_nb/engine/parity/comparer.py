@@ -28,7 +28,7 @@ from axon_nb.engine.parity.whole import (
 from axon_nb.engine.session import current
 from axon_nb.engine.snapshot.history import History
 from axon_nb.errors import UsageError
-from axon_nb.records.comparison import Comparison, Observation
+from axon_nb.records.training.comparison import Comparison, Observation
 
 __all__ = ["Comparer"]
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from axon_nb.comm.placements import placed
-from axon_nb.records.comparison import Bounds, Digest, Place
+from axon_nb.records.training.comparison import Bounds, Digest, Place
 
 __all__ = ["Projector", "epsilon_of", "local_part", "microbatches", "part_of"]
 

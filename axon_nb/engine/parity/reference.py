@@ -14,7 +14,7 @@ from torch import nn
 from axon_nb.comm.world import World
 from axon_nb.engine.parity.digests import Projector, epsilon_of, microbatches, part_of
 from axon_nb.engine.parity.recorder import Recorder
-from axon_nb.records.comparison import Bounds, Digest, Entry, Observation, Place
+from axon_nb.records.training.comparison import Bounds, Digest, Entry, Observation, Place
 
 __all__ = ["Reference", "perturb"]
 

@@ -14,7 +14,7 @@ from axon_nb.engine.parity.digests import local_part, part_of
 from axon_nb.engine.parity.recorder import clean_name, named_parameters
 from axon_nb.engine.sharding.sharded import is_sharded, is_stage
 from axon_nb.errors import UsageError
-from axon_nb.records.comparison import Bounds, Place
+from axon_nb.records.training.comparison import Bounds, Place
 
 __all__ = ["Pieces", "WholePipeline", "fill", "gather_pieces", "is_whole", "replace_optimizer", "use_alone"]
 

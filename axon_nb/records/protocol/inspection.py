@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from axon_nb.records.comparison import Comparison
 from axon_nb.records.placement import MeshInfo
 from axon_nb.records.protocol.messages import Event, RankCall, Request
 from axon_nb.records.protocol.wire import Packed
 from axon_nb.records.stacks import StackFrame
 from axon_nb.records.telemetry import RankState
+from axon_nb.records.training.comparison import Comparison
 from axon_nb.records.training.job import JobReport
 from axon_nb.records.waits.calls import PendingCall, RankWaits
 from axon_nb.records.waits.silent_ranks import PeerCall
