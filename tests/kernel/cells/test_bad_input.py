@@ -21,7 +21,7 @@ CASES = [
     ("%distributed begin", "has no command 'begin': use one of start"),
     ("%distributed start", "is running. Run `%distributed stop` to stop it"),
     ("%distributed status now", "has no 'now'"),
-    ("%distributed config colour=red", "has no setting 'colour': it must be one of keep_alive, warm_up"),
+    ("%distributed config colour=red", "has no setting 'colour': it must be one of keep_alive, idle_stop, warm_up"),
     ("%distributed config keepalive=5", "has no setting 'keepalive': did you mean keep_alive?"),
     ("%distributed config keep_alive", "takes key=value, such as keep_alive=300s; got 'keep_alive'."),
     (
