@@ -131,7 +131,7 @@ def test_timeline_is_live_responds_to_keys_and_survives_reload(lab: LabServer, p
     _use_keys_and_filter(page)
     stop.touch()
     page.wait_done(2)
-    page.output(1).locator("details").click()
+    page.output(1).locator("details").get_by_text("the same as a picture").click()
     _picture(page, "timeline-saved", cell=1)
     saved = page.save()
     assert len(nbformat.writes(saved)) < 600_000

@@ -32,7 +32,7 @@ __all__ = ["agent_environment"]
 ROOT = Path(__file__).resolve().parents[2]
 _STARTED = ("tests/cluster/launch/", "tests/doctor/", "tests/kernel/session/test_lifecycle.py")
 """Tests of starting agents; `tests/host`, the examples and the programs of `tests/packaging` start real ones anyway."""
-_READ_AT_IMPORT = ("PYTHON", "LD_", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "CUDA", "NCCL", "GLOO", "HOME")
+_AT_IMPORT = ("PYTHON", "LD_", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "CUDA", "NCCL", "GLOO", "HOME", "TMPDIR")
 """An agent whose environment differs in one of these is started."""
 _ROOM = 32 * 1024
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_CORE)
@@ -74,9 +74,10 @@ def main(listener: socket.socket) -> None:
     """Answer each request to fork an agent, until the process that started this one ends."""
     set_parent_death_signal(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for agents
-    own = _relevant(os.environ)
+    own, before = _relevant(os.environ), set(os.environ)
     for name in MODULES:
         importlib.import_module(name)
+    set_by_imports = {name: text for name, text in os.environ.items() if name not in before}
     importlib.import_module("axon_nb.host.__main__")
     while True:
         connection, _ = listener.accept()
@@ -92,13 +93,13 @@ def main(listener: socket.socket) -> None:
                 if pid == 0:
                     listener.close()
                     connection.close()
-                    _become_agent(request["argv"], request["env"], descriptors[0], peer)
+                    _become_agent(request["argv"], {**set_by_imports, **request["env"]}, descriptors[0], peer)
             connection.sendall(json.dumps(pid).encode())
             os.close(descriptors[0])
 
 
 def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    relevant = {name: text for name, text in environment.items() if name.startswith(_READ_AT_IMPORT)}
+    relevant = {name: text for name, text in environment.items() if name.startswith(_AT_IMPORT)}
     return relevant | {PYTHON_PATH.name: os.pathsep.join(dict.fromkeys(relevant[PYTHON_PATH.name].split(os.pathsep)))}
 
 

@@ -125,7 +125,8 @@ def forget_equal_meshes() -> None:
     that mesh in their cache: they would wait for the others in another group. Clears the cache of the calling thread;
     torch keeps one per thread, and runs the backward pass on CUDA in another one.
     """
-    if "torch.distributed.tensor" in sys.modules:
+    # Whatever makes a DTensor imports torch._dynamo. To import it here would cost each rank a second when it starts.
+    if "torch.distributed.tensor" in sys.modules and "torch._dynamo" in sys.modules:
         with contextlib.suppress(ImportError):
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

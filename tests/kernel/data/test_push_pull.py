@@ -28,7 +28,8 @@ def shared_blocks_of(pid: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # closed since
             found.append(os.readlink(path))
     found += Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return [text for text in found if "memfd:axon_nb" in text and "memfd:axon_nb_group" not in text]
+    others = ("memfd:axon_nb_group", "memfd:axon_nb-kept-memory")
+    return [text for text in found if "memfd:axon_nb" in text and not any(other in text for other in others)]
 
 
 def family(kernel: Kernel) -> list[int]:

@@ -58,7 +58,7 @@ def test_longer_keep_alive_applies_and_survives_attach(new_kernel: MakeKernel) -
     assert kernel.ok("%%distributed\nkept").lines() == ["[rank 0] 10", "[rank 1] 11"]
     listed = kernel.ok("%distributed config").lines()
     assert listed[0] == "keep_alive = 600 s (default 300 s)"
-    assert listed[2] == "output_limit = 4 KiB (default 1 MiB)"
+    assert "output_limit = 4 KiB (default 1 MiB)" in listed
     agent_says = kernel.value(f"(lambda i: (i.keep_alive_s, i.settings['output_limit']))({AGENT_INFO})")
     assert agent_says == (600.0, 4096)
 

@@ -34,7 +34,7 @@ t_gpt_steps = t_gpt.optimizer(torch.optim.AdamW)
 t_net = T_Net()
 fully_shard(t_net.up, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 _ = fully_shard(t_net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-t_net_steps = torch.optim.SGD(t_net.parameters(), lr=0.1, momentum=0.9)
+t_steps_of_net = torch.optim.SGD(t_net.parameters(), lr=0.1, momentum=0.9)
 t_ddp = DDP(T_Net())
 t_hybrid = T_Net()
 _ = fully_shard(t_hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
@@ -93,7 +93,7 @@ def test_ranks_report_training_setup(ready: Kernel) -> None:
     assert gpt["facts"]["loss"] == "tokens"
     assert gpt["facts"]["units"] == ["Block", "Embedding", "Head"]
     assert gpt["sent"] > 0
-    net = reported(ready, "t_plan('t_net', 't_net_steps')")["facts"]
+    net = reported(ready, "t_plan('t_net', 't_steps_of_net')")["facts"]
     setup = net["setup"]
     assert (setup["strategy"], setup["mixed_precision"], setup["optimizer"], net["units"]) == (
         "full_shard", "bfloat16", "sgd with momentum", ["Linear"]
