@@ -30,7 +30,12 @@ from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH
 __all__ = ["agent_environment"]
 
 ROOT = Path(__file__).resolve().parents[2]
-_STARTED = ("tests/cluster/launch/", "tests/doctor/", "tests/kernel/session/test_lifecycle.py")
+_STARTED = (
+    "tests/cluster/launch/",
+    "tests/cluster/test_scripts.py::test_script_killed_during_start",
+    "tests/doctor/",
+    "tests/kernel/session/test_lifecycle.py",
+)
 """Tests of starting agents; `tests/host`, the examples and the programs of `tests/packaging` start real ones anyway."""
 _AT_IMPORT = ("PYTHON", "LD_", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "CUDA", "NCCL", "GLOO", "HOME", "TMPDIR")
 """An agent whose environment differs in one of these is started."""

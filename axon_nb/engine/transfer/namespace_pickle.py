@@ -25,7 +25,7 @@ from axon_nb.engine.elastic.pickling import reduce
 from axon_nb.engine.groups import install
 from axon_nb.engine.groups.wrapper_reset import rebuild_reducer
 from axon_nb.engine.live_objects import register
-from axon_nb.engine.session import current
+from axon_nb.engine.session import current, own_rank
 from axon_nb.engine.sharding.sharded import device_mesh_type, is_sharded, is_stage
 from axon_nb.shell.value_pickle import namespace, reduce_function
 
@@ -47,7 +47,8 @@ class NamespacePickler(cloudpickle.Pickler):
         kind = type(obj)
         if kind is types.FunctionType and obj.__globals__ is namespace():
             return reduce_function(obj)
-        if (old_size := current().resized_from) and (reduced := reduce(obj, kind, old_size)) is not None:
+        old_size = 0 if own_rank() is None else current().resized_from
+        if old_size and (reduced := reduce(obj, kind, old_size)) is not None:
             return reduced
         self.raise_if_uncopyable(obj, kind)
         if issubclass(kind, dist.ProcessGroup):

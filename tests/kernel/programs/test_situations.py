@@ -6,10 +6,13 @@ communicate.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +31,35 @@ def shown(reply: Reply) -> str:
     return "\n".join([reply.shown(), reply.result, *displays])
 
 
-def run(kernel: Kernel, cell: dict[str, Any]) -> Reply:
+@contextlib.contextmanager
+def answering(kernel: Kernel, answer: str) -> Iterator[None]:
+    """Answer each prompt meanwhile, as a user would."""
+    over, prompts = threading.Event(), kernel.client.stdin_channel.socket
+
+    def answer_prompts() -> None:
+        while not over.is_set():
+            if prompts.poll(200):
+                prompts.recv_multipart()
+                kernel.client.input(answer)
+
+    thread = threading.Thread(target=answer_prompts, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def run(kernel: Kernel, cell: dict[str, Any], answer: str) -> Reply:
     """Run one cell as its situation asks for."""
     time.sleep(cell.get("sleep", 0))
     request = kernel.submit(cell["code"])
     for seconds in cell.get("interrupt_after", ()):
         time.sleep(seconds)
         kernel.interrupt()
-    return kernel.collect(request)
+    with answering(kernel, answer) if answer else contextlib.nullcontext():
+        return kernel.collect(request)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +73,7 @@ def test_program_ends_as_users_expect(path: Path, tmp_path: Path) -> None:
         kernel.ok("%load_ext axon_nb")
         kernel.ok(f"%distributed start -n {situation.get('ranks', 2)} {situation.get('start', '')}")
         for cell in situation["cell"]:
-            reply = run(kernel, cell)
+            reply = run(kernel, cell, situation.get("answer", ""))
             text = shown(reply)
             if status := cell.get("status"):
                 assert reply.status == status, f"{cell['code']}\n{text}"
