@@ -32,7 +32,8 @@ from axon_nb.engine.groups.gloo import (
 from axon_nb.engine.groups.size_check import SizeTable, open_size_table
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import rendezvous
-from axon_nb.engine.groups.work import RecoverableWork, stage_on_host
+from axon_nb.engine.groups.work import RecoverableWork
+from axon_nb.engine.host_staging import stage_on_host
 from axon_nb.records.spans import emit, ring, span_of
 from axon_nb.shell.user_frame import user_frame
 
@@ -124,11 +125,9 @@ class RecoverableGroup(PythonProcessGroup):
         store = PrefixStore(f"epoch{epoch}/{self._name}/", self._root)
         memory = self._share_memory(store) if self._shares_memory else None
         inner = memory or self._connect(store, epoch)
-        if self._inner is not None:
-            # A rank that had finished its cell got no abort: its connections to others like it are still open.
+        if self._inner is not None:  # a rank that had finished its cell got no abort: connections are still open
             self._drop_inner()
-        self.sequence = 0
-        self._inner, self.memory = inner, memory
+        self.sequence, self._inner, self.memory = 0, inner, memory
 
     def _drop_inner(self) -> None:
         self.close_connections()
@@ -201,9 +200,10 @@ class RecoverableGroup(PythonProcessGroup):
         peer = peer_of(name, args) if point_to_point else -1
         refusal = calls.refusal_reason(self, name, peer) if calls.exclusive is not None else ""
         finished = self._finished
+        if self.memory is None or point_to_point:  # collectives over shared memory do it themselves
+            args, finished = stage_on_host(name, args, finished)
         if point_to_point:
             sequence = 0
-            args, finished = stage_on_host(name, args, finished)
             if self._table is not None:
                 self._table.check_point_to_point(name, args, self._members)
         else:

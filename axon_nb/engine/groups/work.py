@@ -22,7 +22,7 @@ from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import is_suppressed, ring
 
-__all__ = ["RecoverableWork", "stage_on_host"]
+__all__ = ["RecoverableWork"]
 
 _SLICE = timedelta(milliseconds=50)
 _POLL_S = 0.05
@@ -236,36 +236,3 @@ class RecoverableWork(Work):
         return int(self._inner.source_rank())
 
     _source_rank = source_rank
-
-
-def stage_on_host(
-    name: str, args: tuple[Any, ...], on_finish: Callable[[Call], None]
-) -> tuple[tuple[Any, ...], Callable[[Call], None]]:
-    """Replace tensors of a send or recv that are not on the CPU by copies in host memory.
-
-    Gloo would read and write the address of a CUDA tensor as if it were host memory.
-
-    Args:
-        name: ``send``, ``recv`` or ``recv_anysource``.
-        args: Its arguments, a list of tensors first.
-        on_finish: Called when the operation has finished.
-
-    Returns:
-        The arguments to use, and what to call when the operation has finished: it copies received tensors back.
-    """
-    tensors = args[0]
-    if all(tensor.is_cpu for tensor in tensors):
-        return args, on_finish
-    # Pinned memory is copied to and from a GPU without another copy.
-    hosts = [torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=one.is_cuda) for one in tensors]
-    if name == "send":
-        for host, tensor in zip(hosts, tensors, strict=True):
-            host.copy_(tensor)
-        return (hosts, *args[1:]), on_finish
-
-    def copy_back(call: Call) -> None:
-        for host, tensor in zip(hosts, tensors, strict=True):
-            tensor.copy_(host)
-        on_finish(call)
-
-    return (hosts, *args[1:]), copy_back

@@ -1,4 +1,4 @@
-"""Point-to-point calls of ranks that share a card, over Gloo: a device written in Python stands in for the card."""
+"""Calls of ranks that share a card, over Gloo: a device written in Python stands in for the card."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _exchange(rank: int, store: Any) -> dict[str, Any]:
     def received(tensor: torch.Tensor) -> tuple[str, list[list[float]]]:
         return str(tensor.device), _values(tensor)
 
-    buffer = torch.empty(2, 3, device=device)
+    buffer = torch.empty(2, 3, device=device).requires_grad_()  # as a pipeline stage's
     if rank == 0:
         dist.send(values.to(device), peer)
     else:
@@ -62,6 +62,11 @@ def _exchange(rank: int, store: Any) -> dict[str, Any]:
         work.wait()
     found["batch"] = received(theirs)
 
+    group: Any = dist.group.WORLD
+    parts = [[torch.empty(2, 3, device=device)] for _ in range(2)]
+    group.allgather_coalesced(parts, [mine]).wait()
+    found["gather"] = [received(part) for (part,) in parts]
+
     if rank == 0:
         send(values.to(device), peer)
     else:
@@ -71,7 +76,8 @@ def _exchange(rank: int, store: Any) -> dict[str, Any]:
 
 def _values(tensor: torch.Tensor) -> list[list[float]]:
     host = torch.empty(tensor.shape)
-    host.copy_(tensor)
+    with torch.no_grad():
+        host.copy_(tensor)
     return host.tolist()
 
 
@@ -79,5 +85,6 @@ def test_tensors_on_a_card_travel_through_host_memory(tmp_path: Path) -> None:
     found = run_on_ranks(_exchange, 2, tmp_path)
     values = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     here = ("standin:0", values)
-    assert found[0] == {"batch": ("standin:0", [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]])}
-    assert found[1] == {"recv": here, "batch": here, "new": here}
+    doubled = ("standin:0", [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]])
+    assert found[0] == {"batch": doubled, "gather": [here, doubled]}
+    assert found[1] == {"recv": here, "batch": here, "gather": [here, doubled], "new": here}
