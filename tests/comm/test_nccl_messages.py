@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from axon_nb.comm.errors import NcclError
 from axon_nb.comm.nccl.group import NcclGroup, register
-from axon_nb.comm.nccl.messages import Messages
+from axon_nb.comm.nccl.messages import Messages, join_world
 
 SIZE = 3
 
@@ -29,6 +29,9 @@ class _Library:
         self.ncclGetErrorString = lambda code: b"invalid argument"
 
     def ncclGroupStart(self) -> int:
+        return 0
+
+    def ncclCommDestroy(self, communicator: Any) -> int:
         return 0
 
     def ncclSend(self, place: Any, size: Any, dtype: int, peer: int, *_: Any) -> int:
@@ -146,5 +149,24 @@ def test_errors_and_a_closed_world_are_reported() -> None:
     assert refused == "NCCL: invalid argument."
     assert layout == "hand-made NCCL worlds receive into contiguous tensors only; pass `tensor.contiguous()`."
     assert closed == "this NCCL world is closed; create another one."
-    with pytest.raises(NcclError, match=r"point-to-point calls of hand-made NCCL worlds need libnccl\.so\.2"):
+    with pytest.raises(NcclError, match=r"hand-made NCCL worlds need libnccl\.so\.2"):
         Messages.of(object())
+
+
+def test_world_is_joined_through_the_library() -> None:
+    class _Joined(_Library):
+        def ncclCommInitRank(self, place: Any, size: int, unique_id: Any, rank: int) -> int:
+            if bytes(unique_id) != bytes(range(128)):
+                return 4
+            place._obj.value = 4096 + 16 * size + rank
+            return 0
+
+    library = _Joined(0, defaultdict(queue.Queue))
+    capsule = join_world(SIZE, bytes(range(128)), 2, library)
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    assert address(capsule, b"torch.cuda.nccl.Communicator") == 4096 + 16 * SIZE + 2
+    with pytest.raises(NcclError, match="NCCL: invalid argument"):
+        join_world(SIZE, bytes(128), 0, library)
+    with pytest.raises(NcclError, match="a unique id has 128 bytes; got 3"):
+        join_world(SIZE, b"abc", 0, library)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from axon_nb.comm.errors import InvalidRankError, NcclError
 from axon_nb.comm.nccl.group import NcclGroup, register
+from axon_nb.comm.nccl.messages import join_world
 
 __all__ = ["NcclBackend", "NcclUniqueId", "devices", "is_available", "nccl_version", "unavailable_reason"]
 
@@ -115,9 +116,9 @@ class NcclBackend:
         self.device = torch.device("cuda", device)
         try:
             with torch.cuda.device(self.device):
-                communicator = torch.cuda.nccl.init_rank(world_size, unique_id.data, rank)
-        except RuntimeError as error:
-            raise NcclError(f"NCCL: rank {rank} of {world_size} failed to join: {error}.") from None
+                communicator = join_world(world_size, unique_id.data, rank)
+        except NcclError as error:
+            raise NcclError(f"rank {rank} of {world_size} failed to join: {error}") from None
         self.group = NcclGroup(communicator, rank, world_size, self.device, threaded=threaded)
         register(self.group)
 

@@ -85,7 +85,7 @@ class NcclGroup(_Base):
     """One rank of a hand-made NCCL world.
 
     Args:
-        communicator: NCCL's, from `torch.cuda.nccl.init_rank`.
+        communicator: NCCL's, from `join_world`.
         rank: This rank.
         size: Number of ranks.
         device: Its GPU.
@@ -218,6 +218,7 @@ class NcclGroup(_Base):
         if self._thread is not None:
             self._thread.shutdown()
         self._synchronize()
+        (self._messages or self._messages_of(self._communicator)).leave()
         self._communicator = self._messages = None
         world: Any = dist.distributed_c10d._world
         for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
