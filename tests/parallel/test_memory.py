@@ -259,6 +259,10 @@ def test_offloaded_states_move_for_a_step_and_stay_readable(two: Any, offload: C
         model(torch.ones(4, 6)).square().mean().backward()
         optimizer.step()
         values = torch.equal(model.full_state_dict()["0.weight"][: len(own.to_local())], own.to_local())
+        saved: Any = model.module.state_dict()["0.weight"]  # on the device, as views of what is on the host raise there
+        apart = offload is not CPUOffload.PARAMS or saved.to_local().data_ptr() != own.to_local().data_ptr()
+        assert apart
+        assert torch.equal(saved.to_local(), own.to_local())
         moved = seen[0].data_ptr() != home.data_ptr() and held.to_local().data_ptr() != seen[0].data_ptr()
         return moved, values or world.rank() > 0
 

@@ -1,11 +1,15 @@
 """Offload FSDP's parameters, or an optimizer's states, to host memory between uses.
 
 Only the local tensor of a DTensor is moved. The DTensor itself stays, so modules, optimizers and checkpoints keep their
-references, and it can be read at any time. CPU ranks make the same moves, from memory to memory.
+references. CPU ranks make the same moves, from memory to memory.
+
+While the local tensor is on the host, views of the DTensor (`detach`, `view`) raise: torch gives them its storage,
+which is on the GPU. `state_dict` makes such views, so it gets copies on the GPU; `to_local` and `full_tensor` do not.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -50,6 +54,11 @@ class ParameterOffloader:
                 raise UsageError("CPUOffload.PARAMS: the parameters have no data; call model.to_empty(device=…) first.")
             part._sharded_param_data = _copy(part._sharded_param_data, _HOST)
             part.sharded_param._local_tensor = self._host_shard(part)
+        held = {part.sharded_param: part for part in self._parts}
+        for module in model.modules():
+            if parts := [held[one] for one in module.parameters(recurse=False) if one in held]:
+                module.register_state_dict_pre_hook(functools.partial(self._fetch_parts, parts))
+                module.register_state_dict_post_hook(functools.partial(self._return_parts, parts))
 
     def attach(self, optimizer: Optimizer) -> None:
         """Copy the parameters to the device for the steps of `optimizer`."""
@@ -61,9 +70,16 @@ class ParameterOffloader:
         return whole.narrow(0, 0, part.sharded_size[0])
 
     @torch.no_grad()
-    def _fetch(self, *_: Any) -> None:
-        for part in self._parts:
+    def _fetch_parts(self, parts: list[Any], *_: Any) -> None:
+        for part in parts:
             part.sharded_param._local_tensor = _copy(self._host_shard(part), self._device)
+
+    def _return_parts(self, parts: list[Any], *_: Any) -> None:
+        for part in parts:
+            part.sharded_param._local_tensor = self._host_shard(part)
+
+    def _fetch(self, *_: Any) -> None:
+        self._fetch_parts(self._parts)
 
     @torch.no_grad()
     def _store(self, *_: Any) -> None:

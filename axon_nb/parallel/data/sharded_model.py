@@ -128,7 +128,7 @@ class ShardedModel(nn.Module):
             UsageError: names or shapes differ from the model's.
         """
         self.reshard_parameters()
-        shards = self.module.state_dict()
+        shards = self.module.state_dict(keep_vars=True)
         for name in sorted(shards.keys() ^ state.keys()):
             raise UsageError(
                 f"{name} is only in {'the model' if name in shards else 'the state'}; the state is of another model."
