@@ -107,6 +107,8 @@ def _collectives() -> None:
     began = time.perf_counter()
     with _cluster() as cluster:
         _note("start, s", round(time.perf_counter() - began, 2))
+        if len(list_gpus()) == 1:
+            return  # nothing is on a bus
         for megabytes in (1, 64, 256) if list_gpus() else (1, 16):
             name = f"all_reduce of {megabytes} MiB, GB per second on the bus"
             _note(name, cluster.run(f"bandwidth({megabytes})")[0])

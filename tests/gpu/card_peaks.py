@@ -89,6 +89,9 @@ def _made(case: Case, device: torch.device) -> tuple[Any, torch.optim.Optimizer]
 
 def _settled() -> int:
     """Bytes that are given out once nothing is left of what was let go of."""
+    gc.collect()
+    # Until the next backward, autograd's thread keeps the last DDP reducer and its buckets (torch 2.11).
+    torch.ones(1, device="cuda", requires_grad=True).sum().backward()
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()

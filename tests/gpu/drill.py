@@ -94,7 +94,7 @@ def _end(kind: str, way: str, *, gloo: bool) -> dict[str, Any]:
         command = [sys.executable, "-m", "tests.gpu.drill", "--kind", kind, "--way", way, "--folder", folder]
         command += ["--gloo"] if gloo else []
         ranks = 1 if KINDS[kind][1] in (None, _computes) else 2
-        env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
         processes = [subprocess.Popen([*command, "--rank", str(rank)], cwd=_ROOT, env=env) for rank in range(ranks)]
         try:
             code = processes[0].wait(3 * LIMIT_S)  # the hang, and the imports before it
@@ -162,7 +162,7 @@ def _take(way: str, box: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table as a line of JSON; return 1 if an abort left a hang."""
+    """Print the table as a line of JSON; return 1 if an abort left a hang or ended the process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gloo", action="store_true")
     parser.add_argument("--kind", choices=list(KINDS))
@@ -176,6 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     table = drill(kinds, [options.way] if options.way else WAYS, gloo=options.gloo)
     aborts = {kind: ways.get("abort", {}) for kind, ways in table.items()}
     left = {kind: "an abort did not end it" for kind, end in aborts.items() if end.get("ended") is False}
+    left |= {kind: f"a rank ended with {end['process']}" for kind, end in aborts.items() if "process" in end}
     print(json.dumps({"table": table, "failed": left}))
     return 1 if left else 0
 

@@ -36,8 +36,8 @@ def train(strategy, offload):
         model(x).square().mean().backward()
         model.clip_grad_norm(1.0)
         optimizer.step()
+        gc.collect()  # garbage holds DDP's first buckets, and the next backward lets go of them
     torch.cuda.synchronize()
-    gc.collect()
     grads = [p.grad for p in model.parameters()]
     found = {
         "params": places(model.parameters()), "grads": places(grads), "states": places(optimizer_states(optimizer)),
