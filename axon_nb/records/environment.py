@@ -13,6 +13,7 @@ __all__ = [
     "ACCELERATE_PLUGINS",
     "AGENT_SERVER",
     "CHECK",
+    "CLASS",
     "CLASS_DIR",
     "CONTAINERS",
     "CPU_BACKEND",
@@ -108,6 +109,10 @@ USER_CACHE = Variable("XDG_CACHE_HOME", "~/.cache")
 
 USER_DATA = Variable("XDG_DATA_HOME", "~/.local/share")
 """Folder of what the course keeps of a learner, in `axon_nb/course.json`."""
+
+CLASS = Variable("AXON_NB_CLASS", default="0")
+"""`1` suits the settings to a machine that a class shares: no prewarmed agent, `keep_alive` 30 s, `idle_stop` 30 min,
+one thread per rank. Set it before the kernels start."""
 
 CLASS_DIR = Variable("AXON_NB_CLASS_DIR")
 """A folder that a class shares: each check of the course appends a line to a file there, under a nickname, and

@@ -34,6 +34,7 @@ _STARTED = (
     "tests/cluster/launch/",
     "tests/cluster/test_scripts.py::test_script_killed_during_start",
     "tests/doctor/",
+    "tests/kernel/session/test_class.py",
     "tests/kernel/session/test_lifecycle.py",
 )
 """Tests of starting agents; `tests/host`, the examples and the programs of `tests/packaging` start real ones anyway."""

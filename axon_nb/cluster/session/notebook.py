@@ -21,9 +21,9 @@ from axon_nb.cluster.cells.manager import CellManager
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.history import History, session_facts
 from axon_nb.cluster.launch.prewarm import Prewarm
-from axon_nb.cluster.settings import LiveSettings
+from axon_nb.cluster.settings import IN_CLASS, LiveSettings
 from axon_nb.errors import NoClusterError
-from axon_nb.records.environment import WARM_UP
+from axon_nb.records.environment import CLASS, WARM_UP
 from axon_nb.records.hooks import missing_hooks
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class NotebookSession:
     """What belongs to one notebook, or to a program that starts clusters."""
 
     def __init__(self) -> None:
-        self.settings = LiveSettings(warm_up=WARM_UP.is_enabled())
+        shared = CLASS.is_enabled()
+        warm_up = WARM_UP.is_enabled() and not shared
+        self.settings = LiveSettings(**(IN_CLASS if shared else {}), warm_up=warm_up)
         """What `%distributed config` shows and changes."""
         self.settings.running = self._running_state
         self.history = History()

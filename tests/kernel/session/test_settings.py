@@ -151,9 +151,10 @@ def test_settings_come_from_ipythons_configuration_file(new_kernel: MakeKernel, 
 
 
 def test_warm_up_starts_and_ends_the_waiting_host_agent(new_kernel: MakeKernel) -> None:
-    kernel = new_kernel(AXON_NB_WARM_UP="0")
+    kernel = new_kernel(AXON_NB_CLASS="1")
     kernel.ok("%load_ext axon_nb")
-    assert "warm_up = off (default on)" in kernel.ok("%distributed config").lines()
+    shared = {"warm_up = off (default on)", "threads = 1 (default 0)", "keep_alive = 30 s (default 300 s)"}
+    assert shared <= set(kernel.ok("%distributed config").lines())
     base = Path(kernel.value("str(__import__('axon_nb.host.run_dir', fromlist=['x']).base_dir())"))
 
     def waiting() -> list[str]:
