@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 
 ROOT = SOURCES.parent
 NOTEBOOKS = sorted(path.stem for path in SOURCES.glob("[0-9]*.py"))
-IN_EVERY_RUN = ("01_one_program",)
+IN_EVERY_RUN = ("01_one_program", "04_data_parallelism", "11_bug_hunt")
 """The others run in `make soak`."""
 
 

@@ -1,0 +1,13 @@
+# refused: Not every rank can follow there
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def last_common(snapshots):
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, snapshots)
+    everything = {step: weights for part in everybody for step, weights in part.items()}
+    step = max(everything)
+    return step, everything[step]
