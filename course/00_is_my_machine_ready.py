@@ -16,7 +16,7 @@
 #
 # **Can this computer run the course?**
 #
-# Run all cells: *Run → Run All Cells*. It takes about 20 seconds; the very first time a minute more, as your PyTorch is
+# Run all cells: *Run → Run All Cells*. It takes less than a minute; the very first time up to two, as your PyTorch is
 # tested. At the end there is a line to tell your teacher. Do it before the first session, so that nobody has to install
 # anything in class.
 #

@@ -110,7 +110,7 @@ undisturbed = parameters_to_vector(train().parameters()).detach()
 # | `"endless"` | gets into a loop that never ends |
 # | `"slow"` | is slow, from some step on |
 # | `"stale"` | no longer changes its weights |
-# | `"leak"` | keeps more memory in each step |
+# | `"leak"` | keeps more memory in each step, when it computes the loss |
 #
 # ## Read the report
 #
@@ -130,8 +130,9 @@ train(Fault("skipped", rank=2, step=5, place="all_reduce"))
 # ask which of them is *later*. (Line 27 is later than 31, too: in the next step.) The one that is alone has missed
 # something.
 #
-# Now your first case. Run the cell, read the report, and write down your answer in the cell below it. You may give it
-# as often as you like. A case is worth ten points. A wrong answer costs two of them, and `clue(1)` costs three.
+# Now your first case. Run the cell, read the report, and write down your answer in the cell below it: the rank that is
+# to blame, the line in which it *went wrong*, and the kind. You may try as often as you like. A case is worth ten
+# points. A wrong answer costs two of them, and `clue(1)` costs three.
 
 # %% tags=["raises-exception"]
 # %%distributed
@@ -168,7 +169,7 @@ answer(3, rank=..., line=..., kind=...)
 # if it works. Return a sorted list of the ranks to blame: those that are waited for, but do not wait themselves, and
 # those that wait for each other in a circle. `{0: [2], 1: [2], 2: [], 3: [2]}` gives `[2]`.
 #
-# This is what axon_nb does when it says who waits for whom.
+# axon_nb asks the same question before it names a rank in a report.
 
 
 # %%
@@ -275,8 +276,9 @@ check("11.2", on="ranks")
 # %% [markdown]
 # ## The one that died
 #
-# In case 6 a process dies, as if the machine had no memory left for it. It cannot report anything. What can you still
-# know about it?
+# In case 6 a process dies, as if the machine had no memory left for it. It cannot report anything, and nobody can say
+# for sure in which line it was. But the others can: it did not come to the meeting at which they wait. Answer with that
+# line.
 
 # %% tags=["raises-exception"]
 # %%distributed
@@ -357,6 +359,9 @@ measured("11.d", largest_difference=repaired[0])
 network = train(7)
 
 # %%
+import time
+
+time.sleep(3)  # by then it hangs
 # %distributed stacks
 
 # %% [markdown]

@@ -25,7 +25,7 @@ _PLACES: dict[Kind, tuple[Place, ...]] = {
     "raised": ("all_reduce", "all_gather", "forward"),
     "shape": ("all_reduce",),
     "dtype": ("all_reduce",),
-    "killed": ("all_reduce", "all_gather", "forward"),
+    "killed": ("all_reduce", "all_gather"),  # in its forward, nobody could know the line
     "endless": ("all_reduce", "all_gather", "forward"),
     "slow": ("forward",),
     "stale": ("optimizer",),

@@ -119,4 +119,5 @@ def _fail(kind: Kind) -> None:
 
 def _leak(model: torch.nn.Module) -> None:
     """Keep some memory for as long as the model lives."""
-    model.__dict__.setdefault("kept", []).append(torch.ones(_LEAKED))
+    device = next(model.parameters()).device
+    model.__dict__.setdefault("kept", []).append(torch.ones(_LEAKED, device=device))

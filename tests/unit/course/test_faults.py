@@ -91,6 +91,6 @@ def test_nothing_is_planted_in_the_notebook_itself() -> None:
     model = torch.nn.Linear(1, 1)
     with (
         pytest.raises(UsageError, match="begins with %%distributed"),
-        planted(Fault("killed", 0, 0, "forward"), model, torch.optim.SGD(model.parameters())),
+        planted(Fault("endless", 0, 0, "forward"), model, torch.optim.SGD(model.parameters())),
     ):
         model(torch.ones(1))
