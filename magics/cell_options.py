@@ -154,6 +154,12 @@ class Measures:
             print("\n".join(time_lines(result.seconds, result.cpu_seconds)))
         if result.profiles:
             self._show_profiles(result.profiles)
+        if (numbers := result.numbers) is not None and numbers.finding is not None:
+            from axon_nb.widgets.divergence import divergence_bundle
+
+            display(divergence_bundle(numbers), raw=True)
+        elif numbers is not None and numbers.steps:
+            print(numbers)
 
     def _show_profiles(self, profiles: Mapping[int, Profile]) -> None:
         display(profile_frame(profiles))

@@ -13,7 +13,19 @@ from typing import Any, Protocol
 from axon_nb.errors import UsageError
 from axon_nb.records.units import exact_bytes
 
-__all__ = ["Frequency", "Kind", "Number", "Switch", "TakesEffect", "Tracker", "Value", "byte_count", "count", "seconds"]
+__all__ = [
+    "Choice",
+    "Frequency",
+    "Kind",
+    "Number",
+    "Switch",
+    "TakesEffect",
+    "Tracker",
+    "Value",
+    "byte_count",
+    "count",
+    "seconds",
+]
 
 Value = bool | int | float | str
 
@@ -99,6 +111,31 @@ class Tracker:
         if importlib.util.find_spec(kind) is None:
             raise UsageError(f"{name}={text} needs the package {kind}: run `%pip install {kind}`.")
         return text
+
+    def show(self, value: Any) -> str:
+        """See `Kind`."""
+        return value or "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Off (empty), on, or a word that says more."""
+
+    words: tuple[str, ...]
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit in the documentation."""
+        return f"off, on or {' or '.join(self.words)}"
+
+    def read(self, name: str, value: object) -> str:
+        """See `Kind`."""
+        text = str(value).strip().lower()
+        if text in ("", *_OFF):
+            return ""
+        if text not in _ON + self.words:
+            raise UsageError(f"{name} must be {self.unit}; got {value!r}.")
+        return "on" if text in _ON else text
 
     def show(self, value: Any) -> str:
         """See `Kind`."""

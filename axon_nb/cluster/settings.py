@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from axon_nb.cluster.setting_kinds import (
+    Choice,
     Frequency,
     Kind,
     Switch,
@@ -91,6 +92,9 @@ class Settings:
     """Whether the state of every rank is kept, after each optimizer step, in memory that outlives the rank. After a
     death `%distributed repair` then gives the new ranks their state, and all ranks go back to the last step that all of
     them have. `protect=10` keeps every tenth step. It needs memory for two copies of what a step changes."""
+    watch_numbers: str = _setting("", Choice(("stop",)), TakesEffect.NEXT_CELL)
+    """Whether parameters, gradients and losses are watched at each optimizer step: where replicas first differ in a
+    bit, and where the first number that is not finite arose. `stop` ends the cell there."""
     debug: bool = _setting(True, Switch(), TakesEffect.NEXT_CELL)
     """Whether a rank keeps the frames of a failed cell for `%distributed debug` until its next cell."""
     start_timeout: float = _setting(120.0, seconds(1.0), TakesEffect.NEXT_START)

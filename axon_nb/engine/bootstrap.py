@@ -30,6 +30,7 @@ from axon_nb.engine import namespace
 from axon_nb.engine.debugger.breakpoints import Breakpoints
 from axon_nb.engine.debugger.pager import Pager
 from axon_nb.engine.debugger.post_mortem import PostMortem
+from axon_nb.engine.divergence.watch import NumberWatch
 from axon_nb.engine.frameworks import install_dist_hooks, install_frameworks
 from axon_nb.engine.groups import init_default_group, nccl, recovery, wrapper_reset
 from axon_nb.engine.groups.gloo import LOOPBACK
@@ -238,6 +239,7 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     session.post_mortem = post_mortem
     session.snapshots = History(kernel.shell.user_ns, steps, HostMemory(is_pinned=session.device.type == "cuda"))
     session.protection = Protection(session)
+    session.numbers = NumberWatch(session)
     breakpoints = Breakpoints(session, defers)
     breakpoints.install()
     runner = CellRunner(

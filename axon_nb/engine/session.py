@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.host.shared_memory import SharedBlock
+from axon_nb.records.protocol.contents import NumbersReply, NumbersRequest
 from axon_nb.records.protocol.joining import JoinConfig
 from axon_nb.records.protocol.recovery import OptimizerReport, ProtectedStep, UndoableCell
 from axon_nb.records.training.comparison import Comparison
@@ -125,6 +126,19 @@ class CellComparer(Protocol):
         """Run the reference on this rank."""
 
 
+class StepNumbersWatch(Protocol):
+    """The numbers of training steps: `divergence.watch.NumberWatch`."""
+
+    def begin_cell(self, run: str, mode: str) -> None:
+        """Watch the cell that begins."""
+
+    def end_cell(self, *, is_ok: bool) -> None:
+        """Stop watching."""
+
+    def report(self, request: NumbersRequest) -> NumbersReply:
+        """Answer the notebook."""
+
+
 @dataclass
 class RankSession:
     """The rank of this process."""
@@ -147,6 +161,8 @@ class RankSession:
     """The states before the last cells, for `%distributed undo`."""
     protection: ProtectedSteps = field(init=False)
     """The states after the last steps, for `%distributed repair`."""
+    numbers: StepNumbersWatch = field(init=False)
+    """Watches weights, gradients and losses (`config watch_numbers`)."""
     comparer: CellComparer | None = None
     """Compares the running cell with one rank (`%%distributed --compare`)."""
     post_mortem: FailureDebugger = field(init=False)

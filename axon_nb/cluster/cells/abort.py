@@ -7,6 +7,8 @@ from collections.abc import Set as AbstractSet
 
 from axon_nb.cluster.cells.consistent_cut import ConsistentCut
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
+from axon_nb.cluster.divergence.verdict import NumbersVerdict
+from axon_nb.cluster.divergence.watch import DivergenceWatch
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
@@ -59,6 +61,8 @@ class AbortController:
         self._can_cut = can_cut
         self.explanation = ""
         """Why the cell could not finish by itself; empty if it could."""
+        self.numbers: DivergenceWatch | None = None
+        """Compares the ranks' numbers (`config watch_numbers`); None: nothing does."""
         self.run: str | None = None
         """Name of the cell's run: a rank that has not started it when it is aborted rejects it."""
         self.aborted_at: float | None = None
@@ -145,6 +149,15 @@ class AbortController:
         if reply is not None and reply.pending:
             self._unresponsive[rank] = f" at line {reply.line}" if reply.line else ""
 
+    def judge_numbers(self) -> NumbersVerdict | None:
+        """Return what was seen of the numbers of a cell that is over; None: it was not watched."""
+        if self.numbers is None:
+            return None
+        verdict = self.numbers.finish()
+        if self.numbers.stops and verdict.finding is not None:
+            self.explanation = self.explanation or str(verdict.finding)
+        return verdict
+
     def is_unresponsive(self, rank: int) -> bool:
         """Whether the rank is in C code: it was sent an abort and has not noticed it."""
         return rank in self._unresponsive
@@ -182,7 +195,9 @@ class AbortController:
         if failed_at is not None:
             delay_s = _ABORT_AFTER_DEATH_S if died else _ABORT_AFTER_S
             return now - failed_at > delay_s or self._all_waiting(now, unfinished)
-        if self._watch is not None and not interrupted:
+        if self.numbers is not None and not interrupted:
+            self.explanation = self.numbers.step(now)
+        if self._watch is not None and not interrupted and not self.explanation:
             self.explanation = self._watch.step(now, unfinished)
         return bool(self.explanation)
 

@@ -19,6 +19,7 @@ from axon_nb.cluster.cells.record import cell_record
 from axon_nb.cluster.cells.result import CellResult, measurements
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.cells.values import last_values
+from axon_nb.cluster.divergence.watch import DivergenceWatch
 from axon_nb.cluster.failures.hints import (
     context_hint,
     hint_for,
@@ -188,7 +189,10 @@ class CellManager:
             undo_memory=self.settings.undo_memory if is_undoable else None,
             protect=self.settings.protect if is_undoable else None,
             slowness=state.slowness if options.get("undoable", False) else Slowness(),
+            watch_numbers=self.settings.watch_numbers if options.get("undoable", False) else "",
         )
+        if mode := facts.watch_numbers:
+            run.abort.numbers = DivergenceWatch(state.client, run.token, ranks, stops=mode == "stop")
         if facts.slowness and not quiet:
             print(f"Slowed: {facts.slowness}. `%distributed slow off` ends it.")
         run.send(code, facts)
@@ -275,6 +279,7 @@ class CellManager:
         replaced = replace_stuck(state, run.cell.to_replace)
         if left := left_calls_hint(run.cell.ends):
             print(left, file=sys.stderr)
+        numbers = run.abort.judge_numbers()
         failure = failure_of(run, replaced, remedy=remedy_of(state))
         record = cell_record(run, failure)
         if not run.is_call:
@@ -289,4 +294,5 @@ class CellManager:
         if not options.get("quiet", False):
             state.health.hint("draws", shared_draws_hint(run.cell.ends, run.ranks))
         text = {rank: run.output.text(rank) for rank in run.ranks}
-        return CellResult(fetched, run.errors, run.cell.seconds, text, record=record, **measurements(run.cell.ends))
+        measured = measurements(run.cell.ends)
+        return CellResult(fetched, run.errors, run.cell.seconds, text, record=record, numbers=numbers, **measured)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
 
 from axon_nb.cluster.cells.record import MIME_TYPE
+from axon_nb.cluster.divergence.verdict import NumbersVerdict
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.cells import CellEnd, Profile
@@ -41,6 +42,8 @@ class CellResult:
     profiles: Mapping[int, Profile] = field(default_factory=dict)
     """With `--profile`: the operations that took longest, and the path of the trace, by profiled rank."""
 
+    numbers: NumbersVerdict | None = None
+    """With `config watch_numbers`: whether replicas were equal and all numbers finite; None: nothing was watched."""
     record: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """What `to_dict` returns."""
     views: CellViews | None = field(default=None, repr=False, compare=False)

@@ -70,7 +70,7 @@ class CellRun:
         self._fetch: Callable[[float], None] = lambda now: None
         self._client, self._recover = client, recover
         self._recovery: Steppable | None = None
-        self._abort = abort
+        self.abort = abort
         self._view, self._view_due = view, 0.0
         self._notice = notice
         self._debugger = debugger
@@ -103,7 +103,7 @@ class CellRun:
             quiet=self.output.quiet,
             subgroup=mentions(code, "subgroup"),
         )
-        self._abort.run, self.number, self.is_call = self.token, facts.cell, is_call_source(code)
+        self.abort.run, self.number, self.is_call = self.token, facts.cell, is_call_source(code)
         self._messages = self._client.send_cells(self.ranks, execute_content(code), {KEY: encode(facts)}, self)
 
     def on_output(self, rank: int, msg_type: str, content: dict[str, Any], metadata: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class CellRun:
 
     def on_outcome(self, rank: int, outcome: CellOutcome) -> None:
         """Process how the cell ended on a rank; called from the IO thread, or while reattaching."""
-        self._process(events.Reply(time.monotonic(), rank, outcome, self._abort.aborting))
+        self._process(events.Reply(time.monotonic(), rank, outcome, self.abort.aborting))
 
     def on_death(self, rank: int, reason: str) -> None:
         """Record that a rank's process is gone; `reason` reads after its name. Called from any thread."""
@@ -174,8 +174,8 @@ class CellRun:
                 self._process(events.Recovered())
             return self._is_done
         if self._notice is not None:
-            self._notice.show(self._abort.slow if self.cell.failed_at is None else "", now)
-        if self.timeout_s is not None and now - self._started_at > self.timeout_s and not self._abort.aborting:
+            self._notice.show(self.abort.slow if self.cell.failed_at is None else "", now)
+        if self.timeout_s is not None and now - self._started_at > self.timeout_s and not self.abort.aborting:
             self._process(events.Timeout())
         self._process(self._tick(now))
         return self._is_done
@@ -185,7 +185,7 @@ class CellRun:
         return self.cell.state is State.DONE
 
     def _tick(self, now: float) -> events.Tick:
-        abort, progress, unfinished = self._abort, self.cell.ranks, self.unfinished
+        abort, progress, unfinished = self.abort, self.cell.ranks, self.unfinished
         acknowledged = abort.acknowledged(now, {rank for rank in progress if progress[rank].is_gone})
         drained = self.output.drained
         if abort.aborted_at is None:
@@ -220,7 +220,7 @@ class CellRun:
             case events.LateReply(rank):
                 self.on_late_reply(rank)
             case events.ResendAbort():
-                self._abort.resend()
+                self.abort.resend()
             case events.Abort():
                 self._step_abort(effect)
             case events.Recover():
@@ -238,7 +238,7 @@ class CellRun:
             self.wake()
 
     def _step_abort(self, effect: events.Abort) -> None:
-        self._abort.step(
+        self.abort.step(
             time.monotonic(),
             self.unfinished,
             failed_at=effect.failed_at,
@@ -246,7 +246,7 @@ class CellRun:
             interrupted=effect.interrupted,
             timed_out=effect.timed_out,
         )
-        if self._abort.aborting and not self.cell.aborting:
+        if self.abort.aborting and not self.cell.aborting:
             self._process(events.Aborted())
 
     def poll_interval(self) -> float:
@@ -259,7 +259,7 @@ class CellRun:
             times.append(self._view_due)
         if self.timeout_s is not None and cell.state in {State.SENT, State.RUNNING} and not cell.timed_out:
             times.append(self._started_at + self.timeout_s)
-        deciding = cell.failed_at is not None or cell.interrupted_at is not None or self._abort.aborting
+        deciding = cell.failed_at is not None or cell.interrupted_at is not None or self.abort.aborting
         if deciding or any(progress.replied_at and not progress.idle for progress in cell.ranks.values()):
             times.append(now + _BUSY_POLL_S)
         return max(0.0, min(times) - now)
@@ -267,7 +267,7 @@ class CellRun:
     @property
     def explanation(self) -> str:
         """Why the cell could not finish by itself; empty if it could."""
-        return self._abort.explanation
+        return self.abort.explanation
 
     def finish(self) -> None:
         """Show the rest of the output; a second call does nothing."""

@@ -108,7 +108,8 @@ class CellRunner:
         if has_value and facts.token is not None:
             self._keep_value(facts.token, value)
         is_ok = reply["status"] == "ok"
-        session.protection.end_cell(is_ok=is_ok)
+        for kept in (session.protection, session.numbers):
+            kept.end_cell(is_ok=is_ok)
         end_report = CellEnd(
             seconds=(end - start) / 1e9,
             calls=max(0, recovery.num_calls() - calls),
@@ -156,6 +157,7 @@ class CellRunner:
         session.steps.begin_cell()
         self._budget.begin(facts.output_limit)
         session.protection.begin_cell(facts.run, facts.ranks, facts.protect)
+        session.numbers.begin_cell(facts.run, facts.watch_numbers)
 
     def _prepare(self, facts: CellFacts) -> dict[str, Any] | None:
         """Set up before the cell's own code runs; return an error reply if that fails."""

@@ -21,6 +21,7 @@ from axon_nb.engine.session import RankSession
 from axon_nb.host.children import signal_started
 from axon_nb.records.protocol.aborts import AbortReply, AbortRequest, StopRequest
 from axon_nb.records.protocol.cells import CellsReply, CellsRequest
+from axon_nb.records.protocol.contents import NumbersRequest
 from axon_nb.records.protocol.inspection import (
     DebuggerLine,
     StacksReply,
@@ -107,6 +108,7 @@ def control_handlers(
         AbortRequest: abort_cell,
         CellsRequest: report_cells,
         DebuggerLine: breakpoints.put,
+        NumbersRequest: session.numbers.report,
         StacksRequest: stacks,
         StatusRequest: status,
         StopRequest: stop,

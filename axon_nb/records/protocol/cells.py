@@ -113,6 +113,9 @@ class CellFacts:
     this cell is not protected."""
     slowness: Slowness = field(default_factory=Slowness)
     """What is slowed while it runs."""
+    watch_numbers: str = ""
+    """``on``: a rank takes digests of each optimizer step; ``stop``: it also waits at the first number that is not
+    finite; empty: neither."""
 
 
 @dataclass(frozen=True, slots=True)

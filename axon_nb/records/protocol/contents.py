@@ -1,4 +1,4 @@
-"""What the variables of a rank hold: shards of tensors, memory, and what a planner needs to know about a model."""
+"""What the variables of a rank hold: shards, memory, a model for a planner, and the numbers of training steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from axon_nb.records.memory import MemorySetup, MemoryUse
 from axon_nb.records.placement import Shard
 from axon_nb.records.protocol.messages import Expression, RankCall, Request
 from axon_nb.records.protocol.wire import Packed
+from axon_nb.records.training.numbers import NonFinite, StepNumbers
 
 __all__ = [
     "Calibrate",
@@ -19,6 +20,8 @@ __all__ = [
     "MemoryReply",
     "MemoryRequest",
     "ModelFacts",
+    "NumbersReply",
+    "NumbersRequest",
     "PlanReply",
     "PlanRequest",
 ]
@@ -158,3 +161,33 @@ class Calibrate(RankCall[Packed]):
     """A mesh on the ranks."""
     sent: str
     """The options, pickled, in base 85."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersReply:
+    """The digests of a cell's steps since the last request."""
+
+    rows: Packed
+    """For each: number of the optimizer, of the step, and two digests for each set of ranks: weights, gradients."""
+    sets: Packed
+    """By number of the optimizer, the sets of ranks that hold the same."""
+    next: int
+    """Number of the next row."""
+    lost: int
+    """Rows that were dropped before they were read."""
+    non_finite: NonFinite | None = None
+    """The first number that is not finite; None: there is none."""
+    details: StepNumbers | None = None
+    """Of the step that was asked for; None: it was dropped, or never made."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersRequest(Request[NumbersReply]):
+    """Fetch what `config watch_numbers` has seen of a cell."""
+
+    run: str
+    """Id of the cell's run."""
+    since: int
+    """Number of the first row wanted."""
+    details: tuple[int, int] | None = None
+    """The optimizer and the step of which the digests of all parameters are wanted."""

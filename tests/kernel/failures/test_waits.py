@@ -92,7 +92,7 @@ def test_partial_new_group_is_explained_with_fix(ranks: Kernel) -> None:
 def test_only_quiet_cells_do_not_name_slow_ranks(ranks: Kernel, tmp_path: Path, options: str) -> None:
     ranks.ok("t_sentences = set()")
     # The cell's loop shows one sentence before it asks for the next: with a second one, the first was due.
-    current = "t_sentences.update(run._abort.slow for run in t_current.state.active_cells)"
+    current = "t_sentences.update(run.abort.slow for run in t_current.state.active_cells)"
     touch_when(ranks, f"{current} or len(t_sentences - {{''}}) >= 2", tmp_path / "come")
     reply = ranks.ok(f"%%distributed{options}\nif rank == 1:\n    {late(tmp_path)}\ndist.barrier()")
     assert all(text.startswith("Waiting for rank 1 ") for text in ranks.value("t_sentences - {''}"))

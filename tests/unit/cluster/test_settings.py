@@ -169,6 +169,7 @@ def test_list_marks_values_differing_from_default_or_cluster() -> None:
         "undo_memory = 0 B",
         "log_to = off",
         "protect = off",
+        "watch_numbers = off",
         "debug = on",
         "start_timeout = 120 s",
     ]
@@ -241,6 +242,17 @@ def test_protection_is_on_off_or_every_so_many_steps(text: object, value: int, s
     own, _ = started()
     own.set(protect=text)
     assert (own.protect, own.shown("protect")) == (value, shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "shown"), [("on", "on", "on"), ("off", "", "off"), ("stop", "stop", "stop"), (True, "on", "on")]
+)
+def test_watch_of_numbers_is_on_off_or_stop(text: object, value: str, shown: str) -> None:
+    own, _ = started()
+    own.set(watch_numbers=text)
+    assert (own.watch_numbers, own.shown("watch_numbers")) == (value, shown)
+    with pytest.raises(UsageError, match=re.escape("watch_numbers must be off, on or stop; got 'sometimes'.")):
+        own.set("watch_numbers=sometimes")
 
 
 def test_protection_refuses_what_is_no_number_of_steps() -> None:
