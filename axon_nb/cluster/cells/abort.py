@@ -149,12 +149,16 @@ class AbortController:
         if reply is not None and reply.pending:
             self._unresponsive[rank] = f" at line {reply.line}" if reply.line else ""
 
-    def judge_numbers(self) -> NumbersVerdict | None:
-        """Return what was seen of the numbers of a cell that is over; None: it was not watched."""
+    def judge_numbers(self, *, failed: bool) -> NumbersVerdict | None:
+        """Return what was seen of the numbers of a cell that is over; None: it was not watched.
+
+        Args:
+            failed: Whether the cell raised an error of its own, which is then shown.
+        """
         if self.numbers is None:
             return None
         verdict = self.numbers.finish()
-        if self.numbers.stops and verdict.finding is not None:
+        if self.numbers.stops and verdict.finding is not None and not failed:
             self.explanation = self.explanation or str(verdict.finding)
         return verdict
 

@@ -192,7 +192,7 @@ class CellManager:
             watch_numbers=self.settings.watch_numbers if options.get("undoable", False) else "",
         )
         if mode := facts.watch_numbers:
-            run.abort.numbers = DivergenceWatch(state.client, run.token, ranks, stops=mode == "stop")
+            run.abort.numbers = DivergenceWatch(state.client, run.token, ranks, stops=mode == "stop", quiet=quiet)
         if facts.slowness and not quiet:
             print(f"Slowed: {facts.slowness}. `%distributed slow off` ends it.")
         run.send(code, facts)
@@ -279,7 +279,7 @@ class CellManager:
         replaced = replace_stuck(state, run.cell.to_replace)
         if left := left_calls_hint(run.cell.ends):
             print(left, file=sys.stderr)
-        numbers = run.abort.judge_numbers()
+        numbers = run.abort.judge_numbers(failed=any(error.kind == "raised" for error in run.errors.values()))
         failure = failure_of(run, replaced, remedy=remedy_of(state))
         record = cell_record(run, failure)
         if not run.is_call:

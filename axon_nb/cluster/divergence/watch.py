@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,12 +42,13 @@ class DivergenceWatch:
         run: Id of the cell's run.
         ranks: The ranks that run it.
         stops: Whether the cell ends where something is wrong.
+        quiet: Whether nothing is shown while it runs.
     """
 
-    def __init__(self, client: RankClient, run: str, ranks: Sequence[int], *, stops: bool) -> None:
+    def __init__(self, client: RankClient, run: str, ranks: Sequence[int], *, stops: bool, quiet: bool = False) -> None:
         self._client = client
         self._run, self._ranks = run, tuple(ranks)
-        self.stops = stops
+        self.stops, self._quiet = stops, quiet
         self._next_poll = 0.0
         self._requests: dict[int, Answer[NumbersReply]] = {}
         self._requested_at = 0.0
@@ -85,6 +87,8 @@ class DivergenceWatch:
                 self._suspected_at = self._next_poll = now
             if self._have_all_reached() or now - self._suspected_at > _OTHERS_TIMEOUT_S:
                 self._finding = self._find()
+                if self._finding is not None and not self.stops and not self._quiet:
+                    print(self._finding.claim, file=sys.stderr)
         return str(self._finding) if self.stops and self._finding is not None else ""
 
     @property

@@ -39,7 +39,7 @@ def root_models(session: RankSession) -> list[tuple[str, nn.Module]]:
 
 
 class Replicas:
-    """The parameters of one optimizer.
+    """What is known of the parameters of one optimizer; keeps none of them.
 
     Args:
         parameters: Them.
@@ -47,8 +47,6 @@ class Replicas:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], models: Sequence[tuple[str, nn.Module]]) -> None:
-        self.parameters = parameters
-        """All of them."""
         self.names = _names(parameters, models)
         """A path in the model for each."""
         self.compared: list[int] = []
@@ -65,12 +63,6 @@ class Replicas:
                 self.sets.setdefault(ranks, []).append(len(self.compared))
             if several:
                 self.compared.append(index)
-
-    def are_for(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether an optimizer still has these parameters."""
-        return len(parameters) == len(self.parameters) and all(
-            one is other for one, other in zip(parameters, self.parameters, strict=True)
-        )
 
 
 def _names(parameters: Sequence[torch.Tensor], models: Sequence[tuple[str, nn.Module]]) -> list[str]:

@@ -50,6 +50,7 @@ class _Watched:
     """An optimizer in the running cell."""
 
     number: int
+    parameters: list[torch.Tensor]
     replicas: Replicas
     steps: int = 0
     place: str = ""
@@ -99,8 +100,6 @@ class NumberWatch:
             return
         self._stops = mode == "stop"
         self._logs = [*self._logs, NumberLog(run)][-_MAX_LOGS:]
-        self._optimizers.clear()
-        self._places.clear()
         self._losses.begin()
         self._last_calls.watch(model for _, model in root_models(self._session))
         self._handle = register_optimizer_step_pre_hook(self._before_step)
@@ -116,8 +115,10 @@ class NumberWatch:
         if is_ok:
             with torch.no_grad():
                 for watched in self._optimizers.values():
-                    weights = self._read(watched.replicas, [], None).weights
+                    weights = self._read(watched, [], None).weights
                     self._log(watched, LAST, "", weights=weights)
+        self._optimizers.clear()
+        self._places.clear()
 
     def report(self, request: NumbersRequest) -> NumbersReply:
         """Answer the notebook; on any thread."""
@@ -136,8 +137,8 @@ class NumberWatch:
         with torch.no_grad():
             watched = self._watched(optimizer)
             is_scaled = getattr(optimizer, "found_inf", None) is not None  # a GradScaler skips such steps
-            gradients = [parameter.grad for parameter in watched.replicas.parameters]
-            reading = self._read(watched.replicas, self._losses.take(), gradients, with_norm=not is_scaled)
+            gradients = [parameter.grad for parameter in watched.parameters]
+            reading = self._read(watched, self._losses.take(), gradients, with_norm=not is_scaled)
             place = self._place(frame)
             log = self._logs[-1]
             if not reading.is_finite and log.non_finite is None:
@@ -152,29 +153,30 @@ class NumberWatch:
     def _watched(self, optimizer: Optimizer) -> _Watched:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         watched = self._optimizers.get(optimizer)
-        if watched is None or not watched.replicas.are_for(parameters):  # a group may be added
+        if watched is None or list(map(id, watched.parameters)) != list(map(id, parameters)):  # a group may be added
             models = root_models(self._session)
             self._last_calls.watch(model for _, model in models)
             replicas = Replicas(parameters, models)
             if watched is None:
-                watched = self._optimizers[optimizer] = _Watched(len(self._optimizers), replicas)
-            watched.replicas = replicas
+                watched = self._optimizers[optimizer] = _Watched(len(self._optimizers), parameters, replicas)
+            watched.parameters, watched.replicas = parameters, replicas
         return watched
 
     def _read(
         self,
-        replicas: Replicas,
+        watched: _Watched,
         losses: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None] | None,
         *,
         with_norm: bool = True,
     ) -> _Reading:
         """Read the device once; `gradients` is None for the weights alone."""
-        parts = [checksum(local_tensor(replicas.parameters[index])) for index in replicas.compared]
+        compared = watched.replicas.compared
+        parts = [checksum(local_tensor(watched.parameters[index])) for index in compared]
         places: dict[int, int] = {}
         norms = []
         if gradients is not None:
-            for position, index in enumerate(replicas.compared):
+            for position, index in enumerate(compared):
                 if _has_replicas(gradient := gradients[index]):
                     places[position] = len(parts)
                     parts.append(checksum(local_tensor(gradient)))
@@ -183,7 +185,7 @@ class NumberWatch:
                 norms.append(total_norm(present))
         floats = [*norms, *(loss.reshape(()).double() for loss in losses if with_norm)]
         words = _to_host([*parts, *(number.view(torch.int64) for number in floats)])
-        count = len(replicas.compared)
+        count = len(compared)
         read = struct.unpack(f"={len(floats)}d", struct.pack(f"={len(floats)}q", *words[len(parts) :]))
         return _Reading(
             words[:count],
@@ -212,7 +214,7 @@ class NumberWatch:
     ) -> NonFinite | None:
         """Say what came first; None: all numbers are finite, and their norm alone is not."""
         replicas, at = watched.replicas, (watched.number, watched.steps)
-        for name, parameter in zip(replicas.names, replicas.parameters, strict=True):
+        for name, parameter in zip(replicas.names, watched.parameters, strict=True):
             if not _is_finite(parameter):
                 return NonFinite(*at, "weight", name, where=place)
         origin = self._last_calls.find()

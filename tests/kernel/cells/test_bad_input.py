@@ -23,6 +23,7 @@ CASES = [
     ("%distributed status now", "has no 'now'"),
     ("%distributed config colour=red", "has no setting 'colour': it must be one of keep_alive, idle_stop, warm_up"),
     ("%distributed config keepalive=5", "has no setting 'keepalive': did you mean keep_alive?"),
+    ("%distributed config watch_numbers=often", "watch_numbers must be off, on or stop; got 'often'."),
     ("%distributed config keep_alive", "takes key=value, such as keep_alive=300s; got 'keep_alive'."),
     (
         "%distributed config keep_alive=long",

@@ -115,6 +115,12 @@ RIGHT = {
         "mask = torch.full((4, 4), float('-inf')).triu(1)\n"
         "for _ in range(3):\n    model(torch.randn(2, 4, 8), src_mask=mask).mean().backward()\n    opt.step()"
     ),
+    "scaler that overflows": (
+        "model = ddp()\nopt = torch.optim.Adam(model.parameters(), fused=True)\n"
+        "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**127)\n"
+        "for _ in range(3):\n    scaler.scale(model(torch.randn(4, WIDTH)).square().mean()).backward()\n"
+        "    scaler.step(opt)\n    scaler.update()\n    opt.zero_grad()"
+    ),
     "two optimizers": (
         "one, two = ddp(), ddp()\nopts = [torch.optim.SGD(m.parameters(), 0.1) for m in (one, two)]\n"
         "for step in range(4):\n    two(one(torch.randn(4, WIDTH) + rank)).mean().backward()\n"

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from axon_nb.engine.divergence.digests import checksum, total_norm
+from axon_nb.engine.divergence.log import NumberLog
 from axon_nb.engine.divergence.origin import LastCalls, Origin
+from axon_nb.engine.divergence.replicas import Replicas
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64]
 
@@ -40,6 +42,23 @@ def test_norm_of_all_tensors_is_not_finite_if_one_number_is_not() -> None:
     assert float(total_norm(right)) == pytest.approx((36 + 64 + 4) ** 0.5)
     for wrong in (float("nan"), float("inf")):
         assert not torch.isfinite(total_norm([*right, torch.tensor([wrong])]))
+
+
+def test_log_drops_the_oldest_steps_and_says_how_many() -> None:
+    replicas = Replicas([torch.nn.Parameter(torch.ones(2))], [])
+    replicas.compared, replicas.sets = [0], {(0, 1): [0]}
+    log = NumberLog("run")
+    for step in range(5000):
+        log.add(0, step, ("line 2", ""), replicas=replicas, weights=[step], gradients=[7])
+    rows, sets, lost = log.since(100)
+    assert (len(rows), lost, sets) == (4096, 804, {0: [[0, 1]]})
+    assert log.since(log.end) == ([], {}, 0)
+    assert log.details(0, 100) is None
+    details = log.details(0, 4999)
+    assert details is not None
+    assert (details.names, details.weights, details.gradients) == (["parameter 0"], [4999], [7])
+    assert len({row[2] for row in rows}) == 4096
+    assert len({row[3] for row in rows}) == 1
 
 
 class Layer(nn.Module):
