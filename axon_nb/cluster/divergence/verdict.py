@@ -185,8 +185,8 @@ def find_non_finite(found: Mapping[int, NonFinite]) -> NumbersFinding:
         found: What each rank found first, by rank; not empty.
     """
 
-    def order(one: NonFinite) -> tuple[int, int, int]:
-        return one.step, one.optimizer, _STAGES.index(one.stage)
+    def order(one: NonFinite) -> tuple[int, int, int, int]:
+        return one.step, one.optimizer, _STAGES.index(one.stage), one.order
 
     first = min(found.values(), key=order)
     ranks = tuple(rank for rank, one in sorted(found.items()) if (order(one), one.name) == (order(first), first.name))

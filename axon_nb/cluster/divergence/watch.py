@@ -28,6 +28,8 @@ _SOON_S = 0.02
 _REPLY_TIMEOUT_S = 2.0
 _OTHERS_TIMEOUT_S = 1.0
 """How long to wait for the other ranks to reach a step in which something is wrong."""
+_REPEAT_TIMEOUT_S = 15.0
+"""How long the ranks may take to repeat a forward."""
 _MAX_PENDING = 20_000
 """Digests that wait for those of other ranks; the oldest are dropped."""
 Key = tuple[int, int, tuple[int, ...]]
@@ -63,6 +65,10 @@ class DivergenceWatch:
         """The first step with different digests."""
         self._non_finite: dict[int, NonFinite] = {}
         self._suspected_at: float | None = None
+        self._waiting: dict[int, str] = {}
+        """By rank, as in `NumbersReply`."""
+        self._repeated_at: float | None = None
+        """When the ranks were asked to repeat a forward together; None: they were not."""
         self._finding: NumbersFinding | None = None
 
     def step(self, now: float) -> str:
@@ -81,15 +87,29 @@ class DivergenceWatch:
             self._next_poll, self._requested_at = now + (_SOON_S if suspects else _POLL_INTERVAL_S), now
             for rank in self._ranks:
                 with contextlib.suppress(KeyError):  # it has just died
-                    self._requests[rank] = self._client.request(rank, NumbersRequest(self._run, self._read[rank]))
+                    request = NumbersRequest(self._run, self._read[rank], repeat=self._repeated_at is not None)
+                    self._requests[rank] = self._client.request(rank, request)
         if self._finding is None and self._is_wrong:
             if self._suspected_at is None:
                 self._suspected_at = self._next_poll = now
-            if self._have_all_reached() or now - self._suspected_at > _OTHERS_TIMEOUT_S:
+            if self._is_settled(now, self._suspected_at):
                 self._finding = self._find()
                 if self._finding is not None and not self.stops and not self._quiet:
                     print(self._finding.claim, file=sys.stderr)
         return str(self._finding) if self.stops and self._finding is not None else ""
+
+    def _is_settled(self, now: float, since: float) -> bool:
+        """Whether the ranks have said all that they can; has them repeat a forward if all wait for that."""
+        if self._repeated_at is not None:
+            is_over = set(self._waiting.values()) == {"repeated"}
+            return is_over or now - self._repeated_at > _REPEAT_TIMEOUT_S
+        if now - since > _OTHERS_TIMEOUT_S:
+            return True
+        states = [self._waiting.get(rank, "") for rank in self._ranks]
+        if self.stops and all(state == "ready" for state in states):
+            self._repeated_at = now
+            return False
+        return self._have_all_reached() and not (self.stops and "ready" in states)
 
     @property
     def _is_wrong(self) -> bool:
@@ -109,6 +129,7 @@ class DivergenceWatch:
             sets = {int(optimizer): [tuple(ranks) for ranks in sets] for optimizer, sets in reply.sets.items()}
             self._read[rank] = reply.next
             self._lost += reply.lost
+            self._waiting[rank] = reply.waiting
             if reply.non_finite is not None:
                 self._non_finite[rank] = reply.non_finite
             for row in reply.rows:

@@ -3,11 +3,15 @@
 The optimizer has not used the gradients yet, so the weights are those of the step. Only the inputs of the last call are
 kept, by one hook for each outermost model. The repetition starts its backward from random numbers: which function makes
 infinity of finite numbers hardly depends on them. Buffers, gradients and random states stay as they were.
+
+The forward of a model that is split over ranks communicates. All ranks repeat it together when the notebook says so, in
+a cell that stops there, and without its backward, which would reduce gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from axon_nb.engine.inspection.last_call import UncopiedHook
 from axon_nb.engine.parity.recorder import clean_name, is_wrapped_once
 from axon_nb.engine.parity.whole import is_whole
+from axon_nb.engine.sharding.placement import local_tensor
 from axon_nb.shell.user_frame import inner_function, user_frame
 
 __all__ = ["LastCalls", "Origin"]
@@ -35,6 +40,7 @@ class Origin:
     module: str
     operation: str = ""
     where: str = ""
+    order: int = 0
 
 
 class _InputHook(UncopiedHook):
@@ -48,17 +54,28 @@ class _InputHook(UncopiedHook):
             self._keep(module, args, kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class _LastCall:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_autocast: bool
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(_is_finite, _tensors((self.args, self.kwargs))))
+
+
 class LastCalls:
-    """Keeps the inputs of the last call of each outermost model whose forward does not communicate."""
+    """Keeps the inputs of the last call of each outermost model."""
 
     def __init__(self) -> None:
         self._handles: dict[nn.Module, Any] = {}
-        self._calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], bool]] = {}
+        self._calls: dict[nn.Module, _LastCall] = {}
 
     def watch(self, models: Iterable[nn.Module]) -> None:
         """Keep those of these models, too, from now on."""
         for model in models:
-            if model not in self._handles and _is_alone(_inner(model)):
+            if model not in self._handles:
                 hook = _InputHook(self._keep)
                 self._handles[model] = model.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -71,38 +88,58 @@ class LastCalls:
 
     def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.training and torch.is_grad_enabled():
-            self._calls[model] = args, kwargs, torch.is_autocast_enabled(_device_type(model))
+            self._calls[model] = _LastCall(args, kwargs, torch.is_autocast_enabled(_device_type(model)))
 
     def find(self) -> Origin | None:
-        """Repeat the calls, and return where the first number arises; None: it does not."""
-        for model, (args, kwargs, is_autocast) in self._calls.items():
-            inner = _inner(model)
-            if not all(map(_is_finite, _tensors((args, kwargs)))):
+        """Repeat the calls of models whose forward does not communicate.
+
+        Returns:
+            Where the first number arises that is not finite; None: nowhere.
+        """
+        for inner, call in self._of_models(are_alone=True):
+            if not call.is_finite:
                 return Origin("input", "", "")
-            eager = torch.compiler.set_stance("force_eager")
-            with _unchanged(inner), eager, torch.autocast(_device_type(inner), enabled=is_autocast):
-                if (found := _repeat(inner, args, kwargs)) is not None:
-                    return found
+            if (found := _repeat(inner, call)) is not None:
+                return found
         return None
 
+    @property
+    def are_split(self) -> bool:
+        """Whether the forward of some model communicates, so that all ranks must repeat it together."""
+        return any(True for _ in self._of_models(are_alone=False))
 
-def _repeat(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Origin | None:
-    with torch.enable_grad(), _Observer(model) as observer:
-        outputs = model(*args, **kwargs)
-    if observer.found is not None:
-        return observer.found
-    ends = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if ends and parameters:
-        seeds = [torch.randn_like(tensor) for tensor in ends]
-        torch.autograd.grad(ends, parameters, seeds, allow_unused=True)
+    def find_together(self) -> Origin | None:
+        """Repeat the forwards of all other models, while all ranks do; returns what `find` does."""
+        found = None
+        for inner, call in self._of_models(are_alone=False):
+            # No rank may leave before the end: the others would wait for it.
+            origin = _repeat(inner, call, with_backward=False)
+            found = found or (origin if call.is_finite else Origin("input", "", ""))
+        return found
+
+    def _of_models(self, *, are_alone: bool) -> Iterator[tuple[nn.Module, _LastCall]]:
+        for model, call in list(self._calls.items()):
+            if _is_alone(inner := _inner(model)) == are_alone:
+                yield inner, call
+
+
+def _repeat(model: nn.Module, call: _LastCall, *, with_backward: bool = True) -> Origin | None:
+    eager = torch.compiler.set_stance("force_eager")
+    with _unchanged(model), eager, torch.autocast(_device_type(model), enabled=call.is_autocast):
+        with torch.set_grad_enabled(with_backward), _Observer(model) as observer:
+            outputs = model(*call.args, **call.kwargs)
+        ends = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if observer.found is None and with_backward and ends and parameters:
+            seeds = [torch.randn_like(tensor) for tensor in ends]
+            torch.autograd.grad(ends, parameters, seeds, allow_unused=True)
     return observer.found
 
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put buffers and random states back afterwards."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [(local_tensor(buffer), local_tensor(buffer).clone()) for buffer in model.buffers()]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cuda"}
     with torch.random.fork_rng(list(devices)):
         try:
@@ -136,6 +173,8 @@ class _Observer(TorchFunctionMode):
         self._model = model
         self._stack: list[tuple[str, nn.Module, list[_Call]]] = []
         self._handles: list[Any] = []
+        self._count = 0
+        """How many modules have ended their forward, or functions their backward."""
         self._cell = user_frame(sys._getframe())
 
     def __enter__(self) -> _Observer:
@@ -158,9 +197,11 @@ class _Observer(TorchFunctionMode):
 
     def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         name, _, calls = self._stack.pop()
+        self._count += 1
         outputs = _tensors(output)
         if self.found is None and not all(map(_is_finite, outputs)) and all(map(_is_finite, _tensors(args))):
-            self.found = _cause(calls, outputs) or Origin("forward", name, type(module).__name__)
+            cause = _cause(calls, outputs) or Origin("forward", name, type(module).__name__)
+            self.found = dataclasses.replace(cause, order=self._count)
         elif self._stack:
             self._stack[-1][2].extend(calls)
 
@@ -189,8 +230,9 @@ class _Observer(TorchFunctionMode):
 
     def _backward(self, origin: Origin) -> Callable[..., None]:
         def hook(gradients: tuple[Any, ...], _: tuple[Any, ...]) -> None:
+            self._count += 1
             if self.found is None and not all(map(_is_finite, _tensors(gradients))):
-                self.found = Origin("backward", origin.name, origin.module, origin.operation, origin.where)
+                self.found = dataclasses.replace(origin, stage="backward", order=self._count)
 
         return hook
 
@@ -219,7 +261,7 @@ def _device_type(model: nn.Module) -> str:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
-        return [values] if values.is_floating_point() else []
+        return [local_tensor(values)] if values.is_floating_point() else []
     parts = values.values() if isinstance(values, Mapping) else values if isinstance(values, tuple | list) else ()
     return [tensor for part in parts for tensor in _tensors(part)]
 

@@ -7,6 +7,8 @@ waited for once per step. Comparing with other ranks is left to the notebook: no
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import os
 import struct
@@ -27,7 +29,7 @@ from axon_nb.comm.placements import placed
 from axon_nb.engine.divergence.digests import checksum, is_comparable, total_norm
 from axon_nb.engine.divergence.log import NumberLog
 from axon_nb.engine.divergence.losses import Losses
-from axon_nb.engine.divergence.origin import LastCalls
+from axon_nb.engine.divergence.origin import LastCalls, Origin
 from axon_nb.engine.divergence.replicas import Replicas, root_models
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding.placement import local_tensor
@@ -86,6 +88,10 @@ class NumberWatch:
         self._losses, self._last_calls = Losses(), LastCalls()
         self._handle: Any = None
         self._stops = False
+        self._waiting = ""
+        """As in `NumbersReply`."""
+        self._may_repeat = False
+        """Whether all ranks wait, and repeat together what communicates."""
         self._pid = os.getpid()
 
     def begin_cell(self, run: str, mode: str) -> None:
@@ -98,7 +104,7 @@ class NumberWatch:
         self.end_cell(is_ok=False)  # an interrupt may have kept the last one from ending
         if not mode:
             return
-        self._stops = mode == "stop"
+        self._stops, self._may_repeat, self._waiting = mode == "stop", False, ""
         self._logs = [*self._logs, NumberLog(run)][-_MAX_LOGS:]
         self._losses.begin()
         self._last_calls.watch(model for _, model in root_models(self._session))
@@ -125,9 +131,11 @@ class NumberWatch:
         log = next((one for one in self._logs if one.run == request.run), None)
         if log is None:
             return NumbersReply([], {}, 0, 0)
+        self._may_repeat = self._may_repeat or request.repeat
+        waiting = self._waiting
         rows, sets, lost = log.since(request.since)
         details = None if request.details is None else log.details(*request.details)
-        return NumbersReply(rows, sets, request.since + lost + len(rows), lost, log.non_finite, details)
+        return NumbersReply(rows, sets, request.since + lost + len(rows), lost, log.non_finite, details, waiting)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         frame = sys._getframe(1)
@@ -148,7 +156,7 @@ class NumberWatch:
         watched.steps += 1
         watched.place = place
         if log.non_finite is not None and self._stops:
-            self._stop(log.non_finite)
+            self._stop(log, log.non_finite)
 
     def _watched(self, optimizer: Optimizer) -> _Watched:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -217,9 +225,11 @@ class NumberWatch:
         for name, parameter in zip(replicas.names, watched.parameters, strict=True):
             if not _is_finite(parameter):
                 return NonFinite(*at, "weight", name, where=place)
-        origin = self._last_calls.find()
+        origin = None
+        with contextlib.suppress(Exception):  # a model that cannot be called twice
+            origin = self._last_calls.find()
         if origin is not None:
-            return NonFinite(*at, origin.stage, origin.name, origin.module, origin.operation, origin.where or place)
+            return self._with(NonFinite(*at, "", "", where=place), origin)
         if not all(map(math.isfinite, reading.losses)):
             return NonFinite(*at, "loss", "", where=place)
         # A backward reaches the last parameters first.
@@ -228,13 +238,29 @@ class NumberWatch:
                 return NonFinite(*at, "gradient", name, where=place)
         return None
 
-    def _stop(self, found: NonFinite) -> None:
+    def _stop(self, log: NumberLog, found: NonFinite) -> None:
         """Wait until the notebook, which compares what all ranks have found, stops the cell."""
+        is_known = found.stage not in ("loss", "gradient") or not self._last_calls.are_split
+        self._waiting = "repeated" if is_known else "ready"
         end = time.monotonic() + _PATIENCE_S
         while time.monotonic() < end:
             time.sleep(_POLL_S)
             self._session.steps.after_foreign_step()
+            if self._may_repeat and self._waiting == "ready":
+                log.non_finite = self._find_together(found)
+                self._waiting = "repeated"
+                end = time.monotonic() + _PATIENCE_S
         raise FloatingPointError(f"The {found.stage} {found.name or ''} is not finite in step {found.step + 1}.")
+
+    def _find_together(self, found: NonFinite) -> NonFinite:
+        origin = None
+        with contextlib.suppress(Exception):
+            origin = self._last_calls.find_together()
+        return found if origin is None else self._with(found, origin)
+
+    @staticmethod
+    def _with(found: NonFinite, origin: Origin) -> NonFinite:
+        return dataclasses.replace(found, **dataclasses.asdict(origin) | {"where": origin.where or found.where})
 
 
 def _has_replicas(gradient: torch.Tensor | None) -> bool:

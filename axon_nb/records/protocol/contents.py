@@ -179,6 +179,9 @@ class NumbersReply:
     """The first number that is not finite; None: there is none."""
     details: StepNumbers | None = None
     """Of the step that was asked for; None: it was dropped, or never made."""
+    waiting: str = ""
+    """``ready``: the rank waits at that number, and could repeat the forward, which communicates, with all others;
+    ``repeated``: it waits, and knows all; empty: it does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +194,5 @@ class NumbersRequest(Request[NumbersReply]):
     """Number of the first row wanted."""
     details: tuple[int, int] | None = None
     """The optimizer and the step of which the digests of all parameters are wanted."""
+    repeat: bool = False
+    """Whether all ranks are ``ready``, and repeat the forward now."""

@@ -29,6 +29,8 @@ class NonFinite:
     """The function that computed it; empty if unknown."""
     where: str = ""
     """The line of the cell, such as ``line 7``: of the operation if that is known, else of the step."""
+    order: int = 0
+    """Within a stage, how much was computed before: a number that is not finite spreads to other ranks."""
 
 
 @dataclass(frozen=True, slots=True)

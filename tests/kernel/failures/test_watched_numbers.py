@@ -85,6 +85,17 @@ def test_stop_ends_the_cell_before_the_weights_are_updated(programs: Kernel) -> 
     assert "The weight of 3.weight on rank 0 differs from that on ranks 1-3 after step 3" in reply.traceback
 
 
+@pytest.mark.parametrize("make", ["hsdp()", "tensor_parallel()"])
+def test_ranks_of_a_split_model_repeat_its_forward_together(programs: Kernel, make: str) -> None:
+    programs.ok("%distributed config watch_numbers=stop")
+    programs.ok(f"%%distributed\nmodel = {make}")
+    reply = programs.run("%%distributed\n_ = train(model, ('forward nan', 2, 3, 0, 0, 0))")
+    assert "The output of 2 (Root) is the first number that is not finite, on rank 2, in step 4" in reply.traceback
+    assert "computed by sqrt" in reply.traceback
+    programs.ok("%distributed config watch_numbers=on")
+    assert "are finite" in programs.ok(f"%%distributed\n_ = train({make})").stdout
+
+
 RIGHT = {
     "program of the table": "_ = train({make})",
     "unequal batches": "_ = train(ddp(), batch=lambda step: 1 + (rank + step) % 3)",

@@ -61,7 +61,8 @@ def test_first_stage_of_the_first_step_wins() -> None:
     found = find_non_finite(
         {
             0: NonFinite(0, 3, "gradient", "1.weight", where="line 5"),
-            1: NonFinite(0, 3, "forward", "1", "Sqrt", "sqrt", "line 2"),
+            1: NonFinite(0, 3, "forward", "1", "Sqrt", "sqrt", "line 2", order=2),
+            4: NonFinite(0, 3, "forward", "2", "Linear", "linear", "line 2", order=3),
             2: NonFinite(0, 3, "loss", "", where="line 5"),
             3: NonFinite(0, 4, "weight", "0.weight", where="line 5"),
         }
