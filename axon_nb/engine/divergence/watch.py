@@ -250,7 +250,8 @@ class NumberWatch:
                 log.non_finite = self._find_together(found)
                 self._waiting = "repeated"
                 end = time.monotonic() + _PATIENCE_S
-        raise FloatingPointError(f"The {found.stage} {found.name or ''} is not finite in step {found.step + 1}.")
+        of = f" of {found.name}" if found.name else ""
+        raise FloatingPointError(f"The {found.stage}{of} is not finite in step {found.step + 1}.")
 
     def _find_together(self, found: NonFinite) -> NonFinite:
         origin = None
