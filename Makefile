@@ -91,8 +91,9 @@ gpu-report:  ## on a machine with GPUs, with the Python that is there: tests, dr
 docs: $(INSTALLED)  ## the site, under out/site; with outputs of notebooks that `make site-notebooks` has run
 	$(VENV)/bin/python -m sphinx -q -E -W --keep-going -b html docs out/site
 
-site-notebooks: $(INSTALLED)  ## run the examples for the site: out/notebooks; some minutes
-	$(VENV)/bin/python scripts/run_notebook.py --out out/notebooks examples/*.py
+site-notebooks: $(INSTALLED)  ## run the examples and the solved course for the site: out/notebooks; many minutes
+	$(VENV)/bin/python -m scripts.build_course --edition solved out/solved
+	$(VENV)/bin/python scripts/run_notebook.py --out out/notebooks examples/*.py out/solved/*.ipynb
 
 dist: $(INSTALLED)  ## build the source archive and the wheel under dist/, and check them
 	rm -rf dist

@@ -1,8 +1,8 @@
 """What the site has besides the pages that are written by hand: Sphinx loads this module as part of `docs/conf.py`.
 
-Before each build, pages that are made from the code are written to `docs/reference/generated`, and copies of the
-notebooks to `docs/examples`; git ignores both folders. A copy has outputs if `make site-notebooks` has run the notebook
-as it now is.
+Before each build, pages that are made from the code are written to `docs/reference/generated`, copies of the examples
+to `docs/examples`, and the solved edition of the course to `docs/course`; git ignores these folders. A copy has outputs
+if `make site-notebooks` has run the notebook as it now is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from scripts.build_course import EDITIONS, SOURCES
 from scripts.generated_page import ROOT
+from scripts.pair_notebooks import render
 from scripts.site_api import API, api_page, to_rst
 from scripts.site_reference import errors_page, options_page
 
-__all__ = ["REPOSITORY", "notebook_page", "relinked", "setup", "write_notebooks"]
+__all__ = ["REPOSITORY", "notebook_page", "relinked", "setup", "write_course", "write_notebooks"]
 
 REPOSITORY = "https://github.com/axon-nb/axon_nb/"
 DOCS = ROOT / "docs"
@@ -42,7 +44,7 @@ _PLOTLY = "application/vnd.plotly.v1+json"
 _MATHJAX = re.compile(r'<script src="https://[^"]*mathjax[^"]*"></script>')
 """What plotly loads for formulas, of which our figures have none."""
 _NOT_RUN = "*Shown without outputs. [Run it on Binder]({}) or on your machine to see them.*"
-_BINDER = "https://mybinder.org/v2/gh/axon-nb/axon_nb/HEAD?urlpath=lab/tree/examples/{}"
+_BINDER = "https://mybinder.org/v2/gh/axon-nb/axon_nb/HEAD?urlpath=lab/tree/{}"
 
 
 def setup(app: Any) -> dict[str, bool]:
@@ -56,6 +58,7 @@ def setup(app: Any) -> dict[str, bool]:
 def write_pages() -> None:
     """Write all generated pages into `docs`."""
     write_notebooks(DOCS / "examples")
+    write_course(DOCS / "course")
     generated = DOCS / "reference" / "generated"
     generated.mkdir(parents=True, exist_ok=True)
     pages = {"options": options_page(), "errors": errors_page(), **{name: api_page(name) for name in API}}
@@ -64,25 +67,33 @@ def write_pages() -> None:
 
 
 def write_notebooks(folder: Path) -> None:
-    """Write the site's copies of the notebooks."""
-    folder.mkdir(exist_ok=True)
+    """Write the site's copies of the examples."""
     for path in sorted(EXAMPLES.glob("*.ipynb")):
-        executed = EXECUTED / path.name
-        notebook = notebook_page(
-            json.loads(path.read_text(encoding="utf-8")),
-            json.loads(executed.read_text(encoding="utf-8")) if executed.exists() else None,
-            path.name,
-        )
-        _write(folder / path.name, json.dumps(notebook, indent=1) + "\n")
+        _write_notebook(folder, path, path.read_text(encoding="utf-8"))
 
 
-def notebook_page(notebook: dict[str, Any], executed: dict[str, Any] | None, name: str) -> dict[str, Any]:
+def write_course(folder: Path) -> None:
+    """Write the solved edition of the course's notebooks."""
+    for source in sorted(SOURCES.glob("[0-9]*.py")):
+        learners = SOURCES / "student" / f"{source.stem}.ipynb"
+        _write_notebook(folder, learners, render(source, EDITIONS["solved"]))
+
+
+def _write_notebook(folder: Path, path: Path, text: str) -> None:
+    executed = EXECUTED / path.name
+    ran = json.loads(executed.read_text(encoding="utf-8")) if executed.exists() else None
+    page = notebook_page(json.loads(text), ran, path)
+    folder.mkdir(exist_ok=True)
+    _write(folder / path.name, json.dumps(page, indent=1) + "\n")
+
+
+def notebook_page(notebook: dict[str, Any], executed: dict[str, Any] | None, path: Path) -> dict[str, Any]:
     """Return what the site shows of a notebook.
 
     Args:
-        notebook: The committed notebook, without outputs.
+        notebook: The notebook without outputs.
         executed: The same one after it ran, or an older one, or None.
-        name: Its file's name.
+        path: The notebook of the repository that readers run: its links start there.
     """
     current = executed is not None and _sources(executed) == _sources(notebook)
     page: dict[str, Any] = executed if executed is not None and current else notebook
@@ -90,14 +101,14 @@ def notebook_page(notebook: dict[str, Any], executed: dict[str, Any] | None, nam
     page["metadata"].pop("widgets", None)
     for cell in page["cells"]:
         cell["source"] = (
-            relinked("".join(cell["source"]), EXAMPLES) if cell["cell_type"] == "markdown" else cell["source"]
+            relinked("".join(cell["source"]), path.parent) if cell["cell_type"] == "markdown" else cell["source"]
         )
         if "outputs" in cell:
             cell["outputs"] = [output for output in cell["outputs"] if _WIDGET not in output.get("data", {})]
             for data in (output.get("data", {}) for output in cell["outputs"]):
                 _show_as_html(data)
     if not current:
-        note = _NOT_RUN.format(_BINDER.format(name))
+        note = _NOT_RUN.format(_BINDER.format(path.relative_to(ROOT).as_posix()))
         page["cells"].insert(1, {"cell_type": "markdown", "id": "not-run", "metadata": {}, "source": note})
     return page
 
@@ -123,8 +134,9 @@ def relinked(text: str, folder: Path) -> str:
 
     def replace(link: re.Match[str]) -> str:
         target, anchor = (folder / link[1]).resolve(), link[2] or ""
-        if target.parent == EXAMPLES and target.suffix == ".ipynb":
-            return f"/examples/{target.name}{anchor}"
+        for copies, notebooks in (("examples", EXAMPLES), ("course", SOURCES / "student")):
+            if target.parent == notebooks and target.suffix == ".ipynb":
+                return f"/{copies}/{target.name}{anchor}"
         if not target.is_relative_to(ROOT) or (target.is_relative_to(DOCS) and target.suffix in _ON_THE_SITE):
             return link[0]
         kind = "tree" if target.is_dir() else "blob"

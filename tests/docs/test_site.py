@@ -99,7 +99,7 @@ def test_outputs_are_shown_only_for_the_current_notebook() -> None:
         ]
         return json.loads(json.dumps({"cells": cells, "metadata": {}}))
 
-    current = notebook_page(notebook("1"), notebook("1", view, picture), "01.ipynb")
+    current = notebook_page(notebook("1"), notebook("1", view, picture), ROOT / "examples" / "01.ipynb")
     assert current["cells"][-1]["outputs"] == [picture]
     figure = {
         "output_type": "display_data",
@@ -109,9 +109,9 @@ def test_outputs_are_shown_only_for_the_current_notebook() -> None:
         },
         "metadata": {},
     }
-    page = notebook_page(notebook("1"), notebook("1", figure), "01.ipynb")
+    page = notebook_page(notebook("1"), notebook("1", figure), ROOT / "examples" / "01.ipynb")
     assert page["cells"][-1]["outputs"][0]["data"] == {"text/html": "<div>\n<p></p></div>"}
-    old = notebook_page(notebook("2"), notebook("1", view, picture), "01.ipynb")
+    old = notebook_page(notebook("2"), notebook("1", view, picture), ROOT / "examples" / "01.ipynb")
     assert old["cells"][-1]["source"] == ["2"]
     assert old["cells"][-1]["outputs"] == []
     assert "without outputs" in old["cells"][1]["source"]
