@@ -9,21 +9,35 @@ from axon_nb.errors import UsageError
 __all__ = ["format_ranks", "name_ranks", "parse_ranks", "resolve_ranks"]
 
 
+_MAX_PIECES = 16
+"""Most ranks and ranges that a sentence lists."""
+
+
 def format_ranks(ranks: Iterable[int]) -> str:
     """Format ranks compactly, such as ``0,2-3``."""
+    return ",".join(_pieces(ranks))
+
+
+def _pieces(ranks: Iterable[int]) -> list[str]:
     pieces: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if pieces and rank == pieces[-1][-1] + 1:
             pieces[-1][1:] = [rank]
         else:
             pieces.append([rank])
-    return ",".join("-".join(map(str, piece)) for piece in pieces)
+    return ["-".join(map(str, piece)) for piece in pieces]
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks in a sentence: ``rank 2`` or ``ranks 0-1,3``; capitalise the result to start a sentence."""
+    """Name ranks in a sentence: ``rank 2`` or ``ranks 0-1,3``; capitalise the result to start a sentence.
+
+    Of many scattered ones it lists some, and their number: ``ranks 0,2,4,6,8,10,12,14,…,1022 (512 ranks)``.
+    """
     distinct = set(ranks)
-    return f"{'rank' if len(distinct) == 1 else 'ranks'} {format_ranks(distinct)}"
+    pieces = _pieces(distinct)
+    if len(pieces) > _MAX_PIECES:
+        return f"ranks {','.join(pieces[: _MAX_PIECES // 2])},…,{pieces[-1]} ({len(distinct)} ranks)"
+    return f"{'rank' if len(distinct) == 1 else 'ranks'} {','.join(pieces)}"
 
 
 def parse_ranks(spec: str, world_size: int) -> list[int]:

@@ -41,7 +41,7 @@ class StateFeed:
 
     def __init__(self, client: RankClient, ranks: Sequence[int], view: StateView) -> None:
         self._client = client
-        self._ranks = list(ranks)
+        self._ranks = frozenset(ranks)
         self._view = view
         self._finished: dict[int, Activity] = {}
         self._lock = threading.Lock()

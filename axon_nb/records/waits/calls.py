@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["SAME_SIZE_CALLS", "GroupWaits", "PendingCall", "RankWaits", "missing_peers", "missing_ranks"]
+__all__ = ["SAME_SIZE_CALLS", "Arrivals", "GroupWaits", "PendingCall", "RankWaits", "missing_ranks"]
 
 SAME_SIZE_CALLS = frozenset({"allreduce", "broadcast", "reduce"})
 """Collectives to which each rank passes as much as the others."""
@@ -85,29 +85,54 @@ class GroupWaits:
     """Collectives that a GPU has in progress, the oldest ones, wherever the main thread is."""
 
 
-def missing_peers(waiting: RankWaits, call: PendingCall, reports: Mapping[int, RankWaits]) -> set[int]:
-    """Return the ranks that have not reached a call.
+class Arrivals:
+    """Which ranks have reached the calls that others wait in; a collective is looked at once, not for each rank in it.
 
     Args:
-        waiting: The rank that waits.
-        call: Its call.
         reports: The report of each rank.
     """
-    if call.sequence == 0:
-        other = reports.get(call.peer)
+
+    def __init__(self, reports: Mapping[int, RankWaits]) -> None:
+        self._reports = reports
+        self._late: dict[tuple[str, int, tuple[int, ...]], frozenset[int]] = {}
+
+    def missing(self, waiting: RankWaits, call: PendingCall) -> frozenset[int]:
+        """Return the ranks that have not reached a call; ranks that wait in one collective get the same object.
+
+        Args:
+            waiting: The rank that waits.
+            call: Its call.
+        """
+        if call.sequence == 0:
+            return self._missing_peer(waiting, call)
+        key = call.group, call.sequence, call.ranks
+        if key not in self._late:
+            there = (self._reports[rank] for rank in call.ranks if rank in self._reports)
+            late = (report.rank for report in there if report.counts.get(call.group, 0) < call.sequence)
+            self._late[key] = frozenset(late)
+        late_ranks = self._late[key]
+        return late_ranks - {waiting.rank} if waiting.rank in late_ranks else late_ranks
+
+    def _missing_peer(self, waiting: RankWaits, call: PendingCall) -> frozenset[int]:
+        other = self._reports.get(call.peer)
         if other is None:  # a recv from any rank, or the peer did not respond
-            return set()
+            return frozenset()
         # A send finishes when it is received: Gloo does not buffer messages for a late receiver.
         names, peers = (
             (("recv", "recv_anysource"), (waiting.rank, -1)) if call.name == "send" else (("send",), (waiting.rank,))
         )
-        return set() if any(c.name in names and c.peer in peers for c in other.pending) else {call.peer}
-    peers_in_group = (rank for rank in call.ranks if rank != waiting.rank and rank in reports)
-    return {rank for rank in peers_in_group if reports[rank].counts.get(call.group, 0) < call.sequence}
+        has_arrived = any(one.name in names and one.peer in peers for one in other.pending)
+        return frozenset() if has_arrived else frozenset({call.peer})
 
 
 def missing_ranks(reports: Mapping[int, RankWaits], after_s: float) -> dict[int, tuple[int, ...]]:
     """For each rank that has waited at least `after_s` seconds: the ranks that have not reached its call."""
-    blocked = {rank: call for rank, state in reports.items() if (call := state.blocked_in) and call.seconds >= after_s}
-    missing = {rank: tuple(sorted(missing_peers(reports[rank], call, reports))) for rank, call in blocked.items()}
-    return {rank: others for rank, others in missing.items() if others}
+    arrivals = Arrivals(reports)
+    in_order: dict[frozenset[int], tuple[int, ...]] = {}
+    missing = {}
+    for rank, state in reports.items():
+        if (call := state.blocked_in) and call.seconds >= after_s and (others := arrivals.missing(state, call)):
+            if others not in in_order:
+                in_order[others] = tuple(sorted(others))
+            missing[rank] = in_order[others]
+    return missing

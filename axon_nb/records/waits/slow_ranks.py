@@ -23,11 +23,11 @@ def describe_slow_ranks(reports: Mapping[int, RankWaits], after_s: float) -> str
         The line, or an empty string if no rank has waited that long.
     """
     waits = missing_ranks(reports, after_s)
-    ends = {rank: tuple(other for other in others if other not in waits) for rank, others in waits.items()}
+    ends = {others: tuple(other for other in others if other not in waits) for others in set(waits.values())}
     groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
-    for rank, others in sorted(ends.items()):
-        if others:
-            groups.setdefault((others, reports[rank].place), []).append(rank)
+    for rank, others in sorted(waits.items()):
+        if ends[others]:
+            groups.setdefault((ends[others], reports[rank].place), []).append(rank)
     if not groups:
         return ""
     (others, place), ranks = max(groups.items(), key=lambda item: (len(item[1]), -item[1][0]))
