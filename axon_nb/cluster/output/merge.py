@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import operator
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
@@ -44,27 +44,59 @@ class Choice(NamedTuple):
 
 
 class MergeQueue:
-    """One queue per rank. Each rank's order is preserved; if it permits, equal items of several ranks are merged."""
+    """One queue per rank. Each rank's order is preserved; if it permits, equal items of several ranks are merged.
+
+    With many ranks a choice looks at few of them: which ranks have an item, at the head or behind it, is kept by key.
+    """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self._queues: dict[int, deque[Item]] = {rank: deque() for rank in sorted(ranks)}
+        self._queues: dict[int, deque[Item]] = {rank: deque() for rank in ranks}
         self._keys: dict[int, Counter[Hashable]] = {rank: Counter() for rank in ranks}
         self._memory = dict.fromkeys(ranks, 0)
         self._open = set(ranks)
+        self._busy: list[int] = []
+        """The ranks with pending items, sorted."""
+        self._heads: dict[Hashable, set[int]] = {}
+        """The ranks that have an item with this key at the head."""
+        self._holders: dict[Hashable, set[int]] = {}
+        """The ranks that have one anywhere."""
+        self._num_silent = len(self._open)
+        """Number of open ranks without pending items."""
 
     def put(self, rank: int, item: Item) -> None:
         """Add an item at the end, or before items with a higher order."""
         queue = self._queues[rank]
+        head = queue[0] if queue else None
         if not queue or queue[-1].order <= item.order:
             queue.append(item)
         else:
             bisect.insort(queue, item, key=_order)
         self._keys[rank][item.key] += 1
+        self._holders.setdefault(item.key, set()).add(rank)
         self._memory[rank] += item.size + _OVERHEAD
+        self._set_head(rank, head)
+
+    def _set_head(self, rank: int, before: Item | None) -> None:
+        queue = self._queues[rank]
+        now = queue[0] if queue else None
+        if now is before:
+            return
+        if before is not None:
+            _discard(self._heads, before.key, rank)
+        if now is not None:
+            self._heads.setdefault(now.key, set()).add(rank)
+        if before is None:
+            bisect.insort(self._busy, rank)
+            self._num_silent -= rank in self._open
+        elif now is None:
+            del self._busy[bisect.bisect_left(self._busy, rank)]
+            self._num_silent += rank in self._open
 
     def close(self, rank: int) -> None:
         """Record that the rank sends nothing more."""
-        self._open.discard(rank)
+        if rank in self._open:
+            self._open.remove(rank)
+            self._num_silent -= not self._queues[rank]
 
     @property
     def closed(self) -> bool:
@@ -72,11 +104,12 @@ class MergeQueue:
         return not self._open
 
     def __bool__(self) -> bool:
-        return any(self._queues.values())
+        return bool(self._busy)
 
     def oldest(self, since: float) -> float:
         """Return the lowest order of the pending items that arrived after `since`; infinity if there are none."""
-        return min((queue[0].order for queue in self._queues.values() if queue and queue[0].at > since), default=inf)
+        heads = (self._queues[rank][0] for rank in self._busy)
+        return min((head.order for head in heads if head.at > since), default=inf)
 
     def memory(self, rank: int) -> int:
         """Return the approximate size of a rank's pending items, in bytes."""
@@ -100,15 +133,14 @@ class MergeQueue:
             hold_s: How long an item waits for other ranks after its arrival, in seconds.
             final: Whether not to wait for other ranks.
         """
-        heads = {rank: queue[0] for rank, queue in self._queues.items() if queue}
-        eligible: Mapping[int, Item] = heads
-        if not final and any(rank not in heads for rank in self._open):
-            eligible = self._overdue(heads, now - hold_s + 1e-6)
-        if not eligible:
+        eligible: Iterable[int] = self._busy
+        if not final and self._num_silent:
+            eligible = self._overdue(now - hold_s + 1e-6)
+        if (rank := self._choose(eligible)) is None:
             return None
-        item = heads[self._choose(heads, eligible)]
-        ranks = [rank for rank, head in heads.items() if head.key == item.key]
-        return Choice(ranks, item, min(heads[rank].order for rank in ranks))
+        item = self._queues[rank][0]
+        ranks = sorted(self._heads[item.key])
+        return Choice(ranks, item, min(self._queues[rank][0].order for rank in ranks))
 
     def take(self, choice: Choice) -> None:
         """Remove the item that `peek` returned."""
@@ -120,27 +152,46 @@ class MergeQueue:
             keys[key] -= 1
             if not keys[key]:
                 del keys[key]
+                _discard(self._holders, key, rank)
+            self._set_head(rank, item)
 
-    def _overdue(self, heads: Mapping[int, Item], before: float) -> Mapping[int, Item]:
-        # The heads that have waited long enough. So that they can be merged with equal items, the heads of ranks that
-        # have such an item further back are due, too.
-        due_keys = {head.key for head in heads.values() if head.at <= before}
-        if not due_keys:
-            return {}
-        overdue: set[int] = set()
-        grows = True
-        while grows:
-            grows = False
-            for rank, head in heads.items():
-                if rank not in overdue and any(key in self._keys[rank] for key in due_keys):
-                    overdue.add(rank)
-                    grows = grows or head.key not in due_keys
-                    due_keys.add(head.key)
-        return {rank: head for rank, head in heads.items() if rank in overdue}
+    def _overdue(self, before: float) -> Iterator[int]:
+        """Yield the ranks, sorted, whose heads have waited long enough, or that have an equal item further back.
 
-    def _choose(self, heads: Mapping[int, Item], eligible: Mapping[int, Item]) -> int:
+        With these, the latter can be merged, so their own heads are due, too.
+        """
+        indirect: set[int] | None = None
+        for rank in self._busy:
+            if self._queues[rank][0].at <= before:
+                yield rank
+                continue
+            indirect = self._indirectly_due(before) if indirect is None else indirect
+            if rank in indirect:
+                yield rank
+
+    def _indirectly_due(self, before: float) -> set[int]:
+        keys = {head.key for rank in self._busy if (head := self._queues[rank][0]).at <= before}
+        due, todo = set[int](), list(keys)
+        while todo:
+            for rank in self._holders[todo.pop()] - due:
+                due.add(rank)
+                if (key := self._queues[rank][0].key) not in keys:
+                    keys.add(key)
+                    todo.append(key)
+        return due
+
+    def _choose(self, eligible: Iterable[int]) -> int | None:
         # If another rank has an equal item further back, the head waits for it; otherwise it would be shown twice.
-        for rank, head in eligible.items():
-            if not any(head.key in self._keys[other] and heads[other].key != head.key for other in heads):
+        first = None
+        for rank in eligible:
+            key = self._queues[rank][0].key
+            if len(self._heads[key]) == len(self._holders[key]):
                 return rank
-        return next(iter(eligible))
+            first = rank if first is None else first
+        return first
+
+
+def _discard(ranks_of: dict[Hashable, set[int]], key: Hashable, rank: int) -> None:
+    ranks_of[key].discard(rank)
+    if not ranks_of[key]:
+        del ranks_of[key]
