@@ -15,7 +15,7 @@ from axon_nb.records.spans import GPU, LAUNCH, Span
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CLOCKS", "COLUMNS", "Label", "SpanTable"]
+__all__ = ["CLOCKS", "COLUMNS", "Label", "SpanTable", "grouped"]
 
 COLUMNS = {
     "start": np.int64,
@@ -42,6 +42,23 @@ CLOCKS = ("", GPU, LAUNCH)
 
 Label = tuple[str, str, str]
 """Kind, name, group."""
+
+
+def grouped(
+    values: npt.NDArray[np.int64], which: npt.NDArray[np.bool_] | None = None
+) -> list[tuple[int, npt.NDArray[np.intp]]]:
+    """Return each distinct value, sorted, with the places where it is; sorts once, however many there are.
+
+    Args:
+        values: A column, such as ranks.
+        which: A mask of the places to look at; None: all.
+    """
+    places = np.arange(len(values)) if which is None else np.flatnonzero(which)
+    if not len(places):
+        return []
+    order = places[np.argsort(values[places], kind="stable")]
+    distinct, begins = np.unique(values[order], return_index=True)
+    return list(zip(distinct.tolist(), np.split(order, begins[1:]), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from axon_nb.cluster.inspection.span_table import SpanTable
+from axon_nb.cluster.inspection.span_table import SpanTable, grouped
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.spans import Span
 from axon_nb.records.training.pipeline import PipelineStep
@@ -120,20 +120,18 @@ def _notice(table: SpanTable, facts: TimelineFacts, steps: Sequence[PipelineStep
 
 def _most_exposed(table: SpanTable) -> str:
     """Return the name of the communication that is exposed longest; empty: there is none."""
-    columns = table.columns
-    names = np.array([name for _, name, _ in table.labels], dtype=object)[columns["label"]]
-    communicates = table.of_kind("collective", "p2p")
-    computes = table.of_kind("forward", "backward", "optimizer")
-    lengths = columns["end"] - columns["start"]
-    totals = {name: int(lengths[communicates & (names == name)].sum()) for name in set(names[communicates])}
+    starts, ends, ranks, labels = (table.columns[name] for name in ("start", "end", "rank", "label"))
+    computing = dict(grouped(ranks, table.of_kind("forward", "backward", "optimizer")))
+    totals: dict[str, int] = {}
+    for label, places in grouped(labels, table.of_kind("collective", "p2p")):
+        name = table.labels[label][1]
+        totals[name] = totals.get(name, 0) + int((ends[places] - starts[places]).sum())
     exposed: dict[str, int] = {}
     for name in sorted(totals, key=lambda name: totals[name], reverse=True)[:_MAX_NAMES]:
-        for rank in np.unique(columns["rank"]):
-            on_rank = columns["rank"] == rank
-            calls, busy = on_rank & communicates & (names == name), on_rank & computes
-            alone = subtract(
-                (columns["start"][calls], columns["end"][calls]), (columns["start"][busy], columns["end"][busy])
-            )
+        is_named = np.array([label[0] in ("collective", "p2p") and label[1] == name for label in table.labels])
+        for rank, calls in grouped(ranks, is_named[labels]):
+            busy = computing.get(rank, np.zeros(0, dtype=np.intp))
+            alone = subtract((starts[calls], ends[calls]), (starts[busy], ends[busy]))
             exposed[name] = exposed.get(name, 0) + union_ns(alone)
     return max(exposed, key=lambda name: exposed[name], default="")
 
@@ -161,7 +159,7 @@ def figures(summary: TimelineSummary) -> list[dict[str, str]]:
 
 def page_facts(summary: TimelineSummary, ranks: Sequence[int]) -> dict[str, Any]:
     """Return the summary as `static/timeline/facts.js` reads it: text, and boxes of pipeline steps in seconds."""
-    facts, steps = summary.facts, summary.steps[:MAX_PIPELINES]
+    facts, steps, shown = summary.facts, summary.steps[:MAX_PIPELINES], set(ranks)
     notice = summary.notice
     return {
         "facts": {
@@ -169,9 +167,7 @@ def page_facts(summary: TimelineSummary, ranks: Sequence[int]) -> dict[str, Any]
             "notice": None if notice is None else {"claim": notice.claim, "text": notice.text, "filter": notice.filter},
             "shares": _shares(facts.ranks),
             "columns": [{"title": title, "token": token} for title, token in COLUMNS],
-            "rows": [
-                {"rank": rank.rank, "cells": _bars(rank, facts.ranks)} for rank in facts.ranks if rank.rank in ranks
-            ][:MAX_ROWS],
+            "rows": _rows([rank for rank in facts.ranks if rank.rank in shown][:MAX_ROWS], facts.ranks),
             "notes": [*omitted_pipelines(summary), *facts.clock_notes],
         },
         "pipelines": [_page_step(step, _MAX_BOXES // (2 * len(steps))) for step in steps],
@@ -193,14 +189,20 @@ def _shares(ranks: Sequence[RankFacts]) -> dict[str, float]:
     return {kind: round(seconds / total, 4) for kind, seconds in sums.items()}
 
 
-def _bars(rank: RankFacts, ranks: Sequence[RankFacts]) -> list[dict[str, Any]]:
-    """Return a rank's cells with the lengths of their bars: times on one scale, the longest of all ranks."""
+def _rows(shown: Sequence[RankFacts], ranks: Sequence[RankFacts]) -> list[dict[str, Any]]:
+    """Return the rows of some ranks; the longest bars are those of all ranks."""
     scale = max((other.known for other in ranks), default=0.0) or 1.0
     most_bytes = max((other.bytes for other in ranks), default=0) or 1
+    most_waited = scale * max(1, len(ranks) - 1)
+    return [{"rank": rank.rank, "cells": _bars(rank, scale, most_waited, most_bytes)} for rank in shown]
+
+
+def _bars(rank: RankFacts, scale: float, most_waited: float, most_bytes: int) -> list[dict[str, Any]]:
+    """Return a rank's cells with the lengths of their bars: times on one scale."""
     times = (rank.forward, rank.backward, rank.optimizer, rank.own_code, rank.waiting, rank.communicating)
     shares: list[float | None] = [seconds / scale for seconds in times]
     shares.append(rank.hidden / rank.communicating if rank.communicating else None)
-    shares += [rank.waited_for / (scale * max(1, len(ranks) - 1)), rank.bytes / most_bytes]
+    shares += [rank.waited_for / most_waited, rank.bytes / most_bytes]
     return [
         {"text": text, "share": None if share is None else round(share, 4)}
         for text, share in zip(rank_cells(rank), shares, strict=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from axon_nb.cluster.inspection.span_table import CLOCKS, SpanTable
+from axon_nb.cluster.inspection.span_table import CLOCKS, SpanTable, grouped
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.spans import GPU, LAUNCH
 from axon_nb.records.units import format_seconds
-from axon_nb.widgets.timeline.intervals import Intervals, coverage, join, tails, union_ns
+from axon_nb.widgets.timeline.intervals import Intervals, Times, coverage, join, tails, union_ns
 
 __all__ = ["RankFacts", "Straggler", "TimelineFacts", "running_cell", "timeline_facts"]
 
@@ -144,7 +144,16 @@ def timeline_facts(table: SpanTable, running_since: int | None = None) -> Timeli
     columns = table.columns
     kinds = {kind: table.of_kind(kind) for kind in ("cell", *_COMPUTING, *_COMMUNICATING, "wait")}
     known = kinds["collective"] & (columns["by"] >= 0)
-    ranks = tuple(_rank_facts(table, int(rank), kinds, known, running_since) for rank in np.unique(columns["rank"]))
+    waits = dict(grouped(columns["by"], known & (columns["by"] != columns["rank"])))
+    times_last = dict(grouped(columns["by"], known & (columns["by"] == columns["rank"])))
+    ranks = tuple(
+        replace(
+            _rank_facts(table, rank, own, kinds, running_since),
+            waited_for=_waited_for(table, waits[rank]) if rank in waits else 0.0,
+            times_last=len(times_last.get(rank, ())),
+        )
+        for rank, own in grouped(columns["rank"])
+    )
     seconds = (int(columns["end"].max()) - int(columns["start"].min())) / 1e9 if len(table) else 0.0
     num_collectives = int((known & (columns["by"] == columns["rank"])).sum())
     straggler = _straggler(ranks, seconds, num_collectives)
@@ -170,21 +179,22 @@ def _ranks_of(table: SpanTable, which: npt.NDArray[np.bool_]) -> tuple[int, ...]
 def _rank_facts(
     table: SpanTable,
     rank: int,
+    own: npt.NDArray[np.intp],
     kinds: dict[str, npt.NDArray[np.bool_]],
-    known: npt.NDArray[np.bool_],
     running_since: int | None,
 ) -> RankFacts:
-    columns = table.columns
-    is_own = columns["rank"] == rank
+    """Return what a rank's own spans, at the places `own` of the table, say."""
+    columns = {name: table.columns[name][own] for name in ("start", "end", "bytes")}
+    is_kind = {kind: mask[own] for kind, mask in kinds.items()}
 
     def times(*names: str) -> Intervals:
-        selected = is_own & np.logical_or.reduce([kinds[name] for name in names])
+        selected = np.logical_or.reduce([is_kind[name] for name in names])
         return columns["start"][selected], columns["end"][selected]
 
     communicating, backward = times(*_COMMUNICATING), times("backward")
     sets = [
         join(times("wait"), tails(backward, communicating)), times("optimizer"), backward, times("forward"),
-        join(times("cell"), running_cell(columns, is_own, running_since)), communicating,
+        join(times("cell"), running_cell(columns["end"], running_since)), communicating,
     ]  # fmt: skip
     (*exclusive, is_cell, is_communicating), lengths = coverage(*sets)
     seconds, is_free = [], np.ones(len(lengths), dtype=bool)
@@ -203,30 +213,22 @@ def _rank_facts(
         cell=float(lengths[is_cell].sum()) / 1e9,
         communicating=float(lengths[is_communicating].sum()) / 1e9,
         hidden=float(lengths[is_communicating & is_computing].sum()) / 1e9,
-        waited_for=_waited_for(table, rank, known & (columns["by"] == rank) & ~is_own),
-        times_last=int((known & (columns["by"] == rank) & is_own).sum()),
-        bytes=int(columns["bytes"][is_own & (kinds["collective"] | kinds["p2p"])].sum()),
+        waited_for=0.0,
+        times_last=0,
+        bytes=int(columns["bytes"][is_kind["collective"] | is_kind["p2p"]].sum()),
     )
 
 
-def running_cell(
-    columns: dict[str, npt.NDArray[np.int64]], is_own: npt.NDArray[np.bool_], since: int | None
-) -> Intervals:
+def running_cell(ends: Times, since: int | None) -> Intervals:
     """Return the known part of one rank's running cell: up to the end of its last span."""
-    ends = columns["end"][is_own]
     known = [(since, int(ends.max()))] if since is not None and len(ends) and ends.max() > since else []
     return np.array([start for start, _ in known], dtype=np.int64), np.array([end for _, end in known], dtype=np.int64)
 
 
-def _waited_for(table: SpanTable, rank: int, waits: npt.NDArray[np.bool_]) -> float:
-    """Return the seconds for which others waited for a rank: several collectives may be in progress at once."""
-    columns = table.columns
-    total = 0
-    for other in np.unique(columns["rank"][waits]):
-        selected = waits & (columns["rank"] == other)
-        starts = columns["start"][selected]
-        total += union_ns((starts, starts + columns["late"][selected]))
-    return total / 1e9
+def _waited_for(table: SpanTable, waits: npt.NDArray[np.intp]) -> float:
+    """Return the seconds for which others waited for a rank, in the calls at these places: several may overlap."""
+    ranks, starts, late = (table.columns[name][waits] for name in ("rank", "start", "late"))
+    return sum(union_ns((starts[own], starts[own] + late[own])) for _, own in grouped(ranks)) / 1e9
 
 
 def _step(table: SpanTable) -> tuple[float, float] | None:
@@ -237,10 +239,9 @@ def _step(table: SpanTable) -> tuple[float, float] | None:
     columns = table.columns
     is_step, is_pass = table.of_kind("optimizer"), table.of_kind("forward", "backward")
     lengths: list[npt.NDArray[np.int64]] = []
-    for rank in np.unique(columns["rank"]):
-        selected = (is_step | is_pass) & (columns["rank"] == rank)
-        order = np.argsort(columns["start"][selected], kind="stable")
-        starts, steps = columns["start"][selected][order], is_step[selected][order]
+    for _, own in grouped(columns["rank"], is_step | is_pass):
+        order = own[np.argsort(columns["start"][own], kind="stable")]
+        starts, steps = columns["start"][order], is_step[order]
         begins = steps.copy()
         begins[1:] &= ~steps[:-1]
         lengths.append(np.diff(starts[begins]))

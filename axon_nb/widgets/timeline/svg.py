@@ -92,7 +92,7 @@ def _lanes(table: SpanTable, rank: int, running_since: int | None) -> tuple[dict
     for kind in ("optimizer", "backward", "forward", "other"):
         code[SPAN_CODES[kind]] = subtract(times(kind), taken)
         taken = join(taken, code[SPAN_CODES[kind]])
-    own_code = subtract(join(times("cell"), running_cell(columns, is_own, running_since)), taken)
+    own_code = subtract(join(times("cell"), running_cell(columns["end"][is_own], running_since)), taken)
     code[OTHER] = join(code[OTHER], own_code)
     communication = {
         SPAN_CODES[kind]: (ready[mask], columns["end"][mask])
