@@ -152,3 +152,22 @@ test("alerts appear once: failures, deaths, long waits", () => {
   store.rows[1].segments.push(segment(FAILED, 6.6, 6.6));
   assert.equal(tell(7), "rank 2 failed after 6.6 s");
 });
+
+test("rows of many ranks become lines that share labels", () => {
+  const sizes = [8, 64, 65, 128, 1024, 4096];
+  assert.deepEqual(sizes.map(strip.rowHeight), [24, 14, 13, 7, 1, 1]);
+  assert.deepEqual(sizes.map(strip.rowsPerLabel), [1, 1, 2, 2, 14, 14]);
+  const labelled = { ...config, paints: config.paints.map((paint) => ({ ...paint, label: paint.name })) };
+  const rows = [RUNNING, WAITING, WAITING].map((kind) => ({ segments: [segment(kind, 0, 4)] }));
+  assert.equal(strip.describeRows([...rows, { segments: [] }], 4, labelled), "2 waiting, 1 running, 1 no sample yet");
+  assert.equal(strip.describeRows(rows.slice(0, 1), 4, labelled), "running");
+});
+
+test("alerts of many ranks at once are counted", () => {
+  const ranks = Array.from({ length: 1024 }, (_, rank) => rank);
+  const store = strip.newStore(ranks.length);
+  for (const { segments } of store.rows) segments.push(segment(FAILED, 1, 1));
+  const text = strip.newAlerts(store, 2, { ...config, ranks }, new Map());
+  assert.ok(text.startsWith("rank 0 failed after 1.0 s"));
+  assert.ok(text.endsWith("rank 7 failed after 1.0 s, and 1016 more"));
+});

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
@@ -29,6 +30,7 @@ __all__ = ["end_text", "strip_bundle"]
 _TITLES = ("", "", "at the end", "running", "in collectives", "waiting", "longest wait")
 _PICTURE = "display:block;width:100%;min-width:200px;max-width:none;height:16px;margin:0"
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
+_MAX_ROWS = 64
 _MEASURED = (Activity.RUNNING, Activity.COLLECTIVE, Activity.WAITING)
 
 
@@ -46,12 +48,42 @@ def strip_bundle(histories: Sequence[RankHistory], *, title: str, end: float, lo
     """
     count = f"{len(histories)} rank{'' if len(histories) == 1 else 's'}"
     heading = f"{f'{title}: ' if title else ''}{count}, {format_seconds(end)}"
-    notes = _notes(histories, lost)
-    summaries = (f"  rank {history.rank}: {_summary(history, end)}" for history in histories)
+    shown = _standing_out(histories)
+    notes = [*_omitted(histories, shown), *_notes(histories, lost)]
+    summaries = (f"  rank {history.rank}: {_summary(history, end)}" for history in shown)
     return {
-        "text/html": _html(histories, heading, notes, end),
+        "text/html": _html(shown, heading, notes, end),
         "text/plain": "\n".join([heading, *summaries, *notes]),
     }
+
+
+def _standing_out(histories: Sequence[RankHistory]) -> list[RankHistory]:
+    """Return at most 64 ranks: those that ended otherwise than most, then those that waited least.
+
+    The latter are the ones for which others wait.
+    """
+    if len(histories) <= _MAX_ROWS:
+        return list(histories)
+    ends = Counter(map(_last_activity, histories))
+    most = max(ends, key=lambda activity: ends[activity])
+
+    def is_ordinary(history: RankHistory) -> tuple[bool, float]:
+        waited = history.totals.get(Activity.WAITING, 0.0) + history.totals.get(Activity.COLLECTIVE, 0.0)
+        return _last_activity(history) is most, waited
+
+    return sorted(sorted(histories, key=is_ordinary)[:_MAX_ROWS], key=lambda history: history.rank)
+
+
+def _last_activity(history: RankHistory) -> Activity | None:
+    return history.segments[-1].activity if history.segments else None
+
+
+def _omitted(histories: Sequence[RankHistory], shown: Sequence[RankHistory]) -> list[str]:
+    count = len(histories) - len(shown)
+    if not count:
+        return []
+    what = "those that ended otherwise than most, and then those that waited least"
+    return [f"{count} of {len(histories)} ranks are left out; shown are {what}."]
 
 
 def end_text(history: RankHistory, end: float) -> str:

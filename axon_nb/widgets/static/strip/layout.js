@@ -125,7 +125,30 @@ export function segmentAt(segments, time, now, config) {
   return time <= end ? { segment: segments[i], end } : null;
 }
 
+const LABEL_HEIGHT = 14;
+const MAX_LABELS = 64;
+const DENSE_HEIGHT = 896; // of all rows if there are more: they become a picture, in which a rank is a line
+
 /** @param {number} numRows */
 export function rowHeight(numRows) {
-  return numRows <= 8 ? 24 : numRows <= 24 ? 18 : 14;
+  if (numRows > MAX_LABELS) return Math.max(1, Math.floor(DENSE_HEIGHT / numRows));
+  return numRows <= 8 ? 24 : numRows <= 24 ? 18 : LABEL_HEIGHT;
+}
+
+/**
+ * How many rows share a label: as many as it takes for the label to fit.
+ *
+ * @param {number} numRows
+ */
+export function rowsPerLabel(numRows) {
+  return Math.max(1, Math.ceil(LABEL_HEIGHT / rowHeight(numRows)));
+}
+
+/**
+ * The space above and below a row's boxes.
+ *
+ * @param {number} height
+ */
+export function rowMargin(height) {
+  return height >= LABEL_HEIGHT ? 3 : height >= 4 ? 1 : 0;
 }

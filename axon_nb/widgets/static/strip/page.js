@@ -3,7 +3,7 @@
 
 import { makeHead, makeSwatch } from "../shared/card.js";
 import { create } from "../shared/dom.js";
-import { rowHeight } from "./layout.js";
+import { rowHeight, rowsPerLabel } from "./layout.js";
 
 /** @import { Config } from "./store.js" */
 
@@ -48,15 +48,20 @@ function buildGrid({ ranks }) {
   names.setAttribute("aria-hidden", "true");
   const states = part("states");
   states.setAttribute("role", "list");
-  const rows = ranks.map((rank) => {
-    names.append(create("div", "", { textContent: `rank ${rank}` }));
+  /** @type {{item: HTMLElement, state: HTMLElement, first: number, last: number}[]} */
+  const rows = [];
+  const perLabel = rowsPerLabel(ranks.length);
+  for (let first = 0; first < ranks.length; first += perLabel) {
+    const last = Math.min(first + perLabel, ranks.length) - 1;
+    const name = first === last ? `rank ${ranks[first]}` : `ranks ${ranks[first]}…${ranks[last]}`;
+    names.append(create("div", "", { textContent: name }));
     const item = create("div", "");
     item.setAttribute("role", "listitem");
     const state = create("span", "");
-    item.append(create("span", "axon-view-unseen", { textContent: `rank ${rank}: ` }), state);
+    item.append(create("span", "axon-view-unseen", { textContent: `${name}: ` }), state);
     states.append(item);
-    return { item, state };
-  });
+    rows.push({ item, state, first, last });
+  }
   const canvas = create("canvas", "axon-strip-canvas", { tabIndex: 0 });
   canvas.setAttribute("role", "img");
   const grid = part("grid");
@@ -70,7 +75,8 @@ function buildGrid({ ranks }) {
  */
 export function build(config, el) {
   const root = create("div", "axon-view axon-strip");
-  root.style.setProperty("--axon-row", `${rowHeight(config.ranks.length)}px`);
+  const labelHeight = rowHeight(config.ranks.length) * rowsPerLabel(config.ranks.length);
+  root.style.setProperty("--axon-row", `${labelHeight}px`);
   const { head, legend, ...inHead } = buildHead(config);
   const { grid, ...inGrid } = buildGrid(config);
   const [note, tip, brush, live] = ["note", "tip", "brush", "unseen"].map((name) => part(name));

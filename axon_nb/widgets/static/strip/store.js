@@ -150,6 +150,26 @@ export function describe(segments, now, config) {
 }
 
 /**
+ * What the ranks of a label are doing now: in full for one, counted for several.
+ *
+ * @param {{segments: Segment[]}[]} rows
+ * @param {number} now
+ * @param {Config} config
+ */
+export function describeRows(rows, now, config) {
+  if (rows.length === 1) return describe(rows[0].segments, now, config);
+  /** @type {Map<string, number>} */
+  const counts = new Map();
+  for (const { segments } of rows) {
+    const last = segments[segments.length - 1];
+    const text = last ? config.paints[last.activity].label : "no sample yet";
+    counts.set(text, (counts.get(text) ?? 0) + 1);
+  }
+  const sorted = [...counts].sort((a, b) => b[1] - a[1]);
+  return sorted.map(([text, count]) => `${count} ${text}`).join(", ");
+}
+
+/**
  * One segment in full, for the tooltip.
  *
  * @param {number} rank
@@ -166,6 +186,7 @@ export function describeSegment(rank, segment, end, config) {
 }
 
 const LONG_WAIT_S = 5; // in one call; longer ones are announced
+const MAX_ALERTS = 8; // that are read out at once
 
 /**
  * What to announce: ranks that failed, died or have waited for long, each once. `announced` stores which.
@@ -189,5 +210,6 @@ export function newAlerts(store, now, config, announced) {
     }
     announced.set(row, state);
   });
-  return alerts.join("; ");
+  const rest = alerts.length - MAX_ALERTS;
+  return alerts.slice(0, MAX_ALERTS).join("; ") + (rest > 0 ? `, and ${rest} more` : "");
 }

@@ -8,9 +8,9 @@ import { formatSeconds } from "../shared/format.js";
 import { AXIS_HEIGHT, drawAxis, ticks } from "../shared/time_axis.js";
 import { TimeView } from "../shared/time_view.js";
 import { subscribe, widget } from "../shared/wire.js";
-import { navigate, rowHeight, rowRuns, segmentAt, visibleRange } from "./layout.js";
+import { navigate, rowHeight, rowMargin, rowRuns, segmentAt, visibleRange } from "./layout.js";
 import { build } from "./page.js";
-import { decode, describe, describeSegment, merge, newAlerts, newStore } from "./store.js";
+import { decode, describeRows, describeSegment, merge, newAlerts, newStore } from "./store.js";
 
 /** @import { Position } from "../shared/pointer.js" */
 /** @import { TimeRange } from "../shared/time_axis.js" */
@@ -116,11 +116,12 @@ class StripView extends TimeView {
     const { canvas } = this.parts;
     const painter = new Painter(getContext(canvas), ratio, this.theme);
     const drawn = new Set();
+    const margin = rowMargin(height);
     this.store.rows.forEach(({ segments }, row) => {
       for (const { kind, left, right } of rowRuns(segments, { ...range, width: canvas.width, now, config })) {
         drawn.add(kind);
-        const top = Math.round((AXIS_HEIGHT + row * height + 3) * ratio);
-        const boxHeight = Math.round((height - 6) * ratio);
+        const top = Math.round((AXIS_HEIGHT + row * height + margin) * ratio);
+        const boxHeight = Math.max(1, Math.round((height - 2 * margin) * ratio));
         painter.fill(config.paints[kind], left, top, right - left, boxHeight);
       }
     });
@@ -135,11 +136,10 @@ class StripView extends TimeView {
   /** @param {number} now */
   #drawText(now) {
     const { store, parts } = this;
-    store.rows.forEach(({ segments }, row) => {
-      const { item, state } = parts.rows[row];
-      item.title = describe(segments, now, this.config);
+    for (const { item, state, first, last } of parts.rows) {
+      item.title = describeRows(store.rows.slice(first, last + 1), now, this.config);
       setText(state, item.title);
-    });
+    }
     showState(parts.state, store.finished ? "ended" : this.shared.isDisconnected() ? "lost" : "live");
     setText(parts.elapsed, formatSeconds(now));
     const notes = [];

@@ -93,3 +93,22 @@ def test_merged_segments_are_mentioned() -> None:
     bundle = strip_bundle([long], title="", end=64.0, lost=0)
     assert "short segments are merged" in bundle["text/plain"]
     assert "short segments are merged" in bundle["text/html"]
+
+
+def test_many_ranks_leave_a_picture_of_those_that_stand_out() -> None:
+    ranks = [
+        history((Activity.RUNNING, 1.0), (Activity.WAITING, 5.0), (Activity.DONE, 5.5), rank=rank, call="all_reduce")
+        for rank in range(1024)
+    ]
+    ranks[700] = history((Activity.RUNNING, 4.0), (Activity.FAILED, 5.5), rank=700)
+    ranks[300] = history((Activity.RUNNING, 5.0), (Activity.DONE, 5.5), rank=300)
+    bundle = strip_bundle(ranks, title="In [3]", end=6.0, lost=0)
+    lines = bundle["text/plain"].splitlines()
+    assert lines[0] == "In [3]: 1024 ranks, 6.0 s"
+    assert len(lines) == 66
+    assert {"  rank 300: done after 5.0 s; running 5.0 s", "  rank 700: failed after 4.0 s; running 4.0 s"} <= {*lines}
+    assert lines[-1] == (
+        "960 of 1024 ranks are left out; shown are those that ended otherwise than most, and then those that waited "
+        "least."
+    )
+    assert bundle["text/html"].count("<img") == 64 + bundle["text/html"].partition("<table")[0].count("<img")
