@@ -141,7 +141,7 @@ def _of_dtensor(tensor: Any) -> Placed | None:
 
 def _of_declared(tensor: Any) -> Placed | None:
     # type() instead of isinstance: lazy proxies answer the latter with side effects.
-    if not issubclass(type(tensor), torch.Tensor) or (known := _declared.get(tensor)) is None:
+    if not _declared or not issubclass(type(tensor), torch.Tensor) or (known := _declared.get(tensor)) is None:
         return None
     return Placed(tensor, *known)
 

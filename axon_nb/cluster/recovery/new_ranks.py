@@ -90,7 +90,7 @@ def copy_namespace(
         groups |= {name: group for name, group in own_groups.items() if not names or name in names}
     future = requests.call(client, source, PackNamespace(tuple(names)))
     packed = gather({source: future}, _COPY_TIMEOUT_S * 10, connection)[source]
-    receive = ReceiveNamespace(source, packed.size, packed.digest, packed.import_context, groups)
+    receive = ReceiveNamespace(source, packed.size, packed.digest, groups)
     calls = {rank: requests.call(client, rank, receive) for rank in ranks}
     calls[source] = requests.call(client, source, SendNamespace(tuple(ranks)))
     gather(calls, _COPY_TIMEOUT_S + packed.size * len(ranks) / _MIN_BYTES_PER_S, connection)

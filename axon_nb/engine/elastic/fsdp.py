@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from axon_nb.engine.live_objects import objects_of, with_subclasses
+from axon_nb.engine.session import current
 from axon_nb.torch_api import torch_api
 
-__all__ = ["mesh_of", "options_of", "parameters", "reshard_parameter", "set_shard", "states_of"]
+__all__ = ["mesh_of", "options_of", "parameters", "replace_parameters", "reshard_parameter", "set_shard", "states_of"]
 
 
 def states_of(model: nn.Module) -> list[Any]:
@@ -118,3 +121,24 @@ def _describe_shard(record: Any, whole: nn.Parameter, group: Any) -> None:
     if "mesh_info" in inspect.signature(record._init_sharded_param).parameters:  # since torch 2.13
         arguments.append(group.mesh_info)
     record._init_sharded_param(*arguments)
+
+
+def replace_parameters(replaced: Mapping[int, tuple[Any, Any]]) -> None:
+    """Replace parameters in all optimizers and in the variables of cells.
+
+    Args:
+        replaced: The parameter before and now, by the `id` of the former.
+    """
+
+    def now(value: Any) -> Any:
+        return replaced[id(value)][1] if id(value) in replaced else value
+
+    for optimizer in objects_of(set(with_subclasses(torch.optim.Optimizer))):
+        for group in getattr(optimizer, "param_groups", ()):
+            group["params"][:] = [now(parameter) for parameter in group["params"]]
+        state = defaultdict(dict, {now(parameter): value for parameter, value in optimizer.state.items()})
+        optimizer.state = state
+    namespace = current().kernel.shell.user_ns
+    for name, value in list(namespace.items()):
+        if id(value) in replaced:
+            namespace[name] = now(value)

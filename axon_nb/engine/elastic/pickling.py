@@ -6,7 +6,7 @@ The new rank applies `fully_shard` again, and gets its shards when all ranks do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
 from axon_nb.engine.elastic import fsdp
 from axon_nb.engine.elastic.meshes import is_world_mesh, world_mesh
-from axon_nb.engine.elastic.replacement import replace_parameters
-from axon_nb.engine.elastic.sharded_states import fsdp_models
 from axon_nb.engine.live_objects import register
 from axon_nb.engine.sharding.sharded import device_mesh_type, is_dtensor, loaded_class
 
@@ -88,11 +86,11 @@ def _without_fsdp(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def fsdp_calls() -> list[tuple[Sequence[nn.Module], Any, dict[str, Any]]]:
-    """Return the calls of `fully_shard` that this rank has made, in their order: modules, mesh and options."""
+def fsdp_calls(models: Mapping[str, nn.Module]) -> list[tuple[Sequence[nn.Module], Any, dict[str, Any]]]:
+    """Return the calls of `fully_shard` that have sharded these models, in their order: modules, mesh and options."""
     return [
         (list(state._modules), fsdp.mesh_of(model, state), fsdp.options_of(state))
-        for model in fsdp_models().values()
+        for model in models.values()
         for state in fsdp.states_of(model)
     ]
 
@@ -115,4 +113,4 @@ def apply_fsdp(calls: Sequence[tuple[Sequence[nn.Module], Any, dict[str, Any]]])
         fully_shard(modules[0] if len(modules) == 1 else list(modules), mesh=mesh, **options)
         now = [(before, module._parameters[name]) for module, name, before in places]
         replaced |= {id(before): (before, after) for before, after in now if after is not before}
-    replace_parameters(replaced)
+    fsdp.replace_parameters(replaced)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from axon_nb.engine.elastic import fsdp, zero
+from axon_nb.engine.live_objects import live_objects
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_dtensor, is_sharded
 
-__all__ = ["Key", "Piece", "fsdp_models", "own_pieces", "sharded_optimizers", "zero_optimizers"]
+__all__ = ["Key", "Piece", "fsdp_models", "outer_modules", "own_pieces", "sharded_optimizers", "zero_optimizers"]
 
+_FSDP = ("torch.distributed.fsdp", "FSDPModule")
 Key = tuple[str, str, str]
 """A variable, a parameter in it (its name or its index), and which of its tensors."""
 
@@ -44,15 +46,18 @@ def _variables(kind: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def outer_modules() -> dict[str, Any]:
+    """Return the variables that are modules, without those that another one contains."""
+    modules = dict(_variables(torch.nn.Module))
+    inner = {id(module) for value in modules.values() for module in value.modules() if module is not value}
+    return {name: value for name, value in modules.items() if id(value) not in inner}
+
+
 def fsdp_models() -> dict[str, Any]:
     """Return the variables that are, or contain, FSDP2 modules; a module inside another one is left out."""
-    models = {
-        name: value
-        for name, value in _variables(torch.nn.Module)
-        if any(is_sharded(module) for module in value.modules())
-    }
-    inner = {id(module) for value in models.values() for module in value.modules() if module is not value}
-    return {name: value for name, value in models.items() if id(value) not in inner}
+    if not live_objects(_FSDP)[0]:
+        return {}
+    return {name: value for name, value in outer_modules().items() if any(map(is_sharded, value.modules()))}
 
 
 def sharded_optimizers() -> dict[str, Any]:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from axon_nb.engine.elastic import fsdp, zero
 from axon_nb.engine.elastic.meshes import resize_meshes
-from axon_nb.engine.elastic.replacement import replace_parameters
 from axon_nb.engine.elastic.samplers import resize_samplers
 from axon_nb.engine.elastic.sharded_states import (
     Key,
@@ -126,7 +125,7 @@ def _commit_fsdp(models: Mapping[str, Any], staged: Mapping[Key, Any]) -> None:
             local, gradient = staged[name, parameter, "parameter"], staged.get((name, parameter, "gradient"))
             before, now = fsdp.reshard_parameter(group, record, local, gradient)
             replaced[id(before)] = before, now
-    replace_parameters(replaced)
+    fsdp.replace_parameters(replaced)
     for name, optimizer in optimizers.items():
         for index, parameter in enumerate(parameters_of(optimizer)):
             for key in list(optimizer.state.get(parameter, {})):

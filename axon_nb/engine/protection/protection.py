@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import zlib
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
@@ -20,11 +21,11 @@ from axon_nb.engine.groups import install, recovery
 from axon_nb.engine.protection.content import pack, unpack
 from axon_nb.engine.protection.iterations import at_end_of_iteration
 from axon_nb.engine.protection.slots import Header, SlotMemory, read_bytes, read_headers
-from axon_nb.engine.protection.structure import Place
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.snapshot.memory import StorageFacts, default_limit
+from axon_nb.engine.snapshot.memory import default_limit
 from axon_nb.engine.snapshot.snapshot import Snapshot
 from axon_nb.engine.snapshot.state import StateFinder
+from axon_nb.engine.transfer.state_pickle import Place
 from axon_nb.host.resources.kept_memory import find_kept_memory
 from axon_nb.records.protocol.recovery import ProtectedStep, UndoableCell
 from axon_nb.records.units import format_bytes
@@ -34,15 +35,13 @@ __all__ = ["Protection"]
 _NO_MEMORY = "only a host agent on Linux can keep its memory"
 
 
+@dataclass(frozen=True, slots=True)
 class _Slot:
     """A complete slot of this process."""
 
-    def __init__(self, header: Header, snapshot: Snapshot, extra: list[StorageFacts], structure: torch.Tensor) -> None:
-        self.header = header
-        self.snapshot = snapshot
-        self.extra = extra
-        """Storages that only the structure refers to."""
-        self.structure = structure
+    header: Header
+    snapshot: Snapshot
+    structure: torch.Tensor
 
     @property
     def key(self) -> tuple[str, tuple[int, int]]:
@@ -50,9 +49,6 @@ class _Slot:
 
     def release(self, memory: SlotMemory) -> None:
         self.snapshot.release(memory)
-        for facts in self.extra:
-            assert facts.copy is not None
-            memory.release(facts.copy.buffer)
         memory.release(self.structure)
 
 
@@ -167,25 +163,22 @@ class Protection:
         index = self._latest if overwrites else 1 - self._latest
         self._release(index)
         other = self._slots[1 - index]
-        snapshot, extra = Snapshot(self._finder.find()), list[StorageFacts]()
+        snapshot = Snapshot(self._finder.find())
         structure: torch.Tensor | None = None
         try:
             changed = snapshot.changed_since(other.snapshot if other is not None else None)
             snapshot.save(changed, memory, self._session.steps)
-            data = self._dump(snapshot, extra)
+            data = self._dump(snapshot)
             structure = memory.write(data)
             step = max(snapshot.steps, default=0)
             place = memory.offset(structure), len(data)
             header = Header(self._run, self._fence, step, *place, checksum=zlib.crc32(data))
-            slot = _Slot(header, snapshot, extra, structure)
+            slot = _Slot(header, snapshot, structure)
             memory.publish(index, header)
             self._slots[index], self._latest = slot, index
             self._session.protected_step = step
         except BaseException:
             snapshot.release(memory)
-            for facts in extra:
-                if facts.copy is not None:
-                    memory.release(facts.copy.buffer)
             if structure is not None:
                 memory.release(structure)
             raise
@@ -199,20 +192,13 @@ class Protection:
         if slot is not None:
             slot.release(self._memory)
 
-    def _dump(self, snapshot: Snapshot, extra: list[StorageFacts]) -> bytearray:
+    def _dump(self, snapshot: Snapshot) -> bytearray:
         """Pickle everything but the contents of storages; what cannot be pickled is left out, and reported once."""
         assert (memory := self._memory) is not None  # noqa: RUF018
-        copies = dict(snapshot.state.storages)
 
         def save(storage: torch.UntypedStorage) -> Place:
-            facts = StorageFacts(storage, storage.nbytes(), set())
-            if facts.key not in copies:
-                facts.save(memory)
-                extra.append(facts)
-                copies[facts.key] = facts
-            copy = copies[facts.key].copy
-            assert copy is not None
-            return memory.offset(copy.buffer), facts.size
+            copy = snapshot.copy_of(storage, memory)
+            return memory.offset(copy.buffer), copy.buffer.numel()
 
         data = pack(self._session, snapshot, save, self._left_out)
         for name, why in self._left_out.items():

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import mmap
-import pickle
 import shutil
-import struct
 import warnings
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,15 +17,16 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from axon_nb.engine.elastic.sharded_states import outer_modules
 from axon_nb.engine.groups import install, recovery
 from axon_nb.engine.namespace import user_variables
-from axon_nb.engine.protection.content import pack, start_of, unpack
-from axon_nb.engine.protection.structure import Place
+from axon_nb.engine.protection.content import groups_in, pack, unpack
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import unreplicated_parameters
-from axon_nb.engine.snapshot.memory import HostMemory, bytes_of
+from axon_nb.engine.snapshot.memory import HostMemory
 from axon_nb.engine.snapshot.snapshot import Snapshot
 from axon_nb.engine.snapshot.state import StateFinder
+from axon_nb.engine.transfer.state_pickle import StateFile, structure_of
 from axon_nb.parallel.checkpoint import CheckpointError, Checkpoints
 from axon_nb.parallel.checkpoint.peers import Peers
 from axon_nb.records.protocol.recovery import GroupRecord
@@ -38,8 +36,6 @@ __all__ = ["load", "save"]
 
 _RECORD = "session.json"
 _MODELS = "models"
-_END = struct.Struct("<QQI")
-"""Offset, bytes and CRC-32 of the structure: the last bytes of a rank's file."""
 _ARGUMENTS = ("step", "model", "optimizer", "extra", "strict")
 """Names that `Checkpoints` uses itself."""
 
@@ -85,24 +81,12 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _write(folder: Path, left_out: dict[str, str]) -> int:
-    session, kept = current(), list[torch.UntypedStorage]()
+    session = current()
     snapshot = Snapshot(StateFinder(session.kernel.shell.user_ns).find())
     snapshot.save([], HostMemory(), session.steps)
-    places: dict[tuple[str, int, int], Place] = {}
     with _file(folder, session.config.rank).open("xb") as file:
-
-        def place_of(storage: torch.UntypedStorage) -> Place:
-            key = str(storage.device), storage.data_ptr(), storage.nbytes()
-            if key not in places:
-                places[key] = file.tell(), storage.nbytes()
-                file.write(bytes_of(storage).cpu().numpy().data)
-                kept.append(storage)  # its address stays its own
-            return places[key]
-
-        data = pack(session, snapshot, place_of, left_out)
-        end = _END.pack(file.tell(), len(data), zlib.crc32(data))
-        file.write(data + end)
-        return file.tell()
+        state = StateFile(file)
+        return state.finish(pack(session, snapshot, state.save, left_out))
 
 
 def _save_models(folder: Path, peers: Peers) -> tuple[dict[str, Any], dict[str, str]]:
@@ -133,15 +117,11 @@ def _arguments(name: str, parts: Mapping[str, list[str]], variables: Mapping[str
 
 def _models(variables: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
     """Return the models that no other one contains, with the variables that are their optimizers, and other states."""
-    modules = {name: value for name, value in sorted(variables.items()) if isinstance(value, torch.nn.Module)}
-    inner = {id(child) for value in modules.values() for child in value.modules() if child is not value}
     found: dict[str, dict[str, list[str]]] = {}
-    seen = set()
-    for name, model in modules.items():
+    for name, model in outer_modules().items():
         parameters = {id(parameter) for parameter in model.parameters()}
-        if not parameters or id(model) in inner or id(model) in seen:
+        if not parameters:
             continue
-        seen.add(id(model))
         optimizers = {
             key: value
             for key, value in sorted(variables.items())
@@ -195,11 +175,8 @@ def _load_all(root: Path, peers: Peers) -> None:
 
 
 def _structure(view: mmap.mmap) -> tuple[bytearray, list[GroupRecord]]:
-    offset, size, checksum = _END.unpack(view[-_END.size :])
-    data = bytearray(view[offset : offset + size])
-    if zlib.crc32(data) != checksum:
-        raise ValueError("it does not match its checksum")
-    groups: list[GroupRecord] = pickle.loads(start_of(data))[1]
+    data = structure_of(view)
+    groups = groups_in(data)
     there = {group.name: group.ranks for group in recovery.list_groups()}
     if clash := [group.name for group in groups if there.get(group.name, group.ranks) != group.ranks]:
         raise CheckpointError(

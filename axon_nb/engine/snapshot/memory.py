@@ -14,7 +14,17 @@ import torch
 
 from axon_nb.host.resources.cgroups import free_memory
 
-__all__ = ["Allocator", "Copy", "HostMemory", "StorageFacts", "bytes_of", "default_limit", "equal", "write_back"]
+__all__ = [
+    "Allocator",
+    "Copy",
+    "HostMemory",
+    "StorageFacts",
+    "bytes_of",
+    "default_limit",
+    "equal",
+    "storage_key",
+    "write_back",
+]
 
 _WORD = 8
 _CHUNK_BYTES = 64 << 20
@@ -76,7 +86,7 @@ class Copy:
     """uint8 ``[bytes]`` in host memory."""
     versions: frozenset[int]
     """The version counters of its tensors; empty if it has none."""
-    users: int = 0
+    users: int
     """The number of snapshots with this copy."""
 
 
@@ -95,7 +105,7 @@ class StorageFacts:
     @property
     def key(self) -> tuple[str, int, int]:
         """Device, address and size, which only views of the same memory share while this one is alive."""
-        return str(self.storage.device), self.storage.data_ptr(), self.size
+        return (*storage_key(self.storage)[:2], self.size)
 
     def is_unchanged(self, copy: Copy) -> bool:
         """Whether its content equals an earlier copy."""
@@ -103,11 +113,17 @@ class StorageFacts:
             return False
         return equal(bytes_of(self.storage), copy.buffer)
 
-    def save(self, allocator: Allocator) -> None:
-        """Copy its content."""
+    def save(self, allocator: Allocator) -> Copy:
+        """Copy its content, for one snapshot."""
         buffer = allocator.allocate(self.size)
         buffer.copy_(bytes_of(self.storage), non_blocking=buffer.is_pinned())
-        self.copy = Copy(buffer, frozenset(self.versions))
+        self.copy = Copy(buffer, frozenset(self.versions), users=1)
+        return self.copy
+
+
+def storage_key(storage: Any) -> tuple[str, int, int]:
+    """Return device, address and size of a storage, which only views of the same memory share while it is alive."""
+    return str(storage.device), storage.data_ptr(), storage.nbytes()
 
 
 def bytes_of(storage: Any) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from axon_nb.engine.frames import gc_paused
-from axon_nb.engine.snapshot.memory import Allocator, StorageFacts, write_back
-from axon_nb.engine.snapshot.random_states import random_states, set_random_states
+from axon_nb.engine.snapshot.memory import Allocator, Copy, StorageFacts, write_back
 from axon_nb.engine.snapshot.state import State, is_bound_by_user
 from axon_nb.engine.snapshot.tensors import TensorState, plain, set_gradient
+from axon_nb.random_states import random_states, set_random_states
 
 __all__ = ["Snapshot", "StepCounts"]
 
@@ -57,12 +57,16 @@ class Snapshot:
         """Copy these storages, and note the rest."""
         for facts in changed:
             facts.save(allocator)
-            assert facts.copy is not None
-            facts.copy.users += 1
         if any(facts.storage.device.type == "cuda" for facts in changed):
             torch.cuda.synchronize()
         self.steps = [counts.of(optimizer) for optimizer in self.state.optimizers]
         self.random = random_states()
+
+    def copy_of(self, storage: torch.UntypedStorage, allocator: Allocator) -> Copy:
+        """Return the copy of a storage; one that the walk has not found, such as that of a temporary, is added."""
+        facts = StorageFacts(storage, storage.nbytes(), set())
+        facts = self.state.storages.setdefault(facts.key, facts)
+        return facts.copy or facts.save(allocator)
 
     def release(self, allocator: Allocator) -> None:
         """Give the memory back, except what other snapshots share."""

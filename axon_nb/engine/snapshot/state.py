@@ -57,6 +57,12 @@ class State:
         """Bytes of the storages."""
         return sum(facts.size for facts in self.storages.values())
 
+    def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each tensor that has a gradient, and that."""
+        for _, tensor, saved in self.nodes:
+            if type(saved) is TensorState and saved.is_leaf and saved.grad is not None:
+                yield tensor, saved.grad
+
 
 class StateFinder:
     """Finds the state of everything that a namespace refers to.

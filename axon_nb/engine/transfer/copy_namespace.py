@@ -8,9 +8,10 @@ import hashlib
 import importlib
 import io
 import os
+import pickle
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,25 +22,18 @@ from axon_nb.engine.elastic.sharded_states import fsdp_models, sharded_optimizer
 from axon_nb.engine.groups import install
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
-from axon_nb.engine.snapshot.random_states import random_states, set_random_states
-from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, copy_failure_reason
-from axon_nb.records.protocol.transfer import ImportContext, PackedNamespace
+from axon_nb.engine.sharding.sharded import is_dtensor
+from axon_nb.engine.snapshot.state import StateFinder
+from axon_nb.engine.transfer.namespace_pickle import NamespacePickler
+from axon_nb.engine.transfer.state_pickle import StateFile, dump, find_uncopyable, load, structure_of
+from axon_nb.random_states import random_states, set_random_states
+from axon_nb.records.protocol.transfer import PackedNamespace
 
-__all__ = ["apply_import_context", "group_variables", "import_context", "pack", "receive", "send"]
+__all__ = ["ImportContext", "group_variables", "import_context", "pack", "receive", "receive_content", "send"]
 
 _CHUNK_BYTES = 64 << 20
-
-
-class _NullFile(io.RawIOBase):
-    def write(self, data: Any) -> int:
-        return len(data)
-
-
-class _ProbePickler(NamespacePickler):
-    """Finds out whether an object can be copied, without copying the bytes of its tensors."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        return "storage" if isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)) else None
+ImportContext = tuple[tuple[str, ...], str, tuple[str, ...]]
+"""Import path, working folder, and modules."""
 
 
 def group_variables() -> dict[str, str]:
@@ -58,37 +52,31 @@ def pack(names: Sequence[str] = ()) -> PackedNamespace:
     variables = user_variables(current().kernel.shell)
     selection = {name: variables[name] for name in names if name in variables} if names else variables
     skipped = {name: f"does not exist on rank {current().config.rank}" for name in names if name not in variables}
-    copied, without = _copyable(selection)
-    skipped |= without
-    functions, without = _copyable({} if names else current().resize_functions)
+    skipped |= find_uncopyable(NamespacePickler, selection)
+    copied = {name: value for name, value in selection.items() if name not in skipped}
+    functions = {} if names else current().resize_functions
+    without = find_uncopyable(NamespacePickler, functions)
     skipped |= {f"on_resize({name})": reason for name, reason in without.items()}
-    content = {"variables": copied, "gradients": _gradients(copied.values()), "random": random_states()}
-    if current().resized_from:
-        for name in {*fsdp_models(), *sharded_optimizers(), *zero_optimizers()} & skipped.keys():
-            raise RuntimeError(f"`{name}` {skipped[name]}")
-        content["fsdp_calls"] = fsdp_calls()
-    payload = _dump(content | {"resize_functions": functions})
-    current().namespace_payload = payload
+    models = fsdp_models() if current().resized_from else {}
+    for name in {*models, *sharded_optimizers(), *zero_optimizers()} & skipped.keys() if current().resized_from else ():
+        raise RuntimeError(f"`{name}` {skipped[name]}")
+    content = {
+        "variables": copied,
+        "gradients": [pair for pair in StateFinder(copied).find().gradients() if not is_dtensor(pair[0])],
+        "fsdp_calls": fsdp_calls(models),
+        "resize_functions": {name: value for name, value in functions.items() if name not in without},
+        "random": random_states(),
+    }
+    file = io.BytesIO()
+    state = StateFile(file)
+    state.finish(pickle.dumps((import_context(copied),)) + dump(NamespacePickler, content, state.save))
+    current().namespace_payload = payload = bytearray(file.getbuffer())
     return PackedNamespace(
         copied=tuple(copied),
         skipped=skipped,
         size=len(payload),
         digest=hashlib.sha256(payload).hexdigest(),
-        import_context=import_context(copied),
     )
-
-
-def _copyable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return those that can be copied, and why each of the others cannot be."""
-    copied, skipped = {}, {}
-    for name, value in values.items():
-        try:
-            _ProbePickler(_NullFile(), protocol=5).dump(value)
-        except Exception as error:
-            skipped[name] = copy_failure_reason(error)
-        else:
-            copied[name] = value
-    return copied, skipped
 
 
 def send(ranks: Sequence[int]) -> None:
@@ -100,14 +88,13 @@ def send(ranks: Sequence[int]) -> None:
             dist.send(chunk.to(_transfer_device()), rank)
 
 
-def receive(source: int, size: int, digest: str, import_context: ImportContext, groups: Mapping[str, str]) -> None:
+def receive(source: int, size: int, digest: str, groups: Mapping[str, str]) -> None:
     """Receive the payload from `source` and put its variables into the namespace.
 
     Args:
         source: The rank that is in `send`.
         size: Bytes of the payload.
         digest: Its SHA-256, checked because a pickle runs code and Gloo's connections are not authenticated.
-        import_context: Working folder and modules, as returned by `pack`.
         groups: Variables that are process groups on other ranks, with the names of the groups.
 
     Raises:
@@ -122,48 +109,47 @@ def receive(source: int, size: int, digest: str, import_context: ImportContext, 
     data: Any = payload.numpy()
     if hashlib.sha256(data).hexdigest() != digest:
         raise RuntimeError(f"the data received from rank {source} does not match its digest")
-    apply_import_context(import_context)
-    content = torch.load(io.BytesIO(data), map_location=_restore_location, weights_only=False)
-    for parameter, gradient in content["gradients"]:
-        parameter.grad = gradient
-    shell = current().kernel.shell
+    view = memoryview(data)
+    receive_content(structure_of(view), lambda offset, size: bytearray(view[offset : offset + size]))
     own_groups = {group.group_name: group for group in install.rebuildable_groups()}
     absent = dist.GroupMember.NON_GROUP_MEMBER
-    shell.user_ns.update(content["variables"])
     # Last: on a source that is not a member of such a group, the variable is only a number.
-    shell.user_ns.update({name: own_groups.get(group, absent) for name, group in groups.items()})
-    apply_fsdp(content.get("fsdp_calls", ()))
+    current().kernel.shell.user_ns.update({name: own_groups.get(group, absent) for name, group in groups.items()})
+
+
+def receive_content(data: bytearray, read: Callable[[int, int], bytearray]) -> dict[str, Any]:
+    """Take over the state of another process: variables, gradients, calls of `fully_shard`, functions, random states.
+
+    Args:
+        data: A pickled tuple that begins with what `import_context` returned, and then the content.
+        read: See `load`.
+
+    Returns:
+        The content.
+    """
+    file = io.BytesIO(data)
+    path, folder, modules = pickle.load(file)[0]
+    sys.path[:] = path
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+    for name in modules:
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):  # a variable that needs it fails with the reason when it is loaded
+                importlib.import_module(name)
+    content: dict[str, Any] = load(file, read)
+    for tensor, gradient in content["gradients"]:
+        tensor.grad = gradient
+    current().kernel.shell.user_ns.update(content["variables"])
+    apply_fsdp(content["fsdp_calls"])
     current().resize_functions.update(content["resize_functions"])
     set_random_states(content["random"])
-
-
-def _dump(content: dict[str, Any]) -> bytearray:
-    file = io.BytesIO()
-    torch.save(content, file, pickle_module=_PickleModule, pickle_protocol=5)
-    return bytearray(file.getbuffer())
-
-
-class _PickleModule:
-    """The part of a pickle module that torch.save uses."""
-
-    Pickler = NamespacePickler
-
-
-def _gradients(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    parameters: dict[int, torch.Tensor] = {}
-    for value in values:
-        if isinstance(value, torch.nn.Module):
-            parameters.update({id(parameter): parameter for parameter in value.parameters()})
-        elif isinstance(value, torch.optim.Optimizer):
-            parameters.update({id(p): p for group in value.param_groups for p in group["params"]})
-    return [(parameter, parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
+    return content
 
 
 def import_context(variables: Mapping[str, Any]) -> ImportContext:
     """Return what these variables need to be loaded elsewhere."""
     packages = {value.__name__.partition(".")[0] for value in variables.values() if isinstance(value, types.ModuleType)}
-    modules = _modules_of(frozenset(packages), tuple(sys.modules))
-    return ImportContext(tuple(sys.path), os.getcwd(), modules)
+    return tuple(sys.path), os.getcwd(), _modules_of(frozenset(packages), tuple(sys.modules))
 
 
 @functools.lru_cache(maxsize=1)  # protection asks after every step
@@ -171,21 +157,5 @@ def _modules_of(packages: frozenset[str], loaded: tuple[str, ...]) -> tuple[str,
     return tuple(name for name in loaded if name.partition(".")[0] in packages)
 
 
-def apply_import_context(context: ImportContext) -> None:
-    """Take over what `import_context` returned in another process."""
-    sys.path[:] = context.path
-    with contextlib.suppress(OSError):
-        os.chdir(context.folder)
-    for name in context.modules:
-        if name not in sys.modules:
-            with contextlib.suppress(Exception):  # a variable that needs it fails with the reason when it is loaded
-                importlib.import_module(name)
-
-
 def _transfer_device() -> torch.device:
     return current().device if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-def _restore_location(storage: Any, location: str) -> Any:
-    target = str(current().device) if location.startswith("cuda") else location
-    return torch.serialization.default_restore_location(storage, target)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import io
-import re
 import types
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -27,34 +25,27 @@ from axon_nb.engine.groups.wrapper_reset import rebuild_reducer
 from axon_nb.engine.live_objects import register
 from axon_nb.engine.session import current, own_rank
 from axon_nb.engine.sharding.sharded import device_mesh_type, is_sharded, is_stage
+from axon_nb.engine.transfer.state_pickle import CannotCopyError, StatePickler
 from axon_nb.shell.value_pickle import namespace, reduce_function
 
-__all__ = ["CannotCopyError", "NamespacePickler", "copy_failure_reason", "raise_if_of_process"]
-
-_CANNOT_PICKLE = re.compile(r"cannot pickle '([^']+)'")
-_PLAIN = {"_thread.lock": "a lock", "_thread.RLock": "a lock", "generator": "a generator", "module": "a module"}
+__all__ = ["NamespacePickler", "raise_if_of_process"]
 
 
-class CannotCopyError(Exception):
-    """This object cannot be copied to another rank; the message says what it is."""
-
-
-class NamespacePickler(cloudpickle.Pickler):
+class NamespacePickler(StatePickler):
     """Pickles objects of a rank's namespace; see the module."""
 
-    def reducer_override(self, obj: Any) -> Any:
-        """Return how to recreate an object; called for all but the most basic types."""
-        kind = type(obj)
+    def reduce_object(self, obj: Any, kind: type) -> Any:
+        """See `StatePickler`."""
+        if issubclass(kind, dist.ProcessGroup):
+            return _find_group, (obj.group_name,)
         if kind is types.FunctionType and obj.__globals__ is namespace():
             return reduce_function(obj)
         old_size = 0 if own_rank() is None else current().resized_from
         if old_size and (reduced := reduce(obj, kind, old_size)) is not None:
             return reduced
         self.raise_if_uncopyable(obj, kind)
-        if issubclass(kind, dist.ProcessGroup):
-            return _find_group, (obj.group_name,)
         if kind is ProcessGroup:
-            return (ProcessGroup.wrap, (obj.torch_group,)) if obj.is_member else super().reducer_override(obj)
+            return (ProcessGroup.wrap, (obj.torch_group,)) if obj.is_member else super().reduce_object(obj, kind)
         if kind is World:
             return World.init, ()
         if kind is torch.device:
@@ -68,7 +59,7 @@ class NamespacePickler(cloudpickle.Pickler):
             return _new, (kind,), (dict(vars(obj)), of_this_rank), None, None, _set_sampler
         if issubclass(kind, LRScheduler):
             return _new, (kind,), dict(vars(obj)), None, None, _set_scheduler
-        return super().reducer_override(obj)
+        return super().reduce_object(obj, kind)
 
     def raise_if_uncopyable(self, obj: Any, kind: type) -> None:
         """Raise CannotCopyError for an object that belongs to this rank or this process alone."""
@@ -79,16 +70,6 @@ class NamespacePickler(cloudpickle.Pickler):
         if issubclass(kind, device_mesh_type()):
             raise CannotCopyError("is a device mesh: recreate it on all ranks")
         raise_if_of_process(kind)
-
-
-def copy_failure_reason(error: BaseException) -> str:
-    """Explain in a few words why an object cannot be copied; the text follows its name."""
-    if isinstance(error, CannotCopyError):
-        return str(error)
-    match = _CANNOT_PICKLE.search(str(error))
-    if match:
-        return f"holds {_PLAIN.get(match.group(1), f'a {match.group(1)}')}, which stays with its process"
-    return f"does not pickle ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
 
 
 def raise_if_of_process(kind: type) -> None:

@@ -7,39 +7,16 @@ import pickle
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from axon_nb.parallel.checkpoint.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from axon_nb.parallel.checkpoint.folder import sync_file
+from axon_nb.random_states import random_states, set_random_states
 
-__all__ = ["derive_rng", "rank_state", "read_plain", "rng_state", "set_rank_state", "set_rng_state", "write_plain"]
-
-
-def rng_state() -> dict[str, Any]:
-    """Return the states of Python, NumPy, torch and, if in use, the current CUDA device, as plain values."""
-    kind, keys, position, has_gauss, gauss = cast("tuple[str, Any, int, int, float]", np.random.get_state(legacy=True))
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the states returned by `rng_state`."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+__all__ = ["derive_rng", "rank_state", "read_plain", "set_rank_state", "write_plain"]
 
 
 def derive_rng(*, step: int, rank: int) -> None:
@@ -57,7 +34,7 @@ def rank_state(stateful: Mapping[str, Any], extra: Any) -> bytes:
         CheckpointError: an object has no state, or a value is not a tensor, number, string or container of them.
     """
     states = {name: _state_of(name, item) for name, item in stateful.items()}
-    return _serialize({"rng": rng_state(), "stateful": states, "extra": extra}, "extra or an object's state")
+    return _serialize({"rng": random_states(), "stateful": states, "extra": extra}, "extra or an object's state")
 
 
 def set_rank_state(saved: dict[str, Any], stateful: Mapping[str, Any], *, is_own: bool, step: int, rank: int) -> None:
@@ -85,7 +62,7 @@ def set_rank_state(saved: dict[str, Any], stateful: Mapping[str, Any], *, is_own
         else:
             item.set_epoch(state["epoch"])
     if is_own:
-        set_rng_state(saved["rng"])
+        set_random_states(saved["rng"])
     else:
         derive_rng(step=step, rank=rank)
 

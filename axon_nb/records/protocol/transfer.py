@@ -13,7 +13,6 @@ __all__ = [
     "BroadcastModels",
     "DescribeModels",
     "HoldValues",
-    "ImportContext",
     "LastValue",
     "ListGroupVariables",
     "LoadSession",
@@ -127,18 +126,6 @@ class ListGroupVariables(RankCall[dict[str, str]]):
 
 
 @dataclass(frozen=True, slots=True)
-class ImportContext:
-    """The import path, working directory and modules that a copied namespace needs."""
-
-    path: tuple[str, ...]
-    """`sys.path`."""
-    folder: str
-    """Working directory."""
-    modules: tuple[str, ...]
-    """Modules to import."""
-
-
-@dataclass(frozen=True, slots=True)
 class PackedNamespace:
     """The packed variables of a rank, without the payload."""
 
@@ -150,7 +137,6 @@ class PackedNamespace:
     """Bytes."""
     digest: str
     """SHA-256, because Gloo's connections are not authenticated."""
-    import_context: ImportContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +164,6 @@ class ReceiveNamespace(RankCall[None]):
     source: int
     size: int
     digest: str
-    import_context: ImportContext
     groups: Mapping[str, str]
     """Variables that are process groups, with the names of the groups."""
 

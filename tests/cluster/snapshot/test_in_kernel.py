@@ -1,0 +1,99 @@
+"""Undo and protection as a notebook uses them: by magics, after an interrupt, and with declared placements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+TRAINING = """%%distributed
+import hashlib, random
+import torch.nn as nn
+from axon_nb.parallel import declare_placements
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+mesh = init_device_mesh("cpu", (2,))
+part = declare_placements(nn.Parameter(torch.full((2, 3), float(rank))), mesh, [Shard(0)])
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64)))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+losses = []
+torch.manual_seed(rank)
+
+def train(count):
+    for _ in range(count):
+        loss = model(torch.randn(8, 64) * random.random()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+def state():
+    moments = [moment for entry in optimizer.state.values() for moment in entry.values()]
+    tensors = (*model.parameters(), *moments, torch.get_rng_state(), part)
+    digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors))
+    return digest.hexdigest(), losses, random.getstate()
+
+train(3)
+"""
+ENDLESS = """%%distributed
+optimizer.param_groups[0]["lr"] = 10.0
+extra = 1
+while True:
+    train(1)
+    print("trained", len(losses))"""
+
+
+@pytest.fixture(scope="module")
+def protected() -> Iterator[Kernel]:
+    """A kernel with 2 protected ranks that have trained."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb\n%distributed config undo_memory=64MiB")
+        kernel.ok("%distributed start -n 2 --devices cpu --protect")
+        kernel.ok(TRAINING)
+        yield kernel
+        kernel.ok("%distributed stop")
+
+
+def test_interrupted_cell_is_undone_bit_for_bit(protected: Kernel) -> None:
+    protected.ok("%%distributed --out before\nstate()")
+    request = protected.submit(ENDLESS)
+    protected.wait_for_output(request, "trained 6")
+    protected.interrupt()
+    assert not protected.collect(request).ok
+    assert "ranks 0-1 have the state from before." in protected.ok("%distributed undo").stdout
+    protected.ok("%%distributed --out after\nstate(), 'extra' in globals(), optimizer.param_groups[0]['lr']")
+    assert protected.value("[after.values[r] == (before.values[r], False, 0.01) for r in (0, 1)]") == [True, True]
+    protected.ok("%%distributed\ntrain(1)")
+
+
+def test_ranks_started_with_protect_return_after_a_death(protected: Kernel) -> None:
+    protected.ok("%%distributed\ntrain(2)")
+    protected.ok("%%distributed --out before\nstate()")
+    steps = protected.value("len(before.values[0][1])")
+    assert f"protected: step {steps}" in protected.ok("%distributed status").result
+    failed = protected.run("%%distributed\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    assert "rank 1" in failed.traceback
+    assert f"All ranks are back at step {steps}" in protected.ok("%distributed repair").stdout
+    protected.ok(
+        "%%distributed --out after\nfrom axon_nb.comm.placements import placed\n"
+        "state(), type(part).__name__, placed(part).shape, placed(part).mesh.mesh.tolist()"
+    )
+    declared = ("Parameter", (4, 3), [0, 1])
+    assert protected.value(f"[after.values[r] == (before.values[r], *{declared!r}) for r in (0, 1)]") == [True, True]
+
+
+def test_memory_counts_the_copies(protected: Kernel) -> None:
+    protected.ok("from axon_nb.cluster.inspection.memory import request_memory")
+    protected.ok("from axon_nb.cluster.session import current")
+    by_role = "[use.by_role.get('copies', 0) for use in request_memory(current.get().state, ()).measured.values()]"
+    protected.ok("%%distributed --out size\ntrain(1); sum(3 * one.nbytes for one in model.parameters())")
+    size = protected.value("size.values[0]")
+    assert all(copies >= 2 * size for copies in protected.value(by_role)), "two slots hold weights and moments"
+    protected.ok("%distributed config protect=off undo_memory=0")
+    protected.ok("%%distributed\ntrain(1)")
+    assert protected.value(by_role) == [0, 0]
