@@ -19,6 +19,7 @@ from axon_nb.host.fork_queue import ForkQueue
 from axon_nb.host.link.hosts import Hosts
 from axon_nb.host.link.member import Member, MemberConnection
 from axon_nb.host.link.tcp import AcceptedConnection, TcpListener, close_unauthenticated
+from axon_nb.host.resources.gpu_locks import GpuLocks
 from axon_nb.host.resources.gpu_report import read_gpus
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
@@ -83,6 +84,7 @@ class Agent:
             messages.ReportActivity: lambda _, one: self._mark_active(busy=one.busy),
             messages.GetInfo: lambda peer, _: self._state(peer),
             messages.ServeStore: self._serve_store,
+            messages.ReserveGpus: GpuLocks().reserve,
             messages.ServeHosts: lambda _, one: self.hosts.listen(one.ip, bytes.fromhex(one.key)),
             messages.Stop: lambda *_: self._begin_stop(),
         }

@@ -15,6 +15,7 @@ import psutil
 
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.resources.cgroups import usable_cores
+from axon_nb.host.resources.gpu_locks import gpu_owners
 from axon_nb.host.resources.gpus import Gpu, list_gpus, unlisted_gpus
 from axon_nb.records.environment import CPU_BACKEND
 from axon_nb.records.protocol.cluster import EngineInfo
@@ -52,6 +53,8 @@ class Layout:
     """What the user should know, one sentence each."""
     visible_by_rank: tuple[str, ...] = ()
     """The value of each rank if they differ: a process sees one MIG instance, and no card besides it."""
+    reserves: tuple[str, ...] = ()
+    """The GPUs of this host that ranks use, by the names in reservations."""
     hosts: tuple[str, ...] = ()
     """Host of each rank, empty for the notebook's own; no entries: all ranks are there, or a launcher placed them."""
 
@@ -101,12 +104,13 @@ def plan_layout(
     few = not gpus or (len(gpus) == 1 and devices == "auto" and backend != "nccl")
     num_ranks = n if n is not None else min(4, max(2, cores)) if few else len(gpus)
     if backend == "nccl" and num_ranks > len(gpus):
-        raise UsageError(
+        problem = (
             f"NCCL needs one GPU per rank, but there are {num_ranks} ranks and {len(gpus)} free "
             f"GPU{'s' * (len(gpus) > 1)}. Use `-n {len(gpus)}` or `--backend gloo`."
             if gpus
             else "NCCL needs GPUs, and none is free here. Use `--backend gloo`."
         )
+        raise UsageError(" ".join([problem, *notes]))
     if backend == "auto":
         alone = len(gpus) >= num_ranks and (not slices or num_ranks == 1)
         backend = ("nccl" if alone else "gloo") if gpus else _cpu_backend()
@@ -119,7 +123,8 @@ def plan_layout(
     own = [gpus[rank % len(gpus)].selector for rank in range(num_ranks)] if slices else []
     rank_devices = tuple("cuda:0" if slices else f"cuda:{rank % len(gpus)}" for rank in range(num_ranks))
     visible = ",".join(gpu.selector for gpu in gpus)
-    return Layout(num_ranks, backend, rank_devices, visible, threads, tuple(notes), tuple(own))
+    reserves = tuple(gpu.key for gpu in gpus[:num_ranks])
+    return Layout(num_ranks, backend, rank_devices, visible, threads, tuple(notes), tuple(own), reserves)
 
 
 def rank_environment(layout: Layout, rank: int = 0) -> dict[str, str]:
@@ -184,7 +189,15 @@ def _several_hosts(n: int | None, *, devices: str, backend: str, threads: int) -
 
 
 def _choose_gpus(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
+    owners = gpu_owners(gpu.key for gpu in gpus)
     if devices == "auto":
+        taken = {gpu.selector: owners[gpu.key] for gpu in gpus if gpu.key in owners}
+        for selector, owner in taken.items():
+            notes.append(
+                f"Skipping GPU {selector} (reserved by the cluster {owner!r}): run `axon-nb stop {owner}` if it is not "
+                f"needed any more, or pass `--devices {selector}` to share it."
+            )
+        gpus = [gpu for gpu in gpus if gpu.key not in owners]
         busy = [gpu for gpu in gpus if gpu.busy]
         if busy:
             numbers = ", ".join(str(gpu.index) for gpu in busy)
@@ -203,6 +216,11 @@ def _choose_gpus(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
         if found[0] in chosen:
             raise UsageError(f"--devices {devices}: GPU {item} is listed twice.")
         chosen += found
+    notes += [
+        f"GPU {gpu.selector} is reserved by the cluster {owners[gpu.key]!r}, too: both share its memory and its time."
+        for gpu in chosen
+        if gpu.key in owners
+    ]
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ from axon_nb.cluster.session.reattach import reattach_cells
 from axon_nb.cluster.settings import settings_facts
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import StartError, UsageError
-from axon_nb.records.protocol.agent import SetInfo
+from axon_nb.records.protocol.agent import ReserveGpus, SetInfo
 from axon_nb.records.protocol.cluster import ClusterFacts
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode, encode
@@ -93,13 +94,15 @@ def start(
     session = current.session()
     several_hosts = interface is not None or hosts is not None
     chosen_settings = session.settings.snapshot()
-    layout = plan_layout(
-        n, devices=devices, backend=backend, threads=chosen_settings.threads, several_hosts=several_hosts
+    plan = functools.partial(
+        plan_layout, n, devices=devices, backend=backend, threads=chosen_settings.threads, several_hosts=several_hosts
     )
+    layout = plan()
     launcher = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
     others = None if hosts is None else parse_hosts(hosts, layout.num_ranks)
     ip = own_address(interface, others, launcher)
-    _make_room(session, force=force)
+    if _make_room(session, force=force):
+        layout = plan()  # with the GPUs that are free now
     cluster_name = _free_name(name)
     raise_if_too_few(layout.num_ranks)
     for note in layout.notes:
@@ -113,6 +116,8 @@ def start(
         print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
     launched = None
     try:
+        if layout.reserves:
+            _reserve_gpus(connection, layout, cluster_name, shares=devices != "auto")
         if others is not None:
             layout = await_hosts(connection, layout, others, timeout_s=chosen_settings.start_timeout)
         end = time.monotonic() + chosen_settings.start_timeout
@@ -146,8 +151,23 @@ def start(
     return cluster
 
 
-def _make_room(session: NotebookSession, *, force: bool) -> None:
-    """Stop what this notebook left running; refuse if it has a cluster, or a cell runs there."""
+def _reserve_gpus(connection: Connection, layout: Layout, name: str, *, shares: bool) -> None:
+    """Reserve the GPUs of the ranks; refuse if another cluster has just done so, unless the user has named them."""
+    taken = connection.agent.call(ReserveGpus(layout.reserves, name)).owners
+    if taken and not shares:
+        owners = ", ".join(repr(owner) for owner in dict.fromkeys(taken.values()))
+        raise StartError(
+            f"{owners} reserved a GPU while this cluster started. Run `%distributed start` again to use those that are "
+            "free now, or name GPUs with `--devices` to share them."
+        )
+
+
+def _make_room(session: NotebookSession, *, force: bool) -> bool:
+    """Stop what this notebook left running, and return whether it was something.
+
+    Raises:
+        UsageError: it has a cluster, or a cell runs there.
+    """
     if (existing := session.cluster) is not None:
         ranks = "1 rank" if existing.world_size == 1 else f"{existing.world_size} ranks"
         raise UsageError(
@@ -156,8 +176,10 @@ def _make_room(session: NotebookSession, *, force: bool) -> None:
         )
     if not force:
         raise_if_busy()
-    for line in stop_detached():
+    stopped = stop_detached()
+    for line in stopped:
         print(line)
+    return bool(stopped)
 
 
 def _free_name(name: str | None) -> str:

@@ -46,11 +46,18 @@ class Gpu:
 
     The memory of an instance is unknown: 0 bytes.
     """
+    uuid: str = ""
+    """Of the card."""
 
     @property
     def selector(self) -> str:
         """Its name in `CUDA_VISIBLE_DEVICES`."""
         return self.mig or str(self.index)
+
+    @property
+    def key(self) -> str:
+        """Its name in reservations, which no other GPU has."""
+        return self.mig or self.uuid
 
     @property
     def busy(self) -> bool:
@@ -135,7 +142,7 @@ def _instance(name: str, cards: Mapping[str, Gpu], instances: Mapping[str, tuple
     if parent not in cards:
         return []
     card = cards[parent]
-    return [Gpu(card.index, f"{card.name} MIG {profile}".rstrip(), 0, 0, mig=name)]
+    return [Gpu(card.index, f"{card.name} MIG {profile}".rstrip(), 0, 0, mig=name, uuid=card.uuid)]
 
 
 def _parse(line: str) -> tuple[str, Gpu] | None:
@@ -143,7 +150,7 @@ def _parse(line: str) -> tuple[str, Gpu] | None:
     if len(fields) < 5 or not fields[0].isdigit():
         return None
     total, used = (int(text) << 20 if text.isdigit() else 0 for text in fields[-2:])
-    return fields[1], Gpu(int(fields[0]), ", ".join(fields[2:-2]), total, used)
+    return fields[1], Gpu(int(fields[0]), ", ".join(fields[2:-2]), total, used, uuid=fields[1])
 
 
 def _ask(*arguments: str, nodes: Sequence[Path]) -> list[str]:

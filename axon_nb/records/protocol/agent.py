@@ -26,6 +26,7 @@ __all__ = [
     "Hello",
     "ReadGpus",
     "ReportActivity",
+    "ReserveGpus",
     "ServeHosts",
     "ServeStore",
     "SetInfo",
@@ -33,6 +34,7 @@ __all__ = [
     "Signalled",
     "Stop",
     "StorePort",
+    "TakenGpus",
     "command_kind",
     "command_message",
     "command_name",
@@ -193,6 +195,24 @@ class ReadGpus(Command[GpuReport]):
 
 
 @dataclass(frozen=True, slots=True)
+class TakenGpus:
+    """The GPUs that could not be reserved."""
+
+    owners: Mapping[str, str]
+    """By GPU, the cluster that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveGpus(Command[TakenGpus]):
+    """Reserve GPUs for the cluster as long as its agent lives."""
+
+    gpus: tuple[str, ...]
+    """UUIDs of cards, or names of MIG instances."""
+    owner: str
+    """Name of the cluster."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop(Command[None]):
     """Stop ranks, controller and agent."""
 
@@ -204,7 +224,19 @@ def command_name(kind: type[Command[Any]]) -> str:
 
 _COMMANDS: dict[str, type[Command[Any]]] = {
     command_name(kind): kind
-    for kind in (Hello, GetInfo, SetInfo, ReportActivity, Fork, Signal, ServeStore, ServeHosts, ReadGpus, Stop)
+    for kind in (
+        Hello,
+        GetInfo,
+        SetInfo,
+        ReportActivity,
+        Fork,
+        Signal,
+        ServeStore,
+        ServeHosts,
+        ReadGpus,
+        ReserveGpus,
+        Stop,
+    )
 }
 
 
