@@ -72,6 +72,7 @@ bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the ta
 	$(VENV)/bin/python -m benchmarks.data
 	$(VENV)/bin/python -m benchmarks.advice
 	$(VENV)/bin/python -m benchmarks.views
+	$(VENV)/bin/python -m benchmarks.scale
 	$(VENV)/bin/python -m benchmarks.assistance
 	$(VENV)/bin/python -m benchmarks.planner_time
 	$(VENV)/bin/python -m benchmarks.planner

@@ -94,7 +94,7 @@ class Arrivals:
 
     def __init__(self, reports: Mapping[int, RankWaits]) -> None:
         self._reports = reports
-        self._late: dict[tuple[str, int, tuple[int, ...]], frozenset[int]] = {}
+        self._late: dict[tuple[str, int], frozenset[int]] = {}
 
     def missing(self, waiting: RankWaits, call: PendingCall) -> frozenset[int]:
         """Return the ranks that have not reached a call; ranks that wait in one collective get the same object.
@@ -105,7 +105,7 @@ class Arrivals:
         """
         if call.sequence == 0:
             return self._missing_peer(waiting, call)
-        key = call.group, call.sequence, call.ranks
+        key = call.group, call.sequence
         if key not in self._late:
             there = (self._reports[rank] for rank in call.ranks if rank in self._reports)
             late = (report.rank for report in there if report.counts.get(call.group, 0) < call.sequence)
