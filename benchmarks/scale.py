@@ -110,7 +110,7 @@ def states(size: int) -> Iterator[RankInfo]:
 
 
 def draw_status(size: int, seconds: int) -> None:
-    """Render the card of the cluster once a second, and stacks."""
+    """Render the card of the cluster once per second, and stacks."""
     ranks = tuple(states(size))
     hosts = ", ".join(dict.fromkeys(row.host for row in ranks))
     info = ClusterInfo("large", "nccl", hosts, size, True, "axon", ranks)
