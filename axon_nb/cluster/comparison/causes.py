@@ -97,8 +97,8 @@ def _of_activation(entry: Entry, judged: Mapping[int, Judged], comparison: Compa
     if all(rank in alone and _close(entry.ranks[rank].projections, alone[rank].projections, judged[rank].allowed)
            for rank in wrong):  # fmt: skip
         return "batch norm", (
-            "Each rank normalises its own part of the batch. Convert the model: "
-            "`torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`."
+            "Each rank normalises its own part of the batch. Convert the model before DDP: "
+            "`axon_nb.parallel.SyncBatchNorm.convert(model)`."
         )
     if (times := _added_bias(entry, judged, wrong)) is not None:
         return "bias", (
@@ -109,7 +109,10 @@ def _of_activation(entry: Entry, judged: Mapping[int, Judged], comparison: Compa
     if is_partial(entry, judged, scales):
         where = "forward" if entry.kind in ("input", "output") else "backward"
         return _MISSING, f"Each rank holds a term, and their sum is right: the all-reduce in {where} is missing."
-    return _counted(entry, judged, comparison, wrong, scales)
+    if cause := _counted(entry, judged, comparison, wrong, scales):
+        return cause
+    # A module that sums over ranks in its backward, such as SyncBatchNorm, mixes gradients of unequal scale.
+    return _mean_of_means(comparison, scales) if entry.kind.startswith("grad") else None
 
 
 def _added_bias(entry: Entry, judged: Mapping[int, Judged], wrong: Sequence[int]) -> int | None:
