@@ -5,6 +5,8 @@ Private hooks into torch's ZeroRedundancyOptimizer, `elastic.zero` in the regist
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from axon_nb.engine.sharding.sharded import loaded_class
 
-__all__ = ["adopt", "is_zero", "owners", "states"]
+__all__ = ["adopt", "is_zero", "overlaps", "owners", "states", "step_alone"]
 
 
 def is_zero(value: Any) -> bool:
@@ -20,6 +22,11 @@ def is_zero(value: Any) -> bool:
     return isinstance(
         value, loaded_class("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     )
+
+
+def overlaps(optimizer: Any) -> bool:
+    """Whether DDP runs its steps, in pieces, during the backward."""
+    return bool(optimizer._overlap_with_ddp)
 
 
 def owners(optimizer: Any, size: int) -> list[int]:
@@ -62,3 +69,20 @@ def adopt(optimizer: Any, held: Mapping[tuple[int, str], Any], *, rank: int, siz
     for (index, key), value in held.items():
         optimizer.optim.state[optimizer._all_params[index]][key] = value
     optimizer._build_param_buckets()
+
+
+def step_alone(optimizer: Any, held: Mapping[tuple[int, str], Any]) -> None:
+    """Let this rank step all parameters by itself, as the optimizer inside would on one rank.
+
+    Args:
+        optimizer: The optimizer; what it holds of the world stays as it is.
+        held: What `states` returns, of all ranks.
+    """
+    alone = copy.copy(optimizer.optim)
+    alone.param_groups, alone.state = optimizer.param_groups, defaultdict(dict)
+    for (index, key), value in held.items():
+        parameter = optimizer._all_params[index]
+        is_tensor = isinstance(value, torch.Tensor)
+        device = parameter.device if is_tensor and value.ndim else "cpu"
+        alone.state[parameter][key] = value.to(device, copy=True) if is_tensor else value
+    vars(optimizer)["step"] = alone.step

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from axon_nb.engine.elastic import zero
 from axon_nb.engine.parity.batch import Batch, gather_batch, mentioned_names, replace_leaves
 from axon_nb.engine.parity.digests import Projector, local_part
 from axon_nb.engine.parity.recorder import Recorder, named_parameters
@@ -21,6 +22,7 @@ from axon_nb.engine.parity.whole import (
     WholePipeline,
     fill,
     gather_pieces,
+    gather_zero_states,
     is_whole,
     replace_optimizer,
     use_alone,
@@ -56,6 +58,7 @@ class Comparer:
         self._seen: dict[int, list[Observation]] = {}
         self._batch: Batch
         self._pieces: list[Pieces] = []
+        self._zero_states: list[dict[tuple[int, str], Any]] = []
         self.problem = self._prepare()
         """Why the cell cannot be compared; empty if it can. The same on all ranks."""
 
@@ -76,6 +79,7 @@ class Comparer:
         if self._plain:
             (model,) = self._models.values()
             self._pieces = gather_pieces(_part(model), self._optimizers())
+        self._zero_states = gather_zero_states(self._zero_optimizers())
         return ""
 
     def _check(self) -> None:
@@ -86,8 +90,13 @@ class Comparer:
                 "directly or in a function that it calls."
             )
         for optimizer in self._optimizers():
-            if hasattr(optimizer, "optim"):
+            if hasattr(optimizer, "optim") and not zero.is_zero(optimizer):
                 raise UsageError(f"--compare does not support {type(optimizer).__name__}, which splits its states.")
+        for optimizer in self._zero_optimizers():
+            if self._plain:
+                raise UsageError("--compare supports ZeroRedundancyOptimizer only if each rank holds the whole model.")
+            if zero.overlaps(optimizer):
+                raise UsageError("--compare does not support ZeroRedundancyOptimizer with overlap_with_ddp=True.")
         if not self._plain:
             for name, model in self._models.items():
                 if not is_whole(model):
@@ -117,6 +126,9 @@ class Comparer:
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         values = [self._namespace[name] for name in sorted(self._names)]
         return [value for value in values if isinstance(value, torch.optim.Optimizer)]
+
+    def _zero_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for optimizer in self._optimizers() if zero.is_zero(optimizer)]
 
     def begin(self) -> None:
         """Observe from now on."""
@@ -204,6 +216,8 @@ class Comparer:
         models = dict(self._models)
         if self._plain:
             models = self._become_plain()
+        for optimizer, states in zip(self._zero_optimizers(), self._zero_states, strict=True):
+            zero.step_alone(optimizer, states)
         for model in models.values():
             use_alone(model)
             tensors += [parameter.data for _, parameter in named_parameters(model)]

@@ -10,13 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from axon_nb.engine.elastic import zero
 from axon_nb.engine.parity.digests import local_part, part_of
 from axon_nb.engine.parity.recorder import clean_name, named_parameters
 from axon_nb.engine.sharding.sharded import is_sharded, is_stage
 from axon_nb.errors import UsageError
 from axon_nb.records.training.comparison import Bounds, Place
 
-__all__ = ["Pieces", "WholePipeline", "fill", "gather_pieces", "is_whole", "replace_optimizer", "use_alone"]
+__all__ = [
+    "Pieces",
+    "WholePipeline",
+    "fill",
+    "gather_pieces",
+    "gather_zero_states",
+    "is_whole",
+    "replace_optimizer",
+    "use_alone",
+]
 
 
 @dataclass
@@ -55,6 +65,19 @@ def gather_pieces(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(pieces, gathered)
     return gathered or []
+
+
+def gather_zero_states(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[tuple[int, str], Any]]:
+    """Send the states of ZeRO-1 optimizers to rank 0; collective over all ranks. Other ranks get an empty list."""
+    if not optimizers:
+        return []
+    mine = [
+        {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in zero.states(one).items()}
+        for one in optimizers
+    ]
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, gathered)
+    return [dict(item for held in of_ranks for item in held.items()) for of_ranks in zip(*gathered or (), strict=True)]
 
 
 @torch.no_grad()

@@ -52,6 +52,32 @@ def test_wrong_scale_is_reported_with_module_factor_and_cause(ready: Kernel) -> 
     assert ready.value("cmp_verdict.finding.what") == "the gradient"
 
 
+ZERO = PREPARE.replace("import torch.nn as nn", "import torch.nn as nn\nfrom torch.distributed.optim import *").replace(
+    "torch.optim.AdamW(cmp_model.parameters(), ",
+    "ZeroRedundancyOptimizer(cmp_model.parameters(), optimizer_class=torch.optim.AdamW, ",
+)
+
+
+def test_zero_optimizer_agrees_with_all_states_and_goes_on(kernel: Kernel) -> None:
+    kernel.ok(f"{ZERO}{STEP}{STEP}")
+    kernel.ok(f"%%distributed --compare --out cmp_verdict\n{STEP}")
+    assert kernel.value(
+        "(cmp_verdict.finding is None, sum(dict(cmp_verdict.counts)['the weight after the step']))"
+    ) == (
+        True,
+        4,
+    )
+    wrong = STEP.replace(
+        "cmp_optimizer.step()", "cmp_optimizer.param_groups[0]['lr'] *= 1 + rank\ncmp_optimizer.step()"
+    )
+    kernel.ok(f"%%distributed --compare --out cmp_verdict\n{wrong}")
+    assert kernel.value("cmp_verdict.finding.what") == "the weight after the step"
+    before = kernel.ok(SUM).lines()
+    kernel.ok(f"%%distributed\n{STEP}")
+    assert kernel.ok(SUM).lines() != before
+    assert kernel.ok("%%distributed\nsum(p.double().sum().item() for p in cmp_model.parameters())").lines() != []
+
+
 @pytest.fixture
 def programs(kernel: Kernel) -> Kernel:
     """The kernel, whose ranks can make the programs."""
