@@ -11,7 +11,7 @@ const cluster = { id: "a1", name: "digits", state: "attached", num_ranks: 4, ker
 
 function status(cells, more = {}) {
   const ranks = cells.map((cell, rank) => ({ rank, cell, state: "", memory_bytes: 0, device_bytes: 0 }));
-  return { running: true, busy: "", dead: "", share: false, verdict: "", ranks, ...more };
+  return { running: true, busy: "", dead: "", slowed: "", share: false, verdict: "", ranks, ...more };
 }
 
 test("a state is a few words", () => {
@@ -21,6 +21,7 @@ test("a state is a few words", () => {
   assert.equal(summarize(cluster, status([7, null], { busy: "0" })), "4 ranks, running In [7]");
   assert.equal(summarize(cluster, status([7, 8], { busy: "0-1" })), "4 ranks, running");
   assert.equal(summarize(cluster, status([], { dead: "1,3" })), "4 ranks, idle, ranks 1,3 dead");
+  assert.equal(summarize(cluster, status([], { slowed: "rank 2 × 2" })), "4 ranks, idle, slowed: rank 2 × 2");
   assert.equal(summarize(cluster, status([], { running: false })), "4 ranks, stopped");
   assert.equal(summarize(cluster, null), "4 ranks, no reply");
   assert.equal(summarize({ ...cluster, state: "detached" }, null), "4 ranks, detached");

@@ -49,6 +49,7 @@ def status(cluster: Cluster) -> dict[str, Any]:
         "running": info.running,
         "busy": format_ranks(cluster.busy),
         "dead": format_ranks(cluster.health.dead),
+        "slowed": info.slowed,
         "owner_pid": os.getpid(),
         "ranks": [
             {

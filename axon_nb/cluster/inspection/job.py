@@ -33,6 +33,8 @@ class JobSnapshot:
     """Number of the running cell; None: none is running; 0: it has no number, or its ranks did not reply."""
     cost_s: float = 0.0
     """CPU seconds that the reply cost a rank, at most."""
+    slowed: str = ""
+    """What is slowed on purpose, such as ``rank 2 × 2``; empty: nothing."""
 
 
 def request_job(state: ClusterState, previous: Mapping[int, JobReport]) -> JobSnapshot:
@@ -53,7 +55,7 @@ def request_job(state: ClusterState, previous: Mapping[int, JobReport]) -> JobSn
         current = reports[rank].state if rank in reports else None
         descriptions[rank] = state.health.dead.get(rank) or describe_state(current, late.get(rank, ()))
     cost_s = max((reply.spent_s for reply in replies.values()), default=0.0)
-    return JobSnapshot(reports, descriptions, running_cell(reports, busy), cost_s)
+    return JobSnapshot(reports, descriptions, running_cell(reports, busy), cost_s, str(state.slowness))
 
 
 def running_cell(reports: Mapping[int, JobReport], busy: Collection[int]) -> int | None:

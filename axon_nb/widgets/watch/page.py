@@ -69,6 +69,7 @@ def heading(store: JobStore) -> str:
     state = f"In [{store.cell}] is running" if store.cell else "no cell is running"
     if store.cell == 0:
         state = "a cell is running"
+    state += f", slowed: {store.slowed}" if store.slowed else ""
     facts = []
     if store.steps_per_s is not None:
         facts.append(f"{store.steps_per_s:.3g} steps/s")
@@ -86,6 +87,8 @@ def context(store: JobStore) -> str:
     parts.append(f"{count} rank{'' if count == 1 else 's'}")
     if store.items_per_s is not None:
         parts.append(f"{store.items_per_s:.3g} items/s")
+    if store.slowed:
+        parts.append(f"slowed: {store.slowed}")
     return " · ".join(parts)
 
 

@@ -134,6 +134,8 @@ class JobStore:
         """The running cell; None: no cell runs; 0: its number is unknown."""
         self.lost = 0
         """Calls of `log` that were dropped before they were read."""
+        self.slowed = ""
+        """What is slowed on purpose; empty: nothing."""
         self._states: Mapping[int, str] = {}
         self._run: tuple[int, int] | None = None
         self._has_earlier_run = False
@@ -152,7 +154,7 @@ class JobStore:
     def add(self, replies: JobSnapshot, now: float) -> None:
         """Add the reports of all ranks at `now`, in seconds of any clock."""
         self._start = now if self._start is None else self._start
-        self._states = replies.descriptions
+        self._states, self.slowed = replies.descriptions, replies.slowed
         # Ranks that are too busy to reply still run the cell that they ran before.
         self.cell = self.cell or 0 if replies.cell == 0 else replies.cell
         restarts = [row.run for report in replies.reports.values() for row in report.rows if not row.is_first]

@@ -21,6 +21,7 @@
  * @property {boolean} running
  * @property {string} busy ranks in a cell, such as "0-3"
  * @property {string} dead
+ * @property {string} slowed what is slowed on purpose, such as "rank 2 × 2"
  * @property {boolean} share
  * @property {Rank[]} ranks
  * @property {string} verdict

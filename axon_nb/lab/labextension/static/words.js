@@ -19,6 +19,7 @@ export function summarize(cluster, status) {
   if (!status) return `${ranks}, ${cluster.state === "detached" ? "detached" : "no reply"}`;
   const parts = [ranks, describeWork(status)];
   if (status.dead) parts.push(`${nameRanks(status.dead)} dead`);
+  if (status.slowed) parts.push(`slowed: ${status.slowed}`);
   return parts.join(", ");
 }
 

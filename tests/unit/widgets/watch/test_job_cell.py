@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.cluster.inspection.job import JobSnapshot, running_cell
-from axon_nb.widgets.watch.page import heading
+from axon_nb.widgets.watch.page import context, heading
 from axon_nb.widgets.watch.store import JobStore
 from tests.support.records.jobs import answers, report
 
@@ -37,3 +37,10 @@ def test_cell_number_is_kept_while_ranks_are_silent() -> None:
     assert heading(store).startswith("2 ranks, In [5] is running")
     store.add(JobSnapshot({}, SILENT, None), 3.0)
     assert heading(store).startswith("2 ranks, no cell is running")
+
+
+def test_deliberate_slowness_is_in_the_heading() -> None:
+    store = JobStore()
+    store.add(JobSnapshot({}, SILENT, 5, slowed="rank 1 × 2"), 0.0)
+    assert heading(store) == "2 ranks, In [5] is running, slowed: rank 1 × 2"
+    assert context(store) == "In [5] · 2 ranks · slowed: rank 1 × 2"
