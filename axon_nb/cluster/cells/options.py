@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
+from axon_nb.records.performance.delays import StepDelays
 from axon_nb.records.protocol.cells import AbortLocation, CellEnd, Measurement, Pauses
 from axon_nb.records.protocol.inspection import PausedEvent
 
@@ -126,6 +127,8 @@ class CellOptions(TypedDict, total=False):
     """Where the cell pauses, if there is a `debugger`. Default: nowhere, not even at `breakpoint()`."""
     undoable: bool
     """Whether `%distributed undo` can take this cell back, if `config undo_memory` is set. Default: False."""
+    delays: StepDelays
+    """What ranks sleep in each training step, to prove the gain of a change. Default: nothing."""
     restores: bool
     """Whether the state before the cell is restored after it, however it ends (`--try`). Default: False."""
     is_debugger: bool

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.comm.calls import report_call
+from axon_nb.comm.host_staging import stage_on_host
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.engine.collective_names import describe_awaited_call, group_operations
@@ -33,7 +34,6 @@ from axon_nb.engine.groups.size_check import SizeTable, open_size_table
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import rendezvous
 from axon_nb.engine.groups.work import RecoverableWork
-from axon_nb.engine.host_staging import stage_on_host
 from axon_nb.records.spans import emit, ring, span_of
 from axon_nb.shell.user_frame import user_frame
 
@@ -199,11 +199,10 @@ class RecoverableGroup(PythonProcessGroup):
         point_to_point = name in _POINT_TO_POINT
         peer = peer_of(name, args) if point_to_point else -1
         refusal = calls.refusal_reason(self, name, peer) if calls.exclusive is not None else ""
-        finished = self._finished
+        sequence, finished = 0, self._finished
         if self.memory is None or point_to_point:  # collectives over shared memory do it themselves
             args, finished = stage_on_host(name, args, finished)
         if point_to_point:
-            sequence = 0
             if self._table is not None:
                 self._table.check_point_to_point(name, args, self._members)
         else:
@@ -212,6 +211,7 @@ class RecoverableGroup(PythonProcessGroup):
             self.sequence = sequence = self.sequence + 1
             if self._table is not None:
                 self._table.check_collective(name, args, sequence, self._members)
+            self._state.delays.before_call()
         call = calls.start(name, self._name, sequence, peer, payload_bytes(args))
         report_call(name, args, self._own_rank, self._members, peer)
         if ring.watched and (frame := user_frame(sys._getframe())) is not None:
@@ -231,13 +231,13 @@ class RecoverableGroup(PythonProcessGroup):
                 raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
             raise
         late = slowdown.late(work, name, args, self, call.bytes)
+        self._state.delays.during_call(late, is_counted=sequence > 0)
         sliced, more = sliced or late is not work, {"keep_alive": args, "on_finish": finished, "timeout": self.timeout}
         return RecoverableWork(late, call, state=self._state, sliced=sliced, **more)
 
     def _finished(self, call: Call) -> None:
         self._calls.finish(call)
-        sequence, end = call.sequence, time.monotonic_ns()
-        kind = "collective" if sequence else "p2p"
+        sequence, end, kind = call.sequence, time.monotonic_ns(), "collective" if call.sequence else "p2p"
         rank, group, more = self._global_rank, self._name, (-1, -1, sequence, call.line, "")
         emit(span_of((rank, kind, call.name, call.started_ns, end, group, call.bytes, *more)))
         if call.wait_started_ns:

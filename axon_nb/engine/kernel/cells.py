@@ -138,13 +138,15 @@ class CellRunner:
     async def _execute(
         self, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: Measured
     ) -> dict[str, Any]:
-        slowdown = self._session.groups.slowdown
+        slowdown, delays, rank = self._session.groups.slowdown, self._session.groups.delays, self._session.config.rank
         self._breakpoints.begin_cell(facts)
-        slowdown.begin_cell(facts.slowness, self._session.config.rank)
+        slowdown.begin_cell(facts.slowness, rank)
+        delays.begin_cell(facts.delays, rank)
         try:
             return self._prepare(facts) or await run_measured(self._session, facts, execute, measured)
         finally:
             slowdown.end_cell()
+            delays.end_cell()
             self._breakpoints.end_cell()
 
     def _begin(self, facts: CellFacts) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from axon_nb.records.performance.communication import fixed_cost, merged, overlapped
 from axon_nb.records.performance.replay import Call, Key, Recording, Run
@@ -49,6 +49,8 @@ class Advice:
     """What to do, as a sentence."""
     gain: float
     """Share of the step that it saves, 0 to 1, by the replay."""
+    changed: Recording | None = field(default=None, repr=False, compare=False)
+    """What would be recorded with it; None: the gain comes from a pipeline's schedule."""
 
     def __str__(self) -> str:
         return f"{self.claim} {self.change} A step takes {self.gain:.0%} less then."
@@ -67,7 +69,7 @@ def advise(recording: Recording, pipelines: Sequence[PipelineStep] = ()) -> list
         for cause, claim, change, changed in rule(recording):
             gain = 1 - changed.replay() / base if base else 0.0
             if gain >= (_MIN_OWN_GAIN if cause == _OWN else _MIN_GAIN):
-                found.append((-round(gain / _SAME), place, Advice(cause, claim, change, gain)))
+                found.append((-round(gain / _SAME), place, Advice(cause, claim, change, gain, changed)))
     return [advice for *_, advice in sorted(found, key=lambda one: one[:2])]
 
 

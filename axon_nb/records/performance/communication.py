@@ -71,6 +71,8 @@ def overlapped(recording: Recording, late: Mapping[Key, Call], fixed_s: float) -
             done += late[key].num_bytes
             starts[key] = done / total
     joined = _joined(recording, buckets, fixed_s)
+    calls = {key: replace(call, within="backward") if key in late else call for key, call in joined.calls.items()}
+    joined = replace(joined, calls=calls)
     items = {rank: _moved(own, joined, starts) for rank, own in recording.items.items()}
     return replace(joined, items=items)
 

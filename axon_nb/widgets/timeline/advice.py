@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -17,7 +17,7 @@ from axon_nb.widgets import html
 from axon_nb.widgets.timeline.content import format_duration
 from axon_nb.widgets.timeline.pipelines import pipeline_steps
 
-__all__ = ["StepAdvice", "add_advice", "advice_bundle", "step_advice"]
+__all__ = ["StepAdvice", "add_advice", "advice_bundle", "require_advice", "step_advice"]
 
 _MAX_SPANS = 20_000
 """The last ones are read."""
@@ -34,6 +34,8 @@ class StepAdvice:
     advice: tuple[Advice, ...]
     cell: str
     """Such as ``In [3]``; empty: the running one."""
+    proof: str = ""
+    """What was measured of the first advice, as a sentence; empty: nothing was."""
 
     @property
     def heading(self) -> str:
@@ -45,7 +47,10 @@ class StepAdvice:
     @property
     def lines(self) -> list[str]:
         """One sentence or more for each advice, or that there is none."""
-        return [str(one) for one in self.advice] or ["No change that this knows would shorten a step by 5 % or more."]
+        first = [f"{self.advice[0]} {self.proof}".strip()] if self.advice else []
+        return [*first, *map(str, self.advice[1:])] or [
+            "No change that this knows would shorten a step by 5 % or more."
+        ]
 
 
 def step_advice(table: SpanTable) -> StepAdvice | None:
@@ -73,8 +78,8 @@ def add_advice(facts: dict[str, Any], table: SpanTable) -> dict[str, Any]:
     return {**facts, "facts": {**facts["facts"], "advice": lines}}
 
 
-def advice_bundle(table: SpanTable) -> dict[str, str]:
-    """Return the advice as `text/html` and `text/plain`.
+def require_advice(table: SpanTable) -> StepAdvice:
+    """Return what `step_advice` does.
 
     Raises:
         UsageError: no training step is recorded.
@@ -85,6 +90,18 @@ def advice_bundle(table: SpanTable) -> dict[str, str]:
             "%timeline --advise: no training step is recorded. Open `%timeline`, run a cell with at least two "
             "optimizer steps on all ranks, then ask again."
         )
+    return found
+
+
+def advice_bundle(found: StepAdvice, proof: str = "") -> dict[str, str]:
+    """Return the advice as `text/html` and `text/plain`.
+
+    Args:
+        found: The advice.
+        proof: What a proof of the first one says, as a sentence; empty: none was asked for.
+    """
+    if proof and found.advice:
+        found = replace(found, proof=proof)
     items = "".join(f'<li style="margin:2px 0">{escape(line)}</li>' for line in found.lines)
     body = f'<ol style="margin:4px 0;padding-left:2em">{items}</ol>'
     numbered = [f"{number}. {line}" for number, line in enumerate(found.lines, start=1)]
