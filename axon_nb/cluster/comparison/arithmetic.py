@@ -6,14 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from axon_nb.records.training.comparison import Digest, Entry
+from axon_nb.records.training.comparison import Digest, Entry, allowed_error
 
 __all__ = ["Judged", "Scales", "combined", "distance", "judge", "norm_of", "ratio_of", "scales_of"]
 
-_MARGIN = 8.0
-"""How often the measured noise is allowed: it is one sample of a random error."""
-_ROUNDING = 16 * 2.0**-23
-"""Relative error that sums in another order may have in float32, beyond one rounding of the result."""
 _TINY = 1e-30
 
 Vector = Sequence[float]
@@ -85,11 +81,7 @@ def judge(entry: Entry, scales: Scales) -> dict[int, Judged]:
         error = distance(digest.projections, [scale * value for value in reference.projections])
         if digest.is_finite != reference.is_finite:
             error = math.inf
-        if entry.kind == "start":  # nothing was computed yet: replicas are equal
-            allowed = _ROUNDING * reference.norm
-        else:
-            noise = _MARGIN * entry.noise.get(rank, 0.0)
-            allowed = abs(scale) * (noise + (entry.epsilon + _ROUNDING) * reference.norm)
+        allowed = abs(scale) * allowed_error(entry, rank)
         norm = abs(scale) * reference.norm
         judged[rank] = Judged(error, allowed + _TINY, error / norm if norm else (math.inf if error else 0.0))
     return judged

@@ -14,7 +14,7 @@ from torch import nn
 from axon_nb.comm.world import World
 from axon_nb.engine.parity.digests import Projector, epsilon_of, microbatches, part_of
 from axon_nb.engine.parity.recorder import Recorder
-from axon_nb.records.training.comparison import Bounds, Digest, Entry, Observation, Place
+from axon_nb.records.training.comparison import Bounds, Digest, Entry, Observation, Place, allowed_error
 
 __all__ = ["Reference", "perturb"]
 
@@ -114,6 +114,22 @@ class Reference:
             self._note(run, key, bounds, rank, one, part=part, module=module)
         if not matched and (kind, path, index) in self._seen:
             self.unmatched[path] = None
+        if kind == "gradient" and run.startswith(_PERTURBED):
+            self._shift(tensor, path, call, up=run.endswith("0"))
+
+    def _shift(self, gradient: torch.Tensor, path: str, call: int, *, up: bool) -> None:
+        """Change a gradient, before the optimizer uses it, by as much as is allowed.
+
+        Adam and Adagrad begin with steps of the same length for all elements, so a tiny one that changes its sign
+        changes the weight a lot. What is 0 stays 0, such as the gradient of a word that does not occur.
+        """
+        entry = self._entries.get(("gradient", path, 0, call))
+        if entry is None:
+            return
+        for bounds, rank in {part: rank for rank, part in entry.parts.items()}.items():
+            part = gradient[tuple(slice(*bound) for bound in bounds)]
+            size = allowed_error(entry, rank) / max(1, part.numel()) ** 0.5
+            part += (part != 0) * (size if up else -size)
 
     def _note(
         self, run: str, key: Key, bounds: Bounds, rank: int, one: Observation, *, part: torch.Tensor,

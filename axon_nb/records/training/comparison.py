@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Bounds", "Comparison", "Digest", "Entry", "Observation", "Place"]
+__all__ = ["Bounds", "Comparison", "Digest", "Entry", "Observation", "Place", "allowed_error"]
+
+_MARGIN = 8.0
+"""How often the measured noise is allowed: it is one sample of a random error."""
+_ROUNDING = 16 * 2.0**-23
+"""Relative error that sums in another order may have in float32, beyond one rounding of the result."""
 
 Bounds = tuple[tuple[int, int], ...]
 """Start and end of a part in each dimension of the whole tensor."""
@@ -68,7 +73,8 @@ class Entry:
     parts: dict[int, Bounds]
     reference: dict[int, Digest]
     noise: dict[int, float]
-    """By how much the reference's part changed when weights and inputs changed by one unit in the last place."""
+    """By how much the reference's part changed when weights and inputs changed by one unit in the last place; a weight
+    after the step, when its gradient changed by as much as is allowed."""
     candidates: dict[str, dict[int, Digest]] = field(default_factory=dict)
     """What the part would be with a known mistake, or what would be added to it, by cause."""
 
@@ -87,3 +93,17 @@ class Comparison:
     """The first module that draws random numbers other than dropout's; empty: none does."""
     problem: str = ""
     """Why nothing was compared; empty: it was."""
+
+
+def allowed_error(entry: Entry, rank: int) -> float:
+    """Return by how much a rank's tensor may be off the reference's, in the unit of its norm.
+
+    Args:
+        entry: The tensor.
+        rank: The rank.
+    """
+    norm, noise = entry.reference[rank].norm, entry.noise.get(rank, 0.0)
+    if entry.kind == "start":  # nothing was computed yet: replicas are equal
+        return _ROUNDING * norm
+    margin = 1.0 if entry.kind == "weight" else _MARGIN
+    return margin * noise + (entry.epsilon + _ROUNDING) * norm

@@ -17,11 +17,13 @@ class Program:
     """Name of the plain model; empty: each rank holds all of it."""
 
 
-_STEP = "opt.zero_grad()\nloss = mse(model(x), y)\nloss.backward()\nopt.step()\n"
-_HAND = "opt.zero_grad()\nmse(model(x), y).backward()\nreduce_by_hand(model)\nopt.step()\n"
-_PIPE = "opt.zero_grad()\nmodel.step(x if model.is_first else None, y if model.is_last else None, mse)\nopt.step()\n"
-_OF_RANK = "x, y = share(rank)\nopt = optimizer_of(model)\n"
-_OF_ALL = "plain = plain_model()\nx, y = share(0)\nopt = optimizer_of(model)\n"
+_STEP = "opt.zero_grad()\nloss = criterion(model(x), y)\nloss.backward()\nopt.step()\n"
+_HAND = "opt.zero_grad()\ncriterion(model(x), y).backward()\nreduce_by_hand(model)\nopt.step()\n"
+_PIPE = (
+    "opt.zero_grad()\nmodel.step(x if model.is_first else None, y if model.is_last else None, criterion)\nopt.step()\n"
+)
+_OF_RANK = "x, y = share(rank)\nopt = optimizer_of(model.parameters())\n"
+_OF_ALL = "plain = plain_model()\nx, y = share(0)\nopt = optimizer_of(model.parameters())\n"
 
 PROGRAMS = {
     "DDP": Program("model = DistributedDataParallel(plain_model())\n" + _OF_RANK, _STEP),
@@ -37,13 +39,13 @@ PROGRAMS = {
     "pipeline": Program(
         "whole = plain_model()\nmodel = Pipeline.from_modules([whole[0], whole[1], whole[2], nn.Tanh()], "
         "num_microbatches=6)\nplain = nn.Sequential(*plain_model(), nn.Tanh())\nx, y = share(0)\n"
-        "opt = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)\n",
+        "opt = optimizer_of([*model.parameters(), nn.Parameter(torch.zeros(1))])\n",
         _PIPE,
         "plain",
     ),
     "2-D": Program(
         "model = DistributedDataParallel(split(plain_model(), tp_group), process_group=dp_group)\n"
-        "plain = plain_model()\nx, y = share(rank // 2)\nopt = optimizer_of(model)\n",
+        "plain = plain_model()\nx, y = share(rank // 2)\nopt = optimizer_of(model.parameters())\n",
         _STEP,
         "plain",
     ),
@@ -65,12 +67,12 @@ class Fault:
     """Text in the cell, and its replacement."""
 
 
-_LOSS = ("loss = mse(model(x), y)", "loss = mse(model(x), y) * {}")
+_LOSS = ("loss = criterion(model(x), y)", "loss = criterion(model(x), y) * {}")
 _HAND_CALL = "reduce_by_hand(model)"
 _SCALED, _MISSING, _DOUBLED = "scaled by world size", "missing all-reduce", "doubled all-reduce"
 _LR = ("opt.step()", "opt.param_groups[0]['lr'] *= world_size\nopt.step()")
 _CLIP = ("opt.step()", "clip_locally(list(model.parameters()))\nopt.step()")
-_TOKENS = ("mse(model(x), y)", "F.cross_entropy(model(x), labels)")
+_TOKENS = ("criterion(model(x), y)", "F.cross_entropy(model(x), labels)")
 _UNEQUAL = "x, y = share(rank, rows=2 + rank)"
 _DROP = "model[0].drop.p = plain[0].drop.p = 0.5\ntorch.manual_seed(rank)"
 
@@ -87,7 +89,7 @@ FAULTS = [
         "1",
         "batch norm",
         "net = plain_model(); model = DistributedDataParallel(nn.Sequential(net[0], nn.BatchNorm1d(8), net[2]))\n"
-        "opt = optimizer_of(model)",
+        "opt = optimizer_of(model.parameters())",
     ),
     Fault(
         "DDP",
@@ -127,7 +129,7 @@ FAULTS = [
         _MISSING,
         "net = plain_model()\n"
         "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ['1.up.weight'])\n"
-        "model = DistributedDataParallel(net); opt = optimizer_of(model)",
+        "model = DistributedDataParallel(net); opt = optimizer_of(model.parameters())",
     ),
     Fault("DDP", "learning rate times the world size", "0.", _SCALED, change=_LR),
     Fault("by hand", "sum not divided", "0.", _SCALED, change=(_HAND_CALL, "reduce_by_hand(model, divisor=1)")),
@@ -194,7 +196,7 @@ FAULTS = [
         "loss multiplied by the microbatches",
         "0.",
         _SCALED,
-        change=("is_last else None, mse)", "is_last else None, lambda a, b: mse(a, b) * world_size)"),
+        change=("is_last else None, criterion)", "is_last else None, lambda a, b: criterion(a, b) * world_size)"),
     ),
     Fault("pipeline", "clipped by a stage's norm", "0.", "local clipping", change=_CLIP),
     Fault(
@@ -208,7 +210,13 @@ FAULTS = [
     Fault("2-D", "no sum in forward", "0.down", _MISSING, "model.module[0].down.fault = 'no sum'"),
     Fault("2-D", "bias before the sum", "1.down", "bias", "model.module[1].down.fault = 'bias before'"),
     Fault("2-D", "no sum in backward", "1.up", _MISSING, "model.module[1].up.fault = 'no backward sum'"),
-    Fault("2-D", "no averaging over replicas", "0.", _MISSING, "model = model.module; opt = optimizer_of(model)"),
+    Fault(
+        "2-D",
+        "no averaging over replicas",
+        "0.",
+        _MISSING,
+        "model = model.module; opt = optimizer_of(model.parameters())",
+    ),
     Fault("2-D", "unequal parts, mean of means", "0.", "mean of means", "x, y = share(rank // 2, rows=2 + rank // 2)"),
     Fault(
         "2-D",

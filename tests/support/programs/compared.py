@@ -1,7 +1,10 @@
 """Programs in which `--compare` must find planted faults: DDP, gradients reduced by hand, FSDP2, tensor parallelism
-by hand and with the library, a pipeline, and two dimensions. Runs as a cell on 4 ranks."""
+by hand and with the library, a pipeline, and two dimensions. Runs as a cell on 4 ranks.
+
+Faults are planted with SEED 1; every other seed draws another model, loss, optimizer and batch."""
 
 import math
+import random
 
 import torch
 import torch.distributed as dist
@@ -81,18 +84,34 @@ class Row(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, up=nn.Linear, down=nn.Linear, dropout=0.0):
+    def __init__(self, hidden, act, norm, dropout=0.0, is_residual=True):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), up(WIDTH, HIDDEN), down(HIDDEN, WIDTH)
-        self.drop = nn.Dropout(dropout)
+        self.norm, self.up, self.down = norm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.act, self.drop, self.is_residual = act, nn.Dropout(dropout), is_residual
 
     def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+        out = self.drop(self.down(self.act(self.up(self.norm(x)))))
+        return x + out if self.is_residual else out
+
+
+def drawn(what, usual, *others):
+    """What the seed chooses; the usual one if it is 1."""
+    return random.Random(f"{what} {SEED}").choice([usual, *others]) if SEED != 1 else usual
 
 
 def plain_model(dropout=0.0):
     torch.manual_seed(SEED)
-    return nn.Sequential(Block(dropout=dropout), Block(dropout=dropout), nn.Linear(WIDTH, 4)).to(DTYPE)
+    blocks = [
+        Block(
+            drawn(f"hidden {number}", 16, 8, 32),
+            drawn(f"act {number}", F.gelu, F.relu, F.silu, torch.tanh),
+            drawn(f"norm {number}", nn.LayerNorm, nn.RMSNorm, nn.Identity),
+            dropout or drawn(f"dropout {number}", 0.0, 0.1, 0.5),
+            drawn(f"residual {number}", True, False),
+        )
+        for number in range(2)
+    ]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 4, bias=drawn("bias", True, False))).to(DTYPE)
 
 
 def split(model, group):
@@ -110,7 +129,8 @@ def split_by_library(model, group):
 
 def share(part, rows=6):
     draw = torch.Generator().manual_seed(10 * SEED + part)
-    x, y = torch.randn(rows, WIDTH, generator=draw), torch.randn(rows, 4, generator=draw)
+    shape = (rows * drawn("rows", 1, 2), *drawn("words", (), (5,)))
+    x, y = torch.randn(*shape, WIDTH, generator=draw), torch.randn(*shape, 4, generator=draw)
     return x.to(DTYPE), y.to(DTYPE)
 
 
@@ -125,8 +145,22 @@ def mse(output, target):
     return F.mse_loss(output, target)
 
 
-def optimizer_of(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def soft_cross_entropy(output, target):
+    return -(target.softmax(-1) * output.log_softmax(-1)).sum(-1).mean()
+
+
+def criterion(output, target):
+    return drawn("loss", mse, F.smooth_l1_loss, soft_cross_entropy)(output, target)
+
+
+def optimizer_of(parameters):
+    kinds = {
+        "momentum": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "plain": lambda: torch.optim.SGD(parameters, lr=0.05, weight_decay=0.01),
+        "AdamW": lambda: torch.optim.AdamW(parameters, lr=0.01),
+        "Adagrad": lambda: torch.optim.Adagrad(parameters, lr=0.01),
+    }
+    return kinds[drawn("optimizer", *kinds)]()
 
 
 def clip_locally(parameters, limit=0.02):
