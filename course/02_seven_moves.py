@@ -418,4 +418,4 @@ progress()
 # %distributed stop
 
 # %% [markdown]
-# **Next:** `04_data_parallelism` trains one model on four ranks, with nothing but `all_reduce`.
+# **Next:** `03_where_the_memory_goes` weighs a training step before, while and after it runs.

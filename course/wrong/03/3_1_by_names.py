@@ -1,0 +1,9 @@
+# refused: once for each name
+from __future__ import annotations
+
+import torch
+
+
+def states_bytes(model, optimizer):
+    moments = 2 if isinstance(optimizer, torch.optim.Adam) else int(optimizer.defaults["momentum"] > 0)
+    return sum(weight.nbytes * (2 + moments) for weight in model.state_dict().values())
