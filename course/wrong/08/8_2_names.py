@@ -1,0 +1,2 @@
+# refused: with the names
+choice = {"schedule": "1F1B", "microbatches": 32}
