@@ -107,6 +107,8 @@ def _write(
 ) -> ExportReport:
     if target.suffix != ".py":
         raise UsageError(f"{target}: the script's name must end in .py.")
+    # What the notebook itself defines is pickled by its name there, which the script does not know: it gets the code.
+    values = {name: value for name, value in values.items() if getattr(value, "__module__", "") != "__main__"}
     script = make_script(history, facts, title=title, file_name=target.name, values=values, live_only=live_only)
     data = target.with_name(data_file(target.name)) if script.file_names else None
     existing = [path for path in (target, data) if path is not None and path.exists()]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from axon_nb import cli
 from axon_nb.errors import UsageError
-from axon_nb.export import export_notebook
-from axon_nb.records.history import SessionFacts
+from axon_nb.export import export_history, export_notebook
+from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 ON_RANKS = sorted(path for path in EXAMPLES.glob("*.ipynb") if '"%%distributed' in path.read_text(encoding="utf-8"))
@@ -142,3 +144,20 @@ def test_outputs_reveal_facts_about_the_ranks(tmp_path: Path) -> None:
     made["cells"][0]["outputs"] = [{"output_type": "stream", "text": ["Started 7 ranks (gloo); `%dis"]}]
     source.write_text(json.dumps(made))
     assert "--nproc-per-node 7 " in str(export_notebook(source, tmp_path / "u.py"))
+
+
+def test_pushed_function_of_the_notebook_is_written_as_code(tmp_path: Path) -> None:
+    source = "def double(x):\n    return 2 * x\n"
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(source, names)
+    history: list[ExecutedCell | PushedValues] = [
+        ExecutedCell(1, "", source, "ok"),
+        PushedValues(("double", "rows")),
+        ExecutedCell(2, "distributed", "print(double(rows))\n", "ok"),
+    ]
+    values = {"double": names["double"], "rows": [1, 2]}
+    report = export_history(history, SessionFacts(2), values, tmp_path / "train.py")
+    text = (tmp_path / "train.py").read_text()
+    assert "def double(x):" in text
+    assert report.data is not None
+    assert pickle.loads(report.data.read_bytes()) == {"rows": [1, 2]}
