@@ -1,0 +1,11 @@
+"""The exercises of notebook 12: train, break, resume, ship."""
+
+from __future__ import annotations
+
+from axon_nb.course.exercises.nb12.mesh import MEMBERS
+from axon_nb.course.exercises.nb12.recipe import RECIPE
+from axon_nb.course.exercises.nb12.resume import RESUME
+
+__all__ = ["EXERCISES"]
+
+EXERCISES = (MEMBERS, RESUME, RECIPE)
