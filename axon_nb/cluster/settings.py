@@ -29,6 +29,8 @@ from axon_nb.errors import UsageError
 
 __all__ = ["IN_CLASS", "LiveSettings", "RunningCluster", "Setting", "Settings", "settings_facts"]
 
+IN_CLASS: dict[str, Any] = {"keep_alive": 30.0, "idle_stop": 1800.0, "threads": 1}
+"""What suits a machine that a class shares, besides `warm_up` off; see `AXON_NB_CLASS`."""
 _ASSIGNMENT = re.compile(r"\s*([^\s=]+)\s*=\s*(.*?)\s*(?=\s[^\s=]+\s*=|$)")
 """`key=value` or `key = 5 min`, up to the next one."""
 
@@ -122,10 +124,6 @@ class Settings:
     def snapshot(self) -> Settings:
         """Return a copy."""
         return Settings(**{name: getattr(self, name) for name in self.known()})
-
-
-IN_CLASS: dict[str, Any] = {"keep_alive": 30.0, "idle_stop": 1800.0, "threads": 1}
-"""What suits a machine that a class shares, besides `warm_up` off; see `AXON_NB_CLASS`."""
 
 
 class RunningCluster(Protocol):
