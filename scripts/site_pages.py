@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from plotly.io import to_html
+
 from scripts.build_course import EDITIONS, SOURCES
 from scripts.generated_page import ROOT
 from scripts.pair_notebooks import render
@@ -99,25 +101,28 @@ def notebook_page(notebook: dict[str, Any], executed: dict[str, Any] | None, pat
     page: dict[str, Any] = executed if executed is not None and current else notebook
     # Live views need a kernel; each has a picture of itself next to it, which stays.
     page["metadata"].pop("widgets", None)
+    has_library = False
     for cell in page["cells"]:
         cell["source"] = (
             relinked("".join(cell["source"]), path.parent) if cell["cell_type"] == "markdown" else cell["source"]
         )
         if "outputs" in cell:
             cell["outputs"] = [output for output in cell["outputs"] if _WIDGET not in output.get("data", {})]
-            for data in (output.get("data", {}) for output in cell["outputs"]):
-                _show_as_html(data)
+            for data in (output.get("data", {}) for output in cell["outputs"] if _PLOTLY in output.get("data", {})):
+                _show_as_html(data, with_library=not has_library)
+                has_library = True
     if not current:
         note = _NOT_RUN.format(_BINDER.format(path.relative_to(ROOT).as_posix()))
         page["cells"].insert(1, {"cell_type": "markdown", "id": "not-run", "metadata": {}, "source": note})
     return page
 
 
-def _show_as_html(data: dict[str, Any]) -> None:
-    """Leave a plotly figure its HTML, which needs no kernel and no network; the library comes with the first one."""
-    if _PLOTLY in data and "text/html" in data:
-        del data[_PLOTLY]
-        data["text/html"] = _MATHJAX.sub("", "".join(data["text/html"]))
+def _show_as_html(data: dict[str, Any], *, with_library: bool) -> None:
+    """Leave a plotly figure its HTML, which needs no kernel and no network."""
+    figure = data.pop(_PLOTLY)
+    if "text/html" not in data:
+        data["text/html"] = to_html(figure, include_plotlyjs=with_library, full_html=False, validate=False)
+    data["text/html"] = _MATHJAX.sub("", "".join(data["text/html"]))
 
 
 def _sources(notebook: dict[str, Any]) -> list[str]:
