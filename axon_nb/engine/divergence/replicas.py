@@ -81,7 +81,10 @@ def _names(parameters: Sequence[torch.Tensor], models: Sequence[tuple[str, nn.Mo
 def _in_ddp() -> dict[int, tuple[int, ...]]:
     groups: dict[int, tuple[int, ...]] = {}
     for model in live_objects(_DDP)[0]:
-        ranks = tuple(sorted(dist.get_process_group_ranks(model.process_group)))
+        try:
+            ranks = tuple(sorted(dist.get_process_group_ranks(model.process_group)))
+        except KeyError:  # its group has been destroyed
+            continue
         ignored = set(getattr(model, "parameters_to_ignore", ()))
         for name, parameter in model.module.named_parameters():
             if name not in ignored:
