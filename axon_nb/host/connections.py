@@ -150,12 +150,14 @@ class Listener:
 
     def __init__(self, path: Path, selector: selectors.BaseSelector, accept: Callable[[socket.socket], Any]) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
-        mask = os.umask(0o177)
+        # Under its name only once it listens: others remove the folder of a socket that refuses them.
+        early, mask = path.with_suffix(".s"), os.umask(0o177)
         try:
-            self.sock.bind(str(path))
+            self.sock.bind(str(early))
         finally:
             os.umask(mask)
         self.sock.listen(128)
+        early.rename(path)
         self.sock.setblocking(False)
         self._accept = accept
         selector.register(self.sock, selectors.EVENT_READ, self.on_ready)

@@ -215,7 +215,7 @@ class RunDir:
     @property
     def just_created(self) -> bool:
         """Whether another process may have just created the folder, and not yet written its pid."""
-        if (self.path / "starter").exists():
+        if self.starter_pid() is not None:
             return False
         try:
             return time.time() - self.path.stat().st_mtime < _CREATION_GRACE_S
@@ -234,9 +234,10 @@ def list_run_dirs() -> list[RunDir]:
         run_dir = RunDir(path)
         if path.is_symlink() or not path.is_dir():
             continue
+        is_new = run_dir.just_created  # asked first: a pid that is written in between makes it alive
         if run_dir.is_alive():
             found.append(run_dir)
-        elif not run_dir.just_created:
+        elif not is_new:
             run_dir.remove()
     return found
 

@@ -177,6 +177,13 @@ def test_folder_of_a_starting_agent_is_kept(root: Path) -> None:
     assert [entry.path for entry in list_run_dirs()] == [run_dir.path]
 
 
+def test_folder_without_a_pid_yet_is_kept(root: Path) -> None:
+    run_dir = RunDir.create()
+    (run_dir.path / "starter").write_text("")
+    assert list_run_dirs() == []
+    assert run_dir.path.exists()
+
+
 def test_folder_of_a_dead_starter_is_removed(root: Path) -> None:
     script = "from axon_nb.host.run_dir import RunDir; print(RunDir.create().path)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
