@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -99,31 +98,9 @@ def run_engine(argv: list[str]) -> None:
     """Run an ipyparallel engine in this process until it exits; the entry point of a forked rank."""
     from ipyparallel.engine.app import IPEngine
 
-    class RankEngine(IPEngine):
-        """An engine that does not take an error of a signal handler for the end of its loop, and exits silently."""
-
-        def start(self) -> None:
-            try:
-                self.loop.run_sync(self._start)
-            except KeyboardInterrupt:
-                pass
-            except Exception as error:
-                if name := _signal_of(error):
-                    raise RuntimeError(f"the handler of {name} raised between cells: {error!r}") from error
-                raise
-
     start_in_child()
     enable_crash_reports()
-    RankEngine.launch_instance(argv=argv, out_stream_factory=RankStream)
-
-
-def _signal_of(error: BaseException) -> str:
-    """Return the name of the signal whose Python handler raised the error; empty if none did."""
-    codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-    for number in signal.valid_signals():
-        if getattr(signal.getsignal(number), "__code__", None) in codes:
-            return signal.Signals(number).name
-    return ""
+    IPEngine.launch_instance(argv=argv, out_stream_factory=RankStream)
 
 
 def describe() -> EngineInfo:

@@ -86,6 +86,44 @@ def _shows_error(frame: FrameType | None, cell_frame: FrameType) -> bool:
     return False
 
 
+class _OtherHandlers:
+    """The Python signal handlers that cells and libraries install: an error raised between cells is printed.
+
+    It would end the loop that the rank runs. After an interrupt, torch's handler of SIGCHLD raises as soon as a worker
+    of an abandoned DataLoader exits.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._guarded: dict[int, tuple[Any, Any]] = {}
+        """The handler of each signal, and the one that stands in for it between cells."""
+
+    def print_errors(self) -> None:
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            is_ours = isinstance(getattr(handler, "__self__", None), InterruptHandler)
+            if callable(handler) and not is_ours and not isinstance(handler, signal.Handlers):
+                guarded = functools.partial(self._call, handler)
+                self._guarded[number] = handler, guarded
+                signal.signal(number, guarded)
+
+    def raise_errors(self) -> None:
+        for number, (handler, guarded) in self._guarded.items():
+            if signal.getsignal(number) is guarded:
+                signal.signal(number, handler)
+        self._guarded.clear()
+
+    def _call(self, handler: Callable[[int, FrameType | None], Any], number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except Exception as error:
+            if user_frame(frame) is not None:
+                raise
+            text = f"The handler of {signal.Signals(number).name} raised between cells: {error!r}"
+            # The handler may have interrupted the stream that it would write to.
+            self._kernel.io_loop.asyncio_loop.call_soon_threadsafe(functools.partial(print, text, file=sys.stderr))
+
+
 class InterruptHandler:
     """The SIGINT handler of a rank, installed for its lifetime.
 
@@ -98,6 +136,7 @@ class InterruptHandler:
         self._kernel = kernel
         self._defers = defers
         self._handler = self._on_sigint
+        self._others = _OtherHandlers(kernel)
         self._sent = 0
         """Interrupts sent to the cell so far."""
         self.task: Any = None
@@ -123,11 +162,13 @@ class InterruptHandler:
         self.raised = self._sent = 0
         if signal.getsignal(signal.SIGINT) is not self._handler:  # an earlier cell replaced it
             self.install()
+        self._others.raise_errors()
         self.running = True
 
     def end_cell(self) -> None:
-        """Drop interrupts from now on."""
+        """Drop interrupts from now on, and print the errors of other signals' handlers."""
         self.running = False
+        self._others.print_errors()
         if self.raised > _MAX_SWALLOWED:
             clear_forced_interrupt()
 
