@@ -8,16 +8,20 @@ are inherited, as always.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
+from functools import partial
 from typing import Any
 
 from axon_nb.engine.output.streams import NativeOutput
 
 __all__ = ["install_fork_defaults"]
 
-_BLOCKED = signal.valid_signals() - {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+_SIGSET_BYTES = 128
+"""The largest `sigset_t` of the platforms that torch supports, Linux's."""
+_FATAL = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 
 def install_fork_defaults(own_signal: int, output: NativeOutput) -> None:
@@ -34,27 +38,29 @@ def install_fork_defaults(own_signal: int, output: NativeOutput) -> None:
         signal.SIGTERM: signal.SIG_DFL,
         own_signal: signal.SIG_DFL,
     }
-    fork = _Fork(defaults, output)
-    os.register_at_fork(before=fork.block, after_in_parent=fork.unblock, after_in_child=fork.become_plain)
+    # Python discards the signals that reach a child before its hooks have run, and drops what a hook raises. So signals
+    # are blocked meanwhile, by libc: `signal.pthread_sigmask` would run their Python handlers within the hook.
+    libc = ctypes.PyDLL(None)
+    blocked, mask = (ctypes.create_string_buffer(_SIGSET_BYTES) for _ in range(2))
+    libc.sigfillset(blocked)
+    for number in _FATAL:
+        libc.sigdelset(blocked, int(number))
+    block = partial(libc.pthread_sigmask, int(signal.SIG_BLOCK), blocked, mask)
+    unblock = partial(libc.pthread_sigmask, int(signal.SIG_SETMASK), mask, None)
+    one_fork = threading.RLock()  # `mask` belongs to the thread that forks
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_Child(defaults, output).become_plain)
+    os.register_at_fork(before=one_fork.acquire, after_in_parent=one_fork.release, after_in_child=one_fork.release)
+    os.register_at_fork(after_in_child=unblock)
 
 
-class _Fork:
-    """What happens around each fork of a rank."""
+class _Child:
+    """What a child needs that a rank has forked."""
 
     def __init__(self, defaults: dict[int, Any], output: NativeOutput) -> None:
         self._defaults = defaults
         self._engine_handlers = {number: signal.getsignal(number) for number in defaults}
         """The rank's own handlers, by signal."""
         self._output = output
-        self._thread = threading.local()
-        """`mask`: the signals that this thread had blocked before it forked."""
-
-    def block(self) -> None:
-        # Python discards the signals that reach a child before its hooks have run.
-        self._thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-
-    def unblock(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._thread.mask)
 
     def become_plain(self) -> None:
         signal.set_wakeup_fd(-1)  # it belongs to the rank's event loop
@@ -64,7 +70,6 @@ class _Fork:
         for stream in self._output.streams:
             plain = _PlainStream(stream.fileno())
             vars(stream).update(write=plain.write, flush=plain.flush)
-        self.unblock()
 
 
 class _PlainStream:

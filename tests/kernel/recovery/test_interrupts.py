@@ -103,6 +103,7 @@ ANYTHING = {
     "a DataLoader loop": (
         "while True:\n    for batch in DataLoader(torch.arange(64.0), batch_size=4, num_workers=2): batch.sum()"
     ),
+    "a loop of forks": "while True:\n    pid = os.fork() or os._exit(0)\n    _ = os.waitpid(pid, 0)",
     "await": "import asyncio\nawait asyncio.sleep(600)",
     "await in a loop": "import asyncio\nwhile True:\n    await asyncio.sleep(0.01)",
     "subprocess.run": "subprocess.run(['sleep', '600'])",
@@ -121,6 +122,7 @@ def test_interrupt_aborts_any_cell(trained: Kernel, what: str) -> None:
     reply = interrupted(trained, ANYTHING[what])
     assert reply.ename == "CellInterrupt", reply.traceback
     assert reported_ranks(reply) == {0, 1, 2, 3}, reply.traceback
+    assert "Exception ignored" not in reply.stderr
     assert check_next_cell(trained) == ""
 
 
