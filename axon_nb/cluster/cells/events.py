@@ -9,6 +9,7 @@ from typing import Any
 
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.records.protocol.cells import CellOutcome
+from axon_nb.records.telemetry import Activity
 
 __all__ = [
     "Abort",
@@ -22,7 +23,7 @@ __all__ = [
     "Lost",
     "Output",
     "RankDone",
-    "RankReplied",
+    "RankEnded",
     "Recover",
     "Recovered",
     "Reply",
@@ -143,11 +144,11 @@ class RankDone:
 
 
 @dataclass(frozen=True, slots=True)
-class RankReplied:
-    """Mark a rank as finished in the live view."""
+class RankEnded:
+    """Show in the live view how the cell ended on a rank."""
 
     rank: int
-    failed: bool
+    activity: Activity
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,4 +178,4 @@ class Recover:
     """Show the rest of the output, then rebuild the groups."""
 
 
-Effect = Wake | ShowOutput | RankDone | RankReplied | LateReply | ResendAbort | Abort | Recover
+Effect = Wake | ShowOutput | RankDone | RankEnded | LateReply | ResendAbort | Abort | Recover

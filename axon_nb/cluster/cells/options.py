@@ -10,6 +10,7 @@ from axon_nb.cluster.failures.report import RankError
 from axon_nb.records.performance.delays import StepDelays
 from axon_nb.records.protocol.cells import AbortLocation, CellEnd, Measurement, Pauses
 from axon_nb.records.protocol.inspection import PausedEvent
+from axon_nb.records.telemetry import Activity
 
 __all__ = ["CellDebugger", "CellOptions", "LiveView", "RankProgress", "Steppable", "describe_abort", "was_aborted"]
 
@@ -37,8 +38,8 @@ class LiveView(Protocol):
     def flush(self) -> None:
         """Show what has arrived since the last call."""
 
-    def rank_finished(self, rank: int, *, failed: bool) -> None:
-        """Record, from any thread, that a rank has finished the cell."""
+    def rank_ended(self, rank: int, activity: Activity) -> None:
+        """Record, from any thread, how the cell ended on a rank: done, failed or dead."""
 
 
 class CellDebugger(Protocol):

@@ -214,9 +214,9 @@ class CellRun:
                 self._show(output, is_late=is_late)
             case events.RankDone(rank):
                 self.output.rank_done(rank)
-            case events.RankReplied(rank, failed):
+            case events.RankEnded(rank, activity):
                 if self._view is not None:
-                    self._view.rank_finished(rank, failed=failed)
+                    self._view.rank_ended(rank, activity)
             case events.LateReply(rank):
                 self.on_late_reply(rank)
             case events.ResendAbort():

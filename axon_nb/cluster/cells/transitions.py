@@ -11,6 +11,7 @@ from axon_nb.cluster.cells import events
 from axon_nb.cluster.cells.options import RankProgress, describe_abort, was_aborted
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.records.protocol.cells import CellEnd
+from axon_nb.records.telemetry import Activity
 
 __all__ = ["Cell", "State", "transition"]
 
@@ -152,8 +153,9 @@ def _reply(cell: Cell, event: events.Reply) -> Result:
     cell = replace(cell, must_recover=cell.must_recover or bool(end.left))
     error_now = cell.ranks[rank].error
     late = (events.LateReply(rank),) if cell.gave_up else ()
-    replied = events.RankReplied(rank, failed=error_now is not None and error_now.kind != "aborted")
-    return _settle(cell), (events.Wake(), *late, replied)
+    has_failed = error_now is not None and error_now.kind != "aborted"
+    ended = events.RankEnded(rank, Activity.FAILED if has_failed else Activity.DONE)
+    return _settle(cell), (events.Wake(), *late, ended)
 
 
 def _die(cell: Cell, event: events.Death) -> Result:
@@ -165,7 +167,8 @@ def _die(cell: Cell, event: events.Death) -> Result:
         return cell, ()
     cell = _fail(cell, RankError(event.rank, "died", "", event.reason), event.at)
     cell = _update(cell, event.rank, idle=True, replied_at=event.at)
-    return _settle(cell), (events.RankDone(event.rank), events.Wake())
+    ended = events.RankEnded(event.rank, Activity.DEAD)
+    return _settle(cell), (events.RankDone(event.rank), events.Wake(), ended)
 
 
 def _interrupt(cell: Cell, at: float) -> Result:

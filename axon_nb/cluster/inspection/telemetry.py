@@ -90,9 +90,8 @@ class StateFeed:
             self._renew(_LEASE_S)
         self._call_view(self._view.flush)
 
-    def rank_finished(self, rank: int, *, failed: bool) -> None:
-        """Show the rank as done or failed from now on; callable from any thread."""
-        activity = Activity.FAILED if failed else Activity.DONE
+    def rank_ended(self, rank: int, activity: Activity) -> None:
+        """Show the rank as done, failed or dead from now on; callable from any thread."""
         with self._lock:
             self._finished[rank] = activity
         now = time.monotonic_ns()

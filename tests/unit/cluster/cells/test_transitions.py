@@ -44,7 +44,7 @@ EVENTS: dict[str, events.Event] = {
 }
 
 # The next state (`=`: the same), the effects, and in brackets which facts of the cell change.
-# A reply to a cell that is recovering or done is a late one.
+# A reply to a cell that is recovering or done is a late one. What the live view then shows is in small letters.
 TABLE = """
 event            | in                                        | then
 output           | sent                                      | running Show
@@ -53,18 +53,18 @@ output           | recovering done                           | = ShowLate
 idle             | sent                                      | running RankDone
 idle             | running aborting recovering done          | = RankDone
 idle             | draining                                  | = RankDone Wake
-reply            | sent                                      | running Wake RankReplied
-reply            | running aborting                          | draining Wake RankReplied
-reply            | draining                                  | = Wake RankReplied
-reply            | recovering done                           | = Wake LateReply RankReplied
-failure          | sent                                      | running Wake RankReplied [failed]
-failure          | running aborting                          | draining Wake RankReplied [failed]
-failure          | draining                                  | = Wake RankReplied [failed]
-failure          | recovering done                           | = Wake LateReply RankReplied [failed]
-death            | sent                                      | running RankDone Wake [failed]
-death            | running aborting                          | draining RankDone Wake [failed]
+reply            | sent                                      | running Wake done
+reply            | running aborting                          | draining Wake done
+reply            | draining                                  | = Wake done
+reply            | recovering done                           | = Wake LateReply done
+failure          | sent                                      | running Wake failed [failed]
+failure          | running aborting                          | draining Wake failed [failed]
+failure          | draining                                  | = Wake failed [failed]
+failure          | recovering done                           | = Wake LateReply failed [failed]
+death            | sent                                      | running RankDone Wake dead [failed]
+death            | running aborting                          | draining RankDone Wake dead [failed]
 death            | draining                                  | =
-death            | recovering done                           | = RankDone Wake [failed]
+death            | recovering done                           | = RankDone Wake dead [failed]
 interrupt        | sent running aborting draining            | = ResendAbort Wake [interrupted_at]
 interrupt        | recovering done                           | = [interrupted_at]
 second interrupt | sent running aborting draining            | = ResendAbort Wake [second_interrupt_at]
@@ -94,6 +94,9 @@ def describe(state: str, name: str) -> str:
     after, effects = transition(cell, event)
     parts = ["=" if after.state is cell.state else after.state.value]
     for effect in effects:
+        if isinstance(effect, events.RankEnded):
+            parts.append(effect.activity.value)
+            continue
         is_late = isinstance(effect, events.ShowOutput) and effect.is_late
         parts.append("ShowLate" if is_late else type(effect).__name__.removesuffix("Output"))
     changed = [name for name in FACTS if getattr(after, name) != getattr(cell, name)]
