@@ -7,16 +7,16 @@ import datetime as dt
 import functools
 import statistics
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.display import display
 
-from axon_nb.cluster.branches import read_plan, run_branches, run_branches_blocking
+from axon_nb.cluster.branches import read_plan, run_branches
 from axon_nb.cluster.cells.result import CellResult
-from axon_nb.cluster.comparison.run import compare, compare_blocking
+from axon_nb.cluster.comparison.run import compare
 from axon_nb.cluster.debugger.breakpoints import BreakpointPrompt
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser
@@ -234,12 +234,12 @@ def _call(text: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class CellRuns:
-    """How a cell runs more than once; each function takes the cluster, the code and the options of `Cluster.run`."""
+    """How a cell runs more than once."""
 
-    run: Callable[..., Awaitable[Any]]
-    run_blocking: Callable[..., Any]
+    run: Callable[..., Coroutine[Any, Any, Any]]
+    """Takes the cluster, what runs a cell on it, the code, and the options of `Cluster.run`."""
     bundle: Callable[[Any], dict[str, str]]
-    """Shows what they return."""
+    """Shows what it returns."""
 
 
 def add_runs(parser: LineParser) -> None:
@@ -286,13 +286,7 @@ def read_runs(options: argparse.Namespace) -> CellRuns | None:
     if name == "--compare":
         from axon_nb.widgets.comparison import comparison_bundle
 
-        plain = options.compare
-        return CellRuns(
-            functools.partial(compare, plain=plain), functools.partial(compare_blocking, plain=plain), comparison_bundle
-        )
+        return CellRuns(functools.partial(compare, plain=options.compare), comparison_bundle)
     from axon_nb.widgets.branches import branches_bundle
 
-    plan = read_plan(options.branch, options.keep)
-    return CellRuns(
-        functools.partial(run_branches, plan=plan), functools.partial(run_branches_blocking, plan=plan), branches_bundle
-    )
+    return CellRuns(functools.partial(run_branches, plan=read_plan(options.branch, options.keep)), branches_bundle)

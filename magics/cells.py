@@ -14,6 +14,7 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.display import display, publish_display_data
 
 from axon_nb.cluster.cells import source as cell_code
+from axon_nb.cluster.cells.driver import awaitable, finished
 from axon_nb.cluster.cells.options import LiveView
 from axon_nb.cluster.cells.record import MIME_TYPE
 from axon_nb.cluster.cells.result import CellResult
@@ -136,33 +137,28 @@ class CellMagics(Magics):
             cell: The lines below it.
             plain: Whether it is a plain cell, without a magic, that auto mode sends to ranks.
         """
-        request = self._prepare(name, line, cell, plain=plain)
-        if request is None or request.noblock:
-            return self._start_noblock(request) if request is not None else None
-        if request.runs is not None:
-            with self._explaining(request):
-                outcome = await request.runs.run(request.cluster, request.code, options=request.options)
-            return self._show_runs(request, outcome)
-        with self._shown(request) as run:
-            run.result = await request.cluster.run_async(request.code, view=run.view, **request.options)
-        if request.local:
-            python = self.shell.transform_cell(cell)
-            (await self.shell.run_cell_async(cell, store_history=False, transformed_cell=python)).raise_error()
-        return None
+        return await self._run(name, line, cell, plain=plain, blocks=False)
 
     def run_blocking(self, name: str, line: str, cell: str, *, plain: bool = False) -> Any:
         """Run one cell and block until it finishes."""
+        return finished(self._run(name, line, cell, plain=plain, blocks=True))
+
+    async def _run(self, name: str, line: str, cell: str, *, plain: bool, blocks: bool) -> Any:
         request = self._prepare(name, line, cell, plain=plain)
         if request is None or request.noblock:
             return self._start_noblock(request) if request is not None else None
+        run = awaitable(request.cluster.run) if blocks else request.cluster.run_async
         if request.runs is not None:
             with self._explaining(request):
-                outcome = request.runs.run_blocking(request.cluster, request.code, options=request.options)
+                outcome = await request.runs.run(request.cluster, run, request.code, request.options)
             return self._show_runs(request, outcome)
-        with self._shown(request) as run:
-            run.result = request.cluster.run(request.code, view=run.view, **request.options)
-        if request.local:
+        with self._shown(request) as shown:
+            shown.result = await run(request.code, view=shown.view, **request.options)
+        if request.local and blocks:
             self.shell.run_cell(cell, store_history=False).raise_error()
+        elif request.local:
+            python = self.shell.transform_cell(cell)
+            (await self.shell.run_cell_async(cell, store_history=False, transformed_cell=python)).raise_error()
         return None
 
     def _prepare(self, name: str, line: str, cell: str, *, plain: bool) -> _Request | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,12 @@ from axon_nb.records.training.job import JobReport, MetricRow
 if TYPE_CHECKING:
     import pandas as pd
 
+    from axon_nb.cluster.cells.driver import RunsCell
     from axon_nb.cluster.cells.result import CellResult
     from axon_nb.cluster.cluster import Cluster
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["Branch", "BranchPlan", "Branches", "read_plan", "run_branches", "run_branches_blocking"]
+__all__ = ["Branch", "BranchPlan", "Branches", "read_plan", "run_branches"]
 
 _NOT_RUN = "not run"
 _CHOICES: Mapping[str, Callable[..., str]] = {"best": min, "lowest": min, "highest": max}
@@ -134,7 +135,9 @@ def read_plan(branch: str, keep: str | None) -> BranchPlan:
     return replace(plan, keep=value)
 
 
-async def run_branches(cluster: Cluster, code: str, plan: BranchPlan, options: dict[str, Any]) -> Branches:
+async def run_branches(
+    cluster: Cluster, run: RunsCell, code: str, options: dict[str, Any], *, plan: BranchPlan
+) -> Branches:
     """Run the cell for each value, restore the state after each, and run the one to keep again.
 
     A run that fails, times out or kills ranks is a row, and the others go on. Ranks that died are replaced, and get
@@ -142,61 +145,31 @@ async def run_branches(cluster: Cluster, code: str, plan: BranchPlan, options: d
 
     Args:
         cluster: The cluster.
+        run: Runs a cell on it.
         code: The cell; its first line is the comment that stands for the magic.
-        plan: The variable, its values, and what to keep.
         options: The options of `Cluster.run`, with the ranks as a list.
+        plan: The variable, its values, and what to keep.
     """
-    return await _run_all(cluster, cluster.run_async, code, plan, options)
-
-
-def run_branches_blocking(cluster: Cluster, code: str, plan: BranchPlan, options: dict[str, Any]) -> Branches:
-    """Do what `run_branches` does, without an event loop."""
-
-    async def run(code: str, **options: Any) -> CellResult:
-        return cluster.run(code, **options)
-
-    coroutine = _run_all(cluster, run, code, plan, options)
-    try:
-        coroutine.send(None)  # it never waits
-    except StopIteration as end:
-        branches: Branches = end.value
-        return branches
-    raise AssertionError
-
-
-async def _run_all(
-    cluster: Cluster, run: Callable[..., Awaitable[CellResult]], code: str, plan: BranchPlan, options: dict[str, Any]
-) -> Branches:
     state, ranks = cluster.state, options["ranks"]
     rows: list[Branch] = []
-    trials = Trials(state, ranks, cluster.cells.settings.undo_memory)
-    tried = {**options, "undoable": False, "check": False, "values": False, "show_value": False}
-    lost = ""
+    trials = Trials(state, ranks, cluster.cells.settings.undo_memory, outlives=True)
+    tried = {**options, "restores": trials, "check": False, "values": False, "show_value": False}
     try:
         for value in plan.values:
-            if lost:
-                rows.append(Branch(value, _NOT_RUN, lost))
+            if trials.lost:
+                rows.append(Branch(value, _NOT_RUN, trials.lost))
                 continue
             print(f"{plan.name} = {value}", flush=True)
             code_of_run = _with_value(code, plan.name, value)
-            before, processes = _drained(state)[0], _processes(state)
+            before = _drained(state)[0]
             call_all(state.connection, ranks, TakePeak())
-            trials.begin()
-            gone: list[int] = []
-            try:
-                result = await run(code_of_run, **tried)
-                now = _processes(state)
-                gone = [rank for rank in ranks if rank in state.health.dead or now[rank] != processes[rank]]
-                rows.append(_row(state, value, result, before, ranks))
-            finally:
-                lost = trials.end(gone)
+            rows.append(_row(state, value, await run(code_of_run, **tried), before, ranks))
     finally:
-        if not lost:  # a repair needs what is kept
-            trials.close()
+        trials.close()
     branches = Branches(plan.name, rows)
-    chosen = None if lost else _chosen(branches, plan.keep)
+    chosen = None if trials.lost else _chosen(branches, plan.keep)
     if chosen is None:
-        print(_outcome(plan.keep, lost))
+        print(_outcome(plan.keep, trials.lost))
         return branches
     before = _drained(state)[0]
     await run(_with_value(code, plan.name, chosen.value), **{**options, "quiet": True, "values": False})
@@ -235,10 +208,6 @@ def _with_value(code: str, name: str, value: str) -> str:
     if not head.startswith("# %%"):
         raise UsageError("--branch does not work in a cell with a second %% line.")
     return f"{name} = {value}  {head}{newline}{body}"
-
-
-def _processes(state: ClusterState) -> dict[int, int]:
-    return {rank: place.pid for rank, place in enumerate(state.rank_info)}
 
 
 def _drained(

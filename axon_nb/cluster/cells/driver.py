@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from axon_nb.cluster.cells.kernel_interrupts import InterruptQueue
 from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["CellHandle", "run_to_completion", "run_to_completion_async"]
+__all__ = ["CellHandle", "RunsCell", "awaitable", "finished", "run_to_completion", "run_to_completion_async"]
+
+T = TypeVar("T")
+RunsCell = Callable[..., Awaitable[CellResult]]
+"""`Cluster.run_async`, or `Cluster.run` as `awaitable` returns it."""
 
 # Python's signal handlers run between two steps of the main thread: a loop that sleeps longer notices Ctrl-C late.
 _MAX_WAIT_S = 0.05
@@ -50,6 +55,25 @@ def run_to_completion(run: CellRun, interrupts: InterruptQueue) -> None:
     while not run.step():
         woken.wait(min(run.poll_interval(), _MAX_WAIT_S))
         woken.clear()
+
+
+def awaitable(run: Callable[..., CellResult]) -> RunsCell:
+    """Return a function that blocks as one that can be awaited, for coroutines that serve both."""
+
+    async def awaited(code: str, **options: Any) -> CellResult:
+        return run(code, **options)
+
+    return awaited
+
+
+def finished(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine without an event loop; it awaits only what `awaitable` returns."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("the coroutine waits")
 
 
 class CellHandle:

@@ -37,7 +37,7 @@ from axon_nb.cluster.recovery.protection import remedy_of
 from axon_nb.cluster.recovery.recovery import AgentWatch, Recovery
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import Settings
-from axon_nb.cluster.snapshot.trial import begin_trial, end_trial
+from axon_nb.cluster.snapshot.trial import Trials
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
 from axon_nb.records.performance.delays import StepDelays
@@ -168,15 +168,17 @@ class CellManager:
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
         ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in ranks]
-        if options.get("restores", False):
-            begin_trial(state, ranks, self.settings.undo_memory)
+        if trials := options.get("restores", False):
+            if trials is True:
+                trials = options["restores"] = Trials(state, ranks, self.settings.undo_memory)
+            trials.begin()
         run = self.new_run(ranks, options)
         if ahead and not quiet:
             print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
         exclusive = options.get("exclusive", False) and is_exclusive(state, run)
         number = cell if cell is not None else next(self._numbers)
         is_debugger = options.get("is_debugger", False)
-        is_undoable = options.get("undoable", False) and not options.get("restores", False)
+        is_undoable = options.get("undoable", False) and not trials
         facts = CellFacts(
             cell=number,
             token=run.token if options.get("values", True) else None,
@@ -265,8 +267,8 @@ class CellManager:
         try:
             return self._finish(run, options)
         finally:
-            if options.get("restores", False) and not run.cell.lost:
-                end_trial(self.state, run.ranks)
+            if isinstance(trials := options.get("restores"), Trials) and not run.cell.lost:
+                trials.end()
 
     def _finish(self, run: CellRun, options: CellOptions) -> CellResult:
         state = self.state

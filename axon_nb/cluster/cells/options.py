@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
 from axon_nb.records.performance.delays import StepDelays
 from axon_nb.records.protocol.cells import AbortLocation, CellEnd, Measurement, Pauses
 from axon_nb.records.protocol.inspection import PausedEvent
 from axon_nb.records.telemetry import Activity
+
+if TYPE_CHECKING:
+    from axon_nb.cluster.snapshot.trial import Trials
 
 __all__ = ["CellDebugger", "CellOptions", "LiveView", "RankProgress", "Steppable", "describe_abort", "was_aborted"]
 
@@ -130,7 +133,8 @@ class CellOptions(TypedDict, total=False):
     """Whether `%distributed undo` can take this cell back, if `config undo_memory` is set. Default: False."""
     delays: StepDelays
     """What ranks sleep in each training step, to prove the gain of a change. Default: nothing."""
-    restores: bool
-    """Whether the state before the cell is restored after it, however it ends (`--try`). Default: False."""
+    restores: bool | Trials
+    """Whether the state before the cell is restored after it, however it ends (`--try`). Default: False. Cells that
+    run one after the other from the same state share `Trials`."""
     is_debugger: bool
     """Whether this is a command of the debugger, which leaves the failure on the rank. Default: False."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.comparison.verdict import Verdict, verdict
@@ -12,46 +11,26 @@ from axon_nb.records.protocol.messages import cell_source
 from axon_nb.records.training.comparison import Comparison
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.cells.result import CellResult
+    from axon_nb.cluster.cells.driver import RunsCell
     from axon_nb.cluster.cluster import Cluster
-    from axon_nb.cluster.state import ClusterState
 
-__all__ = ["compare", "compare_blocking"]
+__all__ = ["compare"]
 
 
-async def compare(cluster: Cluster, code: str, plain: str, options: dict[str, Any]) -> Verdict:
+async def compare(cluster: Cluster, run: RunsCell, code: str, options: dict[str, Any], *, plain: str) -> Verdict:
     """Run the cell on all ranks and on one, and compare what they compute; the state from before is restored.
 
     Args:
         cluster: The cluster.
+        run: Runs a cell on it.
         code: The cell; its first line is the comment that stands for the magic.
-        plain: Name of the plain model that stands for one that is split over ranks; empty: each rank has all of it.
         options: The options of `Cluster.run`, with the ranks as a list.
+        plain: Name of the plain model that stands for one that is split over ranks; empty: each rank has all of it.
 
     Raises:
         UsageError: the cell cannot be compared; says what to do.
     """
-    return await _compare(cluster.state, cluster.run_async, code, plain, options)
-
-
-def compare_blocking(cluster: Cluster, code: str, plain: str, options: dict[str, Any]) -> Verdict:
-    """Do what `compare` does, without an event loop."""
-
-    async def run(code: str, **options: Any) -> CellResult:
-        return cluster.run(code, **options)
-
-    coroutine = _compare(cluster.state, run, code, plain, options)
-    try:
-        coroutine.send(None)  # it never waits
-    except StopIteration as end:
-        result: Verdict = end.value
-        return result
-    raise AssertionError
-
-
-async def _compare(
-    state: ClusterState, run: Callable[..., Awaitable[CellResult]], code: str, plain: str, options: dict[str, Any]
-) -> Verdict:
+    state = cluster.state
     if state.world_size < 2:
         raise UsageError("--compare needs at least 2 ranks: `%distributed start -n 2`.")
     if list(options["ranks"]) != list(state.ranks):

@@ -1,6 +1,6 @@
-"""Cells that are tried: each rank holds a snapshot from before, and restores it however the cell ends.
+"""Cells that are tried: the ranks save their state, run the cell, and restore the state however the cell ends.
 
-Cells of `--branch` go on after a death: if all ranks run them, the snapshot is in memory that outlives the ranks.
+`CellManager` does this for every cell with `restores`, so `--try`, `--branch`, `--compare` and `--prove` share it.
 """
 
 from __future__ import annotations
@@ -26,111 +26,87 @@ from axon_nb.records.ranks import name_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["Trials", "begin_trial", "end_trial"]
+__all__ = ["Trials"]
 
 _KEY = "try"
 
 
-def begin_trial(state: ClusterState, ranks: Sequence[int], limit: int) -> None:
-    """Have these ranks hold a snapshot, and say what it cannot restore.
-
-    Args:
-        state: The cluster.
-        ranks: The ranks that will run the cell.
-        limit: Bytes that the snapshot may take on each rank; 0: half of the memory that is free there.
-
-    Raises:
-        UsageError: one of them cannot; the cell must not run.
-    """
-    raise_if_busy(state, "try this cell")
-    state.health.ensure_available(ranks)
-    with interrupts_deferred():
-        held = call_all(state.connection, ranks, HoldSnapshot(_KEY, limit))
-    if missing := {rank: record.missing for rank, record in held.items() if record.missing}:
-        rank, why = next(iter(missing.items()))
-        raise UsageError(f"The cell did not run: rank {rank} {why}.")
-    _hint_obstacles(state, held)
-
-
-def _hint_obstacles(state: ClusterState, held: Mapping[int, UndoableCell]) -> None:
-    text = describe_obstacles({name: what for record in held.values() for name, what in record.obstacles.items()})
-    state.health.hint(text, text)
-
-
-def end_trial(state: ClusterState, ranks: Sequence[int]) -> None:
-    """Restore what these ranks hold; those that died or are stuck meanwhile are named."""
-    able = [rank for rank in ranks if rank not in state.health.dead and rank not in state.health.stuck]
-    with interrupts_deferred():
-        report_refused(restore_all(state, dict.fromkeys(able, RestoreHeld(_KEY))))
-    if lost := [rank for rank in ranks if rank not in able]:
-        print(f"{name_ranks(lost).capitalize()} could not restore the state from before the cell.")
-
-
 class Trials:
-    """Cells that are tried one after the other, always from the same state.
+    """Cells that run one after the other, always from the same state.
 
     Args:
         state: The cluster.
         ranks: The ranks that run them.
-        limit: As for `begin_trial`.
+        limit: Bytes that a snapshot may take on each rank; 0: half of the memory that is free there.
+        outlives: Whether to go on after a death: if all ranks run the cells, the state is then kept in memory that
+            outlives the ranks, in the place of a protected step, until `close`.
     """
 
-    def __init__(self, state: ClusterState, ranks: Sequence[int], limit: int) -> None:
-        self._state = state
-        self._ranks = ranks
-        self._limit = limit
-        self._key = f"try {uuid.uuid4().hex}"
-        self._outlives: bool | None = None
-        """Whether the snapshot outlives the ranks; None: there was no cell yet."""
+    def __init__(self, state: ClusterState, ranks: Sequence[int], limit: int, *, outlives: bool = False) -> None:
+        self._state, self._ranks, self._limit = state, ranks, limit
+        self._key = f"{_KEY} {uuid.uuid4().hex}"
+        self._may_keep = outlives and list(ranks) == list(state.ranks) and state.engines == "axon"
+        self._is_kept = False
+        self._processes: list[int] = []
+        self.lost = ""
+        """Why no other cell can be tried, as a sentence without its end; empty if one can."""
 
     def begin(self) -> None:
-        """Before a cell: have the ranks keep the state, unless they have it. Raises as `begin_trial`."""
-        if self._outlives is None:
-            self._outlives = self._keep()
-        if not self._outlives:
-            begin_trial(self._state, self._ranks, self._limit)
+        """Before a cell: have the ranks save the state, and say what of it cannot be restored.
 
-    def _keep(self) -> bool:
-        state = self._state
-        if list(self._ranks) != list(state.ranks) or state.engines != "axon":
-            return False
-        raise_if_busy(state, "try this cell")
-        state.health.ensure_available(self._ranks)
-        with interrupts_deferred():
-            kept = call_all(state.connection, state.ranks, KeepSnapshot(self._key, self._limit))
-        if any(record.missing for record in kept.values()):
-            return False
-        _hint_obstacles(state, kept)
-        return True
-
-    def end(self, gone: Sequence[int]) -> str:
-        """After a cell: restore the state, and replace ranks that died.
-
-        Args:
-            gone: The ranks that died in the cell, also those that were replaced since.
-
-        Returns:
-            Why no other cell can be tried, as a sentence without its end; empty if one can.
+        Raises:
+            UsageError: one of them cannot; the cell must not run.
         """
         state = self._state
-        if not self._outlives:
-            end_trial(state, self._ranks)
-            return f"{name_ranks(gone)} died" if gone else ""
+        raise_if_busy(state, "try this cell")
+        state.health.ensure_available(self._ranks)
+        self._processes = [place.pid for place in state.rank_info]
+        if self._is_kept:
+            return
+        if self._may_keep:
+            self._is_kept = self._may_keep = not self._save(KeepSnapshot(self._key, self._limit))
+        if not self._is_kept and (missing := self._save(HoldSnapshot(_KEY, self._limit))):
+            rank, why = next(iter(missing.items()))
+            raise UsageError(f"The cell did not run: rank {rank} {why}.")
+
+    def _save(self, call: HoldSnapshot | KeepSnapshot) -> dict[int, str]:
+        """Return by rank why it cannot save its state; empty if all have."""
+        with interrupts_deferred():
+            saved: Mapping[int, UndoableCell] = call_all(self._state.connection, self._ranks, call)
+        missing = {rank: record.missing for rank, record in saved.items() if record.missing}
+        if not missing:
+            text = describe_obstacles({name: what for one in saved.values() for name, what in one.obstacles.items()})
+            self._state.health.hint(text, text)
+        return missing
+
+    def end(self) -> None:
+        """After a cell: restore the state, and replace ranks that died if the state outlives them."""
+        state, health = self._state, self._state.health
+        replaced = [rank for rank in self._ranks if state.rank_info[rank].pid != self._processes[rank]]
+        gone = [rank for rank in self._ranks if rank in replaced or rank in health.dead or rank in health.stuck]
+        why = f"{name_ranks(gone)} {'died' if {*gone} - {*health.stuck} else 'did not stop'}" if gone else ""
+        if not self._is_kept:
+            able = [rank for rank in self._ranks if rank not in health.dead and rank not in health.stuck]
+            with interrupts_deferred():
+                report_refused(restore_all(state, dict.fromkeys(able, RestoreHeld(_KEY))))
+            if unable := [rank for rank in self._ranks if rank not in able]:
+                print(f"{name_ranks(unable).capitalize()} could not restore the state from before the cell.")
+            self.lost = why
+            return
         try:
-            if state.health.dead or state.health.stuck or state.health.lost_contexts:
+            if health.dead or health.stuck or health.lost_contexts:
                 returned = repair(state, None).returned
-                if returned is None:
-                    return f"{name_ranks(gone)} died, and no state was left"
-                refused = returned.refused
+                self.lost = "" if returned is not None else f"{why}, and no state was left"
+                refused = returned.refused if returned is not None else {}
             else:
                 with interrupts_deferred():
                     refused = restore_all(state, dict.fromkeys(state.ranks, RestoreProtected(self._key, (0, 0))))
         except AxonError as error:
-            return f"{name_ranks(gone)} died, and could not be replaced ({error})"
-        report_refused(refused)
-        return ""
+            self.lost = f"{why}, and could not be replaced ({error})" if gone else f"the state was lost ({error})"
+        else:
+            report_refused(refused)
 
     def close(self) -> None:
-        """Give up what the ranks keep."""
-        if self._outlives and not self._state.health.dead:
+        """Give up what the ranks keep, unless a repair needs it."""
+        if self._is_kept and not self.lost and self._state.running and not self._state.health.dead:
             call_all(self._state.connection, self._state.ranks, ForgetProtected(self._key))

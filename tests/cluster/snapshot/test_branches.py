@@ -51,10 +51,12 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
         script.ok("import axon_nb\nc = axon_nb.start(2, devices='cpu', name='branches')")
         script.ok(f"c.run({PREPARE!r})")
         script.ok(
-            "from axon_nb.cluster.branches import read_plan, run_branches_blocking\n"
+            "from axon_nb.cluster.branches import read_plan, run_branches\n"
+            "from axon_nb.cluster.cells.driver import awaitable, finished\n"
             "def branch(code, values, keep=None, **options):\n"
             "    options = {'ranks': [0, 1], **options}\n"
-            "    return run_branches_blocking(c, code, read_plan('lr=' + values, keep), options)\n"
+            "    plan = read_plan('lr=' + values, keep)\n"
+            "    return finished(run_branches(c, awaitable(c.run), code, options, plan=plan))\n"
             f"def digest():\n    return c.run({DIGEST!r}, quiet=True).values"
         )
         yield script
