@@ -13,7 +13,7 @@ from axon_nb.cluster.failures.next_steps import failure_line, next_commands
 from axon_nb.cluster.failures.report import Failure, RankError, agree
 from axon_nb.records.colors import STATES
 from axon_nb.records.ranks import name_ranks
-from axon_nb.widgets.html import CELL, MUTED, WRAPPED_CELL, row_title, table, table_row
+from axon_nb.widgets.html import CELL, CODE, MUTED, WRAPPED_CELL, prose, row_title, table, table_row
 
 __all__ = ["failure_card"]
 
@@ -24,7 +24,6 @@ _AROUND = 2
 _MAX_MESSAGE = 600
 _ERROR = STATES["error"][0].both
 _MARK = f"background:{_ERROR}2E;color:inherit;border-radius:2px"
-_CODE = "font-family:var(--jp-code-font-family, ui-monospace, monospace)"
 
 
 def failure_card(failure: Failure, *, code: str, cell: int, ranks: Sequence[int]) -> str:
@@ -76,7 +75,7 @@ def _source(failure: Failure, code: str, cell: int) -> str:
     shown = range(max(first, failed - _AROUND), min(len(lines), failed + _AROUND) + 1)
     width = len(str(shown.stop))
     rows = "".join(
-        f'<div style="{_CODE}"><span style="{MUTED};user-select:none">{number:>{width}}  </span>'
+        f'<div style="{CODE}"><span style="{MUTED};user-select:none">{number:>{width}}  </span>'
         f"{_marked(lines[number - 1], failure.cause) if number == failed else escape(lines[number - 1])}</div>"
         for number in shown
     )
@@ -137,12 +136,10 @@ def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
     """Return commands to run next, each with what it does; a click selects a command."""
     rows = "".join(
         table_row(
-            f'<td style="{CELL}"><code style="{_CODE};user-select:all">{escape(command)}</code></td>',
+            f'<td style="{CELL}"><code style="{CODE};user-select:all">{escape(command)}</code></td>',
             f'<td style="{WRAPPED_CELL};{MUTED}">{escape(text)}</td>',
         )
         for command, text in next_commands(failure, ranks)
     )
-    code = rf'<code style="{_CODE}">\1</code>'
-    hint = re.sub("`([^`]+)`", code, escape(failure.hint))
-    hint = f'<div style="margin:4px 0 0">{hint}</div>' if hint else ""
+    hint = f'<div style="margin:4px 0 0">{prose(failure.hint)}</div>' if failure.hint else ""
     return hint + (table((), [rows]) if rows else "")

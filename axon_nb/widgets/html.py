@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable
 from html import escape
 
 __all__ = [
     "CELL",
+    "CODE",
     "MUTED",
     "NUMBER",
     "WRAPPED_CELL",
@@ -18,6 +20,7 @@ __all__ = [
     "legend",
     "note_lines",
     "notice",
+    "prose",
     "row_title",
     "svg_uri",
     "table",
@@ -25,6 +28,8 @@ __all__ = [
     "table_style",
 ]
 
+CODE = "font-family:var(--jp-code-font-family, ui-monospace, monospace)"
+"""Style of code."""
 MUTED = "color:var(--jp-ui-font-color2, inherit)"
 """Style of secondary text."""
 WRAPPED_CELL = "padding:2px 14px 2px 0;text-align:left;vertical-align:middle;border:none"
@@ -36,6 +41,12 @@ NUMBER = "padding:2px 14px 2px 0;text-align:right;vertical-align:middle;border:n
 """Style of a table's cell with a number."""
 _SMALL = f"font-size:85%;{MUTED}"
 _WARN = "#C78100"
+_QUOTED = re.compile("`([^`]+)`")
+
+
+def prose(text: str) -> str:
+    """Return text as HTML, with what is in backticks as code."""
+    return _QUOTED.sub(rf'<code style="{CODE}">\1</code>', escape(text))
 
 
 def svg_uri(svg: str) -> str:
@@ -108,13 +119,13 @@ def notice(claim: str, text: str) -> str:
     """Return a highlighted sentence about what is wrong."""
     return (
         f'<div style="margin:4px 0;padding:2px 10px;border-left:3px solid {_WARN}"><b style="font-weight:600">'
-        f"{escape(claim)}</b> {escape(text)}</div>"
+        f"{escape(claim)}</b> {prose(text)}</div>"
     )
 
 
 def note_lines(notes: Iterable[str]) -> str:
     """Return sentences to put below a figure."""
-    return "".join(f'<div style="{MUTED}">{escape(note)}</div>' for note in notes)
+    return "".join(f'<div style="{MUTED}">{prose(note)}</div>' for note in notes)
 
 
 def legend(entries: Iterable[tuple[str, str]], *, width: int = 24, height: int = 14, margin: str = "left") -> str:

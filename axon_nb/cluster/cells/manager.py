@@ -196,7 +196,10 @@ class CellManager:
             watch_numbers=self.settings.watch_numbers if options.get("undoable", False) else "",
         )
         if mode := facts.watch_numbers:
-            run.abort.numbers = DivergenceWatch(state.client, run.token, ranks, stops=mode == "stop", quiet=quiet)
+            stops, can_undo = mode == "stop", bool(facts.undo_memory)
+            run.abort.numbers = DivergenceWatch(
+                state.client, run.token, ranks, stops=stops, quiet=quiet, can_undo=can_undo
+            )
         if facts.slowness and not quiet:
             print(f"Slowed: {facts.slowness}. `%distributed slow off` ends it.")
         run.send(code, facts)

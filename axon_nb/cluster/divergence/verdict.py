@@ -21,10 +21,7 @@ _WHAT = {
     "backward": "the gradient of the input",
     "gradient": "the gradient",
 }
-_COPY = (
-    "Copy the parameters from a right rank, as with `dist.broadcast(parameter.data, src=0)`, load a checkpoint, or "
-    "take the cell back with `%distributed undo`."
-)
+_COPY = "Copy the parameters from a right rank, as with `dist.broadcast(parameter.data, src=0)`"
 _CORRECT = "The optimizer of this step has not used the gradients: correct the cell, and run it again from this step."
 
 
@@ -52,6 +49,8 @@ class NumbersFinding:
     """The line of the cell, such as ``line 7``."""
     more: tuple[str, ...] = ()
     """Other parameters that differ in the same step."""
+    can_undo: bool = False
+    """Whether `config undo_memory` was on when the cell began."""
 
     def __str__(self) -> str:
         return f"{self.claim} {self.advice}"
@@ -89,7 +88,12 @@ class NumbersFinding:
     @property
     def advice(self) -> str:
         """What to do next."""
-        return _COPY if self.problem == "differs" else _CORRECT
+        if self.problem != "differs":
+            return _CORRECT
+        # What differs before the first step may have been so before the cell.
+        if self.can_undo and (self.stage, self.step) != ("weight", 0):
+            return f"{_COPY}, load a checkpoint, or take the cell back with `%distributed undo`."
+        return f"{_COPY}, or load a checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +130,12 @@ class NumbersVerdict:
         return "\n".join([self.sentence, *self.notes])
 
 
-def find_difference(details: Mapping[int, StepNumbers]) -> NumbersFinding | None:
+def find_difference(details: Mapping[int, StepNumbers], *, can_undo: bool = False) -> NumbersFinding | None:
     """Return the first parameter of a step whose replicas differ; weights come before gradients.
 
     Args:
         details: The digests of one step by rank.
+        can_undo: As in `NumbersFinding`.
     """
     step = next(iter(details.values()))
     for stage in ("weight", "gradient"):
@@ -147,7 +152,7 @@ def find_difference(details: Mapping[int, StepNumbers]) -> NumbersFinding | None
             where = step.where if stage == "gradient" or not step.before else step.before
             more = tuple(dict.fromkeys(other for other, _ in found if other != name))
             return NumbersFinding(
-                "differs", stage, name, "", "", wrong, right, step.optimizer, step.step, where, more
+                "differs", stage, name, "", "", wrong, right, step.optimizer, step.step, where, more, can_undo
             )  # fmt: skip
     return None
 

@@ -27,6 +27,17 @@ def test_minority_is_named_and_weights_come_before_gradients() -> None:
     assert found.claim == "The weight of 0.bias on rank 2 differs from that on ranks 0-1,3 after step 4 (line 4)."
 
 
+def test_undo_is_offered_only_where_it_brings_the_replicas_back() -> None:
+    wrong = {
+        number: {0: step(1, 2, 3, number=number), 1: step(1, 5, 3, number=number)} for number in (0, 4)
+    }  # fmt: skip
+    undo, copy = "take the cell back with `%distributed undo`.", "src=0)`, or load a checkpoint."
+    for can_undo, number, end in ((True, 4, undo), (False, 4, copy), (True, 0, copy)):
+        found = find_difference(wrong[number], can_undo=can_undo)
+        assert found is not None
+        assert found.advice.endswith(end), (can_undo, number)
+
+
 def test_last_gradient_is_named_as_a_backward_computes_it_first() -> None:
     right, wrong = step(1, 2, 3), step(1, 2, 3, gradients=(0, 0, 9))
     found = find_difference({0: wrong, 1: right, 2: right, 3: right})
