@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 
 from axon_nb.errors import UsageError
 
-__all__ = ["format_ranks", "name_ranks", "parse_ranks", "resolve_ranks"]
+__all__ = ["Runs", "format_ranks", "name_ranks", "pack_ranks", "parse_ranks", "resolve_ranks", "unpack_ranks"]
+
+Runs = tuple[tuple[int, int, int], ...]
+"""Ranks as few ranges: the first of each, how many, and the distance between two."""
 
 
 _MAX_PIECES = 16
@@ -94,3 +98,21 @@ def resolve_ranks(ranks: str | Iterable[int] | None, world_size: int) -> list[in
     if not text.strip():
         raise UsageError(f"no rank is named; ranks are 0 to {world_size - 1}.")
     return parse_ranks(text, world_size)
+
+
+def pack_ranks(ranks: Sequence[int]) -> Runs:
+    """Return ranks in a form whose size does not grow with their number, as long as they are as regular as a mesh."""
+    runs: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        first, count, step = runs[-1] if runs else (0, 0, 0)
+        if runs and (count == 1 or rank == first + count * step):
+            runs[-1] = first, count + 1, step if count > 1 else rank - first
+        else:
+            runs.append((rank, 1, 1))
+    return tuple(runs)
+
+
+@functools.lru_cache(maxsize=256)  # all ranks of a group send the same, several times per second
+def unpack_ranks(runs: Runs) -> tuple[int, ...]:
+    """Return the ranks that `pack_ranks` was given."""
+    return tuple(first + index * step for first, count, step in runs for index in range(count))

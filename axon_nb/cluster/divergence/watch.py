@@ -18,6 +18,7 @@ from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.cluster.rpc.requests import request_each
 from axon_nb.records.protocol.contents import NumbersReply, NumbersRequest
+from axon_nb.records.ranks import unpack_ranks
 from axon_nb.records.training.numbers import LAST, NonFinite
 
 __all__ = ["DivergenceWatch"]
@@ -136,7 +137,10 @@ class DivergenceWatch:
 
     def _take(self, replies: dict[int, NumbersReply]) -> None:
         for rank, reply in replies.items():
-            sets = {int(optimizer): [tuple(ranks) for ranks in sets] for optimizer, sets in reply.sets.items()}
+            sets = {
+                int(optimizer): [unpack_ranks(tuple(map(tuple, runs))) for runs in sets]
+                for optimizer, sets in reply.sets.items()
+            }
             self._read[rank] = reply.next
             self._lost += reply.lost
             self._waiting[rank] = reply.waiting

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axon_nb.engine.divergence.replicas import Replicas
+from axon_nb.records.ranks import Runs, pack_ranks
 from axon_nb.records.training.numbers import NonFinite, StepNumbers
 
 __all__ = ["NumberLog", "Row"]
@@ -69,8 +70,8 @@ class NumberLog:
         self._rows.append(row)
         self.end += 1
 
-    def since(self, number: int) -> tuple[list[list[Any]], dict[int, list[list[int]]], int]:
-        """Return what is compared of each row, the sets of ranks by optimizer, and how many rows were dropped.
+    def since(self, number: int) -> tuple[list[list[Any]], dict[int, list[Runs]], int]:
+        """Return what is compared of each row, the packed sets of ranks by optimizer, and how many rows were dropped.
 
         Args:
             number: Of the first row wanted.
@@ -78,8 +79,9 @@ class NumberLog:
         rows = list(self._rows)
         first = self.end - len(rows)
         wanted = rows[max(0, number - first) :]
-        sets = {row.optimizer: [list(ranks) for ranks in row.replicas.sets] for row in wanted}
-        return [[row.optimizer, row.step, *row.digests] for row in wanted], sets, max(0, first - number)
+        sets = {row.optimizer: row.replicas for row in wanted}
+        packed = {optimizer: list(map(pack_ranks, replicas.sets)) for optimizer, replicas in sets.items()}
+        return [[row.optimizer, row.step, *row.digests] for row in wanted], packed, max(0, first - number)
 
     def details(self, optimizer: int, step: int) -> StepNumbers | None:
         """Return the digests of each parameter in one step; None: it was dropped, or never made."""

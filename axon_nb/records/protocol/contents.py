@@ -170,7 +170,7 @@ class NumbersReply:
     rows: Packed
     """For each: number of the optimizer, of the step, and two digests for each set of ranks: weights, gradients."""
     sets: Packed
-    """By number of the optimizer, the sets of ranks that hold the same."""
+    """By number of the optimizer, the sets of ranks that hold the same, as `records.ranks.pack_ranks` packs them."""
     next: int
     """Number of the next row."""
     lost: int

@@ -15,7 +15,7 @@ from axon_nb._version import __version__
 
 __all__ = ["PROTOCOL", "Version", "own_version", "read_version", "refuse_attach", "refuse_host", "refuse_join"]
 
-PROTOCOL = 12
+PROTOCOL = 13
 """The version that this code speaks."""
 
 

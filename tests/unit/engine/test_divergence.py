@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from axon_nb.engine.divergence.digests import checksum, total_norm
 from axon_nb.engine.divergence.log import NumberLog
 from axon_nb.engine.divergence.origin import LastCalls, Origin
 from axon_nb.engine.divergence.replicas import Replicas
+from axon_nb.records.protocol.contents import NumbersReply
+from axon_nb.records.protocol.wire import encode
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64]
 
@@ -44,14 +47,28 @@ def test_norm_of_all_tensors_is_not_finite_if_one_number_is_not() -> None:
         assert not torch.isfinite(total_norm([*right, torch.tensor([wrong])]))
 
 
-def test_log_drops_the_oldest_steps_and_says_how_many() -> None:
+def replicas_on(*ranks: int) -> Replicas:
     replicas = Replicas([torch.nn.Parameter(torch.ones(2))], [])
-    replicas.compared, replicas.sets = [0], {(0, 1): [0]}
+    replicas.compared, replicas.sets = [0], {ranks: [0]}
+    return replicas
+
+
+def test_reply_of_a_rank_does_not_grow_with_its_group() -> None:
+    sizes = []
+    for ranks in (range(2), range(1024), range(7, 1024, 8)):
+        log = NumberLog("run")
+        log.add(0, 0, ("line 2", ""), replicas=replicas_on(*ranks), weights=[1], gradients=[7])
+        sizes.append(len(json.dumps(encode(NumbersReply(*log.since(0)[:2], 1, 0)))))
+    assert max(sizes) < sizes[0] + 20
+
+
+def test_log_drops_the_oldest_steps_and_says_how_many() -> None:
+    replicas = replicas_on(0, 1)
     log = NumberLog("run")
     for step in range(5000):
         log.add(0, step, ("line 2", ""), replicas=replicas, weights=[step], gradients=[7])
     rows, sets, lost = log.since(100)
-    assert (len(rows), lost, sets) == (4096, 804, {0: [[0, 1]]})
+    assert (len(rows), lost, sets) == (4096, 804, {0: [((0, 2, 1),)]})
     assert log.since(log.end) == ([], {}, 0)
     assert log.details(0, 100) is None
     details = log.details(0, 4999)

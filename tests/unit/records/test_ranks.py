@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from axon_nb.errors import UsageError
-from axon_nb.records.ranks import format_ranks, name_ranks, parse_ranks, resolve_ranks
+from axon_nb.records.ranks import format_ranks, name_ranks, pack_ranks, parse_ranks, resolve_ranks, unpack_ranks
 
 
 @pytest.mark.parametrize(
@@ -51,3 +53,8 @@ def test_empty_ranks_are_rejected(ranks: list[int] | str) -> None:
 @pytest.mark.parametrize(("ranks", "name"), [([2], "rank 2"), ([2, 2], "rank 2"), ([3, 0, 1], "ranks 0-1,3")])
 def test_rank_names_agree_in_number(ranks: list[int], name: str) -> None:
     assert name_ranks(ranks) == name
+
+
+@given(st.lists(st.integers(0, 40)))
+def test_packed_ranks_are_unpacked_as_they_were(ranks: list[int]) -> None:
+    assert unpack_ranks(pack_ranks(ranks)) == tuple(ranks)
