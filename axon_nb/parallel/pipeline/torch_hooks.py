@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -88,11 +88,11 @@ class StageWatch:
         self._live = self._step = 0
         self._identity = (rank, group, stage.stage_index)
         self._device = torch.device(stage.device)
+        # Partials of methods pickle with the stage, as `config protect` needs; closures bring all that they refer to.
         for name in _METHODS:
-            setattr(stage, name, self._wrap_compute(name, getattr(stage, name)))
-        for name, action in _MESSAGES.items():
-            setattr(stage, name, self._wrap_messages(action, getattr(stage, name)))
-        _watch_messages()
+            setattr(stage, name, functools.partial(self._compute, stage, name))
+        for name in _MESSAGES:
+            setattr(stage, name, functools.partial(self._label_messages, stage, name))
 
     def begin_step(self, step: int) -> None:
         """Reset the counts for a new step; an aborted step leaves nothing behind.
@@ -100,43 +100,32 @@ class StageWatch:
         Args:
             step: Start of the step on this rank, in nanoseconds; identifies its actions.
         """
+        _watch_messages()  # here, as a new process gets stages that another one made
         self._step = step
         self._live = self.peak = 0
 
-    def _wrap_compute(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        (rank, group, stage), device = self._identity, self._device
+    def _compute(self, stage: Any, name: str, chunk: int, *args: Any, **kwargs: Any) -> Any:
         forward, weights = name == "forward_one_chunk", name == "backward_weight_one_chunk"
+        full_backward = weights or kwargs.get("full_backward", True)
+        if forward:
+            self._live += 1
+            self.peak = max(self.peak, self._live)
+        start = device_clock.moment(self._device)
+        with suppress_spans("forward", "backward"):
+            result = getattr(type(stage), name)(stage, chunk, *args, **kwargs)
+        kind = "forward" if forward else "backward"
+        action = "F" if forward else "W" if weights else "B" if full_backward else "I"
+        rank, group, index = self._identity
+        device_clock.emit(Span(rank, kind, action, start.ns, now(), group, 0, index, chunk, self._step), start)
+        if full_backward and not forward:
+            self._live -= 1
+        return result
 
-        @functools.wraps(call)
-        def watched(chunk: int, *args: Any, **kwargs: Any) -> Any:
-            full_backward = weights or kwargs.get("full_backward", True)
-            if forward:
-                self._live += 1
-                self.peak = max(self.peak, self._live)
-            start = device_clock.moment(device)
-            with suppress_spans("forward", "backward"):
-                result = call(chunk, *args, **kwargs)
-            kind, action = (
-                ("forward", "F") if forward else ("backward", "W" if weights else "B" if full_backward else "I")
-            )
-            device_clock.emit(Span(rank, kind, action, start.ns, now(), group, 0, stage, chunk, self._step), start)
-            if full_backward and not forward:
-                self._live -= 1
-            return result
-
-        return watched
-
-    def _wrap_messages(self, action: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        identity = self._identity
-
-        @functools.wraps(call)
-        def watched(chunk: int) -> Any:
-            ops = call(chunk)
-            for op in ops:
-                op.axon_nb = (*identity, action, chunk, op.tensor.nbytes)
-            return ops
-
-        return watched
+    def _label_messages(self, stage: Any, name: str, chunk: int) -> Any:
+        ops = getattr(type(stage), name)(stage, chunk)
+        for op in ops:
+            op.axon_nb = (*self._identity, _MESSAGES[name], chunk, op.tensor.nbytes)
+        return ops
 
 
 class _LabelledWorks(list[Any]):

@@ -55,7 +55,7 @@ def test_training_after_a_death_equals_an_undisturbed_run(protected: Script) -> 
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("kind", ["grid", "pipeline", "zero"])
+@pytest.mark.parametrize("kind", ["grid", "pipeline", "three_d", "zero"])
 def test_sharded_states_of_two_dead_ranks_come_back(protected: Script, kind: str) -> None:
     undisturbed(protected, kind)
     hit(protected, kind, "step", [2, 3])

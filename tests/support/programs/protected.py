@@ -18,6 +18,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from axon_nb.parallel import Parallel3D, make_mesh
+
 rank = dist.get_rank()
 losses: list[float] = []
 schedule = None
@@ -62,6 +64,9 @@ def build(kind: str) -> None:
         model = parallelize_module(whole, mesh["tensor"], layers)
         for part in (*model, model):
             fully_shard(part, mesh=mesh["data"])
+    elif kind == "three_d":
+        plan = {f"*.{n}": style() for n, style in (("0", ColwiseParallel), ("3", RowwiseParallel))}
+        model = Parallel3D(whole, make_mesh(pp=2, tp=2), tp_plan=plan, num_microbatches=2, loss=square)
     else:
         model = whole[rank]
         schedule = Schedule1F1B(PipelineStage(model, rank, 4, torch.device("cpu")), 4, loss_fn=square)
@@ -70,7 +75,7 @@ def build(kind: str) -> None:
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     decay = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
-    torch.manual_seed(0 if kind in ("tensor", "grid") else rank)
+    torch.manual_seed(0 if kind in ("tensor", "grid", "three_d") else rank)
     random.seed(0)
     np.random.seed(0)
     draws, table = np.random.default_rng(0), np.arange(6.0).reshape(2, 3)
@@ -85,6 +90,9 @@ def kill(*_: object) -> None:
 
 def forward(x: torch.Tensor) -> float:
     """Forward and backward."""
+    if isinstance(model, Parallel3D):
+        several = model.step(x, x)
+        return 0.0 if several is None else several.sum().item()
     if schedule is None:
         loss = square(model(x), x)
         loss.backward()
