@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
@@ -39,6 +39,12 @@ class StepCounts(Protocol):
 
     def set(self, optimizer: Optimizer, steps: int) -> None:
         """Set it, after the optimizer's state was copied from another rank."""
+
+    def save(self, optimizers: Iterable[Optimizer]) -> Any:
+        """Return the steps of optimizers, and in which order they began."""
+
+    def load(self, saved: Any) -> None:
+        """Take over what `save` returned in an earlier process."""
 
     def after_foreign_step(self) -> None:
         """Raise a deferred interrupt after a step that is not one of torch's optimizers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import sys
 import time
 import weakref
@@ -35,7 +34,7 @@ class OptimizerSteps:
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._next = itertools.count()
+        self._next = 0
         self._calls = 0
         self._communicated = False
 
@@ -67,9 +66,7 @@ class OptimizerSteps:
         return time.monotonic() - self._deferred_since < _MAX_DEFER_S
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer not in self._numbers:
-            self._numbers[optimizer] = next(self._next)
-        self._steps[optimizer] = self.of(optimizer) + 1
+        self.set(optimizer, self.of(optimizer) + 1)
         current().groups.slowdown.sleep()
         frame = sys._getframe(1)
         if step_depth(frame) < 2:
@@ -92,10 +89,23 @@ class OptimizerSteps:
         return self._steps.get(optimizer, 0)
 
     def set(self, optimizer: Optimizer, steps: int) -> None:
-        """Set the number of steps, after the optimizer's state was copied from another rank."""
+        """Set the number of steps."""
         self._steps[optimizer] = steps
-        if optimizer not in self._numbers:
-            self._numbers[optimizer] = next(self._next)
+        if steps and optimizer not in self._numbers:
+            self._numbers[optimizer], self._next = self._next, self._next + 1
+
+    def save(self, optimizers: Iterable[Optimizer]) -> Any:
+        """Return the steps and numbers of optimizers, which the next process of this rank takes over."""
+        return [(one, self.of(one), self._numbers.get(one, -1)) for one in optimizers], self._next
+
+    def load(self, saved: Any) -> None:
+        """Take over what `save` returned, so that numbers are those of the other ranks."""
+        entries, count = saved
+        for optimizer, steps, number in entries:
+            self._steps[optimizer] = steps
+            if number >= 0:
+                self._numbers[optimizer] = self._next + number
+        self._next += count
 
     def report(self) -> tuple[OptimizerReport, ...]:
         """Report each live optimizer that has stepped, and named ones that have not stepped yet."""

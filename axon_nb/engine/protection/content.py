@@ -50,7 +50,7 @@ def pack(
         "fsdp_calls": fsdp_calls(models),
         "shards": shards.pieces,
         "resize_functions": session.resize_functions,
-        "steps": list(zip(snapshot.state.optimizers, snapshot.steps, strict=True)),
+        "steps": session.steps.save(snapshot.state.optimizers),
         "random": snapshot.random,
     }
 
@@ -82,8 +82,7 @@ def unpack(session: RankSession, data: bytearray, read: Callable[[int, int], byt
     """
     content = receive_content(data, read)
     adopt_shards(content["shards"])
-    for optimizer, steps in content["steps"]:
-        session.steps.set(optimizer, steps)
+    session.steps.load(content["steps"])
     install.forget_equal_meshes()  # loading has filled the cache; that of the other ranks is empty
 
 

@@ -68,6 +68,25 @@ def test_model_built_again_on_an_equal_mesh_uses_its_own_groups(protected: Scrip
         hit(protected, "grid", "between", [dead])
 
 
+STEP_TWO_FIRST = """
+one, two = (torch.optim.SGD([torch.ones(1, requires_grad=True)]) for _ in range(2))
+two.step()
+one.step()
+"""
+NUMBERS = """
+from axon_nb.engine.session import current
+{report.name: report.number for report in current().steps.report()}
+"""
+
+
+def test_optimizers_of_a_replacement_have_the_numbers_of_the_others(protected: Script) -> None:
+    protected.ok(f"c.run({STEP_TWO_FIRST!r}); c.run('pass'); c.repair([2])")
+    numbers = protected.value(f"list(c.run({NUMBERS!r}).values.values())")
+    assert isinstance(numbers, list)
+    assert numbers[2] == numbers[0]
+    assert numbers[2]["two"] < numbers[2]["one"]
+
+
 def test_what_is_not_protected_is_named_once(protected: Script) -> None:
     protected.ok("c.run('squares = (n * n for n in range(3))')")
     assert "Not protected: `squares` is a generator, which stays with its process." in shown(protected, "1")
