@@ -52,7 +52,15 @@ _LIBRARIES = tuple(
 )
 _DDP_FILE = os.path.join("torch", "nn", "parallel", "distributed.py")
 _FORWARD = "the forward pass of an FSDP model"
-_RENAMED = {"_pre_forward": _FORWARD, "_root_pre_forward": _FORWARD, "clip_grad_norm": "clip_grad_norm_"}
+_LAYER = "the forward pass of a tensor-parallel layer"
+_RENAMED = {
+    "_pre_forward": _FORWARD,
+    "_prepare_input_fn": _LAYER,
+    "_prepare_out_fn": _LAYER,
+    "_prepare_output_fn": _LAYER,
+    "_root_pre_forward": _FORWARD,
+    "clip_grad_norm": "clip_grad_norm_",
+}
 _SINGLE_OPERATIONS = frozenset({"all_reduce", "barrier", "broadcast", "gather", "reduce", "scatter"})
 """Calls that make the operation of their name and no other."""
 _NON_BLOCKING = frozenset({"batch_isend_irecv", "irecv", "isend"})

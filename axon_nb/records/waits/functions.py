@@ -26,7 +26,7 @@ COLLECTIVE_FUNCTIONS: dict[str, str] = {
         "only by its members."
     ),
     "optim_state_dict": _SAVING,
-    "redistribute": _SAVING,
+    "redistribute": _ANY,
     "save": "writes every rank's shards and is a collective: call it on every rank.",
     "set_model_state_dict": _ANY,
     "set_optimizer_state_dict": _ANY,
@@ -39,6 +39,9 @@ COLLECTIVE_FUNCTIONS: dict[str, str] = {
     ),
     "the forward pass of a DDP model": "synchronizes buffers with all ranks: run the model on every rank.",
     "the forward pass of an FSDP model": "gathers its parameters from all ranks: run the model on every rank.",
+    "the forward pass of a tensor-parallel layer": (
+        "exchanges activations with all ranks of its mesh: run the layer on every rank of it."
+    ),
     "unshard": _ANY,
 }
 """Advice by function name; the text follows the name."""

@@ -17,6 +17,8 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
@@ -25,6 +27,8 @@ for layer in model:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 model(torch.ones(2, 16)).sum().backward()
+gather = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True)
+gathering = parallelize_module(nn.Linear(16, 16), mesh, gather)
 """
 
 
@@ -145,6 +149,7 @@ ALONE = {
     "get_model_state_dict": "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))",
     "clip_grad_norm_": "nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()",
     "redistribute": "model[0].weight.redistribute(mesh, [torch.distributed.tensor.Replicate()])",
+    "the forward pass of a tensor-parallel layer": "gathering(torch.ones(1, 16))",
     "the forward pass of an FSDP model": "model(torch.ones(2, 16))",
 }
 
