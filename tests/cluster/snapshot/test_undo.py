@@ -93,3 +93,10 @@ def test_replaced_rank_cannot_undo_and_says_so(trained: Script) -> None:
     assert "In [11] cannot be undone: rank 1 was replaced or restarted since" in reply.message
     trained.ok("c.run('a = 1', cell=12); c.run('a = 2', cell=13); c.undo()")
     assert trained.ok("print(c.run('a').values)").out.strip() == "{0: 1, 1: 1}"
+
+
+def test_others_are_restored_after_a_death_in_a_tried_cell(trained: Script) -> None:
+    killed = "b = 2\nif rank == 1: import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    said = trained.ok(f"c.run('b = 1'); c.run({killed!r}, restores=True, check=False); c.repair(from_rank=0)").out
+    assert "Rank 1 could not restore the state from before the cell." in said
+    assert trained.value("c.run('b').values") == {0: 1, 1: 1}

@@ -1,4 +1,4 @@
-"""`%%distributed --branch`: the table in a notebook, and options that do not go together."""
+"""`%%distributed --branch`, `--try` and `--compare`: what they show and restore, and options that do not fit."""
 
 from __future__ import annotations
 
@@ -37,3 +37,35 @@ def test_table_shows_each_value_with_its_curve(kernel: Kernel) -> None:
 )
 def test_options_that_do_not_go_together_get_one_sentence(kernel: Kernel, options: str, sentence: str) -> None:
     assert sentence in kernel.run(f"%%distributed {options}\npass").traceback
+
+
+TROUBLES = {
+    "raises": "1 / (rank - 1)",
+    "is late": "time.sleep(1000 * rank)",
+    "is interrupted": "print('go', flush=True)\ntime.sleep(1000)",
+}
+"""By what happens to the cell, its last lines."""
+
+
+@pytest.fixture
+def model(kernel: Kernel) -> Kernel:
+    kernel.ok("%%distributed\nimport time\nt_model, t_runs = torch.nn.Linear(2, 1), 0")
+    return kernel
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("option", ["--try", "--compare", "--branch t_k=1,2"])
+def test_state_is_restored_however_the_cell_ends(model: Kernel, option: str, trouble: str) -> None:
+    state = "%%distributed\n(t_runs, t_model.weight.sum().item())"
+    before = model.ok(state).lines()
+    limit = " --timeout 3" if trouble == "is late" else ""
+    cell = f"%%distributed {option}{limit}\nt_runs += 1\nt_model.weight.data.add_(1)\nt_model(torch.ones(1, 2))"
+    request = model.submit(f"{cell}\n{TROUBLES[trouble]}")
+    if trouble == "is interrupted":
+        model.wait_for_output(request, "go", ranks=range(4))
+        model.interrupt()
+    reply = model.collect(request)
+    model.settle()
+    is_row = option.startswith("--branch") and trouble != "is interrupted"
+    assert reply.status == ("ok" if is_row else "error"), reply.traceback
+    assert model.ok(state).lines() == before
