@@ -97,7 +97,6 @@ class TimelineFacts:
     ranks: tuple[RankFacts, ...]
     seconds: float
     """From the first start to the last end."""
-    num_spans: int
     num_collectives: int
     """Collectives whose calls are known on all ranks."""
     straggler: Straggler | None
@@ -161,7 +160,6 @@ def timeline_facts(table: SpanTable, running_since: int | None = None) -> Timeli
     return TimelineFacts(
         ranks,
         seconds,
-        len(table),
         num_collectives,
         straggler,
         _step(table),
