@@ -6,7 +6,9 @@ write without it. So a storage whose counters have moved is copied, and any othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +28,6 @@ __all__ = [
     "write_back",
 ]
 
-_WORD = 8
 _CHUNK_BYTES = 64 << 20
 """What is on a device is compared in pieces of this size, which are uploaded one by one."""
 
@@ -109,9 +110,7 @@ class StorageFacts:
 
     def is_unchanged(self, copy: Copy) -> bool:
         """Whether its content equals an earlier copy."""
-        if copy.buffer.numel() != self.size or copy.versions != self.versions:
-            return False
-        return equal(bytes_of(self.storage), copy.buffer)
+        return copy.versions == self.versions and equal(self.storage, copy.buffer)
 
     def save(self, allocator: Allocator) -> Copy:
         """Copy its content, for one snapshot."""
@@ -131,18 +130,22 @@ def bytes_of(storage: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two uint8 tensors hold the same bytes; the second one is in host memory."""
-    if left.numel() != right.numel():
+def equal(storage: Any, buffer: torch.Tensor) -> bool:
+    """Whether a storage holds the same bytes as a buffer in host memory, uint8 ``[bytes]``."""
+    if storage.nbytes() != buffer.numel():
         return False
-    if left.device.type != "cpu":
-        pieces = zip(left.split(_CHUNK_BYTES), right.split(_CHUNK_BYTES), strict=True)
-        return all(torch.equal(ours, theirs.to(ours.device)) for ours, theirs in pieces)
-    if left.data_ptr() % _WORD or right.data_ptr() % _WORD:
-        return torch.equal(left, right)
-    whole = left.numel() - left.numel() % _WORD  # compared as words, which is ten times faster
-    words = torch.equal(left[:whole].view(torch.int64), right[:whole].view(torch.int64))
-    return words and torch.equal(left[whole:], right[whole:])
+    if storage.device.type == "cpu":
+        return _compare()(storage.data_ptr(), buffer.data_ptr(), buffer.numel()) == 0
+    pieces = zip(bytes_of(storage).split(_CHUNK_BYTES), buffer.split(_CHUNK_BYTES), strict=True)
+    return all(torch.equal(ours, theirs.to(ours.device)) for ours, theirs in pieces)
+
+
+@functools.cache
+def _compare() -> Callable[[int, int, int], int]:
+    """Return C's `memcmp`: for the many small tensors of a model, `torch.equal` takes ten times as long."""
+    compare = ctypes.CDLL(None).memcmp
+    compare.argtypes, compare.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
+    return compare
 
 
 def write_back(saved: Iterable[StorageFacts]) -> list[str]:
@@ -157,8 +160,8 @@ def write_back(saved: Iterable[StorageFacts]) -> list[str]:
         try:
             if storage.nbytes() != facts.size:
                 storage.resize_(facts.size)
-            if facts.copy is not None and not equal(current := bytes_of(storage), facts.copy.buffer):
-                current.copy_(facts.copy.buffer)
+            if facts.copy is not None and not equal(storage, facts.copy.buffer):
+                bytes_of(storage).copy_(facts.copy.buffer)
         except RuntimeError as error:
             refused.append(f"a storage of {facts.size} bytes: {error}")
     return refused
