@@ -251,7 +251,7 @@ class Cluster:
     def undo(self, count: int = 1) -> str:
         """Take back the last cells on all their ranks, bit for bit: variables, tensors and random states.
 
-        What cannot be taken back is printed before anything changes. Needs `config undo_memory`.
+        What cannot be taken back is printed before anything changes. `config undo_memory` bounds what ranks keep.
 
         Args:
             count: How many cells.

@@ -84,9 +84,10 @@ class Settings:
     read variables. Without it they only see what the ranks do, and can interrupt a cell."""
     auto_repair: bool = _setting(False, Switch(), TakesEffect.NOW)
     """Whether dead ranks are replaced with new, empty ones before the next cell runs."""
-    undo_memory: int = _setting(0, byte_count(1 << 20, zero="no undo"), TakesEffect.NEXT_CELL)
+    undo_memory: int = _setting(64 << 20, byte_count(1 << 20, zero="no undo"), TakesEffect.NEXT_CELL)
     """How much memory each rank may use for the states before the last cells, to which `%distributed undo` returns. A
-    state takes as much as the tensors and arrays that changed since the last one. 0 turns undo off."""
+    state takes as much as the tensors and arrays that changed since the last one. Variables that do not fit are left
+    out: a cell that changes them cannot be undone. 0 turns undo off."""
     log_to: str = _setting("", Tracker(), TakesEffect.NEXT_CELL)
     """Where `axon_nb.log` also writes what rank 0 reports: `tensorboard:FOLDER`, `wandb:PROJECT`, `mlflow:URI` or
     `trackio:PROJECT`. With `all:` before it, each rank writes a run. Nowhere: `off`."""

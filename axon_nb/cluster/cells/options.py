@@ -130,7 +130,7 @@ class CellOptions(TypedDict, total=False):
     pauses: Pauses
     """Where the cell pauses, if there is a `debugger`. Default: nowhere, not even at `breakpoint()`."""
     undoable: bool
-    """Whether `%distributed undo` can take this cell back, if `config undo_memory` is set. Default: False."""
+    """Whether `%distributed undo` can take this cell back, unless `config undo_memory` is 0. Default: False."""
     delays: StepDelays
     """What ranks sleep in each training step, to prove the gain of a change. Default: nothing."""
     restores: bool | Trials

@@ -37,7 +37,7 @@ class Trials:
     Args:
         state: The cluster.
         ranks: The ranks that run them.
-        limit: Bytes that a snapshot may take on each rank; 0: half of the memory that is free there.
+        limit: Bytes that a snapshot may always take on each rank; more, up to half of the memory that is free there.
         outlives: Whether to go on after a death: if all ranks run the cells, the state is then kept in memory that
             outlives the ranks, in the place of a protected step, until `close`.
     """

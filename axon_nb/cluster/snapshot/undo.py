@@ -72,8 +72,8 @@ def _last_cells(answers: Mapping[int, Undoable], count: int) -> list[UndoableCel
     cells = sorted(by_run.values(), key=lambda cell: cell.started)
     if not cells:
         raise UsageError(
-            "Nothing to undo. Run `%distributed config undo_memory=1GiB`: from the next cell, each rank keeps the "
-            "state from before."
+            "Nothing to undo: the ranks have no state from before a cell. They keep one before each cell unless "
+            "`%distributed config undo_memory` is 0."
         )
     if len(cells) < count:
         raise UsageError(f"Only {len(cells)} cell{'s' * (len(cells) > 1)} can be undone; got {count}.")

@@ -110,7 +110,7 @@ class Protection:
         missing, obstacles = "", dict[str, str]()
         if not self._open():
             missing = f"cannot outlive its process: {_NO_MEMORY}"
-        elif (size := self._finder.find().size) > (limit := limit or default_limit()):
+        elif (size := self._finder.find().size) > (limit := max(limit, default_limit())):
             missing = f"has a state of {format_bytes(size)}, more than {format_bytes(limit)}"
         else:
             self._run, self._fence, self._left_out = key, (0, 0), {}

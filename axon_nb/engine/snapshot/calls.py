@@ -13,7 +13,7 @@ __all__ = ["hold", "list_undoable", "restore_held", "undo"]
 def list_undoable() -> Undoable:
     """List the cells that this rank can undo, and those that it cannot undo with the reason."""
     history = _history()
-    return Undoable(history.since, tuple(map(_record, history.cells)))
+    return Undoable(history.since, tuple(_record(history, cell) for cell in history.cells))
 
 
 def _history() -> History:
@@ -22,9 +22,13 @@ def _history() -> History:
     return history
 
 
-def _record(cell: CellSnapshot) -> UndoableCell:
+def _record(history: History, cell: CellSnapshot) -> UndoableCell:
     obstacles = dict(cell.snapshot.state.obstacles) if cell.snapshot is not None else {}
-    return UndoableCell(cell.run, cell.cell, cell.ranks, cell.started, cell.missing, obstacles)
+    missing = cell.missing
+    if changed := history.changed_above_limit(cell):
+        variables = " and ".join(f"`{name}`" for name in changed[:2]) + " and more" * (len(changed) > 2)
+        missing = f"has changed {variables}, which {obstacles[changed[0]]} (set it for the next cells)"
+    return UndoableCell(cell.run, cell.cell, cell.ranks, cell.started, missing, obstacles)
 
 
 def undo(run: str) -> list[str]:
@@ -38,10 +42,10 @@ def hold(key: str, limit: int) -> UndoableCell:
 
     Args:
         key: A name for it.
-        limit: Bytes that it may take; 0: half of the memory that is free.
+        limit: Bytes that it may always take; more, if it is at most half of the memory that is free.
     """
     try:
-        obstacles = _history().hold(key, limit or default_limit())
+        obstacles = _history().hold(key, max(limit, default_limit()))
     except TooLargeError as error:
         return UndoableCell(key, 0, (), 0.0, missing=str(error))
     return UndoableCell(key, 0, (), 0.0, obstacles=obstacles)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,8 @@ from axon_nb.records.units import format_bytes
 
 __all__ = ["CellSnapshot", "History", "TooLargeError"]
 
-_MAX_CELLS = 100
-"""Most cells that can be undone, however small their states are."""
+_MAX_CELLS = 20
+"""Most cells that can be undone, however small their states are: snapshots keep alive what cells delete."""
 
 
 class TooLargeError(Exception):
@@ -91,13 +91,11 @@ class History:
             return
         entry = CellSnapshot(run, cell, ranks, time.time(), None)
         try:
-            entry.snapshot = self._take(limit, drops_oldest=True)
-        except TooLargeError as error:
-            entry.missing = f"{error} (`config undo_memory`)"
+            entry.snapshot = self._take_within(limit)
         except Exception as error:  # no memory for the copy, or an odd object: the cell must run
             entry.missing = f"could not copy its state ({type(error).__name__}: {error})"
         self.cells.append(entry)
-        self._memory.trim(max(0, limit - self.size))
+        self._memory.trim(max(0, limit - self._used))
 
     def hold(self, key: str, limit: int) -> dict[str, str]:
         """Take a snapshot and keep it until `restore_held` or `release`.
@@ -113,20 +111,38 @@ class History:
             TooLargeError: it needs more.
         """
         self.release(key)
-        self._held[key] = self._take(limit, drops_oldest=False)
-        return dict(self._held[key].state.obstacles)
-
-    def _take(self, limit: int, *, drops_oldest: bool) -> Snapshot:
         snapshot = Snapshot(self._finder.find())
         if snapshot.state.size > limit:
             needs = format_bytes(snapshot.state.size)
             raise TooLargeError(f"has a state of {needs}, more than {format_bytes(limit)}")
+        snapshot.save(snapshot.changed_since(self._latest()), self._memory, self._counts)
+        self._held[key] = snapshot
+        return dict(snapshot.state.obstacles)
+
+    def _take_within(self, limit: int) -> Snapshot:
+        bound = set(map(id, list(self._namespace.values())))
+        held = {id(value): value for cell in self.cells for value in _values(cell) if id(value) not in bound}
+        snapshot = Snapshot(self._finder.find_within(limit, held.values()))
+        del held
+        if too_large := snapshot.state.too_large:  # an earlier snapshot must not keep alive what has grown since
+            for cell in [cell for cell in self.cells if any(id(value) in too_large for value in _values(cell))]:
+                self.cells.remove(cell)
+                self._drop(cell)
         changed = snapshot.changed_since(self._latest())
-        needed = sum(facts.size for facts in changed)
-        while drops_oldest and self.cells and (len(self.cells) >= _MAX_CELLS or self.size + needed > limit):
+        needed = snapshot.state.structure + sum(facts.size for facts in changed)
+        while self.cells and (len(self.cells) >= _MAX_CELLS or self._used + needed > limit):
             self._drop(self.cells.pop(0))
         snapshot.save(changed, self._memory, self._counts)
         return snapshot
+
+    @property
+    def _used(self) -> int:
+        return self.size + sum(snapshot.state.structure for snapshot in self._snapshots())
+
+    def changed_above_limit(self, cell: CellSnapshot) -> list[str]:
+        """Return the variables that did not fit into the limit before a cell, and are known to have changed since."""
+        left_out = cell.snapshot.state.left_out if cell.snapshot is not None else {}
+        return [name for name, one in left_out.items() if one.has_changed(name, self._namespace)]
 
     def _latest(self) -> Snapshot | None:
         for cell in reversed(self.cells):
@@ -172,3 +188,7 @@ class History:
         if cell.snapshot is not None:
             cell.snapshot.release(self._memory)
             cell.snapshot = None
+
+
+def _values(cell: CellSnapshot) -> Iterable[object]:
+    return cell.snapshot.state.names.values() if cell.snapshot is not None else ()

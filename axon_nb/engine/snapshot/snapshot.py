@@ -97,7 +97,8 @@ class Snapshot:
                 except Exception as error:
                     refused.append(f"{type(value).__name__}: {type(error).__name__}: {error}")
             refused += write_back([*self.state.empty, *self.facts])
-        for name in [name for name in namespace if is_bound_by_user(name) and name not in self.state.names]:
+        known = self.state.names.keys() | self.state.left_out.keys()
+        for name in [name for name in namespace if is_bound_by_user(name) and name not in known]:
             del namespace[name]
         namespace.update(self.state.names)
         for optimizer, steps in zip(self.state.optimizers, self.steps, strict=True):

@@ -254,7 +254,7 @@ class HoldSnapshot(RankCall[UndoableCell]):
     target = "axon_nb.engine.snapshot.calls:hold"
     key: str
     limit: int
-    """Bytes that it may take; 0: half of the memory that is free."""
+    """Bytes that it may always take; more, up to half of the memory that is free."""
 
 
 @dataclass(frozen=True, slots=True)

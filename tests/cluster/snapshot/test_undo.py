@@ -73,9 +73,11 @@ def test_training_after_undo_equals_an_undisturbed_run(trained: Script, kind: st
 
 def test_undo_is_refused_on_all_ranks_if_one_cannot(trained: Script) -> None:
     trained.ok("c.run('x = torch.zeros(1)')")
-    trained.ok("c.run('if rank == 1: big = torch.zeros(1 << 25)'); c.run('x += 1', cell=9)")
+    trained.ok("c.run('if rank == 1: big = torch.zeros(1 << 25)')")
+    trained.ok("c.run('x += 1'); print(c.undo())")
+    trained.ok("c.run('x += 1\\nif rank == 1: big += 1', cell=9)")
     reply = trained.run("c.undo()")
-    assert "In [9] cannot be undone: rank 1 has a state of 128 MiB" in reply.message
+    assert "In [9] cannot be undone: rank 1 has changed `big`, which needs 128 MiB of `undo_memory`" in reply.message
     assert trained.ok("print(c.run('x.item()').values)").out.strip() == "{0: 1.0, 1: 1.0}"
     trained.ok("c.run('if rank == 1: del big')")
 

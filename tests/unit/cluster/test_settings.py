@@ -166,7 +166,7 @@ def test_list_marks_values_differing_from_default_or_cluster() -> None:
         "group_memory = 0 B",
         "share = off",
         "auto_repair = off",
-        "undo_memory = 0 B",
+        "undo_memory = 64 MiB",
         "log_to = off",
         "protect = off",
         "watch_numbers = off",

@@ -254,7 +254,7 @@ def test_oldest_snapshots_go_when_memory_runs_out() -> None:
     space: dict[str, Any] = {"weights": torch.zeros(1 << 18)}
     history = History(space, Counts(), HostMemory())
     for number in range(5):
-        history.before_cell(str(number), number, (0,), 3 << 20)
+        history.before_cell(str(number), number, (0,), (3 << 20) + (1 << 12))
         space["weights"].add_(1)
     assert [cell.run for cell in history.cells if cell.snapshot is not None] == ["2", "3", "4"]
     history.undo("2")
@@ -270,13 +270,9 @@ def test_memory_that_only_snapshots_keep_counts() -> None:
     assert history.size == (2 << 20) + 64
 
 
-def test_state_above_the_limit_is_not_copied() -> None:
+def test_held_state_above_the_limit_is_refused() -> None:
     history = History({"weights": torch.zeros(1 << 18)}, Counts(), HostMemory())
-    history.before_cell("1", 1, (0,), 1 << 19)
-    (cell,) = history.cells
-    assert cell.snapshot is None
-    assert cell.missing == "has a state of 1.00 MiB, more than 512 KiB (`config undo_memory`)"
-    with pytest.raises(TooLargeError):
+    with pytest.raises(TooLargeError, match=r"has a state of 1.00 MiB, more than 512 KiB"):
         history.hold("try", 1 << 19)
 
 
