@@ -65,6 +65,7 @@ bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the ta
 	$(VENV)/bin/python -m benchmarks.shared_memory
 	$(VENV)/bin/python -m benchmarks.recovery
 	$(VENV)/bin/python -m benchmarks.protection
+	$(VENV)/bin/python -m benchmarks.undo
 	$(VENV)/bin/python -m benchmarks.numbers
 	$(VENV)/bin/python -m benchmarks.pipeline
 	$(VENV)/bin/python -m benchmarks.sharded
