@@ -67,6 +67,7 @@ bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the ta
 	$(VENV)/bin/python -m benchmarks.protection
 	$(VENV)/bin/python -m benchmarks.undo
 	$(VENV)/bin/python -m benchmarks.numbers
+	$(VENV)/bin/python -m benchmarks.encryption
 	$(VENV)/bin/python -m benchmarks.pipeline
 	$(VENV)/bin/python -m benchmarks.sharded
 	$(VENV)/bin/python -m benchmarks.tensor

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,9 @@ def run_controller() -> None:
             os._exit(1)
 
     os.register_at_fork(after_in_child=follow)
+    # By default a controller with CURVE has no key to sign with; the store and the links of other hosts derive theirs
+    # from it. Here, because other users can read a process's command line.
+    sys.argv.append(f"--Session.key={uuid.uuid4()}")
     runpy.run_module("ipyparallel.controller", run_name="__main__", alter_sys=True)
 
 

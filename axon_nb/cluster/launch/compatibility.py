@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+import zmq
+
 from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.settings import Settings
 from axon_nb.records.compatibility import Capability, install_command
@@ -20,6 +22,7 @@ __all__ = [
     "can_replace",
     "collective_timeout",
     "refusal",
+    "unencrypted",
     "with_possible_backend",
 ]
 
@@ -143,4 +146,14 @@ def refusal(rank_info: AllRankInfo, backend: str) -> str:
     return (
         f"Ranks cannot be replaced with torch {_torch(rank_info)}. Run `%distributed restart` to start all ranks "
         "again, or use `%%distributed --ranks` to run cells on the remaining ranks."
+    )
+
+
+def unencrypted() -> str:
+    """Why a controller that listens on TCP cannot encrypt, with the fix; empty if it does."""
+    if zmq.has("curve"):
+        return ""
+    return (
+        "This pyzmq has no CURVE: whoever reaches the controller's ports can read what cells print, and make a cell "
+        "hang. Run `pip install --force-reinstall pyzmq`, whose wheel has it."
     )

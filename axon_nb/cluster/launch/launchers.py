@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import zmq
 from ipyparallel.cluster.launcher import ControllerLauncher, EngineLauncher
 from traitlets import Any as AnyTrait
 from traitlets import Float, Unicode
@@ -51,7 +52,8 @@ def controller_command(run_dir: RunDir, *, ip: str | None = None) -> list[str]:
         address = ["--transport=ipc", f"--ip={run_dir.channels}", f"--ports=1-{_NUM_CHANNELS}"]
         ip = LOOPBACK
     else:
-        address = [f"--ip={ip}"]
+        # Without it, whoever reaches a port can read output and make messages disappear.
+        address = [f"--ip={ip}", f"--IPController.enable_curve={zmq.has('curve')}"]
     return [
         sys.executable,
         "-P",

@@ -112,6 +112,8 @@ def start(
     else:  # such a launcher may start ranks where they do not see this host's files
         session.prewarm.discard()
         connection = open_new(ip=ip or LOOPBACK)
+        if note := compatibility.unencrypted():
+            print(note, file=sys.stderr)
     if several_hosts:
         print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
     launched = None

@@ -19,7 +19,7 @@ from typing import Any
 
 from axon_nb.errors import StartError
 from axon_nb.host.connections import Connection
-from axon_nb.host.link.tcp import AcceptedConnection, TcpListener, close_unauthenticated
+from axon_nb.host.link.tcp import AcceptedConnection, TcpListener, close_unauthenticated, mask_server_key
 from axon_nb.records.clocks import ClockEstimate, HostClock
 from axon_nb.records.protocol.agent import (
     AgentState,
@@ -122,7 +122,8 @@ class Hosts:
     Args:
         selector: The agent's selector.
         peers: The agent's connections; those of hosts are added and removed.
-        engine_file: The controller's connection file for engines, which hosts get without its key.
+        engine_file: The controller's connection file for engines. Hosts get it without its key, and with that of CURVE
+            encrypted.
         report: Called with the exit of a rank, or of all ranks of a host that is lost.
     """
 
@@ -141,6 +142,7 @@ class Hosts:
         self._lost: dict[str, str] = {}
         self.listener: TcpListener | None = None
         """Where agents join; None: they cannot."""
+        self._key = b""
         self._stopped_at: float | None = None
         self._checked_at = time.monotonic()
         self.refused: list[str] = []
@@ -155,6 +157,7 @@ class Hosts:
                 sock.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
             self._peers.add(HostConnection(sock, self._selector, self._closed, self._on_message, key))
 
+        self._key = key
         self.listener = self.listener or TcpListener(ip, self._selector, accept)
         return StorePort(self.listener.port)
 
@@ -213,6 +216,8 @@ class Hosts:
             content = json.loads(self._engine_file.read_text())
         except (OSError, ValueError):
             return {}
+        if server_key := content.get("curve_serverkey"):
+            content["curve_serverkey"] = mask_server_key(self._key, server_key.encode()).hex()
         return {name: value for name, value in content.items() if name != "key"}
 
     def fork(self, command: Fork, reply: Reply) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from axon_nb.errors import StartError
 from axon_nb.host.connections import Connection
-from axon_nb.host.link.tcp import MessageSigner, SignedConnection, authenticate, link_key
+from axon_nb.host.link.tcp import MessageSigner, SignedConnection, authenticate, link_key, mask_server_key
 from axon_nb.host.resources.cgroups import usable_cores
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import encode as encode_parts
@@ -131,7 +131,11 @@ class Member:
         file.parent.mkdir(mode=0o700, exist_ok=True)
         (self._run_dir.profile / "log").mkdir(mode=0o700, exist_ok=True)
         file.touch(mode=0o600)
-        file.write_text(json.dumps({**content, "key": self._cluster_key.decode()}))
+        secrets = {"key": self._cluster_key.decode()}
+        if masked := content.get("curve_serverkey"):
+            key = link_key(self._cluster_key)
+            secrets["curve_serverkey"] = mask_server_key(key, bytes.fromhex(masked)).decode()
+        file.write_text(json.dumps({**content, **secrets}))
 
     def serve(
         self,

@@ -32,6 +32,7 @@ __all__ = [
     "authenticate",
     "close_unauthenticated",
     "link_key",
+    "mask_server_key",
     "store_key",
 ]
 
@@ -51,6 +52,17 @@ def store_key(cluster_key: bytes) -> bytes:
 def link_key(cluster_key: bytes) -> bytes:
     """Derive the key with which agents of other hosts join, in the same way."""
     return _sign(cluster_key, b"axon_nb host link")
+
+
+def mask_server_key(key: bytes, server_key: bytes) -> bytes:
+    """Encrypt, or decrypt again, the controller's public CURVE key: whoever knows it can connect to the controller.
+
+    Args:
+        key: The key with which agents join. The same one never encrypts anything else.
+        server_key: At most 64 bytes.
+    """
+    pad = hmac.digest(key, b"axon_nb controller", "sha512")
+    return bytes(one ^ other for one, other in zip(server_key, pad, strict=False))
 
 
 def _sign(key: bytes, *parts: bytes) -> bytes:

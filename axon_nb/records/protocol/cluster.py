@@ -101,7 +101,7 @@ class Welcome:
     name: str
     """The name of the host in this cluster."""
     engine_file: Packed
-    """The controller's connection file for engines, without its key."""
+    """The controller's connection file for engines, without its key, and with that of CURVE encrypted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +97,40 @@ def joining() -> Iterator[Joining]:
     joining = Joining(first, f"{IP}:{port}")
     yield joining
     joining.end()
+
+
+class Wiretap:
+    """Stands before an address, hands on both ways and keeps what it has seen."""
+
+    def __init__(self, target: str) -> None:
+        self.seen = b""
+        self._target = target.partition(":")[0], int(target.partition(":")[2])
+        self._listener = socket.create_server((IP, 0))
+        self.address = f"{IP}:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Wiretap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in self._open:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            near, far = self._listener.accept()[0], socket.create_connection(self._target)
+            self._open += [near, far]
+            threading.Thread(target=self._copy, args=(near, far), daemon=True).start()
+            self._copy(far, near)
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.seen += data
+                sink.sendall(data)
 
 
 def is_alive(pid: int) -> bool:

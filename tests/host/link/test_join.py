@@ -10,12 +10,14 @@ import socket
 from pathlib import Path
 
 import pytest
+import zmq
 
 from axon_nb.errors import StartError
 from axon_nb.host.joining import join_cluster
+from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import GetInfo, Signal
 from axon_nb.records.protocol.version import PROTOCOL, Version, refuse_host
-from tests.host.link.conftest import FAR, IP, Joining, gone, is_alive
+from tests.host.link.conftest import FAR, IP, KEY, Joining, Wiretap, gone, is_alive
 from tests.support.processes import until
 
 
@@ -39,6 +41,20 @@ def test_ranks_of_a_host_that_joined_are_forked_signalled_and_reported(joining: 
     assert (death["code"], death["pid"], death["host"], death["host_lost"]) == (-signal.SIGKILL, pid, FAR, "")
     state = joining.first.client.call(GetInfo())
     assert (dict(state.ranks), set(state.deaths)) == ({}, {rank})
+
+
+def test_keys_of_the_controller_reach_a_host_and_cannot_be_read_on_the_way(joining: Joining) -> None:
+    file, server_key = joining.first.run_dir.engine_file, zmq.curve_keypair()[0].decode()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"interface": "tcp://127.0.0.1", "key": KEY, "curve_serverkey": server_key}))
+    with Wiretap(joining.address) as wire:
+        process = joining.start(address=wire.address)
+        assert until(joining.hosts), process.communicate(timeout=60)
+        facts = json.loads(RunDir(Path(joining.hosts()[FAR].folder)).engine_file.read_text())
+        assert (facts["key"], facts["curve_serverkey"]) == (KEY, server_key)
+        assert b"tcp://127.0.0.1" in wire.seen
+        assert KEY.encode() not in wire.seen
+        assert server_key.encode() not in wire.seen
 
 
 def test_last_output_of_a_rank_on_another_host_is_reported(joining: Joining) -> None:
