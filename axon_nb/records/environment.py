@@ -23,6 +23,7 @@ __all__ = [
     "JOIN_KEY",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "MAX_RANKS",
     "MPICH",
     "NCCL_INTERFACE",
     "NCCL_RECOVERY",
@@ -113,6 +114,10 @@ USER_DATA = Variable("XDG_DATA_HOME", "~/.local/share")
 CLASS = Variable("AXON_NB_CLASS", default="0")
 """`1` suits the settings to a machine that a class shares: no prewarmed agent, `keep_alive` 30 s, `idle_stop` 30 min,
 one thread per rank. Set it before the kernels start."""
+
+MAX_RANKS = Variable("AXON_NB_MAX_RANKS_PER_USER")
+"""How many ranks a user may have at once, in all clusters of this host's notebooks. Set by the administrator before the
+kernels start; a user can unset it. If it is not set, there is no limit."""
 
 CLASS_DIR = Variable("AXON_NB_CLASS_DIR")
 """A folder that a class shares: each check of the course appends a line to a file there, under a nickname, and

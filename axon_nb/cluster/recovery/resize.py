@@ -19,6 +19,7 @@ from axon_nb.cluster.launch.compatibility import refusal
 from axon_nb.cluster.launch.join import gather, join_config, store_address
 from axon_nb.cluster.launch.open_files import raise_if_too_few
 from axon_nb.cluster.launch.placement import Layout, place_ranks
+from axon_nb.cluster.launch.quota import raise_if_over_quota
 from axon_nb.cluster.recovery.new_ranks import call_all, choose_hosts, copy_namespace, fork_ranks, interrupts_deferred
 from axon_nb.cluster.recovery.recovery import AGENT_SILENT
 from axon_nb.cluster.recovery.report import Copied
@@ -143,6 +144,7 @@ def _check_request(state: ClusterState, size: int) -> None:
         raise UsageError(f"A cell is running on {name_ranks(state.busy)}: wait for it or interrupt it, then resize.")
     if size > state.world_size:
         raise_if_too_few(size)
+        raise_if_over_quota(size, besides=state.connection.run_dir)
     if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
         raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
 

@@ -19,6 +19,7 @@ from axon_nb.cluster.launch.hosts import own_address, parse_hosts
 from axon_nb.cluster.launch.join import join_world
 from axon_nb.cluster.launch.open_files import raise_if_too_few
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout, plan_layout
+from axon_nb.cluster.launch.quota import raise_if_over_quota
 from axon_nb.cluster.rpc.handshake import wait_for_output
 from axon_nb.cluster.session import current
 from axon_nb.cluster.session.discovery import find, raise_if_busy, running, stop_detached
@@ -105,6 +106,7 @@ def start(
         layout = plan()  # with the GPUs that are free now
     cluster_name = _free_name(name)
     raise_if_too_few(layout.num_ranks)
+    raise_if_over_quota(layout.num_ranks)
     for note in layout.notes:
         print(note)
     if launcher in ON_THIS_HOST and not several_hosts:
