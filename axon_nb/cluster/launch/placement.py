@@ -193,10 +193,9 @@ def _choose_gpus(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
     if devices == "auto":
         taken = {gpu.selector: owners[gpu.key] for gpu in gpus if gpu.key in owners}
         for selector, owner in taken.items():
-            notes.append(
-                f"Skipping GPU {selector} (reserved by the cluster {owner!r}): run `axon-nb stop {owner}` if it is not "
-                f"needed any more, or pass `--devices {selector}` to share it."
-            )
+            stop = "" if owner.user else f"run `axon-nb stop {owner.name}` if it is not needed any more, or "
+            share = f"pass `--devices {selector}` to share it."
+            notes.append(f"Skipping GPU {selector} (reserved by the cluster {owner}): {stop}{share}")
         gpus = [gpu for gpu in gpus if gpu.key not in owners]
         busy = [gpu for gpu in gpus if gpu.busy]
         if busy:
@@ -217,7 +216,7 @@ def _choose_gpus(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
             raise UsageError(f"--devices {devices}: GPU {item} is listed twice.")
         chosen += found
     notes += [
-        f"GPU {gpu.selector} is reserved by the cluster {owners[gpu.key]!r}, too: both share its memory and its time."
+        f"GPU {gpu.selector} is reserved by the cluster {owners[gpu.key]}, too: both share its memory and its time."
         for gpu in chosen
         if gpu.key in owners
     ]

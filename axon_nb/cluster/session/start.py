@@ -159,7 +159,7 @@ def _reserve_gpus(connection: Connection, layout: Layout, name: str, *, shares: 
     """Reserve the GPUs of the ranks; refuse if another cluster has just done so, unless the user has named them."""
     taken = connection.agent.call(ReserveGpus(layout.reserves, name)).owners
     if taken and not shares:
-        owners = ", ".join(repr(owner) for owner in dict.fromkeys(taken.values()))
+        owners = " and ".join(dict.fromkeys(taken.values()))
         raise StartError(
             f"{owners} reserved a GPU while this cluster started. Run `%distributed start` again to use those that are "
             "free now, or name GPUs with `--devices` to share them."

@@ -199,7 +199,7 @@ class TakenGpus:
     """The GPUs that could not be reserved."""
 
     owners: Mapping[str, str]
-    """By GPU, the cluster that has it."""
+    """By GPU, the cluster that has it, as a message names it."""
 
 
 @dataclass(frozen=True, slots=True)
