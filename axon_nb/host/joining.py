@@ -22,7 +22,8 @@ def join_cluster(address: str, *, name: str = "", read_key: bool = False, entry:
     Args:
         address: Where the notebook's agent listens, ``ip:port``.
         name: The name of this host in the cluster; empty: its name in Slurm, or its host name.
-        read_key: Whether to read the cluster's key from standard input instead of the environment.
+        read_key: Whether to read the cluster's key from standard input instead of the environment, as the notebook
+            has it done. Such an agent joins only if no other one has its name.
         entry: What forked ranks run, as ``module:function``.
 
     Raises:
@@ -42,7 +43,8 @@ def join_cluster(address: str, *, name: str = "", read_key: bool = False, entry:
     # Asked about GPUs in the usual way, CUDA would forbid a fork.
     os.environ.update({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ})
     run_dir = RunDir.create()
-    member = Member(address, key.encode(), name or SLURM_NODE.get() or socket.gethostname(), run_dir)
+    own_name = name or SLURM_NODE.get() or socket.gethostname()
+    member = Member(address, key.encode(), own_name, run_dir, is_only=read_key)
     try:
         member.join()
         print(f"Joined the cluster at {address} as {member.name!r}.", flush=True)

@@ -6,7 +6,6 @@ what the other agent reports back to the notebook.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,7 +18,7 @@ from typing import Any
 
 from axon_nb.errors import StartError
 from axon_nb.host.connections import Connection
-from axon_nb.host.link.tcp import AcceptedConnection, TcpListener, close_unauthenticated, mask_server_key
+from axon_nb.host.link.tcp import AcceptedConnection, TcpListener, close_unauthenticated, mask_server_key, resend_soon
 from axon_nb.records.clocks import ClockEstimate, HostClock
 from axon_nb.records.protocol.agent import (
     AgentState,
@@ -41,13 +40,11 @@ from axon_nb.records.protocol.wire import decode, encode
 __all__ = ["Hosts"]
 
 _ASK_INTERVAL_S = 0.5
-_SILENCE_S = 2.75
-"""A host that has ranks and has not responded for this long is lost."""
+_SILENCE_S = 2.9
+"""A host that has ranks and has not responded for this long is lost; after a cut of 2 s it has: `Member`."""
 _BUSY_SILENCE_S = 180.0
 """An agent does not respond while it imports torch: a second, or a minute on a busy machine."""
 _STOP_TIMEOUT_S = 8.0
-_THIN_LINEAR_TIMEOUTS = 16
-"""Linux's TCP_THIN_LINEAR_TIMEOUTS: what was lost is sent again soon after a link is back."""
 
 Reply = Callable[[Mapping[str, Any]], None]
 
@@ -110,10 +107,20 @@ class HostConnection(AcceptedConnection):
             self.state = decode_outcome(GetInfo, fields)
             self.clock.add(self._asked_ns, self.state.received_ns, self.state.sent_ns, self.received_ns)
 
-    def is_lost(self, now: float) -> bool:
-        """Whether it has not responded for too long."""
-        limit = _SILENCE_S if self.ranks else _BUSY_SILENCE_S
-        return now - self.received_at > limit
+    def has_unread(self) -> bool:
+        """Whether something has arrived, or the connection was closed, since this agent last read."""
+        try:
+            self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    @property
+    def lost_at(self) -> float:
+        """When it is lost, unless it responds before; monotonic time in seconds."""
+        return self.received_at + (_SILENCE_S if self.ranks else _BUSY_SILENCE_S)
 
 
 class Hosts:
@@ -153,8 +160,7 @@ class Hosts:
 
         def accept(sock: socket.socket) -> None:
             close_unauthenticated(list(self._peers))
-            with contextlib.suppress(OSError):  # Linux only
-                sock.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
+            resend_soon(sock)
             self._peers.add(HostConnection(sock, self._selector, self._closed, self._on_message, key))
 
         self._key = key
@@ -204,6 +210,10 @@ class Hosts:
         for other in list(self._by_name.values()):
             if other.facts is not None and other.facts.folder == facts.folder:  # it is back before it was missed
                 other.close()
+        if facts.is_only and facts.name in self._by_name:
+            # After a cut, the agent that was there joins again, and a repair may have started another one meanwhile.
+            link.send_message(refusal(f"Another agent serves the host {facts.name!r} by now, so this one exits."))
+            return
         names, number = {socket.gethostname(), *self._by_name}, 1
         while (name := facts.name if number == 1 else f"{facts.name}-{number}") in names:
             number += 1
@@ -253,11 +263,13 @@ class Hosts:
         self._checked_at = now
         due = None
         for name, link in list(self._by_name.items()):
-            if self._stopped_at is None and link.is_lost(now):
+            if self._stopped_at is None and now >= link.lost_at and not link.has_unread():
                 self._lost[name] = f"its agent has not responded for {now - link.received_at:.1f} s"
                 link.close()
                 continue
             due = min(link.ask(now), due or now + _ASK_INTERVAL_S)
+            if self._stopped_at is None:
+                due = min(due, max(now, link.lost_at))
         return due
 
     def _closed(self, connection: Connection) -> None:

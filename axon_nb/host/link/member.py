@@ -18,7 +18,7 @@ from typing import Any
 
 from axon_nb.errors import StartError
 from axon_nb.host.connections import Connection
-from axon_nb.host.link.tcp import MessageSigner, SignedConnection, authenticate, link_key, mask_server_key
+from axon_nb.host.link.tcp import MessageSigner, SignedConnection, authenticate, link_key, mask_server_key, resend_soon
 from axon_nb.host.resources.cgroups import usable_cores
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import encode as encode_parts
@@ -32,6 +32,7 @@ from axon_nb.records.protocol.wire import decode, encode
 __all__ = ["Member", "MemberConnection"]
 
 _CONNECT_TIMEOUT_S = 5.0
+_RECONNECT_TIMEOUT_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 60.0
 _RETRY_INTERVAL_S = 0.5
 _SILENCE_S = 30.0
@@ -39,6 +40,11 @@ _SILENCE_S = 30.0
 _BUSY_SILENCE_S = 180.0
 """Without ranks: it does not respond while it imports torch, a second, or a minute on a busy machine."""
 _GIVE_UP_S = 300.0
+_QUIET_S = 1.0
+"""The notebook's agent asks twice per second; when it has not for this long, this one sends something by itself."""
+_UNREACHED_MS = 8000
+"""What the system of the notebook's host has not received for this long says that the link is cut, not that the agent
+is stopped. The notebook's agent has given this host up by then."""
 Link = tuple[socket.socket, MessageSigner]
 """A connection that has been authenticated."""
 
@@ -51,6 +57,21 @@ class MemberConnection(SignedConnection):
     """The connection to the notebook's agent, which sends commands like a notebook."""
 
     owner = "the cluster"
+    _greeted_at = 0.0
+
+    def greet(self, now: float) -> float:
+        """Send an empty message if the notebook's agent is quiet; return when to call this again.
+
+        TCP sends what was lost on a cut link again after longer and longer times, which begin with the first of them.
+        What is sent one second into the cut therefore arrives sooner after it than what was lost at its beginning. And
+        it fails for good where the other end has given up this connection.
+        """
+        if now < self.received_at + _QUIET_S:
+            return self.received_at + _QUIET_S
+        if self._greeted_at < self.received_at:
+            self._greeted_at = now
+            self.send_message({})
+        return now + _QUIET_S
 
 
 class Member:
@@ -61,13 +82,15 @@ class Member:
         cluster_key: The cluster's key.
         name: The name that this host suggests for itself.
         run_dir: The folder of this agent.
+        is_only: Whether it joins only if no other agent has this name.
     """
 
-    def __init__(self, address: str, cluster_key: bytes, name: str, run_dir: RunDir) -> None:
+    def __init__(self, address: str, cluster_key: bytes, name: str, run_dir: RunDir, *, is_only: bool) -> None:
         self.address = address
         self.name = name
         self._cluster_key = cluster_key
         self._run_dir = run_dir
+        self._is_only = is_only
         self._joined: Link | None = None
         self._connection: MemberConnection | None = None
         self._retry_at: float | None = None
@@ -76,15 +99,15 @@ class Member:
         self.over = False
         """Whether the cluster is gone, or unreachable for too long."""
 
-    def join(self) -> None:
-        """Connect, authenticate, and write the controller's connection file.
+    def join(self, *, timeout_s: float = _CONNECT_TIMEOUT_S) -> None:
+        """Connect within `timeout_s` seconds, authenticate, and write the controller's connection file.
 
         Raises:
             StartError: nobody listens there, the key is another cluster's, or the versions differ.
         """
         ip, _, port = self.address.rpartition(":")
         try:
-            sock = socket.create_connection((ip, int(port)), _CONNECT_TIMEOUT_S)
+            sock = socket.create_connection((ip, int(port)), timeout_s)
         except ConnectionRefusedError:
             raise StartError(
                 f"Nothing listens on {self.address}: the cluster is gone, or a firewall closes the port. Open it, or "
@@ -98,6 +121,9 @@ class Member:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            resend_soon(sock)
+            if sys.platform == "linux":
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREACHED_MS)
             sock.settimeout(_HANDSHAKE_TIMEOUT_S)
             signer = authenticate(sock, link_key(self._cluster_key))
             reply = self._introduce(sock, signer)
@@ -119,10 +145,10 @@ class Member:
         welcome = decode(Welcome, reply)
         self.name = welcome.name
         self._write_engine_file(welcome.engine_file)
-        self._joined = sock, signer
+        self._joined, self._is_only = (sock, signer), True
 
     def _introduce(self, sock: socket.socket, signer: MessageSigner) -> dict[str, Any]:
-        facts = HostFacts(self.name, str(self._run_dir.path), usable_cores(), own_version())
+        facts = HostFacts(self.name, str(self._run_dir.path), usable_cores(), own_version(), self._is_only)
         sock.sendall(encode_parts(signer.sign([json.dumps(encode(facts)).encode()])))
         return dict(json.loads(signer.verify(receive(sock))[0]))
 
@@ -175,14 +201,15 @@ class Member:
                 self._connection.received_at = now
             if now - self._connection.received_at > (_SILENCE_S if serving else _BUSY_SILENCE_S):
                 self._connection.close()
-            return now + 1.0, None
+                return now, None
+            return self._connection.greet(now), None
         if self._retry_at is None or now < self._retry_at:
             return self._retry_at, None
         self._retry_at = now + _RETRY_INTERVAL_S
         try:
-            self.join()
+            self.join(timeout_s=_RECONNECT_TIMEOUT_S)
         except StartError as error:
-            # Refused: the notebook's agent has exited. Out of reach: the link may come back.
+            # Refused: the notebook's agent has exited, or another one serves this host. Else the link may come back.
             self.over = not isinstance(error, UnreachableError) or now > self._give_up_at
         return self._retry_at, None
 

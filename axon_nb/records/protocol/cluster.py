@@ -61,6 +61,8 @@ class HostFacts:
     """Usable cores."""
     version: Version
     """The version that its agent runs."""
+    is_only: bool = False
+    """Whether it joins only if no other agent has its name: the notebook had it started, or it has joined before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ __all__ = [
 
 FAR_HOST = "far-host"
 _NAMESPACE = "AXON_NB_TEST_NAMESPACE"
+_NOBODY = "02:00:00:00:00:01"
+"""A hardware address that no interface has."""
 
 HERE = """
 def far(command):
@@ -109,14 +111,31 @@ class Network:
     environment: dict[str, str]
 
     @contextlib.contextmanager
-    def cut(self) -> Iterator[None]:
-        """Cut the link for a while: packets are lost in both directions, and no connection is closed."""
-        link = ["netns", "exec", self.environment[_NAMESPACE], "ip", "link", "set", self.far_interface]
-        _ip(*link, "down")
+    def cut(self, *, silently: bool = False) -> Iterator[None]:
+        """Cut the link for a while: packets are lost in both directions, and no connection is closed.
+
+        Args:
+            silently: Whether each end goes on sending, to an address that nobody has; else the link itself is down.
+        """
+        far = ["-n", self.environment[_NAMESPACE]]
+        if silently:
+            ends = (([], self.far_ip, self.interface), (far, self.near_ip, self.far_interface))
+            cut = [[*where, "neigh", "replace", ip, "lladdr", _NOBODY, "dev", name] for where, ip, name in ends]
+            heal = [[*where, "neigh", "del", ip, "dev", name] for where, ip, name in ends]
+        else:
+            link = [*far, "link", "set", self.far_interface]
+            cut, heal = [[*link, "down"]], [[*link, "up"]]
+        _at_once(cut)
         try:
             yield
         finally:
-            _ip(*link, "up")
+            _at_once(heal)
+
+
+def _at_once(commands: list[list[str]]) -> None:
+    """Run several commands of `ip` at the same time: on a busy machine, one after the other takes long."""
+    processes = [subprocess.Popen(["ip", *words]) for words in commands]
+    assert [process.wait(60) for process in processes] == [0] * len(processes), commands
 
 
 def _ip(*words: str) -> subprocess.CompletedProcess[Any]:

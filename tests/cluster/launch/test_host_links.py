@@ -38,7 +38,8 @@ def test_ranks_of_both_hosts_form_one_world(script: Script) -> None:
     assert [values[rank][0] == FAR_HOST for rank in range(4)] == [False, False, True, True]
 
 
-def test_short_cut_of_the_link_loses_nothing(script: Script, link: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize("silently", [False, True], ids=["link down", "packets lost"])
+def test_short_cut_of_the_link_loses_nothing(script: Script, link: Network, tmp_path: Path, silently: bool) -> None:
     cell = (
         f"import time\nopen(f'{tmp_path}/{{rank}}', 'w').close()\nt = torch.zeros(1)\n"
         "for _ in range(60):\n    t += 1; dist.all_reduce(t); t /= world_size; time.sleep(0.05)\n"
@@ -46,8 +47,8 @@ def test_short_cut_of_the_link_loses_nothing(script: Script, link: Network, tmp_
     )
     script.submit(f"dict(c.run({cell!r}).values)")
     assert until(lambda: len(list(tmp_path.iterdir())) == 4)
-    with link.cut():
-        time.sleep(1.5)
+    with link.cut(silently=silently):
+        time.sleep(2.0)
     assert script.collect().value == {rank: (rank, 60.0) for rank in range(4)}
 
 

@@ -32,7 +32,7 @@ import sys
 from axon_nb.errors import StartError
 from axon_nb.host.joining import join_cluster
 try:
-    join_cluster(sys.argv[1], name=sys.argv[2], entry=sys.argv[3])
+    join_cluster(sys.argv[1], name=sys.argv[2], entry=sys.argv[3], read_key=sys.argv[4] == "True")
 except StartError as error:
     sys.exit(str(error))
 """
@@ -47,17 +47,27 @@ class Joining:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(
-        self, name: str = FAR, *, key: str = KEY, address: str = "", behind: Sequence[str] = ()
+        self,
+        name: str = FAR,
+        *,
+        key: str = KEY,
+        address: str = "",
+        behind: Sequence[str] = (),
+        by_launcher: bool = False,
     ) -> subprocess.Popen[str]:
-        """Start the agent of another host, `behind` a command that runs it."""
+        """Start the agent of another host, `behind` a command that runs it; a launcher passes the key as its input."""
         process = subprocess.Popen(
-            [*behind, sys.executable, "-c", _MAIN, address or self.address, name, ENTRY],
+            [*behind, sys.executable, "-c", _MAIN, address or self.address, name, ENTRY, str(by_launcher)],
             env={**os.environ, "PYTHONPATH": str(ROOT), JOIN_KEY.name: key},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(f"{key}\n" * by_launcher)
+        process.stdin = None  # `communicate` would flush it
         self.started.append(process)
         return process
 

@@ -101,6 +101,28 @@ def test_silent_host_is_given_up_and_joins_again_without_its_ranks(joining: Join
     assert is_alive(pid)
 
 
+def test_agent_that_comes_back_after_another_took_its_place_exits_with_its_ranks(joining: Joining) -> None:
+    process, far = joining.join()
+    rank, pid = joining.fork(far, "wait")
+    process.send_signal(signal.SIGSTOP)
+    assert joining.first.event(event="exit", rank=rank)["host_lost"]
+    _, second = joining.join()
+    assert second.name == FAR
+    _, new_pid = joining.fork(second, "wait")
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 0
+    assert until(lambda: gone(pid, far.folder))
+    assert {name: facts.folder for name, facts in joining.hosts().items()} == {FAR: second.folder}
+    assert is_alive(new_pid)
+
+
+def test_agent_that_a_launcher_starts_leaves_the_host_to_the_one_that_is_there(joining: Joining) -> None:
+    _, far = joining.join()
+    late = joining.start(by_launcher=True)
+    assert f"Another agent serves the host {FAR!r} by now, so this one exits." in late.communicate(timeout=60)[0]
+    assert {name: facts.folder for name, facts in joining.hosts().items()} == {FAR: far.folder}
+
+
 def test_host_ends_with_the_agent_that_it_joined(joining: Joining) -> None:
     process, far = joining.join()
     _, pid = joining.fork(far, "wait")
