@@ -55,8 +55,8 @@ coverage: $(INSTALLED)  ## what `make quick` runs of each file, by coverage
 
 FAULTS ?= 1000
 SEED ?= 1
-fuzz: $(INSTALLED)  ## random faults on live models: FAULTS=1000 SEED=1, or ONLY=38 for one round again
-	$(VENV)/bin/python -m tests.fuzz --faults $(FAULTS) --seed $(SEED) $(if $(ONLY),--only $(ONLY))
+fuzz: $(INSTALLED)  ## random faults on live models: FAULTS=1000 SEED=1, or ONLY=38 for one round again; HOSTS=1: on two hosts
+	$(VENV)/bin/python -m tests.fuzz --faults $(FAULTS) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(if $(HOSTS),--hosts)
 
 bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the tables go to benchmarks/results
 	$(VENV)/bin/python -m benchmarks.main_job

@@ -42,8 +42,8 @@ class Fault:
     """What the report must match."""
     interrupts: tuple[float, ...] = ()
     """When the user presses stop, in seconds after the cell has begun, each after the one before."""
-    dies: int | None = None
-    """The rank that dies."""
+    dies: tuple[int, ...] = ()
+    """The ranks that die."""
     names: tuple[str, ...] = field(default=())
     """The objects that were in a step."""
     options: str = ""
@@ -59,4 +59,10 @@ class Fault:
     loses: str = ""
     """The process that is killed while the cell runs: the kernel, the agent or the controller."""
     loses_after_s: float = 0.0
-    """Seconds from the beginning of the cell to that."""
+    """Seconds from the beginning of the cell to that, or to what befalls the other host."""
+    other_host: str = ""
+    """What befalls the other host: its agent is killed, or its link is cut. Needs ranks on two hosts."""
+    silently: bool = False
+    """Whether both ends of a cut link go on sending."""
+    lasts_s: float = 0.0
+    """Seconds from the moment at which a link is cut to the interrupt, or to the moment at which it is back."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tests.fuzz import interference, losses, mistakes, tampering
 from tests.fuzz.fault import COLLECTIVES, NAMES, STOPPED, Fault
 
-__all__ = ["ADVERSARY", "KINDS", "LOSSES", "POINTS", "make_fault"]
+__all__ = ["ADVERSARY", "DEATHS", "KINDS", "LOSSES", "POINTS", "Table", "make_fault"]
 
 STAYS = ("sleep", "multiply", "recv", "barrier", "loader", "spin", "await", "swallow")
 POINTS = ("before", "forward", "after forward", "backward", "before optimizer")
@@ -75,7 +75,7 @@ def _die(rng: random.Random, message: str) -> Fault:
     lines, detail, names = _fails(rng, message, action)
     says = rf"rank {_rank(lines)} {DEATHS[action]}"
     return Fault(
-        "death", f"{action} in {detail}", "\n".join(lines), ("CellError",), says, dies=_rank(lines), names=names
+        "death", f"{action} in {detail}", "\n".join(lines), ("CellError",), says, dies=(_rank(lines),), names=names
     )
 
 
@@ -136,7 +136,8 @@ def _deadlock(rng: random.Random, message: str) -> Fault:
     return Fault("deadlock", detail, code, ("CellError",), says)
 
 
-KINDS: dict[str, tuple[Callable[[random.Random, str], Fault], float]] = {
+Table = dict[str, tuple[Callable[[random.Random, str], Fault], float]]
+KINDS: Table = {
     "raise": (_raise, 0.38),
     "interrupt": (_interrupt, 0.22),
     "two interrupts": (_two_interrupts, 0.08),
@@ -174,15 +175,16 @@ ADVERSARY = (
 """The kinds of docs/faults.md."""
 
 
-def make_fault(seed: int, number: int, kinds: tuple[str, ...] = ()) -> Fault:
+def make_fault(seed: int, number: int, kinds: tuple[str, ...] = (), *, table: Table = KINDS) -> Fault:
     """Fault `number` of the run with this seed: always the same.
 
     Args:
         seed: Of the run.
         number: Of the round.
         kinds: Choose among these alone; empty: among all.
+        table: All kinds.
     """
     rng = random.Random(f"{seed}:{number}")
-    chosen = list(kinds or KINDS)
-    (kind,) = rng.choices(chosen, [KINDS[name][1] for name in chosen])
-    return KINDS[kind][0](rng, f"bug of round {number}")
+    chosen = list(kinds or table)
+    (kind,) = rng.choices(chosen, [table[name][1] for name in chosen])
+    return table[kind][0](rng, f"bug of round {number}")

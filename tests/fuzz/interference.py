@@ -52,7 +52,7 @@ def kill_during_repair(dies: Make) -> Make:
 
     def make(rng: random.Random, message: str) -> Fault:
         fault = dies(rng, message)
-        others = [f"rank {rank}" for rank in range(4) if rank != fault.dies]
+        others = [f"rank {rank}" for rank in range(4) if rank not in fault.dies]
         during = rng.choice(["kernel", rng.choice(others)])
         after_s = rng.uniform(0, 0.6)
         detail = f"{fault.detail}, and {during} {after_s:.2f} s into the repair"

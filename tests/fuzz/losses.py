@@ -50,7 +50,7 @@ def controller(rng: random.Random, message: str) -> Fault:
     return _loss(rng, "controller", ("ClusterLostError",), r"controller.*`%distributed start`")
 
 
-def lose(notebook: Kernel, cluster: Footprint, fault: Fault, request: str) -> tuple[Reply, float]:
+def lose(notebook: Kernel, cluster: Footprint, fault: Fault, request: str, *, start: str) -> tuple[Reply, float]:
     """Kill the process of a fault while its cell runs; returns how the cell ended, and when (`time.time`).
 
     A lost kernel is replaced by a fresh one, which attaches, and then cancels the cell. A lost cluster must leave no
@@ -61,13 +61,14 @@ def lose(notebook: Kernel, cluster: Footprint, fault: Fault, request: str) -> tu
         cluster: What its cluster consists of.
         fault: One that loses a process.
         request: Of the cell.
+        start: The cell that starts a new cluster.
     """
     if fault.loses == "kernel":
         return _attach(notebook), time.time()
     os.kill(getattr(cluster, fault.loses), signal.SIGKILL)
     reply, ended = notebook.collect(request, timeout=_LIMIT_S), time.time()
     assert until(cluster.all_ended), f"left by a lost cluster: {cluster.processes}"
-    notebook.ok("%distributed start -n 4 --devices cpu", timeout=_LIMIT_S)
+    notebook.ok(start, timeout=_LIMIT_S)
     assert until(cluster.gone), f"left by a lost cluster: {cluster.folder}"
     return reply, ended
 

@@ -7,13 +7,15 @@ import contextlib
 import random
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from axon_nb.records.ranks import name_ranks
 from tests.fuzz.fault import Fault
-from tests.fuzz.faults import make_fault
+from tests.fuzz.faults import KINDS, make_fault
 from tests.fuzz.interference import connections, repair_with_a_kill, stopped
 from tests.fuzz.losses import lose
 from tests.fuzz.mistakes import MOST_DISPLAYED, MOST_TEXT
@@ -30,6 +32,7 @@ _RENEW_EVERY = 100
 SENT = [Path(__file__).with_name(name) for name in ("workload.py", "blocking.py")]
 """Run on the ranks as cells, in this order."""
 _STARTS = 8
+START = "%distributed start -n 4 --devices cpu"
 
 
 @dataclass
@@ -67,6 +70,8 @@ class Outcome:
     """Whether ranks were left at different steps of one object."""
     kinds: tuple[str, ...] = ()
     """What the fault was chosen from; empty: all kinds."""
+    options: str = ""
+    """Of the command that runs this round again."""
     problems: list[str] = field(default_factory=list)
     report: str = ""
 
@@ -74,7 +79,7 @@ class Outcome:
         fault = self.fault
         head = f"seed {self.seed} round {self.number}: {fault.kind} ({fault.detail}), {self.control_s:.2f} s"
         kinds = f" --kinds {' '.join(map(repr, self.kinds))}" if self.kinds else ""
-        again = f"again, alone: python -m tests.fuzz --seed {self.seed} --only {self.number}{kinds}"
+        again = f"again, alone: python -m tests.fuzz {self.options}--seed {self.seed} --only {self.number}{kinds}"
         return "\n".join([head, *self.problems, fault.code, self.report, again])
 
 
@@ -99,15 +104,30 @@ class Fuzz:
         seed: Of the run.
         folder: Where the ranks write the time of a fault.
         kinds: The kinds of faults to choose from; empty: all.
+        start: The cell that starts the ranks.
+        environment: What the kernel gets besides this process's environment.
     """
 
-    def __init__(self, seed: int, folder: Path, *, kinds: tuple[str, ...] = ()) -> None:
+    table, options = KINDS, ""
+    """The kinds of faults, and the options of the command that runs such rounds."""
+
+    def __init__(
+        self,
+        seed: int,
+        folder: Path,
+        *,
+        kinds: tuple[str, ...] = (),
+        start: str = START,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.seed = seed
         self.outcomes: list[Outcome] = []
         self.restarts = 0
         self._kinds = kinds
         self._clock = folder / "clock"
-        self._kernel = _FuzzKernel()
+        self._start_cell = start
+        self._environment = dict(environment or {})
+        self._kernel = _FuzzKernel(env=self._environment)
         self._bounds: dict[int, Bounds] = {}
         self._since_start = 0
         self._start = 0
@@ -115,7 +135,7 @@ class Fuzz:
     def __enter__(self) -> Fuzz:
         self._kernel.__enter__()
         self._kernel.load_and_warm_up()
-        self._kernel.ok("%distributed start -n 4 --devices cpu", timeout=_PATIENCE_S)
+        self._kernel.ok(self._start_cell, timeout=_PATIENCE_S)
         self._build()
         return self
 
@@ -155,8 +175,8 @@ class Fuzz:
             self._restart()
         self._since_start += 1
         kinds = kinds or self._kinds
-        fault = make_fault(self.seed, number, kinds)
-        outcome = Outcome(self.seed, number, fault, kinds=kinds)
+        fault = make_fault(self.seed, number, kinds, table=self.table)
+        outcome = Outcome(self.seed, number, fault, kinds=kinds, options=self.options)
         self.outcomes.append(outcome)
         try:
             reply = self._strike(fault, outcome)
@@ -173,11 +193,10 @@ class Fuzz:
     def _strike(self, fault: Fault, outcome: Outcome) -> Reply:
         kernel = self._kernel
         self._clock.unlink(missing_ok=True)
-        around = contextlib.ExitStack()
         cluster = footprint(kernel) if fault.loses or fault.stops or fault.connects else None
-        if cluster is not None and fault.connects:
-            around.enter_context(connections(cluster))
-        with around:
+        with contextlib.ExitStack() as around:
+            if cluster is not None and fault.connects:
+                around.enter_context(connections(cluster))
             return self._cell(fault, outcome, cluster, around)
 
     def _cell(self, fault: Fault, outcome: Outcome, cluster: Footprint | None, around: contextlib.ExitStack) -> Reply:
@@ -188,7 +207,7 @@ class Fuzz:
             kernel.wait_until_busy(request)
             time.sleep(fault.loses_after_s)
             began = time.time()
-            reply, ended = lose(kernel, cluster, fault, request)
+            reply, ended = lose(kernel, cluster, fault, request, start=self._start_cell)
             outcome.control_s = ended - began
             outcome.report = reply.traceback or reply.stdout
             return reply
@@ -233,11 +252,10 @@ class Fuzz:
             self._build()
         if fault.undo:
             self._kernel.ok(f"%%distributed\n{fault.undo}", timeout=_PATIENCE_S)
-        if fault.undo:
             self._kernel.run("%distributed repair", timeout=_PATIENCE_S)  # refuses if there is nothing to repair
         if fault.stops:  # it goes on now, and replies within moments
             assert until(lambda: self._kernel.run("%%distributed\n'alive'", timeout=_PATIENCE_S).ok)
-        if fault.dies is None:
+        if not fault.dies:
             return
         if fault.during_repair:
             repair_with_a_kill(self._kernel, fault)
@@ -245,8 +263,8 @@ class Fuzz:
             return
         began = time.monotonic()
         reply = self._kernel.ok("%distributed repair", timeout=_PATIENCE_S)
-        assert f"rank {fault.dies}" in reply.stdout, reply.stdout
-        left = [rank for rank in range(4) if rank != fault.dies]
+        assert name_ranks(fault.dies) in reply.stdout, reply.stdout
+        left = [rank for rank in range(4) if rank not in fault.dies]
         code = "[name for name in NAMES if place(name) < 0]"
         self._kernel.ok(f"%%distributed --ranks {','.join(map(str, left))} --out torn\n{code}", timeout=_PATIENCE_S)
         for rank, names in ast.literal_eval(self._kernel.ok("torn.values").result).items():
@@ -276,6 +294,6 @@ class Fuzz:
             self._restart()
         except (AssertionError, TimeoutError):
             self._kernel.__exit__(None, None, None)
-            self._kernel = _FuzzKernel()
+            self._kernel = _FuzzKernel(env=self._environment)
             self.__enter__()
             self._since_start = 0

@@ -1,0 +1,195 @@
+"""Rounds on two hosts: a network namespace with an sshd is the other one, and runs ranks 2 and 3."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from tests.cluster.launch.hosts.ssh_server import SshServer, serve_ssh
+from tests.cluster.launch.second_host import FAR_HOST, Network, network
+from tests.fuzz.fault import Fault
+from tests.fuzz.hosts.faults import FAR_RANKS, KINDS_OF_TWO_HOSTS, SILENT
+from tests.fuzz.rounds import CEILING_S, START, Fuzz, Outcome
+from tests.support.kernel import Reply
+from tests.support.processes import Footprint, footprint, until
+from tests.support.script import command_lines, family
+
+__all__ = ["FuzzOnTwoHosts", "fuzz_on_two_hosts"]
+
+_LIMIT_S = 150.0
+_SHORT_ENOUGH_S = 2.3
+"""A cut that took longer, because the machine was busy, may lose the host."""
+_JOIN = "host --join"
+_STATE = (
+    "(lambda s: (sorted(s.hosts), sorted(s.ranks)))(__import__('axon_nb').cluster.current.get().connection.agent.call("
+    "__import__('axon_nb.records.protocol.agent', fromlist=['x']).GetInfo()))"
+)
+
+
+class FuzzOnTwoHosts(Fuzz):
+    """A kernel with ranks 0 and 1 on its own host, 2 and 3 on the other.
+
+    Args:
+        seed: Of the run.
+        folder: Where the ranks write the time of a fault, and both hosts' agents have their folders.
+        link: The network between the hosts.
+        server: The other host's sshd.
+        kinds: The kinds of faults to choose from; empty: all.
+    """
+
+    table, options = KINDS_OF_TWO_HOSTS, "--hosts "
+
+    def __init__(
+        self, seed: int, folder: Path, link: Network, server: SshServer, *, kinds: tuple[str, ...] = ()
+    ) -> None:
+        self._link = link
+        self._runtime = folder / "r"
+        self._runtime.mkdir(mode=0o700)
+        environment = {"IPYTHONDIR": str(server.ipython), "AXON_NB_RUNTIME_DIR": str(self._runtime)}
+        start = f"{START} --hosts ssh:{FAR_HOST}"
+        super().__init__(seed, folder, kinds=kinds, start=start, environment=environment)
+
+    def _cell(self, fault: Fault, outcome: Outcome, cluster: Footprint | None, around: contextlib.ExitStack) -> Reply:
+        kernel, what = self._kernel, fault.other_host
+        if not what or what.endswith("in a repair"):
+            return super()._cell(fault, outcome, cluster, around)
+        cut = contextlib.ExitStack()
+        around.push(cut)
+        far_agent = self._far_agent()
+        if what == "idle":
+            cut.enter_context(self._link.cut(silently=fault.silently))
+            time.sleep(fault.lasts_s)
+        request = kernel.submit(f"%%distributed\n{fault.code}")
+        kernel.wait_until_busy(request)
+        time.sleep(fault.loses_after_s)
+        began = time.time()
+        if what == "agent":
+            far_agent.send_signal(signal.SIGKILL)
+        elif what != "idle":
+            cut.enter_context(self._link.cut(silently=fault.silently))
+            time.sleep(fault.lasts_s)  # 0 if it ends with the cell
+        if what == "short cut":
+            cut.close()
+            self._cut_s = time.time() - began
+        elif what == "cut and interrupt":
+            began = time.time()
+            kernel.interrupt()
+        reply = kernel.collect(request, timeout=CEILING_S + 30)
+        outcome.control_s = time.time() - began
+        outcome.report = reply.traceback or reply.stdout
+        if what == "cut for good":
+            self._repair_without_the_host(outcome)
+        return reply
+
+    def _far_agent(self) -> psutil.Process:
+        """The other host's agent, which forked the ranks there."""
+        pids = footprint(self._kernel).pids
+        agent = psutil.Process(next(pids[rank] for rank in FAR_RANKS if rank in pids)).parent()
+        assert agent is not None
+        return agent
+
+    def _repair_without_the_host(self, outcome: Outcome) -> None:
+        """Repair while the host cannot be reached: it says so, and the ranks of this host are usable."""
+        began = time.monotonic()
+        reply = self._kernel.run("%distributed repair", timeout=_LIMIT_S)
+        took = time.monotonic() - began
+        if reply.ok or FAR_HOST not in reply.traceback:
+            outcome.problems.append(f"a repair without the host does not name it: {reply.shown()}")
+        if took > CEILING_S:
+            outcome.problems.append(f"a repair without the host took {took:.1f} s")
+        self._kernel.ok("%%distributed --ranks 0-1\nrank", timeout=_LIMIT_S)
+
+    def _judge(self, fault: Fault, reply: Reply, outcome: Outcome) -> None:
+        if fault.other_host == "short cut" and self._cut_s > _SHORT_ENOUGH_S and not reply.ok:
+            outcome.report += f"\nthe link was cut for {self._cut_s:.2f} s, for the machine was busy"
+            fault = dataclasses.replace(fault, ends=("CellError",), says=SILENT)
+        super()._judge(fault, reply, outcome)
+
+    def _repair(self, fault: Fault, outcome: Outcome) -> None:
+        if fault.other_host.endswith("in a repair"):
+            self._lose_in_repair(fault, outcome)
+        elif fault.other_host in ("cut and interrupt", "short cut"):
+            self._repair_what_is_left(fault, outcome)
+        else:
+            super()._repair(fault, outcome)
+
+    def _repair_what_is_left(self, fault: Fault, outcome: Outcome) -> None:
+        """Repair after a cut that may have been too short for a loss; the news of one may come late."""
+        for attempt in range(3):
+            reply = self._kernel.run("%%distributed\n'alive'", timeout=_LIMIT_S)
+            if reply.ok and not attempt and not fault.dies:
+                return
+            if reply.ok:
+                break
+            outcome.report += f"\n{reply.traceback}"
+            self._kernel.run("%distributed repair", timeout=_LIMIT_S)
+        else:
+            raise AssertionError(f"a plain repair does not make it whole: {reply.traceback[:2000]}")
+        self._build()
+
+    def _lose_in_repair(self, fault: Fault, outcome: Outcome) -> None:
+        kernel, far_agent = self._kernel, self._far_agent()
+        request = kernel.submit("%distributed repair")
+        time.sleep(fault.loses_after_s)
+        if fault.other_host.startswith("agent"):
+            far_agent.send_signal(signal.SIGKILL)
+        else:
+            with self._link.cut(silently=fault.silently):
+                time.sleep(fault.lasts_s)
+        outcome.report += f"\n{kernel.collect(request, timeout=_LIMIT_S).shown()}"
+        self._repair_what_is_left(fault, outcome)
+
+    def _check(self, fault: Fault, outcome: Outcome) -> None:
+        super()._check(fault, outcome)
+        code = "import os\nos.environ.get('AXON_NB_HOST', '')"
+        self._kernel.ok(f"%%distributed --out placed\n{code}", timeout=_LIMIT_S)
+        placed = self._kernel.value("dict(placed.values)")
+        if placed != {rank: FAR_HOST if rank in FAR_RANKS else "" for rank in range(4)}:
+            outcome.problems.append(f"the ranks are on {placed}")
+        if not until(lambda: not self._left(), timeout=_LIMIT_S):
+            outcome.problems.append(f"left behind: {self._left()}")
+
+    def _build(self) -> None:
+        super()._build()
+        self._known = self._there()
+
+    def _there(self) -> dict[str, int]:
+        """How much there is of each kind: processes of either host, and folders of their agents."""
+        far = [_runs_there(process) for process in family(self._kernel.mark) if _is_python(process)]
+        return {
+            "processes here": far.count(False),
+            f"processes on {FAR_HOST}": far.count(True),
+            "folders": sum(1 for path in self._runtime.glob("*/*") if path.is_dir()),
+        }
+
+    def _left(self) -> list[str]:
+        """What is missing, or there besides the ranks and one agent on each host."""
+        hosts, ranks = self._kernel.value(_STATE)
+        left = [] if (hosts, ranks) == ([FAR_HOST], [0, 1, 2, 3]) else [f"agents of {hosts}, ranks {ranks}"]
+        return left + [f"{now} {what} instead of {self._known[what]}"
+                       for what, now in self._there().items() if now != self._known[what]]  # fmt: skip
+
+
+def _is_python(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name().startswith("python")
+    return False
+
+
+def _runs_there(process: psutil.Process) -> bool:
+    return _JOIN in " ".join(command_lines([process]))
+
+
+@contextlib.contextmanager
+def fuzz_on_two_hosts(seed: int, folder: Path, *, kinds: tuple[str, ...] = ()) -> Iterator[FuzzOnTwoHosts]:
+    """A second host, and the fuzz on both, for as long as it lasts."""
+    with network() as link:
+        (sshd := folder / "sshd").mkdir()
+        with serve_ssh(link, sshd) as server, FuzzOnTwoHosts(seed, folder, link, server, kinds=kinds) as fuzz:
+            yield fuzz
