@@ -14,6 +14,13 @@ from tests.support.script import Script, command_lines, family
 
 CELL = "import os; t = torch.ones(1); dist.all_reduce(t); (os.environ.get('AXON_NB_HOST', ''), t.item())"
 
+KEPT = "import os; t = torch.ones(1); dist.all_reduce(t); (os.environ['AXON_NB_HOST'], globals().get('kept'), t.item())"
+
+
+def _kept(*ranks: int) -> dict[int, tuple[str, int | None, float]]:
+    """What `KEPT` gives when these ranks have kept their variable."""
+    return {rank: (NODES[rank // 2], rank if rank in ranks else None, 4.0) for rank in range(4)}
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
@@ -24,16 +31,24 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield slurm
 
 
-def test_job_runs_the_ranks_of_a_notebook_outside_it(slurm: Slurm, tmp_path: Path) -> None:
+@pytest.mark.timeout(480)
+def test_job_runs_the_ranks_of_a_notebook_outside_it_and_repairs_them(slurm: Slurm, tmp_path: Path) -> None:
     with slurm.job(2) as number, Script(tmp_path, **slurm.environment) as script:
         script.ok(f"import axon_nb\nc = axon_nb.start(4, hosts='slurm:{number}', devices='cpu')", timeout=230)
         key = script.value("c.connection.client.session.key.decode()")
         assert not [line for line in command_lines(family(script.mark)) if key in line]
         values = script.value(f"dict(c.run({CELL!r}).values)")
         assert values == {rank: (NODES[rank // 2], 4.0) for rank in range(4)}
+        script.ok("c.run('kept = rank')")
+        answer = script.run("c.run('import os\\nif rank == 2: os.kill(os.getpid(), 9)\\ndist.barrier()')")
+        assert answer.message.startswith(f"rank 2 was killed by SIGKILL on the host {NODES[1]!r}")
+        script.ok("c.repair()")
+        assert script.value(f"dict(c.run({KEPT!r}).values)") == _kept(0, 1, 3)
         cell = "import os, time\nif rank == 3:\n    os.kill(os.getppid(), 9); time.sleep(60)\ndist.barrier()"
         assert f"lost with its host {NODES[1]!r}" in script.run(f"c.run({cell!r})").message
         assert script.value("dict(c.run('rank', ranks='0-1').values)") == {0: 0, 1: 1}
+        script.ok("c.repair()")  # a new step of the job starts the agent again
+        assert script.value(f"dict(c.run({KEPT!r}).values)") == _kept(0, 1)
         script.ok("c.stop()")
         assert until(lambda: not script.others()), command_lines(script.others())
         assert until(lambda: number not in slurm.run("squeue", "--steps", "--noheader", "--format=%i"))
