@@ -235,6 +235,10 @@ def after(start: int) -> dict[str, object]:
     found = {name: place(name) for name in NAMES}
     answers = sums()
     again = {}
+    if "gloo" in dist.get_backend():
+        # The first step of a rebuilt reducer has other buckets, in which Gloo's ring adds the ranks in another order.
+        restore("ddp", start)
+        step("ddp")
     for name in NAMES:
         restore(name, start)
         step(name)
