@@ -4,7 +4,8 @@
     python -m scripts.changed_tests HEAD~3   # what differs from a commit
 
 Coverage cannot tell: most code runs in kernels and forked ranks. So a table says which tests run which package. What it
-does not list, such as pyproject.toml, can break everything.
+does not list, such as pyproject.toml, can break everything. Where time is limited, the files closest to the change run,
+and the turn of this landing: every file of tests runs at least once in TURNS landings, whatever they change.
 """
 
 from __future__ import annotations
@@ -16,14 +17,27 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from zlib import crc32
 
-__all__ = ["DURATIONS", "TESTS", "affordable", "changed_since", "select"]
+__all__ = ["DURATIONS", "QUICK", "TESTS", "TURNS", "affordable", "changed_since", "landings", "select", "turn_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
 LANDED = ROOT / ".ci" / "landed"
 """Names the commit that the present work started from."""
 DURATIONS = ROOT / "tests" / "durations.json"
 """Seconds by file; `scripts/test_tables.py` writes it."""
+QUICK = (
+    "tests/js/",
+    "tests/parity/",
+    "tests/plan/test_displays.py",
+    "tests/plan/test_links.py",
+    "tests/plan/test_schedule.py",
+    "tests/structure/",
+    "tests/unit/",
+)
+"""Tests that start no ranks, by the beginning of their paths: they run with every change."""
+TURNS = 29
+"""Each file of tests has its turn once in so many landings; with 29, a turn takes 150 s on average, 340 s at most."""
 KERNEL = "tests/kernel"
 VIEWS = f"{KERNEL}/views"
 TESTS: dict[str, tuple[str, ...]] = {
@@ -83,29 +97,56 @@ def select(changed: Iterable[str]) -> list[str]:
     return sorted(path for path in found if not any(str(folder) in found for folder in Path(path).parents))
 
 
-def affordable(paths: Iterable[str], changed: Iterable[str], limit_s: float) -> tuple[list[str], list[str]]:
-    """Split selected tests into files to run and files for which the time is too short.
+def affordable(
+    paths: Iterable[str], changed: Iterable[str], limit_s: float, turn: Iterable[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Split selected tests, without the quick ones, into files to run and files for which the time is too short.
 
     Args:
         paths: Files and folders, as `select` returns them.
-        changed: Changed paths: of the selected files these come first, then the shortest.
+        changed: Changed paths. Of the selected files these come first, then those whose paths share the most words with
+            a changed path (`failures`, `hints`), then the shortest.
         limit_s: Seconds that all files to run may take together, one after the other; a file without a known duration
             counts as the mean of the others.
+        turn: Files that run in any case. They use up to half of the limit; beyond that, they exceed it.
     """
     seconds: dict[str, float] = json.loads(DURATIONS.read_text(encoding="utf-8"))
     mean = sum(seconds.values()) / len(seconds)
     found = [
         file for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("test_*.py"))
     ]
-    first = set(changed)
-    names = sorted(
-        {str(file.relative_to(ROOT)) for file in found}, key=lambda name: (name not in first, seconds.get(name, mean))
-    )
-    taken, left_out, spent = [], [], 0.0
-    for name in names:
+    turn, words = set(turn), {path: _words(path) for path in changed}
+
+    def order(name: str) -> tuple[bool, int, float]:
+        shared = max((len(_words(name) & each) for each in words.values()), default=0)
+        return name not in words, -shared, seconds.get(name, mean)
+
+    names = {str(file.relative_to(ROOT)) for file in found} - turn
+    taken, left_out, spent = [], [], min(limit_s / 2, sum(seconds.get(name, mean) for name in turn))
+    for name in sorted((name for name in names if not name.startswith(QUICK)), key=order):
         spent += seconds.get(name, mean)
         (taken if spent <= limit_s else left_out).append(name)
     return taken, left_out
+
+
+def turn_of(landing: int) -> list[str]:
+    """Return the files of tests whose turn it is. A file's path alone decides, so that other files cannot move it."""
+    files = (file.relative_to(ROOT).as_posix() for file in (ROOT / "tests").rglob("test_*.py"))
+    in_turn = (file for file in files if crc32(file.encode()) % TURNS == landing % TURNS)
+    return sorted(file for file in in_turn if not file.startswith(QUICK))
+
+
+def landings() -> int:
+    """Return the number of landings so far: .ci/landed names the last one, which names the one before, and so on."""
+    seen = [LANDED.read_text(encoding="utf-8").strip()]
+    while not (before := _git("show", f"{seen[-1]}:.ci/landed")).returncode and before.stdout.strip() not in seen:
+        seen.append(before.stdout.strip())
+    return len(seen)
+
+
+def _words(path: str) -> set[str]:
+    """Return what a path says about its subject."""
+    return set(re.split(r"[/_.]", path)) - {"", "axon", "init", "nb", "py", "test", "tests"}
 
 
 def _tests_of(path: str) -> list[str]:

@@ -8,8 +8,9 @@
     scripts/test PATH …   # any arguments of pytest
 
 Tiers run WORKERS groups of tests at a time (3 by default, because tests wait more than they compute). Options of pytest
-may follow a tier: `scripts/test all -x --lf`. Of what a change can break, files are left out, and named, that would
-take more than CHANGED_LIMIT_S seconds (no limit by default) in one process.
+may follow a tier: `scripts/test all -x --lf`. With CHANGED_LIMIT_S (no limit by default), files that a change can break
+are left out, and named, once the others would take so many seconds in one process; and the files whose turn it is run,
+so that every file runs at least once in TURNS landings.
 
 Each file with a failure then runs again, alone in a fresh process; if it fails again, once more beside two busy
 processes. A test that passes then is flaky: the run passes, names it in its last lines and appends it to
@@ -34,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.changed_tests import affordable, changed_since, select
+from scripts.changed_tests import TURNS, affordable, changed_since, landings, select, turn_of
 from scripts.generated_page import ROOT
 from tests.support.failures import FOLDER_VARIABLE
 
@@ -97,11 +98,14 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
         named = arguments[1:2] if arguments[1:2] and not arguments[1].startswith("-") else []
         changed = changed_since(*named)
         limit_s = float(os.environ.get("CHANGED_LIMIT_S", "inf"))
-        paths, left_out = affordable(select(changed), changed, limit_s)
+        turn = turn_of(landing := landings()) if limit_s < float("inf") else []
+        paths, left_out = affordable(select(changed), changed, limit_s, turn)
         print(f"{len(changed)} changed files: {len(paths)} files of tests that they can break run with the fast tests.")
+        if turn:
+            print(f"{len(turn)} files have their turn ({landing % TURNS} of 0-{TURNS - 1}): {', '.join(turn)}.")
         if left_out:
-            print(f"{len(left_out)} more would take too long; `make test-all` runs them: {', '.join(left_out)}.")
-        return "test", list(arguments[1 + len(named) :]), paths
+            print(f"{len(left_out)} would take too long, until their turn or `make test-all`: {', '.join(left_out)}.")
+        return "test", list(arguments[1 + len(named) :]), paths + turn
     first = arguments[0] if arguments else "test"
     return (first, list(arguments[1:]), []) if first in TIERS else ("", [], [])
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from scripts.changed_tests import DURATIONS
+from scripts.changed_tests import DURATIONS, QUICK
 
 RUN_VARIABLE = "AXON_NB_TEST_RUN"
 """Set in the environment of this run and so of every process that it starts, however deep."""
@@ -41,17 +41,8 @@ settings.load_profile("steady")
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
-QUICK = (
-    "tests/js/",
-    "tests/parity/",
-    "tests/plan/test_displays.py",
-    "tests/plan/test_links.py",
-    "tests/plan/test_schedule.py",
-    "tests/structure/",
-    "tests/unit/",
-)
-"""What starts no ranks; of `MOCKED` those on mock worlds, too."""
 MOCKED = ("tests/comm/", "tests/compat/", "tests/parallel/")
+"""Of what starts ranks, tests on mock worlds do not: they are quick, too."""
 
 WORLDS = (*MOCKED, "tests/frameworks/")
 """What runs on processes that form a group: all on the same ones, by their number."""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.changed_tests import DURATIONS, affordable
 from scripts.run_tests import FLAKY_DAYS, ROOT, files_to_repeat, known_flaky, verdict
 
 FLAKY = """
@@ -107,17 +106,6 @@ def test_only_isolated_failures_rerun(records: list[dict[str, str]], reason: str
 
 def test_files_run_again_once_and_in_order() -> None:
     assert files_to_repeat(failed("b.py::x", "a.py::y", "b.py::z[1]")) == ["b.py", "a.py"]
-
-
-def test_changed_tests_and_short_ones_come_first() -> None:
-    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
-    folder = "tests/kernel/failures"
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("test_*.py"))
-    longest = max(files, key=lambda file: seconds.get(file, 1.0))
-    taken, left_out = affordable([folder], [longest], seconds.get(longest, 1.0) + 0.01)
-    assert taken == [longest]
-    assert sorted(taken + left_out) == files
-    assert affordable([folder], [], float("inf")) == (affordable([folder], [], float("inf"))[0], [])
 
 
 def test_flaky_tests_are_few_described_and_recent() -> None:
