@@ -22,6 +22,7 @@ __all__ = [
     "LateReply",
     "Lost",
     "Output",
+    "Processed",
     "RankDone",
     "RankEnded",
     "Recover",
@@ -43,6 +44,14 @@ class Output:
     kind: str
     content: dict[str, Any]
     metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """The notebook has processed a rank's last `Output`: a megabyte of lines takes seconds on a busy machine."""
+
+    at: float
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +129,7 @@ class Tick:
     """Ranks that nothing reaches: their process, or the controller's, is stopped."""
 
 
-Event = Output | Idle | Reply | Death | Interrupt | Timeout | Aborted | Lost | Recovered | Tick
+Event = Output | Processed | Idle | Reply | Death | Interrupt | Timeout | Aborted | Lost | Recovered | Tick
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,12 @@ _ABORTED_ON_REQUEST = ("KeyboardInterrupt", "CancelledError")
 _ABORT_MESSAGES = ("NCCL communicator was aborted", "AbortedError: ")
 """What torch raises for an operation on an aborted communicator, and for a failed future in a backward."""
 _OUTPUT_TIMEOUT_S = 5.0
-"""How long to wait for a rank's last output after its reply: the two take different routes, and on a busy machine one
-of them may be late."""
+"""How long to wait for a rank's last output after its reply and after earlier output: the two take different routes,
+and on a busy machine one of them may be late."""
+_MAX_OUTPUT_TIMEOUT_S = 60.0
+"""The same, however much output there is."""
 _DEAD_OUTPUT_TIMEOUT_S = 0.5
-"""The same, if the rank's process is gone."""
+"""How long to wait for it if the rank's process is gone."""
 
 
 class Steppable(Protocol):
@@ -61,6 +63,10 @@ class RankProgress:
 
     replied_at: float = 0.0
     idle: bool = False
+    processing: bool = False
+    """Whether the notebook is processing output of the rank right now."""
+    processed_at: float = 0.0
+    """When it last had."""
     gone_at: float = 0.0
     """When its process was seen to be gone; 0: it is not."""
     error: RankError | None = None
@@ -76,10 +82,11 @@ class RankProgress:
         """Whether the rank has replied and sent its output, or has timed out sending it."""
         if self.idle or not self.replied_at:
             return bool(self.replied_at)
-        since, timeout_s = (
-            (self.gone_at, _DEAD_OUTPUT_TIMEOUT_S) if self.gone_at else (self.replied_at, _OUTPUT_TIMEOUT_S)
-        )
-        return now - since > timeout_s
+        if self.processing:
+            return now - self.replied_at > _MAX_OUTPUT_TIMEOUT_S
+        timeout_s = _DEAD_OUTPUT_TIMEOUT_S if self.gone_at else _OUTPUT_TIMEOUT_S
+        silent_s = now - max(self.gone_at or self.replied_at, self.processed_at)
+        return silent_s > timeout_s or now - self.replied_at > _MAX_OUTPUT_TIMEOUT_S
 
 
 def was_aborted(name: str, message: str, *, aborting: bool) -> bool:

@@ -112,6 +112,7 @@ class CellRun:
             self._on_paused(rank, decode(PausedEvent, content))
         else:
             self._process(events.Output(rank, msg_type, content, metadata))
+            self._process(events.Processed(time.monotonic(), rank))
 
     def _on_paused(self, rank: int, event: PausedEvent) -> None:
         if self._debugger is None:  # a notebook that reattached cannot ask

@@ -98,7 +98,9 @@ def transition(cell: Cell, event: events.Event) -> Result:
     """Return the cell after `event`, and the effects that the caller performs, in this order."""
     match event:
         case events.Output():
-            return _settle(cell), (events.ShowOutput(event, cell.is_closed),)
+            return _settle(_update(cell, event.rank, processing=True)), (events.ShowOutput(event, cell.is_closed),)
+        case events.Processed():
+            return _update(cell, event.rank, processing=False, processed_at=event.at), ()
         case events.Idle():
             wake = (events.Wake(),) if cell.ranks[event.rank].replied_at else ()
             return _settle(_update(cell, event.rank, idle=True)), (events.RankDone(event.rank), *wake)

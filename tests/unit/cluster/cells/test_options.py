@@ -11,8 +11,16 @@ def test_late_output_is_waited_for() -> None:
     assert RankProgress(replied_at=1000.0, idle=True).is_done(1004.0)
 
 
+def test_output_that_is_still_being_processed_is_waited_for() -> None:
+    assert not RankProgress(replied_at=1000.0, processing=True).is_done(1050.0)
+    assert not RankProgress(replied_at=1000.0, processed_at=1020.0).is_done(1024.0)
+
+
 def test_every_wait_is_bounded() -> None:
     assert RankProgress(replied_at=1000.0).is_done(1006.0)
+    assert RankProgress(replied_at=1000.0, processed_at=1020.0).is_done(1026.0)
+    assert RankProgress(replied_at=1000.0, processing=True).is_done(1061.0)
+    assert RankProgress(replied_at=1000.0, processed_at=1060.0).is_done(1061.0)
 
 
 def test_rank_lost_after_its_reply_is_waited_for_briefly() -> None:

@@ -29,6 +29,7 @@ CELLS = {
 
 EVENTS: dict[str, events.Event] = {
     "output": events.Output(0, "stream", {"text": "x"}, {}),
+    "processed": events.Processed(5.0, 0),
     "idle": events.Idle(0),
     "reply": events.Reply(5.0, 0, OK, aborting=False),
     "failure": events.Reply(5.0, 0, RAISED, aborting=False),
@@ -50,6 +51,8 @@ event            | in                                        | then
 output           | sent                                      | running Show
 output           | running aborting draining                 | = Show
 output           | recovering done                           | = ShowLate
+processed        | sent running aborting                     | =
+processed        | draining recovering done                  | =
 idle             | sent                                      | running RankDone
 idle             | running aborting recovering done          | = RankDone
 idle             | draining                                  | = RankDone Wake
@@ -158,6 +161,7 @@ class Play:
                 self.process(events.Interrupt(self.now))
             case "output":
                 self.process(events.Output(rank, "stream", {}, {}))
+                self.process(events.Processed(self.now, rank))
             case "tick":
                 self.tick(seconds)
             case "slow tick":
