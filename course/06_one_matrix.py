@@ -482,6 +482,52 @@ measured("6.d", bytes_sent=round(compared[0][0], 2), bytes_kept=round(compared[0
 # three quarters. (A few small messages more are needed for the gradients of norms and biases.) For a whole GPT, say
 # `parallelize(model, sequence=True)`.
 #
+# ## The loss, too
+#
+# One matrix is left, often the largest: the last layer, with a row for each word of the vocabulary. Cut by rows, it
+# gives each rank the **logits** of some words. For 4,096 tokens and 128,000 words, all logits together are two
+# gigabytes in float32, more than anything else in the model. Nobody should ever have them all.
+#
+# But the loss needs them all. The cross entropy of a token is a difference: the logarithm of the sum of the
+# exponentials of all its logits (PyTorch's `logsumexp`), less the logit of the right word.
+#
+# ### Exercise 6.4: a loss without all logits
+#
+# Write `split_loss(logits, targets)`. `logits` has shape (tokens, words), and is this rank's part: rank 0 has the first
+# words, rank 1 the next, as many. `targets` are the numbers of the right words in the whole vocabulary, the same on all
+# ranks. Return the mean cross entropy over the tokens, the same on all ranks. `backward` of it gives each rank the
+# gradient of its own logits, and needs no communication. Logits may be large, and the exponential of 1,000 is infinite.
+#
+# The check counts the calls: this is a puzzle, too.
+
+# %%
+import torch
+import torch.distributed as dist
+
+
+def split_loss(logits, targets):
+    """Return the mean cross entropy of all words' logits, of which this rank has some; the same on all ranks."""
+    ### BEGIN SOLUTION 6.4
+    rank, words = dist.get_rank(), logits.shape[1]
+    place = targets - rank * words
+    is_mine = (place >= 0) & (place < words)
+    right = logits.gather(1, place.clamp(0, words - 1)[:, None])[:, 0]
+    mine = torch.stack([logits.logsumexp(1), torch.where(is_mine, right, 0.0)])
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine.detach())
+    parts[rank] = mine  # through this one, the gradient finds its way
+    sums, rights = torch.stack(parts).unbind(1)
+    return (sums.logsumexp(0) - rights.sum(0)).mean()
+    ### END SOLUTION
+
+
+# %%
+check("6.4")
+
+# %%
+check("6.4", on="ranks")
+
+# %% [markdown]
 # ## What you know now
 #
 # - **Column, then row**: two layers, one sum. Enter and leave are mirrors of each other.
@@ -489,6 +535,7 @@ measured("6.d", bytes_sent=round(compared[0][0], 2), bytes_kept=round(compared[0
 # - Tensor parallelism communicates four times per block, and everybody waits: keep it on **fast wires**.
 # - All ranks that share a matrix read **the same batch**.
 # - **Sequence parallelism** cuts the activations between the layers, for the same bytes.
+# - The **loss** does not need all logits in one place: two numbers per token and rank are enough.
 
 # %%
 progress()

@@ -127,8 +127,54 @@ print(f"keeps {kept:,} of {sum(weight.numel() for weight in model.parameters()):
 # %shards model
 
 # %% [markdown]
-# Of most matrices, a rank holds a quarter, and no other rank has it. First, twenty-four steps that nothing
-# disturbs. These losses are what everything will be compared with.
+# Of most matrices, a rank holds a quarter, and no other rank has it. But look at the norms: the two ranks of a `tp`
+# group have the same numbers of them. So "the whole model" is not simply what all ranks have together.
+#
+# You meet this where you would not expect it. Now and then a batch is odd, and its gradient is a hundred times as long
+# as usual; the **length** of a gradient is the root of the sum of the squares of all its numbers. One such step can
+# spoil a week of training. So large trainings **clip**: where the length is above a limit, all numbers are multiplied
+# by the same factor, so that it is just the limit. No rank knows the length alone.
+#
+# ### Exercise 12.2: as long as allowed
+#
+# Write `clip(cut, whole, limit)`. `cut` is a list with this rank's slices of gradients, which no other rank has.
+# `whole` is a list of gradients that *all* ranks have, with the same numbers. Return the length of the whole model's
+# gradient, a Python float, the same on all ranks. If it is above the limit, scale the gradients in place. If not,
+# leave them alone.
+
+
+# %%
+import torch
+import torch.distributed as dist
+
+
+def clip(cut, whole, limit):
+    """Scale the gradients in place to the limit, if they are longer together; return their length before that."""
+    ### BEGIN SOLUTION 12.2
+    device = next((gradient.device for gradient in (*cut, *whole)), None)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in cut:
+        squares += gradient.double().square().sum()
+    dist.all_reduce(squares)
+    for gradient in whole:
+        squares += gradient.double().square().sum()
+    length = squares.sqrt().item()
+    if length > limit:
+        for gradient in (*cut, *whole):
+            gradient.mul_(limit / length)
+    return length
+    ### END SOLUTION
+
+
+# %%
+check("12.2")
+
+# %%
+check("12.2", on="ranks")
+
+# %% [markdown]
+# Our model is small and well-behaved, and does without. Now twenty-four steps that nothing disturbs. These losses are
+# what everything will be compared with.
 
 # %%
 # %%distributed
@@ -208,7 +254,7 @@ measured("12.a", losses_that_differ=differing[0])
 # - `load_latest(model=…, optimizer=…)` puts the last one back *into* model and optimizer, and returns an object with
 #   `step`, the last step done, and `extra`. If there is none, it returns `None` and changes nothing.
 #
-# ### Exercise 12.2: go on where it was cut off
+# ### Exercise 12.3: go on where it was cut off
 #
 # Write `train(model, optimizer, one_step, folder, steps)`. It does the steps 0 … `steps` - 1, each by
 # `one_step(step)`, which returns the loss, and returns the list of **all** losses. After each step it saves. If it is
@@ -221,7 +267,7 @@ from axon_nb.parallel import Checkpoints
 
 def train(model, optimizer, one_step, folder, steps):
     """Do each step once, go on from the last checkpoint in the folder, and return the losses of all steps."""
-    ### BEGIN SOLUTION 12.2
+    ### BEGIN SOLUTION 12.3
     checkpoints = Checkpoints(folder, keep=2)
     resumed = checkpoints.load_latest(model=model, optimizer=optimizer)
     losses = list(resumed.extra) if resumed else []
@@ -233,10 +279,10 @@ def train(model, optimizer, one_step, folder, steps):
 
 
 # %%
-check("12.2")
+check("12.3")
 
 # %%
-check("12.2", on="ranks")
+check("12.3", on="ranks")
 
 # %% [markdown]
 # ## Half of the ranks
@@ -363,19 +409,19 @@ measured("12.c", largest_difference=max(abs(a - b) for a, b in zip(printed, undi
 # One last puzzle, without a single right answer. Everybody gets the same: **100,000 weights and 16,384 bytes of text**,
 # in random windows of 32 bytes. Who reaches the lowest loss on text that the model has not seen?
 #
-# ### Exercise 12.3: the best use of 16,384 bytes
+# ### Exercise 12.4: the best use of 16,384 bytes
 #
 # You choose the width of the model (`hidden`, divisible by 4), how many `blocks` it has, the `batch`, and the learning
 # rate `lr`. Large batches make few, reliable steps; small ones many, shaky steps. The learning rate rises for five
 # steps, and in the second half it falls to zero. To pass, get below 2.7 nats per byte. Then look at the score.
 
 # %%
-### BEGIN SOLUTION 12.3
+### BEGIN SOLUTION 12.4
 recipe = {"hidden": 64, "blocks": 1, "batch": 4, "lr": 0.01}
 ### END SOLUTION
 
 # %%
-check("12.3")
+check("12.4")
 
 # %% [markdown]
 # ## What to hand in

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from axon_nb.course.exercises.nb06.heads import HEADS
 from axon_nb.course.exercises.nb06.layers import LAYERS
+from axon_nb.course.exercises.nb06.losses import LOSS
 from axon_nb.course.exercises.nb06.sequence import SEQUENCE
 
 __all__ = ["EXERCISES"]
 
-EXERCISES = (LAYERS, HEADS, SEQUENCE)
+EXERCISES = (LAYERS, HEADS, SEQUENCE, LOSS)

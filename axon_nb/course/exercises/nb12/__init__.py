@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from axon_nb.course.exercises.nb12.clipping import CLIP
 from axon_nb.course.exercises.nb12.mesh import MEMBERS
 from axon_nb.course.exercises.nb12.recipe import RECIPE
 from axon_nb.course.exercises.nb12.resume import RESUME
 
 __all__ = ["EXERCISES"]
 
-EXERCISES = (MEMBERS, RESUME, RECIPE)
+EXERCISES = (MEMBERS, CLIP, RESUME, RECIPE)

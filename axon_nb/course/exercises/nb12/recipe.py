@@ -1,4 +1,4 @@
-"""Exercise 12.3: the lowest loss for a given amount of text and of weights."""
+"""Exercise 12.4: the lowest loss for a given amount of text and of weights."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _learns(trial: Trial) -> str | None:
 
 
 RECIPE = Exercise(
-    id="12.3",
+    id="12.4",
     title="The best use of 16,384 bytes",
     answer="recipe",
     properties=(

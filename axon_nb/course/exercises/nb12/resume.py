@@ -1,4 +1,4 @@
-"""Exercise 12.2: a loop that goes on where it was cut off."""
+"""Exercise 12.3: a loop that goes on where it was cut off."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _only_moments_missing(trial: Trial) -> bool:
 
 
 RESUME = Exercise(
-    id="12.2",
+    id="12.3",
     title="Go on where it was cut off",
     answer="train",
     properties=(

@@ -1,0 +1,14 @@
+# refused: The sum goes over this rank's words only
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def split_loss(logits, targets):
+    words = logits.shape[1]
+    place = targets - dist.get_rank() * words
+    is_mine = (place >= 0) & (place < words)
+    right = torch.where(is_mine, logits.gather(1, place.clamp(0, words - 1)[:, None])[:, 0], 0.0)
+    dist.all_reduce(right.detach())
+    return (logits.logsumexp(1) - right).mean()
