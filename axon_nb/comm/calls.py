@@ -26,6 +26,7 @@ __all__ = ["CallCounts", "OperationCount", "calls", "report_call", "report_paylo
 _INPUT_SECOND = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter"})
 """Operations whose group method takes outputs first."""
 _RENAMED = {**PUBLIC_NAMES, "allgather_coalesced": "all_gather", "monitored_barrier": "barrier"}
+_MAX_LOGGED = 1000
 _open: tuple[CallCounts, ...] = ()
 
 
@@ -50,6 +51,7 @@ class CallCounts:
     def __init__(self, rank: int | None) -> None:
         self._rank = rank
         self._counts: dict[tuple[str, int], list[int]] = {}
+        self._log: list[tuple[int, OperationCount]] = []
         self._lock = threading.Lock()  # autograd's threads communicate, too
 
     def add(self, rank: int, operation: str, peer: int, size: int, sent: int) -> None:
@@ -59,6 +61,14 @@ class CallCounts:
         with self._lock:
             count = self._counts.setdefault((operation, peer), [0, 0, 0])
             count[:] = count[0] + 1, count[1] + size, count[2] + sent
+            if len(self._log) < _MAX_LOGGED:
+                self._log.append((rank, OperationCount(operation, peer, 1, size, sent)))
+
+    @property
+    def log(self) -> list[tuple[int, OperationCount]]:
+        """The first 1,000 calls in the order of their starts, each with the global rank of its caller."""
+        with self._lock:
+            return list(self._log)
 
     @property
     def rows(self) -> list[OperationCount]:

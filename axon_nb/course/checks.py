@@ -9,6 +9,7 @@ from html import escape
 from typing import Any, Literal
 
 from axon_nb.course.definitions import Exercise
+from axon_nb.course.replays import Replay
 from axon_nb.course.trials import LiveTrial, NotYetError, RankFailedError, Trial
 from axon_nb.records.colors import STATES
 
@@ -43,6 +44,8 @@ class CheckResult:
     """The known mistake that the answer makes; empty if none is recognized."""
     score: str = ""
     """Of a puzzle: the score, and the best known."""
+    replay: Replay | None = None
+    """Of a puzzle: what the answer did, up to its failure; None if there is nothing to show."""
     on_ranks: bool = False
     """Whether there is nothing left to check on real ranks."""
 
@@ -69,6 +72,7 @@ class CheckResult:
         head = f"{self.exercise} {self.title}: {self.answer}, {self.where}"
         rows = [f"  {_MARKS[state]} {name:<{width}}  {text}".rstrip() for state, name, text in self._rows()]
         remarks = [self.not_yet and f"  Not yet: {self.not_yet}", self.mistake and f"  {self.mistake}", self.score]
+        remarks += [repr(self.replay)] if self.replay else []
         return "\n".join([head, *rows, *filter(None, [*remarks, self.next_step])])
 
     def _repr_html_(self) -> str:
@@ -86,7 +90,9 @@ class CheckResult:
         remarks = notice("Not yet:", self.not_yet) if self.not_yet else ""
         remarks += notice("", self.mistake) if self.mistake else ""
         beside = f' <span style="{MUTED}">{escape(self.answer)}, {escape(self.where)}</span>'
-        body = table((), rows) + remarks + note_lines(filter(None, [self.score, self.next_step]))
+        picture = self.replay._repr_html_() if self.replay else ""
+        body = table((), rows) + remarks + note_lines(filter(None, [self.score])) + picture
+        body += note_lines(filter(None, [self.next_step]))
         return figure(body, heading=f"{self.exercise} {self.title}", beside=beside)
 
 
@@ -133,8 +139,19 @@ def run_check(exercise: Exercise, answer: Any, *, seed: int, on_ranks: bool = Fa
         not_yet,
         mistake,
         score,
+        None if not_yet else _replay(exercise, trial, has_failed=any(line.state == "failed" for line in lines)),
         on_ranks or not has_ranks,
     )
+
+
+def _replay(exercise: Exercise, trial: Trial, *, has_failed: bool) -> Replay | None:
+    """Return what a puzzle's answer does; None if it fails before there is anything to show."""
+    if exercise.score is None or (has_failed and isinstance(trial, LiveTrial)):  # it would make the ranks fail again
+        return None
+    try:
+        return exercise.score.replay(trial)
+    except Exception:  # a wrong answer may fail in any way; its check has said how
+        return None
 
 
 def _examine(test: Any, trial: Trial, name: str) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+from axon_nb.course.replays import Replay
 from axon_nb.course.trials import Trial
 from axon_nb.errors import UsageError
 
@@ -47,6 +48,8 @@ class Score:
     """The lowest known."""
     measure: Callable[[Trial], float]
     """Runs a right answer."""
+    replay: Callable[[Trial], Replay]
+    """Runs an answer, and returns a picture of what the score counts; raises whatever a wrong answer raises."""
 
 
 @dataclass(frozen=True, slots=True)

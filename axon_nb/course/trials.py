@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import zlib
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from axon_nb.errors import AxonError
 
 if TYPE_CHECKING:
     import torch
+
+    from axon_nb.comm.calls import OperationCount
 
 __all__ = ["LiveTrial", "NotYetError", "RankFailedError", "Trial", "call_on_rank"]
 
@@ -87,6 +90,14 @@ class Trial:
         except NotImplementedError:
             raise NotYetError from None
 
+    def calls_of(self, function: Callable[..., Any], *args: Any) -> list[tuple[int, OperationCount]]:
+        """Run as `run` does, and return the communication calls in order with their ranks, those before a failure."""
+        from axon_nb.comm.calls import calls
+
+        with calls() as counted, contextlib.suppress(Exception):
+            self.run(function, *args)
+        return counted.log
+
     def hangs(self, function: Callable[..., Any], *args: Any, synchronous_sends: bool = False) -> bool:
         """Whether `run` ends in a deadlock."""
         from axon_nb.comm import DeadlockError
@@ -141,6 +152,18 @@ class LiveTrial(Trial):
                 raise NotYetError from None
             raise RankFailedError(text.splitlines()[0]) from None
         return [result.values.get(rank) for rank in range(self.ranks)]
+
+    def calls_of(self, function: Callable[..., Any], *args: Any) -> list[tuple[int, OperationCount]]:
+        """Run as `run` does, and return the communication calls with their ranks: of each rank in order."""
+        return [entry for own in self.run(_log_on_rank, function, args) for entry in own]
+
+
+def _log_on_rank(answer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    from axon_nb.comm.calls import calls
+
+    with calls() as counted:
+        function(answer, *args)
+    return counted.log
 
 
 def call_on_rank(answer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

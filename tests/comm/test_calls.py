@@ -50,6 +50,24 @@ def test_each_operation_counts_its_payload_and_what_a_ring_sends() -> None:
         assert rows["barrier"] == (1, 0, 0)
 
 
+def test_log_keeps_the_first_calls_in_order() -> None:
+    def work(_: World) -> tuple[int, list[Any]]:
+        with axon_nb.calls() as counted:
+            for _ in range(600):
+                dist.all_reduce(torch.zeros(2))
+                dist.broadcast(torch.zeros(3), src=0)
+        return counted.num_calls, counted.log
+
+    for rank, (num_calls, log) in enumerate(World.mock(2).run(work)):
+        assert num_calls == 1200
+        assert len(log) == 1000
+        assert [(caller, call.operation, call.bytes) for caller, call in log[:3]] == [
+            (rank, "all_reduce", 8),
+            (rank, "broadcast", 12),
+            (rank, "all_reduce", 8),
+        ]
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sent_bytes_agree_with_those_of_plans(size: int) -> None:
     shares = {"all_gather": 1 / size}

@@ -47,6 +47,7 @@ def source_of(exercise_id: str) -> str:
 def test_solution_passes(exercise_id: str, seed: int) -> None:
     result = checked(EXERCISES[exercise_id], unpack(exercise_id), seed)
     assert result.passed, repr(result)
+    assert (result.replay is not None) == (EXERCISES[exercise_id].score is not None)
 
 
 @pytest.mark.parametrize("path", WRONG, ids=lambda path: path.stem)

@@ -10,6 +10,7 @@ from torch import nn
 
 from axon_nb.course.definitions import Exercise, Mistake, Property, Score
 from axon_nb.course.memory import PeakBytes, SavedBytes
+from axon_nb.course.replays import Replay, replay_curve
 from axon_nb.course.trials import Trial
 from axon_nb.parallel.models.gpt import Block
 
@@ -47,8 +48,13 @@ class _Trained:
     """Of each layer."""
     kept: float
     """After forward, in outputs of a layer."""
-    peak: float
-    """In outputs of a layer."""
+    alive: list[float]
+    """After each operation, in outputs of a layer."""
+
+    @property
+    def peak(self) -> float:
+        """The most that was alive at a time, in outputs of a layer."""
+        return max(self.alive, default=0.0)
 
 
 def _plain(layers: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +73,7 @@ def _train(answer: Any, layers: list[nn.Module], x: torch.Tensor) -> _Trained:
         torch.autograd.backward(output, torch.ones_like(output))
     gradients = [None if tensor.grad is None else tensor.grad.clone() for tensor in (x, *weights)]
     runs = [getattr(layer, "runs", 0) for layer in layers]
-    return _Trained(output.detach(), gradients, runs, kept / x.nbytes, peak.bytes / x.nbytes)
+    return _Trained(output.detach(), gradients, runs, kept / x.nbytes, [held / x.nbytes for held in peak.history])
 
 
 def _layers(trial: Trial, number: int) -> tuple[list[nn.Module], torch.Tensor]:
@@ -148,6 +154,16 @@ def _recomputes_the_last(trial: Trial) -> bool:
     return runs[0] == 1 and runs[-1] > 2
 
 
+def _memory(trial: Trial) -> Replay:
+    return replay_curve(
+        f"What your forward, and backward after it, kept alive: {_LAYERS} layers",
+        _deep(trial).alive,
+        unit="outputs of a layer",
+        start="the first operation",
+        end="the last",
+    )
+
+
 RECOMPUTING = Exercise(
     id="3.3",
     title="Compute again instead of keeping",
@@ -193,5 +209,5 @@ RECOMPUTING = Exercise(
             "`run(group, x)` applies the layers of the group one after the other."
         ),
     ),
-    score=Score("peak, in outputs of a layer", 9.2, lambda trial: round(_deep(trial).peak, 1)),
+    score=Score("peak, in outputs of a layer", 9.2, lambda trial: round(_deep(trial).peak, 1), _memory),
 )

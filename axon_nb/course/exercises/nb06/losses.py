@@ -13,6 +13,7 @@ from torch.nn import functional
 from axon_nb.comm.calls import calls
 from axon_nb.course.comparisons import first_difference
 from axon_nb.course.definitions import Exercise, Mistake, Property, Score
+from axon_nb.course.replays import Replay, replay_calls
 from axon_nb.course.trials import Trial
 
 __all__ = ["LOSS"]
@@ -139,6 +140,10 @@ def _own_words(logits: torch.Tensor, targets: torch.Tensor, rank: int) -> torch.
     return (_parts(logits)[rank].logsumexp(1) - right).mean()
 
 
+def _calls(trial: Trial) -> Replay:
+    return replay_calls(trial, "The calls of your loss", _on_rank, *_case(trial), True)
+
+
 LOSS = Exercise(
     id="6.4",
     title="A loss without all logits",
@@ -194,5 +199,5 @@ LOSS = Exercise(
             "sum of the second, and the mean over tokens."
         ),
     ),
-    score=Score("calls in forward", 1, lambda trial: float(max(rank.num_calls for rank in _step(trial)))),
+    score=Score("calls in forward", 1, lambda trial: float(max(rank.num_calls for rank in _step(trial))), _calls),
 )

@@ -12,7 +12,8 @@ from torch.nn import functional
 from axon_nb.comm.calls import calls
 from axon_nb.course.comparisons import first_difference
 from axon_nb.course.definitions import Exercise, Mistake, Property, Score
-from axon_nb.course.memory import SavedBytes
+from axon_nb.course.memory import PeakBytes, SavedBytes
+from axon_nb.course.replays import Replay, replay_curve
 from axon_nb.course.trials import Trial
 from axon_nb.records.units import format_bytes
 
@@ -39,21 +40,25 @@ class _Computed:
     backward_sent: int
     kept: int
     """Bytes that forward has kept for backward."""
+    alive: list[int]
+    """Bytes of the tensors that it has made, after each operation."""
 
 
 def _on_rank(answer: Any, tensors: list[torch.Tensor], probe: torch.Tensor | None) -> _Computed:
     n, rank = dist.get_world_size(), dist.get_rank()
     parts = [tensor.chunk(n, dim)[rank] for tensor, dim in zip(tensors, _CUT_ALONG, strict=True)]
     leaves = [part.clone().requires_grad_() for part in parts]
-    with calls() as forward, SavedBytes(leaves[1:]) as saved:
+    with calls() as forward, SavedBytes(leaves[1:]) as saved, PeakBytes() as memory:
         output = answer(*leaves)
     kept = saved.bytes
-    with calls() as backward:
+    with calls() as backward, memory:
         if probe is not None:
             torch.autograd.backward(output, probe.chunk(n)[rank])
     output = output.detach() if isinstance(output, torch.Tensor) else output
     operations = [row.operation for row in forward.rows]
-    return _Computed(output, [leaf.grad for leaf in leaves], operations, forward.sent, backward.sent, kept)
+    return _Computed(
+        output, [leaf.grad for leaf in leaves], operations, forward.sent, backward.sent, kept, memory.history
+    )
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,16 @@ def _gradient_of_x_alone_is_wrong(trial: Trial) -> bool:
     return _gradients_differ(trial, 1, 2) is None and _gradients_differ(trial, 0) is not None
 
 
+def _memory(trial: Trial) -> Replay:
+    return replay_curve(
+        "What your forward, and backward after it, kept alive on rank 0",
+        [held / (_PER_RANK * _HIDDEN * 8) for held in _step(trial)[1][0].alive],
+        unit="inputs of a rank",
+        start="the first operation",
+        end="the last",
+    )
+
+
 SEQUENCE = Exercise(
     id="6.3",
     title="Each rank its positions",
@@ -189,5 +204,5 @@ SEQUENCE = Exercise(
             "down, scatter, add x."
         ),
     ),
-    score=Score("kept for backward, in inputs of a rank", 1, lambda trial: round(_kept(trial), 1)),
+    score=Score("kept for backward, in inputs of a rank", 1, lambda trial: round(_kept(trial), 1), _memory),
 )

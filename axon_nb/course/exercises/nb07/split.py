@@ -9,7 +9,9 @@ import torch
 
 from axon_nb.course.definitions import Exercise, Mistake, Property, Score
 from axon_nb.course.exercises.nb07.attention import looks_back
+from axon_nb.course.replays import Replay, replay_schedule
 from axon_nb.course.trials import Trial
+from axon_nb.records.spans import Span
 
 __all__ = ["SPLIT"]
 
@@ -109,6 +111,20 @@ def _unequal_but_fair(trial: Trial) -> bool:
     return _busiest(_work(trial, _lengths(trial)[1])) < _QUITE_EQUAL
 
 
+def _ring(trial: Trial) -> Replay:
+    work = _work(trial, _lengths(trial)[1]).tolist()
+    spans, n, start = [], len(work), 0
+    for step in range(n):
+        lengths = [work[rank][(rank - step) % n] for rank in range(n)]
+        spans += [
+            Span(rank, "forward", "F", start, start + length, microbatch=step)
+            for rank, length in enumerate(lengths)
+            if length
+        ]
+        start += max(lengths)
+    return replay_schedule("A ring with your pieces", spans, box="a step of the ring")
+
+
 SPLIT = Exercise(
     id="7.3",
     title="Fair pieces",
@@ -141,5 +157,5 @@ SPLIT = Exercise(
         "The first with the last, the second with the last but one. Now take pieces of the text in place of tokens.",
         "With `pieces = torch.arange(length).chunk(2 * n)`, rank r takes pieces r and 2 n - 1 - r.",
     ),
-    score=Score("time of the ring in fair shares, if each step waits for its slowest rank", 1.0, _ring_time),
+    score=Score("time of the ring in fair shares, if each step waits for its slowest rank", 1.0, _ring_time, _ring),
 )

@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Callable
 
 from axon_nb.course.definitions import Exercise, Mistake, Property, Score
+from axon_nb.course.replays import Replay, replay_schedule
 from axon_nb.course.trials import Trial
 from axon_nb.parallel.pipeline import PipelineSchedule
 from axon_nb.parallel.pipeline.torch_hooks import actions
-from axon_nb.records.training.pipeline import simulate_orders
+from axon_nb.records.spans import Span
+from axon_nb.records.training.pipeline import simulate_orders, spans_from_times
 
 __all__ = ["RESPLIT"]
 
@@ -29,11 +31,15 @@ def _stage_ms(layers: tuple[int, ...]) -> list[float]:
 
 def _step_ms(layers: tuple[int, ...]) -> float:
     """How long a step of 1F1B takes, if messages take no time."""
-    times = _stage_ms(layers)
+    return max(span.end_ns for span in _spans(layers)) / 1e6
+
+
+def _spans(layers: tuple[int, ...]) -> list[Span]:
+    times = [time / 1e3 for time in _stage_ms(layers)]
     orders = actions(PipelineSchedule.ONE_F_ONE_B, num_ranks=_RANKS, num_stages=_RANKS, num_microbatches=_MICROBATCHES)
     lengths = {"F": times, "B": [2 * time for time in times]}
     moments = simulate_orders(orders, lengths, num_stages=_RANKS, num_microbatches=_MICROBATCHES)
-    return max(rank[-1][1] for rank in moments)
+    return spans_from_times(orders, moments)
 
 
 def _idle(layers: tuple[int, ...]) -> float:
@@ -71,6 +77,10 @@ def _slowest(index: int) -> Callable[[Trial], bool]:
     return fits
 
 
+def _step(trial: Trial) -> Replay:
+    return replay_schedule("A step with your stages", _spans(_layers(trial)))
+
+
 RESPLIT = Exercise(
     id="8.3",
     title="One stage is slow",
@@ -102,5 +112,5 @@ RESPLIT = Exercise(
         "60 ms in all, so 15 per stage. How many blocks fit beside the output layer, which takes 11?",
         "The last stage takes two blocks and the output layer. Share out the embedding and 22 blocks among three.",
     ),
-    score=Score("milliseconds per step", 891, lambda trial: _step_ms(_layers(trial))),
+    score=Score("milliseconds per step", 891, lambda trial: _step_ms(_layers(trial)), _step),
 )

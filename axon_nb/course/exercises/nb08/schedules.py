@@ -11,6 +11,7 @@ from torch import nn
 
 from axon_nb.course.comparisons import difference
 from axon_nb.course.definitions import Exercise, Mistake, Property, Score
+from axon_nb.course.replays import Replay, replay_schedule
 from axon_nb.course.trials import Trial
 from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, bubble_fraction, ideal_timeline
@@ -116,6 +117,10 @@ def _trains_like_one(trial: Trial) -> str | None:
     return None
 
 
+def _step(trial: Trial) -> Replay:
+    return replay_schedule("A step of your choice", ideal_timeline(num_ranks=_RANKS, **_answer(trial)))
+
+
 def _is(trial: Trial, *schedules: PipelineSchedule) -> bool:
     return PipelineSchedule.of(_answer(trial)["schedule"]) in schedules
 
@@ -155,5 +160,5 @@ CHOICE = Exercise(
             "backward in two halves works without interleaving, too."
         ),
     ),
-    score=Score("messages per step", 48, _messages),
+    score=Score("messages per step", 48, _messages, _step),
 )

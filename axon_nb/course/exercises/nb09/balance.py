@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 
 from axon_nb.course.data import digits
 from axon_nb.course.definitions import Exercise, Mistake, Property, Score
+from axon_nb.course.replays import Replay, replay_schedule
 from axon_nb.course.trials import Trial
+from axon_nb.records.spans import Span
 
 __all__ = ["BALANCE"]
 
@@ -71,9 +74,14 @@ def _train_on_rank(answer: Any) -> _Trained:
     return _Trained(visits, (logits.argmax(dim=1) == y).float().mean().item())
 
 
+def _visits(trained: list[_Trained]) -> torch.Tensor:
+    """The visits of all digits, by rank and its experts."""
+    return torch.tensor([rank.visits for rank in trained]).sum(dim=0).view(-1, _PER_RANK)
+
+
 def _waiting(trained: list[_Trained]) -> float:
     """The share of the time that ranks wait for the busiest one, if each visit takes equally long."""
-    visits = torch.tensor([rank.visits for rank in trained]).sum(dim=0).view(-1, _PER_RANK).sum(dim=1)
+    visits = _visits(trained).sum(dim=1)
     return 1 - (visits.float().mean() / visits.max()).item()
 
 
@@ -133,6 +141,18 @@ def _is_weak(trial: Trial) -> bool:
     return not _is_loss(trial) and not _prefers_even(trial) and not _still_learns(trial) and bool(_waits_little(trial))
 
 
+def _queues(trial: Trial) -> Replay:
+    spans = []
+    for rank, queues in enumerate(_visits(_train(trial)).tolist()):
+        ends = list(itertools.accumulate(queues, initial=0))
+        spans += [
+            Span(rank, "forward", "F", start, end, microbatch=_PER_RANK * rank + index)
+            for index, (start, end) in enumerate(itertools.pairwise(ends))
+            if end > start
+        ]
+    return replay_schedule("What your experts had to do after training", spans, box="the visits of an expert")
+
+
 BALANCE = Exercise(
     id="9.3",
     title="Keep them all busy",
@@ -175,5 +195,7 @@ BALANCE = Exercise(
             "(visits * scores.mean(dim=0)).sum()`. Try strengths from 0.1 to 10."
         ),
     ),
-    score=Score("share of time in which ranks wait, in %", 1.6, lambda trial: round(100 * _waiting(_train(trial)), 1)),
+    score=Score(
+        "share of time in which ranks wait, in %", 1.6, lambda trial: round(100 * _waiting(_train(trial)), 1), _queues
+    ),
 )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from axon_nb.comm.calls import calls
 from axon_nb.course.comparisons import first_difference, shown
 from axon_nb.course.definitions import Exercise, Mistake, Property, Score
+from axon_nb.course.replays import Replay, replay_calls
 from axon_nb.course.trials import Trial
 
 __all__ = ["SAFE_STEP"]
@@ -110,6 +111,13 @@ def _drifts(trial: Trial) -> bool:
     return any(not torch.equal(each, weights[0]) for each in weights)
 
 
+def _three_steps(trial: Trial) -> Replay:
+    steps = [_good(trial), _bad(trial, 1 % trial.ranks), _good(trial)]
+    samples = trial.tensors(2, _WIDTH, text="samples")
+    title = f"The calls of three steps; in the second, the loss of rank {1 % trial.ranks} is nan"
+    return replay_calls(trial, title, _steps_on_rank, samples, steps)
+
+
 SAFE_STEP = Exercise(
     id="11.2",
     title="All step, or none",
@@ -152,5 +160,5 @@ SAFE_STEP = Exercise(
             "put the gradients back and step. In any case zero the gradients, and return whether you have stepped."
         ),
     ),
-    score=Score("calls per step", 1, _calls_per_step),
+    score=Score("calls per step", 1, _calls_per_step, _three_steps),
 )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from axon_nb.comm.calls import calls
 from axon_nb.course.comparisons import shown
 from axon_nb.course.definitions import Exercise, Mistake, Property, Score
+from axon_nb.course.replays import Replay, replay_calls
 from axon_nb.course.trials import Trial
 from axon_nb.records.units import format_bytes
 
@@ -110,6 +111,11 @@ def _is_refused_only_for_bytes(trial: Trial) -> bool:
     return not (_one(trial) or _last_bit(trial) or _swapped(trial)) and _sends_little(trial) is not None
 
 
+def _calls(trial: Trial) -> Replay:
+    weights = _alike(trial, _LENGTH)
+    return replay_calls(trial, f"The calls for {_LENGTH:,} numbers", _ask_on_rank, [weights] * trial.ranks)
+
+
 WHO_DIFFERS = Exercise(
     id="11.4",
     title="Who differs?",
@@ -152,5 +158,5 @@ WHO_DIFFERS = Exercise(
             "common one (`collections.Counter`), and return the ranks that have another."
         ),
     ),
-    score=Score("bytes that a rank sends", 12, _sent),
+    score=Score("bytes that a rank sends", 12, _sent, _calls),
 )

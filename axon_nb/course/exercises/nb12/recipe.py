@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from axon_nb.course.definitions import Exercise, Mistake, Property, Score
+from axon_nb.course.replays import Replay, replay_curve
 from axon_nb.course.trials import Trial
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss, standard_library, windows
 
@@ -72,30 +73,38 @@ def _one_thread() -> Iterator[None]:
 
 @functools.cache
 @_one_thread()
-def _trained(hidden: int, blocks: int, batch: int, lr: float) -> float:
-    """The loss on held-out text, in nats per byte; the same in each call."""
+def _trained(hidden: int, blocks: int, batch: int, lr: float) -> tuple[float, tuple[float, ...]]:
+    """The loss on held-out text, and that of each step, in nats per byte; the same in each call."""
     train, test = standard_library(1 << 18).split([3 << 16, 1 << 16])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = GPT(_config({"hidden": hidden, "blocks": blocks}))
     reader = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    steps = _steps({"batch": batch})
+    steps, losses = _steps({"batch": batch}), []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / _WARM_UP, (steps - step) / (steps / 2))
         x, target = windows(train, batch=batch, seq=_CONTEXT, generator=reader)
         optimizer.zero_grad()
-        next_byte_loss(model(x), target).backward()
+        (loss := next_byte_loss(model(x), target)).backward()
+        losses.append(loss.detach())
         optimizer.step()
     x, target = windows(test, batch=_HELD_OUT, seq=_CONTEXT, generator=reader.manual_seed(1))
     with torch.no_grad():
-        return float(next_byte_loss(model(x), target))
+        return float(next_byte_loss(model(x), target)), tuple(map(float, losses))
 
 
 def _loss(trial: Trial) -> float:
     answer = trial.answer
-    return _trained(*(answer[name] for name in _NAMES))
+    return _trained(*(answer[name] for name in _NAMES))[0]
+
+
+def _curve(trial: Trial) -> Replay:
+    losses = _trained(*(trial.answer[name] for name in _NAMES))[1]
+    return replay_curve(
+        "The loss of your steps", losses, unit="nats per byte", start="step 1", end=f"step {len(losses)}"
+    )
 
 
 def _learns(trial: Trial) -> str | None:
@@ -135,5 +144,5 @@ RECIPE = Exercise(
         "Then halve the batch: twice as many steps. Where does it stop to help?",
         "Few, wide blocks learn faster here than many narrow ones, with a batch of 4 to 8 and a rate near 0.01.",
     ),
-    score=Score("nats per byte", 2.36, _loss),
+    score=Score("nats per byte", 2.36, _loss, _curve),
 )
