@@ -16,6 +16,8 @@ from axon_nb.errors import UsageError
 __all__ = ["Board", "read_board"]
 
 _NUM_MISTAKES = 3
+_CASE, _HUNT = "case ", 11
+"""How the name of a case of the bug hunt begins, and the notebook that has them."""
 _MARKS = {"done": "●", "tried": "◐", "open": "·"}
 _STYLE = """\
 :root{color-scheme:light dark;font:15px/1.5 system-ui,sans-serif}
@@ -66,7 +68,7 @@ class Board:
 
     @property
     def exercises(self) -> list[str]:
-        """The exercises that somebody has tried, in order."""
+        """The exercises that somebody has tried, in order; the cases of the bug hunt, ``case 4``, behind 11.4."""
         return sorted({number for tried in self.attempts.values() for number in tried}, key=_by_number)
 
     @property
@@ -77,7 +79,9 @@ class Board:
             return "Nobody has checked anything yet."
         ago = max(0, round((time.time() - self.last) / 60))
         bad = f" {self.num_unreadable} lines are unreadable." if self.num_unreadable else ""
-        return f"{len(learners)} learners, {len(self.exercises)} exercises; last entry {ago} min ago.{bad}"
+        cases = sum(number.startswith(_CASE) for number in self.exercises)
+        tried = f"{len(self.exercises) - cases} exercises" + (f", {cases} case{'s' * (cases > 1)}" if cases else "")
+        return f"{len(learners)} learners, {tried}; last entry {ago} min ago.{bad}"
 
     def state(self, learner: str, exercise: str) -> str:
         """``done``, ``tried`` or ``open``."""
@@ -101,9 +105,10 @@ class Board:
         exercises = self.exercises
         lines = [self.summary]
         if exercises:
-            lines += ["", f"{'':<14}{''.join(f'{number:>6}' for number in exercises)}"]
+            lines += ["", f"{'':<14}{''.join(f'{number:>{_width(number)}}' for number in exercises)}"]
         for learner in sorted(self.attempts):
-            lines.append(f"{learner:<14}{''.join(f'{_MARKS[self.state(learner, number)]:>6}' for number in exercises)}")
+            marks = (f"{_MARKS[self.state(learner, number)]:>{_width(number)}}" for number in exercises)
+            lines.append(f"{learner:<14}{''.join(marks)}")
         for exercise, mistakes in self._common_mistakes():
             lines += ["", f"{exercise} {self._done(exercise)}", *(f"  {who} × {text}" for text, who in mistakes)]
         for question, counts in self._histograms():
@@ -165,8 +170,12 @@ def read_board(folder: Path) -> Board:
     return board
 
 
+def _width(number: str) -> int:
+    return max(6, len(number) + 2)
+
+
 def _by_number(text: str) -> list[tuple[bool, int, str]]:
-    parts = text.replace(" ", ".").split(".")
+    parts = (f"{_HUNT}.{text}" if text.startswith(_CASE) else text).replace(" ", ".").split(".")
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 

@@ -93,7 +93,7 @@ def judge(
     line: int | EllipsisType,
     kind: str | EllipsisType,
 ) -> Verdict:
-    """Compare an answer with the truth, and keep its points in the journal.
+    """Compare an answer with the truth, keep its points in the journal, and tell the class's board, if there is one.
 
     Raises:
         UsageError: there is no such kind.
@@ -109,6 +109,15 @@ def judge(
             journal.update(_name(case), {"solved": True, "points": points})
         else:
             journal.update(_name(case), {"wrong": entry.get("wrong", 0) + 1})
+        wrong = ", ".join(name for name, state in right.items() if not state)
+        journal.report_to_class(
+            {
+                "exercise": _name(case),
+                "passed": not wrong,
+                "attempt": entry.get("wrong", 0) + 1,
+                "mistake": f"Not right: {wrong}." if wrong else "",
+            }
+        )
     points_by_case = [found for each in CASES if (found := journal.entry(_name(each)).get("points"))]
     points = journal.entry(_name(case)).get("points", 0)
     return Verdict(case, right, points, sum(points_by_case), len(points_by_case))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,18 @@ def test_board_shows_who_has_done_what(folder: Path, capsys: pytest.CaptureFixtu
     assert "1.1 done by 1 of 2" in lines
     assert f"  2 × {SENTENCE}" in lines
     assert lines[lines.index("guess 1.a lines") + 1 :] == [f"  {4:>8} █ 1", f"  {8:>8} █ 1"]
+
+
+def test_cases_of_the_bug_hunt_stand_behind_its_exercises(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, "yak-7", checked("12.1", 1), checked("11.4", 1, passed=True), checked("case 10", 1, passed=True))
+    write(folder, "yak-7", checked("case 9", 1, mistake="Not right: line."), checked("case 9", 2, passed=True))
+    assert main(["class", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("3 learners, 4 exercises, 2 cases; ")
+    assert re.split(" {2,}", lines[2].strip()) == ["1.1", "10.2", "11.4", "case 9", "case 10", "12.1"]
+    assert lines[4].split() == ["yak-7", "◐", "◐", "●", "●", "●", "◐"]
+    assert len(lines[2]) == len(lines[3]) == len(lines[4])
+    assert lines[lines.index("case 9 done by 1 of 2") + 1] == "  1 × Not right: line."
 
 
 def test_page_shows_names_as_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 
+from axon_nb.course.board import read_board
 from axon_nb.course.faults import Fault, planted
 from axon_nb.course.faults.cases import CASES, LINES, Kind, draw
 from axon_nb.course.faults.verdicts import Verdict, judge
@@ -76,6 +78,22 @@ def test_unfinished_answer_costs_nothing(tmp_path: Path) -> None:
     assert verdict.right["line"] is None
     assert "in place of each `...`" in verdict._repr_html_()
     assert accuse(journal).points == 10
+
+
+def test_class_learns_which_cases_are_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AXON_NB_CLASS_DIR", str(tmp_path))
+    journal = Journal(tmp_path / "course.json")
+    judge(journal, 4, TRUTH, rank=2, line=..., kind="skipped")  # not an answer yet
+    accuse(journal, rank=0, kind="raised")
+    accuse(journal)
+    accuse(journal, rank=1)  # solved already
+    (path,) = tmp_path.glob("*.jsonl")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(event["exercise"], event["attempt"], event["passed"], event["mistake"]) for event in events] == [
+        ("case 4", 1, False, "Not right: rank, kind."),
+        ("case 4", 2, True, ""),
+    ]
+    assert read_board(tmp_path).state(journal.nickname, "case 4") == "done"
 
 
 def test_unknown_kinds_and_cases_are_refused(tmp_path: Path) -> None:
