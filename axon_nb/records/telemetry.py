@@ -48,6 +48,8 @@ class Activity(enum.StrEnum):
     """The rank has finished the cell; other ranks are still running it."""
     FAILED = "failed"
     """The cell raised an exception on this rank."""
+    STOPPED = "stopped"
+    """The cell was aborted on this rank, because it could not end or the user interrupted it."""
     DEAD = "dead"
     """The process has exited."""
 

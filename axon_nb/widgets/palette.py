@@ -70,6 +70,7 @@ ACTIVITIES = (
     ActivityPaint(Activity.PAUSED, "paused", "kind-wait", KINDS["wait"], "hollow"),
     ActivityPaint(Activity.FAILED, "failed", "error", STATES["error"][0], "solid"),
     ActivityPaint(Activity.DEAD, "dead", "error", STATES["error"][0], "cross"),
+    ActivityPaint(Activity.STOPPED, "stopped", "kind-other", KINDS["other"], "cross"),
 )
 """One paint per activity; the position is the activity's code on the wire."""
 

@@ -7,12 +7,12 @@ import { load } from "./load.mjs";
 
 const strip = { ...(await load("shared/format")), ...(await load("strip/store")), ...(await load("strip/layout")) };
 
-const names = ["idle", "running", "collective", "waiting", "done", "failed", "dead"];
-const [, RUNNING, COLLECTIVE, WAITING, DONE, FAILED, DEAD] = names.keys();
+const names = ["idle", "running", "collective", "waiting", "done", "failed", "dead", "stopped"];
+const [, RUNNING, COLLECTIVE, WAITING, DONE, FAILED, DEAD, STOPPED] = names.keys();
 const config = {
   ranks: [0, 2],
   silence: 2,
-  paints: names.map((name) => ({ name, terminal: ["done", "failed", "dead"].includes(name) })),
+  paints: names.map((name) => ({ name, terminal: ["done", "failed", "dead", "stopped"].includes(name) })),
 };
 
 function segment(activity, start, end, more = {}) {
@@ -72,6 +72,7 @@ test("the present state is words", () => {
   assert.equal(say(DONE, 4, 5), "done after 4.0 s");
   assert.equal(say(FAILED, 4, 5), "failed after 4.0 s");
   assert.equal(say(DEAD, 4, 5), "died after 4.0 s");
+  assert.equal(say(STOPPED, 4, 5, { call: "recv", line: 4 }), "stopped in recv, line 4, after 4.0 s");
 });
 
 test("the tooltip tells lines, times and what was merged", () => {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axon_nb.cluster.failures.report import RankError
-from axon_nb.records.protocol.cells import CellOutcome
+from axon_nb.records.protocol.cells import AbortLocation, CellOutcome
 from axon_nb.records.telemetry import Activity
 
 __all__ = [
@@ -158,6 +158,8 @@ class RankEnded:
 
     rank: int
     activity: Activity
+    at: AbortLocation | None = None
+    """Where its cell was aborted; None if it was not."""
 
 
 @dataclass(frozen=True, slots=True)

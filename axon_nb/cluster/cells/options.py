@@ -43,8 +43,8 @@ class LiveView(Protocol):
     def flush(self) -> None:
         """Show what has arrived since the last call."""
 
-    def rank_ended(self, rank: int, activity: Activity) -> None:
-        """Record, from any thread, how the cell ended on a rank: done, failed or dead."""
+    def rank_ended(self, rank: int, activity: Activity, at: AbortLocation | None) -> None:
+        """Record, from any thread, how the cell ended on a rank: done, failed, dead, or stopped at a location."""
 
 
 class CellDebugger(Protocol):

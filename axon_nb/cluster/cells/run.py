@@ -215,9 +215,9 @@ class CellRun:
                 self._show(output, is_late=is_late)
             case events.RankDone(rank):
                 self.output.rank_done(rank)
-            case events.RankEnded(rank, activity):
+            case events.RankEnded(rank, activity, at):
                 if self._view is not None:
-                    self._view.rank_ended(rank, activity)
+                    self._view.rank_ended(rank, activity, at)
             case events.LateReply(rank):
                 self.on_late_reply(rank)
             case events.ResendAbort():

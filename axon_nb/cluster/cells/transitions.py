@@ -10,7 +10,7 @@ from typing import Any
 from axon_nb.cluster.cells import events
 from axon_nb.cluster.cells.options import RankProgress, describe_abort, was_aborted
 from axon_nb.cluster.failures.report import RankError
-from axon_nb.records.protocol.cells import CellEnd
+from axon_nb.records.protocol.cells import AbortLocation, CellEnd
 from axon_nb.records.telemetry import Activity
 
 __all__ = ["Cell", "State", "transition"]
@@ -155,8 +155,12 @@ def _reply(cell: Cell, event: events.Reply) -> Result:
     cell = replace(cell, must_recover=cell.must_recover or bool(end.left))
     error_now = cell.ranks[rank].error
     late = (events.LateReply(rank),) if cell.gave_up else ()
-    has_failed = error_now is not None and error_now.kind != "aborted"
-    ended = events.RankEnded(rank, Activity.FAILED if has_failed else Activity.DONE)
+    if error_now is None:
+        ended = events.RankEnded(rank, Activity.DONE)
+    elif error_now.kind == "aborted":
+        ended = events.RankEnded(rank, Activity.STOPPED, end.aborted_at or AbortLocation(None, ""))
+    else:
+        ended = events.RankEnded(rank, Activity.FAILED)
     return _settle(cell), (events.Wake(), *late, ended)
 
 

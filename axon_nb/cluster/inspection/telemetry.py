@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.records.protocol.cells import AbortLocation
 from axon_nb.records.protocol.inspection import TelemetryEvent, WatchRequest
 from axon_nb.records.telemetry import Activity, RankState
 
@@ -43,7 +44,7 @@ class StateFeed:
         self._client = client
         self._ranks = frozenset(ranks)
         self._view = view
-        self._finished: dict[int, Activity] = {}
+        self._finished: dict[int, RankState] = {}
         self._lock = threading.Lock()
         self._renewed_at = 0.0
         self._has_failed = False
@@ -80,9 +81,11 @@ class StateFeed:
 
     def _with_final_activity(self, state: RankState) -> RankState:
         with self._lock:
-            activity = self._finished.get(state.rank)
+            final = self._finished.get(state.rank)
         # A sample that was taken before the rank's reply may arrive after it.
-        return state if activity is None else dataclasses.replace(state, activity=activity, call="", line=None)
+        if final is None:
+            return state
+        return dataclasses.replace(state, activity=final.activity, call=final.call, line=final.line)
 
     def flush(self) -> None:
         """Show new samples, and renew the lease if it is due; on the notebook's thread."""
@@ -90,9 +93,11 @@ class StateFeed:
             self._renew(_LEASE_S)
         self._call_view(self._view.flush)
 
-    def rank_ended(self, rank: int, activity: Activity) -> None:
-        """Show the rank as done, failed or dead from now on; callable from any thread."""
-        with self._lock:
-            self._finished[rank] = activity
+    def rank_ended(self, rank: int, activity: Activity, at: AbortLocation | None) -> None:
+        """Show the rank as done, failed, dead, or stopped at a location from now on; callable from any thread."""
+        at = at or AbortLocation(None, "")
         now = time.monotonic_ns()
-        self._call_view(self._view.add, [RankState(rank, activity, now, since_ns=now)])
+        final = RankState(rank, activity, now, line=at.line, call=at.call, since_ns=now)
+        with self._lock:
+            self._finished[rank] = final
+        self._call_view(self._view.add, [final])

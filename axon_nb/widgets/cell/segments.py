@@ -18,7 +18,7 @@ __all__ = ["SILENCE_S", "TERMINAL", "Clock", "LongestWait", "RankHistory", "Segm
 SILENCE_S = 2.0
 """Seconds without a sample after which the rank's activity is unknown."""
 
-TERMINAL = frozenset({Activity.DONE, Activity.FAILED, Activity.DEAD})
+TERMINAL = frozenset({Activity.DONE, Activity.FAILED, Activity.DEAD, Activity.STOPPED})
 """Activities after which a rank does nothing more in the cell: they last until it ends."""
 
 _IN_CALL = frozenset({Activity.COLLECTIVE, Activity.WAITING})
@@ -102,6 +102,8 @@ class RankHistory:
             return
         self.changed_from = min(self.changed_from, len(self.segments) - 1)
         is_known = now - last.end <= SILENCE_S or last.activity in TERMINAL
+        if last.activity is Activity.IDLE and state.activity in TERMINAL:
+            is_known = False  # in a short cell no sample came in between: the rank ran it, and was not idle
         if last.matches(state) and (is_known or since <= last.end):
             self._count(last.activity, now - last.end)
             last.extend(now, since, state.line or 0)

@@ -34,9 +34,14 @@ def test_watch_ends_as_a_picture_and_a_table(kernel: Kernel, tmp_path: Path) -> 
 
 
 def test_failing_cell_freezes_its_view(kernel: Kernel) -> None:
-    reply = kernel.run("%%distributed --watch\nimport time\ntime.sleep(0.3)\nif rank == 1:\n    raise ValueError('x')")
+    reply = kernel.run(
+        "%%distributed --watch\nimport time\ntime.sleep(0.3)\nif rank == 1:\n    raise ValueError('x')\ndist.barrier()"
+    )
     assert reply.traceback.startswith("[rank 1]")
     assert "data:image/svg+xml;base64," in reply.displays[0]["text/html"]
+    words = reply.displays[0]["text/plain"]
+    assert "rank 1: failed after" in words
+    assert words.count("stopped in barrier, line 6, after") == 3, words
 
 
 def test_closed_view_receives_no_messages(kernel: Kernel) -> None:

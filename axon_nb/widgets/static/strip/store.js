@@ -143,6 +143,9 @@ export function describe(segments, now, config) {
   if (name === "dead") return `died after ${formatSeconds(segment.start)}`;
   const end = openEnd(segment, now, config);
   const line = segment.line ? `, line ${segment.line}` : "";
+  if (name === "stopped") {
+    return `stopped${segment.call ? ` in ${segment.call}` : ""}${line}, after ${formatSeconds(segment.start)}`;
+  }
   const silent = end < now ? `, no sample for ${formatSeconds(now - end)}` : "";
   if (name === "waiting") return `waiting in ${segment.call}${line}, ${formatSeconds(end - segment.since)}${silent}`;
   if (name === "collective") return `in ${segment.call}${line}${silent}`;
@@ -179,7 +182,8 @@ export function describeRows(rows, now, config) {
  */
 export function describeSegment(rank, segment, end, config) {
   const { name } = config.paints[segment.activity];
-  const activity = segment.call ? `${name === "waiting" ? "waiting in" : "in"} ${segment.call}` : name;
+  const verb = name === "waiting" || name === "stopped" ? `${name} in` : "in";
+  const activity = segment.call ? `${verb} ${segment.call}` : name;
   const lines = segment.low === segment.high ? `, line ${segment.low}` : `, lines ${segment.low}–${segment.high}`;
   const time = `${segment.start.toFixed(2)}–${end.toFixed(2)} s (${formatSeconds(end - segment.start)})`;
   return `rank ${rank} · ${segment.mixed ? "mostly " : ""}${activity}${segment.low ? lines : ""} · ${time}`;

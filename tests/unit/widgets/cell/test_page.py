@@ -37,17 +37,26 @@ def test_words_say_how_each_rank_ended() -> None:
         history((Activity.RUNNING, 1.0), rank=2, line=3),
         history((Activity.RUNNING, 4.0), (Activity.WAITING, 6.0), rank=3, call="recv", line=9),
         RankHistory(4),
+        history((Activity.RUNNING, 1.0), (Activity.STOPPED, 2.0), rank=5, call="all_reduce", line=4),
     ]
     words = strip_bundle(ranks, title="In [3]", end=6.0, lost=1)["text/plain"].splitlines()
     assert words == [
-        "In [3]: 5 ranks, 6.0 s",
+        "In [3]: 6 ranks, 6.0 s",
         "  rank 0: done after 4.0 s; running 4.0 s",
         "  rank 1: failed after 4.0 s; running 3.0 s; waiting 1.0 s; longest wait 1.0 s in all_reduce, line 4",
         "  rank 2: running, line 3, no sample for 5.0 s; running 1.0 s",
         "  rank 3: waiting in recv, line 9, 2.0 s; running 4.0 s; waiting 2.0 s; longest wait 2.0 s in recv, line 9",
         "  rank 4: no sample",
+        "  rank 5: stopped in all_reduce, line 4, after 1.0 s; running 1.0 s",
         "1 sample lost.",
     ]
+
+
+def test_rank_without_a_sample_in_its_cell_is_not_called_idle() -> None:
+    short = history((Activity.IDLE, 0.1))
+    short.add(RankState(0, Activity.DONE, 0), now=0.6, since=0.6)
+    assert short.totals[Activity.IDLE] == pytest.approx(0.1)
+    assert strip_bundle([short], title="", end=0.7, lost=0)["text/plain"].endswith("rank 0: done after 0.60 s")
 
 
 def test_html_pictures_are_self_contained() -> None:
