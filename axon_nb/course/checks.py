@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from types import CodeType
 from typing import Any, Literal
 
 from axon_nb.course.definitions import Exercise
@@ -17,6 +19,8 @@ __all__ = ["CheckResult", "Line", "run_check"]
 
 _MARKS = {"held": "✓", "failed": "✗", "open": "·"}
 _WORDS = {"held": "holds", "failed": "does not hold", "open": "not looked at"}
+_OF_CELLS = {"rank": "`dist.get_rank()`", "world_size": "`dist.get_world_size()`"}
+"""What an answer may call instead of the names that only cells have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,13 @@ def run_check(exercise: Exercise, answer: Any, *, seed: int, on_ranks: bool = Fa
     )
     properties = [entry for entry in exercise.properties if not (on_ranks and entry.mock_only)]
     has_ranks = not all(entry.mock_only for entry in exercise.properties)
-    where = f"{trial.ranks} real ranks" if on_ranks else f"mock world of {trial.ranks} ranks" if has_ranks else "here"
+    where = (
+        f"{trial.ranks} real ranks"
+        if on_ranks
+        else f"mock world of {trial.ranks} ranks"
+        if has_ranks
+        else "this notebook"
+    )
     lines: list[Line] = []
     not_yet, mistake, score = "", "", ""
     if (answer is None or answer is Ellipsis) and not on_ranks:
@@ -169,15 +179,32 @@ def _examine(test: Any, trial: Trial, name: str) -> str | None:
 
 def _describe(error: Exception, answer: Any, name: str) -> str:
     """Return an error with its line in the learner's code, and the rank on which it was raised."""
-    code = getattr(answer, "__code__", None)
+    codes = list(_codes(answer, name))
     rank = next((note.split(" of ")[0] for note in getattr(error, "__notes__", ()) if "raised on rank" in note), "")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame.lineno for frame in frames if code is not None and frame.filename == code.co_filename]
-    line = f" in line {own[-1] - code.co_firstlineno + 1} of {name}" if own and own[-1] is not None and code else ""
+    own = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        within = [(code, label) for code, label in codes if code.co_filename == frame.filename]
+        before = [(code.co_firstlineno, label) for code, label in within if code.co_firstlineno <= (frame.lineno or 0)]
+        if before:
+            first, label = max(before)
+            own.append((label, (frame.lineno or 0) - first + 1))
+    line = f" in line {own[-1][1]} of {own[-1][0]}" if own else ""
     message = str(error) or "no message"
     if "Deadlock" in message:
         return message
+    if isinstance(error, NameError) and error.name in _OF_CELLS:
+        message += f"; it exists in cells on ranks, and {_OF_CELLS[error.name]} says it everywhere"
     return f"{rank.replace('raised on ', '') or 'it'} raised {type(error).__name__}{line}: {message}"
+
+
+def _codes(answer: Any, name: str) -> Iterator[tuple[CodeType, str]]:
+    """Yield the code of a function, or of each method of a class, with what to call it."""
+    if isinstance(answer, type):
+        for label, method in vars(answer).items():
+            if inspect.isfunction(method):
+                yield method.__code__, f"{name}.{label}"
+    elif inspect.isfunction(answer):
+        yield answer.__code__, name
 
 
 def _known_mistake(exercise: Exercise, trial: Trial) -> str:

@@ -44,7 +44,8 @@ class Guesses:
     @property
     def _remark(self) -> str:
         if self.missing:
-            return f"Type your guess in place of `...`: {', '.join(self.missing)}. A wrong guess costs nothing."
+            names = ", ".join(self.missing)
+            return f"Type your guess in place of `...`: {names}. Then run this cell again; a wrong guess costs nothing."
         return "" if self.measured else "Kept. Now look."
 
     def _rows(self) -> list[tuple[str, Any, Any]]:

@@ -83,6 +83,11 @@ def _fits_means(trial: Trial, wrong: Any) -> bool:
     )
 
 
+def _returns_nothing(trial: Trial) -> bool:
+    means, _ = _means(trial, [4] * trial.ranks)
+    return all(mean is None for mean in means)
+
+
 _MEAN_LOSS = Exercise(
     id="1.1",
     title="The loss of all ranks",
@@ -94,6 +99,14 @@ _MEAN_LOSS = Exercise(
         Property("the losses stay as they are", _losses_untouched),
     ),
     mistakes=(
+        Mistake(
+            "It returns None. `dist.all_reduce` returns nothing: it puts the sum into the tensor that it was given.",
+            _returns_nothing,
+        ),
+        Mistake(
+            "The rank without samples does not come to the meeting. It has nothing to add, but the others wait for it.",
+            lambda trial: trial.hangs(_mean_on_rank, _losses(trial, [0, *range(2, trial.ranks + 1)], "empty")),
+        ),
         Mistake(
             "This is the mean of the ranks' means: a sample on a rank with few samples counts more than the others.",
             lambda trial: _fits_means(
@@ -263,7 +276,7 @@ _SOME = Exercise(
         ),
     ),
     hints=(
-        "There is a function that makes a smaller group out of ranks of the world: `dist.new_group`.",
+        "Which ranks have to call `dist.new_group`? Which have to call `dist.all_reduce` with that group?",
         "Every rank calls `dist.new_group(members)`, also those that are not in it. Only members use the group.",
         "After `new_group`, non-members return None. Members call `dist.all_reduce(value, group=group)` first.",
     ),

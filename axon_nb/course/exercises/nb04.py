@@ -225,6 +225,11 @@ def _begins_early(trial: Trial) -> str | None:
     return None
 
 
+def _overlap_is_sum(trial: Trial) -> bool:
+    net, found, expected = _overlap(trial, 1, "sum")
+    return _differ(net, [rank[0] for rank in found], [gradient * trial.ranks for gradient in expected]) is None
+
+
 def _calls_per_parameter(trial: Trial) -> bool:
     net, found, _ = _overlap(trial, 1, "per parameter")
     return all(rank[3] == len(list(net.parameters())) for rank in found)
@@ -250,10 +255,11 @@ _OVERLAP = Exercise(
     properties=(
         Property("equals one process on the whole batch", _overlap_is_right),
         Property("also in the second step", _second_step),
-        Property("calls", _few_calls),
+        Property("no more calls than buckets", _few_calls),
         Property("the first begins before the last gradient", _begins_early),
     ),
     mistakes=(
+        Mistake("These are the sums over ranks, not yet divided by the number of ranks.", _overlap_is_sum),
         Mistake(
             "Every parameter travels alone: fill a bucket first, and send it when it is full.", _calls_per_parameter
         ),

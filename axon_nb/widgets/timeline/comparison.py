@@ -66,6 +66,9 @@ def _rows(first: TimelineSummary, second: TimelineSummary) -> list[tuple[str, st
         before, after = (fmean(map(part, summary.facts.ranks)) for summary in (first, second))
         if before or after:
             rows.append(_row(name, before, after, format_duration))
+    hidden = (first.facts.overlap, second.facts.overlap)
+    if hidden[0] is not None and hidden[1] is not None:
+        rows.append(("hidden", f"{hidden[0]:.0%}", f"{hidden[1]:.0%}", f"{hidden[1] - hidden[0]:+.0%}"))
     before, after = (fmean(rank.bytes for rank in summary.facts.ranks) for summary in (first, second))
     if before or after:
         rows.append(_row("moved", before, after, lambda size: format_bytes(round(size))))

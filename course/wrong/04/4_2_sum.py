@@ -1,4 +1,4 @@
-# refused: right is
+# refused: sums over ranks
 from __future__ import annotations
 
 import torch

@@ -74,6 +74,20 @@ def test_error_in_an_answer_names_its_rank_and_line(monkeypatch: pytest.MonkeyPa
     assert "rank 2 raised IndexError in line 3 of mean_loss: list index out of range" in repr(check("1.1"))
 
 
+def test_name_that_only_cells_have_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, lambda losses: losses.sum().item() / world_size)  # type: ignore[name-defined]  # noqa: F821
+    assert "`dist.get_world_size()` says it everywhere" in repr(check("1.1"))
+
+
+def test_error_in_a_class_names_its_method_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Subscripts:
+        def __init__(self, parameters: Any, lr: float) -> None:
+            self.mine = parameters[0]
+
+    monkeypatch.setitem(globals(), "ZeroAdam", Subscripts)
+    assert "raised TypeError in line 2 of ZeroAdam.__init__: " in repr(check("5.1"))
+
+
 def test_answer_that_waits_for_ever_is_refused_with_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(losses: torch.Tensor) -> float:
         if dist.get_rank() == 0:

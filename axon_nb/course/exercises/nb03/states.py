@@ -136,7 +136,8 @@ def _returns(trial: Trial, optimizer: MakeOptimizer, wrong: Callable[[int, int, 
 
 def _gives_gradients_to_frozen(trial: Trial) -> bool:
     weights, *_ = _parts(_frozen, _adam)
-    return bool(_asked(trial, _frozen, _adam) == 4 * weights)
+    is_right_otherwise = not any(test(trial) for test in (_plain_sgd, _with_momentum, _with_adam))
+    return is_right_otherwise and bool(_asked(trial, _frozen, _adam) == 4 * weights)
 
 
 STATES = Exercise(
@@ -160,6 +161,14 @@ STATES = Exercise(
         Mistake(
             "The gradients are missing: there is one for each weight, as large as the weight.",
             lambda trial: _returns(trial, _sgd, lambda weights, *_: weights),
+        ),
+        Mistake(
+            "This counts moments for plain SGD, which keeps nothing from step to step.",
+            lambda trial: _returns(trial, _sgd, lambda weights, *_: 4 * weights),
+        ),
+        Mistake(
+            "Momentum is one more number per weight, and is missing here.",
+            lambda trial: _returns(trial, _momentum, lambda weights, gradients, _: weights + gradients),
         ),
         Mistake(
             "This counts one number per weight for Adam; it keeps two.",
