@@ -17,23 +17,17 @@
 # **Can this computer run the course?**
 #
 # Run all cells: *Run → Run All Cells*. It takes less than a minute; the very first time up to two, as your PyTorch is
-# tested. At the end there is a line to tell your teacher. Do it before the first session, so that nobody has to install
-# anything in class.
-#
-# ## The machine
-#
-# The next cell loads axon_nb, and examines your computer. What needs your attention comes first, each with a way to fix
-# it. A *note* is worth knowing, no more. The long list below is for people who help you.
+# tested. A `*` beside a cell means that it is still running. Near the end the page says `READY`, or what to fix. If you
+# take the course in a class, do this before the first session.
 
 # %%
 # %load_ext axon_nb
-# %distributed doctor
 
 # %% [markdown]
 # ## Two processes
 #
-# The course runs several processes at once, and lets them talk to each other. Here are two of them. One brings a 1, the
-# other a 2, and both should go home with the sum.
+# The course runs several processes at once, and lets them talk to each other. Here are two. One brings a 1, the other a
+# 2, and both should go home with the sum.
 
 # %%
 # %distributed start -n 2
@@ -47,7 +41,7 @@ value.item()
 # %% [markdown]
 # ## A failure
 #
-# In this course a lot goes wrong on purpose. The next cell **has to fail**: one of the two raises an error, while the
+# In this course a lot goes wrong on purpose. The next cell **has to fail**: one of the two raises an error while the
 # other waits for it. The report says so, and the cell after it must work anyway.
 
 # %% tags=["raises-exception"]
@@ -65,7 +59,7 @@ value.item()
 # %distributed stop
 
 # %% [markdown]
-# ## Tell your teacher
+# ## Ready?
 
 # %%
 import os
@@ -78,7 +72,7 @@ import axon_nb
 
 talks = list(sums.values.values()) == [3.0, 3.0]
 recovers = list(after.values.values()) == [6.0, 6.0]
-print("READY" if talks and recovers else "NOT READY: send the whole page to your teacher")
+print("READY" if talks and recovers else "NOT READY: the report below says what to fix")
 print(
     f"axon_nb {axon_nb.__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
     f"{os.cpu_count()} cores, {psutil.virtual_memory().available / 1024**3:.1f} GiB of memory free, "
@@ -86,10 +80,18 @@ print(
 )
 
 # %% [markdown]
-# Four ranks and the notebook need about 1.5 GiB of free memory. If you have less, close other programs; with two ranks
-# (`%distributed start -n 2`) most of the course works, too. GPUs are not needed.
+# In a class, send these two lines to your teacher.
 #
-# An error instead of `READY`? Look at the first lines below `%distributed doctor`: each problem comes with a fix. Then
-# choose *Kernel → Restart Kernel and Run All Cells*.
+# Four processes and the notebook need about 1.5 GiB of free memory. If you have less, close other programs; most of the
+# course works with two, too (`%distributed start -n 2`). You don't need a GPU.
 #
+# ## Something went wrong?
+#
+# The next cell examines your computer. Problems come first, each with a way to fix it; then choose *Kernel → Restart
+# Kernel and Run All Cells*. A *note* is only worth knowing, and the long list is for people who help you.
+
+# %%
+# %distributed doctor
+
+# %% [markdown]
 # **Next:** `01_one_program` starts four processes and lets them fail.

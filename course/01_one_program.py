@@ -17,14 +17,13 @@
 # **What does it mean that the same line runs four times?**
 #
 # Large models are trained by many processes at once. They all run the same program, and yet they do different work.
-# This first notebook shows how: you start four such processes, look into them, let them work together, and see what
-# happens when one of them fails.
+# You will start four of them, look into them, let them work together, and see what happens when one fails.
 #
-# It takes about 45 minutes, of which your computer works for one. You need to know Python and a little PyTorch.
+# It takes about 45 minutes, of which your computer works for one. You need Python and a little PyTorch.
 #
 # **How each part goes.** First you *guess* what will happen. Then you *run* it and *look*. Then comes a short
 # explanation, and sometimes an *exercise*. A wrong guess costs nothing: the surprise is what you will remember. You
-# cannot break anything either, so try things out: change a cell and run it again.
+# can't break anything either, so change a cell, and run it again.
 
 # %%
 # %load_ext axon_nb
@@ -33,8 +32,8 @@ from axon_nb.course import check, hint, measured, predict, progress, solution
 # %% [markdown]
 # ## Four processes
 #
-# Until now, this notebook is one Python process. The next line starts four more. Each is called a **rank**, and has a
-# number from 0 to 3. They stay until you stop them.
+# So far, this notebook is one Python process. The next line starts four more. Each is called a **rank**, and has a
+# number from 0 to 3. They stay, with all their variables, until you stop them.
 
 # %%
 # %distributed start -n 4
@@ -44,8 +43,8 @@ from axon_nb.course import check, hint, measured, predict, progress, solution
 # and how many there are, `world_size`. These names are there from the start, and so are `torch` and `dist`
 # (`torch.distributed`, the part of PyTorch through which ranks talk to each other).
 #
-# The next cell prints two lines on each rank. **Guess**: how many lines will you see below it? Type a number in place
-# of `...`.
+# The cell after the next one prints two lines on each rank. **Guess**: how many lines will you see below it? Type a
+# number in place of `...`, and run the cell.
 
 # %%
 predict("1.a", lines=...)
@@ -56,11 +55,12 @@ print(f"I am rank {rank}")
 print(f"we are {world_size}")
 
 # %%
+# your guess beside what was shown; ranks that print the same share a line
 measured("1.a", lines=len({line for text in hello.text.values() for line in text.splitlines()}))
 
 # %% [markdown]
-# Eight lines were printed. A line that is the same on all ranks is shown once, with the ranks in front:
-# `[ranks 0-3]`. Keep an eye on these brackets: they always say who speaks.
+# Eight lines were printed, and five are shown: what is the same on all ranks appears once, with the ranks in front,
+# `[ranks 0-3]`. Keep an eye on these brackets: they say who is speaking.
 #
 # This style has a name, **SPMD**: single program, multiple data. Nobody is the boss. The ranks differ only in what
 # `rank` is, and in all that follows from it.
@@ -87,8 +87,9 @@ print(x)
 # Four processes, four memories. Rank 0 has an `x`; the other three have never heard of it. Nothing travels from one
 # rank to another unless you send it.
 #
-# That was also your first failure. Read the report: it names the ranks, the line and the error. And it is only a
-# report: everything is still there, as the next cell shows. It lists who has which variable.
+# That was also your first failure. The report names the ranks, the line and the error; below it is Python's own
+# traceback, which says the same at length. It is only a report: everything is still there. The next cell lists who has
+# which variable.
 
 # %%
 # %distributed vars
@@ -114,8 +115,8 @@ value.item()
 measured("1.c", rank_2_has=sums[2])
 
 # %% [markdown]
-# `all_reduce` works *in place*: it has put the sum into `value` itself. And it is a meeting, so nobody leaves before
-# everybody has come. Remember this: most of what goes wrong in distributed programs goes wrong here.
+# `all_reduce` works *in place*: it put the sum into `value` itself. And it is a meeting: nobody leaves before everybody
+# has come. Most of what goes wrong in distributed programs goes wrong here.
 
 # %% [markdown]
 # ## They train
@@ -123,11 +124,9 @@ measured("1.c", rank_2_has=sums[2])
 # Now something useful: 1,797 small pictures of handwritten digits, and a network that reads them. Each rank trains on
 # a quarter of the pictures. `DistributedDataParallel` wraps the network and makes all ranks average their gradients in
 # every step, so that the four copies stay one model. (Notebook 4 builds it from scratch.)
-#
-# The strip below the cell shows what each rank does while it runs.
 
 # %%
-# %%distributed --watch
+# %%distributed
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -146,6 +145,12 @@ network = nn.Sequential(
 model = DistributedDataParallel(network)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
+# %% [markdown]
+# With `--watch`, a cell draws what its ranks do while it runs. On top is the **strip**: a row for each rank, coloured
+# by what it is doing. Below it is the **timeline**, where every call has its bar; notebook 4 makes use of it.
+
+# %%
+# %%distributed --watch
 for epoch in range(3):
     for first in range(0, len(x) // 32 * 32, 32):
         loss = F.cross_entropy(model(x[first : first + 32]), y[first : first + 32])
@@ -156,17 +161,18 @@ for epoch in range(3):
 
 # %% [markdown]
 # Four different losses in every epoch, although there is one model. None of them is wrong: each rank prints the loss of
-# *its own* last 32 pictures. But which one belongs into your report? None of the four. It is the loss over all
-# pictures of all ranks, and no rank knows it alone.
+# *its own* last 32 pictures. Which one belongs in your report? None of the four. You want the loss over the pictures of
+# all ranks, and no rank knows it alone.
 #
 # ### Exercise 1.1: the loss of all ranks
 #
 # Write `mean_loss`. It gets the losses of this rank, one per sample, and returns the mean over **all samples of all
 # ranks**, as a number, on every rank. Careful: ranks do not always have equally many samples. One may even have none.
 #
-# A cell without `%%distributed` runs in the notebook, so your function will be there. Then `check` tries it in a *mock
-# world*: four pretend ranks inside this one process, with the same `dist` and the same rules. There a mistake shows at
-# once, and always in the same way.
+# This cell has no `%%distributed`, so it runs in the notebook. `check` then tries your function in a *mock world*: four
+# pretend ranks inside this one process, with the same `dist` and the same rules. There a mistake shows at once, and
+# always in the same way. Only the names `rank` and `world_size` are missing: a function asks `dist.get_rank()` and
+# `dist.get_world_size()`.
 
 # %%
 import torch
@@ -186,9 +192,10 @@ def mean_loss(losses):
 check("1.1")
 
 # %% [markdown]
-# No idea how to begin? `hint("1.1")` helps, three times. `solution("1.1")` shows one answer, once you have tried.
+# No idea how to begin? Run `hint("1.1")` in a new cell, up to three times. `solution("1.1")` shows one answer, once you
+# have tried.
 #
-# When all lines have a ✓, the same function runs on your real ranks, unchanged:
+# When all lines have a ✓, run the same function on your real ranks, unchanged:
 
 # %%
 check("1.1", on="ranks")
@@ -196,24 +203,28 @@ check("1.1", on="ranks")
 # %% [markdown]
 # ## One fails
 #
-# A collective is a meeting. So what if one rank never comes? In the next cell rank 2 looks up a name that is not in the
-# table, and fails *before* `all_reduce`. The other three are already there, and wait for it.
+# So what if one rank never comes to the meeting? In the next cell rank 2 is a second late, and then looks up its share
+# in a table that has none for it. It fails *before* `all_reduce`. The other three are already there, waiting.
 #
-# In an ordinary distributed program they would wait for ten minutes or more, in silence. **Guess**: how many seconds
-# will it take here until you can run the next cell?
+# In an ordinary distributed program they would wait for ten minutes or more, in silence. **Guess**: after how many
+# seconds does this cell end?
 
 # %%
-predict("1.d", seconds_until_control_is_back=...)
+predict("1.d", seconds=...)
 
 # %% tags=["raises-exception"]
 # %%distributed --watch
+import time
+
+if rank == 2:
+    time.sleep(1)
 share = {0: 0.1, 1: 0.2, 3: 0.4}
 part = torch.tensor(share[rank])
 dist.all_reduce(part)
 
 # %% [markdown]
-# Look at the strip: three ranks are waiting in `all_reduce` when rank 2 turns red. Then the cell ends, and the report
-# says which rank failed, in which line, and who was waiting for it.
+# Look at the strip: three ranks are waiting in `all_reduce` until rank 2 turns red. Then the cell ends, and the report
+# says which rank failed, in which line, and who was waiting for it. How long all that took stands above the strip.
 #
 # Now the part that matters. Is the model lost?
 
@@ -229,7 +240,7 @@ print(f"the model still has {sum(weights.numel() for weights in model.parameters
 # Nothing is lost: the model, the variables and the connection between the ranks are as they were. You correct the line
 # and go on.
 #
-# ## One does not come
+# ## Three never come
 #
 # The most common mistake of all has no error message. Somebody wants to print a total once, not four times, and writes
 # this:
@@ -244,8 +255,8 @@ if rank == 0:
 # %% [markdown]
 # Read the report before you read on. Which rank was waiting, in which line, and for whom?
 #
-# Rank 0 came to the meeting alone. The others skipped the `if`, finished the cell, and would never have come. axon_nb
-# sees that nobody is left who could come, and ends the cell. Elsewhere this is a program that hangs.
+# Rank 0 came to the meeting alone. The others skipped the `if` and finished the cell. axon_nb sees that nobody is left
+# who could still come, and ends the cell. Elsewhere this program hangs.
 #
 # ### Exercise 1.2: one reports, all take part
 #
@@ -270,7 +281,7 @@ def report_total(value):
 check("1.2")
 
 # %% [markdown]
-# ## Some of them
+# ## A meeting of some
 #
 # With `--ranks`, a cell runs on some ranks only. The others do not even notice.
 
@@ -279,14 +290,15 @@ check("1.2")
 print(f"rank {rank} is here")
 
 # %% [markdown]
-# But `dist.all_reduce` is a meeting of *all* ranks, so it would not work in such a cell. For a meeting of some, ranks
-# form a smaller **group** first, with `dist.new_group([1, 3])`. There is one rule that everybody forgets once: *all*
-# ranks make the group, also those that will not be in it. They just do not use it.
+# But `dist.all_reduce` is a meeting of *all* ranks, so it would wait in such a cell. For a meeting of some, ranks first
+# form a smaller **group**: `group = dist.new_group([1, 3])`, and then `dist.all_reduce(value, group=group)`. There is
+# one rule that everybody forgets once: *all* ranks make the group, also those that will not be in it. They just do not
+# use it.
 #
 # ### Exercise 1.3: a sum among some ranks
 #
-# `sum_among` gets a tensor with one number, and a list of ranks, the members. Members return the sum of the members'
-# numbers; all others return `None`.
+# Write `sum_among`. All ranks call it, each with a tensor of one number, and the list of the ranks that are members.
+# Members return the sum of the members' numbers; all others return `None`.
 
 # %%
 import torch.distributed as dist

@@ -16,11 +16,10 @@
 #
 # **Which few calls is everything made of, and what does each cost?**
 #
-# Training on a thousand GPUs sounds complicated. But all that ever travels between ranks travels in one of seven moves,
-# and you can draw each of them on a napkin. In this notebook you see all seven, build two of them yourself, and learn
-# to count what they cost.
+# Training on a thousand GPUs sounds complicated. But whatever travels between ranks travels in one of seven moves, and
+# you can draw each of them on a napkin. You will see all seven, build two of them yourself, and count what they cost.
 #
-# It takes about an hour, of which your computer works for one or two minutes.
+# It takes about an hour, of which your computer works for one or two minutes. You need notebook 1.
 
 # %%
 # %load_ext axon_nb
@@ -34,9 +33,9 @@ from axon_nb.course.pictures import draw
 # %% [markdown]
 # ## How to read the pictures
 #
-# For the first half we need no real ranks. `draw` runs a function on four pretend ranks inside this notebook (a *mock
-# world*), and shows what each rank has before and after. Rank 0 starts with the numbers 0 1 2 3, rank 1 with
-# 10 11 12 13, and so on: you can see at every number where it comes from, and its colour says it, too.
+# The first half needs no real ranks. `draw` runs a function in a mock world of four, and shows what each rank has
+# before and after. Rank 0 starts with the numbers 0 1 2 3, rank 1 with 10 11 12 13, and so on: each number says where
+# it comes from, and so does its colour.
 #
 # ## Move 1: broadcast, one to all
 #
@@ -54,8 +53,8 @@ draw(broadcast)
 # %% [markdown]
 # ## Move 2: all_reduce, the sum for all
 #
-# You know this one from notebook 1. It works number by number: the first numbers of all ranks are added up, then the
-# second ones, and so on. **Guess**: what is the first number afterwards?
+# You know this one. It works number by number: the first numbers of all ranks are added up, then the second ones, and
+# so on. **Guess**: what is the first number afterwards?
 
 # %%
 predict("2.a", first_number=...)
@@ -74,12 +73,12 @@ summed
 measured("2.a", first_number=summed.after[0][0])
 
 # %% [markdown]
-# Grey numbers are made from several ranks. Instead of the sum you can also have the largest number,
-# `op=dist.ReduceOp.MAX`, or the product.
+# Grey numbers come from several ranks. Instead of the sum you can also have the largest number, with
+# `op=dist.ReduceOp.MAX`.
 #
 # ## Move 3: all_gather, everything for all
 #
-# Nothing is added up. Every rank goes home with a copy of what *all* have brought, side by side.
+# Nothing is added up. Every rank goes home with a copy of what *all* brought, side by side.
 
 
 # %%
@@ -151,8 +150,8 @@ draw(gather, count=1)
 # %% [markdown]
 # ## Move 6: all_to_all, everybody deals
 #
-# Every rank deals out its parts to all others. If you think of the picture as a table, rows become columns. Models with
-# *experts* live on this move (notebook 9).
+# Every rank deals out its parts to all. Read the picture as a table: rows become columns. Models with *experts* live on
+# this move (notebook 9).
 
 
 # %%
@@ -188,8 +187,8 @@ draw(to_the_right)
 # %% [markdown]
 # ### Exercise 2.1: all-gather out of messages
 #
-# Build move 3 from move 7. `my_all_gather` gets this rank's tensor, of any shape, and returns one tensor with a first
-# dimension more: row 0 is rank 0's tensor, row 1 is rank 1's, on every rank.
+# Build move 3 from move 7. `my_all_gather` gets this rank's tensor, of any shape, and returns the tensors of all ranks,
+# stacked: row 0 is rank 0's tensor, row 1 is rank 1's, on every rank.
 
 # %%
 import torch
@@ -218,11 +217,11 @@ check("2.1")
 # %% [markdown]
 # ## What does it cost?
 #
-# Two things cost time: *that* a message travels, and *how large* it is. Messages have a price each, like stamps; bytes
-# have a price per kilo. So we count both.
+# Two things cost time: *that* a message travels, and *how large* it is. It is like the post: each letter needs a stamp,
+# and each kilo has its price. So we count both.
 #
 # Take an all-reduce of 1,000 numbers with 4 bytes each, on 4 ranks. The simplest way: everybody sends everything to
-# everybody, and each adds up. Every rank then sends 3 × 4,000 = 12,000 bytes, and with 1,000 ranks it would be 1,000
+# everybody, and each adds up. Every rank then sends 3 × 4,000 = 12,000 bytes, and with 1,000 ranks it would be 999
 # times its tensor. There is a better way. **Guess** how few bytes per rank are enough.
 
 # %%
@@ -231,16 +230,16 @@ predict("2.b", bytes_per_rank=...)
 # %% [markdown]
 # ### Exercise 2.2: a ring
 #
-# The ranks stand in a circle. Each one talks only to its neighbours: it sends to the right, and receives from the left.
-# The tensor is cut into as many parts as there are ranks, and all parts travel at the same time.
+# The n ranks stand in a circle. Each one talks only to its neighbours: it sends to the right, and receives from the
+# left. The tensor is cut into n parts, and all parts travel at the same time.
 #
-# - **First lap**: a part goes round, and every rank adds its own numbers to it. After n - 1 steps each rank holds one
-#   part that is finished. (Which move was that?)
+# - **First lap**: each part goes round, and every rank adds its own numbers to it. After n - 1 steps each rank holds
+#   one part that is finished. (Which move was that?)
 # - **Second lap**: the finished parts go round, until everybody has all of them. (And which was this?)
 #
 # Write `ring_all_reduce`. It may change its input, and returns the sum over all ranks in the same shape. Mind lengths
-# that cannot be divided by the number of ranks. This is the hardest exercise of the notebook: take paper and four
-# coins, and use the hints.
+# that n does not divide. This is the hardest exercise of the notebook: take paper and four coins, begin with the first
+# lap, and use the hints.
 
 # %%
 import torch
@@ -275,32 +274,35 @@ def ring_all_reduce(tensor):
 check("2.2")
 
 # %% [markdown]
-# How many bytes has your ring sent? `axon_nb.calls()` counts what a block of code sends, per rank.
-
+# The rest of the notebook uses your ring. If it isn't finished yet, borrow the one that `solution("2.2")` shows: put it
+# into the cell above, and come back to yours later.
+#
+# How many bytes does it send? `axon_nb.calls()` counts what a block of code sends, on each rank.
 
 # %%
+from axon_nb.comm import World
+
+
 def count_bytes(world):
     with axon_nb.calls() as counted:
         ring_all_reduce(torch.ones(1000))
     return counted.of("send").bytes
 
 
-from axon_nb.comm import World
-
 measured("2.b", bytes_per_rank=World.mock(4).run(count_bytes)[0])
 
 # %% [markdown]
 # Two laps of three steps, 1,000 bytes each: 6,000, half of the simple way. And the best of it: with n ranks it is
-# 2 (n - 1) / n times the tensor, so **never more than twice the tensor, however many ranks there are**. This is why
-# training on thousands of GPUs is possible at all.
+# 2 (n - 1) / n times the tensor, so **less than twice the tensor, however many ranks there are**. This is why training
+# on thousands of GPUs is possible at all.
 #
 # The price: 2 (n - 1) messages, one after the other. For a tiny tensor on many ranks, the stamps cost more than the
 # letters.
 #
 # ## On real ranks
 #
-# Now your ring runs on four real processes, and PyTorch's own all-reduce beside it, on the same numbers. Look at the
-# timeline under the cell: that staircase of sends is yours.
+# Now your ring runs on four real processes (`%push` sends your function to them), and then `dist.all_reduce` on the
+# same numbers. Look at the timeline below the cell.
 
 # %%
 # %distributed start -n 4
@@ -320,7 +322,8 @@ check("2.2", on="ranks")
 # ## Stamps and kilos
 #
 # How long does an all-reduce take, from 1 kB to 16 MB? Each size is tried 20 times, and we keep the median, which a
-# single slow try does not move. **Guess**: 16,000 times more bytes (1 kB and 16 MB), how many times longer?
+# single slow try does not move. **Guess**: 16 MB are 16,000 times as many bytes as 1 kB. How many times as long do they
+# take?
 
 # %%
 predict("2.c", times_longer=...)
@@ -330,6 +333,8 @@ predict("2.c", times_longer=...)
 import statistics
 import time
 
+for _ in range(20):
+    dist.all_reduce(torch.ones(256))  # the first calls are slower
 medians = {}
 for kilobytes in (1, 16, 256, 1024, 4096, 16384):
     tensor = torch.ones(kilobytes * 256)
@@ -354,8 +359,9 @@ table.style.format("{:.2f}").bar(color="#2664B080", vmin=0, width=80)
 
 # %% [markdown]
 # For small tensors the time hardly grows: you pay for the stamp. For large ones it grows with the size: you pay per
-# kilo. Two numbers, a **latency** and a **bandwidth**, describe it quite well, and they decide nearly everything in the
-# notebooks that follow. Ten small tensors cost ten stamps; packed into one they cost one.
+# kilo. The price of a stamp is the **latency**, and how many bytes travel per second the **bandwidth**. These two
+# numbers decide nearly everything in the notebooks that follow. Ten small tensors cost ten stamps; packed into one they
+# cost one.
 #
 # ## What goes wrong
 #
@@ -376,8 +382,8 @@ dist.all_reduce(short)
 # once, as it can be stored on the way. For a large one it may only be when the receiver has asked for it. A program in
 # which all ranks send first then works in the test, and hangs with the real model.
 #
-# Write `pass_right` with `dist.send` and `dist.recv` only, without `isend`: every rank passes its tensor to the right,
-# and returns what came from the left. The check makes every `send` wait for its receiver.
+# Write `pass_right` with `dist.send` and `dist.recv` only: every rank passes its tensor to the right, and returns what
+# came from the left. In the check, every `send` waits for its receiver.
 
 # %%
 import torch
@@ -407,9 +413,9 @@ check("2.3")
 #
 # - Seven moves: **broadcast, all_reduce, all_gather, reduce_scatter, scatter and gather, all_to_all, send and recv**.
 # - **All-reduce = reduce-scatter + all-gather.**
-# - A ring sends at most **twice the tensor** per rank, however many ranks there are.
+# - A ring sends less than **twice the tensor** per rank, however many ranks there are.
 # - A move costs a **latency** per message, and time per byte. Few large messages beat many small ones.
-# - Ranks that all begin with the same waiting call wait for ever.
+# - If all ranks begin with the same waiting call, they wait for ever.
 
 # %%
 progress()

@@ -17,10 +17,10 @@
 # **A model of one megabyte needs twenty times that for a training step. Where does it go, and when?**
 #
 # Before many machines share a model, you should know what one machine has to hold. "Out of memory" is the error that
-# most people meet first, and few can say beforehand whether it will come. After this notebook you can. You will predict
-# the bytes of a step, see them rise and fall, and then make do with far fewer.
+# most people meet first, and few can say beforehand whether it will come. You will predict the bytes of a step, see
+# them rise and fall, and then make do with far fewer.
 #
-# It takes about an hour, of which your computer works for one or two minutes. You need notebook 1.
+# It takes about an hour, of which your computer works for two minutes. You need notebook 1.
 
 # %%
 # %load_ext axon_nb
@@ -33,8 +33,8 @@ from axon_nb.course import check, hint, measured, predict, progress, solution
 MIB = 1024**2  # a MiB is about a million bytes
 
 # %% [markdown]
-# Two ranks this time, and they will not talk. Each is a machine for itself, so that we can try two things at once: rank
-# 0 reads 4 samples per step, and rank 1 reads 16.
+# Two ranks this time, and they will not talk. Each stands for a machine by itself, so that we can try two things at
+# once: rank 0 reads 4 samples per step, and rank 1 reads 16.
 
 # %%
 # %distributed start -n 2
@@ -89,8 +89,8 @@ pd.DataFrame({f"rank {rank}, MiB": pd.Series(held) / MIB for rank, held in state
 # that Adam keeps from step to step, its **moments** (running means of the gradient and of its square). Together they
 # are the **model states**. They are the same on both ranks, so the batch has nothing to do with them.
 #
-# The next line draws them. The upper bar of each rank is measured, the thin one below it is what a formula expects.
-# "Other" is the rest of what the rank has made, such as the text.
+# The next line draws them. The upper bar of each rank is measured; the thin one below it is what a formula expects.
+# "Other" is the rest of what the rank has made, such as the text. Leave **what if** below it for later.
 
 # %%
 # %memory model optimizer
@@ -128,11 +128,10 @@ check("3.1")
 # %% [markdown]
 # ## The worst moment
 #
-# That was the memory at rest. But "out of memory" strikes within a step. So let us watch a step: `PeakBytes` notes,
-# after each operation, how many bytes of the tensors made in its block of code are still alive.
+# That was the memory at rest. But "out of memory" strikes within a step. So let's watch one: `PeakBytes` notes, after
+# each operation, how many bytes are alive of the tensors that the step has made.
 #
-# **Guess**: the step makes new tensors. At the worst moment, how many MiB of them are there on rank 1, with its 16
-# samples?
+# **Guess**: at the worst moment, how many MiB of new tensors are there on rank 1, with its 16 samples?
 
 # %%
 predict("3.b", mib_made_by_a_step=...)
@@ -167,17 +166,17 @@ def draw(curves):
 draw({"4 samples": curves[0], "16 samples": curves[1]})
 
 # %% [markdown]
-# A mountain. It rises through the whole **forward** pass, and falls through the whole **backward** pass; the top is at
-# the turn, when the loss is known. What is left at the end are the gradients.
+# A mountain. It rises through the whole forward pass, and falls through the whole backward pass; the top is at the
+# turn, when the loss is known. What is left at the end are the gradients.
 #
-# Why does it rise? To compute gradients, backward needs what each layer has seen: its input, mostly. So forward *keeps*
-# all of that until backward has come by. These tensors are called **activations**. They grow with the batch; the model
-# states do not. That is why a smaller batch is the first cure for "out of memory".
+# Why does it rise? To compute gradients, backward needs what each layer saw: its input, mostly. So forward *keeps* all
+# of that until backward comes by. These tensors are called **activations**. They grow with the batch; the model states
+# do not. That is why a smaller batch is the first cure for "out of memory".
 #
 # ## Predicted, then measured
 #
 # Can one know the top without climbing? `plan.memory` runs one step on tensors that have a shape but no numbers. It
-# takes no memory, so it works for models that would not fit.
+# takes no memory, so it works for models that would not fit. It may take half a minute.
 
 # %%
 from axon_nb.parallel.models import GPTConfig
@@ -185,6 +184,7 @@ from axon_nb.parallel.models import GPTConfig
 small = GPTConfig(context=64, hidden=64, heads=4, blocks=4)
 rows = {}
 for rank, batch in ((0, 4), (1, 16)):
+    # the mesh says how ranks are arranged: here, one alone
     planned = plan.memory(small, mesh={"tp": 1}, optimizer="Adam", batch=batch, device="cpu")
     at_rest = sum(states[rank].values())
     gradients = states[rank]["gradients"]
@@ -207,8 +207,8 @@ from axon_nb.course.exercises.nb03.block import PlainBlock
 print(inspect.getsource(PlainBlock))
 
 # %% [markdown]
-# `SavedBytes` sees what a forward keeps for backward. **Guess**: if the text gets four times as long, from 64 to 256
-# tokens, how many times as many bytes does a block keep?
+# **Guess**: if the text gets four times as long, from 64 to 256 tokens, how many times as many bytes does a block keep?
+# (`SavedBytes` counts what a forward keeps for backward.)
 
 # %%
 predict("3.c", times_as_many=...)
@@ -281,8 +281,8 @@ loss.backward()
 loss.backward()
 
 # %% [markdown]
-# Read the report: what has "already been freed"? Backward eats what forward has kept, layer by layer; that is the way
-# down the mountain. After it, nothing is left for a second time.
+# Read the report: what has "already been freed"? Backward eats what forward kept, layer by layer; that is the way down
+# the mountain. Nothing is left for a second time.
 #
 # The opposite mistake gives no error at all. If you only *measure* a loss, nobody calls `backward`, and if you keep the
 # loss in a list, it keeps all of its activations alive. After a few batches the memory is full. So measure inside
@@ -290,7 +290,7 @@ loss.backward()
 #
 # ## Compute again instead of keeping
 #
-# FlashAttention has shown a way: what can be computed again need not be kept. Take it further. Keep only the *input* of
+# FlashAttention shows a way: what can be computed again need not be kept. Take it further. Keep only the *input* of
 # each block. When backward comes to a block, run it forward once more, and then go back through it. This is called
 # **recomputation**, or **activation checkpointing**. It costs one more forward, about a third more work.
 #

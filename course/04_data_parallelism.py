@@ -17,8 +17,8 @@
 # **Four ranks read four different batches. How do they stay one model, and what does it cost?**
 #
 # This is the oldest and most used way to train on many GPUs. Every rank has a whole copy of the model. Each reads its
-# own part of the data, and before every step the ranks agree on one direction. You will build it in four lines, then
-# make it faster twice, until you have what PyTorch calls `DistributedDataParallel`.
+# own part of the data, and in every step the ranks agree on one direction. You will build it in four lines, then make
+# it faster twice, until you have what PyTorch calls `DistributedDataParallel`.
 #
 # It takes about 75 minutes, of which your computer works for one or two. You need notebooks 1 and 2.
 
@@ -36,7 +36,8 @@ from axon_nb.course import check, hint, measured, predict, progress, solution
 # ## Four copies drift apart
 #
 # Each rank makes the same small network, with the same first weights, and trains it on a quarter of the digits. Nobody
-# communicates. After ten steps we compare one number of the last layer. **Guess**: how many different values?
+# communicates. After ten steps we compare one number of the last layer. **Guess**: how many different values do the
+# four ranks have?
 
 # %%
 predict("4.a", different_values=...)
@@ -46,6 +47,7 @@ predict("4.a", different_values=...)
 import torch.nn.functional as F
 from torch import nn
 
+import axon_nb
 from axon_nb.course.data import digits
 
 images, labels = (torch.from_numpy(array).to(device) for array in digits())
@@ -74,21 +76,19 @@ network[-1].bias[0].item()
 measured("4.a", different_values=len(set(drifted.values.values())))
 
 # %% [markdown]
-# Four ranks, four models. Each has learned from its own quarter only.
+# Four ranks, four models. Each learned from its own quarter only.
 #
 # ## The idea
 #
-# The loss of a batch is a mean over its samples. So its gradient is a mean, too: the gradient of the *whole* batch is
-# the mean of the gradients of its four parts, if the parts are equally large. Each rank computes the gradient of its
-# part; then an all-reduce and a division give **the gradient of the whole batch to everybody**. All take the same step
-# from the same place, and arrive at the same place.
+# The loss of a batch is a mean over its samples. So its gradient is a mean, too: if the four parts of a batch are
+# equally large, **the gradient of the whole batch is the mean of the gradients of its parts**. Each rank computes the
+# gradient of its part; an all-reduce and a division give the mean to everybody. All take the same step from the same
+# place, and arrive at the same place.
 #
 # In its simplest form, that is one `all_reduce` per parameter:
 
 # %%
 # %%distributed --watch --out naive
-import axon_nb
-
 network = new_network()
 optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
 for step in range(10):
@@ -103,15 +103,17 @@ naive_weights = [parameter.detach().clone() for parameter in network.parameters(
 network[-1].bias[0].item(), counted.num_calls
 
 # %% [markdown]
-# The first number is the same on all ranks now. They are one model again. The second number says how many calls a step
-# has made: one per parameter, six in all. Real models have hundreds.
+# The first number is the same on all ranks now: they are one model again. The second says how many calls a step makes:
+# one per parameter, six in all. Real models have hundreds.
 #
-# In the timeline, look at the calls: they come one after the other, *after* backward, and nobody computes meanwhile.
+# In the timeline, the upper bar of each rank is what it computes, and the lower one its calls. The calls come *after*
+# backward, one after the other, and nobody computes meanwhile. *Hidden* says how much of the communication ran while
+# the rank computed: 0 %. (Pale parts are waiting: four ranks share few cores here, so one of them is always late.)
 #
 # ### Exercise 4.1: one suitcase
 #
-# You know from notebook 2 that each call costs a latency, however small it is. So pack all gradients into one long
-# tensor, a *bucket*, and travel once.
+# Each call costs a latency, however small it is (notebook 2). So pack all gradients into one long tensor, a *bucket*,
+# and travel once.
 #
 # Write `average_gradients`. After it, every parameter of the model has the mean gradient over all ranks. Careful: if a
 # rank has not used a layer, the gradients of that layer are `None` there, but the other ranks need them.
@@ -138,8 +140,8 @@ def average_gradients(model):
 check("4.1")
 
 # %% [markdown]
-# Run it on the real ranks, and compare it with the naive loop. **Guess**: how large is the largest difference between
-# the weights?
+# Now train with it on the real ranks (not ready? borrow `solution("4.1")`), and compare the weights with those of the
+# naive loop. **Guess**: how large is the largest difference?
 
 # %%
 predict("4.b", largest_difference=...)
@@ -162,13 +164,13 @@ max((new - old).abs().max().item() for new, old in zip(network.parameters(), nai
 measured("4.b", largest_difference=flat[0])
 
 # %% [markdown]
-# It is the same model: what you have saved are calls, not care.
+# The same model, to the last bit, with one call per step instead of six.
 #
 # ## Hide the cost
 #
-# Look at the timeline again: first backward, then communication. But backward works from the last layer to the first,
-# and the gradients of the last layer are ready long before those of the first. Why not send them already, while
-# backward still computes the rest?
+# In the timeline, backward still comes first, and then communication. But backward works from the last layer to the
+# first, and the gradients of the last layer are ready long before those of the first. Why not send them already, while
+# backward computes the rest?
 #
 # You need two things:
 #
@@ -177,12 +179,13 @@ measured("4.b", largest_difference=flat[0])
 # - `work = dist.all_reduce(tensor, async_op=True)`: it only *begins* the call. The sum is there after `work.wait()`.
 #
 # And buckets again: not one call per parameter, and not one bucket for all, as that would be full only at the end. A
-# bucket leaves when it has a certain number of bytes.
+# bucket leaves as soon as it has `bucket_bytes` bytes.
 #
 # ### Exercise 4.2: communicate while backward still runs
 #
-# Write the class `Overlapped`. `Overlapped(model, bucket_bytes)` sets up the hooks; `finish()`, called after backward,
-# sends what is left and waits, and then all gradients are means over ranks. All parameters are used in every step.
+# Write two methods of the class `Overlapped`. `ready` is the hook: PyTorch calls it in backward, for one parameter
+# after the other. `finish`, called after backward, sends what is left and waits; then all gradients are means over
+# ranks. You may assume that every step uses all parameters.
 
 # %%
 import torch
@@ -234,11 +237,35 @@ check("4.2")
 check("4.2", on="ranks")
 
 # %% [markdown]
-# What you have built is, in its bones, PyTorch's `DistributedDataParallel`. Here is the original, on the same data and
-# from the same first weights. Compare its timeline with the two above: its calls begin before backward ends.
+# Train with it (or with that of `solution("4.2")`), and compare its timeline with the first one.
 
 # %%
-# %%distributed --watch --out original
+# %push Overlapped
+
+# %%
+# %%distributed --watch --out overlapped
+network = new_network()
+averaging = Overlapped(network, bucket_bytes=200_000)
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+for step in range(10):
+    optimizer.zero_grad()
+    local_loss(network, step).backward()
+    averaging.finish()
+    optimizer.step()
+max((new - old).abs().max().item() for new, old in zip(network.parameters(), naive_weights, strict=True))
+
+# %%
+# %timeline --cell {naive.record["cell"]},{overlapped.record["cell"]}
+
+# %% [markdown]
+# Calls now begin before backward ends. How much of them is hidden depends on your machine: the network is small, and
+# four ranks share few cores. On GPUs with large models it is often nearly all of the communication.
+#
+# What you have built is, in its bones, PyTorch's `DistributedDataParallel`. Here is the original, on the same data and
+# from the same first weights:
+
+# %%
+# %%distributed
 from torch.nn.parallel import DistributedDataParallel
 
 network = new_network()
@@ -251,20 +278,17 @@ for step in range(10):
 max((new - old).abs().max().item() for new, old in zip(network.parameters(), naive_weights, strict=True))
 
 # %% [markdown]
-# (How much is hidden depends on your machine: the network is small, and four ranks share few cores. On GPUs with large
-# models it is often nearly all of the communication.)
-#
 # ## A larger batch
 #
-# Each rank takes 32 samples, so every step now learns from 4 × 32 = 128. This is the **effective batch size**, and it
-# grows with the number of ranks, although nobody has changed the number 32. A larger batch gives a more reliable
-# direction, so you may take longer steps; a common rule is to multiply the learning rate by the same factor, and to
-# begin slowly. If you move a program from one GPU to eight and change nothing else, you have changed the training.
+# Each rank takes 32 samples, so every step learns from 4 × 32 = 128. This is the **effective batch size**, and it grows
+# with the number of ranks, although nobody changed the 32. A larger batch gives a more reliable direction, so you may
+# take longer steps; a common rule is to multiply the learning rate by the same factor, and to warm up. If you move a
+# program from one GPU to eight and change nothing else, you have changed the training.
 #
 # ## What goes wrong
 #
-# Averaging needs *everybody*, in *every* step. Here the data run out on rank 3, one step before the others. It leaves
-# the loop; they do not.
+# Averaging needs *everybody*, in *every* step. Here rank 3 runs out of data one step before the others. It leaves the
+# loop; they do not.
 
 # %% tags=["raises-exception"]
 # %%distributed
@@ -282,13 +306,13 @@ for step in range(steps):
 #
 # ### Exercise 4.3: who reads which sample
 #
-# Write `my_share(length, epoch)`, which returns the numbers of this rank's samples, as a list:
+# Write `my_share(length, epoch)`. It returns the indices of the samples that this rank reads, as a list:
 #
-# - together, the ranks see every one of the samples 0 … `length` - 1;
-# - in every epoch in another, random order, but the same one if asked again;
-# - all ranks have equally many. If `length` cannot be divided, a few samples are used twice.
+# - together, the ranks read all samples, 0 to `length` - 1;
+# - the order is random, another one in each epoch, and the same when asked again;
+# - all ranks have equally many. If they do not divide `length`, a few samples are read twice.
 #
-# PyTorch's `DistributedSampler` does just this, and its `set_epoch` is what everybody forgets.
+# PyTorch's `DistributedSampler` does just this; everybody forgets to call its `set_epoch` once.
 
 # %%
 import torch
@@ -314,11 +338,11 @@ check("4.3")
 # - In data parallelism every rank has the **whole model** and a **part of the batch**. The mean of the gradients makes
 #   them one model.
 # - **Buckets** save calls. **Overlap** hides them behind backward.
-# - Per step each rank sends about twice the size of the model, however many ranks there are (notebook 2).
-# - The effective batch grows with the ranks. All need equally many batches, shuffled alike.
+# - In a step each rank sends almost twice the size of the model, however many ranks there are.
+# - The effective batch grows with the ranks. All need equally many batches, from one shuffled order.
 #
-# One thing is still wasteful: four ranks keep the same weights, the same gradients and the same optimizer state, four
-# times. Notebook 5 asks whether they have to.
+# One thing is still wasteful: the same weights, gradients and optimizer state, four times. Notebook 5 asks whether that
+# has to be.
 
 # %%
 progress()

@@ -16,12 +16,11 @@
 #
 # **Data parallelism keeps the same bytes four times. What is lost if it does not?**
 #
-# In notebook 4, every rank had the whole model. That is simple, and wasteful: four ranks, four equal copies. Large
-# models do not fit like that. In this notebook the ranks share the work of *keeping*: each holds a part, and lends it
-# to the others for the moment in which they need it. This idea is called **ZeRO**, and its best-known form is
-# **FSDP**, fully sharded data parallelism. You will build the heart of both.
+# Four ranks, four equal copies of a model: large models do not fit like that. Here the ranks share the work of
+# *keeping*. Each holds a part, and lends it to the others for the moment in which they need it. This idea is called
+# **ZeRO**, and its best-known form **FSDP**, fully sharded data parallelism. You will build the heart of both.
 #
-# It takes about 75 minutes, of which your computer works for three.
+# It takes about 75 minutes, of which your computer works for three. You need notebooks 2 to 4.
 
 # %%
 # %load_ext axon_nb
@@ -31,19 +30,18 @@ from axon_nb.course import check, hint, measured, predict, progress, solution
 # %distributed start -n 4
 
 # %% [markdown]
-# ## Sixteen bytes
+# ## A quarter each
 #
-# A small GPT, wrapped for data parallelism. Each weight is a number of 4 bytes. But training keeps more than the
-# weights: each has a **gradient**, and Adam, the optimizer, keeps two more numbers for each, its **moments** (running
-# means of the gradient and of its square).
-#
-# **Guess**: how many bytes does *one rank* keep for each weight of the model?
+# A small GPT with Adam keeps 16 bytes for each weight, as you know from notebook 3, and with data parallelism *every*
+# rank keeps them. Now we cut all of it: rank 0 keeps the first quarter of every tensor, rank 1 the second, and so on.
+# **Guess**: how many bytes does one rank keep for each weight?
 
 # %%
 predict("5.a", bytes_per_weight=...)
 
 # %%
 # %%distributed --out kept
+import axon_nb
 from axon_nb.parallel import FSDP, ShardingStrategy
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss, standard_library, windows
 
@@ -79,30 +77,14 @@ def bytes_per_weight(model, optimizer):
 
 
 copies, copies_optimizer = make(ShardingStrategy.NO_SHARD)  # nothing is cut: data parallelism as in notebook 4
-bytes_per_weight(copies, copies_optimizer)
-
-# %%
-measured("5.a", bytes_per_weight=round(kept[0], 1))
-
-# %% [markdown]
-# Sixteen: 4 for the weight, 4 for its gradient, 8 for the two moments. A model of 7 billion weights needs 112 GB, on
-# *every* GPU, before it has computed anything. And all copies are equal.
-#
-# So cut them: rank 0 keeps the first quarter of every tensor, rank 1 the second, and so on. **Guess** again.
-
-# %%
-predict("5.b", bytes_per_weight=...)
-
-# %%
-# %%distributed --out kept
 model, optimizer = make(ShardingStrategy.FULL_SHARD)
-bytes_per_weight(model, optimizer)
+bytes_per_weight(copies, copies_optimizer), bytes_per_weight(model, optimizer)
 
 # %%
-measured("5.b", bytes_per_weight=round(kept[0], 1))
+measured("5.a", bytes_per_weight=round(kept[0][1], 1))
 
 # %% [markdown]
-# A quarter of everything. Look at who has what: each box is one rank's piece, a **shard**.
+# From 16 bytes to 4: a quarter of everything. Look at who has what: each box is one rank's piece, a **shard**.
 
 # %%
 # %shards model
@@ -110,19 +92,19 @@ measured("5.b", bytes_per_weight=round(kept[0], 1))
 # %% [markdown]
 # ## Borrowed for a moment
 #
-# But how can a rank compute with a quarter of a matrix? It cannot. Just before a layer computes, all ranks **gather**
-# its pieces, so that each has the whole layer. Just after, they drop what is not theirs. At any moment, only a layer or
-# two are whole.
+# How can a rank compute with a quarter of a matrix? It cannot. Just before a layer computes, all ranks **gather** its
+# pieces, so that each has the whole layer. Just after, they drop what is not theirs. At any moment, only a layer or two
+# are whole.
 #
-# The next cell runs one slow forward: it rests for half a second in each block. **Watch the picture above** while it
-# runs: boxes fill, and empty again, one layer after the other.
+# The next cell runs one slow forward: it rests for a second in each block. **Watch the picture above** while it runs:
+# boxes fill, and empty again, one layer after the other.
 
 # %%
 # %%distributed
 import time
 
 rests = [
-    block.register_forward_hook(lambda *_: time.sleep(0.5))
+    block.register_forward_hook(lambda *_: time.sleep(1))
     for name, block in model.module.named_children()
     if name.startswith("block")
 ]
@@ -134,19 +116,15 @@ for rest in rests:
 # %% [markdown]
 # ## What it costs
 #
-# Nothing is free. With copies, the ranks talk once per step: they average gradients (an `all_reduce`). With shards they
-# gather each layer in forward, gather it again in backward, and send gradients to the rank that keeps them.
-#
-# `axon_nb.calls()` counts what a block sends. **Guess**: how many times as many bytes does the sharded step send as the
-# step with copies?
+# Nothing is free. With copies, the ranks average their gradients (an `all_reduce`), and that is all. With shards they
+# gather each layer in forward, gather it again in backward, and send gradients to the rank that keeps them. **Guess**:
+# how many times as many bytes does the sharded step send as the step with copies?
 
 # %%
-predict("5.c", times_as_many_bytes=...)
+predict("5.b", times_as_many_bytes=...)
 
 # %%
 # %%distributed --out sent
-import axon_nb
-
 with axon_nb.calls() as with_copies:
     step(copies, copies_optimizer)
 with axon_nb.calls() as with_shards:
@@ -156,12 +134,11 @@ if rank == 0:
 with_shards.sent / with_copies.sent
 
 # %%
-measured("5.c", times_as_many_bytes=round(sent[0], 2))
+measured("5.b", times_as_many_bytes=round(sent[0], 2))
 
 # %% [markdown]
-# One and a half times. Here is why: an `all_reduce` is a `reduce_scatter` and an `all_gather` in one, so it counts as
-# two. Sharding needs two `all_gather` and one `reduce_scatter`: three. (`sent` is what each rank sends if the ranks
-# stand in a ring.)
+# One and a half times. An `all_reduce` is a `reduce_scatter` and an `all_gather` in one, so it counts as two. Sharding
+# needs two `all_gather` and one `reduce_scatter`: three. (`sent` is what each rank sends in a ring.)
 #
 # That is the whole trade: a quarter of the memory, for half as many bytes again. You can also choose less of it:
 #
@@ -176,9 +153,9 @@ measured("5.c", times_as_many_bytes=round(sent[0], 2))
 #
 # ### Exercise 5.1: Adam, shared
 #
-# Write `ZeroAdam`, an optimizer for data parallelism. Each rank keeps Adam's moments for its own part of the weights
-# only. In `step()`, ranks average their gradients, each steps the part that it owns, and then all get the new weights
-# of all parts.
+# Write `ZeroAdam`, an optimizer for data parallelism. Weights and gradients stay whole on every rank, but each keeps
+# Adam's moments for its own part of the weights only. In `step()`, ranks average their gradients, each steps the part
+# that it owns, and then all get the new weights of all parts.
 #
 # How you cut is up to you: whole tensors ("rank 2 owns tensors 2, 6, 10, …"), or one long row of numbers, cut in equal
 # pieces. You may use `torch.optim.Adam` for the part that a rank owns.
@@ -232,7 +209,7 @@ check("5.1", on="ranks")
 # %% [markdown]
 # ## Whole for a moment
 #
-# Now the heart of FSDP. The weights themselves are cut, and a layer is whole only while it computes.
+# Now the heart of FSDP: a layer is whole only while it computes.
 #
 # ### Exercise 5.2: gather, compute, drop
 #
@@ -241,7 +218,8 @@ check("5.1", on="ranks")
 # numbers, in a row. All pieces of a layer are equally long; if the numbers could not be divided, zeros fill the last
 # pieces. `shapes` lists the shapes of the whole weights.
 #
-# Return what the whole network returns, and keep at most three layers' worth of borrowed numbers at any time.
+# Return what the whole network returns, and drop what you borrowed: at no moment may a rank hold more than the numbers
+# of three whole layers. (The pieces that it has just gathered are one, and the weight made of them is another.)
 
 # %%
 import torch
@@ -283,16 +261,16 @@ if rank == 0:
 # Read the report before you read on: who waited, in which call, and for whom?
 #
 # Nobody has the whole matrix, so `full_tensor()` must gather it: it is a meeting, although it does not look like one.
-# Rank 0 came alone. With sharded models, *everything that makes something whole is a meeting*: `full_tensor()`, a full
-# state dictionary, even the length of all gradients together, by which you clip them.
+# With sharded models, *everything that makes something whole is a meeting*: `full_tensor()`, a full state dictionary,
+# even the length of all gradients together, by which you clip them.
 #
 # ### Exercise 5.3: one saves, all take part
 #
 # Write `whole_weights`. It gets `shards`, a dictionary from names to this rank's pieces, one row of numbers each. On
 # rank 0 it returns a dictionary with the same names and the whole rows, and on all others `None`.
 #
-# Only rank 0 needs them. So the other ranks should send their pieces, and receive nothing: in a real model, the whole
-# would not fit on them.
+# Only rank 0 needs them, so the other ranks send their pieces and receive nothing. (In real life rank 0 would pass each
+# tensor on to the disk, or every rank would save its own pieces.)
 
 # %%
 import torch
@@ -322,7 +300,6 @@ check("5.3", on="ranks")
 # %% [markdown]
 # ## What you know now
 #
-# - Training keeps **sixteen bytes** per weight: weight, gradient, two moments.
 # - **ZeRO** cuts what all ranks have in common. Moments first: that sends nothing extra.
 # - **FSDP** cuts the weights, too. Before a layer computes it is gathered, and dropped after: a fraction of the memory,
 #   and one and a half times the bytes.
