@@ -145,7 +145,7 @@ class LiveTrial(Trial):
         self._cluster.push({_SENT: (function, args)})
         code = f"from axon_nb.course.trials import call_on_rank\ncall_on_rank({self._name}, *{_SENT})"
         try:
-            result = self._cluster.run(code, quiet=True, undoable=False)
+            result = self._cluster.run(code, quiet=True, undoable=False, cell=_running_cell())
         except CellError as error:
             text = str(error)
             if "NotImplementedError" in text or f"name '{self._name}' is not defined" in text:
@@ -164,6 +164,14 @@ def _log_on_rank(answer: Any, function: Callable[..., Any], args: tuple[Any, ...
     with calls() as counted:
         function(answer, *args)
     return counted.log
+
+
+def _running_cell() -> int | None:
+    """Return the n of the check's own ``In [n]``: a running number may be that of another cell; None: no notebook."""
+    from IPython.core.getipython import get_ipython
+
+    shell: Any = get_ipython()
+    return len(shell.history_manager.input_hist_parsed) - 1 if hasattr(shell, "kernel") else None
 
 
 def call_on_rank(answer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
