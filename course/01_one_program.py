@@ -224,7 +224,8 @@ dist.all_reduce(part)
 
 # %% [markdown]
 # Look at the strip: three ranks are waiting in `all_reduce` until rank 2 turns red. Then the cell ends, and the report
-# says which rank failed, in which line, and who was waiting for it. How long all that took stands above the strip.
+# says which rank failed, in which line, and who was waiting for it. How long all that took stands above the strip. (The
+# timeline draws only calls that came to an end, so it has nothing to show.)
 #
 # Now the part that matters. Is the model lost?
 

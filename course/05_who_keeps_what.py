@@ -84,10 +84,15 @@ bytes_per_weight(copies, copies_optimizer), bytes_per_weight(model, optimizer)
 measured("5.a", bytes_per_weight=round(kept[0][1], 1))
 
 # %% [markdown]
-# From 16 bytes to 4: a quarter of everything. Look at who has what: each box is one rank's piece, a **shard**.
+# From 16 bytes to 4: a quarter of everything. Look at who has what, in one layer of each of the four blocks: each box
+# is one rank's piece, a **shard**. (`%shards model` shows all layers. Layers that look alike share a row.)
 
 # %%
-# %shards model
+# %%distributed
+widest = torch.nn.ModuleList([block.up for name, block in model.module.named_children() if name.startswith("block")])
+
+# %%
+# %shards widest
 
 # %% [markdown]
 # ## Borrowed for a moment
@@ -96,17 +101,18 @@ measured("5.a", bytes_per_weight=round(kept[0][1], 1))
 # pieces, so that each has the whole layer. Just after, they drop what is not theirs. At any moment, only a layer or two
 # are whole.
 #
-# The next cell runs one slow forward: it rests for a second in each block. **Watch the picture above** while it runs:
-# boxes fill, and empty again, one layer after the other.
+# The next cell runs one slow forward: it rests for three seconds in the middle of each block. **Watch the picture
+# above** while it runs: one block after the other gets a row of its own, in which every rank has the whole layer, and
+# then goes back to its pieces.
 
 # %%
 # %%distributed
 import time
 
 rests = [
-    block.register_forward_hook(lambda *_: time.sleep(1))
-    for name, block in model.module.named_children()
-    if name.startswith("block")
+    layer.register_forward_hook(lambda *_: time.sleep(3))
+    for name, layer in model.module.named_modules()
+    if name.endswith("norm2")  # in the middle of a block
 ]
 backward(model)
 optimizer.zero_grad()

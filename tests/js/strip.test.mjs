@@ -72,7 +72,7 @@ test("the present state is words", () => {
   assert.equal(say(DONE, 4, 5), "done after 4.0 s");
   assert.equal(say(FAILED, 4, 5), "failed after 4.0 s");
   assert.equal(say(DEAD, 4, 5), "died after 4.0 s");
-  assert.equal(say(STOPPED, 4, 5, { call: "recv", line: 4 }), "stopped in recv, line 4, after 4.0 s");
+  assert.equal(say(STOPPED, 4, 5, { call: "recv", line: 4 }), "stopped in recv, line 4");
 });
 
 test("the tooltip tells lines, times and what was merged", () => {

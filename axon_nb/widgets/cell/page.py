@@ -96,7 +96,7 @@ def end_text(history: RankHistory, end: float) -> str:
         return f"{verb} after {format_seconds(last.start)}"
     line = f", line {last.line}" if last.line else ""
     if last.activity is Activity.STOPPED:
-        return f"stopped{f' in {last.call}' if last.call else ''}{line}, after {format_seconds(last.start)}"
+        return f"stopped{f' in {last.call}' if last.call else ''}{line}"
     last_end = history.last_end(end)
     silent = f", no sample for {format_seconds(end - last_end)}" if last_end < end else ""
     if last.activity is Activity.WAITING:

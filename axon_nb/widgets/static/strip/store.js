@@ -143,9 +143,7 @@ export function describe(segments, now, config) {
   if (name === "dead") return `died after ${formatSeconds(segment.start)}`;
   const end = openEnd(segment, now, config);
   const line = segment.line ? `, line ${segment.line}` : "";
-  if (name === "stopped") {
-    return `stopped${segment.call ? ` in ${segment.call}` : ""}${line}, after ${formatSeconds(segment.start)}`;
-  }
+  if (name === "stopped") return `stopped${segment.call ? ` in ${segment.call}` : ""}${line}`;
   const silent = end < now ? `, no sample for ${formatSeconds(now - end)}` : "";
   if (name === "waiting") return `waiting in ${segment.call}${line}, ${formatSeconds(end - segment.since)}${silent}`;
   if (name === "collective") return `in ${segment.call}${line}${silent}`;

@@ -47,7 +47,7 @@ def test_words_say_how_each_rank_ended() -> None:
         "  rank 2: running, line 3, no sample for 5.0 s; running 1.0 s",
         "  rank 3: waiting in recv, line 9, 2.0 s; running 4.0 s; waiting 2.0 s; longest wait 2.0 s in recv, line 9",
         "  rank 4: no sample",
-        "  rank 5: stopped in all_reduce, line 4, after 1.0 s; running 1.0 s",
+        "  rank 5: stopped in all_reduce, line 4; running 1.0 s",
         "1 sample lost.",
     ]
 
