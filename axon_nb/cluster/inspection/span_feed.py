@@ -179,16 +179,16 @@ class SpanFeed:
             elif rank not in self._pending:
                 with contextlib.suppress(KeyError, OSError):  # the rank is gone; the host agent reports it
                     since = self._next.get(rank, (0, 0))[1]
+                    sent_ns = time.monotonic_ns()  # before: on a busy machine the rank may have answered afterwards
                     answer = state.connection.client.request(rank, SpansRequest(since, watch_s))
-                    self._pending[rank] = (answer, time.monotonic_ns())
+                    self._pending[rank] = (answer, sent_ns)
 
     def _process_replies(self) -> None:
-        now = time.monotonic_ns()
         for rank, (future, sent_ns) in list(self._pending.items()):
             if future.done():
                 del self._pending[rank]
-                self._process_reply(rank, future.reply(), sent_ns, now)
-            elif now - sent_ns > _RETRY_S * 1e9:
+                self._process_reply(rank, future.reply(), sent_ns, time.monotonic_ns())
+            elif time.monotonic_ns() - sent_ns > _RETRY_S * 1e9:
                 del self._pending[rank]
 
     def _process_reply(self, rank: int, reply: SpansReply | None, sent_ns: int, now_ns: int) -> None:
