@@ -108,7 +108,7 @@ network[-1].bias[0].item(), counted.num_calls
 #
 # In the timeline, the upper bar of each rank is what it computes, and the lower one its calls. The calls come *after*
 # backward, one after the other, and nobody computes meanwhile. *Hidden* says how much of the communication ran while
-# the rank computed: 0 %. (Pale parts are waiting: four ranks share few cores here, so one of them is always late.)
+# the rank computed: 0 %. (Pale parts are waiting: if ranks share few cores, one of them is always late.)
 #
 # ### Exercise 4.1: one suitcase
 #
