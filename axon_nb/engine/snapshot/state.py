@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import re
+import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -184,8 +185,10 @@ class _Walk:
         return None if is_complete else variable.tensors(self.state.nodes)
 
     def has_state(self, value: Any) -> bool:
-        """Whether there is anything to visit."""
+        """Whether there is anything to visit; functions and classes of libraries are not worth the time."""
         kind = type(value)
+        if isinstance(value, type | types.FunctionType) and value.__module__ != "__main__":
+            return False
         return bool(self._kinds.get(kind) or self._learn(kind) or self._obstacles[kind])
 
     def _counts(self) -> tuple[int, int, int]:
