@@ -42,7 +42,7 @@ def failure_card(failure: Failure, *, code: str, cell: int, ranks: Sequence[int]
         f'<figcaption style="margin:0"><b style="font-weight:600">{escape(claim)}</b></figcaption>'
         f'<div style="margin:2px 0 6px;white-space:pre-wrap">{escape(_shortened(message))}</div>'
         f"{_source(failure, code, cell)}{_fates(failure, ranks)}"
-        f'<div style="margin:6px 0 0">{escape(_kept(failure, ranks))}</div>{_next_steps(failure, ranks)}</figure>'
+        f'<div style="margin:6px 0 0">{prose(_kept(failure, ranks))}</div>{_next_steps(failure, ranks)}</figure>'
     )
 
 
@@ -127,9 +127,12 @@ def _kept(failure: Failure, ranks: Sequence[int]) -> str:
     dead = sorted(rank for rank, error in failure.errors.items() if error.kind == "died")
     if not dead:
         return "All ranks keep their variables."
-    if len(dead) >= len(set(ranks)):
-        return f"The variables of {name_ranks(dead)} are lost."
-    return f"The variables of {name_ranks(dead)} are lost; all other ranks keep theirs."
+    if failure.kept.step is not None:
+        return failure.kept.text
+    are_all_dead = len(dead) >= len(set(ranks))
+    if failure.kept.text:
+        return failure.kept.text + ("" if are_all_dead else " All other ranks keep their variables.")
+    return f"The variables of {name_ranks(dead)} are lost{'' if are_all_dead else '; all other ranks keep theirs'}."
 
 
 def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:

@@ -28,12 +28,12 @@ from axon_nb.cluster.failures.hints import (
     shared_draws_hint,
     shortage_hint,
 )
-from axon_nb.cluster.failures.report import cell_error, interrupt_error
+from axon_nb.cluster.failures.report import Kept, cell_error, interrupt_error
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
 from axon_nb.cluster.output.wait_notice import WaitNotice
 from axon_nb.cluster.recovery.automatic import auto_repair, rebuild_if_back, replace_stuck
-from axon_nb.cluster.recovery.protection import remedy_of
+from axon_nb.cluster.recovery.protection import kept_of
 from axon_nb.cluster.recovery.recovery import AgentWatch, Recovery
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import Settings
@@ -56,31 +56,27 @@ _ATTACH_HINT = "Run `%distributed attach` to reconnect to both."
 _START_HINT = "Run `%distributed start` to start a new one."
 
 
-def failure_of(run: CellRun, replaced: Sequence[str], *, remedy: str) -> BaseException | None:
+def failure_of(run: CellRun, replaced: Sequence[str], kept: Kept) -> BaseException | None:
     """Return the exception that a finished cell raises in the notebook; None if it did not fail.
 
     Args:
         run: The cell.
         replaced: Lines about ranks that had to be replaced to abort it.
-        remedy: How to get a dead or stuck rank back, as a sentence.
+        kept: What is kept of ranks that died, and how to replace them.
     """
     if run.interrupted_at is not None:
         return interrupt_error(run.errors, run.ranks, replaced)
     if not run.errors and not run.explanation:
         return None
     threads = [name for end in run.cell.ends.values() for name in end.threads]
+    hints = hint_for(run.errors.values(), remedy=kept.remedy, threads=threads), shortage_hint(run.cell.ends)
     return cell_error(
         run.errors,
         first=run.cell.failed,
         explanation=run.explanation,
-        hint=context_hint(run.errors)
-        or " ".join(
-            filter(
-                None,
-                (hint_for(run.errors.values(), remedy=remedy, threads=threads), shortage_hint(run.cell.ends)),
-            )
-        ),
+        hint=context_hint(run.errors) or " ".join(filter(None, hints)),
         timeout_s=run.timeout_s if run.cell.timed_out else None,
+        kept=kept,
     )
 
 
@@ -287,7 +283,7 @@ class CellManager:
         if left := left_calls_hint(run.cell.ends):
             print(left, file=sys.stderr)
         numbers = run.abort.judge_numbers(failed=any(error.kind == "raised" for error in run.errors.values()))
-        failure = failure_of(run, replaced, remedy=remedy_of(state))
+        failure = failure_of(run, replaced, kept_of(state, self.settings.protect, run.errors.values()))
         record = cell_record(run, failure)
         if not run.is_call:
             self.last_record = record

@@ -68,7 +68,9 @@ def next_commands(failure: Failure, ranks: Sequence[int]) -> Iterator[tuple[str,
         rank = failure.alike[0]
         yield f"%distributed debug --ranks {rank}", f"opens the debugger where rank {rank} failed"
         yield "%distributed vars", "shows the variables of all ranks, and which differ"
-    if "died" in kinds:
+    if "died" in kinds and failure.kept.step is not None:
+        yield "%distributed repair", "replaces dead ranks, and brings all ranks back to the last step that is kept"
+    elif "died" in kinds:
         yield "%distributed repair", "replaces dead ranks; the new ones are empty"
         alive = next(
             (rank for rank in ranks if rank not in failure.errors or failure.errors[rank].kind != "died"), None

@@ -9,7 +9,7 @@ from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.troubleshooting import MORE, more
 
-__all__ = ["REPAIR_HINT", "Failure", "RankError", "agree", "cell_error", "interrupt_error", "root_cause"]
+__all__ = ["REPAIR_HINT", "Failure", "Kept", "RankError", "agree", "cell_error", "interrupt_error", "root_cause"]
 
 REPAIR_HINT = "Run `%distributed repair` to replace the failed ranks; all others keep their state."
 
@@ -38,6 +38,18 @@ class RankError:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of ranks that died."""
+
+    remedy: str = REPAIR_HINT
+    """How to get dead and stuck ranks back, as a sentence."""
+    text: str = ""
+    """As a sentence; empty: only their variables are lost."""
+    step: int | None = None
+    """The last optimizer step to which a repair may bring all ranks back; None: it can bring them to none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """How a cell failed, by rank."""
 
@@ -51,6 +63,8 @@ class Failure:
     """Why the ranks could not finish, such as a deadlock; empty if the cause is an error of one rank."""
     hint: str = ""
     """What the user can do now; may be empty."""
+    kept: Kept = Kept()
+    """What is kept of ranks that died."""
 
 
 def root_cause(errors: Mapping[int, RankError], first: Sequence[int] = ()) -> RankError:
@@ -71,6 +85,7 @@ def cell_error(
     explanation: str = "",
     hint: str = "",
     timeout_s: float | None = None,
+    kept: Kept | None = None,
 ) -> CellError:
     """Create the exception of a failed cell: the root cause's traceback, then one line for each other failure.
 
@@ -80,13 +95,15 @@ def cell_error(
         explanation: Why the ranks could not finish, such as a deadlock, if the cell was aborted for that.
         hint: What the user can do now; one sentence, may be empty.
         timeout_s: The cell's timeout in seconds if the cell exceeded it.
+        kept: What is kept of ranks that died.
     """
+    kept = kept or Kept()
     if explanation:
         aborted = {error.rank for error in errors.values() if error.kind == "aborted"}
         exception = CellError(explanation, [f"CellError: {explanation}", *_others(errors, aborted), *more(explanation)])
         if errors:
             cause = root_cause(errors, first)
-            exception.failure = Failure(cause, (cause.rank,), dict(errors), explanation, hint)
+            exception.failure = Failure(cause, (cause.rank,), dict(errors), explanation, hint, kept)
         return exception
     cause = root_cause(errors, first)
     alike = [e.rank for e in errors.values() if (e.kind, e.ename, e.evalue) == (cause.kind, cause.ename, cause.evalue)]
@@ -98,13 +115,12 @@ def cell_error(
     report += _others(errors, set(alike))
     if timeout_s is not None:
         report.append(f"The cell timed out after {timeout_s:g} s (--timeout).")
-    if hint:
-        report.append(hint)
+    report += filter(None, (kept.text if cause.kind == "died" else "", hint))
     if not any(line.startswith(MORE) for text in cause.traceback for line in text.splitlines()):
         report += more("\n".join([hint, "" if cause.kind == "raised" else message]))
     kind = CellError if timeout_s is None else CellTimeoutError
     failed = kind(message, report)
-    failed.failure = Failure(cause, tuple(alike), dict(errors), hint=hint)
+    failed.failure = Failure(cause, tuple(alike), dict(errors), hint=hint, kept=kept)
     return failed
 
 

@@ -78,6 +78,7 @@ def test_ranks_started_with_protect_return_after_a_death(protected: Kernel) -> N
     assert f"protected: step {steps}" in protected.ok("%distributed status").result
     failed = protected.run("%%distributed\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
     assert "rank 1" in failed.traceback
+    assert f"Kept: the state of all ranks at step {steps}" in failed.traceback
     assert f"All ranks are back at step {steps}" in protected.ok("%distributed repair").stdout
     protected.ok(
         "%%distributed --out after\nfrom axon_nb.comm.placements import placed\n"

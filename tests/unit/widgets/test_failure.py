@@ -7,7 +7,7 @@ from html import unescape
 from html.parser import HTMLParser
 
 from axon_nb.cluster.failures.next_steps import failure_line
-from axon_nb.cluster.failures.report import Failure, RankError, cell_error
+from axon_nb.cluster.failures.report import Failure, Kept, RankError, cell_error
 from axon_nb.widgets.failure import failure_card
 
 CODE = """# %%distributed
@@ -49,9 +49,16 @@ class Words(HTMLParser):
             self.marked.append(data)
 
 
-def card(*errors: RankError, explanation: str = "", hint: str = "", code: str = CODE, ranks: int = 3) -> Words:
+def card(
+    *errors: RankError,
+    explanation: str = "",
+    hint: str = "",
+    code: str = CODE,
+    ranks: int = 3,
+    kept: Kept | None = None,
+) -> Words:
     by_rank = {error.rank: error for error in errors}
-    failure = cell_error(by_rank, first=[errors[0].rank], explanation=explanation, hint=hint).failure
+    failure = cell_error(by_rank, first=[errors[0].rank], explanation=explanation, hint=hint, kept=kept).failure
     assert isinstance(failure, Failure)
     return Words(failure_card(failure, code=code, cell=7, ranks=range(ranks)))
 
@@ -101,6 +108,18 @@ def test_dead_rank_card_offers_replacement() -> None:
     assert "Rank 2 died" in text
     assert "The variables of rank 2 are lost; all other ranks keep theirs." in text
     assert "%distributed repair --from 0" in text
+
+
+def test_card_of_a_protected_rank_names_the_step_that_is_kept() -> None:
+    died = RankError(2, "died", "", "was killed by SIGKILL")
+    text = " ".join(card(died, WAITED, kept=Kept(text="Kept: the state of all ranks at step 15.", step=15)).text)
+    assert "Kept: the state of all ranks at step 15." in text
+    assert "lost" not in text
+    assert "--from" not in text, "the new ranks are not empty"
+    nothing = Kept(text="Nothing of rank 2 is kept. `%distributed config protect=on` keeps each step of all ranks.")
+    text = " ".join("".join(card(died, WAITED, kept=nothing).text).split())
+    assert "Nothing of rank 2 is kept. %distributed config protect=on keeps each step" in text
+    assert "All other ranks keep their variables." in text
 
 
 def test_reports_of_ranks_are_escaped() -> None:
