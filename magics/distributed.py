@@ -81,6 +81,7 @@ def _repair_parser() -> LineParser:
     parser = LineParser("%distributed repair", "Replace dead ranks; all others keep their state.")
     parser.add_argument("--ranks", default=None, help="which ranks (default: those that are dead)")
     parser.add_argument("--from", dest="source", type=_number, default=None, metavar="R", help="copy R's variables")
+    parser.add_argument("--on", dest="host", default=None, metavar="HOST", help="where (default: where they were)")
     parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
     return parser
 
@@ -119,7 +120,8 @@ class DistributedMagics(Magics):
         undo [K]: take back the last K cells (after `config undo_memory=1GiB`)
         save NAME · load NAME: write the state of all ranks to a folder; load it, on any number of ranks
         resize N: grow or shrink to N ranks; models, optimizers and samplers are carried over
-        stacks [--ranks R] · repair [--ranks R] [--from R [names …]] · attach [NAME] · cancel · config [key=value …]
+        repair [--ranks R] [--from R [names …]] [--on HOST] · stacks [--ranks R] · attach [NAME] · cancel
+        config [key=value …]
         run train.py [arguments]: run a script on the ranks, as torchrun would; its variables stay
         import train.py [-o NOTEBOOK] [--args WORDS] [--force]: cut a script into the cells of a notebook
         export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
@@ -228,7 +230,7 @@ class DistributedMagics(Magics):
     @command(_repair_parser)
     def _repair(self, options: argparse.Namespace) -> None:
         cluster = kept.require("%distributed repair")
-        print(cluster.repair(options.ranks, from_rank=options.source, names=options.names))
+        print(cluster.repair(options.ranks, from_rank=options.source, names=options.names, host=options.host))
 
     @command(_resize_parser)
     def _resize(self, options: argparse.Namespace) -> None:

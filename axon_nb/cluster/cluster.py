@@ -212,7 +212,12 @@ class Cluster:
         return values[sources[0]] if is_full else join_values(list(values.values()), dim=dim)
 
     def repair(
-        self, ranks: str | Iterable[int] | None = None, *, from_rank: int | None = None, names: Iterable[str] = ()
+        self,
+        ranks: str | Iterable[int] | None = None,
+        *,
+        from_rank: int | None = None,
+        names: Iterable[str] = (),
+        host: str | None = None,
     ) -> RepairReport:
         """Replace dead ranks with new ones and rebuild all groups; the other ranks keep their state.
 
@@ -220,12 +225,13 @@ class Cluster:
             ranks: Which, as for `run`; None: the dead ones. A live one is killed first.
             from_rank: A rank whose variables and random state the replaced ranks get; None: they start empty.
             names: Which variables; empty: all that can be copied.
+            host: The host of the cluster on which the new ranks start; None: where the old ones ran.
 
         Returns:
             What was replaced and copied, and what is lost because only those ranks held it; displays as text.
         """
         targets = None if ranks is None else resolve_ranks(ranks, self.world_size)
-        return repair(self.state, targets, source=from_rank, names=list(names))
+        return repair(self.state, targets, source=from_rank, names=list(names), host=host)
 
     def resize(self, size: int) -> ResizeReport:
         """Change the number of ranks; the lowest ones stay, with all their state, and new ones get rank 0's variables.

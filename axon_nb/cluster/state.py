@@ -123,13 +123,14 @@ class ClusterState:
         self._epoch = max(self._epoch, above) + 1
         return self._epoch
 
-    def mark_replaced(self, rank: int, info: EngineInfo) -> None:
-        """Record that a new process, which reported `info`, has replaced `rank`."""
+    def mark_replaced(self, rank: int, info: EngineInfo, layout: Layout) -> None:
+        """Record that a new process, which reported `info`, has replaced `rank`, where `layout` says."""
         rank_info = (*self.rank_info[:rank], info, *self.rank_info[rank + 1 :])
         self.health.dead.pop(rank, None)
         self.health.stuck.discard(rank)
         self.health.lost_contexts.discard(rank)
-        self._store(dataclasses.replace(self._facts, rank_info=rank_info))
+        self.layout = layout
+        self._store(dataclasses.replace(self._facts, layout=encode(layout), rank_info=rank_info))
 
     def mark_resized(self, layout: Layout, rank_info: tuple[EngineInfo, ...]) -> None:
         """Record that the world has the ranks of `layout` now, which reported `rank_info`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import socket
 import subprocess
 import tempfile
 import threading
@@ -97,7 +98,11 @@ def start_missing(connection: Connection, layout: Layout, text: str, ranks: Iter
         time.sleep(_POLL_S)
     if missing:
         option = HostsOption(text, launcher, missing, (), job or SLURM_JOB.get())
-        _start(connection, option, timeout_s=_RESTART_TIMEOUT_S)
+        try:
+            _start(connection, option, timeout_s=_RESTART_TIMEOUT_S)
+        except StartError as error:
+            elsewhere = f"`%distributed repair --on {socket.gethostname()}` starts the lost ranks on this host instead."
+            raise StartError(f"{error} {elsewhere}") from None
 
 
 def _start(connection: Connection, option: HostsOption, *, timeout_s: float) -> list[str]:

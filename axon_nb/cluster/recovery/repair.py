@@ -5,7 +5,9 @@ On request, the new ranks get the variables of a surviving rank, straight from r
 
 from __future__ import annotations
 
+import dataclasses
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -22,8 +24,8 @@ from axon_nb.cluster.recovery.report import Copied, RepairReport, Returned
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import AxonError, StartError, UsageError
 from axon_nb.records.protocol.aborts import AbortRequest
-from axon_nb.records.protocol.agent import Signal
-from axon_nb.records.protocol.joining import Join
+from axon_nb.records.protocol.agent import GetInfo, Signal
+from axon_nb.records.protocol.joining import Describe, Join
 from axon_nb.records.protocol.recovery import (
     DisableGroups,
     FindLostShards,
@@ -35,6 +37,7 @@ from axon_nb.records.ranks import format_ranks, name_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.launch.connection import Connection
+    from axon_nb.cluster.launch.placement import Layout
     from axon_nb.cluster.state import ClusterState
 
 __all__ = ["repair"]
@@ -52,6 +55,7 @@ def repair(
     source: int | None = None,
     names: Sequence[str] = (),
     all_allowed: bool = False,
+    host: str | None = None,
 ) -> RepairReport:
     """Replace ranks and rebuild all process groups; if every rank is alive and the groups are disabled, only rebuild.
 
@@ -62,6 +66,7 @@ def repair(
         source: The rank whose variables the replaced ranks get; None: they start empty.
         names: Which variables; empty: all that can be copied.
         all_allowed: Whether these may be all ranks, so that none keeps its state; always, if all are dead.
+        host: The host on which the new ranks start; None: where the old ones ran.
 
     Raises:
         UsageError: there is nothing to replace, these ranks cannot be replaced, or the source cannot be copied from.
@@ -72,12 +77,13 @@ def repair(
     survivors = [rank for rank in state.ranks if rank not in targets]
     if not state.connection.agent.responds(_AGENT_TIMEOUT_S):
         raise StartError(f"{AGENT_SILENT[0].upper()}{AGENT_SILENT[1:]}. Wait for it, or run `%distributed restart`.")
-    start_missing(state.connection, state.layout, state.hosts, targets)
+    layout = state.layout if host is None else _moved(state, targets, host)
+    start_missing(state.connection, layout, state.hosts, targets)
     with interrupts_deferred() as interrupted:
         reasons = {rank: state.health.dead.get(rank, "") for rank in targets}
         _kill(state, [rank for rank in targets if rank not in state.health.dead])
         lost = call_all(state.connection, survivors, FindLostShards(tuple(targets)))
-        _replace_ranks(state, targets, survivors, interrupted)
+        _replace_ranks(state, layout, targets, survivors, interrupted)
         copied = None if source is None else _copy(state, targets, survivors, source, names)
         returned = _return(state, targets) if targets and source is None else None
     return RepairReport.of(
@@ -144,13 +150,31 @@ def _check_request(
         )
 
 
+def _moved(state: ClusterState, ranks: Sequence[int], host: str) -> Layout:
+    """Return the layout with these ranks on another host."""
+    layout, here = state.layout, socket.gethostname()
+    if not ranks:
+        raise UsageError("All ranks are alive. Use `--ranks` to name those that `--on` replaces.")
+    others = {*state.connection.agent.call(GetInfo()).hosts, *filter(None, layout.hosts)}
+    if host not in {here, *others}:
+        raise UsageError(f"--on must be a host of the cluster ({', '.join([here, *sorted(others)])}); got {host}.")
+    hosts = list(layout.hosts or ("",) * layout.num_ranks)
+    for rank in ranks:
+        hosts[rank] = "" if host == here else host
+    return dataclasses.replace(layout, hosts=tuple(hosts))
+
+
 def _replace_ranks(
-    state: ClusterState, targets: Sequence[int], survivors: Sequence[int], interrupted: threading.Event
+    state: ClusterState,
+    layout: Layout,
+    targets: Sequence[int],
+    survivors: Sequence[int],
+    interrupted: threading.Event,
 ) -> None:
     groups = list_groups(state.connection, survivors)
     try:
-        fork_ranks(state.connection, state.layout, targets, interrupted)
-        infos = _join(state, targets, survivors, _with_kept_groups(state.connection, targets, groups))
+        fork_ranks(state.connection, layout, targets, interrupted)
+        infos = _join(state, layout, targets, survivors, _with_kept_groups(state.connection, targets, groups))
     except StartError as error:
         # The next repair would take the exit of one that is left for that of its successor.
         state.connection.agent.kill_ranks(targets, _KILL_TIMEOUT_S)
@@ -159,7 +183,7 @@ def _replace_ranks(
         state.health.lost_contexts.update(lost)
         raise StartError(f"The process groups were not rebuilt. {' '.join(lost.values())}")
     for rank in targets:
-        state.mark_replaced(rank, infos[rank])
+        state.mark_replaced(rank, infos[rank], layout)
     state.health.groups_disabled = ""
 
 
@@ -175,17 +199,24 @@ def _with_kept_groups(
 
 
 def _join(
-    state: ClusterState, targets: Sequence[int], survivors: Sequence[int], groups: Sequence[GroupRecord]
+    state: ClusterState,
+    layout: Layout,
+    targets: Sequence[int],
+    survivors: Sequence[int],
+    groups: Sequence[GroupRecord],
 ) -> dict[int, Any]:
-    connection = state.connection
+    connection, infos = state.connection, state.rank_info
+    if layout.hosts != state.layout.hosts:
+        described = call_all(connection, targets, Describe())
+        infos = tuple(described.get(rank, info) for rank, info in enumerate(infos))
     epoch = state.next_epoch()
     calls: dict[int, Any] = {
         rank: requests.call(connection.client, rank, RecoverAfterRepair(epoch)) for rank in survivors
     }
-    placements = place_ranks(state.layout, state.rank_info)
-    store = store_address(connection, {info.host for info in state.rank_info})
+    placements = place_ranks(layout, infos)
+    store = store_address(connection, {info.host for info in (*infos, *state.rank_info)})
     for rank in targets:
-        config = join_config(state.layout, state.settings, rank, placements[rank], store, recoverable=True)
+        config = join_config(layout, state.settings, rank, placements[rank], store, recoverable=True)
         rank_groups = tuple(group for group in groups if rank in group.ranks)
         calls[rank] = requests.call(connection.client, rank, Join(config, epoch, rank_groups))
     try:

@@ -12,6 +12,12 @@ from tests.cluster.launch.second_host import FAR_HOST, IN_NAMESPACE, Network, ne
 from tests.support.processes import until
 from tests.support.script import Script, command_lines
 
+SUM = "t = torch.ones(1); dist.all_reduce(t)"
+WAIT_FOR_HOST = (
+    "import time\nfrom axon_nb.records.protocol.agent import GetInfo\nend = time.monotonic() + 120\n"
+    "while not c.connection.agent.call(GetInfo()).hosts and time.monotonic() < end: time.sleep(0.05)"
+)
+
 
 @pytest.fixture(scope="module")
 def link() -> Iterator[Network]:
@@ -52,18 +58,34 @@ def test_short_cut_of_the_link_loses_nothing(script: Script, link: Network, tmp_
     assert script.collect().value == {rank: (rank, 60.0) for rank in range(4)}
 
 
+def test_ranks_of_a_lost_host_start_on_another_and_move_back(script: Script, link: Network) -> None:
+    cell = f"import socket; {SUM}; (socket.gethostname() == {FAR_HOST!r}, globals().get('kept'), t.item())"
+    with link.cut():
+        assert f"lost with its host {FAR_HOST!r}" in script.run("c.run('dist.barrier()')").message
+        answer = script.run("c.repair(host='nowhere')")
+        assert "--on must be a host of the cluster (" in answer.message
+        script.ok("import socket\nc.repair(host=socket.gethostname())")
+        values = script.value(f"dict(c.run({cell!r}).values)")
+        assert values == {0: (False, 0, 4.0), 1: (False, 1, 4.0), 2: (False, None, 4.0), 3: (False, None, 4.0)}
+        assert script.value("c.status()['host'].nunique()") == 1
+        script.run("c.run('import os\\nif rank == 3: os.kill(os.getpid(), 9)\\ndist.barrier()')")
+        script.ok("c.repair()")
+        assert script.value(f"dict(c.run({cell!r}).values)") == values
+    script.ok(WAIT_FOR_HOST)
+    script.ok(f"c.repair('2-3', host={FAR_HOST!r})")
+    values = script.value(f"dict(c.run({cell!r}).values)")
+    assert values == {0: (False, 0, 4.0), 1: (False, 1, 4.0), 2: (True, None, 4.0), 3: (True, None, 4.0)}
+
+
 def test_host_behind_a_cut_link_is_lost_and_joins_again_by_itself(script: Script, link: Network) -> None:
     with link.cut():
         answer = script.run("c.run('dist.barrier()')")
         assert f"lost with its host {FAR_HOST!r}: its agent has not responded for" in answer.message
         assert script.value("sorted(c.health.dead)") == [2, 3]
         assert script.value("dict(c.run('kept', ranks='0-1').values)") == {0: 0, 1: 1}
-    script.ok(
-        "import time\nfrom axon_nb.records.protocol.agent import GetInfo\nend = time.monotonic() + 120\n"
-        "while not c.connection.agent.call(GetInfo()).hosts and time.monotonic() < end: time.sleep(0.05)"
-    )
+    script.ok(WAIT_FOR_HOST)
     script.ok("c.repair()")
-    cell = "t = torch.ones(1); dist.all_reduce(t); (globals().get('kept'), t.item())"
+    cell = f"{SUM}; (globals().get('kept'), t.item())"
     values = script.value(f"dict(c.run({cell!r}).values)")
     assert values == {0: (0, 4.0), 1: (1, 4.0), 2: (None, 4.0), 3: (None, 4.0)}
     script.ok("c.stop()")
