@@ -108,8 +108,8 @@ class Fuzz:
         environment: What the kernel gets besides this process's environment.
     """
 
-    table, options = KINDS, ""
-    """The kinds of faults, and the options of the command that runs such rounds."""
+    table, options, repair_cell = KINDS, "", "%distributed repair"
+    """The kinds of faults, the options of the command that runs such rounds, and what replaces ranks that died."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class Fuzz:
             self._build()
             return
         began = time.monotonic()
-        reply = self._kernel.ok("%distributed repair", timeout=_PATIENCE_S)
+        reply = self._kernel.ok(self.repair_cell, timeout=_PATIENCE_S)
         assert name_ranks(fault.dies) in reply.stdout, reply.stdout
         left = [rank for rank in range(4) if rank not in fault.dies]
         code = "[name for name in NAMES if place(name) < 0]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,7 +85,7 @@ class FuzzOnTwoHosts(Fuzz):
         outcome.control_s = time.time() - began
         outcome.report = reply.traceback or reply.stdout
         if what == "cut for good":
-            self._repair_without_the_host(outcome)
+            self._repair_without_the_host(outcome, elsewhere=fault.silently)
         return reply
 
     def _far_agent(self) -> psutil.Process:
@@ -94,8 +95,8 @@ class FuzzOnTwoHosts(Fuzz):
         assert agent is not None
         return agent
 
-    def _repair_without_the_host(self, outcome: Outcome) -> None:
-        """Repair while the host cannot be reached: it says so, and the ranks of this host are usable."""
+    def _repair_without_the_host(self, outcome: Outcome, *, elsewhere: bool) -> None:
+        """Repair while the host cannot be reached: it says so, and the ranks of this host are usable, or all here."""
         began = time.monotonic()
         reply = self._kernel.run("%distributed repair", timeout=_LIMIT_S)
         took = time.monotonic() - began
@@ -104,6 +105,10 @@ class FuzzOnTwoHosts(Fuzz):
         if took > CEILING_S:
             outcome.problems.append(f"a repair without the host took {took:.1f} s")
         self._kernel.ok("%%distributed --ranks 0-1\nrank", timeout=_LIMIT_S)
+        if elsewhere:
+            self._kernel.ok(f"%distributed repair --on {socket.gethostname()}", timeout=_LIMIT_S)
+            self._kernel.ok("%%distributed\ndist.barrier()", timeout=_LIMIT_S)
+            self.repair_cell = f"%distributed repair --ranks 2,3 --on {FAR_HOST}"
 
     def _judge(self, fault: Fault, reply: Reply, outcome: Outcome) -> None:
         if fault.other_host == "short cut" and self._cut_s > _SHORT_ENOUGH_S and not reply.ok:
@@ -116,8 +121,12 @@ class FuzzOnTwoHosts(Fuzz):
             self._lose_in_repair(fault, outcome)
         elif fault.other_host in ("cut and interrupt", "short cut"):
             self._repair_what_is_left(fault, outcome)
-        else:
+        elif self.repair_cell == Fuzz.repair_cell:
             super()._repair(fault, outcome)
+        else:
+            assert until(lambda: FAR_HOST in self._kernel.value(_STATE)[0]), "the host does not join again"
+            super()._repair(fault, outcome)
+            self.repair_cell = Fuzz.repair_cell
 
     def _repair_what_is_left(self, fault: Fault, outcome: Outcome) -> None:
         """Repair after a cut that may have been too short for a loss; the news of one may come late."""
