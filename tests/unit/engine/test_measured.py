@@ -64,7 +64,7 @@ def test_scans_do_not_touch_tuples_of_other_threads() -> None:
     sys.setswitchinterval(1e-6)
     builder.start()
     try:
-        for _ in range(12):  # a scan that keeps such tuples is found in the first four
+        for _ in range(6):  # a scan that keeps such tuples is found in the first four
             living.storages("cpu", now=True)
     finally:
         stop.set()

@@ -28,16 +28,16 @@ def counted(text: str) -> int:
 
 
 @pytest.mark.parametrize("flushes", [True, False])
-def test_ten_megabytes_from_four_ranks_are_bounded(flushes: bool) -> None:
+def test_ten_times_the_limit_from_four_ranks_is_bounded(flushes: bool) -> None:
     line = "line {} of rank {} " + "x" * 60
-    per_rank = 2_500_000 // len(line.format(10_000, 0))
+    per_rank = 625_000 // len(line.format(10_000, 0))
     chunks = [
         ("".join(line.format(i, rank) + "\n" for i in range(start, min(start + 1000, per_rank))), rank)
         for start in range(0, per_rank, 1000)
         for rank in range(4)
     ]
     tracemalloc.start()
-    bench = Bench()
+    bench = Bench(limit_bytes=MIB // 4)
     for text, rank in chunks:
         bench.print(rank, text, "stderr")
         if flushes:
@@ -46,27 +46,27 @@ def test_ten_megabytes_from_four_ranks_are_bounded(flushes: bool) -> None:
     tracemalloc.stop()
     bench.output.flush(final=True)
     shown = bench.sink.text("stderr")
-    assert peak < 40 * MIB
-    assert MIB * 0.9 < len(shown) < MIB * 1.1
-    assert f"not shown: the limit is 1 MiB per cell; {RAISE}" in shown
+    assert peak < 14 * MIB, "20 MiB without a limit"
+    assert MIB / 4 * 0.9 < len(shown) < MIB / 4 * 1.1
+    assert f"not shown: the limit is 256 KiB per cell; {RAISE}" in shown
     for rank in range(4):
         assert f"line {per_rank - 1} of rank {rank} " in shown
     assert counted(shown) + len(re.findall("line [0-9]+ of rank", shown)) == 4 * per_rank
 
 
-def test_short_lines_use_no_more_memory_than_long_ones() -> None:
-    bench = Bench()
-    text = "x\n" * 60_000
+def test_memory_of_short_lines_is_bounded() -> None:
+    bench = Bench(limit_bytes=100_000)
+    text = "x\n" * 20_000
     tracemalloc.start()
     for rank in range(4):
         bench.print(rank, text)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     bench.output.flush(final=True)
-    assert peak < 120 * MIB
+    assert peak < 11 * MIB, "15 MiB without a limit"
     shown = bench.sink.text("stdout")
     merged = sum(4 if line.startswith("[ranks 0-3]") else 1 for line in shown.splitlines())
-    assert counted(bench.sink.text("stderr")) + merged == 4 * 60_000
+    assert counted(bench.sink.text("stderr")) + merged == 4 * 20_000
 
 
 def test_equal_floods_count_once_against_the_limit() -> None:
@@ -172,15 +172,15 @@ def test_very_long_line_is_truncated_with_a_note() -> None:
 def test_endless_bars_use_bounded_space() -> None:
     bench = Bench([0], limit_bytes=20_000)
     tracemalloc.start()
-    for start in range(0, 30_000, 1000):
+    for start in range(0, 10_000, 1000):
         bench.print(0, "".join(f"bar {i}: 1\rbar {i}: 2\n" for i in range(start, start + 1000)), "stderr")
         bench.pass_time(0.05)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     lines = bench.end()
-    assert peak < 10 * MIB
+    assert peak < 4 * MIB
     assert len("\n".join(lines)) < 30_000
-    assert counted("\n".join(lines)) + len([line for line in lines if ": 2" in line]) == 30_000
+    assert counted("\n".join(lines)) + len([line for line in lines if ": 2" in line]) == 10_000
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_every_kind_of_text_is_processed_fast(piece: str) -> None:
 
 
 def test_note_states_the_limit_of_the_cell() -> None:
-    bench = Bench([0], limit_bytes=8 * MIB, in_place=False)
-    bench.print(0, ("x" * 99 + "\n") * 100_000)
-    assert "the limit is 8 MiB per cell; run `%distributed config output_limit=32MiB`" in "\n".join(bench.end())
+    bench = Bench([0], limit_bytes=2 * MIB, in_place=False)
+    bench.print(0, ("x" * 99 + "\n") * 25_000)
+    assert "the limit is 2 MiB per cell; run `%distributed config output_limit=8MiB`" in "\n".join(bench.end())
 
 
 def test_rate_applies_to_any_one_second_window() -> None:
