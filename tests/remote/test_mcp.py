@@ -165,16 +165,15 @@ def test_agent_starts_a_cluster_and_replaces_a_rank_that_died(owner: Owner) -> N
     by_tools(owner, task, "--allow-run")
 
 
+@pytest.mark.timeout(900)
 def test_agent_exports_a_notebook_and_plans_a_model(owner: Owner) -> None:
     async def task(ask: Ask) -> None:
         script = await ask("export", notebook=str(ROOT / "examples" / "01_quickstart.ipynb"))
         assert "init_process_group" in script["script"]
-        planned = await ask("plan", model="125m", ranks=4, card="a100", top=2)
+        planned = await ask("plan", model="7B", ranks=64, card="a100", top=2)
         assert planned["fits"] is True
-        assert planned["layouts"][0]["dp"] * planned["layouts"][0]["tp"] * planned["layouts"][0]["pp"] == 4
-        planned = await ask("plan", model="7B", ranks=64, top=1)
-        assert planned["fits"] is True
+        assert planned["layouts"][0]["dp"] * planned["layouts"][0]["tp"] * planned["layouts"][0]["pp"] == 64
         assert 16 < planned["layouts"][0]["memory_gib"] < 80
         assert "card" in (await ask("plan", model="125m", ranks=4, card="voodoo"))["error"]["message"]
 
-    by_tools(owner, task, "--max-seconds", "200")
+    by_tools(owner, task, "--max-seconds", "600")

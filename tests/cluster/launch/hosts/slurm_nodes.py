@@ -40,7 +40,7 @@ class Slurm:
     def run(self, *command: str) -> str:
         """Run a command and return what it prints."""
         env = {**os.environ, **self.environment}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=230)
         return done.stdout.strip()
 
     @contextlib.contextmanager
