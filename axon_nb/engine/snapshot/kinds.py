@@ -11,9 +11,12 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from axon_nb.engine.snapshot.containers import ITEMS, Kind, keep, nothing, set_dict, values, within
+import torch
 
-__all__ = ["kinds_of", "obstacle_of"]
+from axon_nb.engine.snapshot.containers import ITEMS, Kind, keep, nothing, set_dict, values, within
+from axon_nb.engine.snapshot.tensors import array_kind, tensor_kind
+
+__all__ = ["kinds_and_obstacle"]
 
 
 _MISSING = object()
@@ -47,7 +50,7 @@ def _loaded(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
-def obstacle_of(kind: type) -> str:
+def _obstacle_of(kind: type) -> str:
     """What objects of this type are, if they cannot be restored; empty if they can, or have no state."""
     for base, what in _OBSTACLES.items():
         if issubclass(kind, base):
@@ -60,7 +63,7 @@ def obstacle_of(kind: type) -> str:
     return ""
 
 
-def kinds_of(kind: type) -> tuple[Kind, ...]:
+def _kinds_of(kind: type) -> tuple[Kind, ...]:
     """The kinds of state that objects of this type have; empty if they have none."""
     for base, fixed in _WITHOUT_ATTRIBUTES.items():
         if issubclass(kind, base):
@@ -78,6 +81,17 @@ def kinds_of(kind: type) -> tuple[Kind, ...]:
     if not states and callable(getattr(kind, "__setstate__", None)) and kind.__module__.startswith(_PICKLED_IN_PLACE):
         states.append(_PICKLED)
     return tuple(states)
+
+
+def kinds_and_obstacle(kind: type) -> tuple[tuple[Kind, ...], str]:
+    """Return the kinds of state of objects of this type, and what these are if they cannot be restored."""
+    obstacle = _obstacle_of(kind)
+    kinds = () if obstacle else _kinds_of(kind)
+    if issubclass(kind, torch.Tensor):
+        kinds = (tensor_kind, *kinds)
+    elif kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in ("ndarray", "memmap", "recarray"):
+        kinds = (array_kind,)
+    return kinds, obstacle
 
 
 def _is_foreign(kind: type) -> bool:

@@ -97,7 +97,7 @@ class Snapshot:
                 except Exception as error:
                     refused.append(f"{type(value).__name__}: {type(error).__name__}: {error}")
             refused += write_back([*self.state.empty, *self.facts])
-        known = self.state.names.keys() | self.state.left_out.keys()
+        known = self.state.names.keys() | self.state.left_out.keys() | self.state.not_held
         for name in [name for name in namespace if is_bound_by_user(name) and name not in known]:
             del namespace[name]
         namespace.update(self.state.names)

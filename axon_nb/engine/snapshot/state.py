@@ -28,9 +28,9 @@ from axon_nb.engine.snapshot.components import (
     is_shared_by_libraries,
 )
 from axon_nb.engine.snapshot.containers import Kind
-from axon_nb.engine.snapshot.kinds import kinds_of, obstacle_of
+from axon_nb.engine.snapshot.kinds import kinds_and_obstacle
 from axon_nb.engine.snapshot.memory import StorageFacts
-from axon_nb.engine.snapshot.tensors import ArrayState, TensorState, array_kind, plain, tensor_kind
+from axon_nb.engine.snapshot.tensors import ArrayState, TensorState, plain
 from axon_nb.records.units import format_bytes
 
 __all__ = ["State", "StateFinder", "is_bound_by_user"]
@@ -62,6 +62,8 @@ class State:
     """By variable, what it is or contains that cannot be restored."""
     left_out: dict[str, LeftOut] = field(default_factory=dict)
     """By name, the variables that do not fit into the limit."""
+    not_held: set[str] = field(default_factory=set)
+    """Names of what cannot be restored: held, an open file would stay open when a cell deletes it."""
     too_large: set[int] = field(default_factory=set)
     """Identities of the values that do not fit: those of variables, and those that only snapshots keep alive."""
     structure: int = 0
@@ -108,30 +110,16 @@ class StateFinder:
         """
         with gc_paused(on_main=True), plain():
             walk = _Walk(self._namespace, self._learned, limit)
-            names = walk.state.names
+            why = f"needs more than {format_bytes(limit)} of `undo_memory`"
             before, self._unvisited = self._unvisited, {}
-            for name, value in names.items():
+            for name, value in walk.state.names.items():
                 if (known := before.get(name)) is not None and known.identity == id(value):
                     self._unvisited[name] = known.now(value)
                 elif walk.has_state(value) and (tensors := walk.visit(name, value)) is not None:
-                    self._unvisited[name] = LeftOut.of(_above(limit), value, tensors)
+                    self._unvisited[name] = LeftOut.of(why, value, tensors)
             for value in filter(walk.has_state, held):
                 walk.visit("", value)
             return walk.leave_out(self._unvisited)
-
-
-def _above(limit: int) -> str:
-    return f"needs more than {format_bytes(limit)} of `undo_memory`"
-
-
-def _kinds_and_obstacle(kind: type) -> tuple[tuple[Kind, ...], str]:
-    obstacle = obstacle_of(kind)
-    kinds = () if obstacle else kinds_of(kind)
-    if issubclass(kind, torch.Tensor):
-        kinds = (tensor_kind, *kinds)
-    elif kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in ("ndarray", "memmap", "recarray"):
-        kinds = (array_kind,)
-    return kinds, obstacle
 
 
 class _Variable(NamedTuple):
@@ -271,8 +259,10 @@ class _Walk:
         state.empty = [facts for variable in fits for facts in state.empty[variable.empty]]
         state.optimizers = [one for variable in fits for one in state.optimizers[variable.optimizers]]
         state.storages = {key: facts for key, facts in state.storages.items() if self._storage_owners[key] in kept}
-        state.names = {name: value for name, value in state.names.items() if name not in left_out}
-        state.obstacles = {name: what for name, what in state.obstacles.items() if name in state.names}
+        state.not_held = {name for name, value in state.names.items() if self._obstacles.get(type(value))}
+        state.obstacles.pop("", None)
+        for name in left_out.keys() | state.not_held:
+            del state.names[name]
         state.obstacles |= {name: one.why for name, one in left_out.items()}
         state.left_out = left_out
         state.too_large.update(one.identity for one in unvisited.values())
@@ -281,7 +271,7 @@ class _Walk:
 
     def _learn(self, kind: type) -> tuple[Kind, ...]:
         if kind not in self._learned:
-            self._learned[kind] = _kinds_and_obstacle(kind)
+            self._learned[kind] = kinds_and_obstacle(kind)
         self._kinds[kind], self._obstacles[kind] = self._learned[kind]
         return self._kinds[kind]
 

@@ -161,7 +161,7 @@ def _open_own(gpu: str) -> int:
             info = os.fstat(file)
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
                 raise PermissionError(f"{gpu}: the lock file is not this user's own")
-            os.fchmod(file, 0o644)  # others read who has it
+            os.fchmod(file, 0o644)  # other users read the cluster's name
         except OSError:
             os.close(file)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -99,3 +100,16 @@ def test_snapshots_do_not_keep_alive_what_has_outgrown_the_limit() -> None:
     run(history, space, "del cache", 2)
     assert alive() is None
     assert [cell.run for cell in history.cells] == ["2"]
+
+
+def test_deleted_generator_and_thread_end_at_once() -> None:
+    space = session() | {"thread": threading.Thread(), "items": (number for number in range(9))}
+    kept = [weakref.ref(space[name]) for name in ("thread", "items")]
+    history = History(space, Counts(), HostMemory())
+    run(history, space, "del thread, items")
+    assert [ref() for ref in kept] == [None, None]
+    snapshot = history.cells[-1].snapshot
+    assert snapshot is not None
+    assert {"thread", "items"} <= snapshot.state.obstacles.keys()
+    assert history.undo("1") == []
+    assert "thread" not in space
