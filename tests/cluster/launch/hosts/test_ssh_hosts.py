@@ -116,6 +116,7 @@ def _other_version(folder: Path) -> Path:
     return python
 
 
+@pytest.mark.timeout(900)  # seven starts
 def test_host_that_cannot_join_is_named_with_the_fix(
     script: Script, server: SshServer, link: Network, tmp_path: Path
 ) -> None:
