@@ -254,9 +254,6 @@ for step in range(10):
     optimizer.step()
 max((new - old).abs().max().item() for new, old in zip(network.parameters(), naive_weights, strict=True))
 
-# %%
-# %timeline --cell {naive.record["cell"]},{overlapped.record["cell"]}
-
 # %% [markdown]
 # Calls now begin before backward ends. How much of them is hidden depends on your machine: the network is small, and
 # four ranks share few cores. On GPUs with large models it is often nearly all of the communication.

@@ -101,7 +101,7 @@ widest = torch.nn.ModuleList([block.up for name, block in model.module.named_chi
 # pieces, so that each has the whole layer. Just after, they drop what is not theirs. At any moment, only a layer or two
 # are whole.
 #
-# The next cell runs one slow forward: it rests for three seconds in the middle of each block. **Watch the picture
+# The next cell runs one slow forward: it rests for three seconds inside each block. **Watch the picture
 # above** while it runs: one block after the other gets a row of its own, in which every rank has the whole layer, and
 # then goes back to its pieces.
 
@@ -112,7 +112,7 @@ import time
 rests = [
     layer.register_forward_hook(lambda *_: time.sleep(3))
     for name, layer in model.module.named_modules()
-    if name.endswith("norm2")  # in the middle of a block
+    if name.endswith("norm2")  # inside a block
 ]
 backward(model)
 optimizer.zero_grad()
