@@ -211,7 +211,7 @@ class RecoverableGroup(PythonProcessGroup):
             self.sequence = sequence = self.sequence + 1
             if self._table is not None:
                 self._table.check_collective(name, args, sequence, self._members)
-            self._state.delays.before_call()
+            slowdown.before_call()
         call = calls.start(name, self._name, sequence, peer, payload_bytes(args))
         report_call(name, args, self._own_rank, self._members, peer)
         if ring.watched and (frame := user_frame(sys._getframe())) is not None:
@@ -231,7 +231,7 @@ class RecoverableGroup(PythonProcessGroup):
                 raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
             raise
         late = slowdown.late(work, name, args, self, call.bytes)
-        self._state.delays.during_call(late, is_counted=sequence > 0)
+        slowdown.during_call(late, is_counted=not point_to_point)
         sliced, more = sliced or late is not work, {"keep_alive": args, "on_finish": finished, "timeout": self.timeout}
         return RecoverableWork(late, call, state=self._state, sliced=sliced, **more)
 

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
-from axon_nb.engine.causal_delays import CausalDelays
 from axon_nb.engine.groups.abort import AbortFlag
 from axon_nb.engine.groups.activity import CallLog
 from axon_nb.engine.groups.gloo import GlooTransport
@@ -32,9 +31,7 @@ class GroupsState:
         self.helpers = HelperThreads()
         """Threads for waits that cannot be cut into slices."""
         self.slowdown = Slowdown(self.abort.raise_if_set, self.helpers.run)
-        """Slows what the cell computes and sends, if it is to be slow."""
-        self.delays = CausalDelays(self.abort.raise_if_set)
-        """Delays collectives, if a change is to be proven."""
+        """Slows what the cell computes and sends, if it is to be slow, or if a change is to be proven."""
         self.epoch = 0
         """How often the groups have been rebuilt."""
         self.installed = False

@@ -138,15 +138,13 @@ class CellRunner:
     async def _execute(
         self, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: Measured
     ) -> dict[str, Any]:
-        slowdown, delays, rank = self._session.groups.slowdown, self._session.groups.delays, self._session.config.rank
+        slowdown = self._session.groups.slowdown
         self._breakpoints.begin_cell(facts)
-        slowdown.begin_cell(facts.slowness, rank)
-        delays.begin_cell(facts.delays, rank)
+        slowdown.begin_cell(facts.slowness, facts.delays, self._session.config.rank)
         try:
             return self._prepare(facts) or await run_measured(self._session, facts, execute, measured)
         finally:
             slowdown.end_cell()
-            delays.end_cell()
             self._breakpoints.end_cell()
 
     def _begin(self, facts: CellFacts) -> None:

@@ -70,7 +70,7 @@ class OptimizerSteps:
         current().groups.slowdown.sleep()
         frame = sys._getframe(1)
         if step_depth(frame) < 2:
-            current().groups.delays.end_step()
+            current().groups.slowdown.end_step()
             current().protection.after_step(frame.f_back)
         self._raise_deferred()
 
