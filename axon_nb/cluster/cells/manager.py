@@ -37,7 +37,7 @@ from axon_nb.cluster.recovery.protection import kept_of
 from axon_nb.cluster.recovery.recovery import AgentWatch, Recovery
 from axon_nb.cluster.rpc.requests import request_all
 from axon_nb.cluster.settings import Settings
-from axon_nb.cluster.snapshot.trial import Trials
+from axon_nb.cluster.snapshot.trial import Trials, begin_trials
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
 from axon_nb.records.performance.delays import StepDelays
@@ -164,10 +164,7 @@ class CellManager:
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
         ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in ranks]
-        if trials := options.get("restores", False):
-            if trials is True:
-                trials = options["restores"] = Trials(state, ranks, self.settings.undo_memory)
-            trials.begin()
+        trials = options["restores"] = begin_trials(options.get("restores"), state, ranks, self.settings.undo_memory)
         run = self.new_run(ranks, options)
         if ahead and not quiet:
             print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
@@ -192,10 +189,8 @@ class CellManager:
             watch_numbers=self.settings.watch_numbers if options.get("undoable", False) else "",
         )
         if mode := facts.watch_numbers:
-            stops, can_undo = mode == "stop", bool(facts.undo_memory)
-            run.abort.numbers = DivergenceWatch(
-                state.client, run.token, ranks, stops=stops, quiet=quiet, can_undo=can_undo
-            )
+            run.abort.numbers = DivergenceWatch(state.client, run.token, ranks, stops=mode == "stop", quiet=quiet)
+            run.abort.numbers.can_undo = bool(facts.undo_memory)
         if facts.slowness and not quiet:
             print(f"Slowed: {facts.slowness}. `%distributed slow off` ends it.")
         run.send(code, facts)

@@ -46,20 +46,12 @@ class DivergenceWatch:
         ranks: The ranks that run it.
         stops: Whether the cell ends where something is wrong.
         quiet: Whether nothing is shown while it runs.
-        can_undo: Whether the cell can be taken back.
     """
 
-    def __init__(
-        self,
-        client: RankClient,
-        run: str,
-        ranks: Sequence[int],
-        *,
-        stops: bool,
-        quiet: bool = False,
-        can_undo: bool = False,
-    ) -> None:
-        self._client, self._can_undo = client, can_undo
+    def __init__(self, client: RankClient, run: str, ranks: Sequence[int], *, stops: bool, quiet: bool = False) -> None:
+        self._client = client
+        self.can_undo = False
+        """Whether the cell can be taken back."""
         self._run, self._ranks = run, tuple(ranks)
         self.stops, self._quiet = stops, quiet
         self._next_poll = 0.0
@@ -186,7 +178,7 @@ class DivergenceWatch:
             requests = {rank: NumbersRequest(self._run, since, at) for rank, since in self._read.items()}
             replies = request_each(self._client, requests, timeout_s=_REPLY_TIMEOUT_S)
             details = {rank: reply.details for rank, reply in replies.items() if reply.details is not None}
-            difference = find_difference(details, can_undo=self._can_undo) if details else None
+            difference = find_difference(details, can_undo=self.can_undo) if details else None
             if difference is None:  # a rank had dropped it, or is gone
                 self._wrong, self._lost = None, self._lost + 1
         if difference is None or non_finite is None:

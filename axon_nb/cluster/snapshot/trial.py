@@ -26,7 +26,7 @@ from axon_nb.records.ranks import name_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["Trials"]
+__all__ = ["Trials", "begin_trials"]
 
 _KEY = "try"
 
@@ -110,3 +110,13 @@ class Trials:
         """Give up what the ranks keep, unless a repair needs it."""
         if self._is_kept and not self.lost and self._state.running and not self._state.health.dead:
             call_all(self._state.connection, self._state.ranks, ForgetProtected(self._key))
+
+
+def begin_trials(
+    restores: bool | Trials | None, state: ClusterState, ranks: Sequence[int], limit: int
+) -> bool | Trials:
+    """Before a cell: return the trials that its option `restores` asks for, once they have begun; False: none."""
+    trials = Trials(state, ranks, limit) if restores is True else restores
+    if trials:
+        trials.begin()
+    return trials or False
