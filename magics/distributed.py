@@ -117,7 +117,7 @@ class DistributedMagics(Magics):
 
         vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
         sync [--from R] [names …]: copy models and optimizers of rank R (default: 0) to all ranks
-        undo [K]: take back the last K cells (after `config undo_memory=1GiB`)
+        undo [K]: take back the last K cells (large models: after `config undo_memory=1GiB`)
         save NAME · load NAME: write the state of all ranks to a folder; load it, on any number of ranks
         resize N: grow or shrink to N ranks; models, optimizers and samplers are carried over
         repair [--ranks R] [--from R [names …]] [--on HOST] · stacks [--ranks R] · attach [NAME] · cancel
