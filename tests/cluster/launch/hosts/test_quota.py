@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -17,11 +18,13 @@ from tests.support.agents import Served, serve
 
 @pytest.fixture(scope="module")
 def digits() -> Iterator[Served]:
-    """A cluster called so that has four ranks."""
-    served = serve(entry="", controller=[], owner="the tests")
-    served.client.call(SetInfo(ClusterFacts("digits", 4, keep_alive_s=300.0, version=own_version())))
-    yield served
-    served.end()
+    """A cluster called so that has four ranks, the only one of this user."""
+    with tempfile.TemporaryDirectory(prefix="axon_nb-") as alone, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AXON_NB_RUNTIME_DIR", alone)
+        served = serve(entry="", controller=[], owner="the tests")
+        served.client.call(SetInfo(ClusterFacts("digits", 4, keep_alive_s=300.0, version=own_version())))
+        yield served
+        served.end()
 
 
 @pytest.fixture
