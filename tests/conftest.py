@@ -131,6 +131,8 @@ def _end_all_shared(session: pytest.Session) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files of which the tiers `quick` and `test` run nothing: to import them takes as long as the rest."""
+    if not collection_path.is_relative_to(config.rootpath):
+        return None
     expression = config.option.markexpr
     names = [*QUICK, *MOCKED]
     if "promise" in expression:

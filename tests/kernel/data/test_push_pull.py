@@ -59,7 +59,9 @@ def test_large_arrays_are_private_per_rank_and_freed(kernel: Kernel) -> None:
     assert kernel.value("[int(t_back[r].argmin()) for r in range(4)]") == [0, 1, 2, 3]
     assert kernel.value("[t_back[r].flags.writeable for r in range(4)]") == [True] * 4
     kernel.ok("del t_back\n%xdel t_big")
+    kernel.ok("%distributed config undo_memory=0")  # undo would bring it back
     kernel.ok("%%distributed\ndel t_big")
+    kernel.ok("%distributed config undo_memory=64MiB")
     assert until(lambda: not any(shared_blocks_of(pid) for pid in family(kernel)))
     assert not [name for name in os.listdir("/dev/shm") if "axon" in name]
 
