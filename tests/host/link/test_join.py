@@ -50,7 +50,9 @@ def test_keys_of_the_controller_reach_a_host_and_cannot_be_read_on_the_way(joini
     with Wiretap(joining.address) as wire:
         process = joining.start(address=wire.address)
         assert until(joining.hosts), process.communicate(timeout=60)
-        facts = json.loads(RunDir(Path(joining.hosts()[FAR].folder)).engine_file.read_text())
+        far_file = RunDir(Path(joining.hosts()[FAR].folder)).engine_file
+        assert until(lambda: far_file.exists() and far_file.read_text()), "a host is known before it has written it"
+        facts = json.loads(far_file.read_text())
         assert (facts["key"], facts["curve_serverkey"]) == (KEY, server_key)
         assert b"tcp://127.0.0.1" in wire.seen
         assert KEY.encode() not in wire.seen
