@@ -29,7 +29,7 @@ lab: $(INSTALLED)  ## open the examples in JupyterLab
 quick: check  ## the checks, and the tests that start no ranks
 	scripts/test quick
 
-test: check  ## quick, one real path for every promise to users, and what changed since the last landing; CI runs it
+test: check  ## the quick tests but the longest, a real path for every promise, and what changed; CI runs it
 	CHANGED_LIMIT_S=$${CHANGED_LIMIT_S:-400} scripts/test --changed
 
 test-all: check  ## everything, before a part is called done

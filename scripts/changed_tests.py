@@ -19,7 +19,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from zlib import crc32
 
-__all__ = ["DURATIONS", "QUICK", "TESTS", "TURNS", "affordable", "changed_since", "landings", "select", "turn_of"]
+__all__ = [
+    "DURATIONS",
+    "QUICK",
+    "TESTS",
+    "TURNS",
+    "affordable",
+    "changed_since",
+    "landings",
+    "runs_always",
+    "select",
+    "turn_of",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 LANDED = ROOT / ".ci" / "landed"
@@ -36,6 +47,8 @@ QUICK = (
     "tests/unit/",
 )
 """Tests that start no ranks, by the beginning of their paths: they run with every change."""
+BY_CHANGE = ("tests/unit/course/", "tests/unit/output/test_limits.py")
+"""But these, which compute for long, run with the changes that can break them, and in their turn."""
 TURNS = 29
 """Each file of tests has its turn once in so many landings; with 29, a turn takes 150 s on average, 340 s at most."""
 KERNEL = "tests/kernel"
@@ -43,10 +56,14 @@ VIEWS = f"{KERNEL}/views"
 TESTS: dict[str, tuple[str, ...]] = {
     ".ci/": (),
     "axon_nb/cli.py": ("tests/doctor",),
-    "axon_nb/cluster/": ("tests/api", "tests/cluster", "tests/doctor", "tests/front_ends", "tests/remote", KERNEL),
-    "axon_nb/comm/": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel"),
+    "axon_nb/cluster/": (
+        *(f"tests/{folder}" for folder in ("api", "cluster", "doctor", "front_ends", "remote")),
+        KERNEL,
+        "tests/unit/output/test_limits.py",
+    ),
+    "axon_nb/comm/": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel", "tests/unit/course"),
     "axon_nb/compat/": ("tests/compat", "tests/frameworks", f"{KERNEL}/cells/test_horovod.py"),
-    "axon_nb/course/": ("tests/examples/test_course.py",),
+    "axon_nb/course/": ("tests/examples/test_course.py", "tests/unit/course"),
     "axon_nb/doctor/": ("tests/doctor",),
     "axon_nb/engine/snapshot/": ("tests/cluster/snapshot",),
     "axon_nb/engine/": ("tests/engine", "tests/frameworks", KERNEL),
@@ -61,6 +78,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "axon_nb/magics/": ("tests/front_ends", KERNEL),
     "axon_nb/parallel/": (
         "tests/parallel",
+        "tests/unit/course",
         *(f"{KERNEL}/recovery/test_{name}.py" for name in ("pipeline_recovery", "pipelines", "sharded_steps")),
     ),
     "axon_nb/plan/": ("tests/plan", f"{KERNEL}/views/test_plan_names.py", f"{KERNEL}/views/test_what_if.py"),
@@ -72,7 +90,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "axon_nb/widgets/": ("tests/browser", VIEWS),
     "benchmarks/": (),
     "binder/": ("tests/packaging",),
-    "course/": ("tests/examples/test_course.py",),
+    "course/": ("tests/examples/test_course.py", "tests/unit/course"),
     "docs/": ("tests/docs",),
     "examples/": ("tests/examples",),
     "magics/": ("tests/front_ends", KERNEL),
@@ -123,7 +141,7 @@ def affordable(
 
     names = {str(file.relative_to(ROOT)) for file in found} - turn
     taken, left_out, spent = [], [], min(limit_s / 2, sum(seconds.get(name, mean) for name in turn))
-    for name in sorted((name for name in names if not name.startswith(QUICK)), key=order):
+    for name in sorted((name for name in names if not runs_always(name)), key=order):
         spent += seconds.get(name, mean)
         (taken if spent <= limit_s else left_out).append(name)
     return taken, left_out
@@ -133,7 +151,12 @@ def turn_of(landing: int) -> list[str]:
     """Return the files of tests whose turn it is. A file's path alone decides, so that other files cannot move it."""
     files = (file.relative_to(ROOT).as_posix() for file in (ROOT / "tests").rglob("test_*.py"))
     in_turn = (file for file in files if crc32(file.encode()) % TURNS == landing % TURNS)
-    return sorted(file for file in in_turn if not file.startswith(QUICK))
+    return sorted(file for file in in_turn if not runs_always(file))
+
+
+def runs_always(test: str) -> bool:
+    """Return whether a test, or all of a file, runs with every change."""
+    return test.startswith(QUICK) and not test.startswith(BY_CHANGE)
 
 
 def landings() -> int:

@@ -1,7 +1,7 @@
 """Run the tests of a tier, or those that you name.
 
     scripts/test quick    # what starts no ranks
-    scripts/test          # quick, and one end-to-end test for each promise to users (tests/promises.toml)
+    scripts/test          # the quick tests but the longest, and one real path for each promise (tests/promises.toml)
     scripts/test all      # everything that must pass before a part is done
     scripts/test soak     # the slow ones, too; then each test that was flaky, 50 times idle and 50 times busy
     scripts/test --changed [BASE]  # like `scripts/test`, and what the difference from BASE (.ci/landed) can break
@@ -43,7 +43,7 @@ __all__ = ["TIERS", "files_to_repeat", "known_flaky", "main", "verdict"]
 
 TIERS = {
     "quick": "quick and not slow",
-    "test": "(quick or promise or changed) and not slow",
+    "test": "(always or promise or changed) and not slow",
     "all": "not slow",
     "soak": "",
 }

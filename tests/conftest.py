@@ -20,7 +20,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from scripts.changed_tests import DURATIONS, QUICK
+from scripts.changed_tests import DURATIONS, QUICK, runs_always
 
 RUN_VARIABLE = "AXON_NB_TEST_RUN"
 """Set in the environment of this run and so of every process that it starts, however deep."""
@@ -56,8 +56,9 @@ GROUPS = {
         *(f"tests/kernel/session/test_{name}.py" for name in ("security", "settings")),
     ),
     "script": ("tests/cluster/test_",),
+    "structure": ("tests/structure/pages/", "tests/structure/test_"),
 }
-"""Tests that share a server, a kernel or a script, by the beginning of their paths: one worker starts one."""
+"""Tests that share a server, a kernel, a script or syntax trees, by the beginning of their paths."""
 
 _failed = pytest.StashKey[bool]()
 _private_folder = pytest.StashKey[Path]()
@@ -134,12 +135,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not collection_path.is_relative_to(config.rootpath):
         return None
     expression = config.option.markexpr
-    names = [*QUICK, *MOCKED]
+    names = [*QUICK, *(MOCKED if "quick" in expression else ())]
     if "promise" in expression:
         names += [*_promised_tests(), *_changed_paths()]
     nodeid = collection_path.relative_to(config.rootpath).as_posix()
     is_needed = nodeid.startswith(tuple(name.partition("::")[0] for name in names))
-    is_tier = expression.startswith(("quick", "(quick"))
+    is_tier = expression.startswith(("quick", "(quick", "(always"))
     return True if is_tier and collection_path.suffix == ".py" and not is_needed else None
 
 
@@ -176,6 +177,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mocked = item.nodeid.startswith(MOCKED) and "mock" in item.nodeid.partition("[")[2]
         if mocked or item.nodeid.startswith(QUICK):
             item.add_marker(pytest.mark.quick)
+        if runs_always(item.nodeid):
+            item.add_marker(pytest.mark.always)
         if promised & {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}:
             item.add_marker(pytest.mark.promise)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):

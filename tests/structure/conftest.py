@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 from pathlib import Path
 
@@ -28,6 +30,18 @@ def module_name(path: Path) -> str:
     """The dotted name that a file of the package is imported by."""
     dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     return re.sub(r"\.__init__$", "", dotted)
+
+
+@functools.cache
+def syntax(path: Path) -> ast.Module:
+    """The syntax tree of a file. Tests share it: do not change it."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file's syntax tree, breadth first."""
+    return tuple(ast.walk(syntax(path)))
 
 
 @pytest.fixture(scope="session", name="package_files")

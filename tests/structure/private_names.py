@@ -58,6 +58,13 @@ def _aliases(tree: ast.AST) -> dict[str, str]:
     return {name: path for name, path in found.items() if path.partition(".")[0] not in {"__future__", "axon_nb"}}
 
 
+def _first_name(owner: ast.expr) -> str:
+    """The name that an expression begins with; empty if it begins with something else."""
+    while isinstance(owner, ast.Attribute | ast.Call | ast.Subscript):
+        owner = owner.func if isinstance(owner, ast.Call) else owner.value
+    return owner.id if isinstance(owner, ast.Name) else re.split(r"\W", ast.unparse(owner), maxsplit=1)[0]
+
+
 def private_uses(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
     """Find private names in use, and names of other packages that are replaced.
 
@@ -67,7 +74,7 @@ def private_uses(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
     aliases = _aliases(tree)
 
     def is_foreign(owner: ast.expr) -> bool:
-        return re.split(r"\W", ast.unparse(owner), maxsplit=1)[0] in aliases
+        return _first_name(owner) in aliases
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not _is_own(node.value):
@@ -90,5 +97,5 @@ def private_uses(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
 
 
 def _is_standard(owner: ast.expr, aliases: dict[str, str]) -> bool:
-    root = aliases[re.split(r"\W", ast.unparse(owner), maxsplit=1)[0]]
+    root = aliases[_first_name(owner)]
     return root.partition(".")[0] in sys.stdlib_module_names

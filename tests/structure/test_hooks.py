@@ -15,6 +15,7 @@ from axon_nb.engine.self_test.catalog import CHECKS
 from axon_nb.records import hooks
 from axon_nb.records.compatibility import TESTED
 from scripts import hooks_table
+from tests.structure.conftest import syntax
 from tests.structure.private_names import names_of, own_names, private_uses
 
 PUBLIC = {
@@ -116,7 +117,7 @@ def test_files_of_a_hook_use_it(hook: hooks.Hook, root: Path) -> None:
 
 def test_used_private_names_are_registered(package_files: list[Path], root: Path) -> None:
     known = registered(root)
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package_files}
+    trees = {path: syntax(path) for path in package_files}
     ours = set().union(*map(own_names, trees.values())) - set().union(*known.values())
     problems = []
     for path, tree in trees.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.conftest import source_files
+from tests.structure.conftest import source_files, syntax
 
 MAX_LINES = 300
 MAX_NOTEBOOK_LINES = 500
@@ -112,7 +112,7 @@ def repeats_an_explained_name(node: ast.FunctionDef | ast.AsyncFunctionDef | ast
 def test_public_definitions_have_docstrings(package_files: list[Path], root: Path) -> None:
     bare = []
     for path in package_files:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = syntax(path)
         bare += [] if ast.get_docstring(tree) else [f"{path.relative_to(root)}"]
         bare += [
             f"{path.relative_to(root)}:{node.lineno} {node.name}"
@@ -155,7 +155,7 @@ def test_constants_stand_above_the_first_function(package_files: list[Path], roo
     misplaced = {
         path.relative_to(root).as_posix(): constants
         for path in package_files
-        if (constants := misplaced_constants(ast.parse(path.read_text(encoding="utf-8"))))
+        if (constants := misplaced_constants(syntax(path)))
     }
     misplaced = {name: constants for name, constants in misplaced.items() if not name.startswith(SEAMS)}
     assert not misplaced, "move them to the top, or split the file where its purposes part"

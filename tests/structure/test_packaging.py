@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import axon_nb
+from tests.structure.conftest import nodes
 
 OPTIONAL_IMPORTS = {"cupy": "cupy-cuda13x", "pynvml": "nvidia-ml-py"}
 """Imported names of extras that need not be installed here, and the distributions that bring them."""
@@ -156,7 +157,7 @@ def test_imports_are_declared(project: dict[str, Any], package_files: list[Path]
 def top_level_imports(path: Path) -> set[str]:
     """The first parts of all names that a file imports."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

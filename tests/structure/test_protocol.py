@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.structure.conftest import nodes
+
 ROOM = "axon_nb/records/protocol/"
 TARGET = re.compile(r"^axon_nb\.[\w.]+:\w+$")
 REQUEST = re.compile(r"^axon_(?!nb(_|$))[a-z_]+$")
@@ -23,9 +25,8 @@ OTHERS = {
 
 def texts(path: Path) -> Iterator[str]:
     """The string literals of a file, docstrings left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    said = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
             yield node.value
 

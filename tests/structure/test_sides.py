@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure.conftest import nodes
+
 NOTEBOOK_ONLY = {"IPython", "anywidget", "ipykernel", "ipyparallel", "ipywidgets", "plotly"}
 WITHOUT_A_NOTEBOOK = ("comm", "compat", "host", "parallel", "plan", "records", "torch_api")
 STDLIB_ONLY = {"host": {"host", "records", "errors"}, "records": {"_version", "records", "errors"}}
@@ -23,14 +25,19 @@ def loaded_after(code: str) -> set[str]:
     return set(json.loads(run.stdout.splitlines()[-1]))
 
 
+def is_type_checking(test: ast.expr) -> bool:
+    """Whether a condition holds for type checkers alone."""
+    return ast.unparse(test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
 def imported_modules(path: Path) -> set[str]:
     """The dotted names that a file imports, anywhere in it; those for type checkers alone left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
-            node.body = []
+    checked = [node for node in nodes(path) if isinstance(node, ast.If) and is_type_checking(node.test)]
+    for_checkers = {id(node) for block in checked for statement in block.body for node in ast.walk(statement)}
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
+        if id(node) in for_checkers:
+            continue
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure.conftest import syntax
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("axon_nb", "magics")
 
@@ -60,7 +62,7 @@ def _modules() -> dict[str, ast.Module]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            modules[name] = ast.parse(path.read_text())
+            modules[name] = syntax(path)
     return modules
 
 

@@ -33,9 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _STARTED = (
     "tests/cluster/launch/",
     "tests/cluster/test_scripts.py::test_script_killed_during_start",
-    "tests/doctor/",
     "tests/kernel/session/test_class.py",
-    "tests/kernel/session/test_lifecycle.py",
+    "tests/kernel/session/test_lifecycle.py::test_cell_without_a_cluster_starts_the_default_one",
+    "tests/kernel/session/test_lifecycle.py::test_shutdown_while_warming_up_ends_everything",
 )
 """Tests of starting agents; `tests/host`, the examples and the programs of `tests/packaging` start real ones anyway."""
 _AT_IMPORT = ("PYTHON", "LD_", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "CUDA", "NCCL", "GLOO", "HOME", "TMPDIR")

@@ -11,6 +11,7 @@ from axon_nb.compat import accelerate
 from axon_nb.engine.groups import nccl
 from axon_nb.records import environment
 from scripts import settings_table
+from tests.structure.conftest import nodes
 
 _READS = ("get", "setdefault", "getenv")
 _TEMPLATES = "axon_nb/export/"
@@ -24,10 +25,10 @@ def registered() -> set[str]:
     return single | {name for entry in entries if isinstance(entry, environment.Variables) for name in entry.names}
 
 
-def read_by_name(tree: ast.AST) -> set[str]:
+def read_by_name(path: Path) -> set[str]:
     """The variables that code reads by a literal name: `os.environ.get("X")`, `environ["X"]`."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _READS:
             owner, key = ast.unparse(node.func), node.args[0] if node.args else None
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
@@ -45,7 +46,7 @@ def test_every_variable_that_the_package_reads_is_registered(package_files: list
         text = path.read_text(encoding="utf-8")
         own = set(re.findall(r"\bAXON_NB_[A-Z_]+\b", text))
         name = path.relative_to(root).as_posix()
-        read[name] = own | (set() if name.startswith(_TEMPLATES) else read_by_name(ast.parse(text)))
+        read[name] = own | (set() if name.startswith(_TEMPLATES) else read_by_name(path))
     unknown = {name: sorted(found - registered()) for name, found in read.items() if found - registered()}
     assert not unknown, f"not in axon_nb/records/environment.py: {unknown}"
     assert "RANK" in read["axon_nb/records/training/progress.py"], "reads are found"

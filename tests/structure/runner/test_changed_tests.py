@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts import changed_tests
-from scripts.changed_tests import DURATIONS, QUICK, ROOT, TESTS, TURNS, affordable, select, turn_of
+from scripts.changed_tests import DURATIONS, ROOT, TESTS, TURNS, affordable, runs_always, select, turn_of
 
 FAILURES = "tests/kernel/failures"
 
@@ -69,7 +69,7 @@ def test_quick_tests_and_those_with_a_turn_take_nothing_from_the_change() -> Non
     turn = turn_of(0)
     taken, left_out = affordable(["tests"], [], float("inf"), turn)
     assert left_out == []
-    assert not [name for name in taken if name.startswith(QUICK) or name in turn]
+    assert not [name for name in taken if runs_always(name) or name in turn]
 
 
 def test_turn_takes_half_of_the_time_at_most() -> None:
@@ -83,7 +83,7 @@ def test_turn_takes_half_of_the_time_at_most() -> None:
 def test_each_file_has_one_turn() -> None:
     turns = Counter(file for landing in range(TURNS) for file in turn_of(landing + 100))
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
-    assert turns == dict.fromkeys((file for file in files if not file.startswith(QUICK)), 1)
+    assert turns == dict.fromkeys((file for file in files if not runs_always(file)), 1)
 
 
 def test_landings_are_counted_along_the_commits_that_they_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ def checked(exercise: Exercise, source: str, seed: int = 7) -> CheckResult:
     return run_check(exercise, names.get(exercise.answer), seed=seed)
 
 
+@functools.cache
+def refused(path: Path) -> CheckResult:
+    """The result of the check of a wrong answer."""
+    return checked(find_exercise(exercise_of(path)), path.read_text(encoding="utf-8"))
+
+
 def source_of(exercise_id: str) -> str:
     """The cell of an exercise with its markers, without the comments that make it py:percent."""
     marker = f"### BEGIN SOLUTION {exercise_id}\n"
@@ -54,7 +61,7 @@ def test_solution_passes(exercise_id: str, seed: int) -> None:
 def test_wrong_answer_is_refused_with_its_sentence(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.startswith(REFUSED)
-    result = checked(find_exercise(exercise_of(path)), text)
+    result = refused(path)
     assert not result.passed
     assert not result.not_yet
     assert text.splitlines()[0].removeprefix(REFUSED) in repr(result)
@@ -80,7 +87,7 @@ def test_exercise_is_complete(exercise_id: str) -> None:
 
 
 def test_known_mistakes_are_recognized_in_a_wrong_answer() -> None:
-    seen = {checked(find_exercise(exercise_of(path)), path.read_text(encoding="utf-8")).mistake for path in WRONG}
+    seen = {refused(path).mistake for path in WRONG}
     unseen = [
         mistake.sentence
         for exercise in EXERCISES.values()
