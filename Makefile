@@ -30,7 +30,7 @@ quick: check  ## the checks, and the tests that start no ranks
 	scripts/test quick
 
 test: check  ## the quick tests but the longest, a real path for every promise, and what changed; CI runs it
-	CHANGED_LIMIT_S=$${CHANGED_LIMIT_S:-400} scripts/test --changed
+	CHANGED_LIMIT_S=$${CHANGED_LIMIT_S:-300} scripts/test --changed
 
 test-all: check  ## everything, before a part is called done
 	scripts/test all

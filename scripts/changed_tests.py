@@ -47,7 +47,7 @@ QUICK = (
     "tests/unit/",
 )
 """Tests that start no ranks, by the beginning of their paths: they run with every change."""
-BY_CHANGE = ("tests/unit/course/", "tests/unit/output/test_limits.py")
+BY_CHANGE = ("tests/structure/runner/test_run_tests.py", "tests/unit/course/", "tests/unit/output/test_limits.py")
 """But these, which compute for long, run with the changes that can break them, and in their turn."""
 TURNS = 29
 """Each file of tests has its turn once in so many landings; with 29, a turn takes 150 s on average, 340 s at most."""
@@ -94,7 +94,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "docs/": ("tests/docs",),
     "examples/": ("tests/examples",),
     "magics/": ("tests/front_ends", KERNEL),
-    "scripts/": (),
+    "scripts/": ("tests/structure/runner/test_run_tests.py",),
 }
 """By the beginning of a path, the tests that run it; the quick tests run with every change."""
 
