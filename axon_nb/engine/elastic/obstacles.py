@@ -39,7 +39,8 @@ def find(new_size: int) -> dict[str, str]:
             reason = _reason(value)
         if reason:
             reasons[name] = f"{reason}. {_FIX.format(name=name)}"
-    if not reasons:
+    if not reasons and dict(_unnamed()):
+        current().snapshots.forget_cells()  # they keep alive what a cell has deleted; a resize drops them anyway
         reasons = dict(_unnamed())
     if not reasons:
         for model in fsdp_models().values():
