@@ -86,7 +86,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "axon_nb/remote/": ("tests/remote",),
     "axon_nb/script/": ("tests/unit/export/", "tests/cluster/test_imported_programs.py"),
     "axon_nb/shell/": ("tests/cluster", "tests/engine", KERNEL),
-    "axon_nb/torch_api/": ("tests/comm", "tests/engine", KERNEL),
+    "axon_nb/torch_api/": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel", KERNEL),
     "axon_nb/widgets/": ("tests/browser", VIEWS),
     "benchmarks/": (),
     "binder/": ("tests/packaging",),
@@ -96,7 +96,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "magics/": ("tests/front_ends", KERNEL),
     "scripts/": ("tests/structure/runner/test_run_tests.py",),
 }
-"""By the beginning of a path, the tests that run it; the quick tests run with every change."""
+"""By the beginning of a path, the tests that run it, besides those that always run."""
 
 
 def select(changed: Iterable[str]) -> list[str]:
