@@ -77,7 +77,7 @@ def gpu_owners(gpus: Iterable[str]) -> dict[str, GpuOwner]:
     Args:
         gpus: UUIDs of cards, or names of MIG instances.
     """
-    return _owners(gpus, others_only=False)
+    return _owners(wanted, others_only=False) if (wanted := list(gpus)) else {}
 
 
 def _owners(gpus: Iterable[str], *, others_only: bool) -> dict[str, GpuOwner]:
