@@ -73,6 +73,7 @@ def train(model, optimizer, steps, every=20):
     return losses
 
 
+torch.manual_seed(0)
 model = FSDP(GPT(config).to(device))
 optimizer = model.optimizer(torch.optim.AdamW, lr=3e-3)
 losses = train(model, optimizer, steps=100)

@@ -296,5 +296,5 @@ def test_dashboards_are_saved_as_pictures(execute: Callable[[str], NotebookNode]
         len(pages) == 10
     )  # the panels of watch, timeline, shards twice, memory twice; strip and timeline of two cells
     shown = "\n".join(pages)
-    for words in ("loss", "Overlap: ", "4 stages, 8 microbatches", "ideal", "replicated", "sharded"):
+    for words in ("loss", "communication hidden", "4 stages, 8 microbatches", "ideal", "replicated", "sharded"):
         assert words in shown, words

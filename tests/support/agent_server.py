@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _STARTED = (
     "tests/cluster/launch/",
     "tests/cluster/test_scripts.py::test_script_killed_during_start",
+    "tests/kernel/failures/test_kills.py::test_kernel_killed_during_cluster_start",
     "tests/kernel/session/test_class.py",
     "tests/kernel/session/test_lifecycle.py::test_cell_without_a_cluster_starts_the_default_one",
     "tests/kernel/session/test_lifecycle.py::test_shutdown_while_warming_up_ends_everything",

@@ -44,7 +44,7 @@ def test_clear_output_affects_one_rank_only(kernel: Kernel) -> None:
         "if rank == 0:\n    for step in range(3):\n        clear_output(wait=True)\n"
         "        print('step', step)\n        time.sleep(0.1)"
     )
-    kinds = [kind for _, kind, _ in reply.arrivals]
-    last_clear = len(kinds) - kinds[::-1].index("clear_output")
-    last = "".join(text for _, kind, text in reply.arrivals[last_clear:] if kind == "stream")
-    assert sorted(last.splitlines()) == ["[rank 0] step 2", *(f"[rank {rank}] text of {rank}" for rank in (1, 2, 3))]
+    assert sorted(reply.after_clear().splitlines()) == [
+        "[rank 0] step 2",
+        *(f"[rank {rank}] text of {rank}" for rank in (1, 2, 3)),
+    ]

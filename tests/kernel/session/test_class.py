@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import psutil
 import pytest
+from jupyter_core.utils import ensure_event_loop
 
 from tests.support.kernel import Kernel
 from tests.support.processes import ended, until
@@ -33,6 +34,7 @@ def test_thirty_notebooks_start_ranks_at_once(classroom: list[Kernel]) -> None:
         kernel.ok("%load_ext axon_nb")
         kernel.collect(kernel.submit("%distributed start -n 2"), timeout=900)
         assert kernel.ok(SUM).lines() == ["[ranks 0-1] 2.0"]
+        ensure_event_loop().close()  # jupyter_client has made one for this thread
         return time.monotonic() - began
 
     with ThreadPoolExecutor(LEARNERS) as pool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.test_tables import PAGE, by_folder, read_durations, replace_table
+from scripts.test_tables import PAGE, by_folder, read_durations, replace_table, updated
 
 LOG = """
 ============ slowest durations ============
@@ -27,6 +27,12 @@ def test_durations_are_summed_by_test_and_folder() -> None:
     assert by_folder(seconds) == {"kernel": (2, 15.5), "unit": (1, 3.0)}
     with pytest.raises(ValueError, match="run pytest with `--durations 0`"):
         read_durations("3 passed")
+
+
+def test_seconds_of_files_in_a_log_replace_the_known_ones() -> None:
+    this, other = "tests/structure/pages/test_test_tables.py", "tests/conftest.py"
+    log = f"2.00s call     {this}::test_one\n0.50s setup    {this}::test_two"
+    assert updated({this: 9.0, other: 1.0, "tests/test_gone.py": 3.0}, log) == {other: 1.0, this: 2.5}
 
 
 def test_table_is_replaced_in_its_place() -> None:

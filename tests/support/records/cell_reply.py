@@ -52,6 +52,12 @@ class Reply:
         """All of its text, a traceback included."""
         return "\n".join(filter(None, [self.stdout, self.stderr, self.traceback]))
 
+    def after_clear(self) -> str:
+        """The text that a front end still shows after the last `clear_output`, tracebacks aside."""
+        kinds = [kind for _, kind, _ in self.arrivals]
+        start = len(kinds) - kinds[::-1].index("clear_output") if "clear_output" in kinds else 0
+        return "".join(text for _, kind, text in self.arrivals[start:] if kind != "error")
+
     def take(self, message: dict[str, Any], ids: dict[str, int]) -> None:
         """Add one output message."""
         kind, content, text = message["msg_type"], message["content"], text_of(message)
