@@ -4,7 +4,10 @@
     python -m scripts.test_tables durations out/tests.log
 
 The rest of the page stays. With the durations of all tests, tests/durations.json is written as well, by which tests are
-scheduled.
+scheduled. Files that are new or have changed much can be measured alone; the seconds of the others stay:
+
+    scripts/test tests/host/link --durations 0 | tee out/tests.log
+    python -m scripts.test_tables files out/tests.log
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 from benchmarks.report import machine
 from scripts.generated_page import ROOT
 
-__all__ = ["by_file", "by_folder", "main", "read_durations", "replace_table"]
+__all__ = ["by_file", "by_folder", "main", "read_durations", "replace_table", "updated"]
 
 BY_FILE = ROOT / "tests" / "durations.json"
 PAGE = ROOT / "docs" / "tests.md"
@@ -59,6 +62,12 @@ def by_file(seconds: Mapping[str, float]) -> dict[str, float]:
     return {file: round(found[file], 1) for file in sorted(found)}
 
 
+def updated(known: Mapping[str, float], log: str) -> dict[str, float]:
+    """Return known seconds by file with those of a log in their place, without files that are gone."""
+    seconds = {**known, **by_file(read_durations(log))}
+    return {file: seconds[file] for file in sorted(seconds) if (ROOT / file).exists()}
+
+
 def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
     titles = list(head)
     lines = [titles, ["---"] * len(titles), *([str(cell) for cell in row] for row in rows)]
@@ -70,11 +79,15 @@ def _durations(log: str, note: str) -> list[str]:
     slowest = sorted(seconds.items(), key=lambda item: -item[1])[:NUM_SLOWEST]
     lines = [f"{_when()} {note}".rstrip(), ""]
     if "= slowest durations =" in log:  # all, not the slowest alone
-        BY_FILE.write_text(json.dumps(by_file(seconds), indent=0) + "\n", encoding="utf-8")
+        _write(by_file(seconds))
         folders = by_folder(seconds).items()
         lines += [*_table(("folder", "tests", "seconds"), ((f"`{f}`", n, f"{s:.0f}") for f, (n, s) in folders)), ""]
     rows = ((f"`{test.removeprefix('tests/')}`", f"{taken:.0f}") for test, taken in slowest)
     return [*lines, f"The {len(slowest)} slowest:", "", *_table(("test", "seconds"), rows)]
+
+
+def _write(seconds: Mapping[str, float]) -> None:
+    BY_FILE.write_text(json.dumps(seconds, indent=0) + "\n", encoding="utf-8")
 
 
 def _when() -> str:
@@ -104,8 +117,14 @@ def main() -> None:
     durations = commands.add_parser("durations")
     durations.add_argument("log", type=Path)
     durations.add_argument("--note", default="", help="a sentence about the run, such as what else ran on the machine")
+    files = commands.add_parser("files")
+    files.add_argument("log", type=Path)
     options = parser.parse_args()
-    lines = _durations(options.log.read_text(encoding="utf-8"), options.note)
+    log = options.log.read_text(encoding="utf-8")
+    if options.table == "files":
+        _write(updated(json.loads(BY_FILE.read_text(encoding="utf-8")), log))
+        return
+    lines = _durations(log, options.note)
     PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8"), "durations", lines), encoding="utf-8")
 
 
