@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from axon_nb.comm.collectives.movement import broadcast
+from axon_nb.comm.collectives.movement import barrier, broadcast
 from axon_nb.comm.collectives.reduction import all_reduce_mean
 from axon_nb.errors import UsageError
 from axon_nb.parallel.mesh import axis_group
@@ -96,7 +96,10 @@ class Parallel3D(nn.Module):
 
     def step(self, x: Any = None, target: Any = None, loss: Loss | None = None) -> torch.Tensor | None:
         """Run forward and backward on this rank's samples, like `Pipeline.step`, and average gradients over `dp`."""
-        return self.pipeline.step(x, target, loss)
+        losses = self.pipeline.step(x, target, loss)
+        if self._axis_size("tp") > 1:
+            barrier(group=axis_group(self.mesh, "tp"))  # no rank goes on while one with the same stage can still fail
+        return losses
 
     def forward(self, *args: Any) -> Any:
         """Compute the output for this rank's samples without gradients; None except on ranks with the last stage."""

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
-from axon_nb.comm.collectives.movement import broadcast
+from axon_nb.comm.collectives.movement import barrier, broadcast
 from axon_nb.comm.group import GroupLike, resolve
 from axon_nb.errors import UsageError
 from axon_nb.parallel.input_device import describe_other_device
@@ -171,6 +171,7 @@ class Pipeline(HeldStages):
         except BaseException:
             self._runner = None  # torch would mix what it keeps of half a step with the next one
             raise
+        barrier(group=self._group)  # otherwise late stages step their optimizer before an early stage fails
         return torch.stack(self._losses[-self.num_microbatches :]) if self.is_last else None
 
     def forward(self, *args: Any) -> Any:

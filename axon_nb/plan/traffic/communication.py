@@ -102,6 +102,9 @@ def _rows(layout: ParallelLayout) -> Iterator[Traffic]:
                 yield replace(row, pp_rank=pp_rank)
     if stages is not None:
         yield from pipeline_traffic(layout.trace, stages, shares=layout.boundary_shares)
+        if tp > 1:
+            for pp_rank in range(stages.num_ranks):
+                yield Traffic("tp", tp, "barrier", "backward", "end of the step", ((0, 1),), pp_rank=pp_rank)
 
 
 def _recomputed(rows: Sequence[Traffic]) -> Iterator[Traffic]:

@@ -153,6 +153,7 @@ def pipeline_traffic(
             ((num_ranks * _FACTS * 8, 1),),
             pp_rank=pp_rank,
         )
+        yield Traffic("pp", num_ranks, "barrier", "backward", "end of the step", ((0, 1),), pp_rank=pp_rank)
     for stage, (forward, backward) in enumerate(boundaries(trace, stages, shares=shares)):
         first, second = ranks[stage], ranks[stage + 1]
         if first == second:
