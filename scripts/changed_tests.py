@@ -4,8 +4,8 @@
     python -m scripts.changed_tests HEAD~3   # what differs from a commit
 
 Coverage cannot tell: most code runs in kernels and forked ranks. So a table says which tests run which package. What it
-does not list, such as pyproject.toml, can break everything. Where time is limited, the files closest to the change run,
-and the turn of this landing: every file of tests runs at least once in TURNS landings, whatever they change.
+does not list, such as pyproject.toml, can break everything. Where time is limited, the files closest to the change run;
+in CI also the turn of this landing: every file of tests runs at least once in TURNS landings, whatever they change.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
 
 Tiers run WORKERS groups of tests at a time (3 by default, because tests wait more than they compute). Options of pytest
 may follow a tier: `scripts/test all -x --lf`. With CHANGED_LIMIT_S (no limit by default), files that a change can break
-are left out, and named, once the others would take so many seconds in one process; and the files whose turn it is run,
-so that every file runs at least once in TURNS landings.
+are left out, and named, once the others would take so many seconds in one process. In CI the files whose turn it is run
+as well, so that every file runs at least once in TURNS landings.
 
 Each file with a failure then runs again, alone in a fresh process; if it fails again, once more beside two busy
 processes. A test that passes then is flaky: the run passes, names it in its last lines and appends it to
@@ -98,7 +98,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
         named = arguments[1:2] if arguments[1:2] and not arguments[1].startswith("-") else []
         changed = changed_since(*named)
         limit_s = float(os.environ.get("CHANGED_LIMIT_S", "inf"))
-        turn = turn_of(landing := landings()) if limit_s < float("inf") else []
+        turn = turn_of(landing := landings()) if limit_s < float("inf") and os.environ.get("CI") else []
         paths, left_out = affordable(select(changed), changed, limit_s, turn)
         print(f"{len(changed)} changed files: {len(paths)} files of tests that they can break run with the fast tests.")
         if turn:
