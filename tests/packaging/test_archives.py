@@ -80,7 +80,7 @@ def test_wheel_holds_the_package_and_no_more(archives: Archives) -> None:
     inside = contents(archives.wheel)
     data, version = sorted({name.partition("/")[0] for name in inside} - {"axon_nb"})
     assert (data.rpartition(".")[2], version.rpartition(".")[2]) == ("data", "dist-info")
-    assert not [name for name in inside if "__pycache__" in name or "test" in name.split("/")[1]]
+    assert not [name for name in inside if {"__pycache__", "tests"} & set(name.split("/"))]
     installed = {"/".join(name.split("/")[2:4]) for name in inside if name.startswith(data)}
     assert installed == {"etc/jupyter", "share/jupyter"}
     # `axon_nb/magics` is a link in the repository, and a folder of real files here.
