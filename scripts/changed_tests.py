@@ -47,7 +47,12 @@ QUICK = (
     "tests/unit/",
 )
 """Tests that start no ranks, by the beginning of their paths: they run with every change."""
-BY_CHANGE = ("tests/structure/runner/test_run_tests.py", "tests/unit/course/", "tests/unit/output/test_limits.py")
+BY_CHANGE = (
+    "tests/structure/runner/test_run_tests.py",
+    "tests/unit/course/",
+    "tests/unit/output/test_limits.py",
+    "tests/unit/output/test_properties.py",
+)
 """But these, which compute for long, run with the changes that can break them, and in their turn."""
 TURNS = 41
 """Each file of tests has its turn once in so many landings; with 41, a turn takes 125 s on average, 270 s at most."""

@@ -63,7 +63,7 @@ def measured(world: World, family: str, again: bool) -> dict[str, Any]:
 
         return step, optimizer.zero_grad
 
-    return allocated(made, warm_ups=1, steps=4)
+    return allocated(made, warm_ups=1)
 
 
 def piped(world: World, family: str) -> dict[str, Any]:
