@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 __all__ = ["names_of", "own_names", "private_uses"]
 
@@ -24,10 +24,10 @@ def names_of(path: str) -> set[str]:
     return {part for part in re.split(r"\W+", path) if _is_private(part)}
 
 
-def own_names(tree: ast.AST) -> set[str]:
+def own_names(nodes: Sequence[ast.AST]) -> set[str]:
     """The private names that a file defines: functions, classes, variables, slots, attributes of its objects."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -41,15 +41,15 @@ def _is_own(owner: ast.expr) -> bool:
     return isinstance(owner, ast.Name) and owner.id in {"cls", "self"}
 
 
-def _aliases(tree: ast.AST) -> dict[str, str]:
+def _aliases(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """Dotted names of what a file imports from other packages, by the names that it uses."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found.update({each.asname or each.name.partition(".")[0]: each.name for each in node.names})
         elif isinstance(node, ast.ImportFrom):
             found.update({each.asname or each.name: f"{node.module}.{each.name}" for each in node.names})
-    for node in ast.walk(tree):  # c10d = dist.distributed_c10d
+    for node in nodes:  # c10d = dist.distributed_c10d
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Attribute):
             root = ast.unparse(node.value).partition(".")[0]
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -65,18 +65,21 @@ def _first_name(owner: ast.expr) -> str:
     return owner.id if isinstance(owner, ast.Name) else re.split(r"\W", ast.unparse(owner), maxsplit=1)[0]
 
 
-def private_uses(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
+def private_uses(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str, bool]]:
     """Find private names in use, and names of other packages that are replaced.
+
+    Args:
+        nodes: All nodes of a file's syntax tree, breadth first.
 
     Yields:
         The line, the name, and whether the name certainly belongs to another package.
     """
-    aliases = _aliases(tree)
+    aliases = _aliases(nodes)
 
     def is_foreign(owner: ast.expr) -> bool:
         return _first_name(owner) in aliases
 
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and not _is_own(node.value):
             foreign = is_foreign(node.value)
             replaced = foreign and not isinstance(node.ctx, ast.Load) and not _is_standard(node.value, aliases)

@@ -15,7 +15,7 @@ from axon_nb.engine.self_test.catalog import CHECKS
 from axon_nb.records import hooks
 from axon_nb.records.compatibility import TESTED
 from scripts import hooks_table
-from tests.structure.conftest import syntax
+from tests.structure.conftest import nodes
 from tests.structure.private_names import names_of, own_names, private_uses
 
 PUBLIC = {
@@ -117,13 +117,12 @@ def test_files_of_a_hook_use_it(hook: hooks.Hook, root: Path) -> None:
 
 def test_used_private_names_are_registered(package_files: list[Path], root: Path) -> None:
     known = registered(root)
-    trees = {path: syntax(path) for path in package_files}
-    ours = set().union(*map(own_names, trees.values())) - set().union(*known.values())
+    ours = set().union(*(own_names(nodes(path)) for path in package_files)) - set().union(*known.values())
     problems = []
-    for path, tree in trees.items():
+    for path in package_files:
         file = path.relative_to(root).as_posix().replace("axon_nb/magics/", "magics/")
-        own = own_names(tree)
-        for line, name, foreign in private_uses(tree):
+        own = own_names(nodes(path))
+        for line, name, foreign in private_uses(nodes(path)):
             is_ours = not foreign and name in own | ours
             if not is_ours and name not in known.get(file, ()) and name not in PUBLIC:
                 problems.append(f"{file}:{line}: {name}")
@@ -154,7 +153,7 @@ def test_tested_versions_agree(root: Path) -> None:
     ],
 )
 def test_finder_detects_private_names(code: str, found: set[str]) -> None:
-    assert {name for _, name, _ in private_uses(ast.parse(code))} == found
+    assert {name for _, name, _ in private_uses(list(ast.walk(ast.parse(code))))} == found
 
 
 def test_the_page_is_up_to_date() -> None:

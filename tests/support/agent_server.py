@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -82,8 +83,10 @@ def main(listener: socket.socket) -> None:
     set_parent_death_signal(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for agents
     own, before = _relevant(os.environ), set(os.environ)
+    gc.disable()
     for name in MODULES:
         importlib.import_module(name)
+    gc.enable()
     set_by_imports = {name: text for name, text in os.environ.items() if name not in before}
     importlib.import_module("axon_nb.host.__main__")
     while True:

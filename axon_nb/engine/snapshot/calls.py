@@ -27,7 +27,8 @@ def _record(history: History, cell: CellSnapshot) -> UndoableCell:
     missing = cell.missing
     if changed := history.changed_above_limit(cell):
         variables = " and ".join(f"`{name}`" for name in changed[:2]) + " and more" * (len(changed) > 2)
-        missing = f"has changed {variables}, which {obstacles[changed[0]]} (set it for the next cells)"
+        raise_it = "`%distributed config undo_memory=SIZE` sets it for later cells"
+        missing = f"has changed {variables}, which {obstacles[changed[0]]}; {raise_it}"
     return UndoableCell(cell.run, cell.cell, cell.ranks, cell.started, missing, obstacles)
 
 

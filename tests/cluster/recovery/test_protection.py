@@ -49,6 +49,10 @@ def test_training_after_a_death_equals_an_undisturbed_run(protected: Script) -> 
     assert report.strip() == "Replaced rank 1. All ranks are back at step 3: 1 step must be repeated."
     hit(protected, "ddp", "save", [0])
     assert "protected: step 6" in protected.ok(f"{STATUS}; print(repr(ClusterStatus(cluster_info(c.state))))").out
+
+
+@pytest.mark.timeout(480)
+def test_sharded_training_after_a_death_equals_an_undisturbed_run(protected: Script) -> None:
     undisturbed(protected, "fsdp")
     hit(protected, "fsdp", "step", [2])
     hit(protected, "fsdp", "save", [1, 3])

@@ -78,6 +78,7 @@ def test_undo_is_refused_on_all_ranks_if_one_cannot(trained: Script) -> None:
     trained.ok("c.run('x += 1\\nif rank == 1: big += 1', cell=9)")
     reply = trained.run("c.undo()")
     assert "In [9] cannot be undone: rank 1 has changed `big`, which needs 128 MiB of `undo_memory`" in reply.message
+    assert "; `%distributed config undo_memory=SIZE` sets it for later cells. Nothing has changed." in reply.message
     assert trained.ok("print(c.run('x.item()').values)").out.strip() == "{0: 1.0, 1: 1.0}"
     trained.ok("c.run('if rank == 1: del big')")
 
