@@ -48,6 +48,7 @@ QUICK = (
 )
 """Tests that start no ranks, by the beginning of their paths: they run with every change."""
 BY_CHANGE = (
+    "tests/plan/test_links.py",
     "tests/structure/runner/test_run_tests.py",
     "tests/unit/course/",
     "tests/unit/output/test_limits.py",

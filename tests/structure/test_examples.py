@@ -1,17 +1,9 @@
-"""Every example exists twice, as py:percent source and as a notebook made from it, and neither holds outputs."""
+"""Example notebooks hold no outputs; `scripts/check` compares them with the sources that they are made from."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-
-
-def test_notebooks_match_their_sources(root: Path) -> None:
-    command = [sys.executable, "-W", "error", "scripts/pair_notebooks.py", "--check"]
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
 
 
 def test_notebooks_hold_no_outputs(root: Path) -> None:
