@@ -182,6 +182,9 @@ def test_random_bytes_do_no_harm(joining: Joining) -> None:
     assert is_alive(pid)
 
 
+@pytest.mark.skipif(
+    signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="nohup: all that it starts ignores SIGHUP"
+)
 def test_closed_terminal_stops_the_host_and_its_ranks(joining: Joining) -> None:
     process, far = joining.join()
     rank, pid = joining.fork(far, "wait")
