@@ -144,7 +144,7 @@ class Measures:
 
     def measurement(self) -> Measurement:
         """Return the options to send to the ranks."""
-        return Measurement(self.time, self.repeat, tuple(self.profiled), str(self.folder))
+        return Measurement(self.time, self.repeat, tuple(self.profiled), str(self.folder) if self.profiled else "")
 
     def show(self, result: CellResult) -> None:
         """Show the measurements."""
@@ -187,8 +187,9 @@ def read_measures(options: argparse.Namespace, ranks: Sequence[int], cell: int) 
         profiled = resolve_ranks(options.profile, max(ranks) + 1) if options.profile else list(ranks)
         if outside := sorted(set(profiled) - set(ranks)):
             raise UsageError(f"--profile {options.profile}: rank {outside[0]} does not run this cell.")
-    moment = dt.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path.cwd() / _FOLDER / f"cell-{cell}-{moment}"
+    folder = Path()
+    if profiled:
+        folder = Path.cwd() / _FOLDER / f"cell-{cell}-{dt.datetime.now():%Y%m%d-%H%M%S}"
     return Measures(bool(options.time), int(options.repeat), profiled, folder)
 
 

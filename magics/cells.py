@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
-from IPython.display import display, publish_display_data
+from IPython.display import display
 
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cells.driver import awaitable, finished
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["CellMagics", "cell_parser"]
 
 _log = logging.getLogger("axon_nb.cells")
-_RECORD_DISPLAY = "axon-nb-result"
+_MAX_RECORDS = 16
 
 
 @functools.cache
@@ -223,8 +223,7 @@ class CellMagics(Magics):
             yield run
         result = dataclasses.replace(run.result, views=views)
         request.measures.show(result)
-        if hasattr(self.shell, "kernel"):
-            _publish_record(result.to_dict())
+        self._attach_record(result.to_dict())
         if request.out:
             self.shell.user_ns[request.out] = result
 
@@ -234,12 +233,22 @@ class CellMagics(Magics):
         try:
             yield
         except (CellError, CellInterrupt) as error:
+            self._attach_record(error.to_dict())
             if hasattr(self.shell, "kernel"):
                 try:
                     _show_failure(error, request)
                 except Exception:  # the error itself must be shown
                     _log.warning("The card of a failed cell could not be made.", exc_info=True)
             raise
+
+    def _attach_record(self, record: Mapping[str, Any]) -> None:
+        """Have the reply to the running cell carry its record, for programs."""
+        if (kernel := getattr(self.shell, "kernel", None)) is not None:
+            request = kernel.get_parent("shell").get("header", {}).get("msg_id")
+            records = current.session().records
+            records[request] = record
+            while len(records) > _MAX_RECORDS:  # no reply took them along
+                records.pop(next(iter(records)))
 
     def _start_noblock(self, request: _Request) -> Any:
         handle = request.cluster.run_noblock(request.code, **{**request.options, "values": True})
@@ -252,21 +261,12 @@ class CellMagics(Magics):
 def _show_failure(error: CellError | CellInterrupt, request: _Request) -> None:
     failure = getattr(error, "failure", None)
     if not isinstance(failure, Failure):
-        _publish_record(error.to_dict())
         return
     from axon_nb.widgets.failure import failure_card
 
     options = request.options
     card = failure_card(failure, code=request.code, cell=options["cell"], ranks=options["ranks"])
     display({"text/html": card, MIME_TYPE: error.to_dict()}, raw=True)
-
-
-def _publish_record(record: Mapping[str, Any]) -> None:
-    """Send the record to programs that listen, where the cell has no display that could contain it.
-
-    It updates a display that does not exist: front ends show nothing for that, and save nothing in the notebook.
-    """
-    publish_display_data({MIME_TYPE: dict(record)}, transient={"display_id": _RECORD_DISPLAY}, update=True)
 
 
 def _prompt(shell: Any) -> int:

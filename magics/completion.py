@@ -1,6 +1,7 @@
 """Completes cells that run on ranks, and our own magics, through IPython's public matcher interface.
 
-After each cell the ranks' names are fetched, so that they can be completed while ranks do not answer.
+Once something was completed, the ranks' names are fetched after each cell, so that they can be completed while ranks
+do not answer.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class NameRefresh:
     def after_cell(self, result: Any = None) -> None:
         """Schedule a refresh of the ranks' names; handles IPython's event `post_run_cell`."""
         self.cancel()
-        if self._session.cluster is None:
+        if (cluster := self._session.cluster) is None or not cluster.completion.is_used:
             return
         try:
             loop = asyncio.get_running_loop()

@@ -24,6 +24,7 @@ from typing import Any
 
 from IPython.utils.tokenutil import token_at_cursor
 
+from axon_nb.cluster.cells.record import MIME_TYPE
 from axon_nb.cluster.session.notebook import NotebookSession
 from axon_nb.magics.cell_head import target_rank
 from axon_nb.records.hooks import missing_hooks
@@ -63,6 +64,7 @@ class RequestHandler:
         """Install the hooks that the kernel has; call it on the main thread."""
         if not missing_hooks("front_end.help", kernel=self._kernel):
             self._kernel.do_inspect = self._do_inspect
+        self._kernel.finish_metadata = self._finish_metadata
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and not missing_hooks("front_end.requests", kernel=self._kernel):
             self.answers_during_cells = True
@@ -74,10 +76,17 @@ class RequestHandler:
     def uninstall(self) -> None:
         """Remove the hooks."""
         vars(self._kernel).pop("do_inspect", None)
+        vars(self._kernel).pop("finish_metadata", None)
         if self.answers_during_cells:
             del self._kernel.set_parent
             self._kernel.shell.events.unregister("pre_execute", self._on_cell_start)
             self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._kernel.shell_main)
+
+    def _finish_metadata(self, parent: dict[str, Any], metadata: dict[str, Any], reply: Any) -> dict[str, Any]:
+        """Add the record of the cell to the reply's metadata: a message of its own would cost more than the rest."""
+        finished: dict[str, Any] = type(self._kernel).finish_metadata(self._kernel, parent, metadata, reply)
+        record = self._session.records.pop(parent["header"]["msg_id"], None)
+        return finished if record is None else {**finished, MIME_TYPE: dict(record)}
 
     def _do_inspect(
         self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Iterable[str] = ()

@@ -25,6 +25,9 @@ from axon_nb.records.protocol.wire import encode
 
 __all__ = ["ClusterState"]
 
+_REPORT_INTERVAL_S = 5.0
+"""While there are only short cells, the host agent learns of them at this interval."""
+
 
 class ClusterState:
     """The state of one cluster, shared by everything that works on it.
@@ -51,6 +54,7 @@ class ClusterState:
         self.between_cells = BetweenCells(self.ranks, limit_bytes=settings.output_limit)
         """Output that belongs to no running cell."""
         self._epoch = int(time.time())
+        self._reported_busy, self._reported_at = False, 0.0
         connection.client.on_output(self._on_output)
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)
@@ -152,9 +156,17 @@ class ClusterState:
         self.settings = settings
 
     def report_activity(self) -> None:
-        """Tell the host agent, without waiting, whether a cell runs."""
+        """Tell the host agent, without waiting, whether a cell runs; of short cells, now and then that there are some.
+
+        It matters to a cluster that stops itself when it has been idle for minutes, and to lists of clusters.
+        """
+        now, is_busy = time.monotonic(), bool(self.active_cells)
+        interval_s = min(_REPORT_INTERVAL_S, self.settings.idle_stop / 4 or _REPORT_INTERVAL_S)
+        if is_busy == self._reported_busy and now - self._reported_at < interval_s:
+            return
+        self._reported_busy, self._reported_at = is_busy, now
         with contextlib.suppress(ClusterLostError):
-            self.connection.agent.send(ReportActivity(bool(self.active_cells)))
+            self.connection.agent.send(ReportActivity(is_busy))
 
     @property
     def slowness(self) -> Slowness:

@@ -29,7 +29,6 @@ from axon_nb.engine import namespace
 from axon_nb.engine.debugger.breakpoints import Breakpoints
 from axon_nb.engine.debugger.pager import Pager
 from axon_nb.engine.debugger.post_mortem import PostMortem
-from axon_nb.engine.divergence.watch import NumberWatch
 from axon_nb.engine.frameworks import install_dist_hooks, install_frameworks
 from axon_nb.engine.groups import init_default_group, nccl, recovery, wrapper_reset
 from axon_nb.engine.groups.gloo import LOOPBACK
@@ -54,13 +53,13 @@ from axon_nb.engine.kernel.tracebacks import Tracebacks
 from axon_nb.engine.output.budget import OutputBudget
 from axon_nb.engine.output.forked_children import install_fork_defaults
 from axon_nb.engine.output.streams import NativeOutput, RankStream, enable_crash_reports
-from axon_nb.engine.protection.protection import Protection
 from axon_nb.engine.self_test import start_in_child, startup_verdict
 from axon_nb.engine.session import RankSession, set_current
 from axon_nb.engine.snapshot.history import History
 from axon_nb.engine.snapshot.memory import HostMemory
 from axon_nb.host.link.tcp import store_key
 from axon_nb.host.resources.cgroups import usable_cores
+from axon_nb.host.resources.kept_memory import find_kept_memory
 from axon_nb.records.environment import HOST_NAME
 from axon_nb.records.protocol.cluster import EngineInfo
 from axon_nb.records.protocol.inspection import FailureRequest
@@ -100,6 +99,8 @@ def run_engine(argv: list[str]) -> None:
 
     start_in_child()
     enable_crash_reports()
+    # A kernel imports debugpy for a front end that debugs it, which takes each rank 120 modules; a rank has none.
+    sys.modules.setdefault("debugpy", None)  # type: ignore[arg-type]
     IPEngine.launch_instance(argv=argv, out_stream_factory=RankStream)
 
 
@@ -124,6 +125,8 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
         groups: Groups besides the default one that the replaced rank was in.
     """
     kernel = _shell().kernel
+    if sys.modules.get("debugpy", kernel) is None:
+        del sys.modules["debugpy"]  # cells may import it
     _raise_file_limit()
     namespace.set_environment(config)
     if config.backend == "nccl":
@@ -159,8 +162,9 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
         max_bytes=config.group_memory,
         state=session.groups,
     )
-    if not epoch:
-        session.protection.forget()  # the rank's own memory may hold the state of a session before
+    if (kept := find_kept_memory(config.rank)) is not None and os.fstat(kept).st_size:
+        # Of a session before, or of the process that this one replaces: the next cell may switch protection off.
+        session.protection.forget() if not epoch else session.protection.steps()
     if epoch:
         recovery.join_groups(groups, epoch=epoch)
     recovery.sync_group_count(device if config.backend == "nccl" else "cpu")
@@ -206,7 +210,7 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     interrupts.install()
     hooks.install(kernel, interrupts.track_task)
     log = CellLog()
-    hooks.tap_output(kernel, log.tap)
+    log.sees_all = hooks.tap_output(kernel, log.tap)
     budget = OutputBudget(kernel, native_output, session.config.output_limit)
     tracebacks = Tracebacks()
     tracebacks.install(kernel.shell)
@@ -215,14 +219,12 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     post_mortem = PostMortem(pager)
     session.post_mortem = post_mortem
     session.snapshots = History(kernel.shell.user_ns, steps, HostMemory(is_pinned=session.device.type == "cuda"))
-    session.protection = Protection(session)
-    session.numbers = NumberWatch(session)
     breakpoints = Breakpoints(session, defers)
     breakpoints.install()
     runner = CellRunner(
         session, interrupts, budget, log, tracebacks=tracebacks, post_mortem=post_mortem, breakpoints=breakpoints
     )
-    hooks.wrap_do_execute(kernel, runner.run)
+    hooks.serve_cells(kernel, runner.run)
     install_exits(kernel.shell)
     install_shell_commands(kernel.shell, interrupts)
     telemetry = Telemetry(session, sampler)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from torch.optim import Optimizer
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import AgentStore
 from axon_nb.host.shared_memory import SharedBlock
+from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.contents import NumbersReply, NumbersRequest
 from axon_nb.records.protocol.joining import JoinConfig
 from axon_nb.records.protocol.recovery import OptimizerReport, ProtectedStep, UndoableCell
@@ -23,6 +26,7 @@ from axon_nb.records.training.comparison import Comparison
 __all__ = ["RankSession", "current", "own_rank", "set_current"]
 
 _session: list[RankSession] = []
+_making = threading.RLock()
 
 
 class StepCounts(Protocol):
@@ -39,6 +43,9 @@ class StepCounts(Protocol):
 
     def set(self, optimizer: Optimizer, steps: int) -> None:
         """Set it, after the optimizer's state was copied from another rank."""
+
+    observers: list[Callable[[FrameType | None], None]]
+    """Called after each step with the frame that made it, which belongs to no other step."""
 
     def save(self, optimizers: Iterable[Optimizer]) -> Any:
         """Return the steps of optimizers, and in which order they began."""
@@ -73,17 +80,22 @@ class CellSnapshots(Protocol):
         """Return the memory of their copies."""
 
 
-class ProtectedSteps(Protocol):
-    """The states after the last steps: `protection.protection.Protection`."""
+class CellFeature(Protocol):
+    """Something that surrounds cells while it is switched on; made with the session when it is first wanted."""
 
-    def begin_cell(self, run: str, ranks: tuple[int, ...], every: int | None) -> None:
-        """Protect the cell that begins."""
+    @property
+    def is_on(self) -> bool:
+        """Whether it must hear of the next cell, even if that does not ask for it."""
+
+    def begin_cell(self, facts: CellFacts) -> None:
+        """Prepare for a cell, as its facts say."""
 
     def end_cell(self, *, is_ok: bool) -> None:
-        """Stop protecting."""
+        """Finish with it; what is printed still belongs to the cell."""
 
-    def after_step(self, frame: FrameType | None) -> None:
-        """Note that an optimizer step, which this frame called, is complete."""
+
+class ProtectedSteps(Protocol):
+    """The states after the last steps: `protection.protection.Protection`."""
 
     def steps(self) -> list[ProtectedStep]:
         """Return what the slots hold, the latest first."""
@@ -135,12 +147,6 @@ class CellComparer(Protocol):
 class StepNumbersWatch(Protocol):
     """The numbers of training steps: `divergence.watch.NumberWatch`."""
 
-    def begin_cell(self, run: str, mode: str) -> None:
-        """Watch the cell that begins."""
-
-    def end_cell(self, *, is_ok: bool) -> None:
-        """Stop watching."""
-
     def report(self, request: NumbersRequest) -> NumbersReply:
         """Answer the notebook."""
 
@@ -165,10 +171,8 @@ class RankSession:
     """Runs cells, and keeps their values until the notebook fetches them."""
     snapshots: CellSnapshots = field(init=False)
     """The states before the last cells, for `%distributed undo`."""
-    protection: ProtectedSteps = field(init=False)
-    """The states after the last steps, for `%distributed repair`."""
-    numbers: StepNumbersWatch = field(init=False)
-    """Watches weights, gradients and losses (`config watch_numbers`)."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What was made of this rank so far besides, by `module:Class`; see `part`."""
     comparer: CellComparer | None = None
     """Compares the running cell with one rank (`%%distributed --compare`)."""
     post_mortem: FailureDebugger = field(init=False)
@@ -195,6 +199,28 @@ class RankSession:
     """A packed value that a notebook on another host will fetch."""
     held_block: SharedBlock | None = None
     """Variables for the ranks of this host, which came from a notebook on another one."""
+
+    def part(self, kind: str) -> Any:
+        """Return the part of this rank of a class, ``module:Class``; it is imported and made on first use."""
+        with _making:
+            if kind not in self.parts:
+                module, _, name = kind.partition(":")
+                self.parts[kind] = getattr(importlib.import_module(module), name)(self)
+            return self.parts[kind]
+
+    def is_on(self, kind: str) -> bool:
+        """Whether a `CellFeature` was made and is on."""
+        return kind in self.parts and self.parts[kind].is_on
+
+    @property
+    def protection(self) -> ProtectedSteps:
+        """The states after the last steps, for `%distributed repair`."""
+        return self.part("axon_nb.engine.protection.protection:Protection")  # type: ignore[no-any-return]
+
+    @property
+    def numbers(self) -> StepNumbersWatch:
+        """What watches weights, gradients and losses (`config watch_numbers`)."""
+        return self.part("axon_nb.engine.divergence.watch:NumberWatch")  # type: ignore[no-any-return]
 
 
 def current() -> RankSession:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from axon_nb.engine.session import RankSession
+from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.training.metrics import Logged, metrics
 
 __all__ = ["MetricsWriter"]
@@ -144,11 +146,11 @@ class MetricsWriter:
     """Writes the metrics of this rank to the tracker that the notebook names.
 
     Args:
-        rank: This rank.
+        session: This rank.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, session: RankSession) -> None:
+        self._rank = session.config.rank
         self._wanted = self._target = ""
         """What the notebook names, and what the thread writes to."""
         self._begin = self._position = 0
@@ -159,8 +161,17 @@ class MetricsWriter:
         self._wake, self._written = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin_cell(self, target: str) -> None:
-        """Set where to write: ``tensorboard:runs``, or ``all:tensorboard:runs`` for all ranks; empty: nowhere."""
+    @property
+    def is_on(self) -> bool:
+        """Whether it writes anywhere."""
+        return bool(self._wanted)
+
+    def begin_cell(self, facts: CellFacts) -> None:
+        """Write where the cell says: ``tensorboard:runs``, or ``all:tensorboard:runs`` for all ranks."""
+        if facts.log_to is not None:
+            self._set_target(facts.log_to)
+
+    def _set_target(self, target: str) -> None:
         if self._rank > 0 and not target.startswith(_ALL):
             target = ""
         if target == self._wanted:
@@ -171,7 +182,7 @@ class MetricsWriter:
             self._thread.start()
             atexit.register(self._finish_at_exit)
 
-    def end_cell(self) -> None:
+    def end_cell(self, *, is_ok: bool = True) -> None:
         """Wait until what the cell has logged is written, for a few seconds at most."""
         deadline = time.monotonic() + _FLUSH_S
         while self._is_behind() and (left := deadline - time.monotonic()) > 0:
@@ -183,7 +194,7 @@ class MetricsWriter:
         return self._wanted != self._target or (self._target != "" and self._position < metrics.end)
 
     def _finish_at_exit(self) -> None:
-        self.begin_cell("")
+        self._set_target("")
         self.end_cell()
 
     def _loop(self) -> None:

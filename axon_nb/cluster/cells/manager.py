@@ -220,7 +220,7 @@ class CellManager:
             self.state.between_cells.show(sink)
         with self._lock:
             self.state.active_cells.append(run)
-        self.state.report_activity()
+        run.on_long = self.state.report_activity
         return run
 
     def _abort_controller(self, ranks: Sequence[int]) -> AbortController:

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +31,8 @@ __all__ = ["CellRun"]
 _IDLE_POLL_S = 0.1
 _BUSY_POLL_S = 0.005
 """The poll interval while something is being decided."""
+_LONG_S = 0.3
+"""A cell is long once it has run for this time."""
 _VIEW_INTERVAL_S = 0.2
 """How often the live view is updated."""
 _PAUSED = message_type(PausedEvent)
@@ -62,6 +64,8 @@ class CellRun:
         self.on_late_reply: Callable[[int], None] = lambda rank: None
         self.on_late_output: Callable[[int, str, dict[str, Any]], None] = lambda rank, msg_type, content: None
         """Both are called from the IO thread if a rank that was reported as stuck finishes the cell, or prints."""
+        self.on_long: Callable[[], None] | None = None
+        """Called once, on the notebook's thread, if the cell is long."""
         self.wake: Callable[[], None] = lambda: None
         """Called from any thread when `step` has something to do."""
         self.cell = Cell({rank: RankProgress() for rank in ranks}, can_recover=recover is not None)
@@ -76,6 +80,10 @@ class CellRun:
         self._debugger = debugger
         self._hidden = {"error"} if show_value else {"error", "execute_result"}
         self._messages: list[str] = []
+        self._received: Counter[int] = Counter()
+        """By rank, how many messages of the output channel have arrived."""
+        self._expected: dict[int, int] = {}
+        """By rank that has replied, how many it has sent, until they are here."""
         self._started_at, self._finished = time.monotonic(), False
 
     def reattach(self, run: str, fetch: Callable[[float], None], *, seconds: float, must_recover: bool) -> None:
@@ -113,6 +121,17 @@ class CellRun:
         else:
             self._process(events.Output(rank, msg_type, content, metadata))
             self._process(events.Processed(time.monotonic(), rank))
+        self._received[rank] += 1
+        if rank in self._expected:
+            self._expect(rank, self._expected[rank])
+
+    def _expect(self, rank: int, outputs: int) -> None:
+        """Wait until a rank that has replied has sent so many messages."""
+        if self._received[rank] >= outputs:
+            self._expected.pop(rank, None)
+            self.on_idle(rank)
+        else:
+            self._expected[rank] = outputs
 
     def _on_paused(self, rank: int, event: PausedEvent) -> None:
         if self._debugger is None:  # a notebook that reattached cannot ask
@@ -136,6 +155,8 @@ class CellRun:
     def on_outcome(self, rank: int, outcome: CellOutcome) -> None:
         """Process how the cell ended on a rank; called from the IO thread, or while reattaching."""
         self._process(events.Reply(time.monotonic(), rank, outcome, self.abort.aborting))
+        if outcome.end.outputs is not None:
+            self._expect(rank, outcome.end.outputs)
 
     def on_death(self, rank: int, reason: str) -> None:
         """Record that a rank's process is gone; `reason` reads after its name. Called from any thread."""
@@ -167,6 +188,9 @@ class CellRun:
             self._process(events.Interrupt(self._interrupts.popleft()))
         if self._is_done:
             return True
+        if self.on_long is not None and now - self._started_at > _LONG_S:
+            report, self.on_long = self.on_long, None
+            report()
         if self._debugger is not None:
             self._started_at += self._debugger.step(self)  # the user's time does not count
         self._fetch(now)

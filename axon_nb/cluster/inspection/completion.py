@@ -120,14 +120,22 @@ class CompletionClient:
         return known.complete(line[:cursor])
 
     def names(self, rank: int = 0) -> list[str]:
-        """Return the names that the rank had at the last refresh."""
-        snapshot = self._snapshots.get(rank)
-        return snapshot.names() if snapshot is not None else []
+        """Return the names that the rank had at the last refresh; the first time, ask for them."""
+        if rank not in self._snapshots:
+            self._snapshots[rank] = NameSnapshot()
+            if (reply := self._request(rank, NamesRequest(()), _COMPLETE_TIMEOUT_S)) is not None:
+                self._snapshots[rank].update(reply.names, reply.types)
+        return self._snapshots[rank].names()
 
     def inspect(self, rank: int, name: str, *, detail: int, omit: tuple[str, ...] = ()) -> dict[str, str] | None:
         """Return help on a name as a mime bundle; empty if the rank has no such name, None if it does not answer."""
         reply = self._request(rank, InspectRequest(name, detail, omit), _INSPECT_TIMEOUT_S)
         return None if reply is None else dict(reply.data)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was completed yet, so that it is worth fetching names after each cell."""
+        return bool(self._snapshots)
 
     def refresh(self) -> None:
         """Request the names of rank 0 and of all ranks completed on before; does not wait for the replies."""

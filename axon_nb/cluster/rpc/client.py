@@ -116,9 +116,9 @@ class RankClient(ipp.Client):
         self, ranks: Iterable[int], content: dict[str, Any], metadata: dict[str, Any], handler: CellHandler
     ) -> list[str]:
         """Send one `execute_request` to each rank; return the message ids, for `forget`."""
-        messages = []
+        messages, packed = [], self.session.pack(content)  # once for all ranks
         for rank in ranks:
-            message = self.session.msg("execute_request", content=content, metadata=metadata)
+            message = self.session.msg("execute_request", content=packed, metadata=metadata)
             self._cells[message["header"]["msg_id"]] = (rank, handler)
             messages.append((self._engines[rank].encode(), message))
 

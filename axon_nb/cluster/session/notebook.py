@@ -12,7 +12,7 @@ import atexit
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -73,6 +73,8 @@ class NotebookSession:
         self.auto = AutoMode()
         self.fetched: dict[str, Callable[[object], bool]] = {}
         """By name that `%pull` or `%gather` bound: whether a value is the one that they bound."""
+        self.records: dict[object, Mapping[str, Any]] = {}
+        """By id of a request, the record of the cell that it ran, until its reply takes it along."""
         self.panels: weakref.WeakValueDictionary[tuple[object, ...], OpenPanel] = weakref.WeakValueDictionary()
         """Open panels, by what they show. The shell's events keep a panel alive until it is closed."""
         self._lock = threading.Lock()

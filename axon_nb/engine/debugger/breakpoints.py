@@ -34,6 +34,7 @@ __all__ = ["Breakpoints"]
 _SKIPPED = ("axon_nb.", "IPython.")
 """`step` enters no function of these."""
 _PAUSED = message_type(PausedEvent)
+_NOWHERE = Pauses()
 
 
 class _Debugger(Pdb):
@@ -117,7 +118,8 @@ class Breakpoints:
 
     def begin_cell(self, facts: CellFacts) -> None:
         """Prepare for a cell."""
-        self._lines = queue.SimpleQueue()
+        if self._pauses or self._released:
+            self._lines = queue.SimpleQueue()
         self._run, self._where = facts.run, facts.pauses
         self._has_skipped = self._released = False
         self._pauses = self._calls = 0
@@ -128,11 +130,13 @@ class Breakpoints:
 
     def end_cell(self) -> None:
         """Close the debugger; afterwards nothing refers to the cell's frames."""
-        if self._where.before and not self._calls:
-            print(f"--break {self._where.before}: the cell made no such call.", file=sys.stderr)
-        if self._where.at_start:
+        where, self._where = self._where, _NOWHERE
+        if where.at_start:
             sys.settrace(None)
-        self._where, self._session.groups.calls.before = Pauses(), None
+        if where.before:
+            self._session.groups.calls.before = None
+            if not self._calls:
+                print(f"--break {where.before}: the cell made no such call.", file=sys.stderr)
         if self._debugger is not None:
             sys.settrace(None)
             vars(self._debugger).clear()

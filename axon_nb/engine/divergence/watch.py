@@ -34,6 +34,7 @@ from axon_nb.engine.divergence.replicas import Replicas, root_models
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding.placement import local_tensor
 from axon_nb.engine.step_frames import step_depth
+from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.contents import NumbersReply, NumbersRequest
 from axon_nb.records.training.numbers import LAST, NonFinite
 from axon_nb.shell.user_frame import inner_function, user_frame
@@ -94,14 +95,15 @@ class NumberWatch:
         """Whether all ranks wait, and repeat together what communicates."""
         self._pid = os.getpid()
 
-    def begin_cell(self, run: str, mode: str) -> None:
-        """Watch the cell that begins.
+    @property
+    def is_on(self) -> bool:
+        """Whether an interrupt has kept the last cell's watch from ending."""
+        return self._handle is not None
 
-        Args:
-            run: Id of its run.
-            mode: ``on`` or ``stop``; empty: it is not watched.
-        """
-        self.end_cell(is_ok=False)  # an interrupt may have kept the last one from ending
+    def begin_cell(self, facts: CellFacts) -> None:
+        """Watch the cell that begins."""
+        run, mode = facts.run, facts.watch_numbers
+        self.end_cell(is_ok=False)
         if not mode:
             return
         self._stops, self._may_repeat, self._waiting = mode == "stop", False, ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -12,7 +10,7 @@ from dataclasses import dataclass, field
 from json import loads  # by name: a cell may replace functions of the module
 from typing import Any
 
-from axon_nb.records.protocol.cells import CellFacts, CellOutcome, CellReport, Omitted, read_outcome
+from axon_nb.records.protocol.cells import CellFacts, CellReport, Omitted, read_outcome
 
 __all__ = ["CellLog"]
 
@@ -63,7 +61,9 @@ class _CellRecord:
     """Over the whole cell."""
     newly_omitted: _Omitted = field(default_factory=_Omitted)
     """Since the last request of a replay."""
-    outcome: CellOutcome | None = None
+    sent: int = 0
+    """How many messages were sent on the output channel, those included that are not saved."""
+    reply: dict[str, Any] | None = None
     finished_ns: int = 0
 
     def add(self, kind: str, content: dict[str, Any] | bytes, size: int) -> None:
@@ -143,7 +143,7 @@ class _CellRecord:
             ],
             last=self.last,
             omitted=Omitted(omitted.lines, omitted.size, omitted.displays),
-            outcome=self.outcome,
+            outcome=None if self.reply is None else read_outcome(self.reply),
         )
 
 
@@ -151,6 +151,8 @@ class CellLog:
     """Sees every message of the output channel; saves the latest output of each cell, at most 64 Ki characters."""
 
     def __init__(self) -> None:
+        self.sees_all = False
+        """Whether `tap` is called with each message, which a later ipykernel may not allow."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._records: dict[str, _CellRecord] = {}
@@ -170,15 +172,17 @@ class CellLog:
             while len(self._records) > _MAX_CELLS:
                 self._records.pop(next(iter(self._records)))
 
+    def outputs(self, message_id: str) -> int | None:
+        """Return how many messages of the cell were sent on the output channel; None if it is not known."""
+        record = self._records.get(message_id)
+        return record.sent if record is not None and self.sees_all else None
+
     def end(self, message_id: str, reply: dict[str, Any]) -> None:
-        """Record the cell's reply."""
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # the user's own may be closed
-                stream.flush()  # pending output belongs before the outcome
+        """Record the cell's reply; its output has been sent."""
         with self._lock:
             if (record := self._records.get(message_id)) is not None:
                 record.finished_ns = time.monotonic_ns()
-                record.outcome = read_outcome(reply)
+                record.reply = reply
 
     def tap(self, frames: list[Any]) -> None:
         """Record one outgoing message of the output channel; thread-safe."""
@@ -187,8 +191,12 @@ class CellLog:
         start = frames.index(_DELIMITER)
         _, header, parent, _, content = map(bytes, frames[start + 1 : start + 6])
         record = self._records.get(loads(parent).get("msg_id", ""))
-        kind = loads(header)["msg_type"] if record is not None else ""
-        if record is None or kind not in _OUTPUT_TYPES:
+        kind = loads(header)["msg_type"] if record is not None else "status"
+        if record is None or kind == "status":
+            return
+        with self._lock:
+            record.sent += 1
+        if kind not in _OUTPUT_TYPES:
             return
         if kind == "stream":
             text = loads(content)
@@ -213,6 +221,6 @@ class CellLog:
                 if (
                     record.facts.run == run
                     if run is not None
-                    else record.outcome is None or record.finished_ns > after_ns
+                    else record.reply is None or record.finished_ns > after_ns
                 )
             ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from axon_nb.engine.debugger.breakpoints import Breakpoints
@@ -12,25 +12,32 @@ from axon_nb.engine.groups import recovery
 from axon_nb.engine.kernel import subgroup
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.interrupts import InterruptHandler
-from axon_nb.engine.kernel.measure import Measured, run_measured
 from axon_nb.engine.kernel.memory_shortage import memory_shortage
 from axon_nb.engine.kernel.random_state import RandomDraws
 from axon_nb.engine.kernel.shell import describe_exit
 from axon_nb.engine.kernel.tracebacks import Tracebacks
 from axon_nb.engine.output.budget import OutputBudget
-from axon_nb.engine.session import RankSession
-from axon_nb.engine.trackers import MetricsWriter
-from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts
+from axon_nb.engine.session import CellFeature, RankSession
+from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts, Measurement
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.records.spans import Span, emit
 
-__all__ = ["CellRunner"]
+__all__ = ["FEATURES", "CellRunner"]
+
+FEATURES = {
+    "log_to": "axon_nb.engine.trackers:MetricsWriter",
+    "protect": "axon_nb.engine.protection.protection:Protection",
+    "watch_numbers": "axon_nb.engine.divergence.watch:NumberWatch",
+}
+"""What surrounds a cell while it is switched on: by the field of `CellFacts` that does so, a `CellFeature`.
+
+Where nothing is switched on, nothing is called, and the modules are not imported."""
 
 _MAX_EVALUE = 16_000
 _MAX_TRACEBACK = 200_000
-_NOT_STARTED = {KEY: encode(CellEnd())}
 _MAX_VALUES = 16
 """Number of cells whose values are kept until they are fetched; the oldest are dropped first."""
+_NOTHING_MEASURED = Measurement()
 
 
 class CellRunner:
@@ -54,7 +61,6 @@ class CellRunner:
         self._tracebacks = tracebacks
         self._post_mortem = post_mortem
         self._breakpoints = breakpoints
-        self._metrics = MetricsWriter(session.config.rank)
         self._values: dict[str, Any] = {}
 
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
@@ -70,24 +76,19 @@ class CellRunner:
         # IPython looks here for the semicolon that suppresses a value.
         shell.history_manager.input_hist_parsed[-1:] = [code]
         if facts.run in self._interrupts.rejected_runs:
-            reply: dict[str, Any] = {
-                "status": "error",
-                "ename": "KeyboardInterrupt",
-                "evalue": "",
-                "traceback": [],
-                **_NOT_STARTED,
-            }
-            self._log.end(message_id, reply)
-            return reply
+            reply: dict[str, Any] = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": []}
+            return self._end(message_id, reply, CellEnd(outputs=self._log.outputs(message_id)))
         if not facts.is_debugger:
             self._post_mortem.discard()
-        self._begin(facts)
+        features = self._begin(facts)
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
-        calls, draws, measured = recovery.num_calls(), RandomDraws(session.device), Measured()
+        calls, draws, measured = recovery.num_calls(), RandomDraws(session.device), dict[str, Any]()
         self._interrupts.begin_cell(facts.run)
+        is_ok = False
         try:
             reply = await self._execute(facts, execute, measured)
+            is_ok = reply["status"] == "ok"
         except BaseException as error:
             self._log.end(message_id, {"status": "error", "ename": type(error).__name__, "evalue": str(error)})
             raise
@@ -98,32 +99,29 @@ class CellRunner:
             session.steps.end_cell()
             end = time.monotonic_ns()
             session.cell = None
-            self._metrics.end_cell()
+            for feature in features:
+                feature.end_cell(is_ok=is_ok)
             self._budget.end()
             slowed = f"slowed: {facts.slowness}" if facts.slowness else ""
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end, slowed))
         aborted_at = self._tracebacks.end_cell(reply)
         value = getattr(getattr(shell, "last_execution_result", None), "result", None)
-        has_value = reply["status"] == "ok" and value is not None
+        has_value = is_ok and value is not None
         if has_value and facts.token is not None:
             self._keep_value(facts.token, value)
-        is_ok = reply["status"] == "ok"
-        for kept in (session.protection, session.numbers):
-            kept.end_cell(is_ok=is_ok)
+        communicated = recovery.num_calls() - calls
         end_report = CellEnd(
             seconds=(end - start) / 1e9,
-            calls=max(0, recovery.num_calls() - calls),
+            calls=max(0, communicated),
             aborted_at=aborted_at,
             has_value=has_value,
-            draws=draws.report(shell) if recovery.num_calls() > calls else None,
-            cpu_seconds=measured.cpu_seconds if is_ok else None,
-            repetitions=measured.repetitions if is_ok else None,
-            profile=measured.profile if is_ok else None,
+            draws=draws.report(shell) if communicated > 0 else None,
             threads=() if is_ok else session.groups.calls.calling_threads(),
             left=session.groups.calls.left(),
             shortage=None if is_ok else memory_shortage(session, reply["ename"], reply["evalue"]),
+            outputs=self._log.outputs(message_id),
+            **(measured if is_ok else {}),
         )
-        reply[KEY] = encode(end_report)
         describe_exit(reply, shell)
         if not is_ok:
             self._post_mortem.release(
@@ -131,33 +129,55 @@ class CellRunner:
                 was_aborted=aborted_at is not None,
                 keep_text=reply["evalue"] if facts.keep_failure else None,
             )
-        reply = _limit_reply(reply)
+        return self._end(message_id, _limit_reply(reply), end_report)
+
+    def _end(self, message_id: str, reply: dict[str, Any], report: CellEnd) -> dict[str, Any]:
+        reply[KEY] = encode(report)
         self._log.end(message_id, reply)
         return reply
 
     async def _execute(
-        self, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: Measured
+        self, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: dict[str, Any]
     ) -> dict[str, Any]:
-        slowdown = self._session.groups.slowdown
         self._breakpoints.begin_cell(facts)
-        slowdown.begin_cell(facts.slowness, facts.delays, self._session.config.rank)
+        slowdown = self._session.groups.slowdown
+        is_slowed = bool(facts.slowness or facts.delays)
+        if is_slowed:
+            slowdown.begin_cell(facts.slowness, facts.delays, self._session.config.rank)
         try:
-            return self._prepare(facts) or await run_measured(self._session, facts, execute, measured)
+            if (refusal := self._prepare(facts)) is not None:
+                return refusal
+            cpu = time.process_time()
+            if facts.measurement == _NOTHING_MEASURED:
+                reply = await execute()
+                measured["cpu_seconds"] = time.process_time() - cpu
+                return reply
+            from axon_nb.engine.kernel.measure import run_measured
+
+            return await run_measured(self._session, facts, execute, measured)
         finally:
-            slowdown.end_cell()
+            if is_slowed:
+                slowdown.end_cell()
             self._breakpoints.end_cell()
 
-    def _begin(self, facts: CellFacts) -> None:
+    def _begin(self, facts: CellFacts) -> Sequence[CellFeature]:
+        """Prepare for a cell; return what else surrounds it."""
         session = self._session
         if facts.undo_memory is not None:
             session.snapshots.before_cell(facts.run, facts.cell or 0, facts.ranks, facts.undo_memory)
-        if facts.log_to is not None:
-            self._metrics.begin_cell(facts.log_to)
         session.groups.calls.begin_cell()
         session.steps.begin_cell()
         self._budget.begin(facts.output_limit)
-        session.protection.begin_cell(facts.run, facts.ranks, facts.protect)
-        session.numbers.begin_cell(facts.run, facts.watch_numbers)
+        if not facts.run:  # of another client
+            return ()
+        wanted = {kind for name, kind in FEATURES.items() if getattr(facts, name)}
+        if not wanted and not session.parts:
+            return ()
+        kinds = [kind for kind in FEATURES.values() if kind in wanted or session.is_on(kind)]
+        features: list[CellFeature] = [session.part(kind) for kind in kinds]
+        for feature in features:
+            feature.begin_cell(facts)
+        return features
 
     def _prepare(self, facts: CellFacts) -> dict[str, Any] | None:
         """Set up before the cell's own code runs; return an error reply if that fails."""

@@ -21,7 +21,7 @@ from axon_nb.engine.session import RankSession
 from axon_nb.host.children import signal_started
 from axon_nb.records.protocol.aborts import AbortReply, AbortRequest, StopRequest
 from axon_nb.records.protocol.cells import CellsReply, CellsRequest
-from axon_nb.records.protocol.contents import NumbersRequest
+from axon_nb.records.protocol.contents import NumbersReply, NumbersRequest
 from axon_nb.records.protocol.inspection import (
     DebuggerLine,
     StacksReply,
@@ -86,6 +86,9 @@ def control_handlers(
         late = overdue(native, dump()) if native is not None and waits.running else ""
         return WaitsReply(waits, in_progress.collectives, awaited_peers(), late, in_progress.started)
 
+    def numbers(request: NumbersRequest) -> NumbersReply:
+        return session.numbers.report(request)
+
     def stacks(request: StacksRequest) -> StacksReply:
         return StacksReply(sampler.sample(), tuple(cell_stack(session, interrupts)))
 
@@ -108,7 +111,7 @@ def control_handlers(
         AbortRequest: abort_cell,
         CellsRequest: report_cells,
         DebuggerLine: breakpoints.put,
-        NumbersRequest: session.numbers.report,
+        NumbersRequest: numbers,
         StacksRequest: stacks,
         StatusRequest: status,
         StopRequest: stop,

@@ -1,5 +1,9 @@
 """All private hooks into ipykernel 7, as engines use it.
 
+A cell of ours bypasses ipykernel's dispatch of requests, which publishes two statuses, flushes each stream twice and
+writes five lines for a log that nobody keeps: the reply says how many messages the cell has sent, so the notebook knows
+when it has all of them.
+
 The register lists them as `kernel.cells`, and a test fails if the installed ipykernel lacks one. A missing hook is
 skipped: cells still run, with the limitation that its comment names.
 """
@@ -7,7 +11,9 @@ skipped: cells still run, with the limitation that its comment names.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import SimpleNamespace
@@ -17,6 +23,7 @@ import zmq
 from jupyter_client.jsonutil import json_default
 
 from axon_nb.errors import UsageError
+from axon_nb.records.protocol.cells import KEY
 from axon_nb.records.protocol.messages import FAILURE, REFUSAL, REPLY, Request, encode_reply, message_type
 from axon_nb.records.protocol.wire import decode
 
@@ -25,10 +32,12 @@ __all__ = [
     "ControlHandlers",
     "add_control_handlers",
     "install",
+    "serve_cells",
     "tap_output",
-    "wrap_do_execute",
 ]
 
+_NUM_PARTS, _METADATA = 5, 3
+"""Parts of a message without buffers: signature, header, parent, metadata, content."""
 ControlHandler = Callable[[Any], Any]
 """Takes a request and returns its reply; runs on the kernel's control thread. A `UsageError` refuses the request."""
 
@@ -148,15 +157,15 @@ def add_control_handlers(kernel: Any, handlers: ControlHandlers) -> None:
         kernel.control_handlers[message_type(kind)] = _RequestHandler(kernel, kind, handler)
 
 
-def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:
-    """Pass the frames of each outgoing message of the output channel to `tap`, in order.
+def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> bool:
+    """Pass the frames of each outgoing message of the output channel to `tap`, in order; return whether that works.
 
     Without this hook, a notebook that reconnects does not see what was printed meanwhile.
     """
     thread = getattr(kernel.iopub_socket, "io_thread", None) or kernel.iopub_socket
     send = getattr(thread, "send_multipart", None)
     if send is None:
-        return
+        return False
 
     def send_multipart(frames: list[Any], *args: Any, **kwargs: Any) -> None:
         with contextlib.suppress(ValueError, KeyError):  # not a Jupyter message
@@ -164,6 +173,7 @@ def tap_output(kernel: Any, tap: Callable[[list[Any]], None]) -> None:
         send(frames, *args, **kwargs)
 
     thread.send_multipart = send_multipart
+    return True
 
 
 def _failed_reply(error: Exception) -> dict[str, Any]:
@@ -181,7 +191,7 @@ def _failed_reply(error: Exception) -> dict[str, Any]:
     }
 
 
-def wrap_do_execute(
+def serve_cells(
     kernel: Any, wrapper: Callable[[dict[str, Any], Callable[[], Awaitable[dict[str, Any]]]], Awaitable[dict[str, Any]]]
 ) -> None:
     """Have `wrapper(metadata, run)` run each visible cell: `metadata` is the request's, `run()` returns the reply.
@@ -189,6 +199,8 @@ def wrap_do_execute(
     If it fails, the cell fails: ipykernel would send no reply, and the notebook would wait for it.
     """
     original = kernel.do_execute
+    _spare_work(kernel)
+    _dispatch_cells(kernel)
 
     async def do_execute(code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if silent:
@@ -200,3 +212,59 @@ def wrap_do_execute(
             return _failed_reply(error)
 
     kernel.do_execute = do_execute
+
+
+def _spare_work(kernel: Any) -> None:
+    """Have ipykernel do once what it does in each cell.
+
+    A cell's source is transformed to see whether the cell awaits, and again to run it. The signature of a method of
+    IPython is worked out each time. And messages are formatted for a log that drops them.
+    """
+    shell, log = kernel.shell, kernel.log
+    transform = shell.transform_cell
+    last: list[str] = ["", ""]
+
+    def transform_cell(raw: str) -> str:
+        if raw is not last[0]:
+            last[:] = raw, transform(raw)
+        return last[1]
+
+    shell.transform_cell = transform_cell
+    run = type(shell).run_cell_async
+    run.__signature__ = inspect.signature(run)
+    if isinstance(log, logging.Logger) and log.handlers:
+        log.setLevel(max(log.level, min(handler.level for handler in log.handlers)))
+
+
+def _dispatch_cells(kernel: Any) -> None:
+    original = getattr(kernel, "dispatch_shell", None)
+    if original is None:
+        return
+    session, key = kernel.session, f'"{KEY}"'.encode()
+
+    async def dispatch_shell(frames: list[Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            idents, parts = session.feed_identities(frames, copy=False)
+            is_ours = len(parts) == _NUM_PARTS and key in parts[_METADATA].bytes
+        except ValueError:  # not a message: ipykernel sends itself a note
+            is_ours = False
+        if not is_ours:
+            await original(frames, *args, **kwargs)
+            return
+        try:
+            message = session.deserialize(parts, content=True, copy=False)
+        except (KeyError, TypeError, ValueError) as error:  # wrong signature, or damaged
+            kernel.log.error("Invalid cell: %s", error)
+            return
+        kernel.set_parent(idents, message, channel="shell")
+        try:
+            reply = await kernel.do_execute(message["content"]["code"], False, False, {}, False)
+        except KeyboardInterrupt:  # after the cell, which has a reply
+            kernel.log.error("A KeyboardInterrupt arrived between two cells.")
+            return
+        session.send(kernel.shell_stream, "execute_reply", reply, parent=message, ident=idents)
+        if reply.get(KEY, {}).get("outputs") is None:
+            kernel._publish_status("idle", "shell")
+        kernel.shell_stream.flush(zmq.POLLOUT)
+
+    kernel.dispatch_shell = dispatch_shell

@@ -6,7 +6,6 @@ import ast
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from axon_nb.engine.kernel import subgroup
 from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.cells import CellFacts, Profile, ProfiledOperation
 
-__all__ = ["Measured", "run_measured"]
+__all__ = ["run_measured"]
 
 _RUNS_NAME, _RUN_NAME = "__axon_nb_runs__", "__axon_nb_run__"
 """Names that a repeated cell uses; removed after it."""
@@ -25,17 +24,8 @@ _MAX_OPERATIONS = 15
 """Operations reported from a profile."""
 
 
-@dataclass(slots=True)
-class Measured:
-    """Measurements of one cell, as in `CellEnd`."""
-
-    cpu_seconds: float | None = None
-    repetitions: tuple[float, ...] | None = None
-    profile: Profile | None = None
-
-
 async def run_measured(
-    session: RankSession, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: Measured
+    session: RankSession, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: dict[str, Any]
 ) -> dict[str, Any]:
     """Run a cell and return its reply.
 
@@ -43,7 +33,7 @@ async def run_measured(
         session: This rank.
         facts: The notebook's metadata about the cell.
         execute: Runs the cell and returns its reply.
-        measured: Receives the measurements.
+        measured: Receives the measurements: fields of `CellEnd`, by name.
     """
     try:
         return await _run_measured(session, facts, execute, measured)
@@ -53,7 +43,7 @@ async def run_measured(
 
 
 async def _run_measured(
-    session: RankSession, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: Measured
+    session: RankSession, facts: CellFacts, execute: Callable[[], Awaitable[dict[str, Any]]], measured: dict[str, Any]
 ) -> dict[str, Any]:
     wanted = facts.measurement
     with contextlib.ExitStack() as stack:
@@ -65,7 +55,7 @@ async def _run_measured(
         reply = await execute()
         if wanted.is_timed:
             _synchronize(session.device)
-        measured.cpu_seconds = time.process_time() - cpu
+        measured["cpu_seconds"] = time.process_time() - cpu
     return reply
 
 
@@ -121,7 +111,7 @@ class _LoopTransformer(ast.NodeTransformer):
 
 
 @contextlib.contextmanager
-def _repeated(session: RankSession, facts: CellFacts, measured: Measured) -> Iterator[None]:
+def _repeated(session: RankSession, facts: CellFacts, measured: dict[str, Any]) -> Iterator[None]:
     ranks = facts.ranks
     shell, seconds = session.kernel.shell, list[float]()
 
@@ -142,11 +132,11 @@ def _repeated(session: RankSession, facts: CellFacts, measured: Measured) -> Ite
             shell.ast_transformers.remove(loop)
         for name in (_RUNS_NAME, _RUN_NAME):
             shell.user_ns.pop(name, None)
-    measured.repetitions = tuple(seconds)
+    measured["repetitions"] = tuple(seconds)
 
 
 @contextlib.contextmanager
-def _profiled(session: RankSession, folder: Path, measured: Measured) -> Iterator[None]:
+def _profiled(session: RankSession, folder: Path, measured: dict[str, Any]) -> Iterator[None]:
     from torch.profiler import ProfilerActivity, profile
 
     on_device = session.device.type == "cuda"
@@ -159,7 +149,9 @@ def _profiled(session: RankSession, folder: Path, measured: Measured) -> Iterato
     trace = folder / f"rank{session.config.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
     profiler.export_chrome_trace(str(trace))
     averages = sorted(profiler.key_averages(), key=lambda entry: -_self_us(entry, on_device))
-    measured.profile = Profile(tuple(_operation(entry, on_device) for entry in averages[:_MAX_OPERATIONS]), str(trace))
+    measured["profile"] = Profile(
+        tuple(_operation(entry, on_device) for entry in averages[:_MAX_OPERATIONS]), str(trace)
+    )
 
 
 def _self_us(entry: Any, on_device: bool) -> float:

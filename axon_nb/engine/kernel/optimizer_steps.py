@@ -6,7 +6,7 @@ import hashlib
 import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -37,6 +37,8 @@ class OptimizerSteps:
         self._next = 0
         self._calls = 0
         self._communicated = False
+        self.observers: list[Callable[[FrameType | None], None]] = []
+        """Called after each step with the frame that made it, which belongs to no other step."""
 
     def install(self) -> None:
         """Hook into all optimizer steps from now on."""
@@ -46,7 +48,7 @@ class OptimizerSteps:
     def begin_cell(self) -> None:
         """Start counting for a new cell, and drop any deferred interrupt of the last one."""
         self._deferred_since = None
-        self._before = weakref.WeakKeyDictionary(self._steps)
+        self._before = weakref.WeakKeyDictionary(self._steps) if self._steps else weakref.WeakKeyDictionary()
         self._calls = recovery.num_calls()
 
     def end_cell(self) -> None:
@@ -71,7 +73,8 @@ class OptimizerSteps:
         frame = sys._getframe(1)
         if step_depth(frame) < 2:
             current().groups.slowdown.end_step()
-            current().protection.after_step(frame.f_back)
+            for observe in self.observers:
+                observe(frame.f_back)
         self._raise_deferred()
 
     def _raise_deferred(self, *_: Any) -> None:

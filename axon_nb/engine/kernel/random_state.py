@@ -46,8 +46,8 @@ class RandomDraws:
             return None
 
     def _find_shared_draws(self, shell: Any) -> Draws | None:
-        after = self._state()
-        if after == self._before:
+        before, after = (b"".join(one.numpy().tobytes() for one in state) for state in (self._before, self._state()))
+        if after == before:
             return None
         variables = user_variables(shell)
         models = {name: value for name, value in variables.items() if isinstance(value, nn.Module)}
@@ -56,17 +56,17 @@ class RandomDraws:
             return None
         dropout = next((name for name, model in replicas.items() if _uses_dropout(model)), "")
         loader = next((name for name, value in variables.items() if _shuffles_globally(value)), "")
-        first, last = (hashlib.blake2b(state, digest_size=8).hexdigest() for state in (self._before, after))
+        first, last = (hashlib.blake2b(state, digest_size=8).hexdigest() for state in (before, after))
         return Draws((first, last), dropout, loader) if dropout or loader else None
 
-    def _state(self) -> bytes:
+    def _state(self) -> list[torch.Tensor]:
         try:
-            states = [torch.get_rng_state()]
+            states = [torch.default_generator.get_state()]
             if self._device.type == "cuda" and torch.cuda.is_initialized():
                 states.append(torch.cuda.get_rng_state(self._device))
-            return b"".join(state.numpy().tobytes() for state in states)
+            return states
         except Exception:  # a torch mode that stays on between cells, such as fake tensors
-            return b""
+            return []
 
 
 def _is_replicated(model: nn.Module) -> bool:

@@ -45,6 +45,8 @@ class OutputBudget:
         self._restore_streams()
         self._native.drain(wait=True)
         self._send_rest()
+        for limited in self._streams.values():
+            limited.send_pending()
         with self._lock:
             self._remaining = self._limit
 
@@ -58,10 +60,11 @@ class OutputBudget:
     def _restore_streams(self) -> None:
         """Replace `sys.stdout` and `sys.stderr` if the cell broke them: ipykernel replies only if it can flush both."""
         for name, limited in self._streams.items():
-            try:
-                getattr(sys, name).flush()
-            except Exception:
-                setattr(sys, name, limited.stream)
+            if (stream := getattr(sys, name)) is not limited.stream:
+                try:
+                    stream.flush()
+                except Exception:
+                    setattr(sys, name, limited.stream)
 
     def spend(self, size: int) -> bool:
         """Use up `size` characters of the budget; return whether they may be sent."""
@@ -135,7 +138,10 @@ class _LimitedStream:
     def flush(self) -> None:
         """Send pending output."""
         self._native.drain()  # values and displays are sent after a flush, so earlier output of C code must come first
-        # ipykernel flushes both streams several times per request, and each flush waits for a thread.
+        self.send_pending()
+
+    def send_pending(self) -> None:
+        """Send what was written, if anything was: each flush of ipykernel's waits for a thread."""
         if self._pending:
             self._pending = False
             self._flush()

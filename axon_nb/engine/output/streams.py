@@ -103,6 +103,8 @@ class _NativeFile:
 
     def _read_next(self) -> str:
         size = os.fstat(self._file).st_size
+        if size == self._position and size - self._freed <= _MAX_FILE_BYTES:
+            return ""
         if size < self._position:  # it was truncated
             self._position = self._freed = 0
         note = ""

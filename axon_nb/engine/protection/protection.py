@@ -27,6 +27,7 @@ from axon_nb.engine.snapshot.snapshot import Snapshot
 from axon_nb.engine.snapshot.state import StateFinder
 from axon_nb.engine.transfer.state_pickle import Place
 from axon_nb.host.resources.kept_memory import find_kept_memory
+from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.recovery import ProtectedStep, UndoableCell
 from axon_nb.records.units import format_bytes
 
@@ -63,6 +64,9 @@ class Protection:
         self._session = session
         self._finder = StateFinder(session.kernel.shell.user_ns)
         self._pid = os.getpid()
+        self._fd = find_kept_memory(session.config.rank)
+        self._has_predecessor = self._fd is not None and os.fstat(self._fd).st_size > 0
+        """Whether the memory holds what another process of this rank has saved."""
         self._memory: SlotMemory | None = None
         self._slots: list[_Slot | None] = [None, None]
         self._latest = 1
@@ -76,18 +80,13 @@ class Protection:
         self._reported: set[str] = set()
 
     @property
-    def _fd(self) -> int | None:
-        return find_kept_memory(self._session.config.rank)
+    def is_on(self) -> bool:
+        """Whether a slot may be filled."""
+        return self._memory is not None or self._has_predecessor
 
-    def begin_cell(self, run: str, ranks: tuple[int, ...], every: int | None) -> None:
-        """Protect the cell that begins, and save the state before it.
-
-        Args:
-            run: Id of its run.
-            ranks: The ranks that run it; unless all do, nothing is saved.
-            every: Save the state after every such number of optimizer steps; 0: protection is off, and the slots are
-                given up. None: the cell is the notebook's own.
-        """
+    def begin_cell(self, facts: CellFacts) -> None:
+        """Protect the cell that begins if all ranks run it, and save the state before it; give the slots up if not."""
+        run, ranks, every = facts.run, facts.ranks, facts.protect
         self._every, self._is_due, self._left_out = 0, False, {}
         if every == 0:
             self.forget()
@@ -97,6 +96,7 @@ class Protection:
             self._report(f"This rank is not protected: {_NO_MEMORY}.")
             return
         self._every, self._steps = every, 0
+        self._session.steps.observers.append(self._after_step)
         self._run, self._fence, self._calls = run, (0, 0), recovery.num_calls()
         self._save()
 
@@ -125,8 +125,10 @@ class Protection:
         if is_ok:
             self._after_iteration()
         self._every = 0
+        observers = self._session.steps.observers
+        observers[:] = [one for one in observers if one != self._after_step]
 
-    def after_step(self, frame: FrameType | None) -> None:
+    def _after_step(self, frame: FrameType | None) -> None:
         """Note that an optimizer step is complete; the state is saved when its iteration is.
 
         Args:
@@ -280,7 +282,7 @@ class Protection:
         """Give up both slots and their memory."""
         if self._memory is not None:
             self._memory.clear()
-        elif (fd := self._fd) is not None:
-            os.ftruncate(fd, 0)
-        self._memory, self._slots, self._latest = None, [None, None], 1
+        elif self._has_predecessor and self._fd is not None:
+            os.ftruncate(self._fd, 0)
+        self._memory, self._slots, self._latest, self._has_predecessor = None, [None, None], 1, False
         self._session.protected_step = None

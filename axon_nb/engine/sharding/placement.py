@@ -6,6 +6,7 @@ DTensor's local shape and offset; without it, shards are assumed to be split eve
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Iterable
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
 
 from axon_nb.comm.placements import Placed, placed
 from axon_nb.engine.sharding.sharded import format_placement, loaded_class
@@ -30,8 +30,6 @@ __all__ = [
 _LINEAR = "axon_nb.parallel.tensor.linear"
 _BLOCK = ("axon_nb.parallel.tensor.blocks", "TensorParallelBlock")
 _NORM = ("axon_nb.parallel.tensor.blocks", "SequenceParallelNorm")
-_utils: Any = importlib.import_module("torch.distributed.tensor._utils")
-_offsets = getattr(_utils, "compute_local_shape_and_global_offset", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +107,8 @@ def _local_placement(tensor: Any, group: Any, sharded: Any, like: Placed | None)
     if (found := placed(tensor) or like) is not None:
         return _on_mesh(found, found.placements, padded=True)
     if (found := placed(sharded)) is not None:
+        from torch.distributed.tensor import Replicate  # loaded, as there is a DTensor; a rank starts without it
+
         return _on_mesh(found, [Replicate()] * found.mesh.ndim, padded=False)
     shape = tuple(tensor.shape)
     if group is not None:
@@ -151,10 +151,16 @@ def _on_mesh(tensor: Placed, placements: Any, *, padded: bool) -> ShardPlacement
     )
 
 
+@functools.cache
+def _offsets() -> Any:
+    utils = importlib.import_module("torch.distributed.tensor._utils")
+    return getattr(utils, "compute_local_shape_and_global_offset", None)
+
+
 def _offset(tensor: Placed, placements: Any) -> tuple[int, ...]:
     mesh = tensor.mesh
-    if _offsets is not None:
-        _, offset = _offsets(torch.Size(tensor.shape), mesh, placements)
+    if (offsets := _offsets()) is not None:
+        _, offset = offsets(torch.Size(tensor.shape), mesh, placements)
         return tuple(int(start) for start in offset)
     offset, shape, coordinates = [0] * len(tensor.shape), list(tensor.shape), mesh.get_coordinate() or ()
     for axis, placement in enumerate(placements):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from axon_nb.records.memory import MemoryShortage
 from axon_nb.records.performance.delays import StepDelays
@@ -81,6 +81,7 @@ class Pauses:
 class CellFacts:
     """The notebook's metadata about a cell. The defaults apply to code that another client of ipyparallel sends."""
 
+    OMITS_DEFAULTS: ClassVar[bool] = True
     run: str = ""
     """Id of the run, the same on all its ranks; empty for a cell of another client."""
     cell: int | None = None
@@ -105,11 +106,11 @@ class CellFacts:
     output_limit: int | None = None
     """Bytes of text that the cell may print; excess lines are dropped and counted. None: the rank's own limit."""
     measurement: Measurement = field(default_factory=Measurement)
-    log_to: str | None = None
+    log_to: str | None = ""
     """Where `axon_nb.log` also writes, such as ``tensorboard:runs``; empty: nowhere; None: as before."""
     undo_memory: int | None = None
     """Bytes that a rank may keep of the states before cells; 0: none. None: the cell cannot be undone by itself."""
-    protect: int | None = None
+    protect: int | None = 0
     """A rank saves its state after every such number of optimizer steps; 0: never, and it drops what it saved. None:
     this cell is not protected."""
     delays: StepDelays = field(default_factory=StepDelays)
@@ -171,6 +172,7 @@ class Profile:
 class CellEnd:
     """What a rank reports at the end of a cell, besides Jupyter's own reply."""
 
+    OMITS_DEFAULTS: ClassVar[bool] = True
     seconds: float = 0.0
     calls: int = 0
     """Number of communication calls that it started."""
@@ -190,6 +192,8 @@ class CellEnd:
     """Calls that the rank left before they were over, such as ``all_reduce at line 3 (TimeoutError)``."""
     shortage: MemoryShortage | None = None
     """What its memory held, if the cell ran out of it."""
+    outputs: int | None = None
+    """How many messages it has sent on the output channel; None: not known, and an idle status follows them."""
 
 
 @dataclass(frozen=True, slots=True)

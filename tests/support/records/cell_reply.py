@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from axon_nb.cluster.cells.record import MIME_TYPE
 from tests.kernel.cells.labelled import merged
 
 __all__ = ["Reply", "belongs", "text_of"]
@@ -68,9 +67,6 @@ class Reply:
             self.result = content["data"].get("text/plain", "")
         elif kind in ("display_data", "update_display_data"):
             identity = content.get("transient", {}).get("display_id")
-            self.record = content["data"].get(MIME_TYPE, self.record)
-            if kind == "update_display_data" and set(content["data"]) == {MIME_TYPE}:
-                return  # of a display that does not exist: front ends show nothing
             if kind == "update_display_data" and identity in ids:
                 self.displays[ids[identity]] = content["data"]
             else:
