@@ -2,52 +2,56 @@
 
 Collectives accept torch tensors, NumPy and CuPy arrays; `all_to_all` has a gradient. `group=None` is the default group;
 `async_op=True` returns a `Handle`. `rank`, `world_size` and `is_main_process` are importable but not in `__all__`: in
-cells, the first two are numbers.
+cells, the first two are numbers. Each name is imported on first use: a rank starts without most of them.
 """
 
 from __future__ import annotations
 
-from axon_nb.comm.collectives.agreement import checking
-from axon_nb.comm.collectives.exchange import all_to_all
-from axon_nb.comm.collectives.movement import (
-    all_gather,
-    barrier,
-    broadcast,
-    broadcast_from,
-    gather_tensor,
-    scatter_tensor,
-)
-from axon_nb.comm.collectives.point_to_point import recv, send
-from axon_nb.comm.collectives.reduction import (
-    all_reduce,
-    all_reduce_max,
-    all_reduce_mean,
-    all_reduce_min,
-    all_reduce_product,
-    all_reduce_sum,
-    reduce_scatter,
-    reduce_scatter_mean,
-    reduce_scatter_sum,
-)
-from axon_nb.comm.errors import (
-    CollectiveMismatchError,
-    CommError,
-    DeadlockError,
-    InvalidArgumentError,
-    InvalidRankError,
-    NcclError,
-    NotInGroupError,
-    TensorError,
-    TensorMismatchError,
-    WorldClosedError,
-)
-from axon_nb.comm.gradients import GradientBucket, sync_gradient, sync_gradients
-from axon_nb.comm.group import ProcessGroup
-from axon_nb.comm.mock import MockBackend
-from axon_nb.comm.mock_world import MockWorld
-from axon_nb.comm.synchronizer import GradientSynchronizer, GradSyncStrategy
-from axon_nb.comm.types import Backend, Handle, ReduceOp
-from axon_nb.comm.world import World, is_main_process, rank, world_size  # noqa: F401 - see the docstring
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from axon_nb.comm.collectives.agreement import checking
+    from axon_nb.comm.collectives.exchange import all_to_all
+    from axon_nb.comm.collectives.movement import (
+        all_gather,
+        barrier,
+        broadcast,
+        broadcast_from,
+        gather_tensor,
+        scatter_tensor,
+    )
+    from axon_nb.comm.collectives.point_to_point import recv, send
+    from axon_nb.comm.collectives.reduction import (
+        all_reduce,
+        all_reduce_max,
+        all_reduce_mean,
+        all_reduce_min,
+        all_reduce_product,
+        all_reduce_sum,
+        reduce_scatter,
+        reduce_scatter_mean,
+        reduce_scatter_sum,
+    )
+    from axon_nb.comm.errors import (
+        CollectiveMismatchError,
+        CommError,
+        DeadlockError,
+        InvalidArgumentError,
+        InvalidRankError,
+        NcclError,
+        NotInGroupError,
+        TensorError,
+        TensorMismatchError,
+        WorldClosedError,
+    )
+    from axon_nb.comm.gradients import GradientBucket, sync_gradient, sync_gradients
+    from axon_nb.comm.group import ProcessGroup
+    from axon_nb.comm.mock import MockBackend
+    from axon_nb.comm.mock_world import MockWorld
+    from axon_nb.comm.synchronizer import GradientSynchronizer, GradSyncStrategy
+    from axon_nb.comm.types import Backend, Handle, ReduceOp
+    from axon_nb.comm.world import World, is_main_process, rank, world_size  # noqa: F401 - see the docstring
 
 __all__ = [
     "Backend",
@@ -92,3 +96,64 @@ __all__ = [
     "sync_gradient",
     "sync_gradients",
 ]
+
+_MODULE_OF = {
+    name: module
+    for module, names in {
+        "collectives.agreement": ("checking",),
+        "collectives.exchange": ("all_to_all",),
+        "collectives.movement": (
+            "all_gather",
+            "barrier",
+            "broadcast",
+            "broadcast_from",
+            "gather_tensor",
+            "scatter_tensor",
+        ),
+        "collectives.point_to_point": ("recv", "send"),
+        "collectives.reduction": (
+            "all_reduce",
+            "all_reduce_max",
+            "all_reduce_mean",
+            "all_reduce_min",
+            "all_reduce_product",
+            "all_reduce_sum",
+            "reduce_scatter",
+            "reduce_scatter_mean",
+            "reduce_scatter_sum",
+        ),
+        "errors": (
+            "CollectiveMismatchError",
+            "CommError",
+            "DeadlockError",
+            "InvalidArgumentError",
+            "InvalidRankError",
+            "NcclError",
+            "NotInGroupError",
+            "TensorError",
+            "TensorMismatchError",
+            "WorldClosedError",
+        ),
+        "gradients": ("GradientBucket", "sync_gradient", "sync_gradients"),
+        "group": ("ProcessGroup",),
+        "mock": ("MockBackend",),
+        "mock_world": ("MockWorld",),
+        "synchronizer": ("GradientSynchronizer", "GradSyncStrategy"),
+        "types": ("Backend", "Handle", "ReduceOp"),
+        "world": ("World", "is_main_process", "rank", "world_size"),
+    }.items()
+    for name in names
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module on first use, and cache it."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """List all public names, including those not imported yet."""
+    return sorted(__all__)

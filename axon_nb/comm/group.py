@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import CommError, InvalidArgumentError, InvalidRankError, NotInGroupError, WorldClosedError
-from axon_nb.comm.mock import NAME, MockBackend
 from axon_nb.comm.types import Backend
 
 __all__ = [
@@ -24,6 +23,8 @@ __all__ = [
     "validate_ranks",
 ]
 
+_MOCK = "mock"
+"""Part of the name of a mock world's backend in torch."""
 # Immutable properties of torch's groups. Held weakly: a Gloo group that outlives `destroy_process_group` takes the
 # process down when it is freed ("terminate called without an active exception").
 _known: weakref.WeakKeyDictionary[Any, GroupInfo] = weakref.WeakKeyDictionary()
@@ -99,6 +100,8 @@ class ProcessGroup:
     @classmethod
     def mock(cls) -> ProcessGroup:
         """Return a group of this process alone, without a world: every collective completes at once."""
+        from axon_nb.comm.mock import MockBackend
+
         return cls.from_backend(MockBackend.create_world(1)[0])
 
     @property
@@ -270,7 +273,7 @@ def _info_of(group: Any, ranks: tuple[int, ...]) -> GroupInfo:
 
 def _backend_of(group: Any) -> Backend:
     name = str(dist.get_backend(group)).lower()
-    if NAME in name:
+    if _MOCK in name:
         return Backend.MOCK
     return Backend.NCCL if "nccl" in name else Backend.GLOO
 

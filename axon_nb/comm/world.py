@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import CommError, InvalidArgumentError, WorldClosedError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
-from axon_nb.comm.mock_world import MockWorld
 from axon_nb.comm.types import Backend, as_backend, choose_backend
 from axon_nb.records.environment import MASTER_ADDR, MASTER_PORT, MPICH, OPEN_MPI, SLURM, SLURM_HOSTS, TORCHRUN
+
+if TYPE_CHECKING:
+    from axon_nb.comm.mock_world import MockWorld
 
 __all__ = ["World", "is_main_process", "rank", "torchrun_environment", "world_size"]
 
@@ -99,6 +102,8 @@ class World:
             synchronous_sends: Whether a send completes only when its receiver asks for it, as for large messages on
                 real ranks. Otherwise sends are buffered, which hides deadlocks of ranks that all send first.
         """
+        from axon_nb.comm.mock_world import MockWorld
+
         return MockWorld(world_size, view=World, synchronous_sends=synchronous_sends)
 
     @property

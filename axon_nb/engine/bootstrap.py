@@ -33,13 +33,13 @@ from axon_nb.engine.frameworks import install_dist_hooks, install_frameworks
 from axon_nb.engine.groups import init_default_group, nccl, recovery, wrapper_reset
 from axon_nb.engine.groups.gloo import LOOPBACK
 from axon_nb.engine.groups.store import AgentStore
+from axon_nb.engine.inspection.job import TrainingJob
 from axon_nb.engine.inspection.sampler import Sampler, Telemetry
-from axon_nb.engine.inspection.views import Views
 from axon_nb.engine.kernel import hooks
 from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.cells import CellRunner
 from axon_nb.engine.kernel.completion import CompletionService
-from axon_nb.engine.kernel.control import control_handlers
+from axon_nb.engine.kernel.control import VIEWS, control_handlers
 from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler
 from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
 from axon_nb.engine.kernel.shell import (
@@ -199,12 +199,13 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     session.steps = steps
     install_frameworks(session)
     sampler = Sampler(session)
-    views = Views(session, sampler)
-    views.job.count_steps()
+    job = TrainingJob(session)
+    job.count_steps()
     set_cell_source(lambda: session.cell)
 
     def defers(frame: FrameType | None) -> bool:
-        return views.gradients.defers_interrupt(frame) or steps.defers_interrupt(frame)
+        views = session.parts.get(VIEWS)
+        return (views is not None and views.gradients.defers_interrupt(frame)) or steps.defers_interrupt(frame)
 
     interrupts = InterruptHandler(kernel, defers)
     interrupts.install()
@@ -228,7 +229,7 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     install_exits(kernel.shell)
     install_shell_commands(kernel.shell, interrupts)
     telemetry = Telemetry(session, sampler)
-    handlers = control_handlers(session, views, interrupts, telemetry, log, breakpoints=breakpoints)
+    handlers = control_handlers(session, job, interrupts, telemetry, log, breakpoints=breakpoints)
     hooks.add_control_handlers(kernel, handlers)
     hooks.add_control_handlers(kernel, CompletionService(kernel.shell).handlers())
     hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.report})

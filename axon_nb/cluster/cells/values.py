@@ -23,7 +23,8 @@ _POLL_INTERVAL_S = 0.1
 def last_values(state: ClusterState, ranks: Iterable[int], token: str) -> dict[int, Any]:
     """Fetch the value of the last expression of the cell with this token; its text if it cannot be sent."""
     client, values = state.connection.client, {}
-    requested = list(ranks)
+    if not (requested := list(ranks)):
+        return {}
     local = ranks_on_this_host(state, requested)
     with contextlib.ExitStack() as stack:
         blocks = {rank: stack.enter_context(SharedBlock()) for rank in local}

@@ -30,7 +30,6 @@ from axon_nb.engine.groups.gloo import (
     close_connections,
     reduce_scatter_via_all_reduce,
 )
-from axon_nb.engine.groups.size_check import SizeTable, open_size_table
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import rendezvous
 from axon_nb.engine.groups.work import RecoverableWork
@@ -39,6 +38,7 @@ from axon_nb.shell.user_frame import user_frame
 
 if TYPE_CHECKING:
     from axon_nb.comm.shared_memory.group import SharedMemoryGroup
+    from axon_nb.engine.groups.size_check import SizeTable
 
 __all__ = ["RecoverableGroup"]
 
@@ -155,6 +155,8 @@ class RecoverableGroup(PythonProcessGroup):
         )
 
     def _connect(self, store: Store, epoch: int) -> dist.ProcessGroup:
+        from axon_nb.engine.groups.size_check import open_size_table
+
         # Before connecting: once the ranks are connected, each has cleared its entries.
         self._table = open_size_table(
             self._root, self._state, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size

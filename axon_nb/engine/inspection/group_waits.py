@@ -6,7 +6,6 @@ import time
 
 import torch.distributed as dist
 
-from axon_nb.engine.groups.flight_recorder import native_waits
 from axon_nb.engine.groups.install import all_groups, rebuildable_groups
 from axon_nb.engine.groups.state import current_groups
 from axon_nb.records.waits.calls import GroupWaits, PendingCall
@@ -45,6 +44,8 @@ def group_waits() -> GroupWaits:
         creation = PendingCall(since_ns, "new_group", _creation(name), tuple(members), 1, -1, 0, seconds)
         pending.insert(0, creation)
     if native is not None:
+        from axon_nb.engine.groups.flight_recorder import native_waits
+
         return native_waits(native, pending, counts)
     return GroupWaits(tuple(pending), counts, state.calls.num_collectives)
 

@@ -8,31 +8,49 @@ missing, `%watch` does not show these bars; the cell's output still does.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from axon_nb.engine.session import RankSession
 from axon_nb.records.hooks import missing_hooks
-from axon_nb.records.protocol.inspection import JobRequest
+from axon_nb.records.protocol.contents import LayoutsReply, MemoryReply
+from axon_nb.records.protocol.inspection import JobReply, JobRequest
 from axon_nb.records.spans import covered_ns, ring
 from axon_nb.records.telemetry import RankState, running_cell
 from axon_nb.records.training.job import JobReport, MetricRow, RateMeter
 from axon_nb.records.training.metrics import metrics
 from axon_nb.records.training.progress import Bar, bars
 
-__all__ = ["TqdmBars", "TrainingJob"]
+__all__ = ["TqdmBars", "TrainingJob", "with_cost"]
 
 _MAX_CLOSED = 16
 _MAX_ROWS = 2000
 _MAX_SPANS = 16384
 _MIN_WINDOW_NS = 50_000_000
 _COMMUNICATION = ("collective", "p2p")
+
+
+RequestT = TypeVar("RequestT")
+ReplyT = TypeVar("ReplyT", JobReply, LayoutsReply, MemoryReply)
+
+
+def with_cost(handler: Callable[[RequestT], ReplyT]) -> Callable[[RequestT], ReplyT]:
+    """Add `spent_s` to a handler's reply: CPU seconds of the thread that answers."""
+
+    def answer(request: RequestT) -> ReplyT:
+        start = time.thread_time()
+        reply = handler(request)
+        return dataclasses.replace(reply, spent_s=time.thread_time() - start)
+
+    return answer
 
 
 class TqdmBars:

@@ -172,7 +172,7 @@ class Telemetry:
 
     def __init__(self, session: RankSession, sampler: Sampler) -> None:
         self._session = session
-        self._sampler = sampler
+        self.sampler = sampler
         self._lock = threading.Lock()
         self._until = 0.0
         self._period = 0.1
@@ -199,7 +199,7 @@ class Telemetry:
                     self._thread = None
                     return
                 period = self._period
-            states.append(self._sampler.sample())
+            states.append(self.sampler.sample())
             now = time.monotonic()
             if now >= due:
                 self._send(states)

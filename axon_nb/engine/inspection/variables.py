@@ -1,7 +1,6 @@
 """Describes the user's variables on this rank, with digests that show whether ranks hold equal values.
 
-For a comparison in the notebook, which has no torch, a variable is returned as named arrays. The mesh among the
-variables is reported for the cluster's card.
+For a comparison in the notebook, which has no torch, a variable is returned as named arrays.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ import torch
 from axon_nb.comm.placements import placed
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
-from axon_nb.engine.sharding.sharded import device_mesh_type, format_placement, is_dtensor
-from axon_nb.records.placement import MeshInfo
+from axon_nb.engine.sharding.sharded import format_placement, is_dtensor
 from axon_nb.records.protocol.inspection import VariableFacts, VariableParts
 from axon_nb.shell.foreign_arrays import array_device, as_numpy
 
-__all__ = ["own_mesh", "variable_facts", "variable_parts"]
+__all__ = ["variable_facts", "variable_parts"]
 
 _MAX_DIGEST = 1 << 30
 """Largest variable, in bytes, for which a digest is computed; larger ones are not compared."""
@@ -168,26 +166,3 @@ def _arrays(tensors: dict[str, Any]) -> VariableParts:
     # NumPy has neither bfloat16 nor float8.
     plain = {name: t if t.dtype.itemsize > 2 or not t.is_floating_point() else t.float() for name, t in local.items()}
     return VariableParts({name: tensor.numpy() for name, tensor in plain.items()})
-
-
-def own_mesh() -> MeshInfo | None:
-    """The mesh among the user's variables; None if there is none.
-
-    If there are several: the one named ``mesh``, else the one with the most ranks, else with the most axes.
-    """
-    kind: Any = device_mesh_type()
-    space = list(current().kernel.shell.user_ns.items())  # a copy: a cell may be adding names
-    meshes: dict[str, Any] = {
-        name: value for name, value in space if isinstance(value, kind) and value.ndim and not name.startswith("_")
-    }
-    if not meshes:
-        return None
-    name = max(meshes, key=lambda key: (key == "mesh", meshes[key].mesh.numel(), meshes[key].mesh.ndim))
-    mesh = meshes[name]
-    axes = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.mesh.ndim))
-    return MeshInfo(
-        name=name,
-        axes=tuple(axes),
-        shape=tuple(int(size) for size in mesh.mesh.shape),
-        ranks=tuple(int(rank) for rank in mesh.mesh.flatten().tolist()),
-    )

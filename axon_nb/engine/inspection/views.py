@@ -1,45 +1,28 @@
-"""Answers the views of a rank: `%watch`, `%memory`, `%shards`, `%timeline` and the cluster's card."""
+"""Answers the views of a rank: `%memory`, `%shards`, `%timeline` and the cluster's card. Imported when one asks."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from axon_nb.engine.inspection.gradients import GradientReader
-from axon_nb.engine.inspection.job import TrainingJob
+from axon_nb.engine.inspection.job import with_cost
 from axon_nb.engine.inspection.last_call import CallRecorder
 from axon_nb.engine.inspection.memory import BackgroundImports, MemoryReader, modules_and_optimizers
-from axon_nb.engine.inspection.sampler import Sampler
 from axon_nb.engine.inspection.shards import layout_report
 from axon_nb.engine.inspection.spans import SpanReader
-from axon_nb.engine.inspection.variables import own_mesh
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.contents import (
     LayoutsReply,
     LayoutsRequest,
-    MemoryReply,
     MemoryRequest,
     PlanReply,
     PlanRequest,
 )
-from axon_nb.records.protocol.inspection import (
-    JobReply,
-    JobRequest,
-    MeshReply,
-    MeshRequest,
-    SpansReply,
-    SpansRequest,
-    WaitsReply,
-    WaitsRequest,
-)
+from axon_nb.records.protocol.inspection import SpansReply, SpansRequest
 
 __all__ = ["Views"]
-
-RequestT = TypeVar("RequestT")
-ReplyT = TypeVar("ReplyT", JobReply, LayoutsReply, MemoryReply)
 
 
 class Views:
@@ -47,40 +30,27 @@ class Views:
 
     Args:
         session: This rank.
-        sampler: Its sampler.
     """
 
-    def __init__(self, session: RankSession, sampler: Sampler) -> None:
+    def __init__(self, session: RankSession) -> None:
         self._session = session
-        self.sampler = sampler
         self.gradients = GradientReader(session)
-        self.job = TrainingJob(session)
         self._calls = CallRecorder(session)
         self._imports = BackgroundImports()
         self._memory = MemoryReader(session, self.gradients, self._calls, self._imports)
         self._spans = SpanReader(session)
         self._planner: Any = None
         """The memory planner, once its module is imported."""
-
-    def handlers(self, report_waits: Callable[[WaitsRequest], WaitsReply]) -> dict[type[Any], Callable[[Any], Any]]:
-        """Return the handlers of requests by views.
-
-        Args:
-            report_waits: Handler of `WaitsRequest`; its reply is part of that of `JobRequest`.
-        """
-
-        def report_job(request: JobRequest) -> JobReply:
-            report = self.job.report(self.sampler.sample(), request)
-            return JobReply(report, report_waits(WaitsRequest()).waits)
-
-        return {
-            JobRequest: _with_cost(report_job),
-            LayoutsRequest: _with_cost(self._report_layouts),
-            MemoryRequest: _with_cost(lambda request: self._memory.report(request.names)),
-            MeshRequest: lambda _: MeshReply(own_mesh()),
+        self._handlers: dict[type[Any], Callable[[Any], Any]] = {
+            LayoutsRequest: with_cost(self._report_layouts),
+            MemoryRequest: with_cost(lambda request: self._memory.report(request.names)),
             PlanRequest: self._report_plan,
             SpansRequest: self._report_spans,
         }
+
+    def answer(self, request: Any) -> Any:
+        """Answer a request of `VIEW_REQUESTS`."""
+        return self._handlers[type(request)](request)
 
     def _report_layouts(self, request: LayoutsRequest) -> LayoutsReply:
         gradients = self.gradients if request.gradients else None
@@ -109,14 +79,3 @@ class Views:
         except (UsageError, ImportError) as error:
             return PlanReply(refused=str(error))
         return reply
-
-
-def _with_cost(handler: Callable[[RequestT], ReplyT]) -> Callable[[RequestT], ReplyT]:
-    """Add `spent_s` to a handler's reply: CPU seconds of the thread that answers."""
-
-    def answer(request: RequestT) -> ReplyT:
-        start = time.thread_time()
-        reply = handler(request)
-        return dataclasses.replace(reply, spent_s=time.thread_time() - start)
-
-    return answer

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 
-from axon_nb.engine.inspection.gradients import GradientReader
-from axon_nb.engine.inspection.memory import measure, modules_and_optimizers
-from axon_nb.engine.live_objects import LiveTensors
 from axon_nb.engine.session import RankSession
 from axon_nb.records.memory import MemoryShortage
 
@@ -30,6 +27,10 @@ def memory_shortage(session: RankSession, name: str, text: str) -> MemoryShortag
     """
     if name not in _NAMES and not (name == "RuntimeError" and _TEXT.search(text)):
         return None
+    from axon_nb.engine.inspection.gradients import GradientReader
+    from axon_nb.engine.inspection.memory import measure, modules_and_optimizers
+    from axon_nb.engine.live_objects import LiveTensors
+
     modules, optimizers = modules_and_optimizers((), session)
     use = measure(modules, optimizers, session, gradients=GradientReader(session), live_tensors=LiveTensors())
     states = sharded = 0

@@ -15,6 +15,7 @@ from axon_nb.comm.placements import Placed, placed
 from axon_nb.engine.live_objects import live_objects
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
+from axon_nb.records.placement import MeshInfo
 from axon_nb.records.protocol.recovery import LostShards
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "loaded_class",
     "local_shard",
     "only_on_ranks",
+    "own_mesh",
     "unreplicated_parameters",
     "unreplicated_reason",
 ]
@@ -211,3 +213,26 @@ def _stages(stage: Any) -> list[tuple[int, int]]:
         return list(stage.stage_ranks().items())
     ranks = torch.distributed.get_process_group_ranks(stage.group)
     return [(index, ranks[group_rank]) for index, group_rank in stage.stage_index_to_group_rank.items()]
+
+
+def own_mesh(variables: Mapping[str, Any]) -> MeshInfo | None:
+    """The mesh among the user's variables; None if there is none.
+
+    If there are several: the one named ``mesh``, else the one with the most ranks, else with the most axes.
+    """
+    kind: Any = device_mesh_type()
+    space = list(variables.items())  # a copy: a cell may be adding names
+    meshes: dict[str, Any] = {
+        name: value for name, value in space if isinstance(value, kind) and value.ndim and not name.startswith("_")
+    }
+    if not meshes:
+        return None
+    name = max(meshes, key=lambda key: (key == "mesh", meshes[key].mesh.numel(), meshes[key].mesh.ndim))
+    mesh = meshes[name]
+    axes = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.mesh.ndim))
+    return MeshInfo(
+        name=name,
+        axes=tuple(axes),
+        shape=tuple(int(size) for size in mesh.mesh.shape),
+        ranks=tuple(int(rank) for rank in mesh.mesh.flatten().tolist()),
+    )

@@ -6,7 +6,6 @@ before it in the group has ended, and its data has moved. So a change of one par
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -112,7 +111,7 @@ class Recording:
                     places[rank] += 1
                     moved = True
         lengths = [clocks[rank] - self.begins[rank] for rank in self.items]
-        return statistics.fmean(lengths) / self.num_steps
+        return sum(lengths) / len(lengths) / self.num_steps
 
     def with_runs(self, change: Callable[[int, Run], float]) -> Recording:
         """Return the same with other lengths of runs; `change` gets a rank and its run, and returns seconds."""
