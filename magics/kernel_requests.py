@@ -1,7 +1,8 @@
 """Answers the front end's requests: help on names of ranks, and completions, help and widget states during a cell.
 
-It uses the private hooks `front_end.help` and `front_end.requests` of the register. If one is missing, Jupyter's own
-behaviour remains: help is on the notebook's names, and completions wait for the end of the cell.
+It uses the private hooks `front_end.help`, `front_end.metadata` and `front_end.requests` of the register. If one is
+missing, Jupyter's own behaviour remains: help is on the notebook's names, a reply lacks the cell's result for programs,
+and completions wait for the end of the cell.
 
 - `do_inspect` answers Shift+Tab; in a cell for ranks, a rank provides the help.
 - While an async cell runs, ipykernel holds back all requests except widgets' messages. While a cell of ours waits for
@@ -64,7 +65,8 @@ class RequestHandler:
         """Install the hooks that the kernel has; call it on the main thread."""
         if not missing_hooks("front_end.help", kernel=self._kernel):
             self._kernel.do_inspect = self._do_inspect
-        self._kernel.finish_metadata = self._finish_metadata
+        if not missing_hooks("front_end.metadata", kernel=self._kernel):
+            self._kernel.finish_metadata = self._finish_metadata
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and not missing_hooks("front_end.requests", kernel=self._kernel):
             self.answers_during_cells = True

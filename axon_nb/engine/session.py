@@ -26,7 +26,6 @@ from axon_nb.records.training.comparison import Comparison
 __all__ = ["RankSession", "current", "own_rank", "set_current"]
 
 _session: list[RankSession] = []
-_making = threading.RLock()
 
 
 class StepCounts(Protocol):
@@ -171,6 +170,8 @@ class RankSession:
     """Runs cells, and keeps their values until the notebook fetches them."""
     snapshots: CellSnapshots = field(init=False)
     """The states before the last cells, for `%distributed undo`."""
+    making: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a part is made."""
     parts: dict[str, Any] = field(default_factory=dict)
     """What was made of this rank so far besides, by `module:Class`; see `part`."""
     comparer: CellComparer | None = None
@@ -202,7 +203,7 @@ class RankSession:
 
     def part(self, kind: str) -> Any:
         """Return the part of this rank of a class, ``module:Class``; it is imported and made on first use."""
-        with _making:
+        with self.making:
             if kind not in self.parts:
                 module, _, name = kind.partition(":")
                 self.parts[kind] = getattr(importlib.import_module(module), name)(self)

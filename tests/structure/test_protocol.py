@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.structure.conftest import nodes
 
 ROOM = "axon_nb/records/protocol/"
-TARGET = re.compile(r"^axon_nb\.[\w.]+:\w+$")
+TARGET = re.compile(r"^axon_nb\.[\w.]+:[a-z]\w*$")
 REQUEST = re.compile(r"^axon_(?!nb(_|$))[a-z_]+$")
 
 OTHERS = {
