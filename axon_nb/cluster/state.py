@@ -58,6 +58,7 @@ class ClusterState:
         connection.client.on_output(self._on_output)
         connection.agent.on_event(self.health.on_event)
         connection.client.on_registration(self.health.on_registration)
+        connection.connect_directly(self.ranks)
 
     def _on_output(self, rank: int, msg_type: str, content: dict[str, Any]) -> None:
         # A thread that an earlier cell has started prints while another cell runs: it shows that, too.
@@ -135,6 +136,7 @@ class ClusterState:
         self.health.lost_contexts.discard(rank)
         self.layout = layout
         self._store(dataclasses.replace(self._facts, layout=encode(layout), rank_info=rank_info))
+        self.connection.connect_directly([rank])
 
     def mark_resized(self, layout: Layout, rank_info: tuple[EngineInfo, ...]) -> None:
         """Record that the world has the ranks of `layout` now, which reported `rank_info`."""
@@ -147,6 +149,7 @@ class ClusterState:
         )
         self._store(facts)
         self.layout = layout
+        self.connection.connect_directly(self.ranks)
         self.between_cells = BetweenCells(self.ranks, limit_bytes=self.settings.output_limit)
 
     def apply_settings(self, changed: Mapping[str, Value]) -> None:

@@ -63,7 +63,7 @@ from axon_nb.host.resources.kept_memory import find_kept_memory
 from axon_nb.records.environment import HOST_NAME
 from axon_nb.records.protocol.cluster import EngineInfo
 from axon_nb.records.protocol.inspection import FailureRequest
-from axon_nb.records.protocol.joining import JoinConfig
+from axon_nb.records.protocol.joining import DirectRequest, JoinConfig
 from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.telemetry import set_cell_source
@@ -232,5 +232,6 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     handlers = control_handlers(session, job, interrupts, telemetry, log, breakpoints=breakpoints)
     hooks.add_control_handlers(kernel, handlers)
     hooks.add_control_handlers(kernel, CompletionService(kernel.shell).handlers())
-    hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.report})
+    direct = hooks.DirectChannel(kernel)
+    hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.report, DirectRequest: direct.connect})
     session.runner = runner

@@ -9,7 +9,9 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +69,11 @@ class Connection:
     client: RankClient
     ip: str = LOOPBACK
     """Address on which ranks on other hosts reach the controller and the rendezvous store; loopback: there are none."""
+
+    def connect_directly(self, ranks: Iterable[int]) -> None:
+        """Have ranks that have joined take cells and calls without the controller, if they are on this host."""
+        path = self.run_dir.path / f"direct-{os.getpid()}-{id(self.client):x}"
+        self.client.connect_directly(path, socket.gethostname(), ranks)
 
     def close(self) -> None:
         """Disconnect, and leave the cluster running."""

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ipyparallel as ipp
+import zmq
 from ipyparallel.serialize import serialize_object
+from zmq.eventloop.zmqstream import ZMQStream
 
 from axon_nb.cluster.rpc.answers import Answer
 from axon_nb.errors import StartError
 from axon_nb.records.protocol.inspection import TelemetryEvent
+from axon_nb.records.protocol.joining import DirectRequest
 from axon_nb.records.protocol.messages import Request, message_type
 from axon_nb.records.protocol.wire import decode, encode
 
@@ -36,6 +39,10 @@ _TELEMETRY = message_type(TelemetryEvent)
 _serializers_lock = threading.Lock()
 """ipyparallel completes its table of serializers on first use, which fails if two threads do it at once."""
 _FORGET_TIMEOUT_S = 2.0
+_MAX_PATH = 100
+"""Longest path of a Unix socket, nearly."""
+_GREETING_PARTS = 2
+"""An engine's identity, and an empty part."""
 
 
 class CellHandler(Protocol):
@@ -61,6 +68,10 @@ class RankClient(ipp.Client):
         self._cells: dict[str, tuple[int, CellHandler]] = {}
         self._on_telemetry: Callable[[TelemetryEvent], None] | None = None
         self._on_output: Callable[[int, str, dict[str, Any]], None] = lambda rank, msg_type, content: None
+        self._direct_stream: Any = None
+        """Reaches the ranks of this host without the controller; None: only through it."""
+        self._direct: set[bytes] = set()
+        """The engines that are connected to it."""
         self._registered = threading.Condition()
         self._queried_at = 0.0
         super().__init__(str(connection_file), **kwargs)
@@ -124,10 +135,56 @@ class RankClient(ipp.Client):
 
         def send() -> None:
             for ident, message in messages:
-                self.session.send(self._mux_stream, message, ident=ident)
+                self.session.send(self._stream_to(ident), message, ident=ident)
 
         self._io_loop.add_callback(send)
         return [message["header"]["msg_id"] for _, message in messages]
+
+    def connect_directly(self, path: Path, host: str, ranks: Iterable[int]) -> None:
+        """Have the ranks of this host take cells and calls from a socket of ours; until then, nothing changes.
+
+        Each message to the controller costs it as much as the rank.
+
+        Args:
+            path: The socket, in a private folder.
+            host: Name of this host.
+            ranks: The ranks to ask; those on other hosts decline.
+        """
+        if len(str(path)) > _MAX_PATH:
+            return
+
+        def listen() -> None:
+            if self._direct_stream is None:
+                router = self._context.socket(zmq.ROUTER)
+                router.set_hwm(0)
+                router.bind(f"ipc://{path}")
+                self._direct_stream = ZMQStream(router, self._io_loop)
+                self._direct_stream.on_recv(self._dispatch_direct, copy=False)
+            for rank in ranks:
+                with contextlib.suppress(KeyError):  # it has just died
+                    self.request(rank, DirectRequest(str(path), host, self._engines[rank]))
+
+        self._io_loop.add_callback(listen)
+
+    def _stream_to(self, ident: bytes) -> Any:
+        return self._direct_stream if ident in self._direct else self._mux_stream
+
+    def _dispatch_direct(self, parts: list[Any]) -> None:
+        if len(parts) == _GREETING_PARTS:  # from an engine that is now connected
+            self._direct.add(parts[0].bytes)
+        else:
+            self._dispatch_reply(parts)
+
+    def _send(self, socket: Any, *args: Any, ident: Any = None, **kwargs: Any) -> Any:
+        # Calls take the same way as cells, or they would overtake each other.
+        stream = self._stream_to(ident) if socket is self._mux_stream else socket
+        return super()._send(stream, *args, ident=ident, **kwargs)
+
+    def close(self, linger: int | None = None) -> None:
+        """Close all connections."""
+        if self._direct_stream is not None:
+            self._io_loop.add_callback(self._direct_stream.close, linger=0)
+        super().close(linger=linger)
 
     def forget(self, message_ids: Iterable[str]) -> None:
         """Drop whatever else arrives for these messages."""

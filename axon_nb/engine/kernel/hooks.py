@@ -14,22 +14,29 @@ import contextlib
 import inspect
 import json
 import logging
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import zmq
 from jupyter_client.jsonutil import json_default
+from zmq.eventloop.zmqstream import ZMQStream
 
 from axon_nb.errors import UsageError
+from axon_nb.records.environment import HOST_NAME
+from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.cells import KEY
+from axon_nb.records.protocol.joining import DirectRequest
 from axon_nb.records.protocol.messages import FAILURE, REFUSAL, REPLY, Request, encode_reply, message_type
 from axon_nb.records.protocol.wire import decode
 
 __all__ = [
     "ControlHandler",
     "ControlHandlers",
+    "DirectChannel",
     "add_control_handlers",
     "install",
     "serve_cells",
@@ -243,6 +250,7 @@ def _dispatch_cells(kernel: Any) -> None:
     session, key = kernel.session, f'"{KEY}"'.encode()
 
     async def dispatch_shell(frames: list[Any], *args: Any, **kwargs: Any) -> None:
+        stream = kernel.shell_stream
         try:
             idents, parts = session.feed_identities(frames, copy=False)
             is_ours = len(parts) == _NUM_PARTS and key in parts[_METADATA].bytes
@@ -262,9 +270,47 @@ def _dispatch_cells(kernel: Any) -> None:
         except KeyboardInterrupt:  # after the cell, which has a reply
             kernel.log.error("A KeyboardInterrupt arrived between two cells.")
             return
-        session.send(kernel.shell_stream, "execute_reply", reply, parent=message, ident=idents)
+        session.send(stream, "execute_reply", reply, parent=message, ident=idents)
         if reply.get(KEY, {}).get("outputs") is None:
             kernel._publish_status("idle", "shell")
-        kernel.shell_stream.flush(zmq.POLLOUT)
+        stream.flush(zmq.POLLOUT)
 
     kernel.dispatch_shell = dispatch_shell
+
+
+class DirectChannel:
+    """Takes cells and calls from a socket of the notebook, without the controller in between.
+
+    Args:
+        kernel: The engine's kernel.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._stream: Any = None
+
+    def connect(self, request: DirectRequest) -> None:
+        """Connect when no cell runs; a notebook on another host is not reached this way. Call it from any thread."""
+        is_here = request.host == (HOST_NAME.get() or socket.gethostname()) and Path(request.path).exists()
+        if is_here and not missing_hooks("kernel.direct", kernel=self._kernel):
+            self._kernel.io_loop.add_callback(self._connect, request)
+
+    def _connect(self, request: DirectRequest) -> None:
+        if self._stream is not None:  # to a notebook that is gone
+            self._stream.close(linger=0)
+        dealer: Any = zmq.Context.instance().socket(zmq.DEALER)
+        dealer.set_hwm(0)
+        dealer.setsockopt(zmq.IDENTITY, request.identity.encode())
+        dealer.connect(f"ipc://{request.path}")
+        self._stream = ZMQStream(dealer)
+        self._stream.on_recv(self._receive, copy=False)
+        dealer.send(b"")
+
+    async def _receive(self, frames: list[Any]) -> None:
+        kernel = self._kernel
+        async with kernel._main_asyncio_lock:
+            stream, kernel.shell_stream = kernel.shell_stream, self._stream
+            try:
+                await kernel.dispatch_shell(frames)
+            finally:
+                kernel.shell_stream = stream

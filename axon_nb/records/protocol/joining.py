@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from axon_nb.records.protocol.cluster import EngineInfo
-from axon_nb.records.protocol.messages import RankCall
+from axon_nb.records.protocol.messages import RankCall, Request
 from axon_nb.records.protocol.recovery import GroupRecord
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "CommitResize",
     "Committed",
     "Describe",
+    "DirectRequest",
     "FindObstacles",
     "Join",
     "JoinConfig",
@@ -24,6 +25,18 @@ __all__ = [
 
 ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
 """Entry point of a forked rank, as ``module:function``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectRequest(Request[None]):
+    """Take cells and calls also from a socket of the notebook, if it is on the same host."""
+
+    path: str
+    """Of the Unix socket."""
+    host: str
+    """Name of the notebook's host."""
+    identity: str
+    """The engine's, in ipyparallel."""
 
 
 @dataclass(frozen=True, slots=True)
