@@ -70,6 +70,8 @@ class Reply:
     outcome: CellOutcome
     aborting: bool
     """Whether ranks had been asked to stop."""
+    idle: bool = False
+    """Whether all its output is here."""
 
 
 @dataclass(frozen=True, slots=True)

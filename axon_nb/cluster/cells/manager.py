@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import sys
 import threading
+import uuid
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -116,6 +118,7 @@ class CellManager:
         self.last_record: dict[str, Any] | None = None
         """The result for programs of the last cell that is done; None: there was none."""
         self._numbers = itertools.count(1)
+        self._runs, self._suffix = itertools.count(random.getrandbits(32)), uuid.uuid4().hex
         self._lock = threading.Lock()
 
     def run(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
@@ -214,6 +217,7 @@ class CellManager:
             recover=lambda: self.recovery(run),
             notice=None if quiet else WaitNotice(sink),
             debugger=options.get("debugger"),
+            token=f"{next(self._runs) & 0xFFFFFFFF:08x}{self._suffix}",
         )
         run.on_late_output = self.state.between_cells.feed
         if not quiet:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 import uuid
@@ -54,9 +55,10 @@ class CellRun:
         recover: Callable[[], Steppable] | None = None,
         notice: WaitNotice | None = None,
         debugger: CellDebugger | None = None,
+        token: str = "",
     ) -> None:
         self.ranks = list(ranks)
-        self.token = uuid.uuid4().hex
+        self.token = token or uuid.uuid4().hex
         self.number: int | None = None  # it names the cell in tracebacks
         self.is_call = False  # of axon_nb itself, such as a push
         self.output = output
@@ -122,16 +124,9 @@ class CellRun:
             self._process(events.Output(rank, msg_type, content, metadata))
             self._process(events.Processed(time.monotonic(), rank))
         self._received[rank] += 1
-        if rank in self._expected:
-            self._expect(rank, self._expected[rank])
-
-    def _expect(self, rank: int, outputs: int) -> None:
-        """Wait until a rank that has replied has sent so many messages."""
-        if self._received[rank] >= outputs:
-            self._expected.pop(rank, None)
+        if self._received[rank] >= self._expected.get(rank, math.inf):
+            del self._expected[rank]
             self.on_idle(rank)
-        else:
-            self._expected[rank] = outputs
 
     def _on_paused(self, rank: int, event: PausedEvent) -> None:
         if self._debugger is None:  # a notebook that reattached cannot ask
@@ -154,9 +149,11 @@ class CellRun:
 
     def on_outcome(self, rank: int, outcome: CellOutcome) -> None:
         """Process how the cell ended on a rank; called from the IO thread, or while reattaching."""
-        self._process(events.Reply(time.monotonic(), rank, outcome, self.abort.aborting))
-        if outcome.end.outputs is not None:
-            self._expect(rank, outcome.end.outputs)
+        outputs = outcome.end.outputs
+        is_idle = outputs is not None and self._received[rank] >= outputs
+        if outputs is not None and not is_idle:
+            self._expected[rank] = outputs
+        self._process(events.Reply(time.monotonic(), rank, outcome, self.abort.aborting, idle=is_idle))
 
     def on_death(self, rank: int, reason: str) -> None:
         """Record that a rank's process is gone; `reason` reads after its name. Called from any thread."""

@@ -102,8 +102,9 @@ def transition(cell: Cell, event: events.Event) -> Result:
         case events.Processed():
             return _update(cell, event.rank, processing=False, processed_at=event.at), ()
         case events.Idle():
-            wake = (events.Wake(),) if cell.ranks[event.rank].replied_at else ()
-            return _settle(_update(cell, event.rank, idle=True)), (events.RankDone(event.rank), *wake)
+            cell = _settle(_update(cell, event.rank, idle=True))
+            wake = (events.Wake(),) if _is_complete(cell) else ()
+            return cell, (events.RankDone(event.rank), *wake)
         case events.Reply():
             return _reply(cell, event)
         case events.Death():
@@ -133,6 +134,11 @@ def _settle(cell: Cell) -> Cell:
     return cell if state is cell.state else replace(cell, state=state)
 
 
+def _is_complete(cell: Cell) -> bool:
+    """Whether all ranks have replied and sent their output, so that the next tick ends the cell."""
+    return all(progress.replied_at and progress.idle for progress in cell.ranks.values())
+
+
 def _update(cell: Cell, rank: int, **changes: Any) -> Cell:
     return replace(cell, ranks={**cell.ranks, rank: replace(cell.ranks[rank], **changes)})
 
@@ -145,7 +151,8 @@ def _fail(cell: Cell, error: RankError, at: float) -> Cell:
 
 def _reply(cell: Cell, event: events.Reply) -> Result:
     rank, outcome, end = event.rank, event.outcome, event.outcome.end
-    cell = _update(cell, rank, replied_at=event.at, end=end)
+    idle = event.idle or cell.ranks[rank].idle
+    cell = _update(cell, rank, replied_at=event.at, end=end, idle=idle)
     if outcome.status != "ok":
         if was_aborted(outcome.ename, outcome.evalue, aborting=event.aborting):
             error = RankError(rank, "aborted", outcome.ename, describe_abort(end.aborted_at))
@@ -161,7 +168,10 @@ def _reply(cell: Cell, event: events.Reply) -> Result:
         ended = events.RankEnded(rank, Activity.STOPPED, end.aborted_at or AbortLocation(None, ""))
     else:
         ended = events.RankEnded(rank, Activity.FAILED)
-    return _settle(cell), (events.Wake(), *late, ended)
+    done = (events.RankDone(rank),) if event.idle else ()
+    # A tick costs the notebook's thread as much as a reply: none is due while others still run the cell.
+    wake = (events.Wake(),) if error_now is not None or not cell.unfinished else ()
+    return _settle(cell), (*done, *wake, *late, ended)
 
 
 def _die(cell: Cell, event: events.Death) -> Result:

@@ -32,6 +32,7 @@ EVENTS: dict[str, events.Event] = {
     "processed": events.Processed(5.0, 0),
     "idle": events.Idle(0),
     "reply": events.Reply(5.0, 0, OK, aborting=False),
+    "full reply": events.Reply(5.0, 0, OK, aborting=False, idle=True),
     "failure": events.Reply(5.0, 0, RAISED, aborting=False),
     "death": events.Death(5.0, 0, "was killed"),
     "interrupt": events.Interrupt(5.0),
@@ -55,11 +56,15 @@ processed        | sent running aborting                     | =
 processed        | draining recovering done                  | =
 idle             | sent                                      | running RankDone
 idle             | running aborting recovering done          | = RankDone
-idle             | draining                                  | = RankDone Wake
-reply            | sent                                      | running Wake done
+idle             | draining                                  | = RankDone
+reply            | sent                                      | running done
 reply            | running aborting                          | draining Wake done
 reply            | draining                                  | = Wake done
 reply            | recovering done                           | = Wake LateReply done
+full reply       | sent                                      | running RankDone done
+full reply       | running aborting                          | draining RankDone Wake done
+full reply       | draining                                  | = RankDone Wake done
+full reply       | recovering done                           | = RankDone Wake LateReply done
 failure          | sent                                      | running Wake failed [failed]
 failure          | running aborting                          | draining Wake failed [failed]
 failure          | draining                                  | = Wake failed [failed]
