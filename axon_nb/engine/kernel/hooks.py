@@ -288,6 +288,7 @@ class DirectChannel:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._stream: Any = None
+        self._path = ""
 
     def connect(self, request: DirectRequest) -> None:
         """Connect when no cell runs; a notebook on another host is not reached this way. Call it from any thread."""
@@ -296,8 +297,11 @@ class DirectChannel:
             self._kernel.io_loop.add_callback(self._connect, request)
 
     def _connect(self, request: DirectRequest) -> None:
+        if request.path == self._path:
+            return
         if self._stream is not None:  # to a notebook that is gone
             self._stream.close(linger=0)
+        self._path = request.path
         dealer: Any = zmq.Context.instance().socket(zmq.DEALER)
         dealer.set_hwm(0)
         dealer.setsockopt(zmq.IDENTITY, request.identity.encode())
