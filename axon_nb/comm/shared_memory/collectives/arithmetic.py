@@ -40,6 +40,8 @@ _TORCH_KERNELS: dict[int, Any] = {
     _PREMUL: torch.add,
 }
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_BLOCK = 1 << 15
+"""Elements that are summed in float32 at a time."""
 _WIDENED = (torch.bfloat16, torch.float16)
 _NUMPY = {
     dtype: np.dtype(str(dtype).removeprefix("torch.").replace("bool", "bool_").rstrip("_"))
@@ -97,16 +99,19 @@ class Arithmetic:
             out[:] = np.sign(out) * (np.abs(out) // self._size) if out.dtype.kind == "i" else out // self._size
 
     def _with_torch(self, target: tuple[Any, int], sources: Sequence[tuple[Any, int]], count: int) -> None:
-        parts = [
-            torch.frombuffer(buffer, dtype=self._dtype, count=count, offset=offset).float()
-            for buffer, offset in sources
-        ]
-        total = parts[0]
-        for part in parts[1:]:
-            self._torch_kernel(total, part, out=total)
-        if self._average:
-            total /= self._size
-        torch.frombuffer(target[0], dtype=self._dtype, count=count, offset=target[1]).copy_(total)
+        parts = [torch.frombuffer(buffer, dtype=self._dtype, count=count, offset=offset) for buffer, offset in sources]
+        result = torch.frombuffer(target[0], dtype=self._dtype, count=count, offset=target[1])
+        if len(parts) == 2 and not self._average:  # torch's kernels compute in float32, and round once
+            self._torch_kernel(*parts, out=result)
+            return
+        for begin in range(0, count, _BLOCK):  # a block stays in the cache from its conversion to its rounding
+            block = slice(begin, begin + _BLOCK)
+            total = parts[0][block].float()
+            for part in parts[1:]:
+                self._torch_kernel(total, part[block].float(), out=total)
+            if self._average:
+                total /= self._size
+            result[block].copy_(total)
 
 
 def is_defined(dtype: torch.dtype, operation: int) -> bool:
