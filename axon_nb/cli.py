@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from axon_nb._version import __version__
-from axon_nb.course.program import COURSE_COMMANDS
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.endpoint import EndpointError, ErrorCode
 from axon_nb.remote.agent_commands import AGENT_COMMANDS
@@ -137,8 +137,27 @@ def _stop(options: argparse.Namespace) -> int:
     return 0
 
 
+def _folder_argument(parser: CommandParser) -> None:
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR")
+
+
+def _without_course(options: argparse.Namespace) -> int:
+    raise UsageError("The course is a package of its own: run `pip install ./course` in a checkout of axon_nb.")
+
+
+def _course_commands() -> Mapping[str, ProgramCommand]:
+    """Return the commands of the course; if it is not installed, ones that say how to get it."""
+    try:
+        commands: Mapping[str, ProgramCommand] = importlib.import_module("axon_course.program").COURSE_COMMANDS
+    except ModuleNotFoundError:
+        text = "the course, a package of its own: says how to get it"
+        missing = ProgramCommand(text, text, _folder_argument, _without_course)
+        return {"class": missing, "course": missing}
+    return commands
+
+
 _COMMANDS: Mapping[str, ProgramCommand] = {
-    **COURSE_COMMANDS,
+    **_course_commands(),
     "doctor": ProgramCommand(
         "check this machine and installation",
         "Show versions, what works with this torch, GPUs, limits, network and clusters, and a fix for each problem. "

@@ -27,7 +27,7 @@
 
 # %%
 # %load_ext axon_nb
-from axon_nb.course import check, hint, measured, predict, progress, solution
+from axon_course import check, hint, measured, predict, progress, solution
 
 # %% [markdown]
 # ## Four processes
@@ -131,7 +131,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from axon_nb.course.data import digits
+from axon_course.data import digits
 
 images, labels = (torch.from_numpy(array).to(device) for array in digits())
 mine = slice(rank, None, world_size)  # rank 0 has pictures 0, 4, 8, …; rank 1 has 1, 5, 9, …

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 import axon_nb
-from axon_nb.course import check, hint, measured, predict, progress, solution
-from axon_nb.course.pictures import draw
+from axon_course import check, hint, measured, predict, progress, solution
+from axon_course.pictures import draw
 
 # %% [markdown]
 # ## How to read the pictures

@@ -27,8 +27,8 @@
 import pandas as pd
 import plotly.graph_objects as go
 
+from axon_course import check, hint, measured, predict, progress, solution
 from axon_nb import plan
-from axon_nb.course import check, hint, measured, predict, progress, solution
 
 MIB = 1024**2  # a MiB is about a million bytes
 
@@ -138,7 +138,7 @@ predict("3.b", mib_made_by_a_step=...)
 
 # %%
 # %%distributed --quiet --out curves
-from axon_nb.course.memory import PeakBytes
+from axon_course.memory import PeakBytes
 
 
 def watched_step(model, optimizer):
@@ -202,7 +202,7 @@ pd.DataFrame(rows).T.round(2)
 # %%
 import inspect
 
-from axon_nb.course.exercises.nb03.block import PlainBlock
+from axon_course.exercises.nb03.block import PlainBlock
 
 print(inspect.getsource(PlainBlock))
 
@@ -216,7 +216,7 @@ predict("3.c", times_as_many=...)
 # %%
 import torch
 
-from axon_nb.course.memory import SavedBytes
+from axon_course.memory import SavedBytes
 
 
 def kept(block, context):

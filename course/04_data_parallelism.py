@@ -27,7 +27,7 @@
 import torch
 import torch.distributed as dist
 
-from axon_nb.course import check, hint, measured, predict, progress, solution
+from axon_course import check, hint, measured, predict, progress, solution
 
 # %%
 # %distributed start -n 4
@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import axon_nb
-from axon_nb.course.data import digits
+from axon_course.data import digits
 
 images, labels = (torch.from_numpy(array).to(device) for array in digits())
 x, y = images.flatten(1)[rank::world_size], labels[rank::world_size]

@@ -24,7 +24,7 @@
 
 # %%
 # %load_ext axon_nb
-from axon_nb.course import check, hint, measured, predict, progress, solution
+from axon_course import check, hint, measured, predict, progress, solution
 
 # %%
 # %distributed start -n 4

@@ -26,7 +26,7 @@
 # %load_ext axon_nb
 import pandas as pd
 
-from axon_nb.course import check, hint, measured, predict, progress, solution
+from axon_course import check, hint, measured, predict, progress, solution
 
 # %distributed start -n 4
 
@@ -452,7 +452,7 @@ predict("6.d", bytes_sent=..., bytes_kept=...)
 
 # %%
 # %%distributed --out compared
-from axon_nb.course.memory import SavedBytes
+from axon_course.memory import SavedBytes
 from axon_nb.parallel import TensorParallelBlock
 
 texts = torch.rand(8, 64, 64, device=device)  # 8 texts, 64 positions, 64 numbers for each

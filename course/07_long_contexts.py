@@ -31,7 +31,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from axon_nb.course import check, hint, measured, predict, progress, solution
+from axon_course import check, hint, measured, predict, progress, solution
 
 # %% [markdown]
 # ## Attention on half a page

@@ -27,8 +27,8 @@
 # %load_ext axon_nb
 import pandas as pd
 
+from axon_course import check, hint, measured, predict, progress, solution
 from axon_nb import plan
-from axon_nb.course import check, hint, measured, predict, progress, solution
 from axon_nb.parallel import bubble_fraction
 
 # %%
@@ -52,7 +52,7 @@ predict("8.a", busy_percent=...)
 
 # %%
 # %%distributed --watch --quiet --out spans
-from axon_nb.course.exercises.nb08.stages import Sleeper, run_order
+from axon_course.exercises.nb08.stages import Sleeper, run_order
 
 stage = Sleeper(0.01).to(device)
 batch = torch.ones(8, 4, device=device)  # 8 samples
@@ -282,7 +282,7 @@ check("8.2", on="ranks")
 # %%distributed --watch --quiet
 from torch import nn
 
-from axon_nb.course.exercises.nb08.stages import Sleeper
+from axon_course.exercises.nb08.stages import Sleeper
 from axon_nb.parallel import Pipeline
 
 per_stage = 0.02 * world_size / choice["num_stages"]  # more stages are shorter stages

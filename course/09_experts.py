@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from axon_nb.course import check, hint, measured, predict, progress, solution
-from axon_nb.course.data import digits
-from axon_nb.course.pictures import draw
+from axon_course import check, hint, measured, predict, progress, solution
+from axon_course.data import digits
+from axon_course.pictures import draw
 
 # %% [markdown]
 # ## A layer that chooses
@@ -182,8 +182,8 @@ import time
 import torch.nn.functional as F
 from torch import nn
 
+from axon_course.data import digits
 from axon_nb.comm import all_to_all
-from axon_nb.course.data import digits
 
 NUM_EXPERTS = 2 * world_size
 images, labels = (torch.from_numpy(array).to(device) for array in digits())

@@ -26,8 +26,8 @@
 # %load_ext axon_nb
 import pandas as pd
 
+from axon_course import check, hint, measured, predict, progress, solution
 from axon_nb import plan
-from axon_nb.course import check, hint, measured, predict, progress, solution
 from axon_nb.parallel.models import GPT, GPTConfig
 
 GIB = 1024**3

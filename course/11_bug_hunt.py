@@ -27,8 +27,8 @@
 
 # %%
 # %load_ext axon_nb
-from axon_nb.course import check, hint, measured, predict, progress, solution
-from axon_nb.course.faults import answer, clue
+from axon_course import check, hint, measured, predict, progress, solution
+from axon_course.faults import answer, clue
 
 # %% [markdown]
 # **Guess**: of ten faults, how many will you find without a clue?
@@ -56,8 +56,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from axon_nb.course.data import digits
-from axon_nb.course.faults import Fault, planted
+from axon_course.data import digits
+from axon_course.faults import Fault, planted
 
 images, labels = (torch.from_numpy(array).to(device) for array in digits())
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import jupytext
 from nbformat import NotebookNode
 
-from axon_nb.course.answers import FILE, pack
-from axon_nb.course.definitions import find_exercise
+from axon_course.answers import FILE, pack
+from axon_course.definitions import find_exercise
 from scripts.pair_notebooks import render
 
 __all__ = ["EDITIONS", "SOURCES", "answers", "main", "stub", "without_markers"]

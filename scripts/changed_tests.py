@@ -69,7 +69,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "axon_nb/comm/": ("tests/comm", "tests/compat", "tests/engine", "tests/parallel", "tests/unit/course"),
     "axon_nb/compat/": ("tests/compat", "tests/frameworks", f"{KERNEL}/cells/test_horovod.py"),
-    "axon_nb/course/": ("tests/examples/test_course.py", "tests/unit/course"),
+    "course/axon_course/": ("tests/examples/test_course.py", "tests/unit/course"),
     "axon_nb/doctor/": ("tests/doctor",),
     "axon_nb/engine/snapshot/": ("tests/cluster/snapshot",),
     "axon_nb/engine/": ("tests/engine", "tests/frameworks", KERNEL),

@@ -1,4 +1,4 @@
-"""Write `axon_nb/course/exercises/layouts.csv`: the layouts that notebook 10 of the course asks for.
+"""Write `course/axon_course/exercises/layouts.csv`: the layouts that notebook 10 of the course asks for.
 
 python -m scripts.course_layouts            # a minute
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from axon_nb.course.exercises.layouts import CASES, LAYOUTS
+from axon_course.exercises.layouts import CASES, LAYOUTS
 
 __all__ = ["layouts", "main"]
 

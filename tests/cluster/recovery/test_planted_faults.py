@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from axon_nb.course.faults.cases import LINES, Fault, Kind, Place
+from axon_course.faults.cases import LINES, Fault, Kind, Place
 from scripts.build_course import SOURCES
 from tests.support.script import Script
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axon_nb.course import check, hint, measured, predict, progress, solution
-from axon_nb.course.answers import locked_until
-from axon_nb.course.journal import Journal
+from axon_course import check, hint, measured, predict, progress, solution
+from axon_course.answers import locked_until
+from axon_course.journal import Journal
 from axon_nb.errors import UsageError
 
 

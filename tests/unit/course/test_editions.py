@@ -9,9 +9,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from axon_nb.course.answers import FILE, unpack
-from axon_nb.course.definitions import all_exercises
-from axon_nb.course.program import copy_course
+from axon_course.answers import FILE, unpack
+from axon_course.definitions import all_exercises
+from axon_course.program import copy_course
 from axon_nb.errors import UsageError
 from scripts.build_course import SOURCES, main, stub
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from axon_nb.course.answers import unpack
-from axon_nb.course.checks import CheckResult, run_check
-from axon_nb.course.definitions import Exercise, all_exercises, find_exercise
+from axon_course.answers import unpack
+from axon_course.checks import CheckResult, run_check
+from axon_course.definitions import Exercise, all_exercises, find_exercise
 from scripts.build_course import SOURCES, stub
 
 EXERCISES = {exercise.id: exercise for exercise in all_exercises()}

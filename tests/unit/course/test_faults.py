@@ -9,11 +9,11 @@ from typing import get_args
 import pytest
 import torch
 
-from axon_nb.course.board import read_board
-from axon_nb.course.faults import Fault, planted
-from axon_nb.course.faults.cases import CASES, LINES, Kind, draw
-from axon_nb.course.faults.verdicts import Verdict, judge
-from axon_nb.course.journal import Journal
+from axon_course.board import read_board
+from axon_course.faults import Fault, planted
+from axon_course.faults.cases import CASES, LINES, Kind, draw
+from axon_course.faults.verdicts import Verdict, judge
+from axon_course.journal import Journal
 from axon_nb.errors import UsageError
 from scripts.build_course import SOURCES
 

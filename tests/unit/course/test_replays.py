@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.course.answers import unpack
-from axon_nb.course.checks import CheckResult, run_check
-from axon_nb.course.definitions import find_exercise
-from axon_nb.course.replays import Replay, replay_curve, replay_schedule
-from axon_nb.course.trials import Trial
+from axon_course.answers import unpack
+from axon_course.checks import CheckResult, run_check
+from axon_course.definitions import find_exercise
+from axon_course.replays import Replay, replay_curve, replay_schedule
+from axon_course.trials import Trial
 from axon_nb.records.spans import Span
 from scripts.build_course import SOURCES
 from tests.unit.course.test_exercises import checked

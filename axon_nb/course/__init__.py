@@ -1,7 +1,0 @@
-"""The course on distributed training: exercises that check themselves, one module for each notebook of `course/`."""
-
-from __future__ import annotations
-
-from axon_nb.course.commands import check, hint, measured, predict, progress, solution
-
-__all__ = ["check", "hint", "measured", "predict", "progress", "solution"]
