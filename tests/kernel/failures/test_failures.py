@@ -219,6 +219,14 @@ REPLACED = {
         "import builtins\nfor t_name in ('len', 'isinstance', 'getattr', 'print', 'open'): delattr(builtins, t_name)",
         "pass",
     ),
+    "functions of signal": (
+        "import signal\nt_kept = dict(vars(signal))\nfor t_name in t_kept: setattr(signal, t_name, None)",
+        "vars(signal).update(t_kept)",
+    ),
+    "functions of time": (
+        "import time\nt_kept = dict(vars(time))\nfor t_name in t_kept: setattr(time, t_name, None)",
+        "vars(time).update(t_kept)",
+    ),
     "the default device": ("torch.set_default_device('meta')", "torch.set_default_device(None)"),
     "the default dtype": ("torch.set_default_dtype(torch.float64)", "torch.set_default_dtype(torch.float32)"),
     "its namespace": ("%reset -f", "pass"),
