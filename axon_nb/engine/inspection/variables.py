@@ -1,12 +1,8 @@
 """Describes the user's variables on this rank, with digests that show whether ranks hold equal values.
 
-<<<<<<< HEAD
-For a comparison in the notebook, which has no torch, a variable is returned as named arrays.
-=======
 A value is taken apart down to its leaves: numbers, text, and the memory of arrays. The digest of each part is computed
 here, so that two ranks are compared without moving what they hold; only the leaves that differ are sent, as arrays.
 What has no faithful form (a lock, a generator, a shard) is named, and never counts as equal.
->>>>>>> data
 """
 
 from __future__ import annotations
@@ -23,23 +19,14 @@ import torch
 from axon_nb.comm.placements import placed
 from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
-<<<<<<< HEAD
 from axon_nb.engine.sharding.sharded import format_placement, is_dtensor
-from axon_nb.records.protocol.inspection import VariableFacts, VariableParts
-from axon_nb.shell.foreign_arrays import array_device, as_numpy
-
-__all__ = ["variable_facts", "variable_parts"]
-=======
-from axon_nb.engine.sharding.sharded import device_mesh_type, format_placement, is_dtensor
-from axon_nb.records.placement import MeshInfo
 from axon_nb.records.protocol.inspection import VariableFacts, VariablePart, VariableTree
 from axon_nb.shell.foreign_arrays import array_device, as_numpy
 
 if TYPE_CHECKING:
     from axon_nb.engine.values.digests import Walk
 
-__all__ = ["own_mesh", "variable_facts", "variable_parts", "variable_tree"]
->>>>>>> data
+__all__ = ["variable_facts", "variable_parts", "variable_tree"]
 
 _MAX_DIGEST = 1 << 30
 """Largest variable, in bytes, that a table of all variables compares."""
@@ -139,69 +126,5 @@ def variable_parts(name: str, nodes: tuple[int, ...]) -> dict[int, VariablePart]
     """Some parts of a variable, by their numbers in its tree."""
     variables = user_variables(current().kernel.shell)
     if name not in variables:
-<<<<<<< HEAD
-        return VariableParts({}, refused="has no such variable")
-    value = variables[name]
-    if isinstance(value, torch.Tensor):
-        return _arrays({"": value})
-    if isinstance(value, torch.nn.Module):
-        return _arrays({**dict(value.named_parameters()), **dict(value.named_buffers())})
-    numpy, pandas = sys.modules.get("numpy"), sys.modules.get("pandas")
-    if numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-        return VariableParts({"": value})
-    if array_device(value) is not None:
-        if (size := int(getattr(value, "nbytes", 0))) > _MAX_BYTES:
-            return VariableParts({}, refused=_too_large(size))
-        return VariableParts({"": as_numpy(value)})
-    if pandas is not None and isinstance(value, pandas.DataFrame):
-        return VariableParts({f"column {column}": value[column].to_numpy() for column in value.columns})
-    try:
-        text = repr(value)
-    except Exception as error:
-        return VariableParts({}, refused=f"cannot be shown: {type(error).__name__}")
-    # Equal beginnings are not equal values.
-    rest = f"… ({len(text):,} characters, digest {_digest([text.encode()])})" if len(text) > _MAX_TEXT else ""
-    return VariableParts({}, text=text[:_MAX_TEXT] + rest)
-
-
-def _too_large(size: int) -> str:
-    return f"has {size >> 20} MiB; at most {_MAX_BYTES >> 20} MiB can be compared. Name a part of it"
-
-
-def _arrays(tensors: dict[str, Any]) -> VariableParts:
-    if any((found := placed(tensor)) is not None and not found.is_replicated for tensor in tensors.values()):
-        return VariableParts({}, refused="is sharded: each rank holds its own part")
-    local = {name: (t.to_local() if is_dtensor(t) else t).detach().cpu() for name, t in tensors.items()}
-    size = sum(tensor.numel() * tensor.element_size() for tensor in local.values())
-    if size > _MAX_BYTES:
-        return VariableParts({}, refused=_too_large(size))
-    # NumPy has neither bfloat16 nor float8.
-    plain = {name: t if t.dtype.itemsize > 2 or not t.is_floating_point() else t.float() for name, t in local.items()}
-    return VariableParts({name: tensor.numpy() for name, tensor in plain.items()})
-=======
         return {}
     return _walk(name, variables[name], wanted=frozenset(nodes)).found
-
-
-def own_mesh() -> MeshInfo | None:
-    """The mesh among the user's variables; None if there is none.
-
-    If there are several: the one named ``mesh``, else the one with the most ranks, else with the most axes.
-    """
-    kind: Any = device_mesh_type()
-    space = list(current().kernel.shell.user_ns.items())  # a copy: a cell may be adding names
-    meshes: dict[str, Any] = {
-        name: value for name, value in space if isinstance(value, kind) and value.ndim and not name.startswith("_")
-    }
-    if not meshes:
-        return None
-    name = max(meshes, key=lambda key: (key == "mesh", meshes[key].mesh.numel(), meshes[key].mesh.ndim))
-    mesh = meshes[name]
-    axes = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.mesh.ndim))
-    return MeshInfo(
-        name=name,
-        axes=tuple(axes),
-        shape=tuple(int(size) for size in mesh.mesh.shape),
-        ranks=tuple(int(rank) for rank in mesh.mesh.flatten().tolist()),
-    )
->>>>>>> data
