@@ -17,6 +17,7 @@ from axon_nb.cluster.history import RankCell
 from axon_nb.cluster.session import current
 from axon_nb.cluster.session.notebook import AutoMode
 from axon_nb.errors import UsageError
+from axon_nb.records.history import ExecutedCell
 from axon_nb.records.ranks import parse_ranks
 from axon_nb.shell.user_frame import user_frame
 
@@ -25,6 +26,7 @@ __all__ = [
     "CellHead",
     "awaited_cells",
     "help_requests",
+    "injected_parameters",
     "read_head",
     "target_rank",
 ]
@@ -33,6 +35,9 @@ _RANKS = re.compile(r"--ranks[\s=]+(\S+)")
 _OURS = "distributed|gather|memory|pull|push|scatter|shards|timeline|watch"
 _HELP_LINE = re.compile(rf"^(%(?:{_OURS})\s+[^\s?].*?)\s*\?{{1,2}}\s*$")
 _RUN_LINE = re.compile(r"%distributed\s+run\s+(?P<words>[^\s?].*?)\s*")
+_PARAMETERS = re.compile(r"# Parameters\s*$")
+"""The first line of the cell that papermill adds below the one that is tagged `parameters`."""
+_ASSIGNED = re.compile(r"^(?P<names>[^\W\d]\w*(?:\s*,\s*[^\W\d]\w*)*)\s*(?::[^=\n]+)?=(?!=)", re.MULTILINE)
 AWAITED = "await get_ipython().magics_manager.registry['CellMagics'].run("
 """How the line begins that a cell for ranks becomes."""
 
@@ -71,15 +76,42 @@ def target_rank(text: str, cluster: Cluster | None, auto: AutoMode) -> int | Non
         spec = auto.ranks or ""
     elif head.name not in RANK_MAGICS:
         return None
-    elif head.name == "rank":
-        spec = head.arguments.partition(" ")[0]
     else:
-        match = _RANKS.search(head.arguments)
-        spec = match.group(1) if match else ""
+        spec = _ranks_of(head)
     try:
         return parse_ranks(spec, cluster.world_size)[0] if spec else 0
     except UsageError:
         return 0
+
+
+def _ranks_of(head: CellHead) -> str:
+    """Return which ranks a cell names; empty: all."""
+    if head.name == "rank":
+        return head.arguments.partition(" ")[0]
+    match = _RANKS.search(head.arguments)
+    return match.group(1) if match else ""
+
+
+def injected_parameters(lines: list[str]) -> list[str]:
+    """An input transformer: parameters that papermill puts below a cell for ranks are sent to these ranks, too."""
+    if not (lines and _PARAMETERS.match(lines[0])) or current.session().auto.on:
+        return lines
+    _, entries = current.session().history.entries()
+    above = entries[-1] if entries else None
+    head = read_head(f"%%{above.magic}") if isinstance(above, ExecutedCell) else CellHead("", "")
+    names = _assigned("".join(lines))
+    if head.name not in RANK_MAGICS or not names & _assigned(above.code):
+        return lines
+    ranks = _ranks_of(head)
+    where = f"rank{'' if ranks.isdigit() else 's'} {ranks}" if ranks else "the ranks"
+    said = f"Sent {', '.join(sorted(names))} to {where}, because the cell above sets parameters there."
+    push = f"%push {' '.join(sorted(names))}{f' --ranks {ranks}' if ranks else ''}"
+    return [*lines[:-1], f"{lines[-1].rstrip()}\n", f"{push}\n", f"print({said!r})\n"]
+
+
+def _assigned(code: str) -> set[str]:
+    """Return the names that lines of a cell assign."""
+    return {name for match in _ASSIGNED.finditer(code) for name in re.findall(r"\w+", match["names"])}
 
 
 def awaited_cells(lines: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from IPython.display import display
 
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.inspection.status import ClusterStatus
+from axon_nb.cluster.inspection.variables import summary_of
 from axon_nb.cluster.launch.placement import explain_number
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.cluster.session.discovery import stop_detached
@@ -202,10 +203,9 @@ class DistributedMagics(Magics):
     @command(_diff_parser)
     def _diff(self, options: argparse.Namespace) -> Any:
         differences = kept.require("%distributed diff").diff(options.name, options.source)
-        if len(differences):
-            return differences
-        print(f"{options.name!r} is the same on all ranks.")
-        return None
+        if summary := summary_of(options.name, differences):
+            print(summary)
+        return None if differences.empty else differences
 
     @command(_stacks_parser)
     def _stacks(self, options: argparse.Namespace) -> None:

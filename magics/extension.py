@@ -11,7 +11,7 @@ from axon_nb.cluster.session.notebook import NotebookSession
 from axon_nb.errors import AxonError
 from axon_nb.magics import kernel_requests
 from axon_nb.magics.auto import AutoMagics, auto_cells
-from axon_nb.magics.cell_head import awaited_cells, help_requests
+from axon_nb.magics.cell_head import awaited_cells, help_requests, injected_parameters
 from axon_nb.magics.cells import CellMagics
 from axon_nb.magics.completion import NameRefresh, rank_matcher
 from axon_nb.magics.data import DataMagics
@@ -32,7 +32,7 @@ _CLASSES = (
     TimelineMagics,
     ViewMagics,
 )
-_TRANSFORMERS = (awaited_cells, help_requests, auto_cells)
+_TRANSFORMERS = (injected_parameters, awaited_cells, help_requests, auto_cells)
 
 
 class Extension:

@@ -174,6 +174,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     install_cell_names(kernel.shell)
     install_autoreload(kernel.shell)
     install_restored_names(kernel.shell, lambda: namespace.inject_names(kernel.shell.user_ns, session.config, device))
+    hooks.hold_modules()
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()
     wrapper_reset.track_wrappers()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import re
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,22 +17,45 @@ from axon_nb.records.ranks import name_ranks
 __all__ = ["RankStack", "StackFrame", "Stacks", "library_of"]
 
 _MAX_TEXT = 100_000
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_FOLDERS = tuple(
-    os.path.join(path, "") for path in dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib", "stdlib")))
-)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_STANDARD = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
+_SOURCES = ("torch", "IPython", "ipykernel", "ipyparallel", "tornado", "zmq")
+"""Packages that run the cells; developers import them from their sources."""
 
 
 @functools.lru_cache(4096)  # called for each frame of each thread
 def library_of(filename: str) -> str:
     """Return the package that a file belongs to, ``Python`` for the standard library; empty for user code."""
+    if filename.startswith("<"):
+        return "Python" if filename.startswith("<frozen") else ""
     if filename.startswith(os.path.join(_PACKAGE, "")):
         return os.path.basename(_PACKAGE)
-    for folder in _FOLDERS:
-        if filename.startswith(folder):
-            first = filename.removeprefix(folder).split(os.sep)
-            return first[0].removesuffix(".py") if "packages" in folder else "Python"
-    return "Python" if filename.startswith("<frozen") else ""
+    if found := _INSTALLED.search(filename):
+        return found[1].removesuffix(".py")
+    if filename.startswith(_STANDARD):
+        return "Python"
+    for folder in filter(None, map(str, sys.path)):  # what PYTHONPATH, a .pth file or a cell has added
+        inside = filename.removeprefix(os.path.join(folder, ""))
+        if inside != filename and (first := inside.split(os.sep)[0]) in _installed_in(folder):
+            return first.removesuffix(".py")
+    return next((name for name in _SOURCES if filename.startswith(_source_folders(name))), "")
+
+
+@functools.lru_cache(64)
+def _installed_in(folder: str) -> set[str]:
+    """Files and folders that an installer has put into a folder; the user's own may be beside them."""
+    names: set[str] = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        with contextlib.suppress(OSError):
+            lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+            names.update(re.split("[/,]", line, maxsplit=1)[0] for line in lines)
+    return names
+
+
+def _source_folders(package: str) -> tuple[str, ...]:
+    folders = getattr(sys.modules.get(package), "__path__", ())
+    return tuple(os.path.join(folder, "") for folder in folders)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from types import CodeType, FrameType
 
 from IPython.core.interactiveshell import InteractiveShell
 
 from axon_nb.records.stacks import library_of
 
-__all__ = ["RUN_CODE", "describe_inner", "inner_function", "user_frame"]
+__all__ = ["RUN_CODE", "cell_of_file", "describe_inner", "inner_function", "user_frame"]
 
 RUN_CODE: CodeType = InteractiveShell.run_code.__code__
 """The code object under which a cell's own frames run."""
 
+_CELL_FILE = re.compile(r"<ipython-input-(\d+)-\w+>")
 _IPYTHON = f"{os.sep}IPython{os.sep}"
 
 
@@ -39,5 +41,12 @@ def inner_function(frame: FrameType | None, cell: FrameType | None) -> str:
 def describe_inner(code: CodeType, line: int, cell_file: str) -> str:
     """Describe a function that a cell has called: `` (step, train.py line 40)``, or `` (step, line 3)`` in the cell."""
     name = "" if code.co_name.startswith("<") else f"{code.co_name}, "
-    file = "" if code.co_filename == cell_file else f"{os.path.basename(code.co_filename).strip('<>')} "
+    file = code.co_filename
+    file = "" if file == cell_file else f"{cell_of_file(file) or os.path.basename(file).strip('<>')} "
     return f" ({name}{file}line {line})"
+
+
+def cell_of_file(filename: str) -> str:
+    """Return the cell whose code has this file name, such as ``Cell In[3]``; empty if it is another file."""
+    found = _CELL_FILE.fullmatch(filename)
+    return f"Cell In[{found[1]}]" if found else ""

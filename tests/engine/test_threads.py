@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import zmq
 from torch.utils.data import DataLoader
 
@@ -74,10 +75,18 @@ def test_zmq_thread_does_not_count() -> None:
         assert not set(found) & set(user_threads())
 
 
-def test_files_are_attributed_to_user_or_library(tmp_path: Path) -> None:
+def test_files_are_attributed_to_user_or_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     assert library_of(torch.__file__) == "torch"
     assert library_of(threading.__file__) == "Python"
     assert library_of(user_threads.__code__.co_filename) == "axon_nb"
     assert library_of(str(tmp_path / "train.py")) == ""
+    packages = "/usr/lib/python3/dist-packages", "/home/me/.local/lib/python3.11/site-packages"
+    assert [library_of(f"{folder}/yaml/nodes.py") for folder in packages] == ["yaml", "yaml"]
+    # As `pip install --target` leaves a folder, with the user's own files beside the packages.
+    (record := tmp_path / "modules" / "tool-1.0.dist-info" / "RECORD").parent.mkdir(parents=True)
+    record.write_text("tool/__init__.py,sha256=x,0\nsingle.py,sha256=x,0\ntool-1.0.dist-info/RECORD,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    files = "tool/core/base.py", "single.py", "train.py", "project/train.py"
+    assert [library_of(str(tmp_path / "modules" / file)) for file in files] == ["tool", "single", "", ""]

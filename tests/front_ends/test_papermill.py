@@ -17,10 +17,10 @@ PARAMETERS = "num_ranks, scale = 2, 1.0"
 START = "%load_ext axon_nb\n%distributed start -n {num_ranks}"
 
 
-def _notebook(path: Path, *cells: str) -> Path:
+def _notebook(path: Path, *cells: str, tagged: int = 0) -> Path:
     notebook = nbformat.v4.new_notebook(metadata=PYTHON_3)
     notebook.cells = [nbformat.v4.new_code_cell(source, id=f"cell-{i}") for i, source in enumerate(cells)]
-    notebook.cells[0].metadata["tags"] = ["parameters"]
+    notebook.cells[tagged].metadata["tags"] = ["parameters"]
     nbformat.write(notebook, path)
     return path
 
@@ -28,6 +28,30 @@ def _notebook(path: Path, *cells: str) -> Path:
 def _run(source: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "papermill", str(source), str(out), "--kernel", "python3", "--no-progress-bar"]
     return subprocess.run([*command, *options], cwd=source.parent, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_parameters_of_a_cell_for_ranks_reach_these_ranks(tmp_path: Path) -> None:
+    source = _notebook(
+        tmp_path / "in.ipynb",
+        "%load_ext axon_nb\n%distributed start -n 2",
+        "%%distributed\nlr = 0.1\nname, sizes = 'a', [1]",
+        "%%distributed\nprint(lr, name, sizes)",
+        "%%rank 1\nlr = 0.2",
+        "# Parameters\nlr = 0.3",
+        "%%distributed\nprint('then', lr)",
+        "# Parameters\nlr = 0.4",
+        tagged=1,
+    )
+    done = _run(source, tmp_path / "out.ipynb", "-p", "lr", "0.5", "-y", "{name: 'it''s', sizes: [2, null]}")
+    assert done.returncode == 0, done.stderr
+    saved = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    texts = ["".join(out.text for out in cell.outputs if out.output_type == "stream") for cell in saved.cells]
+    assert texts[2] == "Sent lr, name, sizes to the ranks, because the cell above sets parameters there.\n"
+    assert texts[3] == "[ranks 0-1] 0.5 it's [2, None]\n"
+    assert texts[5] == "Sent lr to rank 1, because the cell above sets parameters there.\n"
+    assert sorted(texts[6].splitlines()) == ["[rank 0] then 0.5", "[rank 1] then 0.3"]
+    assert texts[7] == ""
 
 
 @pytest.mark.slow

@@ -77,6 +77,11 @@ def cause_of(entry: Entry, judged: Mapping[int, Judged], comparison: Comparison,
             f"{name_ranks(wrong).capitalize()} had other values than rank 0 before the cell: run `%distributed sync`, "
             "and give all ranks the same seed before they create the model."
         )
+    if comparison.is_same_part:
+        return "same part", (
+            "All ranks give the model the same part of the batch, and one rank gives it another or all of it: cut the "
+            "batch by `rank`."
+        )
     if entry.kind == "mask":
         return "dropout seed", "Ranks with the same samples drop different elements: seed them alike for this layer."
     if entry.kind == "gradient":
@@ -90,8 +95,8 @@ def _of_activation(entry: Entry, judged: Mapping[int, Judged], comparison: Compa
     wrong = [rank for rank, one in judged.items() if not one.is_ok]
     if entry.kind == "input" and not entry.name:
         return "other batch", (
-            "The model's input is not a part of the global batch: make or cut the batch in an earlier cell, so that "
-            "its parts can be joined."
+            "The model's input is not a part of the global batch: the ranks change it as one rank does not, or "
+            "--compare cannot see how the cell cuts it. Make or cut the batch in an earlier cell."
         )
     alone = entry.candidates.get("batch norm", {})
     if all(rank in alone and _close(entry.ranks[rank].projections, alone[rank].projections, judged[rank].allowed)

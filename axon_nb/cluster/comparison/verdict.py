@@ -72,6 +72,8 @@ class Verdict:
     """By what was compared, how many tensors, and how many of them differ."""
     batch: tuple[str, ...]
     unmatched: tuple[str, ...]
+    replicas: int = 1
+    """How many ranks each hold the whole model."""
     rows: Sequence[tuple[str, str, int, int, float, float]] = field(repr=False, default=())
     """Name, what, call, rank, relative error and what is allowed of each tensor on each rank."""
 
@@ -95,13 +97,15 @@ class Verdict:
     def notes(self) -> list[str]:
         """What else a reader should know."""
         joined = f"Global batch: {', '.join(self.batch)}." if self.batch else "All ranks used the same batch."
+        if not self.batch and self.replicas > 1:
+            joined += f" So {self.replicas} ranks compute what one does: give each its own part, if that is not meant."
         names = ", ".join(self.unmatched[:6])
         skipped = f"Not compared, as their shapes do not fit: {names}." if names else ""
         return list(filter(None, [joined, skipped]))
 
 
-def verdict(comparison: Comparison) -> Verdict:
-    """Judge a comparison."""
+def verdict(comparison: Comparison, replicas: int = 1) -> Verdict:
+    """Judge a comparison; `replicas` is how many ranks each hold the whole model."""
     scales = scales_of(comparison.entries)
     judged = [_judge_mask(entry) if entry.kind == "mask" else judge(entry, scales) for entry in comparison.entries]
     counts: dict[str, tuple[int, int]] = {}
@@ -113,7 +117,7 @@ def verdict(comparison: Comparison) -> Verdict:
             norm = one.error / one.relative if one.relative else 0.0
             rows.append((entry.name, entry.kind, entry.call, rank, one.relative, one.allowed / norm if norm else 0.0))
     found = _first(comparison, judged, scales)
-    return Verdict(found, counts, comparison.batch, comparison.unmatched, rows)
+    return Verdict(found, counts, comparison.batch, comparison.unmatched, replicas, rows)
 
 
 def _first(comparison: Comparison, judged: Sequence[Mapping[int, Judged]], scales: Scales) -> Finding | None:

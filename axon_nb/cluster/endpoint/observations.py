@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster.endpoint.folding import folded
 from axon_nb.cluster.inspection.card import cluster_card
 from axon_nb.cluster.inspection.status import paused_ranks, request_states
-from axon_nb.cluster.inspection.variables import PREDEFINED, difference_frame, variables_frame
+from axon_nb.cluster.inspection.variables import PREDEFINED, difference_frame, summary_of, variables_frame
 from axon_nb.cluster.rpc.requests import Replies, request_all, request_each
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.cells import CellReport, CellsRequest
@@ -153,8 +153,8 @@ def variables(cluster: Cluster) -> dict[str, Any]:
 def difference(cluster: Cluster, name: str, from_rank: int = 0) -> dict[str, Any]:
     """Return where a variable differs from that of `from_rank`."""
     frame = difference_frame(cluster.state, name, from_rank)
-    same = f"{name} is the same on all ranks."
-    return {"name": name, "differences": _rows(frame), "text": same if frame.empty else frame.to_string(index=False)}
+    text = "\n".join(filter(None, [summary_of(name, frame), "" if frame.empty else frame.to_string(index=False)]))
+    return {"name": name, "differences": _rows(frame), "text": text}
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:

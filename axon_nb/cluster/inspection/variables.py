@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.rpc import requests
 from axon_nb.errors import UsageError
-from axon_nb.records.protocol.inspection import DescribeVariables, GetVariableParts, VariableFacts, VariableParts
+from axon_nb.records.protocol.inspection import (
+    DescribeVariables,
+    GetVariableParts,
+    GetVariableTree,
+    VariableFacts,
+    VariablePart,
+    VariableTree,
+)
 from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -16,7 +23,7 @@ if TYPE_CHECKING:
 
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["PREDEFINED", "agreement", "difference_frame", "variables_frame"]
+__all__ = ["PREDEFINED", "agreement", "difference_frame", "summary_of", "variables_frame"]
 
 _TIMEOUT_S = 60.0
 _VARIABLE_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
@@ -27,6 +34,9 @@ PREDEFINED = frozenset({
     *("device", "dist", "local_rank", "mesh", "rank", "torch", "world", "world_size"),
 })  # fmt: skip
 """What every rank has without a cell."""
+_NOT_COMPARED = "not compared"
+_MAX_ROWS = 1000
+"""Parts that are named for each rank."""
 _DIFFERENCE_COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
 
 
@@ -79,11 +89,16 @@ def agreement(facts: Mapping[int, VariableFacts], ranks: Sequence[int]) -> str:
     only = f"only on {name_ranks(facts)}" if missing else ""
     if any("Shard" in fact.where or "Partial" in fact.where for fact in facts.values()):
         return ", ".join(filter(None, ["split", only]))
-    kinds = {rank: (fact.type, fact.shape, fact.dtype, fact.digest) for rank, fact in facts.items()}
+    unchecked = dict.fromkeys(fact.unchecked for fact in facts.values())
+    # Digests leave out what was not compared: they mean the same only where the same was left out.
+    is_compared = len(unchecked) == 1 and all(fact.digest for fact in facts.values())
+    kinds = {rank: (fact.type, fact.shape, fact.dtype, fact.digest * is_compared) for rank, fact in facts.items()}
     groups = Counter(kinds.values()).most_common()
     if len(groups) == 1:
-        has_digest = bool(groups[0][0][3])
-        return only or ("same" if has_digest and len(facts) > 1 else "" if has_digest else "not compared")
+        if is_compared and not any(unchecked):
+            return only or ("same" if len(facts) > 1 else "")
+        why = next(filter(None, unchecked), "")
+        return ", ".join(filter(None, [f"{_NOT_COMPARED}: {why}" if why else _NOT_COMPARED, only]))
     if groups[0][1] == 1 or (len(groups) > 2 and groups[0][1] <= len(facts) // 2):
         return ", ".join(filter(None, ["differs", only]))
     # In a tie, the value of the lowest rank is the reference.
@@ -94,16 +109,17 @@ def agreement(facts: Mapping[int, VariableFacts], ranks: Sequence[int]) -> str:
 
 
 def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.DataFrame:
-    """Compare a variable on all ranks with that of rank `reference`; empty if it does not differ.
+    """Compare a variable on all ranks with that of rank `reference`; empty if all of it is the same.
 
     Args:
         state: The cluster.
-        name: The name of a tensor, a module, an array, a table, or anything else with a text form.
+        name: The variable.
         reference: The rank to compare with.
 
     Returns:
-        One row for each part and rank that differ: the number of differing elements, their total number, the index of
-        the first differing one, the largest absolute difference, and both values at that index (reference / rank).
+        One row for each part and rank that differ: what leads to the part, the number of differing elements, their
+        total number, the index of the first differing one, the largest absolute difference, and both values at that
+        index (reference / rank). Then one row for each part that could not be compared, see `summary_of`.
 
     Raises:
         UsageError: a rank is running a cell, the reference rank is not available, or the variable cannot be compared.
@@ -117,48 +133,135 @@ def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.D
     if reference in state.health.dead:
         raise UsageError(f"--from {reference}: rank {reference} is dead; choose another rank.")
     living = state.live_ranks
-    futures = {rank: requests.call(state.connection.client, rank, GetVariableParts(name)) for rank in living}
-    replies = {rank: future.result(timeout=_TIMEOUT_S) for rank, future in futures.items()}
-    if replies[reference].refused:
-        raise UsageError(f"{name!r} of rank {reference} {replies[reference].refused}.")
-    rows = [
-        row for rank in living if rank != reference for row in _difference_rows(replies[reference], replies[rank], rank)
-    ]
+    trees = _call_all(state, dict.fromkeys(living, GetVariableTree(name)))
+    if (ours := trees[reference]).refused:
+        raise UsageError(f"{name!r} of rank {reference} {ours.refused}.")
+    if reason := ours.skipped.get(0):
+        raise UsageError(f"{name!r} of rank {reference} cannot be compared: it is {reason}.")
+    found = {
+        rank: _different_nodes(ours, trees[rank]) for rank in living if rank != reference and not trees[rank].refused
+    }
+    wanted: dict[int, tuple[int, ...]] = {
+        rank: tuple(theirs for _, theirs in pairs if theirs is not None) for rank, pairs in found.items()
+    }
+    wanted[reference] = tuple({mine: None for pairs in found.values() for mine, _ in pairs if mine is not None})
+    parts = _call_all(state, {rank: GetVariableParts(name, nodes) for rank, nodes in wanted.items() if nodes})
+    rows = []
+    for rank in living:
+        if trees[rank].refused:
+            rows.append(_difference_row(name, rank, values=trees[rank].refused))
+        for mine, theirs in found.get(rank, []):
+            rows.append(_difference(parts.get(reference, {}).get(mine), parts.get(rank, {}).get(theirs), rank))
+    skipped = {
+        (tree.paths[node], why): rank for rank, tree in reversed(trees.items()) for node, why in tree.skipped.items()
+    }
+    rows += [_difference_row(path, rank, values=f"{_NOT_COMPARED}: {why}") for (path, why), rank in skipped.items()]
     return pd.DataFrame(rows, columns=list(_DIFFERENCE_COLUMNS))
 
 
-def _difference_rows(ours: VariableParts, theirs: VariableParts, rank: int) -> list[dict[str, Any]]:
-    if theirs.refused:
-        return [_difference_row("", rank, values=theirs.refused)]
-    if ours.text is not None or theirs.text is not None:
-        mine, other = ("arrays" if summary.text is None else summary.text for summary in (ours, theirs))
-        return [] if mine == other else [_difference_row("", rank, values=f"{mine} / {other}")]
-    names = dict.fromkeys([*ours.parts, *theirs.parts])
-    rows = (_compare(name, ours.parts.get(name), theirs.parts.get(name), rank) for name in names)
-    return [row for row in rows if row is not None]
+def summary_of(name: str, differences: pd.DataFrame) -> str:
+    """Summarize what `difference_frame` has found if nothing differs; else return nothing."""
+    if differences.empty:
+        return f"{name!r} is the same on all ranks."
+    if differences["values"].str.startswith(f"{_NOT_COMPARED}: ").all():
+        parts = f"{len(differences)} part{'' if len(differences) == 1 else 's'}"
+        return f"{name!r} does not differ where it was compared; {parts} could not be compared:"
+    return ""
 
 
-def _compare(name: str, ours: Any, theirs: Any, rank: int) -> dict[str, Any] | None:
+def _call_all(state: ClusterState, calls: Mapping[int, Any]) -> dict[int, Any]:
+    futures = {rank: requests.call(state.connection.client, rank, call) for rank, call in calls.items()}
+    return {rank: future.result(timeout=_TIMEOUT_S) for rank, future in futures.items()}
+
+
+_Pair = tuple[int | None, int | None]
+
+
+def _different_nodes(ours: VariableTree, theirs: VariableTree) -> list[_Pair]:
+    """Return the parts that differ and hold none that does: their numbers in both trees; None: it has no such part."""
+    pairs: list[_Pair] = []
+    one, other = _Tree(ours), _Tree(theirs)
+
+    def descend(mine: int, its: int) -> bool:
+        """Add what differs; return whether that, or a part that cannot be compared, explains the digests."""
+        if one.digest(mine) == other.digest(its):
+            return False
+        if mine in ours.skipped or its in theirs.skipped:
+            return True
+        left, right = one.children(mine), other.children(its)
+        is_explained = False
+        if one.head(mine) == other.head(its) or left.keys() & right.keys():
+            for label in dict.fromkeys([*left, *right]):
+                if label in left and label in right:
+                    is_explained |= descend(left[label], right[label])
+                else:
+                    pairs.append((left.get(label), right.get(label)))
+                    is_explained = True
+        if not is_explained:
+            pairs.append((mine, its))
+        return True
+
+    descend(0, 0)
+    return pairs[:_MAX_ROWS]
+
+
+class _Tree:
+    """The parts of a variable by number."""
+
+    def __init__(self, tree: VariableTree) -> None:
+        self._tree = tree
+        self._ends = memoryview(tree.ends).cast("q")
+
+    def digest(self, node: int) -> bytes:
+        return bytes(self._tree.digests[16 * node : 16 * node + 16])
+
+    def head(self, node: int) -> bytes:
+        return bytes(self._tree.heads[8 * node : 8 * node + 8])
+
+    def children(self, node: int) -> dict[tuple[bytes, int], int]:
+        """What a part holds, by how it is reached; the second number distinguishes parts that are reached equally."""
+        found: dict[tuple[bytes, int], int] = {}
+        times: Counter[bytes] = Counter()
+        child = node + 1
+        while child < self._ends[node]:
+            label = bytes(self._tree.labels[8 * child : 8 * child + 8])
+            found[label, times[label]] = child
+            times[label] += 1
+            child = self._ends[child]
+        return found
+
+
+def _difference(ours: VariablePart | None, theirs: VariablePart | None, rank: int) -> dict[str, Any]:
+    if ours is None or theirs is None:
+        part = ours or theirs
+        where = "the reference" if theirs is None else f"rank {rank}"
+        return _difference_row(part.path if part else "", rank, values=f"only on {where}: {part.text if part else '?'}")
+    if ours.kind == theirs.kind and ours.array is not None and theirs.array is not None:
+        return _compare(ours.path, ours.array, theirs.array, rank)
+    texts = f"{ours.text} / {theirs.text}" if ours.text != theirs.text else f"{ours.text}, not equal"
+    return _difference_row(ours.path, rank, values=texts)
+
+
+def _compare(path: str, ours: Any, theirs: Any, rank: int) -> dict[str, Any]:
     import numpy as np
 
-    if ours is None or theirs is None:
-        return _difference_row(name, rank, values=f"only on {'the reference' if theirs is None else f'rank {rank}'}")
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return _difference_row(name, rank, values=f"{_kind(ours)} / {_kind(theirs)}")
-    numeric = ours.dtype.kind in "fc"
-    unequal = (ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs)) if numeric else ours != theirs
+    unequal = ours != theirs
+    if ours.dtype.kind in "fc":
+        unequal &= ~(np.isnan(ours) & np.isnan(theirs))
     count = int(np.count_nonzero(unequal))
     if not count:
-        return None
+        return _difference_row(path, rank, differing=0, of=ours.size, values="equal, but of other bits: -0.0 or NaN")
     first = tuple(int(index) for index in np.argwhere(unequal)[0]) if ours.ndim else ()
-    largest = float(np.nanmax(np.abs(ours[unequal] - theirs[unequal]))) if ours.dtype.kind in "fciu" else None
+    largest = None
+    if ours.dtype.kind in "fciu":
+        exact = np.longdouble if ours.dtype.kind in "iu" else ours.dtype  # unsigned numbers have no negative difference
+        with np.errstate(all="ignore"):
+            distances = np.abs(ours[unequal].astype(exact) - theirs[unequal].astype(exact))
+        largest = float(distances[~np.isnan(distances)].max(initial=0.0)) if not np.isnan(distances).all() else None
     at = str(list(first)) if ours.ndim else ""
-    values = f"{ours[first]} / {theirs[first]}"
-    return _difference_row(name, rank, differing=count, of=ours.size, at=at, largest=largest, values=values)
-
-
-def _kind(array: Any) -> str:
-    return f"{' × '.join(map(str, array.shape)) or 'scalar'} {array.dtype}"
+    return _difference_row(
+        path, rank, differing=count, of=ours.size, at=at, largest=largest, values=f"{ours[first]} / {theirs[first]}"
+    )
 
 
 def _difference_row(

@@ -92,6 +92,8 @@ class OutputParser:
         self._accepted = dict.fromkeys(ranks, 0)
         self._full: set[int] = set()
         self._updates: dict[str, Item] = {}
+        self._last: dict[int, dict[str | None, Bundle]] = {rank: {} for rank in ranks}
+        """The last update of each display, by rank, if shown output cannot be updated."""
         self._max_queue_bytes = max(_MIN_QUEUE_BYTES // max(1, len(ranks)), 2 * budget.limit)
         self._order = 0
 
@@ -176,6 +178,11 @@ class OutputParser:
         self.queue.put(rank, Item((name, line), name, line, size, now, row.order))
 
     def _feed_display(self, rank: int, bundle: Bundle, now: float) -> None:
+        if not self._in_place and bundle.update:
+            self._last[rank][bundle.display_id] = bundle
+            return
+        if not self._in_place:
+            bundle = bundle._replace(display_id=None)
         if (text := bundle.text) is not None:
             for line in [text] if len(text) <= _MAX_LABELLED_TEXT else text.split("\n"):
                 self._order += 1
@@ -229,6 +236,9 @@ class OutputParser:
         for rank in self._streams if ranks is None else ranks:
             for name, stream in self._streams[rank].items():
                 self._put_rows(rank, name, stream.settle(now, final=final), now)
+            while final and self._last[rank]:
+                bundle = self._last[rank].pop(next(iter(self._last[rank])))
+                self._feed_display(rank, bundle._replace(update=False), now)
 
     def live_rows(self, now: float) -> list[LiveRow]:
         """Return the rows to show although they may change, by rank; empty if shown output cannot be updated."""

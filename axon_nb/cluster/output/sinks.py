@@ -28,7 +28,7 @@ class Sink(Protocol):
     """Shows output; called on the notebook's thread.
 
     A sink that cannot update what it has shown has an attribute ``in_place = False``. Progress bars are then shown as
-    lines when they are finished.
+    lines when they are finished, and the last update of a display when its rank is.
     """
 
     def stream(self, name: StreamName, text: str) -> None:
@@ -69,6 +69,8 @@ class NotebookSink:
         if shell is not None:
             transient = {"display_id": display_id} if display_id else {}
             shell.display_pub.publish(data=data, metadata=metadata, transient=transient, update=update)
+        elif not update and (publisher := _own_publisher()) is not None:
+            publisher.publish(data=data, metadata=metadata)
         elif not update and (text := data.get("text/plain")):
             self.stream("stdout", f"{text}\n")
 
@@ -108,10 +110,20 @@ class RecordingSink:
         return "".join(payload for kind, payload in self.records if kind == name)
 
 
-def _kernel_shell() -> Any:
+def _shell() -> Any:
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    return ipython.get_ipython() if ipython is not None else None
+
+
+def _kernel_shell() -> Any:
+    shell = _shell()
     return shell if getattr(shell, "kernel", None) is not None else None
+
+
+def _own_publisher() -> Any:
+    """Return what shows displays in a shell without a kernel that has its own, such as ploomber-engine's."""
+    publisher = getattr(_shell(), "display_pub", None)
+    return None if type(publisher).__module__.startswith(("IPython.", "builtins")) else publisher
 
 
 def label(ranks: Sequence[int]) -> str:

@@ -41,7 +41,6 @@ Tensor = torch.Tensor
 Job = Callable[[], None]
 
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 """It may be installed from a checkout, outside the folder of packages."""
 
 
@@ -225,7 +224,7 @@ def caller_line() -> int:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not library_of(file) and not file.startswith(_TORCH):
+        if not library_of(file):
             return frame.f_lineno
         frame = frame.f_back
     return 0

@@ -27,7 +27,7 @@ from axon_nb.records.protocol.inspection import DebuggerLine, PausedEvent
 from axon_nb.records.protocol.messages import message_type
 from axon_nb.records.protocol.wire import encode
 from axon_nb.records.stacks import library_of
-from axon_nb.shell.user_frame import RUN_CODE, user_frame
+from axon_nb.shell.user_frame import RUN_CODE, cell_of_file, user_frame
 
 __all__ = ["Breakpoints"]
 
@@ -222,9 +222,9 @@ class Breakpoints:
 
     def _say_paused(self, frame: FrameType) -> None:
         self._pauses += 1
-        file = os.path.basename(frame.f_code.co_filename)
-        in_cell = file.startswith("<Cell In")
-        event = PausedEvent(self._pauses, f"line {frame.f_lineno}" if in_cell else f"{file} line {frame.f_lineno}")
+        file = frame.f_code.co_filename
+        within = "" if cell_of_file(file) else f"{os.path.basename(file)} "
+        event = PausedEvent(self._pauses, f"{within}line {frame.f_lineno}")
         kernel = self._session.kernel
         self._stdout.flush()
         kernel.session.send(

@@ -11,7 +11,7 @@ from IPython.display import display
 
 __all__ = ["Pager"]
 
-_CELL_FILE_LINE = re.compile(r"^\S*File:\S*\s+\S*Cell In\[\d+\].*\n?", re.MULTILINE)
+_CELL_FILE_LINE = re.compile(r"^\S*File:\S*\s+\S*<ipython-input-.*\n?", re.MULTILINE)
 """The line that names a cell's file, which does not exist."""
 
 

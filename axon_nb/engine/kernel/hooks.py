@@ -14,11 +14,14 @@ import contextlib
 import inspect
 import json
 import logging
+import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import zmq
@@ -38,6 +41,7 @@ __all__ = [
     "ControlHandlers",
     "DirectChannel",
     "add_control_handlers",
+    "hold_modules",
     "install",
     "serve_cells",
     "tap_output",
@@ -50,6 +54,9 @@ ControlHandler = Callable[[Any], Any]
 
 ControlHandlers = Mapping[type[Request[Any]], ControlHandler]
 """By request class."""
+
+_RUN_RANKS = {"asyncio", "axon_nb", "ipykernel", "ipyparallel", "jupyter_client", "tornado", "zmq"}
+"""Packages whose code runs between cells."""
 
 
 def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
@@ -74,9 +81,20 @@ def install(kernel: Any, track_task: Callable[[Any], contextlib.AbstractContextM
                 yield
 
         kernel._cancel_on_sigint = cancel_on_sigint
+    kernel.log.setLevel(kernel.parent.log_level)  # below it, its handler drops each record of a message
     _suppress_messages(kernel)
     _reply_directly(kernel)
     _hold_json(kernel.session)
+
+
+def hold_modules() -> None:
+    """Let what runs between cells use copies of modules; profilers and mocks replace functions of the modules."""
+    for original in (json, signal, time):
+        own = ModuleType(original.__name__)
+        vars(own).update(vars(original))
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in _RUN_RANKS and getattr(module, original.__name__, None) is original:
+                setattr(module, original.__name__, own)
 
 
 def _hold_json(session: Any) -> None:

@@ -25,9 +25,13 @@ from axon_nb.shell.user_frame import user_frame
 
 __all__ = ["OWN_SIGNAL", "InterruptHandler", "clear_forced_interrupt", "force_interrupt"]
 
+# Profilers replace the functions of `signal`, which also take 20 times as long as those that they wrap.
+_signal: Any = sys.modules.get("_signal", signal)
+_get_handler, _set_handler, _send = _signal.getsignal, _signal.signal, _signal.pthread_kill
 _parse_exception_table: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
 OWN_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 """Interrupts a cell that has replaced the handler of SIGINT; no library uses it."""
+_NAMES = {int(number): getattr(number, "name", f"signal {number}") for number in signal.valid_signals()}
 _SHOW_ERROR = InteractiveShell.showtraceback.__code__
 _MAX_SWALLOWED = 3
 """After this many interrupts without effect, the next is raised where nothing can catch it."""
@@ -99,18 +103,16 @@ class _OtherHandlers:
         """The handler of each signal, and the one that stands in for it between cells."""
 
     def print_errors(self) -> None:
-        for number in signal.valid_signals():
-            handler = signal.getsignal(number)
-            is_ours = isinstance(getattr(handler, "__self__", None), InterruptHandler)
-            if callable(handler) and not is_ours and not isinstance(handler, signal.Handlers):
+        for number, handler in zip(_NAMES, map(_get_handler, _NAMES), strict=True):  # once per cell: fast
+            if callable(handler) and not isinstance(getattr(handler, "__self__", None), InterruptHandler):
                 guarded = functools.partial(self._call, handler)
                 self._guarded[number] = handler, guarded
-                signal.signal(number, guarded)
+                _set_handler(number, guarded)
 
     def raise_errors(self) -> None:
         for number, (handler, guarded) in self._guarded.items():
-            if signal.getsignal(number) is guarded:
-                signal.signal(number, handler)
+            if _get_handler(number) is guarded:
+                _set_handler(number, handler)
         self._guarded.clear()
 
     def _call(self, handler: Callable[[int, FrameType | None], Any], number: int, frame: FrameType | None) -> None:
@@ -119,7 +121,7 @@ class _OtherHandlers:
         except Exception as error:
             if user_frame(frame) is not None:
                 raise
-            text = f"The handler of {signal.Signals(number).name} raised between cells: {error!r}"
+            text = f"The handler of {_NAMES[number]} raised between cells: {error!r}"
             # The handler may have interrupted the stream that it would write to.
             self._kernel.io_loop.asyncio_loop.call_soon_threadsafe(functools.partial(print, text, file=sys.stderr))
 
@@ -160,7 +162,7 @@ class InterruptHandler:
         self._number += 1
         self._run = run
         self.raised = self._sent = 0
-        if signal.getsignal(signal.SIGINT) is not self._handler:  # an earlier cell replaced it
+        if _get_handler(signal.SIGINT) is not self._handler:  # an earlier cell replaced it
             self.install()
         self._others.raise_errors()
         self.running = True
@@ -174,8 +176,8 @@ class InterruptHandler:
 
     def install(self) -> None:
         """Install the handler; call it on the main thread."""
-        signal.signal(signal.SIGINT, self._handler)
-        signal.signal(OWN_SIGNAL, self._handler)
+        _set_handler(signal.SIGINT, self._handler)
+        _set_handler(OWN_SIGNAL, self._handler)
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
         self.pending = 0
@@ -213,10 +215,10 @@ class InterruptHandler:
             self._target = number
             self.pending += 1
             self._sent += 1
-            current = signal.getsignal(signal.SIGINT)
+            current = _get_handler(signal.SIGINT)
             # A handler of the cell's own may stop the cell; if it does not, or there is none, ours is called.
             by_sigint = current is self._handler or (callable(current) and self._sent == 1)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT if by_sigint else OWN_SIGNAL)
+            _send(threading.main_thread().ident or 0, signal.SIGINT if by_sigint else OWN_SIGNAL)
         elif run is not None and run not in self.rejected_runs:  # an abort is sent again and again
             self.rejected_runs.append(run)
         return is_running

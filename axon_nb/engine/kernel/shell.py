@@ -8,10 +8,13 @@ rank, and a note says so.
 from __future__ import annotations
 
 import builtins
+import functools
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+from IPython.core.compilerop import CachingCompiler
 
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.tracebacks import find_location
@@ -29,20 +32,12 @@ _NOTE = "The cell stopped on this rank and counts as failed; the rank keeps runn
 
 
 def install_cell_names(shell: Any) -> None:
-    """Have `shell` name the file of a cell ``<Cell In[3]>``: equal warnings and tracebacks of ranks are then one.
+    """Have `shell` name the file of a cell as IPython does in a terminal, ``<ipython-input-3-9f2c61d0a1b4>``.
 
-    ipykernel's names contain the process id. Without the brackets pdb would look for a file.
+    Profilers and caches on disk know that name. It is the same on all ranks, so that equal warnings and tracebacks are
+    shown once; ipykernel's contains the process id.
     """
-    codes: dict[str, str] = {}
-
-    def get_code_name(raw_code: str, transformed_code: str, number: int) -> str:
-        name, count = f"<Cell In[{number}]>", 1
-        while codes.setdefault(name, transformed_code) != transformed_code:  # other code had this number before
-            count += 1
-            name = f"<Cell In[{number}] ({count})>"
-        return name
-
-    shell.compile.get_code_name = get_code_name
+    shell.compile.get_code_name = functools.partial(CachingCompiler.get_code_name, shell.compile)
 
 
 def install_shell_commands(shell: Any, interrupts: InterruptHandler) -> None:

@@ -10,6 +10,9 @@ has it.
 `str` of an error runs the user's code, which may take seconds or fail. IPython and ipykernel each need the text, so
 they get a plain copy with the error's name and text, and the text is read once.
 
+Cells and libraries such as rich replace what shows errors. What they install shows those of the user's code; an aborted
+rank keeps its one line, and the reply names the user's lines.
+
 Private hooks: `showtraceback`'s `_showtraceback`, and of `InteractiveTB` the `structured_traceback` and the frames that
 it renders. Without them IPython's own behaviour stays.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 import traceback
 from collections import Counter
@@ -26,6 +30,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from IPython.core import ultratb
+from IPython.core.error import UsageError
 
 from axon_nb.engine.collective_names import is_public_call
 from axon_nb.engine.groups.abort import AbortedError
@@ -33,7 +38,7 @@ from axon_nb.engine.output.nested_errors import NestedErrors
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.cells import AbortLocation
 from axon_nb.records.stacks import library_of
-from axon_nb.shell.user_frame import RUN_CODE, describe_inner
+from axon_nb.shell.user_frame import RUN_CODE, cell_of_file, describe_inner
 
 __all__ = ["Tracebacks", "find_location", "shorten_traceback"]
 
@@ -53,18 +58,39 @@ class Tracebacks:
         """Where the cell was when it was aborted; None if it was not."""
         self._copied: tuple[BaseException, BaseException] | None = None
         """The last error that was rendered, and its plain copy."""
+        self._in_reply: BaseException | None = None
+        """The last error whose traceback is in the reply."""
+        self._hook: Any = None
+        """What a cell has put in place of `_showtraceback`."""
 
     def install(self, shell: Any) -> None:
         """Have `shell` show short tracebacks."""
-        shell.set_custom_exc((*_ABORTS, BaseExceptionGroup), self._show)
+        register = shell.set_custom_exc
+
+        def set_custom_exc(kinds: tuple[type[BaseException], ...], handler: Any) -> None:
+            theirs = () if handler is None else tuple(kinds)
+
+            def show(shell: Any, kind: Any, error: BaseException, trace: Any, tb_offset: Any = None) -> Any:
+                is_theirs = isinstance(error, theirs) and not isinstance(error, _ABORTS)
+                return (handler if is_theirs else self._show)(shell, kind, error, trace, tb_offset=tb_offset)
+
+            register((*_ABORTS, BaseExceptionGroup, *theirs), show)
+
+        shell.set_custom_exc = set_custom_exc
+        set_custom_exc((), None)
         self.install_bounded(shell)
 
     def install_bounded(self, shell: Any) -> None:
         """Have `shell` render only the ends of long tracebacks, and only for the reply."""
         if not missing_hooks("kernel.failures", shell=shell):
-            shell._showtraceback = self._save_without_publishing(shell)
+            save = self._save_without_publishing(shell)
+
+            def replace(_: Any, hook: Any = None) -> None:
+                self._hook = None if hook is save else hook
+
+            type(shell)._showtraceback = property(lambda _: save, replace, replace)
             self._nested.install(shell)
-            shell.events.register("post_run_cell", self._reply_with_copy)
+            shell.events.register("post_run_cell", functools.partial(self._complete_reply, shell))
         if not missing_hooks("kernel.frames", shell=shell):
             module: Any = ultratb
             module.get_line_number_of_frame = _without_analysis(module.get_line_number_of_frame)
@@ -87,12 +113,16 @@ class Tracebacks:
     def _save_without_publishing(self, shell: Any) -> Any:
         def save(kind: type[BaseException], error: BaseException, rendered: list[str]) -> None:
             copy = self._copy(error)  # ipykernel reads name and text from it
-            if self._nested.is_nested(shell):
+            is_nested, hook = self._nested.is_nested(shell), None if isinstance(error, _ABORTS) else self._hook
+            if hook is not None:
+                hook(kind, error, rendered)
+                rendered = [] if is_nested else self._places(error)
+            if is_nested:
                 self._nested.note(error, str(copy), rendered, abort_location(error.__traceback__))
                 return
             if getattr(shell.displayhook, "msg", None) is not None:
                 shell._last_traceback_during_displayhook = True
-            shell._last_traceback = rendered
+            shell._last_traceback, self._in_reply = rendered, error
 
         return save
 
@@ -101,17 +131,32 @@ class Tracebacks:
             self._copied = error, _plain_copy(error)
         return self._copied[1]
 
-    def _reply_with_copy(self, result: Any) -> None:
-        """Let ipykernel, which makes the reply next, see the copy."""
-        if result is not None and self._copied is not None and result.error_in_exec is self._copied[0]:
+    def _complete_reply(self, shell: Any, result: Any) -> None:
+        """Let ipykernel, which makes the reply next, see the copy, and where an error was that other code has shown."""
+        error = None if result is None else result.error_in_exec
+        if error is not None and error is not self._in_reply and not isinstance(error, UsageError):
+            shell._last_traceback = self._places(error)
+        if error is not None and self._copied is not None and error is self._copied[0]:
             result.error_in_exec = self._copied[1]
+
+    def _places(self, error: BaseException) -> list[str]:
+        """Return the lines of the user's code that an error came through, and its text."""
+        trace, places = error.__traceback__, list[str]()
+        while trace is not None:
+            code, line = trace.tb_frame.f_code, trace.tb_lineno
+            if not library_of(file := code.co_filename):
+                place = f"{cell}, line {line}" if (cell := cell_of_file(file)) else f"File {file}:{line}"
+                places.append(place if code.co_name.startswith("<") else f"{place}, in {code.co_name}")
+            trace = trace.tb_next
+        copy = self._copy(error)
+        return [*places[-_MAX_REPEATS:], f"{type(copy).__name__}: {copy}"]
 
     def restore_error(self, shell: Any) -> None:
         """Put the error itself back into the cell's result, once the reply has been made."""
         result = getattr(shell, "last_execution_result", None)
         if result is not None and self._copied is not None and result.error_in_exec is self._copied[1]:
             result.error_in_exec = self._copied[0]
-        self._copied = None
+        self._copied = self._in_reply = None
 
     def end_cell(self, reply: dict[str, Any]) -> AbortLocation | None:
         """Make the reply an error if the cell swallowed one; return where the cell was aborted, None if it was not."""

@@ -88,7 +88,7 @@ class NestedErrors:
         Args:
             error: The error.
             text: What `str` gives for it.
-            rendered: Its traceback.
+            rendered: Its traceback; empty if it has been shown.
             inner: Where it was raised, in what the cell had called.
         """
         if sys.exc_info()[1] is None:  # `%tb` shows an earlier error
@@ -101,7 +101,7 @@ class NestedErrors:
             where = replace(inner, line=line)
         elif isinstance(error, SystemExit):  # IPython's text hides the status in a hint to `%tb`
             exit_line = f"SystemExit at line {line}{inner.within}: sys.exit({error.code!r})"
-        else:
+        elif rendered:
             sys.stderr.write("\n".join(rendered) + "\n")
         if self._first is None:
             self._first = NestedError(type(error).__name__, text, where, exit_line)

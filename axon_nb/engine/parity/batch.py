@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,16 @@ from axon_nb.comm.placements import placed
 from axon_nb.errors import UsageError
 from axon_nb.records.training.comparison import Place
 
-__all__ = ["Batch", "gather_batch", "mentioned_names", "replace_leaves"]
+__all__ = [
+    "Batch",
+    "checksum",
+    "gather_batch",
+    "is_leaf",
+    "leaves_of",
+    "mentioned_names",
+    "places_of",
+    "replace_leaves",
+]
 
 Path = tuple[Any, ...]
 
@@ -63,16 +72,22 @@ def _names_of(code: types.CodeType) -> list[str]:
     return [*code.co_names, *inner]
 
 
-def _leaves(value: Any, path: Path) -> Iterable[tuple[Path, torch.Tensor]]:
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be a part of a batch."""
+    return bool(tensor.ndim) and not tensor.requires_grad and placed(tensor) is None
+
+
+def leaves_of(value: Any, path: Path) -> Iterable[tuple[Path, torch.Tensor]]:
+    """Yield the tensors within a value that can be parts of a batch, with their paths."""
     if isinstance(value, torch.Tensor):
-        if value.ndim and not value.requires_grad and placed(value) is None:
+        if is_leaf(value):
             yield path, value
     elif type(value) in (list, tuple):
         for key, item in enumerate(value):
-            yield from _leaves(item, (*path, key))
+            yield from leaves_of(item, (*path, key))
     elif type(value) is dict:
         for key, item in value.items():
-            yield from _leaves(item, (*path, key))
+            yield from leaves_of(item, (*path, key))
 
 
 def replace_leaves(value: Any, path: Path, change: Callable[[Path, torch.Tensor], torch.Tensor]) -> Any:
@@ -98,8 +113,8 @@ def gather_batch(namespace: Mapping[str, Any], names: Iterable[str]) -> Batch:
     Raises:
         UsageError: the parts do not fit together; on all ranks.
     """
-    held = {path: leaf for name in sorted(names) for path, leaf in _leaves(namespace[name], (name,))}
-    sums = {path: (tuple(leaf.shape), str(leaf.dtype), _checksum(leaf)) for path, leaf in held.items()}
+    held = {path: leaf for name in sorted(names) for path, leaf in leaves_of(namespace[name], (name,))}
+    sums = {path: (tuple(leaf.shape), str(leaf.dtype), checksum(leaf)) for path, leaf in held.items()}
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, sums)
     everywhere = [path for path in sums if all(path in answer for answer in answers)]
@@ -121,10 +136,7 @@ def gather_batch(namespace: Mapping[str, Any], names: Iterable[str]) -> Batch:
                 f"--compare joins `{split[0][0]}` and `{path[0]}` to the global batch, but the parts of a rank have "
                 "different lengths: give what is not part of the batch the same values on all ranks."
             )
-    places = {}
-    for rank, content in enumerate(contents):
-        part, peers = parts.index(content), [peer for peer, other in enumerate(contents) if other == content]
-        places[rank] = Place(sum(sizes[:part]), sizes[part], sum(sizes), peers.index(rank), len(peers))
+    places = places_of(contents, sizes)
     gathered: list[Any] | None = [None] * len(answers) if dist.get_rank() == 0 else None
     mine = {path: held[path].detach().cpu() for path in split} if dist.get_rank() in owners else {}
     dist.gather_object(mine, gathered)
@@ -134,6 +146,21 @@ def gather_batch(namespace: Mapping[str, Any], names: Iterable[str]) -> Batch:
     return Batch(joined, places)
 
 
-def _checksum(tensor: torch.Tensor) -> str:
+def places_of(contents: Sequence[Any], sizes: Sequence[int]) -> dict[int, Place]:
+    """Return the place of each rank.
+
+    Args:
+        contents: Of each rank; ranks with equal ones have the same part.
+        sizes: Rows of each part, in the order in which the parts first occur.
+    """
+    parts, places = list(dict.fromkeys(contents)), {}
+    for rank, content in enumerate(contents):
+        part, peers = parts.index(content), [peer for peer, other in enumerate(contents) if other == content]
+        places[rank] = Place(sum(sizes[:part]), sizes[part], sum(sizes), peers.index(rank), len(peers))
+    return places
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Return a digest of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").hexdigest()

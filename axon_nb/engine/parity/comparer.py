@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from axon_nb.engine.elastic import zero
-from axon_nb.engine.parity.batch import Batch, gather_batch, mentioned_names, replace_leaves
+from axon_nb.engine.parity.batch import Batch, checksum, gather_batch, leaves_of, mentioned_names, replace_leaves
+from axon_nb.engine.parity.cuts import Cuts, Joined, Key, Parts, gather_cuts
 from axon_nb.engine.parity.digests import Projector, local_part
 from axon_nb.engine.parity.recorder import Recorder, named_parameters
 from axon_nb.engine.parity.reference import Reference
@@ -57,6 +59,11 @@ class Comparer:
         self._writes = contextlib.ExitStack()
         self._seen: dict[int, list[Observation]] = {}
         self._batch: Batch
+        self._parts: Parts
+        self._cuts: Cuts
+        self._joined: Joined
+        self._used: dict[Key, None] = {}
+        self._is_same_part = False
         self._pieces: list[Pieces] = []
         self._zero_states: list[dict[tuple[int, str], Any]] = []
         self.problem = self._prepare()
@@ -133,8 +140,12 @@ class Comparer:
     def begin(self) -> None:
         """Observe from now on."""
         models = {self._prefix(name): _part(model) for name, model in self._models.items()}
-        self._recorder = Recorder(models, self._observe, self._is_discarded).__enter__()
+        data = self._names - set(self._models) - {self._plain}
+        self._parts = Parts([leaf for name in data for _, leaf in leaves_of(self._namespace[name], ())])
+        self._cuts = Cuts(self._namespace, self._parts.note)
+        self._recorder = Recorder(models, self._observe, self._is_discarded, cuts=self._cuts).__enter__()
         self._writes.enter_context(_watched_writes(self._written))
+        self._writes.enter_context(self._cuts)
 
     def _is_discarded(self) -> bool:
         return any(getattr(model, "infers_shapes", False) for model in self._models.values())
@@ -158,6 +169,10 @@ class Comparer:
         if self._recorder is not None:
             self._recorder.finish()
         self.close()
+        try:
+            self._joined = gather_cuts(self._parts, self._cuts.calls, self._batch)
+        except UsageError as error:
+            self.problem = self.problem or str(error)
         gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object((self._observations, self._written), gathered)
         for rank, (observations, written) in enumerate(gathered or ()):
@@ -171,25 +186,61 @@ class Comparer:
         """Run the reference on this rank, and return what differs; the state is then that of the reference."""
         if self.problem:
             return self._refused(self.problem)
-        code = compile(current().kernel.shell.transform_cell(self._code), "<the cell on one rank>", "exec")
+        # On the ranks, a line that begins the comparison comes first.
+        lines = current().kernel.shell.transform_cell(f"pass\n{self._code}")
+        code = compile(lines, "<the cell on one rank>", "exec")
         places = self._batch.places
-        reference = Reference(self._seen, places, self._become_one, lambda: exec(code, self._namespace))
-        try:
-            entries = reference.run()
-        except UsageError as error:
-            return self._refused(str(error))
-        except Exception as error:
-            batch = ", ".join(self._batch.names) or "nothing: no variable of the cell differs between ranks"
-            return self._refused(
-                f"The cell fails on one rank with the global batch (joined: {batch}): {type(error).__name__}: {error}"
-            )
+        joined = self._joined
+        wholes = [joined.whole, joined.whole | joined.equal] if joined.equal else [joined.whole]
+        for whole in wholes:
+            self._used.clear()
+            cuts = functools.partial(self._replaced, whole)
+            reference = Reference(self._seen, places, self._become_one, lambda: exec(code, self._namespace), cuts)
+            try:
+                entries = reference.run()
+                break
+            except UsageError as error:
+                return self._refused(str(error))
+            except Exception as error:
+                if whole is not wholes[-1]:
+                    continue  # parts with equal values, such as labels, may be parts of the batch nevertheless
+                names = ", ".join(self._joined_names()) or "nothing: no variable of the cell differs between ranks"
+                return self._refused(
+                    f"The cell fails on one rank with the global batch (joined: {names}; what is the same on all ranks "
+                    f"is not a part): {type(error).__name__}: {error}"
+                )
         fitting = [entry for entry in entries if len(entry.ranks)]
         if not any(entry.kind == "output" for entry in fitting) and len(places) > 1:
             return self._refused(
                 "No module computed what fits the reference: take the batch in an earlier cell, as in "
                 "`x, y = next(iter(loader))`, so that its parts can be joined."
             )
-        return Comparison(fitting, places, self._batch.names, tuple(reference.unmatched), reference.random)
+        batch, unmatched = tuple(self._joined_names()), tuple(reference.unmatched)
+        return Comparison(fitting, places, batch, unmatched, reference.random, is_same_part=self._is_same_part)
+
+    def _joined_names(self) -> Iterator[str]:
+        yield from self._batch.names
+        if any(key not in self._joined.equal for key in self._used):
+            yield "the parts that the cell cuts on each rank"
+        for line, name in dict.fromkeys(key[:2] for key in self._used if key in self._joined.equal):
+            yield f"what `{name}` gets at line {line} (the same on all ranks)"
+
+    def _replaced(
+        self, whole: Mapping[Key, torch.Tensor], tensors: Sequence[torch.Tensor], change: Callable[[torch.Tensor], None]
+    ) -> Cuts:
+        """Return what joins, while the reference runs, the parts that the cell cuts itself."""
+
+        def visit(key: Key, part: torch.Tensor) -> torch.Tensor | None:
+            if key not in whole:
+                if key in self._joined.same and self._joined.same[key] != checksum(part):
+                    self._is_same_part = True
+                return None
+            self._used[key] = None
+            tensor = whole[key].to(part.device, copy=True)
+            change(tensor)
+            return tensor
+
+        return Cuts(self._namespace, visit, tensors, self._joined.calls)
 
     def _refused(self, problem: str) -> Comparison:
         return Comparison([], {}, (), (), "", problem)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from axon_nb.engine.parity.cuts import Cuts
+
 __all__ = ["Recorder", "Sink", "clean_name", "is_wrapped_once", "named_parameters"]
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -28,8 +30,11 @@ class Sink(Protocol):
         index: int = 0,
         call: int = 0,
         module: nn.Module | None = None,
-    ) -> None:
-        """Take a tensor; the arguments are the fields of `records.comparison.Observation`."""
+    ) -> torch.Tensor | None:
+        """Take a tensor; the arguments are the fields of `records.comparison.Observation`.
+
+        Returns what replaces a gradient, or None.
+        """
 
 
 def is_wrapped_once(module: nn.Module) -> bool:
@@ -70,17 +75,24 @@ class Recorder:
         models: By prefix, the models.
         sink: Takes the tensors.
         is_discarded: Says whether a forward that runs is discarded, as one that only infers shapes.
+        cuts: Sees what the models get; entered with the recorder.
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], sink: Sink, is_discarded: Callable[[], bool] = lambda: False
+        self,
+        models: Mapping[str, nn.Module],
+        sink: Sink,
+        is_discarded: Callable[[], bool] = lambda: False,
+        *,
+        cuts: Cuts,
     ) -> None:
-        self._models = models
+        self._models, self._cuts = models, cuts
         self._is_discarded = is_discarded
         self._sink = sink
         self._handles: list[Any] = []
+        self.steps = 0
+        """Steps of optimizers."""
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._steps = 0
         self._depth = 0
 
     def __enter__(self) -> Recorder:
@@ -110,12 +122,14 @@ class Recorder:
 
     def finish(self) -> None:
         """Pass the gradients on, if the cell made no optimizer step."""
-        if not self._steps:
+        if not self.steps:
             self._gradients()
 
     def _before(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            args, kwargs = self._cuts.enter_module(path, args, kwargs)
             self._tensors("input", path, module, (*args, *kwargs.values()))
+            return args, kwargs
 
         return hook
 
@@ -128,6 +142,7 @@ class Recorder:
                 self._sink("mask", path, (output != 0).to(output.dtype), call=call, module=module)
                 output = args[0]
             self._tensors("output", path, module, output if isinstance(output, tuple) else (output,))
+            self._cuts.leave_module(output)
             return output
 
         return hook
@@ -143,10 +158,11 @@ class Recorder:
                 if value.requires_grad:
                     value.register_hook(self._gradient(f"grad_{kind}", path, index, call, module))
 
-    def _gradient(self, kind: str, path: str, index: int, call: int, module: nn.Module) -> Callable[..., None]:
-        def hook(gradient: torch.Tensor) -> None:
-            if self._handles:
-                self._sink(kind, path, gradient, index=index, call=call, module=module)
+    def _gradient(self, kind: str, path: str, index: int, call: int, module: nn.Module) -> Callable[..., Any]:
+        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+            if not self._handles:
+                return None
+            return self._sink(kind, path, gradient, index=index, call=call, module=module)
 
         return hook
 
@@ -159,7 +175,7 @@ class Recorder:
     def _gradients(self) -> None:
         for name, parameter in self._parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self._sink("gradient", name, gradient, call=self._steps)
+            self._sink("gradient", name, gradient, call=self.steps)
 
     def _before_step(self, *_: Any) -> None:
         self._depth += 1
@@ -171,5 +187,5 @@ class Recorder:
         if self._depth:
             return
         for name, parameter in self._parameters():
-            self._sink("weight", name, parameter, call=self._steps)
-        self._steps += 1
+            self._sink("weight", name, parameter, call=self.steps)
+        self.steps += 1

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from axon_nb.comm.world import World
+from axon_nb.engine.parity.cuts import CellEnded, Cuts
 from axon_nb.engine.parity.digests import Projector, epsilon_of, microbatches, part_of
 from axon_nb.engine.parity.recorder import Recorder
+from axon_nb.errors import UsageError
 from axon_nb.records.training.comparison import Bounds, Digest, Entry, Observation, Place, allowed_error
 
 __all__ = ["Reference", "perturb"]
@@ -37,6 +39,7 @@ class Reference:
         prepare: Restores the state from before the cell, gives this rank the whole model and batch, and returns the
             models and the tensors to perturb.
         body: The cell.
+        cuts: From the tensors that `prepare` returned, and what perturbs others, makes what sees the cell's tensors.
     """
 
     def __init__(
@@ -45,8 +48,9 @@ class Reference:
         places: Mapping[int, Place],
         prepare: Callable[[], tuple[Mapping[str, nn.Module], list[torch.Tensor]]],
         body: Callable[[], None],
+        cuts: Callable[[Sequence[torch.Tensor], Callable[[torch.Tensor], None]], Cuts],
     ) -> None:
-        self._places, self._prepare, self._body = places, prepare, body
+        self._places, self._prepare, self._body, self._cuts = places, prepare, body, cuts
         self._projector = Projector()
         self._seen: dict[tuple[str, str, int], list[tuple[int, Observation]]] = defaultdict(list)
         for rank, observations in seen.items():
@@ -79,12 +83,29 @@ class Reference:
         elif run.startswith(_PERTURBED):
             perturb(tensors, seed=int(run[-1]))
 
-        def sink(kind: str, name: str, tensor: torch.Tensor, **facts: Any) -> None:
+        def change(tensor: torch.Tensor) -> None:
+            if run.startswith(_PERTURBED):
+                perturb([tensor], seed=int(run[-1]))
+
+        def sink(kind: str, name: str, tensor: torch.Tensor, **facts: Any) -> torch.Tensor | None:
             self._take(run, kind, name, tensor, **facts)
+            if kind != "grad_output" or not run.startswith(_PERTURBED) or tensor.dtype != torch.float32:
+                return None
+            # Terms of a bias's gradient may cancel, such as those of balanced classes: weights do not show that.
+            perturb([changed := tensor.clone()], seed=int(run[-1]))
+            return changed
 
         def alone(_: World) -> None:
-            with Recorder(models, sink) as recorder:
-                self._body()
+            with self._cuts(tensors, change) as cuts, Recorder(models, sink, cuts=cuts) as recorder:
+                try:
+                    self._body()
+                except CellEnded:
+                    steps = {1 + one.call for key, of in self._seen.items() if key[0] == "weight" for _, one in of}
+                    if recorder.steps < max(steps, default=0):
+                        raise UsageError(
+                            "On one rank the cell's loop over the data has more rounds, so --compare cannot tell where "
+                            "a step ends: make the batches or the loader in an earlier cell."
+                        ) from None
                 recorder.finish()
 
         World.mock(1).run(alone)

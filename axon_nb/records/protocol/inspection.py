@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from axon_nb.records.placement import MeshInfo
 from axon_nb.records.protocol.messages import Event, RankCall, Request
@@ -26,6 +26,7 @@ __all__ = [
     "FailureReply",
     "FailureRequest",
     "GetVariableParts",
+    "GetVariableTree",
     "JobReply",
     "JobRequest",
     "MeshReply",
@@ -39,7 +40,8 @@ __all__ = [
     "StatusRequest",
     "TelemetryEvent",
     "VariableFacts",
-    "VariableParts",
+    "VariablePart",
+    "VariableTree",
     "WaitsReply",
     "WaitsRequest",
     "WatchRequest",
@@ -189,7 +191,9 @@ class VariableFacts:
     bytes: int = 0
     """On this rank."""
     digest: str = ""
-    """Equal if the values are; empty if it is sharded or cannot be compared."""
+    """Equal if what was compared is; empty if nothing was."""
+    unchecked: str = ""
+    """What was not compared, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,23 +204,54 @@ class DescribeVariables(RankCall[list[VariableFacts]]):
 
 
 @dataclass(frozen=True, slots=True)
-class VariableParts:
-    """A variable in a form that can be compared without torch."""
+class VariableTree:
+    """Digests of a variable and of its parts, each of which is followed by what it holds."""
 
-    parts: Mapping[str, Packed]
-    """NumPy arrays by name."""
-    text: str | None = None
-    """Instead of arrays: its text form."""
+    digests: Packed = b""
+    """16 bytes for each part: equal if the part is."""
+    heads: Packed = b""
+    """8 bytes for each: equal if it is of the same kind, whatever it holds."""
+    labels: Packed = b""
+    """8 bytes for each: equal if it is reached in the same way."""
+    ends: Packed = b""
+    """8 bytes for each: the number of the part that follows all it holds."""
+    skipped: Mapping[int, str] = field(default_factory=dict)
+    """Why a part was not compared, by number."""
+    paths: Mapping[int, str] = field(default_factory=dict)
+    """What leads to such a part, by number."""
     refused: str = ""
-    """Instead of both: why it cannot be compared; reads after its name."""
+    """Instead of all that: why there is nothing to compare; reads after its name."""
 
 
 @dataclass(frozen=True, slots=True)
-class GetVariableParts(RankCall[VariableParts]):
-    """Return the parts of one variable, for a comparison."""
+class GetVariableTree(RankCall[VariableTree]):
+    """Return the digests of one variable, for a comparison."""
+
+    target = "axon_nb.engine.inspection.variables:variable_tree"
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class VariablePart:
+    """A part of a variable that differs."""
+
+    path: str
+    """An expression such as ``d["w"]``."""
+    kind: str
+    """Its type, and for arrays shape and dtype."""
+    text: str
+    """Itself as text, or its kind."""
+    array: Packed = None
+    """A NumPy array, for numbers; None if it is too large."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetVariableParts(RankCall[Mapping[int, VariablePart]]):
+    """Return some parts of one variable, by their numbers in its tree."""
 
     target = "axon_nb.engine.inspection.variables:variable_parts"
     name: str
+    nodes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

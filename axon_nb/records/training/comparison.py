@@ -93,6 +93,8 @@ class Comparison:
     """The first module that draws random numbers other than dropout's; empty: none does."""
     problem: str = ""
     """Why nothing was compared; empty: it was."""
+    is_same_part: bool = False
+    """Whether the model gets the same on all ranks, and something else on one."""
 
 
 def allowed_error(entry: Entry, rank: int) -> float:

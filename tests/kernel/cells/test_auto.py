@@ -88,3 +88,18 @@ def test_auto_mode_on_some_ranks_and_off(kernel: Kernel) -> None:
 )
 def test_cells_are_split_at_our_magics(body: str, pieces: list[tuple[str, str]]) -> None:
     assert split_cell(body, {"push"}.__contains__) == [Piece(*piece) for piece in pieces]
+
+
+def test_injected_parameters_follow_a_cell_for_ranks(kernel: Kernel) -> None:
+    """Papermill adds such a cell below the one that is tagged."""
+    kernel.ok("%%distributed --ranks 0-1\nlr, names = 0.1, []\nrate = 1")
+    sent = kernel.ok("# Parameters\nlr = 0.5\nnames = ['a', None]\n")
+    assert sent.stdout == "Sent lr, names to ranks 0-1, because the cell above sets parameters there.\n"
+    assert kernel.value("lr") == 0.5
+    assert kernel.ok("%%rank 0-1\nprint(lr, names, rate)").lines() == ["[ranks 0-1] 0.5 ['a', None] 1"]
+    kernel.ok("%%rank 1\nlr = 0.2")
+    assert kernel.ok("# Parameters\nother = 1").stdout == ""
+    kernel.ok("%%rank 1\nlr == 0.2\nlr = 0.3")
+    assert kernel.ok("# The rate\nlr = 0.6").stdout == ""
+    assert kernel.ok("# Parameters\nlr = 0.7").stdout == ""
+    assert kernel.ok("%%rank 0-1\nprint(lr)").lines() == ["[rank 0] 0.5", "[rank 1] 0.3"]

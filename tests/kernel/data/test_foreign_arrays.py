@@ -54,7 +54,7 @@ def test_table_has_shapes_and_compares_values(ready: Kernel) -> None:
 
 
 def test_difference_hidden_by_repr_is_detected(ready: Kernel) -> None:
-    assert ready.value("c.diff('odd').values.tolist()") == [["", 2, 1, 10_000, "[5000]", 1.0, "5000.0 / 5001.0"]]
+    assert ready.value("c.diff('odd').values.tolist()") == [["odd", 2, 1, 10_000, "[5000]", 1.0, "5000.0 / 5001.0"]]
     assert ready.value("len(c.diff('same')), len(c.diff('host'))") == (0, 3)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from axon_nb.cluster.inspection.variables import agreement
 from axon_nb.records.protocol.inspection import VariableFacts
+from tests.support.cases.value_kinds import KINDS, NOT_SENT
 from tests.support.kernel import Kernel
 
 SETUP = """%%distributed
@@ -31,9 +32,12 @@ array = numpy.arange(5)
 text = f"hello from {rank}"
 number = 7
 def function(): pass
+import threading
 class Odd:
     def __repr__(self): raise ValueError("no")
 thing = Odd()
+lock = threading.Lock()
+held = {"lock": lock, "step": rank == 3}
 if rank < 2: few = 1
 """
 
@@ -61,7 +65,9 @@ def rows(shared_kernel: Kernel) -> dict[str, dict[str, object]]:
         "text": "differs",
         "number": "same",
         "few": "only on ranks 0-1",
-        "thing": "not compared",
+        "thing": "same",
+        "lock": "not compared: a lock",
+        "held": "differs on rank 3",
     }.items(),
 )
 def test_differing_ranks_are_reported(rows: dict[str, dict[str, object]], name: str, ranks: str) -> None:
@@ -121,9 +127,9 @@ def test_tied_majority_follows_the_lowest_rank() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     {
-        "odd": [["", 2, 3, 3, "[0]", 1.0, "0.0 / 1.0"]],
-        "drifted": [["bias", 1, 2, 2, "[0]", 1.0]],
-        "table": [["column a", 3, 1, 3, "[2]", 1.0, "3 / 4"]],
+        "odd": [["odd", 2, 3, 3, "[0]", 1.0, "0.0 / 1.0"]],
+        "drifted": [["drifted.bias", 1, 2, 2, "[0]", 1.0]],
+        "table": [['table["a"]', 3, 1, 3, "[2]", 1.0, "3 / 4"]],
         "same": [],
         "net": [],
     }.items(),
@@ -143,3 +149,61 @@ def test_diff_of_shapes_texts_and_incomparable_values(shared_kernel: Kernel, row
     assert shared_kernel.ok("%distributed diff same").lines() == ["'same' is the same on all ranks."]
     assert "is sharded" in shared_kernel.run("%distributed diff split").traceback
     assert "has no such variable" in shared_kernel.run("%distributed diff nothing").traceback
+
+
+@pytest.fixture(scope="module")
+def kinds(shared_kernel: Kernel) -> dict[str, str]:
+    """All kinds of values on the ranks: ``same_0`` is equal on all, ``odd_0`` another on odd ranks; names by kind."""
+    shared_kernel.ok(
+        "%%distributed\nimport warnings\nwarnings.simplefilter('ignore')\n"
+        "from tests.support.cases.value_kinds import KINDS as t_kinds, NOT_SENT as t_not_sent\n"
+        "for t_index, t_make in enumerate(t_kinds.values()):\n"
+        "    globals()[f'same_{t_index}'], globals()[f'odd_{t_index}'] = t_make(0), t_make(rank % 2)\n"
+        "for t_index, t_make in enumerate(t_not_sent.values()):\n"
+        "    globals()[f'own_{t_index}'] = t_make(1)"
+    )
+    return {kind: str(index) for index, kind in enumerate(KINDS)}
+
+
+def test_each_kind_of_value_is_compared(shared_kernel: Kernel, kinds: dict[str, str]) -> None:
+    shared_kernel.ok(
+        "t_rows = {row['name']: row['ranks'] for row in current.require('t').variables().to_dict('records')}"
+    )
+    ranks = shared_kernel.value("{name: text for name, text in t_rows.items() if name[:4] in ('same', 'odd_', 'own_')}")
+    assert {kind: ranks[f"same_{index}"] for kind, index in kinds.items()} == dict.fromkeys(kinds, "same")
+    assert {kind: ranks[f"odd_{index}"] for kind, index in kinds.items()} == dict.fromkeys(
+        kinds, "differs on ranks 1,3"
+    )
+    assert all(ranks[f"own_{index}"].startswith("not compared: ") for index in range(len(NOT_SENT)))
+
+
+def test_diff_names_the_part_of_each_kind_that_differs(shared_kernel: Kernel, kinds: dict[str, str]) -> None:
+    shared_kernel.ok("t_diff = lambda n: current.require('t').diff(n).values.tolist()")
+    shared_kernel.ok(f"t_found = {{n: t_diff(f'odd_{{n}}') for n in range({len(kinds)})}}")
+    found = shared_kernel.value("{n: [(row[0], row[1], row[6]) for row in rows] for n, rows in t_found.items()}")
+    assert {kind: {row[1] for row in found[int(n)]} for kind, n in kinds.items()} == {kind: {1, 3} for kind in kinds}
+    assert not [row for rows in found.values() for row in rows if "not compared" in row[2]]
+    expected = {
+        "dict": '["w"]',
+        "data class": ".value[0]",
+        "state dict": '["0.bias"]',
+        "module": ".0.bias",
+        "csr": ".values()",
+    }
+    expected |= {"frame": '["a"]', "index": ".index", "object": '.value["data"]', "tied": '["encoder"]', "text": ""}
+    assert {kind: found[int(kinds[kind])][0][0] for kind in expected} == {
+        kind: f"odd_{kinds[kind]}{path}" for kind, path in expected.items()
+    }
+    hidden = shared_kernel.value(f"t_found[{kinds['dict']}][0][2:]")
+    assert hidden == [1, 5000, "[2500]", 1.0, "0.0 / 1.0"]
+    bits = shared_kernel.value(f"t_diff('odd_{kinds['zeros']}')[0][6]")
+    assert bits == "0.0 / -0.0"
+
+
+def test_diff_says_what_it_has_not_compared(shared_kernel: Kernel, rows: object, kinds: dict[str, str]) -> None:
+    reply = shared_kernel.ok("%distributed diff own_3")
+    assert reply.lines()[0] == "'own_3' does not differ where it was compared; 1 part could not be compared:"
+    assert 'own_3["lock"]' in reply.result
+    assert "not compared: a lock" in reply.result
+    assert "'lock' of rank 0 cannot be compared: it is a lock." in shared_kernel.run("%distributed diff lock").traceback
+    assert "is the same" not in shared_kernel.ok("%distributed diff held").stdout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -219,6 +221,14 @@ REPLACED = {
         "import builtins\nfor t_name in ('len', 'isinstance', 'getattr', 'print', 'open'): delattr(builtins, t_name)",
         "pass",
     ),
+    "functions of signal": (
+        "import signal\nt_kept = dict(vars(signal))\nfor t_name in t_kept: setattr(signal, t_name, None)",
+        "vars(signal).update(t_kept)",
+    ),
+    "functions of time": (
+        "import time\nt_kept = dict(vars(time))\nfor t_name in t_kept: setattr(time, t_name, None)",
+        "vars(time).update(t_kept)",
+    ),
     "the default device": ("torch.set_default_device('meta')", "torch.set_default_device(None)"),
     "the default dtype": ("torch.set_default_dtype(torch.float64)", "torch.set_default_dtype(torch.float32)"),
     "its namespace": ("%reset -f", "pass"),
@@ -235,6 +245,52 @@ def test_rank_survives_replaced_functions(kernel: Kernel, what: str) -> None:
     kernel.ok(f"%%distributed --ranks 1\n{undo}")
     after = kernel.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(world_size)\nt.item()")
     assert after.lines() == ["[ranks 0-3] 4", "[ranks 0-3] 4.0"]
+
+
+SHOWN_BY = {
+    "rich.traceback": (
+        "from rich.traceback import install\n_ = install()",
+        "for t_name in ('_showtraceback', 'showtraceback', 'showsyntaxerror'): delattr(get_ipython(), t_name)",
+        "in boom:3",
+    ),
+    "set_custom_exc": (
+        (
+            "def show(shell, kind, error, trace, tb_offset=None): print('shown by me:', error)\n"
+            "get_ipython().set_custom_exc((BaseException,), show)"
+        ),
+        "get_ipython().set_custom_exc((), None)",
+        "shown by me: division by zero",
+    ),
+    "IPython's own method": (
+        (
+            "from IPython import InteractiveShell\nt_kept = InteractiveShell.showtraceback\n"
+            "InteractiveShell.showtraceback = lambda *_, **__: print('shown by me:', sys.exc_info()[1])"
+        ),
+        "InteractiveShell.showtraceback = t_kept",
+        "shown by me: division by zero",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SHOWN_BY)
+def test_errors_shown_by_other_code(kernel: Kernel, what: str, tmp_path: Path) -> None:
+    install, undo, shown = SHOWN_BY[what]
+    if what == "rich.traceback":
+        pytest.importorskip("rich")
+    (tmp_path / "waits.py").write_text("import torch.distributed as dist\ndist.barrier()\n")
+    kernel.ok(f"%%distributed\nimport sys\n{install}")
+    failing = "def boom():\n    1 / 0\nif rank == 1: boom()\n"
+    top = kernel.run(f"%%distributed\n{failing}dist.barrier()")
+    nested = kernel.run(f"%%distributed\n{failing}%run {tmp_path}/waits.py")
+    kernel.ok(f"%%distributed\n{undo}")
+    for reply in (top, nested):
+        assert shown in reply.stdout + reply.stderr
+        assert re.search(r"Cell In\[\d+\], line 3, in boom\n.*ZeroDivisionError: division by zero", reply.traceback)
+        assert "interactiveshell.py" not in reply.stdout + reply.stderr + reply.traceback
+    assert "[ranks 0,2-3] waited in barrier at line 5" in top.traceback
+    if what != "IPython's own method":  # `%run` calls nothing else
+        assert "[ranks 0,2-3] waited in barrier at line 5" in nested.traceback
+    assert "line 3, in boom()" in kernel.run(f"%%distributed --ranks 1\n{failing}").traceback
 
 
 @pytest.mark.parametrize("handler", ["signal.SIG_DFL", "signal.SIG_IGN", "lambda *_: None"])

@@ -77,7 +77,7 @@ DIFFERENT: dict[str, tuple[str, Callable[[Reply], object], Callable[[Reply], obj
     "files of cells": (
         "print((lambda: 0).__code__.co_filename)",
         lambda plain: "ipykernel_" in plain.stdout,
-        lambda rank: re.search(r"\[rank 1\] <Cell In\[\d+\]>$", rank.stdout.strip()),
+        lambda rank: re.search(r"\[rank 1\] <ipython-input-\d+-\w+>$", rank.stdout.strip()),
     ),
     "`sys.argv`": (
         "import sys\nprint(len(sys.argv))",

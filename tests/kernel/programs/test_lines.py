@@ -61,9 +61,9 @@ def test_warnings_and_tracebacks_are_merged_across_ranks(kernel: Kernel) -> None
         "try:\n    1/0\nexcept ZeroDivisionError:\n    traceback.print_exc()"
     )
     warning = next(line for line in reply.stderr.splitlines() if "careful" in line)
-    assert "Cell In[" in warning
+    assert "<ipython-input-" in warning
     assert ":3: UserWarning: careful" in warning
-    assert 'File "<Cell In[' in reply.stderr
+    assert 'File "<ipython-input-' in reply.stderr
     assert "ipykernel_" not in reply.stderr
 
 
@@ -74,3 +74,16 @@ def test_source_of_a_function_from_an_earlier_cell_of_the_same_number(kernel: Ke
     reply = kernel.ok("%%rank 0\nimport inspect\nprint(inspect.getsource(first), inspect.getsource(second))")
     assert "return 1" in reply.stdout
     assert "return 2" in reply.stdout
+
+
+def test_libraries_know_the_files_of_cells(kernel: Kernel, tmp_path: Path) -> None:
+    executing = "from executing.executing import is_ipython_cell_filename"  # IPython needs it
+    reply = kernel.ok(f"%%distributed\n{executing}\nis_ipython_cell_filename((lambda: 0).__code__.co_filename)")
+    assert reply.lines() == ["[ranks 0-3] True"]
+    pytest.importorskip("joblib")
+    memory = f"import joblib\nmemory = joblib.Memory(f'{tmp_path}/{{rank}}', verbose=0)"
+    cached = (
+        f"%%distributed\n{memory}\n@memory.cache\ndef square(x):\n    print('computed')\n    return x * x\nsquare(3)"
+    )
+    assert kernel.ok(cached).lines() == ["[ranks 0-3] computed", "[ranks 0-3] 9"]
+    assert kernel.ok(cached).lines() == ["[ranks 0-3] 9"]  # in a cell with another number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,6 +87,19 @@ def run_with_mount(options: str, folder: str, script: str, **env: str) -> str:
 
 
 @pytest.mark.timeout(600)
+def test_packages_from_a_folder_of_pythonpath_are_not_the_users(new_kernel: MakeKernel, tmp_path: Path) -> None:
+    (tmp_path / "modules").symlink_to(sysconfig.get_path("purelib"))  # a copy of torch would take 500 MB
+    (tmp_path / "train.py").write_text("import torch.distributed as dist\ndef step():\n    dist.barrier()\n")
+    kernel = new_kernel(PYTHONPATH=str(tmp_path / "modules"))
+    kernel.ok("%load_ext axon_nb\n%distributed start -n 2")
+    torch_file = f"[ranks 0-1] {str(tmp_path / 'modules/torch/__init__.py')!r}"
+    assert kernel.ok("%%distributed\nfrom train import step\ntorch.__file__").lines() == [torch_file]
+    reply = kernel.run("%%distributed\nif rank == 0: step()")
+    assert "rank 0 waits in barrier at line 2 (step, train.py line 3) for rank 1" in reply.traceback
+    reply = kernel.run("%%distributed\nif rank == 1: 1 / 0\nout = [None] * 2\ndist.all_gather_object(out, 1)")
+    assert "[rank 0] waited in all_gather_object at line 4\n" in reply.traceback + "\n"
+
+
 def test_small_shared_memory_is_reported_with_the_setting() -> None:
     said = run_with_mount("size=1m", "/dev/shm", LOADER)
     lines = said.splitlines()

@@ -52,6 +52,79 @@ def test_wrong_scale_is_reported_with_module_factor_and_cause(ready: Kernel) -> 
     assert ready.value("cmp_verdict.finding.what") == "the gradient"
 
 
+CUT_BY_RANK = """%%distributed
+import torch.nn as nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+torch.manual_seed(0)
+cut_net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+cut_model = nn.parallel.DistributedDataParallel(cut_net)
+cut_optimizer = torch.optim.AdamW(cut_model.parameters(), lr=0.01)
+cut_x, cut_y = torch.randn(16, 4), torch.randn(16, 4)
+cut_labels, cut_data = torch.arange(16) % 4, TensorDataset(cut_x, cut_y)
+"""
+CUT_STEP = """
+cut_optimizer.zero_grad()
+nn.functional.mse_loss(cut_model(cut_x{0}), cut_y{0}).backward()
+cut_optimizer.step()
+"""
+LOADER = """
+sampler = DistributedSampler(cut_data, num_replicas=world_size, rank=rank)
+for x, y in DataLoader(cut_data, batch_size=2, sampler=sampler):
+    cut_optimizer.zero_grad()
+    nn.MSELoss()(cut_model(x), y).backward()
+    cut_optimizer.step()
+"""
+HAND = """
+x, y = cut_x.chunk(world_size)[rank], cut_y.chunk(world_size)[rank]
+cut_optimizer.zero_grad()
+((cut_net(x) - y) ** 2).mean().backward()
+for p in cut_net.parameters():
+    dist.all_reduce(p.grad)
+    p.grad /= world_size
+cut_optimizer.step()
+"""
+SLICE = "[rank * 4:(rank + 1) * 4]"
+LABELS = CUT_STEP.replace("mse_loss", "cross_entropy").replace("cut_y", "cut_labels")
+RIGHT = {
+    "slice": CUT_STEP.format(SLICE),
+    "chunk": CUT_STEP.format(".chunk(world_size)[rank]"),
+    "stride": CUT_STEP.format("[rank::world_size]"),
+    "sampler": LOADER,
+    "reduced by hand": HAND,
+    "labels that are equal on all ranks": LABELS.format(SLICE),
+    "mask": "mask = torch.arange(16) % world_size == rank" + CUT_STEP.format("[mask]"),
+}
+WRONG = {
+    "sum for mean": (RIGHT["slice"].replace(").backward", ", reduction='sum').backward"), "scaled by world size"),
+    "sum not divided": (HAND.replace("    p.grad /= world_size\n", ""), "scaled by world size"),
+    "nothing reduced": (
+        HAND.replace("dist.all_reduce(p.grad)", "pass").replace("/= world_size", "/= 1"),
+        "missing all-reduce",
+    ),
+    "one part for all": (CUT_STEP.format(".chunk(world_size)[0]"), "same part"),
+    "sampler of rank 0 for all": (LOADER.replace("rank=rank", "rank=0"), "same part"),
+}
+
+
+def test_batches_cut_by_rank_in_the_cell_are_joined(kernel: Kernel) -> None:
+    kernel.ok(CUT_BY_RANK)
+    found = {}
+    for what, cell in RIGHT.items():
+        kernel.ok(f"%%distributed --compare --out cmp_verdict\n{cell}")
+        found[what] = kernel.value(FOUND)
+        assert kernel.value("cmp_verdict.batch")[0] == "the parts that the cell cuts on each rank"
+    assert found == dict.fromkeys(RIGHT, ("", "agrees"))
+    for what, (cell, _) in WRONG.items():
+        kernel.ok(f"%%distributed --compare --out cmp_verdict\n{cell}")
+        found[what] = kernel.value(FOUND)[1]
+    assert {what: found[what] for what in WRONG} == {what: cause for what, (_, cause) in WRONG.items()}
+    # The same step on all ranks agrees with one rank, but no one means it.
+    kernel.ok(f"%%distributed --compare --out cmp_verdict\n{CUT_STEP.format('[:4]')}")
+    assert "So 4 ranks compute what one does" in kernel.value("str(cmp_verdict)")
+    refused = kernel.run(f"%%distributed --compare\n{RIGHT['slice'].replace(f'cut_y{SLICE}', 'cut_y[:4]')}")
+    assert "what is the same on all ranks is not a part" in refused.traceback
+
+
 ZERO = PREPARE.replace("import torch.nn as nn", "import torch.nn as nn\nfrom torch.distributed.optim import *").replace(
     "torch.optim.AdamW(cmp_model.parameters(), ",
     "ZeroRedundancyOptimizer(cmp_model.parameters(), optimizer_class=torch.optim.AdamW, ",

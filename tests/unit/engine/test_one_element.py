@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from axon_nb.comm.collectives.arrays import prepare_move
-from axon_nb.engine.inspection.variables import _tensor_bytes
+from axon_nb.engine.values.parts import tensor_bytes
 from axon_nb.parallel.checkpoint.safetensors import _bytes
 from axon_nb.shell.value_pickle import pack, unpack
 
@@ -20,7 +20,7 @@ def _packed(tensor: torch.Tensor) -> bytes:
 
 
 WAYS: dict[str, Callable[[torch.Tensor], bytes]] = {
-    "digest of a variable": _tensor_bytes,
+    "digest of a variable": tensor_bytes,
     "push and pull": _packed,
     "checkpoint": lambda tensor: bytes(_bytes(tensor)),
     "collective": lambda tensor: bytes(prepare_move(tensor).buffer.numpy()),

@@ -24,6 +24,25 @@ def test_identical_results_and_displays_are_shown_once() -> None:
     assert bench.sink.records == [("stdout", "[ranks 0-1] 42\n[ranks 0-1]\n"), ("display", (HTML, None, False))]
 
 
+def test_last_update_of_a_display_is_shown_where_displays_cannot_be_updated() -> None:
+    bench = Bench([0, 1], in_place=False)
+    for rank in (0, 1):
+        bench.show(rank, {"text/plain": "start"}, display_id="a")
+        bench.show(rank, dict(HTML), display_id="figure")
+        for number in range(1000):
+            bench.show(rank, {"text/plain": str(number + rank)}, "update_display_data", display_id="a")
+            bench.pass_time(0.01)
+        bench.show(rank, {"text/plain": "Chart"}, "update_display_data", display_id="figure")
+        bench.print(rank, "end\n")
+        bench.output.rank_done(rank)
+        bench.pass_time(0.1)
+    assert [line for line in bench.end() if line != "[rank 0]"] == [
+        *("[rank 0] start", "Figure", "[rank 0] end", "[rank 0] 999", "[rank 0] Chart"),
+        *("[rank 1] start", "[rank 1]", "Figure", "[rank 1] end", "[rank 1] 1000", "[rank 1] Chart"),
+    ]
+    assert not any(update for _, _, update in displays(bench))
+
+
 def test_multiline_result_has_one_label() -> None:
     bench = Bench()
     for rank in range(4):

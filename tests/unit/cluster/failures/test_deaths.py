@@ -20,7 +20,7 @@ Thread 0x00007fd8f6ffd6c0 (most recent call first):
 
 Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)
 """
-CELL = '  File "<Cell In[3]>", line 3 in <module>\n'
+CELL = '  File "<ipython-input-3-9f2c61d0a1b4>", line 3 in <module>\n'
 CTYPES = '  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at\n'
 ELSEWHERE = ", in another thread (threading wait)"
 POOL = '  File "/usr/lib/python3.11/multiprocessing/pool.py", line 364 in map\n'
@@ -29,7 +29,7 @@ REDUCE = (
     '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce\n'
     '  File "/x/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper\n'
 )
-STEP = '  File "<Cell In[3]>", line 9 in step\n'
+STEP = '  File "<ipython-input-3-9f2c61d0a1b4>", line 9 in step\n'
 GLOO = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail] 8 vs 4.\n\n"
 
 

@@ -1,0 +1,1 @@
+"""What values consist of, and digests of it."""

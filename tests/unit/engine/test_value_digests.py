@@ -1,0 +1,118 @@
+"""Digests of values: equal for equal values, and for no others; what cannot be compared is named."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from axon_nb.engine.values.digests import Walk
+from tests.support.cases.value_kinds import KINDS, NOT_SENT, differs, nested
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of kinds that are in beta or deprecated
+
+
+def _walked(value: Any, name: str = "v") -> Walk:
+    walk = Walk(name)
+    walk.run(value)
+    return walk
+
+
+def _digest(value: Any) -> bytes:
+    walk = _walked(value)
+    assert not walk.skipped, walk.skipped
+    return bytes(walk.digests[:16])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_digest_is_equal_for_equal_values_alone(kind: str) -> None:
+    first, same, other = KINDS[kind](0), KINDS[kind](0), KINDS[kind](1)
+    assert _digest(first) == _digest(same)
+    assert _digest(first) != _digest(other)
+    assert _digest({"a": [first]}) != _digest({"a": [other]})
+
+
+@pytest.mark.parametrize("kind", NOT_SENT)
+def test_values_of_a_process_are_named(kind: str) -> None:
+    walk = _walked(NOT_SENT[kind](1))
+    assert [path for path, _ in walk.skipped.values()] == ['v["lock"]' if kind == "within" else "v"]
+
+
+def _check_seed(seed: int) -> None:
+    same, _ = nested(seed)
+    walk = _walked(same)
+    assert walk.digests == _walked(nested(seed)[0]).digests
+    assert not walk.skipped
+    changed, leaf = nested(seed, 0)
+    assert leaf
+    assert _digest(changed) != walk.digests[:16], (seed, leaf)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nested_values_are_compared_to_their_leaves(seed: int) -> None:
+    _check_seed(seed)
+
+
+@pytest.mark.slow
+def test_200_nested_values_are_compared_to_their_leaves() -> None:
+    for seed in range(20, 220):
+        _check_seed(seed)
+
+
+def test_shared_and_copied_parts_are_equal() -> None:
+    part = [torch.ones(3)]
+    assert _digest([part, part]) == _digest([[torch.ones(3)], [torch.ones(3)]])
+    first: dict[str, Any] = {"name": "a"}
+    first["self"] = first
+    second: dict[str, Any] = {"name": "a"}
+    second["self"] = second
+    assert _digest(first) == _digest(second)
+
+
+def test_bytes_that_mean_nothing_are_not_compared() -> None:
+    dtype = np.dtype([("n", "i1"), ("v", "f8")], align=True)
+    first, second = (np.full(3 * dtype.itemsize, fill, np.uint8).view(dtype) for fill in (0, 255))
+    for array in (first, second):
+        array["n"], array["v"] = 1, 2.5
+    assert _digest(first) == _digest(second)
+    assert _digest(np.ma.masked_array([1.0, 2.0], [False, True])) == _digest(
+        np.ma.masked_array([1.0, 3.0], [False, True])
+    )
+
+
+def test_what_is_too_much_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = Walk("v", max_bytes=1000)
+    large.run([torch.zeros(1000)])
+    assert large.skipped == {0: ("v", "more than 0.977 KiB")}
+    late = Walk("v", began=-1000.0)
+    late.run([1])
+    assert late.skipped == {0: ("v", "more than 30 s")}
+    deep: list[Any] = []
+    for _ in range(150):
+        deep = [deep]
+    assert [why for _, why in _walked(deep).skipped.values()] == ["nested more than 100 levels deep"]
+    monkeypatch.setattr("axon_nb.engine.values.digests._MAX_NODES", 1000)
+    assert _walked([[] for _ in range(1001)]).skipped == {0: ("v", "more than 1,000 values")}
+
+
+def test_a_part_that_fails_does_not_hide_the_others() -> None:
+    class Broken:
+        def __reduce__(self) -> Any:
+            raise ValueError("no state\nat all")
+
+    first, second = ({"a": Broken(), "lock": threading.Lock(), "b": number} for number in (1, 2))
+    assert list(_walked(first).skipped.values()) == [
+        ('v["a"]', "a Broken: ValueError: no state"),
+        ('v["lock"]', "a lock"),
+    ]
+    assert _walked(first).digests[:16] != _walked(second).digests[:16]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_comparison_of_these_tests_sees_each_kind(kind: str) -> None:
+    first, same, other = KINDS[kind](0), KINDS[kind](0), KINDS[kind](1)
+    assert differs(first, same) == ""
+    assert differs(first, other) != ""
