@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab quick test test-all soak versions docs site-notebooks floors gpu-report check coverage fix fuzz bench notebooks dist clean
+.PHONY: help install demo lab quick test test-all soak versions docs site-notebooks floors gpu-report check coverage fix fuzz bench bench-core notebooks dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -58,7 +58,11 @@ SEED ?= 1
 fuzz: $(INSTALLED)  ## random faults on live models: FAULTS=1000 SEED=1, or ONLY=38 for one round again; HOSTS=1: on two hosts
 	$(VENV)/bin/python -m tests.fuzz --faults $(FAULTS) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(if $(HOSTS),--hosts)
 
+bench-core: $(INSTALLED)  ## cells, starts and memory against the last landing and %%px, in 8 minutes; BASE=COMMIT: another one
+	$(VENV)/bin/python -m benchmarks.core $(if $(BASE),--base $(BASE))
+
 bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the tables go to benchmarks/results
+	$(VENV)/bin/python -m benchmarks.core
 	$(VENV)/bin/python -m benchmarks.main_job
 	$(VENV)/bin/python -m benchmarks.overhead
 	$(VENV)/bin/python -m benchmarks.collectives
