@@ -163,6 +163,8 @@ class Cluster:
         """Name the other end of a socket; empty: another thread of the same process."""
         if not address or address.startswith("inproc:"):
             return ""
+        if "/direct-" in address:
+            return "direct socket"
         name, _, channel = address.rpartition("/")[2].replace("-", ":").rpartition(":")
         if not name:
             return channel.removesuffix(".s")
