@@ -3,6 +3,9 @@ SHELL := bash
 VENV ?= .venv
 PYTHON ?= python3
 INSTALLED := $(VENV)/.installed
+# What `make demo` and `make lab` need of it; once one that has more is there, it is taken.
+FOR_LAB := $(firstword $(wildcard $(INSTALLED)) $(VENV)/.installed-lab)
+FOR_DEMO := $(firstword $(wildcard $(INSTALLED) $(VENV)/.installed-lab) $(VENV)/.installed-demo)
 export VENV
 
 .DEFAULT_GOAL := help
@@ -13,17 +16,20 @@ help:  ## this list
 
 install: $(INSTALLED)  ## the virtual environment, with everything that development needs
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): EXTRAS := dev
+$(VENV)/.installed-lab: EXTRAS := demo,lab
+$(VENV)/.installed-demo: EXTRAS := demo
+$(INSTALLED) $(VENV)/.installed-lab $(VENV)/.installed-demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "axon_nb needs Python 3.11 or newer: make PYTHON=python3.12 install")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 
-demo: $(INSTALLED)  ## run the quickstart on 4 ranks and save it, outputs and all, under out/
+demo: $(FOR_DEMO)  ## run the quickstart on 4 ranks and save it, outputs and all, under out/
 	$(VENV)/bin/python scripts/run_notebook.py examples/01_quickstart.py --out out
 
-lab: $(INSTALLED)  ## open the examples in JupyterLab
+lab: $(FOR_LAB)  ## open the examples in JupyterLab
 	$(VENV)/bin/jupyter lab examples
 
 quick: check  ## the checks, and the tests that start no ranks
