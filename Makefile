@@ -3,27 +3,34 @@ SHELL := bash
 VENV ?= .venv
 PYTHON ?= python3
 INSTALLED := $(VENV)/.installed
+# What `make demo` and `make lab` need of it; once one that has more is there, it is taken.
+FOR_LAB := $(firstword $(wildcard $(INSTALLED)) $(VENV)/.installed-lab)
+FOR_DEMO := $(firstword $(wildcard $(INSTALLED) $(VENV)/.installed-lab) $(VENV)/.installed-demo)
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab quick test test-all soak versions docs site-notebooks floors gpu-report check coverage fix fuzz bench notebooks dist clean
+.PHONY: help install demo lab quick test test-all soak versions docs site-notebooks floors gpu-report check coverage fix fuzz bench bench-core notebooks dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
 
 install: $(INSTALLED)  ## the virtual environment, with everything that development needs
 
-$(INSTALLED): pyproject.toml course/pyproject.toml constraints.txt
+$(INSTALLED): EXTRAS := dev
+$(INSTALLED): COURSE := -e ./course
+$(VENV)/.installed-lab: EXTRAS := demo,lab
+$(VENV)/.installed-demo: EXTRAS := demo
+$(INSTALLED) $(VENV)/.installed-lab $(VENV)/.installed-demo: pyproject.toml course/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "axon_nb needs Python 3.11 or newer: make PYTHON=python3.12 install")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./course
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' $(COURSE)
 	touch $@
 
-demo: $(INSTALLED)  ## run the quickstart on 4 ranks and save it, outputs and all, under out/
+demo: $(FOR_DEMO)  ## run the quickstart on 4 ranks and save it, outputs and all, under out/
 	$(VENV)/bin/python scripts/run_notebook.py examples/01_quickstart.py --out out
 
-lab: $(INSTALLED)  ## open the examples in JupyterLab
+lab: $(FOR_LAB)  ## open the examples in JupyterLab
 	$(VENV)/bin/jupyter lab examples
 
 quick: check  ## the checks, and the tests that start no ranks
@@ -58,7 +65,11 @@ SEED ?= 1
 fuzz: $(INSTALLED)  ## random faults on live models: FAULTS=1000 SEED=1, or ONLY=38 for one round again; HOSTS=1: on two hosts
 	$(VENV)/bin/python -m tests.fuzz --faults $(FAULTS) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(if $(HOSTS),--hosts)
 
+bench-core: $(INSTALLED)  ## cells, starts and memory against the last landing and %%px, in 8 minutes; BASE=COMMIT: another one
+	$(VENV)/bin/python -m benchmarks.core $(if $(BASE),--base $(BASE))
+
 bench: $(INSTALLED)  ## measure against stock ipyparallel and plain Gloo; the tables go to benchmarks/results
+	$(VENV)/bin/python -m benchmarks.core
 	$(VENV)/bin/python -m benchmarks.main_job
 	$(VENV)/bin/python -m benchmarks.overhead
 	$(VENV)/bin/python -m benchmarks.collectives

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks import stock
-from benchmarks.main_job import pss_mib
+from benchmarks.core import pss_mib
 from benchmarks.report import Row, median, write
 from tests.support.kernel import Kernel
 
@@ -114,7 +114,7 @@ def _left(kernel: Kernel, rounds: int) -> float:
 def _resident(kernel: Kernel) -> float:
     """Memory of a kernel and all its children in bytes; shared memory counts once."""
     own = psutil.Process(kernel.pid).memory_full_info().pss
-    return own + pss_mib(kernel.pid) * 2**20
+    return own + pss_mib(kernel) * 2**20
 
 
 def _speeds(kind: str, rates: dict[str, list[float]]) -> list[Row]:

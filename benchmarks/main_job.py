@@ -1,4 +1,4 @@
-"""Starting a cluster and running cells on it, against stock ipyparallel with `%%px`, in real kernels.
+"""Starting a cluster, saving a notebook and printing on ranks, in real kernels; `benchmarks.core` has the cells.
 
 Run `python -m benchmarks.main_job [--quick]` in the project's folder, on an otherwise idle machine.
 """
@@ -14,15 +14,12 @@ import time
 from pathlib import Path
 
 import nbformat
-import psutil
 from nbclient import NotebookClient
 
-from benchmarks import stock
-from benchmarks.report import Row, median, percentile, write
+from benchmarks.core import ALL_REDUCE, ROOT, Tool, cold_start
+from benchmarks.report import Row, median, write
 from tests.support.kernel import Kernel
 
-ALL_REDUCE = "%%distributed\n_x = torch.ones(1)\ndist.all_reduce(_x)"
-NO_WARM_UP = {"AXON_NB_WARM_UP": "0"}
 STOCK_SHARE = 0.08
 """Share of stock ipyparallel's start that a warm start may take on machines too slow for the absolute targets."""
 
@@ -32,28 +29,6 @@ def import_seconds() -> float:
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch, ipyparallel"], check=True)
     return time.perf_counter() - began
-
-
-def cold_seconds(n: int) -> float:
-    """Seconds from `%load_ext` to the first all_reduce."""
-    with Kernel() as kernel:
-        began = time.perf_counter()
-        for code in ("%load_ext axon_nb", f"%distributed start -n {n}", ALL_REDUCE):
-            kernel.ok(code, timeout=120)
-        seconds = time.perf_counter() - began
-        kernel.ok("%distributed stop")
-    return seconds
-
-
-def stock_seconds(n: int) -> float:
-    """The same with stock ipyparallel."""
-    with Kernel() as kernel:
-        began = time.perf_counter()
-        for code in (stock.START.format(n=n), stock.ALL_REDUCE):
-            kernel.ok(code, timeout=180)
-        seconds = time.perf_counter() - began
-        kernel.run(stock.STOP, timeout=120)
-    return seconds
 
 
 def warm_seconds(n: int) -> float:
@@ -70,57 +45,23 @@ def warm_seconds(n: int) -> float:
 
 def starts(rounds: int) -> list[Row]:
     """Cold and warm starts with 4 and 8 ranks, alternating with the peers'."""
+    ours, peers = Tool("axon_nb", ROOT), Tool("%%px", None)
     rows = []
     for n, import_limit, warm_limit in ((4, 1.6, 0.6), (8, 2.0, 1.0)):
         imports, cold, warm, peer = [], [], [], []
         for _ in range(rounds):
             imports.append(import_seconds())
-            cold.append(cold_seconds(n))
-            peer.append(stock_seconds(n))
+            cold.append(cold_start(ours, n)["wall"])
+            peer.append(cold_start(peers, n)["wall"])
             warm.append(warm_seconds(n))
-        ours = median(cold)
         rows += [
-            Row(f"cold start to the first all_reduce, {n} ranks", ours, "s", "stock ipyparallel", median(peer), 0.35),
-            Row(f"the same, {n} ranks", ours, "s", "`import torch, ipyparallel`", median(imports), import_limit),
+            Row(f"cold start to the first all_reduce, {n} ranks", median(cold), "s", "`import torch, ipyparallel`",
+                median(imports), import_limit),
             Row(f"warm start, {n} ranks", median(warm), "s", limit=max(warm_limit, STOCK_SHARE * median(peer)),
                 note=f"{median(warm) / median(peer):.3f} of stock ipyparallel; the target is {warm_limit} s, "
                 f"or {STOCK_SHARE} of stock where that is more"),
         ]  # fmt: skip
     return rows
-
-
-def cells(n: int, count: int) -> list[Row]:
-    """Empty cells with ours and with `%%px`, alternately; and the memory of both clusters."""
-    with Kernel() as ours, Kernel() as peer:
-        ours.ok(f"%load_ext axon_nb\n%distributed start -n {n}", timeout=120)
-        ours.ok(ALL_REDUCE)
-        peer.ok(stock.START.format(n=n), timeout=180)
-        peer.ok(stock.ALL_REDUCE, timeout=120)
-        memory = (pss_mib(ours.pid), pss_mib(peer.pid))
-        mine, theirs = [], []
-        for _ in range(count + 5):
-            mine.append(ours.ok("%%distributed\npass").seconds * 1e3)
-            theirs.append(peer.ok("%%px\npass").seconds * 1e3)
-        ours.ok("%distributed stop")
-        peer.run(stock.STOP, timeout=120)
-    mine, theirs = mine[5:], theirs[5:]
-    rows = [
-        Row(f"empty cell, {n} ranks, median", median(mine), "ms", "%%px", median(theirs), 0.85),
-        Row(f"empty cell, {n} ranks, p95", percentile(mine, 95), "ms", "own median", median(mine), 2.0,
-            note=f"%%px p95 {percentile(theirs, 95):.3g} ms"),
-    ]  # fmt: skip
-    if n == 8:
-        rows.append(
-            Row("memory of 8 ranks, all processes but the kernel (PSS)", memory[0], "MiB", "stock", memory[1], 0.4)
-        )
-    return rows
-
-
-def pss_mib(kernel_pid: int) -> float:
-    """Proportional set size (MiB) of all processes that the kernel started, including detached ones."""
-    session = {p.pid for p in psutil.Process(kernel_pid).children(recursive=True)}
-    session |= {p.pid for pid in list(session) for p in psutil.Process(pid).children(recursive=True)}
-    return sum(psutil.Process(pid).memory_full_info().pss for pid in session) / 2**20
 
 
 def notebook_sizes() -> list[Row]:
@@ -166,8 +107,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds, as a smoke test")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
-    rounds, count = (1, 10) if options.quick else (5, 100)
-    rows = [*starts(rounds), *cells(4, count), *cells(8, count), *notebook_sizes(), *first_lines(max(5, count // 4))]
+    rounds, lines = (1, 5) if options.quick else (5, 25)
+    rows = [*starts(rounds), *notebook_sizes(), *first_lines(lines)]
     print(write("main_job", rows, options.out))
 
 

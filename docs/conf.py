@@ -20,7 +20,12 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcon
 exclude_patterns = ["parity/*.md", "**/.ipynb_checkpoints"]
 html_theme = "furo"
 html_title = f"axon_nb {__version__}"
-html_theme_options = {"source_repository": site_pages.REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
+if site_pages.REPOSITORY:
+    html_theme_options = {
+        "source_repository": f"{site_pages.REPOSITORY}/",
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_copy_source = False
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]

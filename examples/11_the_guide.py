@@ -38,7 +38,7 @@ import axon_nb
 
 if not find_spec("sklearn"):
     raise axon_nb.UsageError(
-        'This notebook needs scikit-learn. Run `%pip install "axon_nb[demo]"`, then this cell again.'
+        'This notebook needs scikit-learn. Run `%pip install scikit-learn`, then this cell again.'
     )
 
 # %%
@@ -520,8 +520,7 @@ for name, strategy in stages.items():
 # %% [markdown]
 # ### DeepSpeed
 #
-# DeepSpeed is where ZeRO comes from. It is an optional extra (`pip install 'axon_nb[frameworks]'`); if it is missing,
-# the cell says so.
+# DeepSpeed is where ZeRO comes from. It is optional (`%pip install deepspeed`); if it is missing, the cell says so.
 #
 # - Corrected: an engine returns what the model returns, so the guide's model would have to return a loss.
 # - Corrected: `args=args` is the command line of DeepSpeed's own launcher; in a cell, as under torchrun, the
@@ -565,7 +564,7 @@ def train_with_deepspeed(stage, epochs=2):
 
 if find_spec("deepspeed") is None:
     if rank == 0:
-        print("DeepSpeed is not installed, so this section is left out: pip install 'axon_nb[frameworks]'")
+        print("DeepSpeed is not installed, so this section is left out: %pip install deepspeed")
 else:
     for stage in (2, 3):
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's, about its own names
@@ -684,7 +683,7 @@ for axes in ({"pp": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 2, "tp": 1}, {"pp": 1,
 #
 # ## Accelerate (Hugging Face)
 #
-# Accelerate needs few changes to a single-process loop. It is an optional extra, too; the cell has already done what
+# Accelerate needs few changes to a single-process loop. It is optional, too; the cell has already done what
 # `accelerate launch` would do.
 #
 # - Corrected: `wait_for_everyone` came before the file was written, and nothing came after; now the others wait for the
@@ -719,7 +718,7 @@ def train_with_accelerate(epochs=3):
 
 if find_spec("accelerate") is None:
     if rank == 0:
-        print("Accelerate is not installed, so this section is left out: pip install 'axon_nb[frameworks]'")
+        print("Accelerate is not installed, so this section is left out: %pip install accelerate")
 else:
     accelerator, model = train_with_accelerate()
     saved = your_model()
@@ -768,7 +767,7 @@ def train_with_trainer(epochs=5):
 
 if find_spec("transformers") is None:
     if rank == 0:
-        print("transformers is not installed, so this section is left out: pip install 'axon_nb[frameworks]'")
+        print("transformers is not installed, so this section is left out: %pip install transformers")
 else:
     model = train_with_trainer()
     right, together = accuracy(model), in_step(model)

@@ -17,18 +17,19 @@ from plotly.io import to_html
 from scripts.build_course import EDITIONS, SOURCES
 from scripts.generated_page import ROOT
 from scripts.pair_notebooks import render
+from scripts.repository import address
 from scripts.site_api import API, api_page, to_rst
 from scripts.site_reference import errors_page, options_page
 
 __all__ = ["REPOSITORY", "notebook_page", "relinked", "setup", "write_course", "write_notebooks"]
 
-REPOSITORY = "https://github.com/axon-nb/axon_nb/"
+REPOSITORY = address()
 DOCS = ROOT / "docs"
 EXAMPLES = ROOT / "examples"
 EXECUTED = ROOT / "out" / "notebooks"
 """Where `make site-notebooks` puts the notebooks that it has run."""
 
-_LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
+_LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
 _PICTURE = re.compile(r'<picture>.*?srcset="([^"]+)".*?alt="([^"]+)" src="([^"]+)".*?</picture>', re.DOTALL)
 _BOTH = """\
 ```{{image}} {light}
@@ -45,8 +46,8 @@ _WIDGET = "application/vnd.jupyter.widget-view+json"
 _PLOTLY = "application/vnd.plotly.v1+json"
 _MATHJAX = re.compile(r'<script src="https://[^"]*mathjax[^"]*"></script>')
 """What plotly loads for formulas, of which our figures have none."""
-_NOT_RUN = "*Shown without outputs. [Run it on Binder]({}) or on your machine to see them.*"
-_BINDER = "https://mybinder.org/v2/gh/axon-nb/axon_nb/HEAD?urlpath=lab/tree/{}"
+_NOT_RUN = "*Shown without outputs. Run it {}on your machine to see them.*"
+_BINDER = "[on Binder](https://mybinder.org/v2/gh/{}/HEAD?urlpath=lab/tree/{}) or "
 
 
 def setup(app: Any) -> dict[str, bool]:
@@ -112,7 +113,8 @@ def notebook_page(notebook: dict[str, Any], executed: dict[str, Any] | None, pat
                 _show_as_html(data, with_library=not has_library)
                 has_library = True
     if not current:
-        note = _NOT_RUN.format(_BINDER.format(path.relative_to(ROOT).as_posix()))
+        project = REPOSITORY.removeprefix("https://github.com/")
+        note = _NOT_RUN.format(_BINDER.format(project, path.relative_to(ROOT).as_posix()) if project else "")
         page["cells"].insert(1, {"cell_type": "markdown", "id": "not-run", "metadata": {}, "source": note})
     return page
 
@@ -129,23 +131,27 @@ def _sources(notebook: dict[str, Any]) -> list[str]:
     return ["".join(cell["source"]) for cell in notebook["cells"]]
 
 
-def relinked(text: str, folder: Path) -> str:
+def relinked(text: str, folder: Path, repository: str = REPOSITORY) -> str:
     """Point the relative links of a page that leave the site to the repository, and those to notebooks to their copies.
 
     Args:
         text: The page, in Markdown.
         folder: Where links start.
+        repository: Its address; empty: the name of the file replaces a link to it.
     """
 
     def replace(link: re.Match[str]) -> str:
-        target, anchor = (folder / link[1]).resolve(), link[2] or ""
+        shown, anchor = link[1], link[3] or ""
+        target = (folder / link[2]).resolve()
         for copies, notebooks in (("examples", EXAMPLES), ("course", SOURCES / "student")):
             if target.parent == notebooks and target.suffix == ".ipynb":
-                return f"/{copies}/{target.name}{anchor}"
+                return f"[{shown}](/{copies}/{target.name}{anchor})"
         if not target.is_relative_to(ROOT) or (target.is_relative_to(DOCS) and target.suffix in _ON_THE_SITE):
             return link[0]
-        kind = "tree" if target.is_dir() else "blob"
-        return f"{REPOSITORY}{kind}/HEAD/{target.relative_to(ROOT).as_posix()}{anchor}"
+        name = target.relative_to(ROOT).as_posix()
+        if not repository:
+            return shown if target.name in shown else f"{shown} (`{name}`)"
+        return f"[{shown}]({repository}/{'tree' if target.is_dir() else 'blob'}/HEAD/{name}{anchor})"
 
     return _LINK.sub(replace, text)
 

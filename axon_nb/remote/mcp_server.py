@@ -35,7 +35,7 @@ def serve(limits: Limits, *, can_run: bool) -> None:
     try:
         from mcp.server.mcpserver import MCPServer
     except ImportError:
-        raise UsageError('axon-nb mcp needs the package mcp 2.3 or newer: run `pip install "axon_nb[mcp]"`.') from None
+        raise UsageError('axon-nb mcp needs the package mcp 2.3 or newer: run `pip install "mcp>=2.3"`.') from None
     from mcp.types import ToolAnnotations
 
     tools = Tools(limits, can_run=can_run)

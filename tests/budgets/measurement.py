@@ -87,20 +87,21 @@ class Cluster:
         """Measure what the processes hold right after the start. Call it first."""
         assert until(lambda: not any(psutil.Process(pid).children() for pid in self.footprint.ranks))  # self-tests
         loaded = self._modules()
+        uss = [psutil.Process(pid).memory_full_info().uss / 2**20 for pid in self.footprint.ranks]
+        modules = {name: len(names) for name, names in loaded.items()} | {
+            "agent": int((self._folder / "agent").read_text())
+        }
+        return {"start.modules": modules, "start.own_memory_mib": {"rank": round(max(uss), 1)}} | self.held()
+
+    def held(self) -> Costs:
+        """Count threads and open files; not those that are there for a moment only."""
         threads, files = [], []
-        for _ in range(10):  # a thread or a file may be there for a moment
+        for _ in range(10):
             found = {name: list(map(psutil.Process, pids)) for name, pids in self.pids.items()}
             threads.append({name: sum(one.num_threads() for one in each) for name, each in found.items()})
             files.append({name: sum(one.num_fds() for one in each) for name, each in found.items()})
             time.sleep(0.05)
-        uss = [psutil.Process(pid).memory_full_info().uss / 2**20 for pid in self.footprint.ranks]
-        return {
-            "start.modules": {name: len(names) for name, names in loaded.items()}
-            | {"agent": int((self._folder / "agent").read_text())},
-            "start.threads": fewest(threads),
-            "start.open_files": fewest(files),
-            "start.own_memory_mib": {"rank": round(max(uss), 1)},
-        }
+        return {"start.threads": fewest(threads), "start.open_files": fewest(files)}
 
     def loaded(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return which of these modules the notebook and the ranks have imported."""
@@ -162,6 +163,8 @@ class Cluster:
         """Name the other end of a socket; empty: another thread of the same process."""
         if not address or address.startswith("inproc:"):
             return ""
+        if "/direct-" in address:
+            return "direct socket"
         name, _, channel = address.rpartition("/")[2].replace("-", ":").rpartition(":")
         if not name:
             return channel.removesuffix(".s")
@@ -170,7 +173,7 @@ class Cluster:
     @cached_property
     def _channels(self) -> dict[str, str]:
         """By the end of the address, which channel of Jupyter or of the controller it is."""
-        facts = self.kernel.manager.get_connection_info()
+        facts: dict[str, Any] = {**self.kernel.manager.get_connection_info()}
         prefix = Path(str(facts["ip"])).name
         found = {f"{prefix}:{facts[f'{name}_port']}": f"front end, {name}" for name in ("shell", "iopub", "control")}
         for path in (self.footprint.folder / "profile" / "security").glob("*.json"):
@@ -213,17 +216,17 @@ def _perf(pids: Iterable[int]) -> Iterator[Callable[[], list[str]] | None]:
         yield None
         return
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, data = Path(name), f"{name}/data"
         for fifo in ("control", "ack"):
             os.mkfifo(folder / fifo)
-        options = ["-q", "-e", "raw_syscalls:sys_enter", "-k", "CLOCK_MONOTONIC", "-D", "-1", "-o", folder / "data"]
+        options = ["-q", "-e", "raw_syscalls:sys_enter", "-k", "CLOCK_MONOTONIC", "-D", "-1", "-o", data]
         options += [f"--control=fifo:{folder / 'control'},{folder / 'ack'}", "-p", ",".join(map(str, pids))]
         recording = subprocess.Popen(["perf", "record", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
         def lines() -> list[str]:
             recording.send_signal(signal.SIGINT)
             recording.wait()
-            script = ["perf", "script", "-i", folder / "data", "--ns", "-F", "pid,time,trace"]
+            script = ["perf", "script", "-i", data, "--ns", "-F", "pid,time,trace"]
             return subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
 
         try:

@@ -57,11 +57,15 @@ def _on_event(frame: FrameType, event: str, argument: Any) -> None:
         _calls.append((monotonic_ns(), frame.f_code))
 
 
-@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 def _on_c_event(_: int, frame: int, event: int, argument: int) -> int:
     if event == _PY_CALL:
         _calls.append((monotonic_ns(), ctypes.cast(frame, ctypes.py_object).value.f_code))
     return 0
+
+
+_CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
+    _on_c_event
+)
 
 
 def _profile(*, on: bool) -> None:
@@ -74,7 +78,7 @@ def _profile(*, on: bool) -> None:
     for name in ("PyInterpreterState_Get", "PyInterpreterState_ThreadHead", "PyThreadState_Next"):
         getattr(api, name).restype = ctypes.c_void_p
     api._PyEval_SetProfile.argtypes = [ctypes.c_void_p] * 3
-    callback = ctypes.cast(_on_c_event, ctypes.c_void_p) if on else None
+    callback = ctypes.cast(_CALLBACK, ctypes.c_void_p) if on else None
     state = api.PyInterpreterState_ThreadHead(ctypes.c_void_p(api.PyInterpreterState_Get()))
     while state:
         api._PyEval_SetProfile(state, callback, None)
@@ -96,7 +100,7 @@ def _watch_zmq() -> None:
         _messages.append((monotonic_ns(), _zmq_name(self), "from", int(last), _size(data)))
         return data
 
-    zmq.Socket.send, zmq.Socket.recv = watched_send, watched_receive  # type: ignore[assignment, method-assign]
+    zmq.Socket.send, zmq.Socket.recv = watched_send, watched_receive  # type: ignore[method-assign]
 
 
 def _watch_sockets(name: str, direction: str) -> None:

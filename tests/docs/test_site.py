@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -10,7 +11,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from scripts.generated_page import ROOT
-from scripts.site_pages import REPOSITORY, notebook_page, relinked
+from scripts.site_pages import notebook_page, relinked
+
+REPOSITORY = "https://github.com/owner/name"
 
 # The first test that needs the site waits until it is built.
 pytestmark = pytest.mark.timeout(600)
@@ -58,14 +61,11 @@ def test_pictures_are_on_the_site(site: Path) -> None:
     assert [picture for picture in pictures if picture.startswith("http")] == []
 
 
-def test_repository_links_resolve_to_files(site: Path) -> None:
-    found = {target for path in site.rglob("*.html") for target in Page(path).targets if target.startswith(REPOSITORY)}
-    paths = {
-        unquote(urlsplit(target).path).partition("/HEAD/")[2]
-        for target in found
-        if target.startswith((f"{REPOSITORY}blob/HEAD/", f"{REPOSITORY}tree/HEAD/"))
-    }
-    assert paths
+def test_repository_links_resolve_to_files() -> None:
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "generated" not in path.parts]
+    linked = [relinked(path.read_text(encoding="utf-8"), path.parent, REPOSITORY) for path in pages]
+    paths = {path for text in linked for path in re.findall(rf"\({REPOSITORY}/(?:blob|tree)/HEAD/([^)#]+)", text)}
+    assert len(paths) > 30
     assert sorted(path for path in paths if not (ROOT / path).exists()) == []
 
 
@@ -82,9 +82,16 @@ def test_external_links_go_to_the_repository() -> None:
         "[a](../SECURITY.md#b) [c](measured.md#d) [e](#f) [g](../examples/01_quickstart.ipynb) [h](https://i) "
         "[j](../axon_nb)"
     )
-    assert relinked(text, ROOT / "docs") == (
-        f"[a]({REPOSITORY}blob/HEAD/SECURITY.md#b) [c](measured.md#d) [e](#f) [g](/examples/01_quickstart.ipynb) "
-        f"[h](https://i) [j]({REPOSITORY}tree/HEAD/axon_nb)"
+    assert relinked(text, ROOT / "docs", REPOSITORY) == (
+        f"[a]({REPOSITORY}/blob/HEAD/SECURITY.md#b) [c](measured.md#d) [e](#f) [g](/examples/01_quickstart.ipynb) "
+        f"[h](https://i) [j]({REPOSITORY}/tree/HEAD/axon_nb)"
+    )
+
+
+def test_without_an_address_files_are_named() -> None:
+    text = "[SECURITY.md](../SECURITY.md) and [`a[0]`](../axon_nb/cli.py#b), [c](measured.md#d), [e](https://f)"
+    assert relinked(text, ROOT / "docs", "") == (
+        "SECURITY.md and `a[0]` (`axon_nb/cli.py`), [c](measured.md#d), [e](https://f)"
     )
 
 

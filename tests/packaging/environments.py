@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import nbformat
 import psutil
 from nbformat import NotebookNode
 
+ADDRESS = "https://github.com/owner/name"
+"""An address for copies of the repository."""
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 QUICKSTART = ROOT / "examples" / "01_quickstart.py"
@@ -39,6 +42,15 @@ def run(command: list[str], *, cwd: Path, env: dict[str, str]) -> str:
     )
     assert found.returncode == 0, f"{' '.join(command)} ended with {found.returncode}:\n{found.stdout}"
     return found.stdout
+
+
+def publish(folder: Path, address: str = ADDRESS) -> None:
+    """Give a copy of the repository this address, or none, as its maintainers would."""
+    file = folder / "pyproject.toml"
+    text, count = re.subn(r'(?m)^repository = ".*"', f'repository = "{address}"', file.read_text(encoding="utf-8"))
+    assert count == 1
+    file.write_text(text, encoding="utf-8")
+    run([sys.executable, "-m", "scripts.repository"], cwd=folder, env=dict(os.environ))
 
 
 @dataclass

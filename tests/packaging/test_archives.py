@@ -6,6 +6,7 @@ import email
 import email.message
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,14 +18,14 @@ import pytest
 from readme_renderer.markdown import render
 
 from tests.packaging.conftest import Archives
-from tests.packaging.environments import ROOT, run
+from tests.packaging.environments import ADDRESS, ROOT, publish, run
 
 pytestmark = pytest.mark.slow
 
 TARGETS = set(re.findall(r"^([a-z-]+):.*  ## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 MADE = (".git", ".venv", "build", "dist", "out")
 """Folders that targets or `make install` make."""
-URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
 
 
 class Targets(HTMLParser):
@@ -48,17 +49,28 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-@pytest.fixture(scope="module")
-def metadata(archives: Archives) -> email.message.Message:
-    """The METADATA of the wheel."""
-    (text,) = (data for name, data in contents(archives.wheel).items() if name.endswith(".dist-info/METADATA"))
+def metadata(wheel: Path) -> email.message.Message:
+    """The METADATA of a wheel."""
+    (text,) = (data for name, data in contents(wheel).items() if name.endswith(".dist-info/METADATA"))
     return email.message_from_bytes(text)
 
 
 @pytest.fixture(scope="module")
-def description(metadata: email.message.Message) -> str:
+def published(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> email.message.Message:
+    """The METADATA of a wheel that is built after the repository got an address."""
+    tree = tmp_path_factory.mktemp("published") / "tree"
+    shutil.copytree(archives.unpacked, tree)
+    publish(tree)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tree / "dist"), str(tree)]
+    run(command, cwd=tree, env=dict(os.environ))
+    (wheel,) = (tree / "dist").glob("*.whl")
+    return metadata(wheel)
+
+
+@pytest.fixture(scope="module")
+def description(published: email.message.Message) -> str:
     """The long description that a package index shows, as Markdown."""
-    payload = metadata.get_payload(decode=True)
+    payload = published.get_payload(decode=True)
     assert isinstance(payload, bytes)
     return payload.decode()
 
@@ -123,11 +135,19 @@ def test_source_archive_passes_the_checks(archives: Archives) -> None:
     run(["scripts/check"], cwd=archives.unpacked, env=env)
 
 
-def test_metadata_names_the_project(metadata: email.message.Message) -> None:
-    assert dict(url.split(", ", 1) for url in metadata.get_all("Project-URL", [])) == URLS
-    assert metadata["Author"] == "axon_nb contributors"
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Description-Content-Type"] == "text/markdown"
+def test_metadata_names_the_project(archives: Archives, published: email.message.Message) -> None:
+    ours = metadata(archives.wheel)
+    assert urls(ours) == URLS
+    assert {"Homepage", "Issues", "Source"} <= urls(published).keys()
+    assert all(url.startswith(ADDRESS) for url in urls(published).values())
+    assert ours["Author"] == "axon_nb contributors"
+    assert ours["License-Expression"] == "Apache-2.0"
+    assert ours["Description-Content-Type"] == "text/markdown"
+
+
+def urls(message: email.message.Message) -> dict[str, str]:
+    """The project's addresses by name."""
+    return dict(url.split(", ", 1) for url in message.get_all("Project-URL", []))
 
 
 def test_description_has_no_relative_target(description: str) -> None:
@@ -153,8 +173,7 @@ def test_description_shows_every_picture_of_the_readme(description: str) -> None
 
 
 def test_description_points_to_files_that_exist(description: str, archives: Archives) -> None:
-    base = re.escape(URLS["Source"])
-    paths = set(re.findall(rf"{base}/(?:blob|raw)/HEAD/([^)#\"\s]+)", description))
+    paths = set(re.findall(rf"{re.escape(ADDRESS)}/(?:blob|raw)/HEAD/([^)#\"\s]+)", description))
     assert any(path.startswith("docs/images/") for path in paths)
     assert sorted(path for path in paths if not (ROOT / path).exists()) == []
     assert sorted(path for path in paths if not (archives.unpacked / path).exists()) == []

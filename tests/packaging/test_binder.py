@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from tests.packaging.environments import ROOT, Environment, run, streams
+from tests.packaging.environments import ROOT, Environment, publish, run, streams
 from tests.packaging.memory import memory_limit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -28,10 +28,11 @@ SERVER_LIMIT = 60.0
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as Binder clones it."""
+    """The repository as Binder clones it, from its address."""
     folder = tmp_path_factory.mktemp("clone") / "axon_nb"
     made = (".git", ".venv", "build", "dist", "out", "__pycache__", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*made))
+    publish(folder)
     return folder
 
 

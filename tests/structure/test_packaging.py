@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,29 @@ def test_pins_fit_the_declared_ranges(project: dict[str, Any], root: Path) -> No
         pinned = pins.get(canonicalize_name(wanted.name))
         assert pinned is not None, f"{wanted.name} is not pinned in constraints.txt"
         assert wanted.specifier.contains(pinned), f"{text}, but constraints.txt has {pinned}"
+
+
+@pytest.mark.parametrize(
+    ("target", "there", "installed"),
+    [
+        ("demo", "", "demo"),
+        ("lab", "", "demo,lab"),
+        ("check", "", "dev"),
+        ("demo", ".installed-lab", None),
+        ("lab", ".installed-demo", "demo,lab"),
+        ("demo", ".installed", None),
+        ("lab", ".installed", None),
+        ("check", ".installed-demo", "dev"),
+    ],
+)
+def test_make_installs_what_the_target_needs(
+    root: Path, tmp_path: Path, target: str, there: str, installed: str | None
+) -> None:
+    if there:
+        (tmp_path / there).touch()
+    command = ["make", "--dry-run", f"VENV={tmp_path}", target]
+    shown = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    assert re.findall(r"-e '\.\[(.*)]'", shown) == ([] if installed is None else [installed])
 
 
 def test_imports_are_declared(project: dict[str, Any], package_files: list[Path]) -> None:

@@ -24,13 +24,13 @@ __all__ = [
     "shortage_hint",
 ]
 
-_REQUIREMENTS = {
-    "accelerate": "axon_nb[frameworks]",
-    "cupy": "axon_nb[gpu]",
-    "deepspeed": "axon_nb[frameworks]",
-    "pynvml": "axon_nb[gpu]",
+_DISTRIBUTIONS = {
+    "accelerate": "accelerate",
+    "cupy": "cupy-cuda13x",
+    "deepspeed": "deepspeed",
+    "pynvml": "nvidia-ml-py",
     "tensorboard": "tensorboard",
-    "transformers": "axon_nb[frameworks]",
+    "transformers": "transformers",
 }
 _NO_SHARED_MEMORY = re.compile(
     r"unable to (allocate|mmap|open|write) .*shared memory|out of shared memory|Bus error"
@@ -73,12 +73,12 @@ def missing_package(module: str) -> str:
             "Horovod does not build with current versions of torch: use `import axon_nb.compat.horovod as hvd`, which "
             "has its API."
         )
-    requirement = _REQUIREMENTS.get(module)
-    if requirement is None:
+    distribution = _DISTRIBUTIONS.get(module)
+    if distribution is None:
         return ""
     return (
         f"`{module}` is not installed where the ranks run. "
-        f'Run `pip install "{requirement}"` there, then run the cell again.'
+        f"Run `pip install {distribution}` there, then run the cell again."
     )
 
 

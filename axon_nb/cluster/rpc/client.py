@@ -158,6 +158,7 @@ class RankClient(ipp.Client):
                 router = self._context.socket(zmq.ROUTER)
                 router.set_hwm(0)
                 router.bind(f"ipc://{path}")
+                path.chmod(0o600)
                 self._direct_stream = ZMQStream(router, self._io_loop)
                 self._direct_stream.on_recv(self._dispatch_direct, copy=False)
             for rank in ranks:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 def _report(facts: dict[str, Any]) -> GpuReport:
     if not facts["package"]:
-        return GpuReport((), "nvidia-ml-py is not installed beside axon_nb: `axon_nb[gpu]` has it.")
+        return GpuReport((), "nvidia-ml-py is not installed beside axon_nb: run `pip install nvidia-ml-py`.")
     uses = []
     for card in facts["gpus"]:
         for one in (card, *card.get("instances", ())):
