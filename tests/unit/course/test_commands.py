@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -183,3 +185,10 @@ def test_damaged_journal_is_read_as_empty(folder: Path) -> None:
 def test_unknown_exercise_is_refused_with_those_that_exist(call: Any) -> None:
     with pytest.raises(UsageError, match=r"no exercise '9.9'; exercises: 1.1, 1.2"):
         call("9.9")
+
+
+def test_program_without_the_course_says_how_to_get_it() -> None:
+    code = "import sys; sys.modules['axon_course'] = None; from axon_nb.cli import main; sys.exit(main(['course']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "pip install ./course" in done.stderr
