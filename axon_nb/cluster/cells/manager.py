@@ -288,7 +288,10 @@ class CellManager:
         self._remove(run)
         if run.cell.lost:
             hint = _ATTACH_HINT if run.cell.lost == LEFT_RUNNING else _START_HINT
-            raise ClusterLostError(f"The cluster {state.name!r} {run.cell.lost} while the cell was running. {hint}")
+            # The loss of ranks that were gone before the cell is noticed late.
+            ran = any(progress.processed_at or progress.end for progress in run.cell.ranks.values())
+            when = "while the cell was running" if ran else "before the cell ended"
+            raise ClusterLostError(f"The cluster {state.name!r} {run.cell.lost} {when}. {hint}")
         state.health.track_stuck(run)
         replaced = replace_stuck(state, run.cell.to_replace)
         if left := left_calls_hint(run.cell.ends):

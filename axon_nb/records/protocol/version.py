@@ -15,7 +15,7 @@ from axon_nb._version import __version__
 
 __all__ = ["PROTOCOL", "Version", "own_version", "read_version", "refuse_attach", "refuse_host", "refuse_join"]
 
-PROTOCOL = 13
+PROTOCOL = 14
 """The version that this code speaks."""
 
 
