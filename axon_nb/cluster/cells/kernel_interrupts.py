@@ -34,6 +34,10 @@ busy machine seconds pass between the two. The time is limited because the page'
 _FORCE_AFTER_S = 1.0
 """A second interrupt this long after the first raises wherever it lands, as in ipykernel: something there is stuck."""
 
+_SUBSHELL_NOTE = (
+    "This cell runs on a subshell, which the stop button does not reach. To interrupt it, press Interrupt in the "
+    "panel, or run `%distributed cancel` in the notebook."
+)
 _CATCHING = ("IPython.", "ipykernel.", "axon_nb.magics.")
 """Packages whose tasks run cells and requests, and catch KeyboardInterrupt."""
 
@@ -103,6 +107,11 @@ class KernelInterruptHandler:
         self._kernel.saved_sigint_handler = signal.SIG_IGN  # for the end of the request that is being handled
 
     @property
+    def is_on_subshell(self) -> bool:
+        """Whether the request that this thread handles was sent to a subshell."""
+        return bool(self._kernel.get_parent("shell").get("header", {}).get("subshell_id"))
+
+    @property
     def is_pending(self) -> bool:
         """Whether an interrupt came that has had no effect yet, other than cancelling an async cell."""
         return self._pending_at is not None
@@ -139,7 +148,8 @@ class KernelInterruptHandler:
             self._pending_at = now
 
     async def _run(self, code: Any, result: Any = None, *, async_: bool = False) -> Any:
-        if self._pending_at is not None:
+        is_main = threading.current_thread() is threading.main_thread()  # interrupts do not reach subshells
+        if self._pending_at is not None and is_main:
             self._pending_at = None
             return await self._run_code(_INTERRUPT_CODE, result)
         return await self._run_code(code, result, async_=async_)
@@ -206,6 +216,7 @@ class KernelInterrupts:
         """Those being added or removed: the handler is installed before they are active, and a little longer."""
         self._previous: Any = None
         self._handler: KernelInterruptHandler | None = None
+        self._has_noted_subshell = False
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[InterruptQueue]:
@@ -254,6 +265,13 @@ class KernelInterrupts:
         own = self._previous in (signal.default_int_handler, signal.SIG_IGN, signal.SIG_DFL, None)
         if any(interrupts.in_task for interrupts in running) and not own:
             self._previous(number, frame)  # it cancels what awaits the task
+
+    def subshell_note(self) -> str:
+        """How to interrupt a cell that is about to run on a subshell; empty for any other, and after the first time."""
+        if threading.current_thread() is threading.main_thread() or self._has_noted_subshell:
+            return ""
+        self._has_noted_subshell = self._handler is not None and self._handler.is_on_subshell
+        return _SUBSHELL_NOTE if self._has_noted_subshell else ""
 
     def _has_cancelled(self) -> bool:
         return self._handler is not None and self._handler.is_pending

@@ -177,6 +177,8 @@ class CellManager:
     def _send(self, run: CellRun, code: str, options: CellOptions, ahead: Sequence[int]) -> None:
         state, ranks, quiet, cell = self.state, run.ranks, options.get("quiet", False), options.get("cell")
         self.add(run)
+        if not quiet and (note := self._interrupts.subshell_note()):
+            print(note)
         if ahead and not quiet:
             print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
         exclusive = options.get("exclusive", False) and is_exclusive(state, run)

@@ -129,6 +129,32 @@ def test_interrupt_ends_cells_in_tasks_and_keeps_the_kernel(pair: Kernel) -> Non
     assert check_next_cell(pair) == ""
 
 
+def test_interrupts_do_not_stop_cells_of_subshells(pair: Kernel) -> None:
+    """An interrupt of the idle kernel is none of theirs; the panel and `cancel` stop those on ranks."""
+    channel = pair.client.session
+    pair.client.control_channel.send(channel.msg("create_subshell_request"))
+    subshell = pair.client.get_control_msg(timeout=100)["content"]["subshell_id"]
+
+    def submit(code: str) -> str:
+        message = channel.msg("execute_request", {"code": code, "silent": False, "store_history": True})
+        message["header"]["subshell_id"] = subshell
+        pair.client.shell_channel.send(message)
+        return str(message["header"]["msg_id"])
+
+    pair.interrupt()
+    pair.settle()
+    assert pair.collect(submit("print('fine')")).stdout == "fine\n"
+    request = submit("%%distributed\nprint('go', flush=True)\nwhile True: pass")
+    pair.wait_for_output(request, "go", ranks=[0, 1])
+    assert pair.ok("%distributed cancel").stdout == "Interrupted the cell on ranks 0-1.\n"
+    reply = pair.collect(request)
+    assert reply.ename == "CellInterrupt"
+    assert "the stop button does not reach" in reply.stdout
+    assert "stop button" not in pair.collect(submit("%%distributed\n1")).stdout
+    pair.client.control_channel.send(channel.msg("delete_subshell_request", {"subshell_id": subshell}))
+    assert pair.client.get_control_msg(timeout=100)["content"]["status"] == "ok"
+
+
 def test_unload_restores_the_stop_button() -> None:
     with Kernel() as kernel:
         kernel.ok("%load_ext axon_nb")
