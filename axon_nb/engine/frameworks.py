@@ -7,6 +7,7 @@ replaced by name in torch.distributed and torch.multiprocessing, in rank process
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from axon_nb.compat import accelerate, deepspeed, environment
+from axon_nb.compat import accelerate, deepspeed, environment, launchers
 from axon_nb.compat import environment as dynamo_rules
 from axon_nb.compat.import_hooks import after_import
 from axon_nb.compat.progress_bars import install_text_bars
@@ -29,8 +30,9 @@ _NAME = "axon_nb"
 
 
 def install_frameworks(session: RankSession) -> None:
-    """Make Accelerate, transformers and DeepSpeed use the existing ranks; call it when the rank joins."""
+    """Make frameworks use the existing ranks; call it when the rank joins."""
     config = session.config
+    vars(sys).pop("ps1", None)  # IPython sets it; Lightning and others refuse what torchrun starts where it is set
     environment.set_environment(config.device, local_rank=config.local_rank)
     if config.device == "cpu":
         synchronise = functools.partial(accelerate.synchronise_on_cpus, world_size=config.world_size)
@@ -39,6 +41,9 @@ def install_frameworks(session: RankSession) -> None:
     after_import("torch._dynamo.trace_rules", dynamo_rules.skip_axon_nb_code)
     launch = functools.partial(accelerate.call_on_ranks, world_size=config.world_size)
     after_import("accelerate.launchers", launch)
+    for name in launchers.LIGHTNING_LAUNCHERS:
+        after_import(name, launchers.call_on_rank)
+    after_import("ignite.distributed.comp_models.native", launchers.attach_ignite)
     after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
