@@ -103,7 +103,7 @@ def _from_front_end(shell: Any, lines: list[str]) -> bool:
     if kernel is None:
         return True
     content = kernel.get_parent("shell").get("content", {})
-    if content.get("silent", True):
+    if content.get("silent", True) or not content.get("store_history", True):  # an editor's, such as its variable list
         return False
     sent = f"{content.get('code', '')}\n".splitlines(keepends=True)
     for transform in shell.input_transformer_manager.cleanup_transforms:

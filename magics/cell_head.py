@@ -97,9 +97,9 @@ def injected_parameters(lines: list[str]) -> list[str]:
     if not (lines and _PARAMETERS.match(lines[0])) or current.session().auto.on:
         return lines
     _, entries = current.session().history.entries()
-    above = entries[-1] if entries else None
-    head = read_head(f"%%{above.magic}") if isinstance(above, ExecutedCell) else CellHead("", "")
-    names = _assigned("".join(lines))
+    if not (entries and isinstance(above := entries[-1], ExecutedCell)):
+        return lines
+    head, names = read_head(f"%%{above.magic}"), _assigned("".join(lines))
     if head.name not in RANK_MAGICS or not names & _assigned(above.code):
         return lines
     ranks = _ranks_of(head)

@@ -277,6 +277,7 @@ def _prompt(shell: Any) -> int:
 def _cluster() -> Cluster:
     cluster = current.get() or kept.take_over()
     if cluster is None:
+        current.session().raise_if_lost()
         cluster = start.start()
         count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"
         print(f"Started {count} ({cluster.backend}). Use `%distributed start -n N` to choose how many.")

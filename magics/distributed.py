@@ -213,12 +213,14 @@ class DistributedMagics(Magics):
 
     @command(lambda: LineParser("%distributed stop", "Stop the cluster."))
     def _stop(self, options: argparse.Namespace) -> None:
-        if current.get() is None and (lines := stop_detached()):
+        session = current.session()
+        if session.cluster is None and (lines := [*filter(None, [session.loss]), *stop_detached()]):
+            session.drop()
             print("\n".join(lines))
             return
         cluster = kept.require("%distributed stop")
         cluster.stop()
-        current.session().drop(cluster)
+        session.drop(cluster)
         count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"
         print(f"Stopped the cluster {cluster.name!r} ({count}).")
 

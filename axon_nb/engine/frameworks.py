@@ -7,6 +7,7 @@ replaced by name in torch.distributed and torch.multiprocessing, in rank process
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from axon_nb.compat import accelerate, deepspeed, environment
+from axon_nb.compat import accelerate, deepspeed, environment, launchers
 from axon_nb.compat import environment as dynamo_rules
 from axon_nb.compat.import_hooks import after_import
 from axon_nb.compat.progress_bars import install_text_bars
 from axon_nb.engine.groups import wrapper_reset
+from axon_nb.engine.groups.store import install_store_waits, interruptible_init_rpc
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 
@@ -28,8 +30,9 @@ _NAME = "axon_nb"
 
 
 def install_frameworks(session: RankSession) -> None:
-    """Make Accelerate, transformers and DeepSpeed use the existing ranks; call it when the rank joins."""
+    """Make frameworks use the existing ranks; call it when the rank joins."""
     config = session.config
+    vars(sys).pop("ps1", None)  # IPython sets it; Lightning and others refuse what torchrun starts where it is set
     environment.set_environment(config.device, local_rank=config.local_rank)
     if config.device == "cpu":
         synchronise = functools.partial(accelerate.synchronise_on_cpus, world_size=config.world_size)
@@ -38,6 +41,9 @@ def install_frameworks(session: RankSession) -> None:
     after_import("torch._dynamo.trace_rules", dynamo_rules.skip_axon_nb_code)
     launch = functools.partial(accelerate.call_on_ranks, world_size=config.world_size)
     after_import("accelerate.launchers", launch)
+    for name in launchers.LIGHTNING_LAUNCHERS:
+        after_import(name, launchers.call_on_rank)
+    after_import("ignite.distributed.comp_models.native", launchers.attach_ignite)
     after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
@@ -54,6 +60,8 @@ def install_dist_hooks() -> None:
     destroy = _refuse_default_destroy(c10d.destroy_process_group)
     for module in (dist, c10d):
         vars(module).update(init_process_group=init, destroy_process_group=destroy)
+    install_store_waits()
+    after_import("torch.distributed.rpc", lambda rpc: vars(rpc).update(init_rpc=interruptible_init_rpc(rpc.init_rpc)))
     vars(mp).update(spawn=_call_on_rank("spawn"), start_processes=_call_on_rank("start_processes"))
 
 

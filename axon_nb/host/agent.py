@@ -25,7 +25,15 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
 from axon_nb.records.environment import AGENT_SERVER
 from axon_nb.records.protocol import agent as messages
-from axon_nb.records.protocol.cluster import AgentEvent, ClusterFacts, ControllerExit, Exit, IdleStop, encode_event
+from axon_nb.records.protocol.cluster import (
+    AgentEvent,
+    ClusterFacts,
+    ControllerExit,
+    Exit,
+    IdleStop,
+    Stopped,
+    encode_event,
+)
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
 
@@ -86,7 +94,7 @@ class Agent:
             messages.ServeStore: self._serve_store,
             messages.ReserveGpus: GpuLocks().reserve,
             messages.ServeHosts: lambda _, one: self.hosts.listen(one.ip, bytes.fromhex(one.key)),
-            messages.Stop: lambda *_: self._begin_stop(),
+            messages.Stop: lambda *_: self._stop_on_request(),
         }
 
     def run(self) -> None:
@@ -291,6 +299,10 @@ class Agent:
         self.info = None if info is None else replace(info, owner=owner)
         self._active_at = time.monotonic()  # a prewarmed agent may have waited for long
         self.run_dir.write_info({"pid": os.getpid(), **({} if self.info is None else encode(self.info))})
+
+    def _stop_on_request(self) -> None:
+        self._broadcast(Stopped())
+        self._begin_stop()
 
     def _begin_stop(self) -> None:
         if self._stopping is None:

@@ -13,7 +13,7 @@ from tests.support.script import Script
 def shared_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
     """A script with the cluster `c` of 2 ranks, for all tests of the session."""
     with Script(tmp_path_factory.mktemp("script")) as script:
-        script.ok("import os, signal, threading, axon_nb\nc = axon_nb.start(2, devices='cpu', name='script')")
+        script.ok("import os, signal, sys, threading, axon_nb\nc = axon_nb.start(2, devices='cpu', name='script')")
         yield script
 
 

@@ -138,6 +138,32 @@ def test_ctrl_c_aborts_the_cell_and_keeps_the_ranks(script: Script, tmp_path: Pa
     assert script.value("dict(c.run('busy').values)") == {0: True, 1: True}
 
 
+def test_ctrl_c_aborts_an_awaited_cell_of_a_program(script: Script, tmp_path: Path) -> None:
+    cell = f"open('{tmp_path}/' + str(rank), 'w').close()\nwhile True: pass"
+    script.submit(f"import asyncio\nasync def main(): await c.run_async({cell!r})\nasyncio.run(main())")
+    assert until(lambda: len(list(tmp_path.iterdir())) == 2)
+    os.kill(script.process.pid, signal.SIGINT)
+    assert "KeyboardInterrupt" in script.collect().kinds
+    assert script.value("c.state.busy, c.run('rank')[1]") == ([], 1)
+
+
+@pytest.mark.parametrize("code", ["", ", ranks=[0]"])
+def test_error_of_a_signal_handler_ends_the_cell(script: Script, code: str) -> None:
+    """Also while a rank that does not answer, as it is stopped, delays the start of the cell."""
+    handlers = "def limit(*_): raise LookupError('limit')\n_ = signal.signal(signal.SIGALRM, limit)"
+    script.ok(f"{handlers}\nstopped = c.rank_info[1].pid")
+    stop, alarm = "os.kill(stopped, signal.SIGSTOP)\n" * bool(code), "_ = signal.setitimer(signal.ITIMER_REAL, 0.3)\n"
+    answer = script.run(f"{stop}{alarm}c.run('while True: pass'{code}, exclusive={bool(code)})")
+    assert (answer.kinds[0], answer.message) == ("LookupError", "limit")
+    script.ok(
+        "os.kill(stopped, signal.SIGCONT)" if code else "_ = signal.signal(signal.SIGALRM, lambda *_: sys.exit(3))"
+    )
+    assert script.value("c.state.busy, c.run('rank')[1]") == ([], 1)
+    answer = script.run(f"{alarm}c.run('while True: pass')")
+    assert answer.kinds[0] == ("LookupError" if code else "SystemExit")
+    assert script.value("c.state.busy, c.run('rank')[1]") == ([], 1)
+
+
 def test_background_cell(script: Script) -> None:
     script.ok("h = c.run_noblock('import time\\nwhile not globals().get(\"go\"): time.sleep(0.01)\\nrank', quiet=True)")
     assert script.value("h.done()") is False

@@ -98,5 +98,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             absent = [name for name in marker.args if find_spec(name) is None]
             if absent:
                 item.add_marker(
-                    pytest.mark.skip(reason=f"needs {', '.join(absent)}: pip install -e '.[frameworks]'")
+                    pytest.mark.skip(reason=f"needs {', '.join(absent)}: docs/frameworks.md names the packages")
                 )

@@ -15,7 +15,15 @@ from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["CellHandle", "RunsCell", "awaitable", "finished", "run_to_completion", "run_to_completion_async"]
+__all__ = [
+    "CellHandle",
+    "RunsCell",
+    "awaitable",
+    "finished",
+    "run_to_completion",
+    "run_to_completion_async",
+    "stop_for",
+]
 
 T = TypeVar("T")
 RunsCell = Callable[..., Awaitable[CellResult]]
@@ -25,8 +33,13 @@ RunsCell = Callable[..., Awaitable[CellResult]]
 _MAX_WAIT_S = 0.05
 
 
-async def run_to_completion_async(run: CellRun, interrupts: InterruptQueue) -> None:
-    """Step `run` until it is done, in a coroutine; widgets stay clickable. Interrupts go to the ranks."""
+async def run_to_completion_async(
+    run: CellRun, interrupts: InterruptQueue, finish: Callable[[], CellResult]
+) -> CellResult:
+    """Step `run` until it is done, in a coroutine, and return its result; widgets stay clickable.
+
+    Interrupts go to the ranks. If the task is cancelled, or anything else is raised here, the ranks stop first.
+    """
     loop = asyncio.get_running_loop()
     woken = asyncio.Event()
 
@@ -35,26 +48,63 @@ async def run_to_completion_async(run: CellRun, interrupts: InterruptQueue) -> N
             loop.call_soon_threadsafe(woken.set)
 
     run.wake = wake
-    interrupts.forward_to(run.interrupt)
-    while not run.step():
-        timer = loop.call_later(min(run.poll_interval(), _MAX_WAIT_S), woken.set)
-        try:
-            await woken.wait()
-        except asyncio.CancelledError:  # how ipykernel reports an interrupt that came before ours were captured
-            run.interrupt()
-        finally:
-            timer.cancel()
-        woken.clear()
+    try:
+        interrupts.forward_to(run.interrupt)
+        while not run.step():
+            timer = loop.call_later(min(run.poll_interval(), _MAX_WAIT_S), woken.set)
+            try:
+                await woken.wait()
+            except asyncio.CancelledError:
+                if not interrupts.has_cancelled():
+                    raise
+                run.interrupt()
+            finally:
+                timer.cancel()
+            woken.clear()
+    except BaseException as error:
+        handle = _interrupted(run, finish)
+        while not (handle.done() or isinstance(error, GeneratorExit)):
+            with contextlib.suppress(asyncio.CancelledError):  # anyio cancels a task again and again
+                await asyncio.sleep(_MAX_WAIT_S)
+        handle.explain(error)
+        raise
+    return finish()
 
 
-def run_to_completion(run: CellRun, interrupts: InterruptQueue) -> None:
-    """Step `run` until it is done, blocking this thread; on the main thread, interrupts go to the ranks."""
+def run_to_completion(run: CellRun, interrupts: InterruptQueue, finish: Callable[[], CellResult]) -> CellResult:
+    """Step `run` until it is done, blocking this thread, and return its result.
+
+    On the main thread, interrupts go to the ranks. If anything is raised here, such as by the handler of another
+    signal, the ranks stop first.
+    """
+    try:
+        interrupts.forward_to(run.interrupt)
+        _step_to_end(run)
+    except BaseException as error:
+        stop_for(error, run, finish)
+        raise
+    return finish()
+
+
+def stop_for(error: BaseException, run: CellRun, finish: Callable[[], CellResult]) -> None:
+    """Interrupt a cell because its caller has to raise `error`, and wait until the ranks have stopped."""
+    handle = _interrupted(run, finish)
+    handle.wait()
+    handle.explain(error)
+
+
+def _step_to_end(run: CellRun) -> None:
     woken = threading.Event()
     run.wake = woken.set
-    interrupts.forward_to(run.interrupt)
     while not run.step():
         woken.wait(min(run.poll_interval(), _MAX_WAIT_S))
         woken.clear()
+
+
+def _interrupted(run: CellRun, finish: Callable[[], CellResult]) -> CellHandle:
+    """Interrupt a cell that its caller leaves: a thread steps it to its end, whatever else the caller has to raise."""
+    run.interrupt()
+    return CellHandle(run, finish)
 
 
 def awaitable(run: Callable[..., CellResult]) -> RunsCell:
@@ -91,7 +141,7 @@ class CellHandle:
 
     def _complete(self, finish: Callable[[], CellResult]) -> None:
         try:
-            run_to_completion(self._run, InterruptQueue())
+            _step_to_end(self._run)
             self._future.set_result(finish())
         except BaseException as error:
             self._future.set_exception(error)
@@ -114,6 +164,11 @@ class CellHandle:
         """Wait until the cell is done, failed or not, at most `timeout` seconds; return whether it is."""
         self._thread.join(timeout)
         return self.done()
+
+    def explain(self, error: BaseException) -> None:
+        """Add to `error`, for which the cell was interrupted, what became of the ranks."""
+        if self.done() and (end := self._future.exception()) is not None:
+            error.add_note(f"The cell was interrupted. {end}")
 
     def text(self) -> dict[int, str]:
         """Return what each rank has printed so far; at most about a million characters each."""

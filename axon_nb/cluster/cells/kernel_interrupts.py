@@ -8,6 +8,7 @@ idle, ipykernel ignores interrupts, even if a cell is already on its way. Privat
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime as dt
 import linecache
@@ -33,11 +34,24 @@ busy machine seconds pass between the two. The time is limited because the page'
 _FORCE_AFTER_S = 1.0
 """A second interrupt this long after the first raises wherever it lands, as in ipykernel: something there is stuck."""
 
+_SUBSHELL_NOTE = (
+    "This cell runs on a subshell, which the stop button does not reach. To interrupt it, press Interrupt in the "
+    "panel, or run `%distributed cancel` in the notebook."
+)
+_CATCHING = ("IPython.", "ipykernel.", "axon_nb.magics.")
+"""Packages whose tasks run cells and requests, and catch KeyboardInterrupt."""
+
 
 class InterruptQueue:
-    """The interrupts since a cell was started; made by `KernelInterrupts.capture`."""
+    """The interrupts since a cell was started; made by `KernelInterrupts.capture`.
 
-    def __init__(self) -> None:
+    Args:
+        has_cancelled: Returns whether an interrupt that came before cancelled the cell: ipykernel's way to report it.
+        in_task: Whether the cell runs in a task of the user's own.
+    """
+
+    def __init__(self, has_cancelled: Callable[[], bool] = lambda: False, *, in_task: bool = False) -> None:
+        self.has_cancelled, self.in_task = has_cancelled, in_task
         self.count = 0
         self._callback: Callable[[], None] | None = None
 
@@ -92,6 +106,16 @@ class KernelInterruptHandler:
             vars(self._kernel.shell).pop(name, None)
         self._kernel.saved_sigint_handler = signal.SIG_IGN  # for the end of the request that is being handled
 
+    @property
+    def is_on_subshell(self) -> bool:
+        """Whether the request that this thread handles was sent to a subshell."""
+        return bool(self._kernel.get_parent("shell").get("header", {}).get("subshell_id"))
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an interrupt came that has had no effect yet, other than cancelling an async cell."""
+        return self._pending_at is not None
+
     def _before_request(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
@@ -124,7 +148,8 @@ class KernelInterruptHandler:
             self._pending_at = now
 
     async def _run(self, code: Any, result: Any = None, *, async_: bool = False) -> Any:
-        if self._pending_at is not None:
+        is_main = threading.current_thread() is threading.main_thread()  # interrupts do not reach subshells
+        if self._pending_at is not None and is_main:
             self._pending_at = None
             return await self._run_code(_INTERRUPT_CODE, result)
         return await self._run_code(code, result, async_=async_)
@@ -159,6 +184,16 @@ class KernelInterruptHandler:
                     self._pending_at = None
 
 
+def _is_in_users_task() -> bool:
+    """Whether this runs in a task of the user's own; those in which a kernel runs cells catch KeyboardInterrupt."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return False
+    frame = getattr(task.get_coro(), "cr_frame", None) if task is not None else None
+    return frame is not None and not frame.f_globals.get("__name__", "").startswith(_CATCHING)
+
+
 def _unix_time(date: Any) -> float | None:
     """Convert a message's date to Unix time; jupyter_client gives text in some versions, a datetime in others."""
     if isinstance(date, str):
@@ -181,6 +216,7 @@ class KernelInterrupts:
         """Those being added or removed: the handler is installed before they are active, and a little longer."""
         self._previous: Any = None
         self._handler: KernelInterruptHandler | None = None
+        self._has_noted_subshell = False
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[InterruptQueue]:
@@ -188,14 +224,26 @@ class KernelInterrupts:
 
         Raises:
             KeyboardInterrupt: at the end, if there was an interrupt and the body did not raise.
+            CancelledError: instead, in a task of the user's own: a KeyboardInterrupt there ends the event loop.
         """
-        interrupts = InterruptQueue()
+        in_task = _is_in_users_task()
+        try:
+            with self._captured(in_task=in_task) as interrupts:
+                yield interrupts
+        except KeyboardInterrupt as error:
+            if in_task:
+                raise asyncio.CancelledError(str(error)) from error
+            raise
+
+    @contextlib.contextmanager
+    def _captured(self, *, in_task: bool) -> Iterator[InterruptQueue]:
+        interrupts = InterruptQueue(self._has_cancelled, in_task=in_task)
         if threading.current_thread() is not threading.main_thread():
             yield interrupts
             return
         self._transitioning = [interrupts]
-        if not self._active:
-            self._previous = signal.signal(signal.SIGINT, self._on_sigint)
+        if (previous := signal.signal(signal.SIGINT, self._on_sigint)) != self._on_sigint:
+            self._previous = previous
         self._active.append(interrupts)
         self._transitioning = []
         try:
@@ -203,15 +251,30 @@ class KernelInterrupts:
         finally:
             self._transitioning = [interrupts]
             self._active.remove(interrupts)
-            if not self._active:
+            # A request that came meanwhile has its own handler, if this cell runs in a task.
+            if not self._active and signal.getsignal(signal.SIGINT) == self._on_sigint:
                 signal.signal(signal.SIGINT, self._previous)
             self._transitioning = []
         if interrupts.count:
             raise KeyboardInterrupt
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
-        for interrupts in [*self._transitioning, *self._active]:
+        running = [*self._transitioning, *self._active]
+        for interrupts in running:
             interrupts.put()
+        own = self._previous in (signal.default_int_handler, signal.SIG_IGN, signal.SIG_DFL, None)
+        if any(interrupts.in_task for interrupts in running) and not own:
+            self._previous(number, frame)  # it cancels what awaits the task
+
+    def subshell_note(self) -> str:
+        """How to interrupt a cell that is about to run on a subshell; empty for any other, and after the first time."""
+        if threading.current_thread() is threading.main_thread() or self._has_noted_subshell:
+            return ""
+        self._has_noted_subshell = self._handler is not None and self._handler.is_on_subshell
+        return _SUBSHELL_NOTE if self._has_noted_subshell else ""
+
+    def _has_cancelled(self) -> bool:
+        return self._handler is not None and self._handler.is_pending
 
     def install(self) -> None:
         """Handle the interrupts of this process's kernel, if there is one; safe to call again."""

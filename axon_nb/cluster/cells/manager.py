@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cells.abort import AbortController
 from axon_nb.cluster.cells.deadlock import DeadlockWatch
-from axon_nb.cluster.cells.driver import CellHandle, run_to_completion, run_to_completion_async
+from axon_nb.cluster.cells.driver import CellHandle, run_to_completion, run_to_completion_async, stop_for
 from axon_nb.cluster.cells.kernel_interrupts import KernelInterrupts
 from axon_nb.cluster.cells.options import CellOptions
 from axon_nb.cluster.cells.record import cell_record
@@ -125,15 +125,13 @@ class CellManager:
         """See `Cluster.run`."""
         with self._interrupts.capture() as interrupts:
             run = self._start(code, options)
-            run_to_completion(run, interrupts)
-            return self.finish(run, options)
+            return run_to_completion(run, interrupts, lambda: self.finish(run, options))
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """See `Cluster.run_async`."""
         with self._interrupts.capture() as interrupts:
             run = self._start(code, options)
-            await run_to_completion_async(run, interrupts)
-            return self.finish(run, options)
+            return await run_to_completion_async(run, interrupts, lambda: self.finish(run, options))
 
     def run_noblock(self, code: str, **options: Unpack[CellOptions]) -> CellHandle:
         """See `Cluster.run_noblock`."""
@@ -157,7 +155,7 @@ class CellManager:
     def _start(self, code: str, options: CellOptions) -> CellRun:
         """Send a cell. The caller steps it until it is done; `finish` then returns its result."""
         state = self.state
-        quiet, timeout, cell = options.get("quiet", False), options.get("timeout"), options.get("cell")
+        timeout, cell = options.get("timeout"), options.get("cell")
         cell_code.check(code, name="cell" if cell is None else f"Cell In[{cell}]")
         ranks = resolve_ranks(options.get("ranks"), state.world_size)
         rebuild_if_back(state)
@@ -167,14 +165,29 @@ class CellManager:
         if timeout is not None and timeout <= 0:
             raise UsageError(f"timeout must be a number of seconds above 0; got {timeout:g}.")
         ahead = [rank for other in list(state.active_cells) for rank in other.unfinished if rank in ranks]
-        trials = options["restores"] = begin_trials(options.get("restores"), state, ranks, self.settings.undo_memory)
+        options["restores"] = begin_trials(options.get("restores"), state, ranks, self.settings.undo_memory)
         run = self.new_run(ranks, options)
+        try:
+            self._send(run, code, options, ahead)
+        except BaseException as error:
+            if run.abort.run is None:  # nothing was sent
+                self._remove(run)
+            else:
+                stop_for(error, run, lambda: self.finish(run, options))
+            raise
+        return run
+
+    def _send(self, run: CellRun, code: str, options: CellOptions, ahead: Sequence[int]) -> None:
+        state, ranks, quiet, cell = self.state, run.ranks, options.get("quiet", False), options.get("cell")
+        self.add(run)
+        if not quiet and (note := self._interrupts.subshell_note()):
+            print(note)
         if ahead and not quiet:
             print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
         exclusive = options.get("exclusive", False) and is_exclusive(state, run)
         number = cell if cell is not None else next(self._numbers)
         is_debugger = options.get("is_debugger", False)
-        is_undoable = options.get("undoable", False) and not trials
+        is_undoable = options.get("undoable", False) and not options.get("restores")
         facts = CellFacts(
             cell=number,
             token=run.token if options.get("values", True) else None,
@@ -200,10 +213,9 @@ class CellManager:
         if not run.is_call:
             self.last_run = run.token
         state.health.report_to(run)  # what has happened while we were sending
-        return run
 
     def new_run(self, ranks: list[int], options: CellOptions) -> CellRun:
-        """Create the run of a cell that the caller sends or reattaches to; it counts as running until `finish`."""
+        """Create the run of a cell that the caller adds, and sends or reattaches to."""
         quiet = options.get("quiet", False)
         sink = RecordingSink() if quiet else NotebookSink()
         run = CellRun(
@@ -222,10 +234,13 @@ class CellManager:
         run.on_late_output = self.state.between_cells.feed
         if not quiet:
             self.state.between_cells.show(sink)
+        return run
+
+    def add(self, run: CellRun) -> None:
+        """Count a cell as running, until `finish`."""
         with self._lock:
             self.state.active_cells.append(run)
         run.on_long = self.state.report_activity
-        return run
 
     def _abort_controller(self, ranks: Sequence[int]) -> AbortController:
         state = self.state
@@ -268,15 +283,21 @@ class CellManager:
             if isinstance(trials := options.get("restores"), Trials) and not run.cell.lost:
                 trials.end()
 
+    def _remove(self, run: CellRun) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self.state.active_cells.remove(run)
+        self.state.report_activity()
+
     def _finish(self, run: CellRun, options: CellOptions) -> CellResult:
         state = self.state
         run.finish()
-        with self._lock, contextlib.suppress(ValueError):
-            state.active_cells.remove(run)
-        state.report_activity()
+        self._remove(run)
         if run.cell.lost:
             hint = _ATTACH_HINT if run.cell.lost == LEFT_RUNNING else _START_HINT
-            raise ClusterLostError(f"The cluster {state.name!r} {run.cell.lost} while the cell was running. {hint}")
+            # The loss of ranks that were gone before the cell is noticed late.
+            ran = any(progress.processed_at or progress.end for progress in run.cell.ranks.values())
+            when = "while the cell was running" if ran else "before the cell ended"
+            raise ClusterLostError(f"The cluster {state.name!r} {run.cell.lost} {when}. {hint}")
         state.health.track_stuck(run)
         replaced = replace_stuck(state, run.cell.to_replace)
         if left := left_calls_hint(run.cell.ends):

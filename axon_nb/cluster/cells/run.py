@@ -191,6 +191,8 @@ class CellRun:
         if self._debugger is not None:
             self._started_at += self._debugger.step(self)  # the user's time does not count
         self._fetch(now)
+        if self._recovery is None and self.cell.state is State.RECOVERING:
+            self._begin_recovery()  # a signal handler raised before it had begun
         if self._recovery is not None:
             if self._recovery.step():
                 self._process(events.Recovered())
@@ -247,8 +249,7 @@ class CellRun:
                 self._step_abort(effect)
             case events.Recover():
                 self.finish()
-                assert self._recover is not None
-                self._recovery = self._recover()
+                self._begin_recovery()
 
     def _show(self, output: events.Output, *, is_late: bool) -> None:
         if is_late:
@@ -258,6 +259,10 @@ class CellRun:
             output.rank, output.kind, output.content, output.metadata
         ):
             self.wake()
+
+    def _begin_recovery(self) -> None:
+        assert self._recover is not None
+        self._recovery = self._recover()
 
     def _step_abort(self, effect: events.Abort) -> None:
         self.abort.step(

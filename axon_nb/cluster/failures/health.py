@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.failures.report import REPAIR_HINT, RankError
 from axon_nb.errors import ClusterLostError
-from axon_nb.records.protocol.cluster import AgentEvent, ControllerExit, Exit, IdleStop
+from axon_nb.records.protocol.cluster import AgentEvent, ControllerExit, Exit, IdleStop, Stopped
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_seconds
 from axon_nb.troubleshooting import more
@@ -80,6 +81,8 @@ class Health:
         """How often threads that cannot be freed were reported."""
         self.disconnect_reason = ""
         """Why the cluster is gone; reads after its name. Empty while it is there."""
+        self.lost_when = ""
+        """When that happened, unless somebody stopped it; reads after the reason."""
         self._hinted: set[str] = set()
 
     def hint(self, kind: str, text: str) -> None:
@@ -98,6 +101,9 @@ class Health:
             self.mark_lost(f"lost its ipyparallel controller (it {describe_death(event)})")
         elif isinstance(event, IdleStop):
             self.mark_lost(f"stopped itself after {format_seconds(event.idle_s)} without a cell (setting idle_stop)")
+        elif isinstance(event, Stopped):
+            self.mark_lost("was stopped by another program")
+            self.lost_when = ""
         else:
             self.mark_lost("lost its host agent")
 
@@ -131,8 +137,11 @@ class Health:
 
     def mark_lost(self, reason: str) -> None:
         """Record that the cluster is gone, and notify the running cells."""
+        runs = self._runs()
+        idle = "" if runs else ", while no cell was running"
+        self.lost_when = f"at {time.strftime('%H:%M:%S')}{idle}"
         self.disconnect_reason = reason
-        for run in self._runs():
+        for run in runs:
             run.on_lost(reason)
 
     def ensure_available(self, ranks: Sequence[int]) -> None:

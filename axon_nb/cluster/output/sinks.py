@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias
@@ -51,8 +52,9 @@ class NotebookSink:
 
     @property
     def in_place(self) -> bool:
-        """Whether a kernel shows the output; scripts and terminals only print."""
-        return _kernel_shell() is not None
+        """Whether a kernel shows the output to a page that updates it; scripts and terminals only print."""
+        shell = _kernel_shell()
+        return shell is not None and not _runs_on_the_server(shell.kernel)
 
     def stream(self, name: StreamName, text: str) -> None:
         """Write and flush."""
@@ -118,6 +120,17 @@ def _shell() -> Any:
 def _kernel_shell() -> Any:
     shell = _shell()
     return shell if getattr(shell, "kernel", None) is not None else None
+
+
+def _runs_on_the_server(kernel: Any) -> bool:
+    """Whether Jupyter's server itself sent the cell, as with jupyter-server-nbmodel, which ignores updates.
+
+    Ids of messages that Python sends hold its process, and a session's name says that a server started the kernel.
+    """
+    if "JPY_SESSION_NAME" not in os.environ:
+        return False
+    sender = str(kernel.get_parent("shell").get("header", {}).get("msg_id", "")).split("_")
+    return sender[1:2] == [os.environ.get("JPY_PARENT_PID")]
 
 
 def _own_publisher() -> Any:

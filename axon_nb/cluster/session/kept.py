@@ -35,9 +35,11 @@ def require(command: str) -> Cluster:
     Raises:
         NoClusterError: there is none; the message names what other kernels left.
         UsageError: the notebook left several, or one of another version.
+        ClusterLostError: it ended by itself.
     """
     cluster = current.get() or take_over()
     if cluster is None:
+        current.session().raise_if_lost()
         raise NoClusterError(f"`{command}`", kept=_others())
     return cluster
 

@@ -22,7 +22,7 @@ from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.history import History, session_facts
 from axon_nb.cluster.launch.prewarm import Prewarm
 from axon_nb.cluster.settings import IN_CLASS, LiveSettings
-from axon_nb.errors import NoClusterError
+from axon_nb.errors import ClusterLostError, NoClusterError
 from axon_nb.records.environment import CLASS, WARM_UP
 from axon_nb.records.hooks import missing_hooks
 
@@ -94,6 +94,33 @@ class NotebookSession:
     def _running_state(self) -> ClusterState | None:
         return None if (cluster := self.cluster) is None else cluster.state
 
+    @property
+    def loss(self) -> str:
+        """How the last cluster ended, if nobody stopped it and no other has been started since; else empty."""
+        with self._lock:
+            state = self._cluster.state if self._cluster is not None else None
+        if state is None or not state.health.lost_when:
+            return ""
+        health, kept = (
+            state.health,
+            ", not even by `protect`, which needs the host agent" if self.settings.protect else "",
+        )
+        deaths = "".join(f" Rank {rank} {reason}." for rank, reason in sorted(health.dead.items()))
+        ranks = "its rank" if state.world_size == 1 else f"its {state.world_size} ranks"
+        return (
+            f"The cluster {state.name!r} {health.disconnect_reason} {health.lost_when}.{deaths} Nothing of {ranks} is "
+            f"kept{kept}."
+        )
+
+    def raise_if_lost(self) -> None:
+        """Refuse to replace a cluster in silence.
+
+        Raises:
+            ClusterLostError: the last one ended by itself.
+        """
+        if (loss := self.loss) and self._cluster is not None:
+            raise ClusterLostError(f"{loss} Run `%distributed start -n {self._cluster.world_size}` to start new ones.")
+
     def require(self, command: str) -> Cluster:
         """Return the current cluster.
 
@@ -102,9 +129,11 @@ class NotebookSession:
 
         Raises:
             NoClusterError: there is none.
+            ClusterLostError: it ended by itself.
         """
         cluster = self.cluster
         if cluster is None:
+            self.raise_if_lost()
             raise NoClusterError(f"`{command}`")
         return cluster
 
@@ -121,10 +150,10 @@ class NotebookSession:
         self.watch_shutdown()
         atexit.register(self._at_exit, cluster)
 
-    def drop(self, cluster: Cluster) -> None:
-        """Forget `cluster`."""
+    def drop(self, cluster: Cluster | None = None) -> None:
+        """Forget `cluster`; None: whichever is the last."""
         with self._lock:
-            if self._cluster is cluster:
+            if cluster is None or self._cluster is cluster:
                 self._cluster = None
 
     def watch_shutdown(self) -> None:

@@ -184,6 +184,7 @@ def _reattach(
     else:
         print(f"{title} finished on {name_ranks(ranks)} while no notebook was connected.")
     run = cells.new_run(ranks, {"quiet": facts.quiet, "timeout": facts.timeout, "show_value": facts.show_value})
+    cells.add(run)
     run.number = facts.cell
     replay = OutputReplay(cells.state.connection.client, run)
     seconds = max(report.elapsed_ns for report in reports.values()) / 1e9

@@ -180,6 +180,8 @@ def _make_room(session: NotebookSession, *, force: bool) -> bool:
         )
     if not force:
         raise_if_busy()
+    if session.loss:
+        print(session.loss)
     stopped = stop_detached()
     for line in stopped:
         print(line)

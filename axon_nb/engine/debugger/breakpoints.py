@@ -112,9 +112,26 @@ class Breakpoints:
         self._pauses = self._calls = 0
 
     def install(self) -> None:
-        """Have `breakpoint()` and `pdb.set_trace()` pause the cell."""
+        """Have `breakpoint()`, `pdb.set_trace()` and every debugger that would read with `input()` pause the cell."""
         sys.breakpointhook = self._on_breakpoint
         pdb.set_trace = self._set_trace
+        # That of IPython, which ipdb opens as well. Ours, and those of programs that send commands, read from a stream.
+        set_trace, interaction = Pdb.set_trace, pdb.Pdb.interaction
+
+        def trace(debugger: pdb.Pdb, frame: FrameType | None = None, **options: Any) -> None:
+            frame = frame or sys._getframe(1)
+            if debugger.use_rawinput:
+                self._set_trace(frame)
+            else:
+                set_trace(debugger, frame, **options)  # type: ignore[no-untyped-call]
+
+        def interact(debugger: pdb.Pdb, frame: FrameType | None, error: Any) -> None:
+            if debugger.use_rawinput:
+                self._post_mortem(frame, error)
+            else:
+                interaction(debugger, frame, error)
+
+        Pdb.set_trace, pdb.Pdb.interaction = trace, interact
 
     def begin_cell(self, facts: CellFacts) -> None:
         """Prepare for a cell."""
@@ -158,7 +175,25 @@ class Breakpoints:
         self._set_trace()
         return None
 
-    def _set_trace(self, *, header: str | None = None) -> None:
+    def _set_trace(self, frame: FrameType | None = None, *, header: str | None = None) -> None:
+        if not self._can_pause():
+            return
+        if header is not None:
+            print(header)
+        if frame is None:
+            frame = sys._getframe(1)
+            if frame.f_code.co_filename == __file__:  # breakpoint() has called it
+                frame = frame.f_back or frame
+        self._open().pause(frame)
+
+    def _post_mortem(self, frame: FrameType | None, error: Any) -> None:
+        """Read commands in the frames of an error."""
+        if self._can_pause():
+            debugger = self._open()
+            debugger.reset()
+            debugger.interaction(frame, error)
+
+    def _can_pause(self) -> bool:
         if threading.current_thread() is not threading.main_thread():
             self._skip("it was called in a thread, and the debugger reads its commands in the main one")
         elif not self._where.possible:
@@ -167,12 +202,8 @@ class Breakpoints:
                 "where each rank is"
             )
         else:
-            if header is not None:
-                print(header)
-            frame = sys._getframe(1)
-            if frame.f_code.co_filename == __file__:  # breakpoint() has called it
-                frame = frame.f_back or frame
-            self._open().pause(frame)
+            return True
+        return False
 
     def _open(self) -> _Debugger:
         if self._debugger is None:

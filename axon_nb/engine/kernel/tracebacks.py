@@ -26,6 +26,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -85,10 +86,10 @@ class Tracebacks:
         if not missing_hooks("kernel.failures", shell=shell):
             save = self._save_without_publishing(shell)
 
-            def replace(_: Any, hook: Any = None) -> None:
+            def set_hook(_: Any, hook: Any = None) -> None:
                 self._hook = None if hook is save else hook
 
-            type(shell)._showtraceback = property(lambda _: save, replace, replace)
+            type(shell)._showtraceback = property(lambda _: save, set_hook, set_hook)
             self._nested.install(shell)
             shell.events.register("post_run_cell", functools.partial(self._complete_reply, shell))
         if not missing_hooks("kernel.frames", shell=shell):
@@ -113,7 +114,9 @@ class Tracebacks:
     def _save_without_publishing(self, shell: Any) -> Any:
         def save(kind: type[BaseException], error: BaseException, rendered: list[str]) -> None:
             copy = self._copy(error)  # ipykernel reads name and text from it
-            is_nested, hook = self._nested.is_nested(shell), None if isinstance(error, _ABORTS) else self._hook
+            # Lightning's Trainer exits when it is interrupted.
+            cut = error.__context__ if isinstance(error, SystemExit) else error
+            is_nested, hook = self._nested.is_nested(shell), None if isinstance(cut, _ABORTS) else self._hook
             if hook is not None:
                 hook(kind, error, rendered)
                 rendered = [] if is_nested else self._places(error)
@@ -122,6 +125,10 @@ class Tracebacks:
                 return
             if getattr(shell.displayhook, "msg", None) is not None:
                 shell._last_traceback_during_displayhook = True
+            if cut is not error and isinstance(cut, _ABORTS):
+                self._copied = error, _plain_copy(cut)
+                line = abort_location(error.__traceback__).line
+                self._abort_location = replace(abort_location(cut.__traceback__), line=line)
             shell._last_traceback, self._in_reply = rendered, error
 
         return save

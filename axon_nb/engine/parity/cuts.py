@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -14,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-import axon_nb
 from axon_nb.engine.parity.batch import Batch, checksum, is_leaf, places_of, replace_leaves
 from axon_nb.errors import UsageError
 from axon_nb.records.training.comparison import Place
 
 __all__ = ["CellEnded", "Cuts", "Joined", "Key", "Parts", "gather_cuts"]
 
-_TORCH, _AXON = (os.path.dirname(package.__file__ or "") for package in (torch, axon_nb))
+_TORCH, _AXON = os.path.dirname(torch.__file__), str(Path(__file__).parents[2])
 _INSIDE = tuple(
     os.path.join(_TORCH, *path)
     for path in (("autograd", ""), ("optim", ""), ("distributed", ""), ("utils", "data", ""), ("nn", "utils", ""),

@@ -22,6 +22,7 @@ __all__ = [
     "HostFacts",
     "IdleStop",
     "ProcessExit",
+    "Stopped",
     "Welcome",
     "decode_event",
     "encode_event",
@@ -148,16 +149,22 @@ class IdleStop:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopped:
+    """The cluster stops because a program asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The connection is closed, which the client itself reports: the agent is gone."""
 
 
-AgentEvent = Exit | ControllerExit | IdleStop | Closed
+AgentEvent = Exit | ControllerExit | IdleStop | Stopped | Closed
 
 _EVENTS: dict[str, type[AgentEvent]] = {
     "exit": Exit,
     "controller_exit": ControllerExit,
     "idle_stop": IdleStop,
+    "stopped": Stopped,
     "closed": Closed,
 }
 _NAMES = {kind: name for name, kind in _EVENTS.items()}

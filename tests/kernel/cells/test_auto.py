@@ -59,6 +59,12 @@ def test_scripts_run_by_the_notebook_stay_local(auto: Kernel, tmp_path: Path) ->
     assert auto.ok("%%local\nt_ran").result == "'in the notebook'"
 
 
+def test_hidden_requests_of_editors_stay_local(auto: Kernel) -> None:
+    request = auto.client.execute("t_listed = 1\nprint('rank' in globals())", silent=False, store_history=False)
+    assert auto.collect(request).stdout == "False\n"
+    assert auto.ok("'t_listed' in globals()").lines() == [HEAD, "[ranks 0-3] False"]
+
+
 def test_completions_and_help_come_from_ranks(auto: Kernel) -> None:
     auto.ok("t_of_ranks = {'deep': 1}")
     expect_completed(auto, "x = 1\nt_of_r", "t_of_ranks")

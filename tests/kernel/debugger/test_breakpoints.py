@@ -39,6 +39,21 @@ dist.all_reduce(x, group=group)
 dist.destroy_process_group(group)
 print(x.item())
 """
+OTHER_DEBUGGERS = """%%rank 1
+import pdb
+from IPython.core.debugger import Pdb, set_trace
+def add(n):
+    total = n + 1
+    set_trace()
+    return total
+print('sum', add(1))
+Pdb().set_trace()
+try:
+    add.missing
+except AttributeError as error:
+    pdb.post_mortem(error.__traceback__)
+print('over')
+"""
 SUM = """%%distributed --break {call}
 x = torch.ones(1)
 for _ in range(3):
@@ -79,6 +94,16 @@ def test_all_ranks_pause_and_move_together(kernel: Kernel) -> None:
     assert "rank 9: choose one of the paused ranks, 0, 1, 2, 3." in lines
     assert "Ranks 0-3 paused at line 6." in lines
     assert not any("skipped" in line for line in lines)
+
+
+def test_other_debuggers_pause_as_breakpoint_does(kernel: Kernel) -> None:
+    """IPython's, which ipdb opens, where the program says so and on an error."""
+    reply = _drive(kernel, OTHER_DEBUGGERS, ["total = 40", "n", "c", "p rank * 7", "c", "p type(error)", "c"])
+    assert reply.ok, reply.traceback
+    lines = reply.lines()
+    for line in ("[rank 1] sum 40", "[rank 1] 7", "[rank 1] <class 'AttributeError'>", "[rank 1] over"):
+        assert line in lines
+    assert all(f"Rank 1 paused at line {line}." in reply.stdout for line in (6, 7, 9))
 
 
 def test_ranks_that_wait_for_a_paused_one_go_on_with_it(kernel: Kernel, tmp_path: Path) -> None:

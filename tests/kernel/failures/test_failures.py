@@ -293,6 +293,14 @@ def test_errors_shown_by_other_code(kernel: Kernel, what: str, tmp_path: Path) -
     assert "line 3, in boom()" in kernel.run(f"%%distributed --ranks 1\n{failing}").traceback
 
 
+def test_exit_with_which_a_library_answers_an_abort_is_the_abort(kernel: Kernel) -> None:
+    reply = kernel.run(
+        "%%distributed\nimport time\ndef fit():\n    try:\n        while True: time.sleep(0.01)\n"
+        "    except KeyboardInterrupt:\n        raise SystemExit(1)\nif rank == 1: raise ValueError('bug')\nfit()"
+    )
+    assert "[ranks 0,2-3] were interrupted at line 9 (fit, " in reply.traceback  # not "SystemExit: 1"
+
+
 @pytest.mark.parametrize("handler", ["signal.SIG_DFL", "signal.SIG_IGN", "lambda *_: None"])
 def test_cell_with_replaced_sigint_handler_is_interrupted(kernel: Kernel, handler: str) -> None:
     code = f"import signal, time\nsignal.signal(signal.SIGINT, {handler})\nprint('go', flush=True)"

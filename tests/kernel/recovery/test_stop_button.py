@@ -28,6 +28,23 @@ CELLS = [
 """Cells that do not end: on ranks, awaited and not, and in the notebook itself."""
 
 
+CANCELS = {
+    "wait_for": "try: await asyncio.wait_for(endless(), 0.2)\nexcept TimeoutError: print('over')",
+    "timeout": "try:\n    async with asyncio.timeout(0.2): await endless()\nexcept TimeoutError: print('over')",
+    "a task": (
+        "task = asyncio.create_task(endless())\nawait asyncio.sleep(0.2)\ntask.cancel()\n"
+        "try: await task\nexcept asyncio.CancelledError as error: print(*error.__notes__, 'over', task.cancelled())"
+    ),
+    "TaskGroup": (
+        "async def fail():\n    await asyncio.sleep(0.2)\n    raise ValueError\n"
+        "try:\n    async with asyncio.TaskGroup() as group:\n        group.create_task(endless())\n"
+        "        group.create_task(fail())\nexcept* ValueError: print('over')"
+    ),
+    "anyio": "import anyio\nwith anyio.move_on_after(0.2): await endless()\nprint('over')",
+}
+"""Ways to cancel a cell that a program awaits."""
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Kernel]:
     """A kernel with 2 ranks."""
@@ -91,6 +108,51 @@ def test_interrupt_during_another_request_keeps_the_kernel_responsive(pair: Kern
         pair.interrupt()
     assert pair.run("1 + 1").status  # which the last interrupt may have been meant for
     assert pair.value("1 + 1") == 2
+
+
+def test_cancelled_cell_stops_its_ranks_and_keeps_the_kernel(pair: Kernel) -> None:
+    pair.ok("import asyncio, axon_nb\ndef endless(): return axon_nb.current_cluster().run_async('while True: pass')")
+    for way, code in CANCELS.items():
+        reply = pair.ok(code)
+        assert "over" in reply.stdout, way
+        assert ("The cell was interrupted. Ranks 0-1 stopped. over True" in reply.stdout) == (way == "a task")
+        assert check_next_cell(pair) == "", way
+
+
+def test_interrupt_ends_cells_in_tasks_and_keeps_the_kernel(pair: Kernel) -> None:
+    cell = "print('go', flush=True)\nwhile True: pass"
+    cells = f"[axon_nb.current_cluster().run_async({cell!r}, ranks=[rank]) for rank in (0, 1)]"
+    request = pair.submit(f"import asyncio, axon_nb\nawait asyncio.gather(*{cells})")
+    pair.wait_for_output(request, "go", ranks=[0, 1])
+    pair.interrupt()
+    assert pair.collect(request).ename == "CancelledError"
+    assert check_next_cell(pair) == ""
+
+
+def test_interrupts_do_not_stop_cells_of_subshells(pair: Kernel) -> None:
+    """An interrupt of the idle kernel is none of theirs; the panel and `cancel` stop those on ranks."""
+    channel = pair.client.session
+    pair.client.control_channel.send(channel.msg("create_subshell_request"))
+    subshell = pair.client.get_control_msg(timeout=100)["content"]["subshell_id"]
+
+    def submit(code: str) -> str:
+        message = channel.msg("execute_request", {"code": code, "silent": False, "store_history": True})
+        message["header"]["subshell_id"] = subshell
+        pair.client.shell_channel.send(message)
+        return str(message["header"]["msg_id"])
+
+    pair.interrupt()
+    pair.settle()
+    assert pair.collect(submit("print('fine')")).stdout == "fine\n"
+    request = submit("%%distributed\nprint('go', flush=True)\nwhile True: pass")
+    pair.wait_for_output(request, "go", ranks=[0, 1])
+    assert pair.ok("%distributed cancel").stdout == "Interrupted the cell on ranks 0-1.\n"
+    reply = pair.collect(request)
+    assert reply.ename == "CellInterrupt"
+    assert "the stop button does not reach" in reply.stdout
+    assert "stop button" not in pair.collect(submit("%%distributed\n1")).stdout
+    pair.client.control_channel.send(channel.msg("delete_subshell_request", {"subshell_id": subshell}))
+    assert pair.client.get_control_msg(timeout=100)["content"]["status"] == "ok"
 
 
 def test_unload_restores_the_stop_button() -> None:

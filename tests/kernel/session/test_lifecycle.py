@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
 
+from axon_nb.doctor.stopping import stop_clusters
 from tests.support.kernel import Kernel
 from tests.support.processes import ended, footprint, until
 
@@ -23,6 +25,7 @@ def test_stop_leaves_no_processes_and_prints_one_line(new_kernel: MakeKernel) ->
     kernel = new_kernel()
     start(kernel)
     print_ = footprint(kernel)
+    kernel.ok("import logging\nlogging.basicConfig()")
     reply = kernel.ok("%distributed stop")
     assert reply.lines() == ["Stopped the cluster 'default' (2 ranks)."]
     assert (reply.stderr, reply.displays) == ("", [])
@@ -136,6 +139,35 @@ def test_ranks_die_with_a_killed_agent_and_start_works(new_kernel: MakeKernel) -
     kernel.ok("%distributed start -n 2")
     assert kernel.ok("%%distributed\nworld_size").lines() == ["[ranks 0-1] 2"]
     assert until(before.gone)
+    _check_loss_between_cells(kernel)
+
+
+def _check_loss_between_cells(kernel: Kernel) -> None:
+    """A cell replaces no cluster that ended by itself, and says what happened, until the user starts or stops one."""
+    kernel.ok("%distributed config protect=on")
+    left = footprint(kernel)
+    for pid in (*left.ranks, left.agent):
+        os.kill(pid, signal.SIGKILL)
+    assert until(left.all_ended)
+    assert until(lambda: kernel.value("__import__('axon_nb').cluster.current.get() is None"))
+    for code in ("%%distributed\n1", "%distributed status", "%pull world_size", "%%distributed\n1"):
+        reply = kernel.run(code)
+        assert reply.ename == "ClusterLostError", code
+        assert re.search(
+            r"^The cluster 'default' lost its .* at \d\d:\d\d:\d\d, while no cell was running\.", reply.evalue
+        )
+        assert "Nothing of its 2 ranks is kept, not even by `protect`" in reply.evalue
+        assert reply.evalue.endswith("Run `%distributed start -n 2` to start new ones.")
+    assert "The cluster 'default' lost its " in kernel.ok("%distributed start -n 2").stdout
+    left = footprint(kernel)
+    os.kill(left.agent, signal.SIGKILL)
+    assert until(left.all_ended)
+    assert "The cluster 'default' lost its " in kernel.ok("%distributed stop").stdout
+    assert "needs a cluster, but none is running" in kernel.run("%distributed stop").evalue
+    assert kernel.ok("%%distributed\n1").lines()[0].startswith("Started ")
+    stop_clusters("default", force=True)  # as the panel does
+    assert until(lambda: kernel.value("__import__('axon_nb').cluster.current.get() is None"))
+    assert kernel.ok("%%distributed\n1").lines()[0].startswith("Started ")
 
 
 def test_killed_controller_is_reported_and_leaves_no_processes(new_kernel: MakeKernel) -> None:
