@@ -116,14 +116,16 @@ class Breakpoints:
         sys.breakpointhook = self._on_breakpoint
         pdb.set_trace = self._set_trace
         # That of IPython, which ipdb opens as well. Ours, and those of programs that send commands, read from a stream.
-        set_trace, interaction = Pdb.set_trace, pdb.Pdb.interaction
+        shells: Any = Pdb
+        base: Any = pdb.Pdb
+        set_trace, interaction = shells.set_trace, base.interaction
 
         def trace(debugger: pdb.Pdb, frame: FrameType | None = None, **options: Any) -> None:
             frame = frame or sys._getframe(1)
             if debugger.use_rawinput:
                 self._set_trace(frame)
             else:
-                set_trace(debugger, frame, **options)  # type: ignore[no-untyped-call]
+                set_trace(debugger, frame, **options)
 
         def interact(debugger: pdb.Pdb, frame: FrameType | None, error: Any) -> None:
             if debugger.use_rawinput:
@@ -131,7 +133,7 @@ class Breakpoints:
             else:
                 interaction(debugger, frame, error)
 
-        Pdb.set_trace, pdb.Pdb.interaction = trace, interact
+        shells.set_trace, base.interaction = trace, interact
 
     def begin_cell(self, facts: CellFacts) -> None:
         """Prepare for a cell."""
