@@ -44,6 +44,12 @@ _CONNECT_TIMEOUT_S = 10.0
 _TCP = "tcp:"
 _POLL_INTERVAL = timedelta(milliseconds=20)
 _CALLS_PER_EPOCH = 1_000_000
+_WAITS = {
+    name: getattr(Store, name)
+    for name in ("barrier", "get", "multi_get", "queue_pop", "wait")
+    if hasattr(Store, name)  # not all torch versions have them
+}
+"""The methods of torch's `Store` that wait."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 
 
@@ -259,26 +265,28 @@ class _Waits:
 
     def wait(self: Any, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         if not keys or _waits_itself(self):
-            _original["wait"](self, keys, *([] if timeout is None else [timeout]))
+            _WAITS["wait"](self, keys, *([] if timeout is None else [timeout]))
         else:
             _wait_until(lambda: bool(self.check(keys)), timeout or self.timeout, f"keys: {', '.join(keys)}")
 
     def get(self: Any, key: str) -> bytes:
-        self.wait([key])
-        return bytes(_original["get"](self, key))
+        if not _waits_itself(self):
+            self.wait([key])
+        return bytes(_WAITS["get"](self, key))
 
     def multi_get(self: Any, keys: Sequence[str]) -> list[bytes]:
-        self.wait(keys)
-        return list(_original["multi_get"](self, keys))
+        if not _waits_itself(self):
+            self.wait(keys)
+        return list(_WAITS["multi_get"](self, keys))
 
     def queue_pop(self: Any, key: str, block: bool = True) -> bytes:
         while block:
             _wait_until(lambda: self.queue_len(key) > 0, self.timeout, f"queue: {key}")
             try:
-                return bytes(_original["queue_pop"](self, key, False))
+                return bytes(_WAITS["queue_pop"](self, key, False))
             except dist.QueueEmptyError:  # another rank was faster
                 continue
-        return bytes(_original["queue_pop"](self, key, False))
+        return bytes(_WAITS["queue_pop"](self, key, False))
 
     def barrier(self: Any, key: str, world_size: int, timeout: timedelta | None = None) -> None:
         if self.add(f"{key}/arrived", 1) == world_size:
@@ -286,18 +294,11 @@ class _Waits:
         self.wait([f"{key}/complete"], timeout)
 
 
-_original: dict[str, Any] = {}
-"""The methods of torch's `Store`."""
-
-
 def install_store_waits() -> None:
     """Let interrupts and aborts end the waits of stores, in this process from now on."""
     kind: Any = Store
-    for name in ("barrier", "get", "multi_get", "queue_pop", "wait"):
-        if name in _original or not hasattr(kind, name):
-            continue
+    for name in _WAITS:
         call: Any = vars(_Waits)[name]
-        _original[name] = getattr(kind, name)
         call.__code__ = call.__code__.replace(co_name=f"store.{name}")  # what the cell's state shows
         setattr(kind, name, call)
     server: Any = vars(dist)["TCPStore"]
