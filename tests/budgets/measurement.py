@@ -130,8 +130,8 @@ class Cluster:
         for line in lines:  # "1234  715.632970060: NR 45 (2a, …"
             pid, at, _, number, *_ = line.split()
             window = _window_of(round(float(at.rstrip(":")) * 1e9), spans)
-            if window is not None and number not in WAITING:
-                counts[pids[int(pid)]][window][number] += 1
+            if window is not None and number not in WAITING and (name := pids.get(int(pid))):
+                counts[name][window][number] += 1
         return {"cell.system_calls": {name: sum(fewest(found).values()) for name, found in counts.items()}}
 
     def cell_costs(self, windows: int) -> Costs:
