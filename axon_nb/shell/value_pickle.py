@@ -14,8 +14,10 @@ import dis
 import importlib
 import io
 import pickle
+import re
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +26,7 @@ from IPython.core.getipython import get_ipython
 
 from axon_nb.shell.foreign_arrays import as_numpy, is_on_device
 
-__all__ = ["namespace", "pack", "reduce_function", "unpack"]
+__all__ = ["cannot_pickle", "dressed", "is_dense", "namespace", "pack", "reduce_function", "unpack"]
 
 _ATTRIBUTES = (
     "__name__",
@@ -37,6 +39,7 @@ _ATTRIBUTES = (
 )
 _MAX_INLINE_BYTES = 4 << 10
 """Smaller memory travels within the pickle."""
+_CANNOT_PICKLE = re.compile(r"cannot pickle '([^']+)'")
 
 
 def namespace() -> dict[str, Any]:
@@ -124,35 +127,122 @@ class _ValuePickler(cloudpickle.Pickler):
             return reduce_function(obj, with_names=self._with_names)
         if not self._as_is and is_on_device(obj):
             return _identity, (as_numpy(obj),)
-        torch = sys.modules.get("torch")
-        if torch is not None and kind in (torch.Tensor, torch.nn.Parameter) and _is_dense(torch, obj):
-            return self._reduce_tensor(torch, obj)
+        if kind is memoryview:
+            return _make_view, (obj.tobytes(), obj.format, obj.shape, obj.readonly)
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        if torch is not None and isinstance(obj, torch.Tensor):
+            return self._reduce_tensor(torch, obj) if is_dense(obj) else _reduce_other_tensor(torch, obj)
+        if numpy is not None and isinstance(obj, numpy.ndarray) and (reduced := _reduce_subclass(numpy, obj)):
+            return reduced
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, torch: Any, tensor: Any) -> Any:
+        kind, attributes = type(tensor), dict(vars(tensor))
+        requires_grad = tensor.requires_grad and tensor.is_leaf
+        tensor = tensor.detach().as_subclass(torch.Tensor)
         order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
-        if not tensor.detach().permute(order).is_contiguous():
+        if not tensor.permute(order).is_contiguous():
             order = list(range(tensor.ndim))
         key = (str(tensor.device), tensor.data_ptr(), tensor.dtype, tensor.stride(), tensor.shape, tensor.is_conj())
         memory = self._memory.get(key) if tensor.numel() else None
-        dense = tensor.detach().resolve_conj().resolve_neg().cpu().permute(order).contiguous()
+        dense = tensor.resolve_conj().resolve_neg().cpu().permute(order).contiguous()
         if memory is None:
             flat = dense.as_strided((dense.numel(),), (1,))  # one element may have any stride
             data = flat.view(torch.uint8).numpy() if flat.numel() else b""
             memory = self._memory[key] = _TensorMemory(data)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        requires_grad = tensor.requires_grad and tensor.is_leaf
-        return _make_tensor, (memory, dtype, tuple(dense.shape), tuple(order), (is_parameter, requires_grad))
+        flags = (issubclass(kind, torch.nn.Parameter), requires_grad)
+        reduced = (memory, dtype, tuple(dense.shape), tuple(order), flags)
+        if kind in (torch.Tensor, torch.nn.Parameter) and not attributes:
+            return _make_tensor, reduced
+        return _make_subclass, (kind, attributes, *reduced)
 
 
-def _is_dense(torch: Any, tensor: Any) -> bool:
+def is_dense(tensor: Any) -> bool:
+    """Whether a tensor is what lies in its memory, besides its class, its attributes and autograd."""
+    torch = sys.modules["torch"]
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        own = ("__reduce_ex__", "__getstate__", "__setstate__", "__slots__", "__tensor_flatten__", "__torch_dispatch__")
+        bases = kind.__mro__[: kind.__mro__.index(torch.Tensor)]
+        if any(name in vars(base) for base in bases if base is not torch.nn.Parameter for name in own):
+            return False
     plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return plain and tensor.device.type != "meta" and not vars(tensor)
+    return plain and tensor.device.type != "meta"
+
+
+def dressed(tensor: Any, kind: Any, attributes: dict[str, Any], *, requires_grad: bool) -> Any:
+    """Return a plain tensor as one of class `kind`; attributes set by a class that is not here are kept."""
+    torch = sys.modules["torch"]
+    if kind is torch.nn.Parameter:
+        tensor = torch.nn.Parameter(tensor, requires_grad)
+    else:
+        tensor = (tensor if kind is torch.Tensor else tensor.as_subclass(kind)).requires_grad_(requires_grad)
+    vars(tensor).update(attributes)
+    return tensor
+
+
+def _reduce_other_tensor(torch: Any, tensor: Any) -> Any:
+    requires_grad = tensor.requires_grad and tensor.is_leaf
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return _make_nested, ([part.detach().clone() for part in tensor.detach().unbind()], requires_grad)
+    if not (
+        tensor.is_leaf and tensor.device.type in ("cpu", "meta")
+    ):  # neither autograd's history nor a device travels
+        attributes = {name: item for name, item in vars(tensor).items() if not name.startswith("_")}
+        tensor = tensor.detach() if tensor.device.type == "meta" else tensor.detach().cpu()
+        vars(tensor).update(attributes)
+        tensor.requires_grad_(requires_grad)
+    function, arguments, *state = tensor.__reduce_ex__(5)
+    return _make_quietly, (function, *arguments), *state
+
+
+def _reduce_subclass(numpy: Any, array: Any) -> Any:
+    """Return how to recreate an array of a class of which NumPy would lose something; None: of another."""
+    kind = type(array)
+    if isinstance(array, numpy.ma.MaskedArray):
+        return (_make_hard, (array.copy().soften_mask(),)) if array.hardmask else None
+    ways = ("__reduce__", "__reduce_ex__", "__setstate__")
+    is_own = any(getattr(kind, way) is not getattr(numpy.ndarray, way) for way in ways)
+    if is_own or isinstance(array, numpy.memmap) or not getattr(array, "__dict__", None):
+        return None
+    return _make_array_of, (array.view(numpy.ndarray), kind, vars(array))
 
 
 def _identity(data: Any) -> Any:
     return data
+
+
+def _make_view(data: bytes, code: Any, shape: tuple[int, ...], is_readonly: bool) -> memoryview:
+    return memoryview(data if is_readonly else bytearray(data)).cast(code, shape)
+
+
+def _make_hard(array: Any) -> Any:
+    return array.harden_mask()
+
+
+def _make_array_of(array: Any, kind: Any, attributes: dict[str, Any]) -> Any:
+    array = array.view(kind)
+    vars(array).update(attributes)
+    return array
+
+
+def _make_quietly(function: Any, *arguments: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about what it does itself
+        return function(*arguments)
+
+
+def _make_nested(parts: list[Any], requires_grad: bool) -> Any:
+    torch = importlib.import_module("torch")
+    return _make_quietly(torch.nested.nested_tensor, parts).requires_grad_(requires_grad)
+
+
+def _make_subclass(kind: Any, attributes: dict[str, Any], *reduced: Any) -> Any:
+    tensor = _make_tensor(*reduced)
+    if "torch" not in sys.modules:
+        return tensor
+    return dressed(tensor.detach(), kind, attributes, requires_grad=tensor.requires_grad)
 
 
 def _make_tensor(
@@ -206,3 +296,11 @@ def unpack(parts: Sequence[Any]) -> Any:
         Exception: anything that its classes raise, such as ImportError.
     """
     return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def cannot_pickle(error: BaseException) -> str:
+    """Say why `pack` failed; reads after the name of the value and a colon."""
+    match = _CANNOT_PICKLE.search(str(error))
+    if match:
+        return f"{type(error).__name__}: cannot pickle {match.group(1)!r} object, which stays with its process"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"

@@ -176,17 +176,17 @@ def _loaded(rank: int, expression: str, source: SharedBlock | bytes) -> Any:
 
 
 def _packed(variables: Mapping[str, Any], *, as_is: bool) -> list[Any]:
-    from axon_nb.shell.value_pickle import pack
+    from axon_nb.shell.value_pickle import cannot_pickle, pack
 
     try:
         return pack(dict(variables), with_names=True, as_is=as_is)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = cannot_pickle(error)
     for name, value in variables.items():
         try:
             pack(value, with_names=True, as_is=as_is)
         except Exception as error:
-            raise UsageError(f"{name!r} cannot be sent to ranks: {type(error).__name__}: {error}") from None
+            raise UsageError(f"{name!r} cannot be sent to ranks: {cannot_pickle(error)}") from None
     raise UsageError(f"{', '.join(variables)} cannot be sent to ranks: {reason}")
 
 

@@ -2,7 +2,7 @@
 
 On one host they travel in a shared-memory block of the notebook (`host.shared_memory`), otherwise in messages; one rank
 of another host then holds what others there read. Before a
-transfer, sharded tensors are gathered, and everything is moved to the CPU without autograd history.
+transfer, sharded tensors are gathered; the pickle moves everything to the CPU, without autograd history.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from axon_nb.host.shared_memory import (
 from axon_nb.records.protocol.transfer import Undelivered
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
-from axon_nb.shell.value_pickle import pack, unpack
+from axon_nb.shell.value_pickle import cannot_pickle, is_dense, pack, unpack
 
 __all__ = [
     "gather_full",
@@ -44,7 +44,6 @@ __all__ = [
     "set_variables",
     "sharded_over",
     "take_pending_value",
-    "to_cpu",
     "to_local",
     "to_numpy",
 ]
@@ -71,15 +70,12 @@ def _convert(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[Any]:
+def _tensors(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in within:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item, (*within, id(value)))
 
 
 def sharded_over(value: Any) -> set[int]:
@@ -125,18 +121,21 @@ def _local(tensor: Any) -> Any:
 
 def to_local(value: Any) -> Any:
     """Return the value with this rank's shards in place of distributed tensors."""
-    return _convert(value, _local)
-
-
-def to_cpu(value: Any) -> Any:
-    """Return the value with its tensors on the CPU and without autograd history."""
-    return _convert(value, lambda tensor: tensor.detach().cpu())
+    return _convert(value, _local) if any(map(is_dtensor, _tensors(value))) else value
 
 
 def to_numpy(value: Any) -> Any:
-    """Return the value with NumPy arrays in place of tensors; bfloat16 and float8, unknown to NumPy, become float32."""
+    """Return the value with NumPy arrays in place of tensors; bfloat16 and float8, unknown to NumPy, become float32.
+
+    Raises:
+        UsageError: NumPy has no array for a tensor.
+    """
 
     def change(tensor: torch.Tensor) -> Any:
+        if not is_dense(tensor):
+            kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.device.type
+            kind = str(tensor.layout).removeprefix("torch.") if tensor.layout is not torch.strided else kind
+            raise UsageError(f"a tensor of this kind ({kind}) has no NumPy form; fetch it without --numpy")
         dense = tensor.detach().cpu().resolve_conj().resolve_neg()
         has_numpy_dtype = dense.dtype.itemsize > 2 or not dense.is_floating_point() or dense.dtype is torch.float16
         return (dense if has_numpy_dtype else dense.float()).numpy()
@@ -229,8 +228,12 @@ def send_value(
             addresses = {rank: address for rank, address in addresses.items() if rank != self_rank}
     if self_rank not in addresses:
         return None
-    value = to_cpu(to_local(value))
-    parts = pack(to_numpy(value) if arrays else value, as_is=as_is)
+    value = to_local(value)
+    value = to_numpy(value) if arrays else value
+    try:
+        parts = pack(value, as_is=as_is)
+    except Exception as error:  # whatever an odd object raises
+        raise UsageError(cannot_pickle(error)) from None
     address = addresses[self_rank]
     if address is None:
         session.pending_value = join_parts(parts)
@@ -262,7 +265,7 @@ def last_value(token: str, address: BlockAddress | None) -> tuple[bytes | None, 
     Returns:
         The bytes of its parts; None: they are in the block; empty: it does not pickle, and there is only the text.
     """
-    value = to_cpu(current().runner.take_value(token))
+    value = current().runner.take_value(token)
     try:
         parts = pack(value)
     except Exception:

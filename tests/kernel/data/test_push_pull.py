@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.cases.value_kinds import KINDS, LISTED, NOT_SENT
 from tests.support.kernel import Kernel
 from tests.support.processes import footprint, until
 
@@ -136,6 +137,114 @@ def test_untransferable_values_are_reported(kernel: Kernel) -> None:
     assert "The notebook has no variable 't_nowhere'" in kernel.run("%push t_nowhere").traceback
     assert "'t_fine +' is not a name or an expression" in kernel.run("%pull 't_fine +' --as t_other").traceback
     assert "--as t_other names one variable" in kernel.run("%pull t_fine t_lock --as t_other").traceback
+
+
+TRIED = """
+import warnings
+warnings.simplefilter("ignore")
+from tests.support.cases.value_kinds import KINDS as v_kinds, NOT_SENT as v_not_sent, differs as v_differs
+from tests.support.cases.value_kinds import halves as v_halves, nested as v_nested
+def v_tried(line, name="", check=None):
+    \"\"\"The error of a magic, or what `check` says of the variable that it has bound.\"\"\"
+    globals().pop(name, None)
+    try:
+        get_ipython().run_line_magic(*line.split(" ", 1))
+        return check(globals()[name]) if check else ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+"""
+
+
+MAKE = "for v_n, v_make in enumerate([*v_kinds.values(), *v_not_sent.values()]): globals()[f'v_{}_{v_n}'] = v_make({})"
+
+
+@pytest.fixture(scope="module")
+def trying(shared_kernel: Kernel) -> Kernel:
+    """The shared kernel with all kinds of values: ``v_own_0``, another on rank 1, and the notebook's ``v_mine_0``."""
+    shared_kernel.ok(f"{TRIED}\n{MAKE.replace('{}', 'mine', 1).replace('({})', '(1)')}")
+    shared_kernel.ok(f"%%distributed\n{TRIED}\n{MAKE.replace('{}', 'own', 1).replace('({})', '(rank % 2)')}")
+    return shared_kernel
+
+
+def test_each_kind_of_value_is_pushed_and_pulled_unchanged(trying: Kernel) -> None:
+    trying.ok(f"%push {' '.join(f'v_mine_{n}' for n in range(len(KINDS)))} --ranks 0,1")
+    trying.ok(
+        "%%distributed --ranks 0,1\n"
+        "v_wrong = {k: v_differs(make(1), globals()[f'v_mine_{n}']) for n, (k, make) in enumerate(v_kinds.items())}\n"
+        "v_wrong = {k: text for k, text in v_wrong.items() if text}"
+    )
+    trying.ok("%pull v_wrong --ranks 0,1 --force")
+    assert trying.value("dict(v_wrong)") == {0: {}, 1: {}}
+    trying.ok(
+        "v_wrong = {k: v_tried(f'pull v_own_{n} --ranks 1 --as v_got', 'v_got', lambda got: v_differs(make(1), got))\n"
+        "           for n, (k, make) in enumerate(v_kinds.items())}"
+    )
+    assert trying.value("{k: text for k, text in v_wrong.items() if text}") == {}
+
+
+CANNOT_JOIN = (
+    "UsageError: Cannot join parts of shapes {} along dimension 0: all other dimensions must be equal. Use `%pull` to "
+    "fetch them as they are."
+)
+UNLIKE = {"empty": CANNOT_JOIN.format("(0, 3), (0, 4)"), "meta": CANNOT_JOIN.format("(4, 2), (4, 3)")}
+
+
+def test_each_kind_of_value_is_gathered_unchanged(trying: Kernel) -> None:
+    trying.ok("""
+def v_check(got, make):
+    parts = [make(0), make(1)]
+    if type(got) is list and type(parts[0]) is not list:
+        return "listed" if len(got) == 2 and not v_differs(parts, got) else f"listed: {v_differs(parts, got)}"
+    if not getattr(parts[0], "shape", True):
+        return "joined" if got.tolist() == [part.tolist() for part in parts] else str(got)
+    return v_differs(parts, v_halves(got)) and f"{got} {getattr(got, 'dtypes', '')}" or "joined"
+v_found = {k: v_tried(f"gather v_own_{n} --ranks 0,1 --as v_got", "v_got", lambda got: v_check(got, make))
+           for n, (k, make) in enumerate(v_kinds.items())}
+""")
+    found = trying.value("v_found")
+    assert "int64" in found.pop("dtype of column")  # numbers are converted to the dtype that holds all
+    kinds = [kind for kind in KINDS if kind != "dtype of column"]
+    assert found == {kind: "listed" if kind in LISTED else "joined" for kind in kinds} | UNLIKE
+
+
+def test_each_kind_of_value_is_scattered_and_gathered_unchanged(trying: Kernel) -> None:
+    trying.ok("""
+def v_check(got, whole):
+    if type(got) is list and type(whole) is not list:
+        return "" if list(got[0]) + list(got[1]) == list(whole) else str(got)
+    return v_differs(whole, got)
+v_found = {}
+for v_n, (v_kind, v_make) in enumerate(v_kinds.items()):
+    v_found[v_kind] = v_tried(f"scatter v_mine_{v_n} --ranks 0,1") or v_tried(
+        f"gather v_mine_{v_n} --ranks 0,1 --as v_got", "v_got", lambda got: v_check(got, v_make(1)))
+""")
+    found = trying.value("{k: text for k, text in v_found.items() if text}")
+    refused = (
+        "only dense tensors, arrays, tables and sequences can be split. Use `%push` to send all of it to each rank."
+    )
+    assert [text for text in found.values() if not text.endswith((refused, "has 0 dimensions."))] == []
+    assert {"subclass", "marked parameter", "masked", "records", "conj", "categorical", "text"} & set(found) == set()
+
+
+def test_values_of_a_process_are_refused_in_one_sentence(trying: Kernel) -> None:
+    numbers = range(len(KINDS), len(KINDS) + len(NOT_SENT))
+    for magic in ("push v_mine", "pull v_own"):
+        texts = trying.value(f"[v_tried(f'{magic}_{{n}} --ranks 0') for n in {list(numbers)}]")
+        assert all("cannot" in text and text.endswith(" object, which stays with its process") for text in texts), texts
+
+
+def test_nested_values_come_back_unchanged(trying: Kernel) -> None:
+    trying.ok("v_seeds = [v_nested(seed)[0] for seed in range(20)]\n%push v_seeds --ranks 1")
+    trying.ok("%%rank 1\nv_wrong = [seed for seed in range(20) if v_differs(v_nested(seed)[0], v_seeds[seed])]")
+    trying.ok("%pull v_wrong --ranks 1 --force\n%pull v_seeds --ranks 1 --as v_back")
+    assert trying.value("v_wrong, [s for s in range(20) if v_differs(v_nested(s)[0], v_back[s])]") == ([], [])
+
+
+def test_numpy_is_refused_for_tensors_that_it_cannot_hold(trying: Kernel) -> None:
+    for kind in ("sparse", "csr", "jagged", "nested", "quantized", "meta"):
+        text = trying.value(f"v_tried('pull v_own_{list(KINDS).index(kind)} --ranks 0 --numpy --as v_got')")
+        assert "a tensor of this kind (" in text, text
+        assert text.endswith("has no NumPy form; fetch it without --numpy"), text
 
 
 def test_pull_returns_dict_by_rank_or_single_value(kernel: Kernel) -> None:

@@ -1,4 +1,4 @@
-"""Digests of values: equal for equal values, and for no others; what cannot be compared is named."""
+"""Values of all kinds: digests are equal for equal values, and for no others; packed, they arrive unchanged."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from axon_nb.engine.values.digests import Walk
+from axon_nb.shell.value_pickle import pack, unpack
 from tests.support.cases.value_kinds import KINDS, NOT_SENT, differs, nested
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of kinds that are in beta or deprecated
@@ -46,18 +47,19 @@ def _check_seed(seed: int) -> None:
     walk = _walked(same)
     assert walk.digests == _walked(nested(seed)[0]).digests
     assert not walk.skipped
+    assert differs(same, unpack([bytearray(part) for part in pack(same)])) == ""
     changed, leaf = nested(seed, 0)
     assert leaf
     assert _digest(changed) != walk.digests[:16], (seed, leaf)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nested_values_are_compared_to_their_leaves(seed: int) -> None:
+def test_nested_values_are_compared_and_packed_to_their_leaves(seed: int) -> None:
     _check_seed(seed)
 
 
 @pytest.mark.slow
-def test_200_nested_values_are_compared_to_their_leaves() -> None:
+def test_200_nested_values_are_compared_and_packed_to_their_leaves() -> None:
     for seed in range(20, 220):
         _check_seed(seed)
 
@@ -116,3 +118,20 @@ def test_comparison_of_these_tests_sees_each_kind(kind: str) -> None:
     first, same, other = KINDS[kind](0), KINDS[kind](0), KINDS[kind](1)
     assert differs(first, same) == ""
     assert differs(first, other) != ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_value_is_unchanged(kind: str) -> None:
+    value = KINDS[kind](1)
+    assert differs(value, unpack([bytearray(part) for part in pack(value)])) == ""
+
+
+def test_history_of_a_tensor_stays_behind() -> None:
+    loss = (torch.ones(3, requires_grad=True) * 2).sum()
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, requires_grad=True) * 2
+    found = unpack(
+        [bytearray(part) for part in pack([loss, jagged, jagged.detach().to_padded_tensor(0.0).to_sparse()])]
+    )
+    assert [tensor.requires_grad for tensor in found] == [False] * 3
+    assert found[0].item() == 6.0
+    assert [part.tolist() for part in found[1].unbind()] == [[2.0] * 2, [2.0] * 3]
