@@ -27,13 +27,24 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     return None
 
 
+_NOT_NAMED = frozenset({"IPython", "Python", "axon_nb", "ipykernel", "ipyparallel", "torch"})
+
+
 def inner_function(frame: FrameType | None, cell: FrameType | None) -> str:
-    """Describe the innermost function of the user between `frame` and the frame of the cell; see `describe_inner`."""
+    """Describe the innermost function of the user between `frame` and the frame of the cell; see `describe_inner`.
+
+    A library that it calls, and that calls torch, is named, too: `` (step, line 3, by torchmetrics)``.
+    """
+    library = ""
     while frame is not None and frame is not cell:
-        if not library_of(frame.f_code.co_filename):
-            return describe_inner(frame.f_code, frame.f_lineno, "" if cell is None else cell.f_code.co_filename)
+        package = library_of(frame.f_code.co_filename)
+        if not package:
+            inner = describe_inner(frame.f_code, frame.f_lineno, "" if cell is None else cell.f_code.co_filename)
+            return f"{inner[:-1]}, by {library})" if library else inner
+        if package not in _NOT_NAMED:
+            library = package
         frame = frame.f_back
-    return ""
+    return f" (by {library})" if library and frame is not None else ""
 
 
 def describe_inner(code: CodeType, line: int, cell_file: str) -> str:

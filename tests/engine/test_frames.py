@@ -6,8 +6,13 @@ import gc
 import subprocess
 import sys
 import threading
+from typing import Any
+
+import numpy as np
+import torch
 
 from axon_nb.engine.frames import gc_paused, main_frame
+from axon_nb.shell.user_frame import inner_function
 
 LOOKS = 2000
 # Before Python 3.12 this ends at once where garbage may be collected while frames are looked at.
@@ -115,3 +120,19 @@ os.waitpid(child, 0)
 def test_child_forked_during_inspection_collects_garbage() -> None:
     ran = subprocess.run([sys.executable, "-c", FORKED], check=False, capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
+
+
+def test_library_that_calls_torch_for_the_cell_is_named() -> None:
+    here, found = sys._getframe(), []
+    torch_code: dict[str, Any] = {"look": lambda: found.append(inner_function(sys._getframe(1), here))}
+    exec(compile("def barrier(_=0): return look() or 0", torch.__file__, "exec"), torch_code)
+    np.apply_along_axis(torch_code["barrier"], 0, np.ones(1))
+    torch_code["barrier"]()
+
+    def evaluate() -> None:
+        np.apply_along_axis(torch_code["barrier"], 0, np.ones(1))
+
+    evaluate()
+    assert found[:2] == [" (by numpy)", ""]
+    assert found[2].startswith(" (evaluate, line ")
+    assert found[2].endswith(", by numpy)")

@@ -21,7 +21,6 @@ _WHAT = {
     "backward": "the gradient of the input",
     "gradient": "the gradient",
 }
-_COPY = "Copy the parameters from a right rank, as with `dist.broadcast(parameter.data, src=0)`"
 _CORRECT = "The optimizer of this step has not used the gradients: correct the cell, and run it again from this step."
 
 
@@ -90,10 +89,13 @@ class NumbersFinding:
         """What to do next."""
         if self.problem != "differs":
             return _CORRECT
+        source = self.others[0] if self.others and 0 in self.ranks else 0
+        option = f" --from {source}" if source else ""
+        copy = f"Run `%distributed sync{option}` to copy models and optimizers from rank {source}"
         # What differs before the first step may have been so before the cell.
         if self.can_undo and (self.stage, self.step) != ("weight", 0):
-            return f"{_COPY}, load a checkpoint, or take the cell back with `%distributed undo`."
-        return f"{_COPY}, or load a checkpoint."
+            return f"{copy}, load a checkpoint, or take the cell back with `%distributed undo`."
+        return f"{copy}, or load a checkpoint."
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,10 @@ def default_name() -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", stem)[:32].strip("._-") or "default"
 
 
-# ipyparallel and tornado log what happens at a stop; keep that out of the notebook.
-logging.getLogger("axon_nb.ipyparallel").addHandler(logging.NullHandler())
+# ipyparallel and tornado log what happens at a stop; keep that out of the notebook, also if it logs everything.
+_ipyparallel_log = logging.getLogger("axon_nb.ipyparallel")
+_ipyparallel_log.addHandler(logging.NullHandler())
+_ipyparallel_log.propagate = False
 
 
 @dataclass

@@ -60,6 +60,8 @@ class OutputBudget:
         for name, limited in self._streams.items():
             try:
                 getattr(sys, name).flush()
+                if getattr(sys, name) is not limited.stream:  # flushing what replaced it may not flush it
+                    limited.stream.flush()
             except Exception:
                 setattr(sys, name, limited.stream)
 

@@ -37,8 +37,12 @@ COLLECTIVE_FUNCTIONS: dict[str, str] = {
         "sums gradients over all ranks of its process group: run it on each of them, or build the model with "
         "`process_group=` a group of the ranks that train it, such as `subgroup`."
     ),
-    "the forward pass of a DDP model": "synchronizes buffers with all ranks: run the model on every rank.",
-    "the forward pass of an FSDP model": "gathers its parameters from all ranks: run the model on every rank.",
+    "the forward pass of a DDP model": (
+        "synchronizes buffers with all ranks: run the same model on every rank, and all in the same order."
+    ),
+    "the forward pass of an FSDP model": (
+        "gathers its parameters from all ranks: run the same modules (experts, blocks) on every rank in the same order."
+    ),
     "the forward pass of a tensor-parallel layer": (
         "exchanges activations with all ranks of its mesh: run the layer on every rank of it."
     ),

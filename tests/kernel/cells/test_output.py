@@ -147,3 +147,16 @@ def test_cell_that_the_server_sends_ends_with_the_last_updates(kernel: Kernel) -
         kernel.ok("del os.environ['JPY_SESSION_NAME']")
     assert reply.displays == []
     assert reply.lines() == ["[ranks 0-3] 'start'", "[ranks 0-3] 2/2", "[ranks 0-3] 999"]
+
+
+def test_what_is_printed_through_an_own_stdout_appears_in_its_cell(kernel: Kernel) -> None:
+    reply = kernel.ok(
+        "%%distributed --ranks 0-1\nimport sys\n"
+        "class T_Quiet:\n"
+        "    def __init__(self, stream): self.stream = stream\n"
+        "    def write(self, text): return self.stream.write(text)\n"
+        "    def flush(self): pass\n"
+        "t_stdout = sys.stdout\nsys.stdout = T_Quiet(sys.stdout)\nprint('now')"
+    )
+    then = kernel.ok("%%distributed --ranks 0-1\nprint('then')\nsys.stdout = t_stdout")
+    assert (reply.lines(), then.lines()) == (["[ranks 0-1] now"], ["[ranks 0-1] then"])

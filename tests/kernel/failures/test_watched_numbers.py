@@ -62,7 +62,7 @@ def test_report_says_what_differs_and_what_to_do(programs: Kernel) -> None:
     assert (
         "The weight of 0.weight on rank 3 differs from that on ranks 0-2 after step 1 (line 2" in bundle["text/plain"]
     )
-    assert "dist.broadcast(parameter.data, src=0)" in bundle["text/plain"]
+    assert "Run `%distributed sync` to copy models and optimizers from rank 0" in bundle["text/plain"]
     assert "Numbers of all ranks" in bundle["text/html"]
 
 

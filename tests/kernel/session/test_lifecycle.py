@@ -23,6 +23,7 @@ def test_stop_leaves_no_processes_and_prints_one_line(new_kernel: MakeKernel) ->
     kernel = new_kernel()
     start(kernel)
     print_ = footprint(kernel)
+    kernel.ok("import logging\nlogging.basicConfig()")
     reply = kernel.ok("%distributed stop")
     assert reply.lines() == ["Stopped the cluster 'default' (2 ranks)."]
     assert (reply.stderr, reply.displays) == ("", [])

@@ -31,7 +31,7 @@ def test_undo_is_offered_only_where_it_brings_the_replicas_back() -> None:
     wrong = {
         number: {0: step(1, 2, 3, number=number), 1: step(1, 5, 3, number=number)} for number in (0, 4)
     }  # fmt: skip
-    undo, copy = "take the cell back with `%distributed undo`.", "src=0)`, or load a checkpoint."
+    undo, copy = "take the cell back with `%distributed undo`.", "optimizers from rank 0, or load a checkpoint."
     for can_undo, number, end in ((True, 4, undo), (False, 4, copy), (True, 0, copy)):
         found = find_difference(wrong[number], can_undo=can_undo)
         assert found is not None
