@@ -81,7 +81,7 @@ class CellRunner:
             return reply
         if not facts.is_debugger:
             self._post_mortem.discard()
-        self._begin(facts)
+        self._begin(facts, code)
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
         calls, draws, measured = recovery.num_calls(), RandomDraws(session.device), Measured()
@@ -147,10 +147,10 @@ class CellRunner:
             slowdown.end_cell()
             self._breakpoints.end_cell()
 
-    def _begin(self, facts: CellFacts) -> None:
+    def _begin(self, facts: CellFacts, code: str) -> None:
         session = self._session
         if facts.undo_memory is not None:
-            session.snapshots.before_cell(facts.run, facts.cell or 0, facts.ranks, facts.undo_memory)
+            session.snapshots.before_cell(facts.run, facts.cell or 0, facts.ranks, facts.undo_memory, code)
         if facts.log_to is not None:
             self._metrics.begin_cell(facts.log_to)
         session.groups.calls.begin_cell()

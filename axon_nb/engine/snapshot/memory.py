@@ -60,15 +60,19 @@ class HostMemory:
     def __init__(self, *, is_pinned: bool = False) -> None:
         self._is_pinned = is_pinned
         self._free: dict[int, list[torch.Tensor]] = {}
+        self.used = 0
+        """Bytes of the buffers that are not released."""
 
     def allocate(self, size: int) -> torch.Tensor:
         """See `Allocator`."""
+        self.used += size
         if free := self._free.get(size):
             return free.pop()
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
 
     def release(self, buffer: torch.Tensor) -> None:
         """See `Allocator`."""
+        self.used -= buffer.numel()
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def trim(self, size: int) -> None:
