@@ -79,7 +79,7 @@ _IMMUTABLE_PACKAGES = (
 _SCRIPTED = ("ScriptModule", "ScriptObject", "ScriptList", "ScriptDict")
 _OF_GROUPS = ("Reducer", "Logger")
 """Classes of torch.distributed whose objects belong to the process groups."""
-_ITERATOR = "an iterator"
+_ITERATOR, _POINTED = "an iterator", "a pointer to memory"
 _OBSTACLES = {
     types.GeneratorType: "a generator",
     types.AsyncGeneratorType: "a generator",
@@ -148,7 +148,7 @@ def describe_obstacle(what: str, kind: type, value: Any) -> str:
     """
     outer = type(value)
     is_plain = _package(outer) in ("__main__", "builtins", "collections") or issubclass(outer, torch.nn.Module)
-    return what if is_plain or what not in (_ITERATOR, describe_type(kind)) else describe_type(outer)
+    return what if is_plain or what not in (_ITERATOR, _POINTED, describe_type(kind)) else describe_type(outer)
 
 
 def describe_type(kind: type) -> str:
@@ -466,7 +466,7 @@ def _set_blocks(value: Any, saved: list[Any]) -> None:
 
 def _save_simple(value: Any) -> bytes:
     if isinstance(value, ctypes.c_void_p | ctypes.c_char_p | ctypes.c_wchar_p | ctypes.py_object):
-        raise NotRestorableError("a pointer to memory")
+        raise NotRestorableError(_POINTED)
     return bytes(value)
 
 

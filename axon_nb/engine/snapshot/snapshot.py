@@ -58,7 +58,7 @@ class Snapshot:
         """Copy these storages, and note the rest."""
         for facts in changed:
             facts.save(allocator)
-        if any(facts.storage.device.type == "cuda" for facts in changed):
+        if torch.cuda.is_initialized() and any(facts.storage.device.type == "cuda" for facts in changed):
             torch.cuda.synchronize()
         self.steps = [counts.of(optimizer) for optimizer in self.state.optimizers]
         self.random = random_states()

@@ -347,6 +347,7 @@ class _Walk:
             except Exception as error:  # an odd object of the user must not prevent the snapshot
                 is_ours = isinstance(error, NotRestorableError)
                 what = str(error) if is_ours else f"{describe_type(kind)}: {type(error).__name__}"
+                what = describe_obstacle(what, kind, variable.value)
                 variable.obstacle, variable.is_known = variable.obstacle or what, False
                 continue
             size += added
