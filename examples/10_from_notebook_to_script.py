@@ -34,9 +34,7 @@ from importlib.util import find_spec
 import axon_nb
 
 if not find_spec("sklearn"):
-    raise axon_nb.UsageError(
-        'This notebook needs scikit-learn. Run `%pip install scikit-learn`, then this cell again.'
-    )
+    raise axon_nb.UsageError("This notebook needs scikit-learn. Run `%pip install scikit-learn`, then this cell again.")
 
 # %%
 from sklearn.datasets import load_digits

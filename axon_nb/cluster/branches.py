@@ -169,7 +169,7 @@ async def run_branches(
     branches = Branches(plan.name, rows)
     chosen = None if trials.lost else _chosen(branches, plan.keep)
     if chosen is None:
-        print(_outcome(plan.keep, trials.lost))
+        print(_outcome(plan.keep, trials.lost, trials.named))
         return branches
     before = _drained(state)[0]
     await run(_with_value(code, plan.name, chosen.value), **{**options, "quiet": True, "values": False})
@@ -248,10 +248,13 @@ def _chosen(branches: Branches, keep: str) -> Branch | None:
     return next(row for row in finished if row.value == best)
 
 
-def _outcome(keep: str, lost: str) -> str:
-    """Say what state the ranks have when no run is kept."""
+def _outcome(keep: str, lost: str, named: Mapping[str, str]) -> str:
+    """Say what state the ranks have when no run is kept, and which variables are as the runs left them."""
+    state = (
+        f"the state from before the cell{', but for ' * bool(named)}{', '.join(f'`{name}`' for name in sorted(named))}"
+    )
     if lost:
-        return f"{lost.capitalize()}: run `%distributed repair`. The other ranks have the state from before the cell."
+        return f"{lost.capitalize()}: run `%distributed repair`. The other ranks have {state}."
     if keep:
-        return f"No run that finished is {keep}: the ranks have the state from before the cell."
-    return "The ranks have the state from before the cell."
+        return f"No run that finished is {keep}: the ranks have {state}."
+    return f"The ranks have {state}."

@@ -69,7 +69,7 @@ class CellValues(Protocol):
 class CellSnapshots(Protocol):
     """The states before the last cells: `snapshot.history.History`."""
 
-    def before_cell(self, run: str, cell: int, ranks: tuple[int, ...], limit: int) -> None:
+    def before_cell(self, run: str, cell: int, ranks: tuple[int, ...], limit: int, code: str | None) -> None:
         """Take a snapshot before a cell."""
 
     def forget_cells(self) -> None:

@@ -127,7 +127,7 @@ class RepairReport:
         work = f"{repeated} step{'s' * (repeated != 1)} must be repeated" if repeated else "no step is lost"
         lines = [f"{replaced}. All ranks are back at step {step}: {work}."]
         refused = {line: rank for rank, all_lines in self.returned.refused.items() for line in all_lines}
-        return lines + [f"Not restored on rank {rank}: {line}." for line, rank in refused.items()]
+        return [f"Not restored on rank {rank}: {line}." for line, rank in refused.items()] + lines
 
     def _copied(self) -> str:
         shown = ", ".join(f"`{name}`" for name in self.copied[:8])

@@ -48,6 +48,8 @@ class Trials:
         self._may_keep = outlives and list(ranks) == list(state.ranks) and state.engines == "axon"
         self._is_kept = False
         self._processes: list[int] = []
+        self.named: dict[str, str] = {}
+        """By variable, what is or has something that cannot be restored."""
         self.lost = ""
         """Why no other cell can be tried, as a sentence without its end; empty if one can."""
 
@@ -75,8 +77,12 @@ class Trials:
             saved: Mapping[int, UndoableCell] = call_all(self._state.connection, self._ranks, call)
         missing = {rank: record.missing for rank, record in saved.items() if record.missing}
         if not missing:
-            text = describe_obstacles({name: what for one in saved.values() for name, what in one.obstacles.items()})
-            self._state.health.hint(text, text)
+            named = {name: what for one in saved.values() for name, what in one.obstacles.items()}
+            if not named:
+                self._state.health.hint(_KEY, describe_obstacles(named))
+            elif named != self.named:
+                print(describe_obstacles(named))
+            self.named = named
         return missing
 
     def end(self) -> None:
@@ -104,7 +110,8 @@ class Trials:
         except AxonError as error:
             self.lost = f"{why}, and could not be replaced ({error})" if gone else f"the state was lost ({error})"
         else:
-            report_refused(refused)
+            known = {f"`{name}` ({what})" for name, what in self.named.items()}
+            report_refused({rank: [line for line in lines if line not in known] for rank, lines in refused.items()})
 
     def close(self) -> None:
         """Give up what the ranks keep, unless a repair needs it."""

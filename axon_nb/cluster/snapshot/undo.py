@@ -53,8 +53,10 @@ def undo(state: ClusterState, count: int) -> str:
         print(describe_obstacles(named))
         refused = restore_all(state, {rank: UndoCell(cell.run) for rank, cell in targets.items()})
     report_refused(refused)
+    unlike = ", but for what is named above" if named or any(refused.values()) else ""
     which = ", ".join(f"In [{cell.cell}]" for cell in reversed(cells))
-    return f"Undid {which}: {name_ranks(targets)} {'has' if len(targets) == 1 else 'have'} the state from before."
+    have = "has" if len(targets) == 1 else "have"
+    return f"Undid {which}: {name_ranks(targets)} {have} the state from before{unlike}."
 
 
 def raise_if_busy(state: ClusterState, command: str) -> None:

@@ -80,7 +80,7 @@ class CellRunner:
             return self._end(message_id, reply, CellEnd(outputs=self._log.outputs(message_id)))
         if not facts.is_debugger:
             self._post_mortem.discard()
-        features = self._begin(facts)
+        features = self._begin(facts, code)
         session.cell = cell if cell is not None else 0
         start = time.monotonic_ns()
         calls, draws, measured = recovery.num_calls(), RandomDraws(session.device), dict[str, Any]()
@@ -160,11 +160,11 @@ class CellRunner:
                 slowdown.end_cell()
             self._breakpoints.end_cell()
 
-    def _begin(self, facts: CellFacts) -> Sequence[CellFeature]:
+    def _begin(self, facts: CellFacts, code: str) -> Sequence[CellFeature]:
         """Prepare for a cell; return what else surrounds it."""
         session = self._session
         if facts.undo_memory is not None:
-            session.snapshots.before_cell(facts.run, facts.cell or 0, facts.ranks, facts.undo_memory)
+            session.snapshots.before_cell(facts.run, facts.cell or 0, facts.ranks, facts.undo_memory, code)
         session.groups.calls.begin_cell()
         session.steps.begin_cell()
         self._budget.begin(facts.output_limit)

@@ -205,6 +205,9 @@ class Protection:
         data = pack(self._session, snapshot, save, self._left_out)
         for name, why in self._left_out.items():
             self._report(f"Not protected: `{name}` {why}.")
+        for name, what in snapshot.state.obstacles.items():
+            if name not in self._left_out:
+                self._report(f"Not protected: `{name}` ({what}).")
         return data
 
     def _report(self, line: str) -> None:
@@ -258,7 +261,7 @@ class Protection:
         refused = slot.snapshot.restore(self._session.kernel.shell.user_ns, self._session.steps)
         self._release(1 - self._latest)
         self._memory.trim()
-        return refused
+        return [*(f"`{name}` ({what})" for name, what in slot.snapshot.state.obstacles.items()), *refused]
 
     def _load(self, run: str, fence: tuple[int, int]) -> None:
         """Load what the predecessor of this process left, then save it again, so that another death loses nothing."""

@@ -23,8 +23,9 @@ def _history() -> History:
 
 
 def _record(history: History, cell: CellSnapshot) -> UndoableCell:
-    obstacles = dict(cell.snapshot.state.obstacles) if cell.snapshot is not None else {}
-    missing = cell.missing
+    before = history.state_before(cell)
+    obstacles = dict(before.snapshot.state.obstacles) if before is not None and before.snapshot is not None else {}
+    missing = before.missing if before is not None else ""
     if changed := history.changed_above_limit(cell):
         variables = " and ".join(f"`{name}`" for name in changed[:2]) + " and more" * (len(changed) > 2)
         raise_it = "`%distributed config undo_memory=SIZE` sets it for later cells"

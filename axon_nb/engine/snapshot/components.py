@@ -32,6 +32,8 @@ def bytes_of_state(value: Any, saved: Any) -> int:
     """Return what the state of one object takes in a snapshot, about, besides the content of its storage."""
     if type(saved) is tuple and saved and isinstance(saved[-1], dict):
         saved = saved[-1]  # attributes
+    elif type(saved) is tuple and saved and isinstance(saved[0], bytes | str):
+        saved = saved[0]  # a stream
     items = 8 * len(value) if saved is None and isinstance(value, tuple | frozenset) else sys.getsizeof(saved)
     return _NODE_BYTES + items
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
@@ -13,17 +14,32 @@ from axon_nb.engine.snapshot.snapshot import Snapshot, StepCounts
 from axon_nb.engine.snapshot.state import StateFinder
 from axon_nb.records.units import format_bytes
 
-__all__ = ["CellSnapshot", "History", "TooLargeError"]
+__all__ = ["CellSnapshot", "History", "TooLargeError", "is_inert"]
 
 _MAX_CELLS = 20
 """Most cells that can be undone, however small their states are: snapshots keep alive what cells delete."""
+
+
+_MAX_INERT = 200
+"""Most characters of code that are worth looking whether it can change anything."""
 
 
 class TooLargeError(Exception):
     """The state needs more memory than the limit."""
 
 
-@dataclass(slots=True)
+def is_inert(code: str) -> bool:
+    """Whether code runs nothing that could change a state: it is empty, comments, constants or `pass`."""
+    if len(code) > _MAX_INERT:
+        return False
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError):  # such as a magic
+        return False
+    return all(isinstance(node.value if isinstance(node, ast.Expr) else node, ast.Constant | ast.Pass) for node in body)
+
+
+@dataclass(slots=True, eq=False)
 class CellSnapshot:
     """What is kept of the time before one cell."""
 
@@ -38,6 +54,11 @@ class CellSnapshot:
     snapshot: Snapshot | None
     missing: str = ""
     """Why there is no snapshot; reads after "Rank 0"."""
+
+    @property
+    def is_inert(self) -> bool:
+        """Whether it needs none: the state before it is that before the next cell."""
+        return self.snapshot is None and not self.missing
 
 
 class History:
@@ -55,6 +76,10 @@ class History:
         self._counts = counts
         self._memory = memory
         self._held: dict[str, Snapshot] = {}
+        self._users: dict[tuple[str, int, int], int] = {}
+        """By the key of a storage, how many snapshots have it."""
+        self._known_size = 0
+        """Bytes of these storages."""
         self.since = time.time()
         """When it began, in seconds since the epoch."""
         self.cells: list[CellSnapshot] = []
@@ -72,12 +97,25 @@ class History:
     def size(self) -> int:
         """Bytes of all copies, and of the storages that only snapshots keep alive."""
         snapshots = self._snapshots()
-        copies = {id(facts.copy): facts.size for snapshot in snapshots for facts in snapshot.facts if facts.copy}
-        newest = snapshots[-1].state.storages if snapshots else {}
-        old = {key: facts.size for snapshot in snapshots for key, facts in snapshot.state.storages.items()}
-        return sum(copies.values()) + sum(size for key, size in old.items() if key not in newest)
+        return self._memory.used + self._known_size - (snapshots[-1].state.size if snapshots else 0)
 
-    def before_cell(self, run: str, cell: int, ranks: tuple[int, ...], limit: int) -> None:
+    def _add(self, snapshot: Snapshot) -> None:
+        """Count the storages of a snapshot that is taken."""
+        for key in snapshot.state.storages:
+            count = self._users.get(key, 0)
+            self._users[key] = count + 1
+            self._known_size += key[2] * (not count)
+
+    def _release(self, snapshot: Snapshot) -> None:
+        """Give back the memory of a snapshot."""
+        for key in snapshot.state.storages:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                self._known_size -= key[2]
+        snapshot.release(self._memory)
+
+    def before_cell(self, run: str, cell: int, ranks: tuple[int, ...], limit: int, code: str | None = None) -> None:
         """Take a snapshot before a cell; the oldest ones go if the memory does not suffice.
 
         Args:
@@ -85,11 +123,17 @@ class History:
             cell: Its number.
             ranks: The ranks that run it.
             limit: Bytes of memory for all snapshots; 0: none are taken, and those that exist are dropped.
+            code: Its code. A cell that can change nothing needs no snapshot. None: it can change anything.
         """
         if not limit:
             self.forget_cells()
             return
         entry = CellSnapshot(run, cell, ranks, time.time(), None)
+        if code is not None and is_inert(code):
+            while len(self.cells) >= _MAX_CELLS:
+                self._drop(self.cells.pop(0))
+            self.cells.append(entry)
+            return
         try:
             entry.snapshot = self._take_within(limit)
         except Exception as error:  # no memory for the copy, or an odd object: the cell must run
@@ -117,31 +161,42 @@ class History:
             raise TooLargeError(f"has a state of {needs}, more than {format_bytes(limit)}")
         snapshot.save(snapshot.changed_since(self._latest()), self._memory, self._counts)
         self._held[key] = snapshot
+        self._add(snapshot)
         return dict(snapshot.state.obstacles)
 
     def _take_within(self, limit: int) -> Snapshot:
+        latest = self._latest()
         bound = set(map(id, list(self._namespace.values())))
         held = {id(value): value for cell in self.cells for value in _values(cell) if id(value) not in bound}
-        snapshot = Snapshot(self._finder.find_within(limit, held.values()))
+        snapshot = Snapshot(self._finder.find_within(limit, held.values(), latest.state if latest else None))
         del held
         if too_large := snapshot.state.too_large:  # an earlier snapshot must not keep alive what has grown since
             for cell in [cell for cell in self.cells if any(id(value) in too_large for value in _values(cell))]:
-                self.cells.remove(cell)
+                first = last = self.cells.index(cell)
+                while first and self.cells[first - 1].is_inert:
+                    first -= 1
+                del self.cells[first : last + 1]
                 self._drop(cell)
         changed = snapshot.changed_since(self._latest())
         needed = snapshot.state.structure + sum(facts.size for facts in changed)
         while self.cells and (len(self.cells) >= _MAX_CELLS or self._used + needed > limit):
             self._drop(self.cells.pop(0))
         snapshot.save(changed, self._memory, self._counts)
+        self._add(snapshot)
         return snapshot
 
     @property
     def _used(self) -> int:
         return self.size + sum(snapshot.state.structure for snapshot in self._snapshots())
 
+    def state_before(self, cell: CellSnapshot) -> CellSnapshot | None:
+        """Return the first cell from this one on that could change something, with the state before it; None: none."""
+        return next((one for one in self.cells[self.cells.index(cell) :] if not one.is_inert), None)
+
     def changed_above_limit(self, cell: CellSnapshot) -> list[str]:
         """Return the variables that did not fit into the limit before a cell, and are known to have changed since."""
-        left_out = cell.snapshot.state.left_out if cell.snapshot is not None else {}
+        before = self.state_before(cell)
+        left_out = before.snapshot.state.left_out if before is not None and before.snapshot is not None else {}
         return [name for name, one in left_out.items() if one.has_changed(name, self._namespace)]
 
     def _latest(self) -> Snapshot | None:
@@ -157,9 +212,10 @@ class History:
             A line for each object that refused its state.
         """
         index = next(index for index, cell in enumerate(self.cells) if cell.run == run)
-        snapshot = self.cells[index].snapshot
-        assert snapshot is not None
-        refused = self._restore(snapshot)
+        refused = list[str]()
+        if (before := self.state_before(self.cells[index])) is not None:
+            assert before.snapshot is not None
+            refused = self._restore(before.snapshot)
         for cell in self.cells[index:]:
             self._drop(cell)
         del self.cells[index:]
@@ -176,7 +232,7 @@ class History:
     def release(self, key: str) -> None:
         """Forget a held snapshot, if there is one."""
         if (snapshot := self._held.pop(key, None)) is not None:
-            snapshot.release(self._memory)
+            self._release(snapshot)
 
     def forget_cells(self) -> None:
         """Drop the snapshots before cells, as their state would not fit any more."""
@@ -186,7 +242,7 @@ class History:
 
     def _drop(self, cell: CellSnapshot) -> None:
         if cell.snapshot is not None:
-            cell.snapshot.release(self._memory)
+            self._release(cell.snapshot)
             cell.snapshot = None
 
 

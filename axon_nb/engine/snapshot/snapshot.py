@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from axon_nb.engine.frames import gc_paused
-from axon_nb.engine.snapshot.memory import Allocator, Copy, StorageFacts, write_back
+from axon_nb.engine.snapshot.kinds import NotRestorableError, describe_type
+from axon_nb.engine.snapshot.memory import Allocator, Copy, StorageFacts, storage_key, write_back
 from axon_nb.engine.snapshot.state import State, is_bound_by_user
-from axon_nb.engine.snapshot.tensors import TensorState, plain, set_gradient
+from axon_nb.engine.snapshot.tensors import ArrayState, TensorState, plain, set_gradient
 from axon_nb.random_states import random_states, set_random_states
 
 __all__ = ["Snapshot", "StepCounts"]
@@ -57,7 +58,7 @@ class Snapshot:
         """Copy these storages, and note the rest."""
         for facts in changed:
             facts.save(allocator)
-        if any(facts.storage.device.type == "cuda" for facts in changed):
+        if torch.cuda.is_initialized() and any(facts.storage.device.type == "cuda" for facts in changed):
             torch.cuda.synchronize()
         self.steps = [counts.of(optimizer) for optimizer in self.state.optimizers]
         self.random = random_states()
@@ -88,15 +89,23 @@ class Snapshot:
             A line for each object that refused its state.
         """
         refused = []
+        moved: set[tuple[str, int, int]] = set()
+        """Memory of arrays that NumPy has replaced: nothing must be written there."""
         with gc_paused(on_main=True), plain(), torch.no_grad():
             nodes = self.state.nodes
-            tensors = [(set_gradient, value, saved) for _, value, saved in nodes if type(saved) is TensorState]
-            for restore, value, saved in [*((kind.restore, value, saved) for kind, value, saved in nodes), *tensors]:
+            todo = [(index, kind.restore, value, saved) for index, (kind, value, saved) in enumerate(nodes)]
+            todo += [
+                (index, set_gradient, value, saved) for index, _, value, saved in todo if type(saved) is TensorState
+            ]
+            for index, restore, value, saved in todo:
                 try:
                     restore(value, saved)
                 except Exception as error:
-                    refused.append(f"{type(value).__name__}: {type(error).__name__}: {error}")
-            refused += write_back([*self.state.empty, *self.facts])
+                    why = str(error) if isinstance(error, NotRestorableError) else f"{type(error).__name__}: {error}"
+                    refused.append(f"`{self.state.name_of(index)}` ({describe_type(type(value))}: {why})")
+                    if isinstance(saved, ArrayState) and saved.memory is not None and saved.has_moved(value):
+                        moved.add(storage_key(saved.memory.untyped_storage()))
+            refused += write_back(facts for facts in [*self.state.empty, *self.facts] if facts.key not in moved)
         known = self.state.names.keys() | self.state.left_out.keys() | self.state.not_held
         for name in [name for name in namespace if is_bound_by_user(name) and name not in known]:
             del namespace[name]

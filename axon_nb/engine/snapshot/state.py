@@ -9,13 +9,15 @@ out.
 from __future__ import annotations
 
 import builtins
+import enum
+import functools
 import itertools
 import re
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -28,9 +30,9 @@ from axon_nb.engine.snapshot.components import (
     is_shared_by_libraries,
 )
 from axon_nb.engine.snapshot.containers import Kind
-from axon_nb.engine.snapshot.kinds import kinds_and_obstacle
+from axon_nb.engine.snapshot.kinds import NotRestorableError, describe_obstacle, describe_type, kinds_and_obstacle
 from axon_nb.engine.snapshot.memory import StorageFacts
-from axon_nb.engine.snapshot.tensors import ArrayState, TensorState, plain
+from axon_nb.engine.snapshot.tensors import ArrayState, TensorState, plain, refresh_tensor
 from axon_nb.records.units import format_bytes
 
 __all__ = ["State", "StateFinder", "is_bound_by_user"]
@@ -41,6 +43,14 @@ _Learned = weakref.WeakKeyDictionary[type, tuple[tuple[Kind, ...], str]]
 _OF_IPYTHON = re.compile(r"_+|_\d+|_i+|_i\d+|_[dio]h|__\w+__|In|Out|exit|quit|get_ipython|open")
 
 
+_NAMED_ONCE = (type, types.FunctionType, enum.Enum)
+"""What libraries share between variables that have nothing to do with each other, though it has a state."""
+_WITH_STORAGE = (TensorState, ArrayState)
+_Numbered = tuple[int, str, Any]
+"""Number, name and value of a variable."""
+
+
+@functools.lru_cache(maxsize=4096)
 def is_bound_by_user(name: str) -> bool:
     """Whether cells bind this name, rather than IPython."""
     return not _OF_IPYTHON.fullmatch(name)
@@ -68,11 +78,25 @@ class State:
     """Identities of the values that do not fit: those of variables, and those that only snapshots keep alive."""
     structure: int = 0
     """Bytes, about, that the rest takes; 0 if no limit was set."""
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    """The variables through which the nodes were found, in their order, with the number of their nodes."""
+    variables: list[_Variable] = field(default_factory=list)
+    """Those that need no visit by the next walk unless they have changed."""
+    limit: int = 0
+    """Bytes into which it had to fit; 0: there was no limit."""
 
     @property
     def size(self) -> int:
         """Bytes of the storages."""
         return sum(facts.size for facts in self.storages.values())
+
+    def name_of(self, index: int) -> str:
+        """Return the variable through which a node was found."""
+        for name, count in self.spans:
+            if index < count:
+                return name
+            index -= count
+        raise IndexError(index)
 
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each tensor that has a gradient, and that."""
@@ -99,41 +123,102 @@ class StateFinder:
         with gc_paused(on_main=True), plain():
             walk = _Walk(self._namespace, self._learned)
             walk.visit_all()
-            return walk.state
+            return walk.finish()
 
-    def find_within(self, limit: int, held: Iterable[Any] = ()) -> State:
+    def find_within(self, limit: int, held: Iterable[Any] = (), previous: State | None = None) -> State:
         """Find what fits into a limit; variables that share state are in together, or left out together.
 
         Args:
             limit: Bytes. Those of the structure count more, as it takes more time to find them.
             held: Values that only earlier snapshots keep alive; they count as well.
+            previous: What was found last. Variables whose objects are all still as they were then are not visited.
         """
         with gc_paused(on_main=True), plain():
             walk = _Walk(self._namespace, self._learned, limit)
             why = f"needs more than {format_bytes(limit)} of `undo_memory`"
             before, self._unvisited = self._unvisited, {}
-            for name, value in walk.state.names.items():
-                if (known := before.get(name)) is not None and known.identity == id(value):
+            todo = [*walk.state.names.items(), *(("", value) for value in held)]
+            numbers = [(walk.add(), name, value) for name, value in todo]
+            for number, name, value in walk.reuse(numbers, previous):
+                if name and (known := before.get(name)) is not None and known.identity == id(value):
                     self._unvisited[name] = known.now(value)
-                elif walk.has_state(value) and (tensors := walk.visit(name, value)) is not None:
+                elif (tensors := walk.visit(number, name, value)) is not None and name:
                     self._unvisited[name] = LeftOut.of(why, value, tensors)
-            for value in filter(walk.has_state, held):
-                walk.visit("", value)
             return walk.leave_out(self._unvisited)
 
 
-class _Variable(NamedTuple):
+@dataclass(slots=True)
+class _Variable:
+    """What a walk has found through one variable first."""
+
     name: str
     """Empty if only snapshots refer to the value."""
     value: Any
-    nodes: slice
-    """Which of the walk's nodes were found through it first."""
-    empty: slice
-    optimizers: slice
+    nodes: list[tuple[Kind, Any, Any]] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    obstacle: str = ""
+    """What it is or contains that cannot be restored."""
+    is_known: bool = True
+    """Whether the nodes say all: an object that refused to be saved, or a generator, is not among them."""
+    size: int = 0
+    """Bytes of the structure, about."""
+    leaf_size: int = 0
+    """How many of them are those of leaves."""
+    group: int = -1
+    """The same number for variables that refer to the same objects."""
+    component: int = -1
+    """The same number for those that share state."""
 
-    def tensors(self, nodes: list[tuple[Kind, Any, Any]]) -> list[torch.Tensor]:
-        """Return its tensors among the walk's nodes."""
-        return [item for _, item, saved in nodes[self.nodes] if type(saved) is TensorState]
+    def tensors(self) -> list[torch.Tensor]:
+        """Return its tensors."""
+        return [item for _, item, saved in self.nodes if type(saved) is TensorState]
+
+    def refresh(self) -> _Variable | None:
+        """Return it as it is now, if each object still refers to the same ones; None: one does not."""
+        fresh: list[tuple[int, tuple[Kind, Any, Any]]] = []
+        leaf_size = 0
+        for index, node in enumerate(self.nodes):
+            kind, item, saved = node
+            same = kind.same
+            if same is None:
+                now = kind.save(item)
+                leaf_size += bytes_of_state(item, now)
+            elif type(saved) is TensorState:
+                if (now := refresh_tensor(item, saved)) is None:
+                    return None
+                if now is saved:
+                    continue
+            elif same(item, saved):
+                continue
+            else:
+                return None
+            fresh.append((index, (kind, item, now)))
+        if not fresh:
+            return self
+        nodes = self.nodes.copy()  # earlier snapshots have the others
+        for index, node in fresh:
+            nodes[index] = node
+        size = self.size - self.leaf_size + leaf_size
+        return replace(self, nodes=nodes, size=size, leaf_size=leaf_size)
+
+
+def _fresh(numbers: Iterable[_Numbered], before: Sequence[_Variable]) -> dict[int, _Variable]:
+    """Return, by number, the variables that are still as they were, with all that refer to the same objects."""
+    found = {(name, id(value)): number for number, name, value in numbers}
+    fresh: dict[int, _Variable] = {}
+    changed = {one.group for one in before if (one.name, id(one.value)) not in found}
+    for one in before:
+        if one.group in changed:
+            continue
+        try:
+            now = one.refresh()
+        except Exception:  # an odd object of the user: the walk knows what to do
+            now = None
+        if now is None:
+            changed.add(one.group)
+        else:
+            fresh[found[one.name, id(one.value)]] = now
+    return {number: one for number, one in fresh.items() if one.group not in changed}
 
 
 class _Walk:
@@ -155,22 +240,55 @@ class _Walk:
         self._owners: dict[int, int | None] = {id(namespace): None, id(vars(builtins)): None}
         """By identity of an object, the number of the variable through which it was found first."""
         self._storage_owners: dict[tuple[str, int, int], int] = {}
-        self._variables: list[_Variable] = []
+        self._empty: list[tuple[int, StorageFacts]] = []
+        self._variables: dict[int, _Variable] = {}
         self._components = Components()
+        self._groups = Components()
+
+    def add(self) -> int:
+        """Return the number of another variable."""
+        self._groups.add()
+        return self._components.add()
 
     def visit_all(self) -> None:
         """Visit all variables, without a limit."""
-        number = self._components.add()
         for name, value in self.state.names.items():
-            self._visit(name, value, number)
+            self._visit(self.add(), _Variable(name, value))
 
-    def visit(self, name: str, value: Any) -> list[torch.Tensor] | None:
+    def visit(self, number: int, name: str, value: Any) -> list[torch.Tensor] | None:
         """Visit a variable; if it has too many objects, the rest is not visited, and its tensors are returned."""
-        begin = self._counts()
-        is_complete = self._visit(name, value, self._components.add())
-        variable = _Variable(name, value, *map(slice, begin, self._counts()))
-        self._variables.append(variable)
-        return None if is_complete else variable.tensors(self.state.nodes)
+        variable = _Variable(name, value)
+        return None if self._visit(number, variable) else variable.tensors()
+
+    def reuse(self, numbers: list[_Numbered], previous: State | None) -> list[_Numbered]:
+        """Take over variables that are still as they were, with all that refer to the same objects.
+
+        Args:
+            numbers: All variables.
+            previous: What was found last.
+
+        Returns:
+            Those that must be visited.
+        """
+        if previous is None or previous.limit != self._limit:
+            return [one for one in numbers if self.has_state(one[2])]
+        fresh = _fresh(numbers, previous.variables)
+        firsts: dict[tuple[bool, int], int] = {}
+        for number, variable in fresh.items():
+            self._variables[number] = variable
+            self._groups.join(number, firsts.setdefault((True, variable.group), number))
+            self._components.join(number, firsts.setdefault((False, variable.component), number))
+            self._components.spend(number, 0, variable.size)
+            for _, _, saved in variable.nodes:
+                if type(saved) in _WITH_STORAGE:
+                    self._add_storage(saved, number)
+        todo = [one for one in numbers if one[0] not in fresh and self.has_state(one[2])]
+        for number, variable in fresh.items() if todo else ():
+            for _, item, _ in variable.nodes:
+                self._owners.setdefault(id(item), number)
+                if type(item) not in self._kinds:
+                    self._learn(type(item))
+        return todo
 
     def has_state(self, value: Any) -> bool:
         """Whether there is anything to visit; functions and classes of libraries are not worth the time."""
@@ -179,13 +297,11 @@ class _Walk:
             return False
         return bool(self._kinds.get(kind) or self._learn(kind) or self._obstacles[kind])
 
-    def _counts(self) -> tuple[int, int, int]:
-        return len(self.state.nodes), len(self.state.empty), len(self.state.optimizers)
-
-    def _visit(self, name: str, value: Any, number: int) -> bool:
+    def _visit(self, number: int, variable: _Variable) -> bool:
         known, owners, size = self._kinds, self._owners, 0
         largest = self._limit // STRUCTURE_COST
-        todo: list[Iterator[Any]] = [iter((value,))]
+        self._variables[number] = variable
+        todo: list[Iterator[Any]] = [iter((variable.value,))]
         while todo and size <= largest:
             for item in todo[-1]:
                 kind = type(item)
@@ -194,38 +310,51 @@ class _Walk:
                 if not kinds and not self._obstacles[kind]:
                     continue
                 if id(item) in owners:
+                    variable.obstacle = variable.obstacle or self._obstacles[kind]
                     if largest:
                         self._meet(item, number)
                     continue
                 owners[id(item)] = number
-                children, added = self._save(name, item, kinds, number)
+                children, added = self._save(variable, item, kinds, number)
                 size += added
                 if children or size > largest:
                     todo.append(itertools.chain(*children))
                     break
             else:
                 todo.pop()
+        variable.size = size
         self._components.spend(number, 0, size)
         return not todo
 
-    def _save(self, name: str, item: Any, kinds: tuple[Kind, ...], number: int) -> tuple[list[Iterable[Any]], int]:
+    def _save(
+        self, variable: _Variable, item: Any, kinds: tuple[Kind, ...], number: int
+    ) -> tuple[list[Iterable[Any]], int]:
         """Add the states of one object; return what it refers to, and the bytes that the states take."""
-        state, kind, children, size = self.state, type(item), list[Iterable[Any]](), 0
+        kind, children, size = type(item), list[Iterable[Any]](), 0
         if what := self._obstacles[kind]:
-            state.obstacles.setdefault(name, what)
+            variable.is_known = variable.is_known and bool(kinds)
+            variable.obstacle = variable.obstacle or describe_obstacle(what, kind, variable.value)
+        if issubclass(kind, torch.optim.Optimizer):
+            variable.optimizers.append(item)
         for one in kinds:
             try:
                 saved = one.save(item)
-                size += bytes_of_state(item, saved) if self._limit else 0
+                added, within = bytes_of_state(item, saved) if self._limit else 0, one.children(item, saved)
+                if type(saved) in _WITH_STORAGE:
+                    self._add_storage(saved, number)
+                    if type(saved) is TensorState and saved.obstacle:
+                        variable.obstacle = variable.obstacle or saved.obstacle
             except Exception as error:  # an odd object of the user must not prevent the snapshot
-                state.obstacles.setdefault(name, f"a {kind.__name__} ({type(error).__name__})")
+                is_ours = isinstance(error, NotRestorableError)
+                what = str(error) if is_ours else f"{describe_type(kind)}: {type(error).__name__}"
+                what = describe_obstacle(what, kind, variable.value)
+                variable.obstacle, variable.is_known = variable.obstacle or what, False
                 continue
-            state.nodes.append((one, item, saved))
-            if type(saved) in (TensorState, ArrayState):
-                self._add_storage(name, saved, number)
-            elif issubclass(kind, torch.optim.Optimizer):
-                state.optimizers.append(item)
-            children.append(one.children(item, saved))
+            size += added
+            if one.same is None:
+                variable.leaf_size += added
+            variable.nodes.append((one, item, saved))
+            children.append(within)
         return children, size
 
     def _meet(self, item: Any, number: int) -> None:
@@ -233,40 +362,54 @@ class _Walk:
         owner, kinds = self._owners[id(item)], self._kinds[type(item)]
         if owner == number or owner is None:
             return
+        self._groups.join(owner, number)
         if not is_shared_by_libraries(item, kinds):
             self._components.join(owner, number)
-        elif isinstance(item, tuple | frozenset):
-            for child in item:
-                if id(child) in self._owners:
+        elif not isinstance(item, _NAMED_ONCE):
+            for child in itertools.chain(*(one.children(item, None) for one in kinds)):
+                if id(child) in self._owners and type(child) in self._kinds:
                     self._meet(child, number)
+
+    def finish(self) -> State:
+        """Return the state of all variables that were visited."""
+        state, variables = self.state, list(self._variables.values())
+        state.nodes = [node for one in variables for node in one.nodes]
+        state.spans = [(one.name, len(one.nodes)) for one in variables]
+        state.optimizers = [item for one in variables for item in one.optimizers]
+        state.empty = [facts for number, facts in self._empty if number in self._variables]
+        state.obstacles = {one.name: one.obstacle for one in variables if one.obstacle and one.name}
+        return state
 
     def leave_out(self, unvisited: Mapping[str, LeftOut]) -> State:
         """Leave the variables out whose components do not fit into the limit, and those that were not visited."""
-        state, nodes, above = self.state, self.state.nodes, self._components.above(self._limit)
+        above = self._components.above(self._limit)
+        loose: set[int] = set()
         left_out, kept = dict(unvisited), dict[int, _Variable]()
-        for number, variable in enumerate(self._variables):
-            cost = above.get(self._components.component(number))
+        obstacles = {one.name: one.obstacle for one in self._variables.values() if one.obstacle and one.name}
+        too_large = {one.identity for one in unvisited.values()}
+        for number, variable in self._variables.items():
+            variable.component, variable.group = self._components.component(number), self._groups.component(number)
+            cost = above.get(variable.component)
             if cost is not None:
-                state.too_large.add(id(variable.value))
-            if variable.name and variable.name not in left_out:
-                if cost is None:
-                    kept[number] = variable
-                else:
-                    why = f"needs {format_bytes(cost)} of `undo_memory`"
-                    left_out[variable.name] = LeftOut.of(why, variable.value, variable.tensors(nodes))
-        fits = kept.values()
-        state.nodes = [node for variable in fits for node in nodes[variable.nodes]]
-        state.empty = [facts for variable in fits for facts in state.empty[variable.empty]]
-        state.optimizers = [one for variable in fits for one in state.optimizers[variable.optimizers]]
+                too_large.add(id(variable.value))
+            elif variable.name and variable.name not in left_out:
+                kept[number] = variable
+            if number not in kept or not variable.is_known:
+                loose.add(variable.group)
+            if cost is not None and variable.name and variable.name not in left_out:
+                why = f"needs {format_bytes(cost)} of `undo_memory`"
+                left_out[variable.name] = LeftOut.of(why, variable.value, variable.tensors())
+        self._variables = kept
+        state = self.finish()
         state.storages = {key: facts for key, facts in state.storages.items() if self._storage_owners[key] in kept}
         state.not_held = {name for name, value in state.names.items() if self._obstacles.get(type(value))}
-        state.obstacles.pop("", None)
         for name in left_out.keys() | state.not_held:
             del state.names[name]
-        state.obstacles |= {name: one.why for name, one in left_out.items()}
-        state.left_out = left_out
-        state.too_large.update(one.identity for one in unvisited.values())
+        state.obstacles = obstacles | {name: one.why for name, one in left_out.items()}
+        state.left_out, state.too_large = left_out, too_large
         state.structure = self._components.structure(kept)
+        state.variables = [one for one in kept.values() if one.group not in loose]
+        state.limit = self._limit
         return state
 
     def _learn(self, kind: type) -> tuple[Kind, ...]:
@@ -275,22 +418,21 @@ class _Walk:
         self._kinds[kind], self._obstacles[kind] = self._learned[kind]
         return self._kinds[kind]
 
-    def _add_storage(self, name: str, saved: TensorState | ArrayState, number: int) -> None:
+    def _add_storage(self, saved: TensorState | ArrayState, number: int) -> None:
         if isinstance(saved, ArrayState):
             storage = saved.memory.untyped_storage() if saved.memory is not None else None
             size, version = (storage.nbytes() if storage is not None else 0), None
         else:
             storage, size, version = saved.storage, saved.size, saved.version
-            if saved.obstacle:
-                self.state.obstacles.setdefault(name, saved.obstacle)
         if storage is None or storage.device.type == "meta":
             return
         facts = StorageFacts(storage, size, set())
         if not size:
-            self.state.empty.append(facts)
+            self._empty.append((number, facts))
             return
         key = facts.key
         if (owner := self._storage_owners.setdefault(key, number)) != number:
+            self._groups.join(owner, number)
             self._components.join(owner, number)
         elif key not in self.state.storages:
             self._components.spend(number, size, 0)

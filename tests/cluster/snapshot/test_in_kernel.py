@@ -88,6 +88,58 @@ def test_ranks_started_with_protect_return_after_a_death(protected: Kernel) -> N
     assert protected.value(f"[after.values[r] == (before.values[r], *{declared!r}) for r in (0, 1)]") == [True, True]
 
 
+TABLES = """%%distributed
+import hashlib
+import pandas as pd
+num = pd.DataFrame({"a": [1, 2]})
+txt = pd.DataFrame({"a": [1, 2], "s": ["x", "y"]})
+ser = pd.Series([1, 2, 3]); sstr = pd.Series(["a", "b"]); cat = pd.Series(["a", "b"], dtype="category")
+obj = pd.Series(["a", "b"], dtype=object); dt = pd.Series(pd.date_range("2024", periods=2))
+nul = pd.Series([1, None], dtype="Int64")
+
+def tables():
+    values = [ser[0], sstr[0], cat[0], obj[0], dt[0].year, nul[0], list(num.index), list(num.columns)]
+    return num.to_dict(), txt.to_dict(), *map(str, values)
+"""
+TABLE_CHANGES = (
+    """num['b'] = 1; num.loc[0, 'a'] = 9; txt['b'] = 1; txt.loc[0, 's'] = 'changed'; ser[0] = 9; sstr[0] = 'changed'
+cat[0] = 'b'; obj[0] = 'changed'; dt[0] = pd.Timestamp('2000'); nul[0] = 9""",
+    """num.insert(1, 'c', 5); num.drop(columns='a', inplace=True); txt.rename(columns={'s': 'q'}, inplace=True)
+num.index = ['i', 'j']""",
+)
+
+
+def test_tables_are_undone_and_branches_begin_with_the_same(protected: Kernel) -> None:
+    protected.ok(f"{TABLES}\nbefore_change = tables()")
+    same = "%%distributed --out same\ntables() == before_change"
+    for change in TABLE_CHANGES:
+        protected.ok(f"%%distributed\n{change}\nassert tables() != before_change")
+        assert "ranks 0-1 have the state from before.\n" in protected.ok("%distributed undo").stdout
+        protected.ok(same)
+        assert protected.value("same.values") == {0: True, 1: True}
+    said = protected.ok("%%distributed --branch k=2,3\nnum['a'] *= k * 10\nprint(num['a'].sum())").stdout
+    assert [line for line in ("60", "90", "180") if line in said] == ["60", "90"]
+    protected.ok(same)
+    assert protected.value("same.values") == {0: True, 1: True}
+
+
+def test_what_cannot_be_restored_is_named_first(protected: Kernel) -> None:
+    protected.ok("%%distributed\ndigest = hashlib.sha256()")
+    protected.ok("%%distributed\ndigest.update(b'more')")
+    first, *_, last = protected.ok("%distributed undo").stdout.splitlines()
+    assert first.startswith("Not undone: `digest` (a _hashlib.HASH), files")
+    assert last.endswith("ranks 0-1 have the state from before, but for what is named above.")
+    for _ in range(2):
+        said = protected.ok("%%distributed --try\ndigest.update(b'more')").stdout
+        assert "Not undone: `digest` (a _hashlib.HASH), files" in said
+    said = protected.ok("%%distributed --branch k=1,2\ndigest.update(b'more')").stdout
+    assert "The ranks have the state from before the cell, but for `digest`." in said
+    protected.ok("%%distributed\npass")
+    last = protected.ok("%distributed undo").stdout.splitlines()[-1]
+    assert last.endswith("ranks 0-1 have the state from before."), "a cell that changes nothing"
+    protected.ok("%%distributed\ndel digest")
+
+
 def test_memory_counts_the_copies(protected: Kernel) -> None:
     protected.ok("from axon_nb.cluster.inspection.memory import request_memory")
     protected.ok("from axon_nb.cluster.session import current")

@@ -15,8 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_nb.engine.snapshot.history import History, TooLargeError
+from axon_nb.engine.snapshot.history import CellSnapshot, History, TooLargeError, is_inert
 from axon_nb.engine.snapshot.memory import HostMemory
+from axon_nb.engine.snapshot.state import State, StateFinder
+from axon_nb.engine.snapshot.tensors import TensorState
 
 ENOUGH = 1 << 30
 NOT_PICKLED = ("__builtins__", "step")
@@ -177,6 +179,76 @@ def fingerprint(space: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     Fingerprint(file).dump((names, ids, torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()))
     return file.getvalue()
+
+
+def found(cell: CellSnapshot) -> dict[str, Any]:
+    """What the state before a cell has, each object by its identity."""
+    assert cell.snapshot is not None
+    return facts(cell.snapshot.state)
+
+
+def found_by_a_fresh_walk(space: dict[str, Any]) -> dict[str, Any]:
+    return facts(StateFinder(space).find_within(ENOUGH))
+
+
+def facts(state: State) -> dict[str, Any]:
+    tensors = {id(item): tuple(map(id, saved)) for _, item, saved in state.nodes if isinstance(saved, TensorState)}
+    for _, item, saved in state.nodes:
+        if isinstance(saved, TensorState):
+            assert saved.version is None or saved.version == item._version
+    return {
+        "names": {name: id(value) for name, value in state.names.items()},
+        "objects": sorted((id(item), type(saved).__name__) for _, item, saved in state.nodes),
+        "same": all(kind.same is None or kind.same(item, saved) for kind, item, saved in state.nodes),
+        "leaves": sorted((id(item), str(saved)) for kind, item, saved in state.nodes if kind.same is None),
+        "tensors": len(tensors),
+        "storages": {key: (facts.size, facts.versions) for key, facts in state.storages.items()},
+        "empty": len(state.empty),
+        "optimizers": sorted(map(id, state.optimizers)),
+        "obstacles": state.obstacles,
+        "left_out": state.left_out.keys(),
+        "structure": state.structure,
+    }
+
+
+@settings(max_examples=15)
+@given(st.lists(st.lists(st.sampled_from([*STATEMENTS, "del model", "keep = [model]"]), max_size=3), max_size=6))
+def test_walk_that_knows_the_last_one_finds_what_a_fresh_one_does(cells: list[list[str]]) -> None:
+    space = session()
+    history = History(space, Counts(), HostMemory())
+    for number, statements in enumerate(cells):
+        history.before_cell(str(number), number, (0,), ENOUGH)
+        assert found(history.cells[-1]) == found_by_a_fresh_walk(space)
+        for statement in statements:
+            with contextlib.suppress(Exception):
+                exec(statement, space)
+    history.before_cell("last", 9, (0,), ENOUGH)
+    assert found(history.cells[-1]) == found_by_a_fresh_walk(space)
+
+
+def test_cell_that_can_change_nothing_needs_no_snapshot_and_is_undone_as_well() -> None:
+    space: dict[str, Any] = {"n": [1]}
+    history = History(space, Counts(), HostMemory())
+    codes = ["n.append(2)", "", "# nothing\n", "pass", "n.append(3)", "'a'\n..."]
+    for number, code in enumerate(codes):
+        history.before_cell(str(number), number, (0,), ENOUGH, code)
+        exec(code, space)
+    assert [cell.snapshot is None for cell in history.cells] == [False, True, True, True, False, True]
+    space["n"].append(4)  # as a thread does between two cells
+    assert history.undo("5") == []
+    assert space["n"] == [1, 2, 3, 4]
+    assert history.undo("2") == []
+    assert space["n"] == [1, 2]
+    assert [cell.run for cell in history.cells] == ["0", "1"]
+    assert history.undo("0") == []
+    assert (space["n"], history.cells) == ([1], [])
+
+
+@pytest.mark.parametrize(
+    "code", ["n", "f()", "n + 1", "n.x", "%time 1", "!ls", "x = 1", "del n", "f'{n}'", "[1]", "1;" * 101]
+)
+def test_cell_that_may_run_something_gets_a_snapshot(code: str) -> None:
+    assert not is_inert(code)
 
 
 @settings(max_examples=25)
