@@ -14,6 +14,7 @@ __all__ = ["RUN_CODE", "describe_inner", "inner_function", "user_frame"]
 RUN_CODE: CodeType = InteractiveShell.run_code.__code__
 """The code object under which a cell's own frames run."""
 
+_NOT_NAMED = frozenset({"IPython", "Python", "axon_nb", "ipykernel", "ipyparallel", "torch"})
 _IPYTHON = f"{os.sep}IPython{os.sep}"
 
 
@@ -25,9 +26,6 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = caller
     return None
-
-
-_NOT_NAMED = frozenset({"IPython", "Python", "axon_nb", "ipykernel", "ipyparallel", "torch"})
 
 
 def inner_function(frame: FrameType | None, cell: FrameType | None) -> str:
