@@ -16,6 +16,7 @@ RUN_CODE: CodeType = InteractiveShell.run_code.__code__
 """The code object under which a cell's own frames run."""
 
 _CELL_FILE = re.compile(r"<ipython-input-(\d+)-\w+>")
+_NOT_NAMED = frozenset({"IPython", "Python", "axon_nb", "ipykernel", "ipyparallel", "torch"})
 _IPYTHON = f"{os.sep}IPython{os.sep}"
 
 
@@ -27,9 +28,6 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = caller
     return None
-
-
-_NOT_NAMED = frozenset({"IPython", "Python", "axon_nb", "ipykernel", "ipyparallel", "torch"})
 
 
 def inner_function(frame: FrameType | None, cell: FrameType | None) -> str:

@@ -26,6 +26,10 @@ from axon_nb.records.protocol.joining import ENGINE_ENTRY
 
 __all__ = ["Connection", "default_name", "in_kernel", "kernel_id", "open_existing", "open_new"]
 
+# ipyparallel and tornado log what happens at a stop; keep that out of the notebook, also if it logs everything.
+_ipyparallel_log = logging.getLogger("axon_nb.ipyparallel")
+_ipyparallel_log.addHandler(logging.NullHandler())
+_ipyparallel_log.propagate = False
 _CONTROLLER_TIMEOUT_S = 120.0
 """A controller that exits is noticed at once; one that runs may be slow on a busy machine."""
 _PORT_TAKEN = "Address already in use"
@@ -54,12 +58,6 @@ def default_name() -> str:
     session = SESSION_NAME.get()
     stem = Path(session).stem if session.endswith(".ipynb") else ""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", stem)[:32].strip("._-") or "default"
-
-
-# ipyparallel and tornado log what happens at a stop; keep that out of the notebook, also if it logs everything.
-_ipyparallel_log = logging.getLogger("axon_nb.ipyparallel")
-_ipyparallel_log.addHandler(logging.NullHandler())
-_ipyparallel_log.propagate = False
 
 
 @dataclass

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
+from axon_nb.records.environment import SESSION_NAME
 from axon_nb.records.ranks import name_ranks
 
 __all__ = [
@@ -127,10 +128,10 @@ def _runs_on_the_server(kernel: Any) -> bool:
 
     Ids of messages that Python sends hold its process, and a session's name says that a server started the kernel.
     """
-    if "JPY_SESSION_NAME" not in os.environ:
+    if not SESSION_NAME.get():
         return False
     sender = str(kernel.get_parent("shell").get("header", {}).get("msg_id", "")).split("_")
-    return sender[1:2] == [os.environ.get("JPY_PARENT_PID")]
+    return sender[1:2] == [str(os.getppid())]
 
 
 def _own_publisher() -> Any:

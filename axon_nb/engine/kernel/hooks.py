@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import logging
 import signal
 import socket
 import sys
@@ -243,9 +242,9 @@ def _spare_work(kernel: Any) -> None:
     """Have ipykernel do once what it does in each cell.
 
     A cell's source is transformed to see whether the cell awaits, and again to run it. The signature of a method of
-    IPython is worked out each time. And messages are formatted for a log that drops them.
+    IPython is worked out each time.
     """
-    shell, log = kernel.shell, kernel.log
+    shell = kernel.shell
     transform = shell.transform_cell
     last: list[str] = ["", ""]
 
@@ -257,8 +256,6 @@ def _spare_work(kernel: Any) -> None:
     shell.transform_cell = transform_cell
     run = type(shell).run_cell_async
     run.__signature__ = inspect.signature(run)
-    if isinstance(log, logging.Logger) and log.handlers:
-        log.setLevel(max(log.level, min(handler.level for handler in log.handlers)))
 
 
 def _dispatch_cells(kernel: Any) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +91,7 @@ class Cuts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function of torch."""
-        line = None if self._depth else self._line(sys._getframe(1))
+        line = None if self._depth else self._line(1)
         if line is None:
             return func(*args, **kwargs or {})
         args, kwargs, is_derived = self._pass(line, getattr(func, "__name__", ""), args, kwargs or {})
@@ -108,7 +107,7 @@ class Cuts(TorchFunctionMode):
             CellEnded: it is called more often than it may be.
         """
         self._depth += 1
-        line = None if self._depth > 1 else self._line(sys._getframe(2))
+        line = None if self._depth > 1 else self._line(2)
         if line is None:
             return args, kwargs
         self.calls[path] += 1
@@ -123,8 +122,15 @@ class Cuts(TorchFunctionMode):
         if not self._depth:
             self._derive(output)
 
-    def _line(self, frame: FrameType | None) -> int | None:
-        """Return the line of the cell that runs; None: code between it and the call makes its own tensors."""
+    def _line(self, own: int) -> int | None:
+        """Return the line of the cell that runs; None: code between it and the call makes its own tensors.
+
+        Args:
+            own: How many of the innermost frames are ours.
+        """
+        frame = inspect.currentframe()
+        for _ in range(1 + own):
+            frame = frame.f_back if frame is not None else None
         while frame is not None:
             if frame.f_globals is self._namespace and frame.f_code.co_name == "<module>":
                 return frame.f_lineno
