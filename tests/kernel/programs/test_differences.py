@@ -84,6 +84,11 @@ DIFFERENT: dict[str, tuple[str, Callable[[Reply], object], Callable[[Reply], obj
         lambda plain: plain.stdout.strip() != "1",
         lambda rank: rank.stdout.strip() == "[rank 1] 1",
     ),
+    "`sys.ps1`": (
+        "import sys\nprint(hasattr(sys, 'ps1'))",
+        lambda plain: plain.stdout.strip() == "True",
+        lambda rank: rank.stdout.strip() == "[rank 1] False",
+    ),
     "`%history`": (
         "%history -l 1",
         lambda plain: plain.stdout.strip(),

@@ -76,12 +76,6 @@ def test_mp_spawn_in_a_cell_calls_the_function_as_its_ranks(kernel: Kernel, modu
     kernel.ok("%%distributed\nimport torch.multiprocessing as mp\nmp.start_processes(print, args=('said',), nprocs=4)")
 
 
-def test_cells_are_not_interactive(kernel: Kernel) -> None:
-    """Lightning and others refuse to use torchrun's processes where somebody types."""
-    cell = "%%distributed\nimport sys\nhasattr(sys, 'ps1') or bool(sys.flags.interactive)"
-    assert kernel.ok(cell).lines() == ["[ranks 0-3] False"]
-
-
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
