@@ -20,11 +20,13 @@ $(INSTALLED): EXTRAS := dev
 $(INSTALLED): COURSE := -e ./course
 $(VENV)/.installed-lab: EXTRAS := demo,lab
 $(VENV)/.installed-demo: EXTRAS := demo
+# Python compiles what is imported; to compile all of torch takes longer than the demo.
+$(VENV)/.installed-demo $(VENV)/.installed-lab: COMPILE := --no-compile
 $(INSTALLED) $(VENV)/.installed-lab $(VENV)/.installed-demo: pyproject.toml course/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "axon_nb needs Python 3.11 or newer: make PYTHON=python3.12 install")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' $(COURSE)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(COMPILE) "$$(grep '^torch==' constraints.txt)"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(COMPILE) -c constraints.txt -e '.[$(EXTRAS)]' $(COURSE)
 	touch $@
 
 demo: $(FOR_DEMO)  ## run the quickstart on 4 ranks and save it, outputs and all, under out/

@@ -59,7 +59,7 @@ def metadata(wheel: Path) -> email.message.Message:
 def published(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> email.message.Message:
     """The METADATA of a wheel that is built after the repository got an address."""
     tree = tmp_path_factory.mktemp("published") / "tree"
-    shutil.copytree(archives.unpacked, tree)
+    shutil.copytree(archives.unpacked, tree, ignore=shutil.ignore_patterns("PKG-INFO"))  # else that is taken
     publish(tree)
     command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tree / "dist"), str(tree)]
     run(command, cwd=tree, env=dict(os.environ))
