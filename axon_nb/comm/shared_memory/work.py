@@ -45,20 +45,20 @@ class SharedWork(Work):
         """The sender of a message that was received from any rank."""
         self.keep: Any = None
         """Objects that must live as long as the operation."""
-        self._when_done: Callable[[], None] | None = None
+        self._when_done: Callable[[BaseException | None], None] | None = None
 
     @property
     def runs_without_wait(self) -> bool:
         """Whether the operation is done, or continues if nobody waits for it."""
         return self._over or self._is_queued or self.keep is not None
 
-    def when_done(self, function: Callable[[], None]) -> None:
-        """Call `function` once the operation is done, from any thread, or now if it is."""
+    def when_done(self, function: Callable[[BaseException | None], None]) -> None:
+        """Call `function` with the failure, if any, once the operation is done: from any thread, or now if it is."""
         with self._lock:
             if not self._over:
                 self._when_done = function
                 return
-        function()
+        function(self._error)
 
     def run_in_wait(self, drive: Callable[[float], None], *, is_queued: bool = False) -> None:
         """Let the thread that waits drive the operation.
@@ -89,7 +89,7 @@ class SharedWork(Work):
         for sleeper in sleepers:
             sleeper.release()
         if self._when_done is not None:
-            self._when_done()
+            self._when_done(error)
         if base is not None:
             base.set_result(None)
 

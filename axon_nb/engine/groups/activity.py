@@ -89,12 +89,13 @@ class CallLog:
         """Number of calls started since the rank joined."""
         self.num_collectives = 0
         """Number of collectives, in any group, that the cell has started."""
+        self._earlier = 0
         self.exclusive: frozenset[int] | None = None
         """The cell's ranks, if communication with others can never complete; None if it may."""
 
     def begin_cell(self) -> None:
         """Count collectives from zero."""
-        self.num_collectives = 0
+        self.num_collectives, self._earlier = 0, self.num_calls
         self._threads.clear()
         self._left.clear()
 
@@ -124,6 +125,19 @@ class CallLog:
     def finish(self, call: Call) -> None:
         """Record that a call finished."""
         self._open.pop(call.number, None)
+
+    def retract(self, call: Call) -> bool:
+        """Forget a call that failed before it began; return whether it was in progress.
+
+        The others take this rank's next collective for it, so later ones of the group have the number before theirs.
+        """
+        if self._open.pop(call.number, None) is None or not call.sequence:
+            return False
+        self.num_collectives -= call.number > self._earlier
+        for later in self.pending():
+            if later.group == call.group and later.sequence > call.sequence:
+                later.sequence -= 1
+        return True
 
     def note_left(self, call: Call, error: BaseException) -> None:
         """Record that this rank has left a call before its end, because a signal handler of the user raised `error`."""

@@ -33,7 +33,7 @@ from axon_nb.engine.groups.gloo import (
 from axon_nb.engine.groups.size_check import SizeTable, open_size_table
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import rendezvous
-from axon_nb.engine.groups.work import RecoverableWork
+from axon_nb.engine.groups.work import RecoverableWork, never_began
 from axon_nb.records.spans import emit, ring, span_of
 from axon_nb.shell.user_frame import user_frame
 
@@ -94,7 +94,8 @@ class RecoverableGroup(PythonProcessGroup):
         """Where this rank computes; `axon_nb.comm` makes tensors there."""
         self.emits_spans = True
         """Tells `axon_nb.comm` not to record calls on this group."""
-        self._state = state
+        self.state = state
+        """What the groups of this rank share."""
         self._calls = state.calls
         self._abort = state.abort
         self._root = root
@@ -134,7 +135,7 @@ class RecoverableGroup(PythonProcessGroup):
         if self.memory is not None:
             self.memory.shutdown()
         else:
-            self._state.gloo.abandon(self._inner)
+            self.state.gloo.abandon(self._inner)
 
     def _share_memory(self, store: Store) -> SharedMemoryGroup:
         # Imported here: ranks on Gloo do without these modules.
@@ -157,9 +158,9 @@ class RecoverableGroup(PythonProcessGroup):
     def _connect(self, store: Store, epoch: int) -> dist.ProcessGroup:
         # Before connecting: once the ranks are connected, each has cleared its entries.
         self._table = open_size_table(
-            self._root, self._state, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size
+            self._root, self.state, name=self._name, epoch=epoch, rank=self._own_rank, size=self._size
         )
-        connect, cancel = self._state.gloo.connect, self._abort.raise_if_set
+        connect, cancel = self.state.gloo.connect, self._abort.raise_if_set
         backend = connect(store, self._own_rank, self._size, timeout=self.timeout, raise_if_cancelled=cancel)
         inner = dist.ProcessGroup(store, self._own_rank, self._size)
         for device in self._device_types:
@@ -193,7 +194,7 @@ class RecoverableGroup(PythonProcessGroup):
 
     def run(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start one operation on the inner group."""
-        calls, abort, slowdown = self._calls, self._abort, self._state.slowdown
+        calls, abort, slowdown = self._calls, self._abort, self.state.slowdown
         abort.raise_if_set(name)
         slowdown.sleep()
         point_to_point = name in _POINT_TO_POINT
@@ -209,31 +210,47 @@ class RecoverableGroup(PythonProcessGroup):
             if abort.stop_requested():
                 abort.raise_at_cut(self.sequence + 1, calls.num_collectives + 1, group=self._name, name=name)
             self.sequence = sequence = self.sequence + 1
-            if self._table is not None:
-                self._table.check_collective(name, args, sequence, self._members)
-            slowdown.before_call()
-        call = calls.start(name, self._name, sequence, peer, payload_bytes(args))
-        report_call(name, args, self._own_rank, self._members, peer)
-        if ring.watched and (frame := user_frame(sys._getframe())) is not None:
-            call.line = frame.f_lineno
-        call.refusal = refusal
+        call = None
         try:
+            if sequence:
+                if self._table is not None:
+                    self._table.check_collective(name, args, sequence, self._members)
+                slowdown.before_call()
+            call = calls.start(name, self._name, sequence, peer, payload_bytes(args))
+            report_call(name, args, self._own_rank, self._members, peer)
+            if ring.watched and (frame := user_frame(sys._getframe())) is not None:
+                call.line = frame.f_lineno
+            call.refusal = refusal
             if self.memory is not None and operation is not MonitoredBarrier:
                 work, sliced = getattr(self.memory, name)(*args, **kwargs), True
             else:
                 work = operation(self._inner, *args, **kwargs)
                 sliced = name in _SLICED or type(work) is ReduceScatterWork
-        except RuntimeError as error:
-            calls.finish(call)
-            if isinstance(error, GroupLeftError):
-                raise AbortedError(f"{name} lost a peer: {error}") from None
-            if "gloo" in str(error).lower() and "closed" in str(error).lower():
-                raise AbortedError(f"{name} lost a peer: {str(error)[-120:]}") from None
+        except BaseException as error:
+            self.retract(call, sequence)
+            if reason := _lost_peer(error):
+                raise AbortedError(f"{name} lost a peer: {reason}") from None
             raise
         late = slowdown.late(work, name, args, self, call.bytes)
         slowdown.during_call(late, is_counted=not point_to_point)
-        sliced, more = sliced or late is not work, {"keep_alive": args, "on_finish": finished, "timeout": self.timeout}
-        return RecoverableWork(late, call, state=self._state, sliced=sliced, **more)
+        sliced = sliced or late is not work
+        return RecoverableWork(late, call, group=self, sliced=sliced, keep_alive=args, on_finish=finished)
+
+    def retract(self, call: Call | None, sequence: int) -> None:
+        """Do not count an operation that failed before it began, on this rank only."""
+        if sequence and (call is None or self._calls.retract(call)):
+            self.sequence -= 1
+            if self._table is not None:
+                self._table.retract(sequence)
+        elif call is not None:
+            self._calls.finish(call)
+
+    def settle(self, call: Call, error: BaseException | None) -> None:
+        """Note that a call is over on this rank; `error`: why it failed."""
+        if error is not None and never_began(error):
+            self.retract(call, call.sequence)
+        else:
+            self._calls.finish(call)
 
     def _finished(self, call: Call) -> None:
         self._calls.finish(call)
@@ -282,6 +299,14 @@ class RecoverableGroup(PythonProcessGroup):
     def _device_types(self) -> list[torch.device]:
         kinds = {"cpu", self.rank_device.type, *(["cuda"] if torch.cuda.is_available() else [])}
         return [torch.device(kind) for kind in sorted(kinds)]
+
+
+def _lost_peer(error: BaseException) -> str:
+    """Return the reason if an operation failed because a connection is gone; else an empty string."""
+    if isinstance(error, GroupLeftError):
+        return str(error)
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return text[-120:] if "gloo" in text.lower() and "closed" in text.lower() else ""
 
 
 def _wrapped(name: str) -> Callable[..., Any]:

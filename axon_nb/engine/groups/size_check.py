@@ -146,6 +146,17 @@ class SizeTable:
             if theirs != entry:
                 self._refuse(name, entry, theirs, other, ranks())
 
+    def retract(self, sequence: int) -> None:
+        """Remove what this rank wrote for a collective that failed before it began: the next has its number."""
+        own = [(sequence, self._index(sequence, self._rank))]
+        for peer in range(self._size if self._compares_pairs else 0):
+            for source, target in ((self._rank, peer), (peer, self._rank)):
+                index = self._pair_index(source, target, sequence, sends=source == self._rank)
+                own.append((_SPLIT_NUMBER | sequence, index))
+        for number, index in own:
+            if self._words[index] == number:
+                self._words[index] = 0
+
     def _refuse(self, name: str, entry: int, theirs: int, other: int, ranks: Sequence[int]) -> None:
         local, other = ranks[self._rank], ranks[other]
         call = describe_call(name)

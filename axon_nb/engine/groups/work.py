@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from axon_nb.comm.errors import CommError
+from axon_nb.comm.errors import CommError, TensorError, TensorMismatchError
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 from axon_nb.comm.shared_memory.work import SharedWork
 from axon_nb.engine.groups.abort import AbortedError
@@ -22,10 +22,17 @@ from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import is_suppressed, ring
 
-__all__ = ["RecoverableWork"]
+__all__ = ["RecoverableWork", "never_began"]
 
 _SLICE = timedelta(milliseconds=50)
 _POLL_S = 0.05
+
+
+class _Group(Protocol):
+    state: GroupsState
+    timeout: timedelta
+
+    def settle(self, call: Call, error: BaseException | None) -> None: ...
 
 
 class RecoverableWork(Work):
@@ -34,12 +41,11 @@ class RecoverableWork(Work):
     Args:
         inner: The inner group's work.
         call: The operation.
-        state: What the groups of this rank share.
+        group: Its group. Without the group's timeout, a recv on Gloo would use the one for connecting.
         sliced: Whether the inner wait may be cut into slices. A send or recv whose wait times out loses its
             connection, and reduce_scatter ignores the timeout: those are waited for in a helper thread.
         keep_alive: Objects that must live as long as the operation runs.
         on_finish: Called once with `call` when the operation has finished.
-        timeout: Timeout of the group's operations; without it, a recv on Gloo uses the timeout for connecting.
     """
 
     _done = False
@@ -50,22 +56,21 @@ class RecoverableWork(Work):
         inner: Any,
         call: Call,
         *,
-        state: GroupsState,
+        group: _Group,
         sliced: bool,
         keep_alive: Any,
         on_finish: Callable[[Call], None],
-        timeout: timedelta,
     ) -> None:
         super().__init__()
         self._inner = inner
         self._call = call
-        self._state = state
+        self._group = group
+        self._state = group.state
         self._sliced = sliced
         self._keep_alive = keep_alive
         self._on_finish = on_finish
-        self._timeout = timeout
         if type(inner) is SharedWork and inner.runs_without_wait:  # its handle may be dropped, or only polled
-            inner.when_done(functools.partial(state.calls.finish, call))
+            inner.when_done(functools.partial(group.settle, call))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation.
@@ -105,7 +110,7 @@ class RecoverableWork(Work):
             return error
         name = self._call.name
         if isinstance(self._inner, SharedWork) and self._inner.is_completed():
-            self._state.calls.finish(self._call)  # it failed; otherwise, only this wait did
+            self._group.settle(self._call, error)  # it failed; otherwise, only this wait did
         if isinstance(error, AbortedError):
             return error
         if self._state.abort.is_set():
@@ -114,7 +119,8 @@ class RecoverableWork(Work):
             return AbortedError(f"lost a peer while waiting in {name}: {error}")
         if isinstance(error, CommError):  # all ranks raise it, and the group stays usable
             self._done = True
-            self._on_finish(self._call)
+            if not never_began(error):
+                self._on_finish(self._call)
         if "gloo" in str(error) and "timed out" not in str(error).lower():
             return AbortedError(f"lost a peer while waiting in {name}: {str(error)[-120:]}")
         return error
@@ -145,7 +151,7 @@ class RecoverableWork(Work):
         def wait() -> None:
             try:
                 # Without a timeout a send or recv uses the one for connecting, which a slow peer would exceed.
-                self._inner.wait(self._timeout)
+                self._inner.wait(self._group.timeout)
             except BaseException as error:
                 failure.append(error)
             done.release()
@@ -236,3 +242,8 @@ class RecoverableWork(Work):
         return int(self._inner.source_rank())
 
     _source_rank = source_rank
+
+
+def never_began(error: BaseException) -> bool:
+    """Whether an operation over shared memory failed with it before it was announced: only this rank raises it."""
+    return isinstance(error, TensorError) and not isinstance(error, TensorMismatchError)

@@ -36,7 +36,7 @@ def groups() -> list[RecoverableGroup]:
 
     as_ranks(make)
     for group in made.values():
-        group._state.gloo.abandon(group._inner)  # a Gloo group that ends while others still look at it may hang
+        group.state.gloo.abandon(group._inner)  # a Gloo group that ends while others still look at it may hang
     return [made[rank] for rank in range(SIZE)]
 
 

@@ -98,3 +98,61 @@ def test_monitored_barrier_names_missing_ranks_on_a_cluster(pair: Kernel) -> Non
     code = "from datetime import timedelta\nimport time\nif rank: time.sleep(3)\n"
     reply = pair.run(f"%%distributed\n{code}dist.monitored_barrier(timeout=timedelta(seconds=0.5))")
     assert re.search(r"(?i)rank 1 (failed|did not)", reply.traceback), reply.traceback
+
+
+ATTEMPT = """%%distributed
+import warnings
+from axon_nb.engine.collective_names import group_operations
+warnings.simplefilter("ignore")
+world, one, two, kinds = dist.group.WORLD, torch.ones(1), [torch.zeros(1), torch.zeros(1)], set()
+def attempt(call):
+    try:
+        call()
+    except Exception as error:
+        kinds.update(kind.__name__ for kind in type(error).__mro__[:-3])
+"""
+FAILING = """if rank == 0:
+    for name in group_operations():
+        attempt(lambda: getattr(world, name)(wrong=1))
+    for name in ("allgather", "gather", "reduce", "reduce_scatter", "scatter"):
+        attempt(lambda: getattr(world, name)([], []))
+    for call in (
+        lambda: dist.all_gather([*two, one], one),
+        lambda: dist.all_gather(two, torch.ones(2, 2)),
+        lambda: dist.all_gather_into_tensor(torch.ones(5), one),
+        lambda: dist.all_reduce(torch.ones(3).to_sparse(), op=dist.ReduceOp.MAX),
+        lambda: dist.all_reduce(torch.nested.nested_tensor([torch.ones(2)])),
+        lambda: dist.all_to_all(two, [*two, one]),
+        lambda: dist.all_to_all_single(one, torch.ones(5), [1], [5]),
+        lambda: dist.gather(one, [one], dst=0),
+        lambda: dist.reduce_scatter(one, [*two, one]),
+        lambda: dist.reduce_scatter_tensor(one, torch.ones(5)),
+        lambda: dist.scatter(one, [*two, one], src=0),
+        lambda: dist.scatter(one.to_sparse(), [one, one], src=0, async_op=True).wait(),
+    ):
+        attempt(call)
+"""
+RIGHT = """failing = []
+if rank == 0:
+    attempt(lambda: failing.append(dist.scatter(one.to_sparse(), [one, one], src=0, async_op=True)))
+work = dist.all_reduce(one, async_op=True)
+for late in failing:
+    attempt(late.wait)
+work.wait()
+dist.scatter(two[0], [one, one] if rank == 0 else None, src=0)
+dist.all_to_all_single(torch.zeros(2), torch.ones(2), [1, 1], [1, 1])
+dist.reduce_scatter_tensor(two[1], torch.ones(2))
+works = [dist.broadcast(torch.ones(2), 1, async_op=True), dist.all_gather(two, one, async_op=True)]
+for work in works:
+    work.wait()
+one.item(), *(t.item() for t in two)
+"""
+
+
+def test_calls_that_fail_before_they_begin_do_not_count(pair: Kernel) -> None:
+    assert pair.ok(ATTEMPT + RIGHT).lines() == ["[ranks 0-1] (2.0, 2.0, 2.0)"]
+    reply = pair.run(f"{ATTEMPT}{FAILING}if rank == 1:\n    dist.barrier()")
+    assert re.search(r"rank 1 waits in barrier at line \d+ for rank 0, which has finished the cell", reply.traceback)
+    after = pair.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item(), kept - rank, *kinds)").stdout
+    assert re.findall(r"2.0 0", after) == ["2.0 0", "2.0 0"]
+    assert {"IndexError", "RuntimeError", "TypeError"} <= set(after.split())
