@@ -1,4 +1,4 @@
-"""Resets DDP, FSDP2 and pipelines to the state before a step, after an abort during one.
+"""Resets DDP, FSDP2, FSDP1 and pipelines to the state before a step, after an abort during one.
 
 Private hooks into torch; each comment says what goes wrong without the hook (measured on torch 2.13).
 """
@@ -10,9 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from axon_nb.compat import deepspeed
 from axon_nb.engine.groups import nccl
 from axon_nb.engine.live_objects import live_objects
+from axon_nb.records.hooks import missing_hooks
 from axon_nb.torch_api import torch_api
 
 __all__ = [
@@ -28,6 +31,7 @@ __all__ = [
 
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
+_FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 _SCHEDULES = ("torch.distributed.pipelining.schedules", "_PipelineSchedule")
 _DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 _GRAPHS = ("torch.cuda.graphs", "CUDAGraph")
@@ -35,7 +39,7 @@ _GRAPHS = ("torch.cuda.graphs", "CUDAGraph")
 
 def track_wrappers() -> None:
     """Track wrappers from now on, so that no search is needed later; call it before any is created."""
-    live_objects(_DDP, _FSDP, _SCHEDULES)
+    live_objects(_DDP, _FSDP, _FSDP1, _SCHEDULES)
 
 
 def track_engines() -> None:
@@ -44,25 +48,26 @@ def track_engines() -> None:
 
 
 def reset_wrappers() -> tuple[int, list[str]]:
-    """Reset every DDP and FSDP2 module, pipeline schedule and DeepSpeed engine of this process.
+    """Reset every DDP, FSDP2 and FSDP1 module, pipeline schedule and DeepSpeed engine of this process.
 
     Returns:
         Their number, and for each kind that could not be reset a sentence: the groups are usable, but such objects must
         be created again.
     """
-    ddp, fsdp, schedules = live_objects(_DDP, _FSDP, _SCHEDULES)
+    ddp, fsdp, fsdp1, schedules = live_objects(_DDP, _FSDP, _FSDP1, _SCHEDULES)
     failed = []
     for kind, modules in {
-        "DDP models": (ddp, [], []),
-        "FSDP2 models": ([], fsdp, []),
-        "pipelines": ([], [], schedules),
+        "DDP models": {"ddp": ddp},
+        "FSDP2 models": {"fsdp": fsdp},
+        "FSDP1 models": {"fsdp1": fsdp1},
+        "pipelines": {"schedules": schedules},
     }.items():
         try:
-            reset_modules(*modules)
+            reset_modules(**modules)
         except Exception as error:  # this torch lacks a hook; the self-test has reported it
             failed.append(f"{kind} could not be reset ({type(error).__name__}: {error}). Create them again.")
     failed += graphs_to_capture() if nccl.groups() is not None else []
-    count = len(ddp) + len(fsdp) + len(schedules)
+    count = len(ddp) + len(fsdp) + len(fsdp1) + len(schedules)
     return count + deepspeed.reset_engines(*live_objects(_DEEPSPEED)), failed
 
 
@@ -77,8 +82,14 @@ def graphs_to_capture(kind: tuple[str, str] = _GRAPHS) -> list[str]:
     return ["CUDA graphs still hold the communicators of before: capture those that contain collectives again."]
 
 
-def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[Any]) -> None:
-    """Reset these DDP and FSDP2 modules and pipeline schedules."""
+def reset_modules(
+    *, ddp: Sequence[Any] = (), fsdp: Sequence[Any] = (), fsdp1: Sequence[Any] = (), schedules: Sequence[Any] = ()
+) -> None:
+    """Reset these DDP, FSDP2 and FSDP1 modules and pipeline schedules.
+
+    Raises:
+        AttributeError: this torch lacks a hook.
+    """
     api = torch_api()
     for module in ddp:
         module._has_rebuilt_buckets = False
@@ -95,8 +106,68 @@ def reset_modules(ddp: Sequence[Any], fsdp: Sequence[Any], schedules: Sequence[A
     for module in fsdp:
         if module._get_fsdp_state()._is_root:
             api.reset_fsdp(module)
+    if fsdp1 and (missing := missing_hooks("groups.fsdp1_reset")):
+        raise AttributeError(f"this torch has no {', '.join(missing)}")
+    for module in fsdp1:
+        _reset_fsdp1(module)
     for schedule in schedules:
         _reset_schedule(schedule)
+
+
+@torch.no_grad()
+def _reset_fsdp1(module: Any) -> None:
+    """Reset one FSDP1 module, but not those within it."""
+    # A state dict's hook has entered them and not left: they put back what they have replaced.
+    for context in module._unshard_params_ctx.values():
+        context.__exit__(None, None, None)
+    module._unshard_params_ctx.clear()
+    module.training_state, module._unshard_event = type(module.training_state).IDLE, None
+    if module._is_root:
+        module._post_backward_callback_queued = False
+        order = module._exec_order_data
+        order.handles_post_forward_order.clear()
+        order.current_order_index = 0
+        if order.is_first_iter:  # recorded again from its start
+            for handle in order.handles_pre_forward_order:
+                handle._pre_forward_order_index = None
+            order.handles_pre_forward_order.clear()
+    handle = module._handle
+    if handle is not None and hasattr(handle.flat_param, "_local_shard"):  # else it has never run
+        _reset_flat_parameter(handle)
+
+
+def _reset_flat_parameter(handle: Any) -> None:
+    flat = handle.flat_param
+    owners = flat._param_infos if handle._use_orig_params else ()
+    is_resharded = (
+        handle._training_state.name == "IDLE"
+        and flat.data_ptr() == flat._local_shard.data_ptr()
+        and all(isinstance(getattr(owner, name, None), torch.nn.Parameter) for name, owner, _ in owners)
+    )
+    handle._training_state = type(handle._training_state).IDLE
+    handle._prefetched = handle._needs_pre_forward_unshard = False
+    handle._needs_pre_backward_unshard = handle._ran_pre_backward_hook = False
+    handle._post_forward_index, flat._post_backward_called = None, False
+    if hasattr(flat, "_post_backward_hook_state"):  # or it would run once more in the next backward
+        flat._post_backward_hook_state[-1].remove()
+        del flat._post_backward_hook_state
+    if not is_resharded:  # else parameters may have changes of the user's that are not in the shard yet
+        handle._use_sharded_flat_param()
+    # A half-gathered parameter, or one from before a step, would be taken for the current one.
+    for name in ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard"):
+        if hasattr(flat, name):
+            getattr(flat, name).untyped_storage().resize_(0)
+    # Half-reduced gradients would be added to the next step's; those of earlier backwards, and of layers that are done,
+    # are where the optimizer finds them.
+    if hasattr(flat, "_saved_grad_shard"):
+        flat.grad = getattr(flat, "_cpu_grad", flat._saved_grad_shard)
+        del flat._saved_grad_shard
+    elif flat.grad is not None and flat.grad.shape != flat._local_shard.shape:
+        flat.grad = None
+    elif is_resharded:
+        return
+    if handle._use_orig_params:
+        handle._use_sharded_grad_views()
 
 
 def _reset_schedule(schedule: Any) -> None:

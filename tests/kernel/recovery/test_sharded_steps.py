@@ -10,7 +10,10 @@ import pytest
 from tests.support.kernel import Kernel
 
 SETUP = """%%distributed
+import warnings
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1, ShardingStrategy as OldStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, ZeRO1, checkpoint_blocks
 
 class Residual(nn.Module):
@@ -20,6 +23,8 @@ class Residual(nn.Module):
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
+warnings.filterwarnings("ignore", message=".*(NO_SHARD|deprecated)")
+
 def net(checkpointed=False):
     torch.manual_seed(0)
     made = nn.Sequential(*(Residual() for _ in range(3)))
@@ -27,7 +32,24 @@ def net(checkpointed=False):
         checkpoint_blocks(made, Residual)
     return made
 
+class Old:  # FSDP1 with the methods of ours
+    def __init__(self, strategy, **options):
+        options |= {"auto_wrap_policy": ModuleWrapPolicy({Residual}), "device_id": torch.device("cpu")}
+        self.root = FSDP1(net(), sharding_strategy=strategy, **options)
+        self.module = [block.module for block in self.root.module]
+        self.no_sync, self.clip_grad_norm = self.root.no_sync, self.root.clip_grad_norm_
+    def __call__(self, x):
+        return self.root(x)
+    def optimizer(self, kind, **options):
+        return kind(self.root.parameters(), **options)
+    def full_state_dict(self):
+        with FSDP1.summon_full_params(self.root):
+            return {name: value.clone() for name, value in self.root.named_parameters()}
+
 models = {
+    "old": Old(OldStrategy.FULL_SHARD, use_orig_params=True),
+    "old grad": Old(OldStrategy.SHARD_GRAD_OP),
+    "old none": Old(OldStrategy.NO_SHARD, use_orig_params=True),
     "full": FSDP(net()),
     "grad": FSDP(net(True), strategy=ShardingStrategy.SHARD_GRAD_OP),
     "none": FSDP(net(), strategy=ShardingStrategy.NO_SHARD),
@@ -103,8 +125,8 @@ def break_off(kernel: Kernel, name: str, where: str) -> str:
 def test_rerun_step_is_bitwise_identical(kernel: Kernel, undisturbed: list[str], where: str) -> None:
     kernel.ok(SETUP, timeout=120)
     # Where every rank has whole gradients, nothing holds the others back before their steps: the cell reports them.
-    names = {"full", "grad", "none", "params", "states", "zero"} - ({"none"} if where == "before the step" else set())
-    for name in sorted(names):
+    whole = {"none", "old none"} if where == "before the step" else set()
+    for name in sorted({"full", "grad", "none", "old", "old grad", "old none", "params", "states", "zero"} - whole):
         failed = break_off(kernel, name, where)
         assert "ValueError: bug" in failed, failed
     assert kernel.ok("%%distributed\nbreaking = None\nstep()\nstep()\nprint(*weights())").lines() == undisturbed
