@@ -17,7 +17,16 @@ from axon_nb.comm.errors import CommError, InvalidArgumentError, WorldClosedErro
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.mock_world import MockWorld
 from axon_nb.comm.types import Backend, as_backend, choose_backend
-from axon_nb.records.environment import MASTER_ADDR, MASTER_PORT, MPICH, OPEN_MPI, SLURM, SLURM_HOSTS, TORCHRUN
+from axon_nb.records.environment import (
+    MASTER_ADDR,
+    MASTER_PORT,
+    MPICH,
+    OPEN_MPI,
+    SLURM,
+    SLURM_HOSTS,
+    SLURM_TASKS,
+    TORCHRUN,
+)
 
 __all__ = ["World", "is_main_process", "rank", "torchrun_environment", "world_size"]
 
@@ -29,7 +38,10 @@ _NAMES = TORCHRUN.names
 def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
     """Return torchrun's variables, whichever launcher set them; None if none did.
 
-    MASTER_ADDR is used if set. Otherwise it is the first host of the Slurm job, or this host if all ranks run on it.
+    MASTER_ADDR is used if set. Otherwise it is the first host of the Slurm step, or this host if all ranks run on it.
+
+    Raises:
+        CommError: ranks run on several hosts, and nothing says which of these rank 0 is on.
     """
     for launcher in _LAUNCHERS:
         if launcher[0] in environment and launcher[1] in environment:
@@ -38,19 +50,34 @@ def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
                 for name, theirs in zip(_NAMES, launcher, strict=True)
                 if theirs in environment
             }
-            values["LOCAL_WORLD_SIZE"] = re.match(r"\d+", values.get("LOCAL_WORLD_SIZE", values["WORLD_SIZE"]))[0]  # type: ignore[index]
+            if launcher is SLURM.names:
+                values["LOCAL_WORLD_SIZE"] = _tasks_of(int(values.get("LOCAL_WORLD_SIZE", "0")), environment)
+            values["LOCAL_WORLD_SIZE"] = values.get("LOCAL_WORLD_SIZE") or values["WORLD_SIZE"]
             values.setdefault("LOCAL_RANK", "0" if values["WORLD_SIZE"] == "1" else values["RANK"])
-            values["MASTER_ADDR"] = MASTER_ADDR.get(environment) or _first_host(environment)
+            values["MASTER_ADDR"] = MASTER_ADDR.get(environment) or _first_host(environment, values)
             values["MASTER_PORT"] = MASTER_PORT.get(environment)
             return values
     return None
 
 
-def _first_host(environment: Mapping[str, str]) -> str:
-    """Return the first host of Slurm's list, such as ``node[03-07,9]``."""
-    hosts = SLURM_HOSTS.get(environment)
-    match = re.match(r"([^\[,]+)(?:\[(\d+))?", hosts)
-    return match[1] + (match[2] or "") if match else "127.0.0.1"
+def _tasks_of(node: int, environment: Mapping[str, str]) -> str:
+    """Return the number of ranks on a host from Slurm's list, such as ``2(x2),1``; empty if it is not known."""
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", SLURM_TASKS.first(environment))
+    tasks = [count for count, times in counts for _ in range(int(times or 1))]
+    return tasks[node] if node < len(tasks) else "".join(tasks[:1] if len(set(tasks)) == 1 else [])
+
+
+def _first_host(environment: Mapping[str, str], values: Mapping[str, str]) -> str:
+    """Return the first host of Slurm's list, such as ``node[03-07,9],other``."""
+    if match := re.match(r"(?:[^\[,]|\[[^\]]*\])+", SLURM_HOSTS.first(environment)):
+        return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
+    if values["LOCAL_WORLD_SIZE"] == values["WORLD_SIZE"]:
+        return "127.0.0.1"
+    here, everywhere = values["LOCAL_WORLD_SIZE"], values["WORLD_SIZE"]
+    raise CommError(
+        f"{here} of {everywhere} ranks run on this host, and nothing says on which host rank 0 does: set "
+        "MASTER_ADDR to it on all ranks, as in `mpirun -x MASTER_ADDR=host …`."
+    )
 
 
 class World:

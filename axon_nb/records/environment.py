@@ -38,6 +38,7 @@ __all__ = [
     "SLURM_HOSTS",
     "SLURM_JOB",
     "SLURM_NODE",
+    "SLURM_TASKS",
     "TEMPORARY",
     "TORCHRUN",
     "USER_CACHE",
@@ -76,6 +77,10 @@ class Variables:
     """A set of related environment variables."""
 
     names: tuple[str, ...]
+
+    def first(self, environ: Mapping[str, str]) -> str:
+        """Return the value of the first that is set in `environ`; empty if none is."""
+        return next((environ[name] for name in self.names if environ.get(name)), "")
 
 
 WARM_UP = Variable("AXON_NB_WARM_UP", default="1")
@@ -168,17 +173,22 @@ OPEN_MPI = Variables(
 MPICH = Variables(("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
 """The same, set by `mpirun` of MPICH and Intel MPI."""
 
-SLURM = Variables(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"))
-"""The same, set by `srun`."""
+SLURM = Variables(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"))
+"""The same, set by `srun`: with the index of the host instead of the number of its ranks."""
+
+SLURM_TASKS = Variables(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
+"""The number of ranks on each host, such as `2(x2),1`: the first of these that is set."""
 
 MASTER_ADDR = Variable("MASTER_ADDR")
-"""Rendezvous host of the launcher's processes. Default: the first host of a Slurm job, or this host."""
+"""Rendezvous host of the launcher's processes: that of rank 0. Default: the first host of the Slurm step, or this host
+if all ranks run on it."""
 
 MASTER_PORT = Variable("MASTER_PORT", default="29500")
 """The rendezvous port at `MASTER_ADDR`."""
 
-SLURM_HOSTS = Variable("SLURM_JOB_NODELIST")
-"""The hosts of a Slurm job; the first one is used if `MASTER_ADDR` is not set."""
+SLURM_HOSTS = Variables(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+"""The hosts of a Slurm step or job, such as `n[1-3,7],m2-gpu[01-02]`: the first one is used if `MASTER_ADDR` is not
+set."""
 
 SLURM_JOB = Variable("SLURM_JOB_ID")
 """The Slurm job in which the notebook runs: `--hosts slurm` starts ranks on its other nodes."""

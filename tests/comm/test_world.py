@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm import DeadlockError, World
+from axon_nb.comm import CommError, DeadlockError, World
 from axon_nb.comm.world import torchrun_environment
 
 pytestmark = pytest.mark.timeout(900)
@@ -107,31 +108,72 @@ def test_without_a_launcher_the_error_names_the_alternatives(tmp_path: Path) -> 
     assert "run this in a `%%distributed` cell or under torchrun, mpirun or srun" in done.stderr
 
 
-def test_slurm_and_intel_variables_are_read() -> None:
-    slurm = {
-        "SLURM_PROCID": "5",
-        "SLURM_NTASKS": "8",
-        "SLURM_LOCALID": "1",
-        "SLURM_NTASKS_PER_NODE": "4(x2)",
-        "SLURM_JOB_NODELIST": "node[03-04],other",
-    }
-    assert torchrun_environment(slurm) == {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "node03",
-        "MASTER_PORT": "29500",
-    }
+@pytest.mark.skipif(shutil.which("mpiexec.openmpi") is None, reason="needs Open MPI")
+def test_open_mpi_over_hosts_needs_the_address_of_rank_0(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"  # for ssh: both hosts are this one
+    agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    agent.chmod(0o700)
+    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    hosts = ["--host", f"{socket.gethostname()}:2,127.0.0.2:1", "--mca", "plm_rsh_agent", str(agent), "--oversubscribe"]
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    command = ["mpiexec.openmpi", *hosts, "-n", "3", sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    for answer in done.stdout.splitlines():
+        given = json.loads(answer)
+        here = 1 if given["OMPI_COMM_WORLD_RANK"] == "2" else 2
+        with pytest.raises(CommError, match=f"{here} of 3 ranks run on this host.*set MASTER_ADDR to it"):
+            torchrun_environment(given)
+        found = torchrun_environment({**given, "MASTER_ADDR": "n1"})
+        assert found is not None
+        assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == (str(here), "n1")
+
+
+STEP = {"SLURM_PROCID": "4", "SLURM_NTASKS": "5", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "size"),
+    [
+        ("2(x2),1", 0, 2),
+        ("2(x2),1", 1, 2),
+        ("2(x2),1", 2, 1),
+        ("3", 0, 3),
+        ("1,10(x3),2", 3, 10),
+        ("1,10(x3),2", 4, 2),
+        ("4(x2)", None, 4),
+    ],
+)
+def test_number_of_ranks_on_a_slurm_node(tasks: str, node: int | None, size: int) -> None:
+    given = {**STEP, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_TASKS_PER_NODE": "9", "SLURM_JOB_NODELIST": "n1"}
+    found = torchrun_environment(given if node is None else {**given, "SLURM_NODEID": str(node)})
+    assert found is not None
+    assert found["LOCAL_WORLD_SIZE"] == str(size)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[2,10]", "n2"),
+        ("n[1-3,7],m2-gpu[01-02]", "n1"),
+        ("m2-gpu[01-02],n1", "m2-gpu01"),
+        ("login,n[1-3]", "login"),
+        ("r[1-2]n[03-04]", "r1n03"),
+        ("n[007]-ib.site", "n007-ib.site"),
+    ],
+)
+def test_first_host_of_a_slurm_step(nodes: str, first: str) -> None:
+    given = {**STEP, "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_NODELIST": "other[1-2]"}
+    found = torchrun_environment(given)
+    assert found is not None
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == (first, "29500")
+
+
+def test_intel_variables_are_read() -> None:
     intel = {"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}
     found = torchrun_environment(intel)
     assert found is not None
-    assert (found["RANK"], found["LOCAL_RANK"], found["MASTER_ADDR"], found["MASTER_PORT"]) == (
-        "1",
-        "1",
-        "10.0.0.1",
-        "7",
-    )
+    assert " ".join(found[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")) == "1 1 10.0.0.1 7"
     assert torchrun_environment({"HOME": "/"}) is None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from axon_nb.comm.world import torchrun_environment
 from tests.cluster.launch.hosts.slurm_nodes import NODES, Slurm, serve_slurm, why_no_slurm
 from tests.support.processes import until
 from tests.support.script import Script, command_lines, family
@@ -85,3 +87,19 @@ def test_job_that_cannot_run_ranks_is_refused_with_the_fix(slurm: Slurm, tmp_pat
             f"The Slurm job {number} has no node besides this one: leave out `--hosts`, or allocate more nodes."
         )
         assert not script.others()
+
+
+IDENTITY = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+VARIABLES = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+def test_ranks_of_a_step_know_their_host_and_that_of_rank_0(slurm: Slurm) -> None:
+    def started(*options: str) -> list[str]:
+        answers = slurm.run("srun", *options, sys.executable, "-c", VARIABLES).splitlines()
+        found = [torchrun_environment(json.loads(answer)) or {} for answer in answers]
+        return sorted(" ".join(values[name] for name in IDENTITY) for values in found)
+
+    first, second = NODES
+    assert started("-N2", "-n3") == [f"0 0 2 {first}", f"1 1 2 {first}", f"2 0 1 {first}"]
+    with slurm.job(2) as number:
+        assert started(f"--jobid={number}", "--overlap", "-N1", "-n1", f"--nodelist={second}") == [f"0 0 1 {second}"]
