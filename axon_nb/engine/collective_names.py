@@ -37,6 +37,7 @@ _CALL_FILES = tuple(
 )
 PUBLIC_CALLS = frozenset(name for name in dist.distributed_c10d.__all__ if name.islower())
 """Functions of torch.distributed that users recognise as the call a rank waits in."""
+_STORE_FILE = os.path.join("axon_nb", "engine", "groups", "store.py")
 _HOROVOD = os.path.join("axon_nb", "compat", "horovod", "")
 _HOROVOD_CALLS = frozenset(
     {
@@ -72,6 +73,8 @@ def is_public_call(code: CodeType) -> bool:
     """Whether `code` is a communication function that users know by name."""
     if code.co_name in _HOROVOD_CALLS and _HOROVOD in code.co_filename:
         return True
+    if code.co_filename.endswith(_STORE_FILE):
+        return code.co_name == "init_rpc" or code.co_name.startswith("store.")
     return code.co_name in PUBLIC_CALLS and code.co_filename.endswith(_CALL_FILES)
 
 

@@ -19,6 +19,7 @@ from axon_nb.compat import environment as dynamo_rules
 from axon_nb.compat.import_hooks import after_import
 from axon_nb.compat.progress_bars import install_text_bars
 from axon_nb.engine.groups import wrapper_reset
+from axon_nb.engine.groups.store import install_store_waits, interruptible_init_rpc
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 
@@ -54,6 +55,8 @@ def install_dist_hooks() -> None:
     destroy = _refuse_default_destroy(c10d.destroy_process_group)
     for module in (dist, c10d):
         vars(module).update(init_process_group=init, destroy_process_group=destroy)
+    install_store_waits()
+    after_import("torch.distributed.rpc", lambda rpc: vars(rpc).update(init_rpc=interruptible_init_rpc(rpc.init_rpc)))
     vars(mp).update(spawn=_call_on_rank("spawn"), start_processes=_call_on_rank("start_processes"))
 
 

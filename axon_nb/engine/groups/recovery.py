@@ -208,6 +208,7 @@ def recover(epoch: int, *, replaced: bool = False) -> RebuildReport:
     state.abort.clear()
     state.abort.stop_at(None)
     state.calls.clear()
+    state.joined.clear()
     if not state.installed:  # an untested torch: nothing can be rebuilt
         return RebuildReport(0, 0, 0, ())
     state.epoch, state.rebuilding = epoch, True

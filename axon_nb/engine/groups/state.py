@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -40,6 +41,10 @@ class GroupsState:
         """Whether the last rebuild has not completed: it is running, or it failed."""
         self.creating: tuple[str, list[int], int] | None = None
         """The group that `new_group` creates on the main thread: name, global ranks, start in monotonic nanoseconds."""
+        self.joined: Counter[str] = Counter()
+        """How often this rank has begun to wait for others outside any group, by function, such as ``init_rpc``."""
+        self.joining: tuple[str, tuple[int, ...], int] | None = None
+        """The one it is in: function, global ranks, start in monotonic nanoseconds."""
         self.native: NativeGroups | None = None
         """The NCCL groups; None on a Gloo rank."""
         self.works_with_future: weakref.WeakSet[_Work] = weakref.WeakSet()

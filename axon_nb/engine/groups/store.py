@@ -6,28 +6,36 @@ folder or, for ranks on other hosts, a TCP connection on which both ends prove t
 Also waits for the other ranks of a group that is being created; they may arrive at very different times.
 
 Gloo's own limit for connecting is a few seconds, too short for a slow rank. Here the limit is the group's timeout.
+
+Waits in stores that user code makes, and in `init_rpc`, are in C++, where no interrupt arrives. `install_store_waits`
+replaces them in rank processes.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
-from axon_nb.engine.groups.abort import AbortFlag
-from axon_nb.engine.helper_threads import is_abandoned
+from axon_nb.engine.groups.abort import AbortedError, AbortFlag
+from axon_nb.engine.groups.state import current_groups
+from axon_nb.engine.helper_threads import connect_in_helper, is_abandoned
 from axon_nb.host.link.tcp import MessageSigner, authenticate
 from axon_nb.host.store import encode, receive
 
-__all__ = ["AgentStore", "rendezvous"]
+__all__ = ["AgentStore", "install_store_waits", "interruptible_init_rpc", "rendezvous"]
 
 _SLICE_MS = b"50"
 _SILENCE_MS = 300
@@ -35,6 +43,14 @@ _SILENCE_MS = 300
 _CONNECT_TIMEOUT_S = 10.0
 _TCP = "tcp:"
 _POLL_INTERVAL = timedelta(milliseconds=20)
+_CALLS_PER_EPOCH = 1_000_000
+_WAITS = {
+    name: getattr(Store, name)
+    for name in ("barrier", "get", "multi_get", "queue_pop", "wait")
+    if hasattr(Store, name)  # not all torch versions have them
+}
+"""The methods of torch's `Store` that wait."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 
 
 def _bytes(value: str | bytes | Sequence[int]) -> bytes:
@@ -239,3 +255,116 @@ def rendezvous(store: Store, prefix: str, *, rank: int, size: int, timeout: time
             abort.raise_if_set("new_group")
             if time.monotonic() > end:
                 raise
+
+
+class _Waits:
+    """What replaces the waits of torch's `Store`, by name.
+
+    They look again and again: a thread that waited in C++ would hold the store's lock until its timeout.
+    """
+
+    def wait(self: Any, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if not keys or _waits_itself(self):
+            _WAITS["wait"](self, keys, *([] if timeout is None else [timeout]))
+        else:
+            _wait_until(lambda: bool(self.check(keys)), timeout or self.timeout, f"keys: {', '.join(keys)}")
+
+    def get(self: Any, key: str) -> bytes:
+        if not _waits_itself(self):
+            self.wait([key])
+        return bytes(_WAITS["get"](self, key))
+
+    def multi_get(self: Any, keys: Sequence[str]) -> list[bytes]:
+        if not _waits_itself(self):
+            self.wait(keys)
+        return list(_WAITS["multi_get"](self, keys))
+
+    def queue_pop(self: Any, key: str, block: bool = True) -> bytes:
+        while block:
+            _wait_until(lambda: self.queue_len(key) > 0, self.timeout, f"queue: {key}")
+            try:
+                return bytes(_WAITS["queue_pop"](self, key, False))
+            except dist.QueueEmptyError:  # another rank was faster
+                continue
+        return bytes(_WAITS["queue_pop"](self, key, False))
+
+    def barrier(self: Any, key: str, world_size: int, timeout: timedelta | None = None) -> None:
+        if self.add(f"{key}/arrived", 1) == world_size:
+            self.set(f"{key}/complete", "1")
+        self.wait([f"{key}/complete"], timeout)
+
+
+def install_store_waits() -> None:
+    """Let interrupts and aborts end the waits of stores, in this process from now on."""
+    kind: Any = Store
+    for name in _WAITS:
+        call: Any = vars(_Waits)[name]
+        call.__code__ = call.__code__.replace(co_name=f"store.{name}")  # what the cell's state shows
+        setattr(kind, name, call)
+    server: Any = vars(dist)["TCPStore"]
+    connect = server.__init__
+
+    @functools.wraps(connect)
+    def connect_interruptibly(self: Any, *args: Any, **kwargs: Any) -> None:
+        _in_helper("TCPStore", functools.partial(connect, self, *args, **kwargs))
+
+    server.__init__ = connect_interruptibly
+
+
+def _wait_until(done: Callable[[], bool], timeout: timedelta, what: str) -> None:
+    end, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_S
+    while not done():
+        _raise_if_over("a wait in a store")
+        if time.monotonic() > end:
+            raise DistStoreError(f"wait timeout after {int(timeout.total_seconds() * 1000)}ms, {what}")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def interruptible_init_rpc(original: FunctionType) -> Callable[..., None]:
+    """Return an `init_rpc` whose wait for other ranks can be interrupted, and which counts as a collective of them."""
+
+    @functools.wraps(original)
+    def init_rpc(
+        name: str, backend: Any = None, rank: int = -1, world_size: int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        state = current_groups()
+        call = functools.partial(original, name, backend, rank, world_size, *args, **kwargs)
+        if world_size == dist.get_world_size():
+            state.joined["init_rpc"] = count = state.joined["init_rpc"] + 1
+            # The prefix of its keys: a rank that was interrupted has counted one call more than the others.
+            original.__globals__["_init_counter"] = state.epoch * _CALLS_PER_EPOCH + count
+            state.joining = ("init_rpc", tuple(range(world_size)), time.monotonic_ns())
+        try:
+            _in_helper("init_rpc", call)
+        except BaseException:
+            state.joined["init_rpc"] -= state.joining is not None
+            raise
+        finally:
+            state.joining = None
+
+    return init_rpc
+
+
+def _in_helper(what: str, connect: Callable[[], Any]) -> None:
+    """Call what connects in C++ and keeps nothing locked meanwhile; an abandoned call ends at its own timeout."""
+    connect_in_helper(
+        connect,
+        raise_if_cancelled=lambda: _raise_if_over(what),
+        timeout_s=math.inf,  # it has its own
+        dispose=lambda _: None,
+    )
+
+
+def _raise_if_over(what: str) -> None:
+    if current_groups().abort.is_set():
+        raise AbortedError(f"aborted while waiting in {what}")
+    if is_abandoned():
+        raise DistStoreError(f"{what} was cancelled")
+
+
+def _waits_itself(store: Any) -> bool:
+    """Whether this is a rank's own store: its waits are interruptible, and others are built on them."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, AgentStore)

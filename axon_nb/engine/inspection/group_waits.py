@@ -22,28 +22,33 @@ def group_waits() -> GroupWaits:
         group = groups.get(call.group)
         if group is None:
             continue
-        ranks = dist.get_process_group_ranks(group)
+        members = dist.get_process_group_ranks(group)
         pending.append(
             PendingCall(
                 number=call.number,
                 name=call.name,
                 group=call.group,
-                ranks=tuple(ranks),
+                ranks=tuple(members),
                 sequence=call.sequence,
-                peer=ranks[call.peer] if 0 <= call.peer < len(ranks) else -1,
+                peer=members[call.peer] if 0 <= call.peer < len(members) else -1,
                 bytes=call.bytes,
                 seconds=(time.monotonic_ns() - call.started_ns) / 1e9,
             )
         )
     native = state.native
     created = {_creation(str(group.group_name)): 1 for group in rebuildable_groups()}
-    counts = {name: group.sequence for name, group in groups.items()} | created
+    counts = {name: group.sequence for name, group in groups.items()} | created | state.joined
     if (creating := state.creating) is not None:
         name, members, since_ns = creating
         counts[_creation(name)] = 1
         seconds = (time.monotonic_ns() - since_ns) / 1e9
         creation = PendingCall(since_ns, "new_group", _creation(name), tuple(members), 1, -1, 0, seconds)
         pending.insert(0, creation)
+    if (joining := state.joining) is not None:
+        function, ranks, since_ns = joining
+        counts[function] = state.joined[function]
+        seconds = (time.monotonic_ns() - since_ns) / 1e9
+        pending.insert(0, PendingCall(since_ns, function, function, ranks, counts[function], -1, 0, seconds))
     if native is not None:
         return native_waits(native, pending, counts)
     return GroupWaits(tuple(pending), counts, state.calls.num_collectives)

@@ -156,3 +156,66 @@ def test_calls_that_fail_before_they_begin_do_not_count(pair: Kernel) -> None:
     after = pair.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item(), kept - rank, *kinds)").stdout
     assert re.findall(r"2.0 0", after) == ["2.0 0", "2.0 0"]
     assert {"IndexError", "RuntimeError", "TypeError"} <= set(after.split())
+
+
+STORES = """%%distributed
+import tempfile, torch.distributed.distributed_c10d as c10d
+from datetime import timedelta
+from torch.distributed import rpc
+port = [None]
+if rank == 0:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60))
+    port = [server.port]
+dist.broadcast_object_list(port, 0)
+tcp = server if rank == 0 else dist.TCPStore("127.0.0.1", port[0], None, False, timedelta(seconds=60))
+name = [tempfile.mktemp()]
+dist.broadcast_object_list(name, 0)
+stores = {"tcp": tcp, "prefix": dist.PrefixStore("a", tcp), "file": dist.FileStore(name[0], 2)}
+stores["own"] = c10d._get_default_store()
+"""
+MET = """
+import time
+got = []
+for store in stores.values():
+    if rank == 0:
+        got += [store.get("k"), *store.multi_get(["k", "l"])]
+        store.wait(["k"], timedelta(seconds=20))
+        try:
+            store.wait(["never"], timedelta(seconds=0.1))
+        except dist.DistStoreError:
+            got.append("timeout")
+    else:
+        time.sleep(0.1)
+        store.set("k", "v")
+        store.set("l", "w")
+"""
+RPC = """
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+got.append(rpc.rpc_sync(f"worker{1 - rank}", max, args=(rank, 5)))
+rpc.shutdown()
+"""
+
+
+def test_waits_of_stores_and_of_rpc(pair: Kernel) -> None:
+    got = f"{' '.join(['v v w timeout'.replace('v', str(b'v')).replace('w', str(b'w'))] * 4)} 5"
+    assert pair.ok(f"{STORES}{MET}{RPC}print(*got)").lines() == [f"[rank 0] {got}", "[rank 1] 5"]
+    for wait in (
+        "tcp.wait(['x'])",
+        "stores['prefix'].get('x')",
+        "stores['file'].multi_get(['x'])",
+        "stores['own'].wait(['x'])",
+        "dist.HashStore().get('x')",
+        "dist.TCPStore('127.0.0.1', 1, 2, False)",
+        "tcp.queue_pop('q')",
+    ):
+        request = pair.submit(f"%%distributed\nprint('go', flush=True)\n{wait}")
+        pair.wait_for_output(request, "go", ranks=range(2))
+        pair.interrupt()
+        reply = pair.collect(request)
+        assert "CellInterrupt" in reply.ename, reply.traceback
+        after = pair.ok("%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item(), kept - rank, tcp.add('n', 0)")
+        assert after.lines() == ["[ranks 0-1] (2.0, 0, 0)"]
+    reply = pair.run("%%distributed\nif rank == 0:\n    rpc.init_rpc('lonely', rank=0, world_size=2)")
+    assert "rank 0 waits in init_rpc at line 3 for rank 1, which has finished the cell" in reply.traceback
+    after = pair.ok(f"%%distributed\ngot = []\n{RPC}dist.all_reduce(t)\nt.item(), kept - rank, *got")
+    assert after.lines() == ["[ranks 0-1] (4.0, 0, 5)"]
