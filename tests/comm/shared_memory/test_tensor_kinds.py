@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,3 +173,16 @@ def test_expanded_tensor_can_be_sent_but_not_written(world: RankWorld) -> None:
     for refused, *parts in world.run(expanded):
         assert "Elements of an expanded tensor share memory" in refused
         assert parts == [[1.0] * 4, [2.0] * 4]
+
+
+def test_what_gloo_does_otherwise_is_documented_and_said_once() -> None:
+    command = [sys.executable, "-m", "scripts.gloo_differences", "--check"]
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    said = Counter(
+        re.findall(r"^axon_nb: (.+) works over shared memory, but torchrun's Gloo", done.stderr, re.MULTILINE)
+    )
+    assert set(said.values()) == {2}, "one line per rank"
+    assert {"communication of int16", "AVG of int64", "PREMUL_SUM of float32", "SUM of bool"} <= set(said)
+    assert not {"SUM of float32", "SUM of int64", "communication of float32", "AVG of float32"} & set(said)

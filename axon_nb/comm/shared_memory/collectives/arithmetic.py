@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from axon_nb.comm.errors import TensorError
+from axon_nb.comm.shared_memory.segment.announcement import REDUCE_OPERATIONS, note_unlike_gloo
 
 __all__ = ["Arithmetic", "arithmetic"]
 
@@ -39,7 +40,6 @@ _TORCH_KERNELS: dict[int, Any] = {
     _MAX: torch.maximum,
     _PREMUL: torch.add,
 }
-_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _WIDENED = (torch.bfloat16, torch.float16)
 _NUMPY = {
     dtype: np.dtype(str(dtype).removeprefix("torch.").replace("bool", "bool_").rstrip("_"))
@@ -65,7 +65,8 @@ class Arithmetic:
 
     def __init__(self, dtype: torch.dtype, operation: int, size: int) -> None:
         if not is_defined(dtype, operation):
-            raise TensorError(f"{_NAMES[operation]} is not defined for {str(dtype).removeprefix('torch.')}.")
+            raise TensorError(f"{REDUCE_OPERATIONS[operation]} is not defined for {str(dtype).removeprefix('torch.')}.")
+        note_unlike_gloo("", dtype, REDUCE_OPERATIONS[operation])
         self._dtype, self._size = dtype, size
         self._numpy = _NUMPY.get(dtype)
         self._kernel = _KERNELS[operation]

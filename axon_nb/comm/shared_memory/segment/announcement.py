@@ -6,6 +6,8 @@ bytes (38). Two calls match if their words are equal.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +26,10 @@ __all__ = [
     "fact_of",
     "in_words",
     "mismatch",
+    "note_unlike_gloo",
     "operation_of",
     "reduce_number",
+    "unlike_gloo",
 ]
 
 OPERATIONS = (
@@ -56,6 +60,12 @@ _DTYPES: tuple[torch.dtype, ...] = tuple(
     dict.fromkeys(sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str))
 )[: (1 << _DTYPE_BITS) - 2]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
+_REFUSED_BY_GLOO = frozenset(
+    {getattr(torch, name) for name in ("int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")}
+)
+_USUAL_CODES = {
+    dtype: code for dtype, code in _DTYPE_CODES.items() if dtype not in _REFUSED_BY_GLOO and not dtype.is_complex
+}
 
 
 def dtype_code(dtype: torch.dtype | None) -> int:
@@ -76,10 +86,50 @@ def fact_of(operation: str, count: int, *, dtype: torch.dtype | None = None, roo
     return (
         _NUMBERS[operation] << _OPERATION
         | (reduce + 1) << _REDUCE
-        | (0 if dtype is None else dtype_code(dtype)) << _DTYPE
+        | (0 if dtype is None else _USUAL_CODES.get(dtype) or _unusual_code(operation, dtype)) << _DTYPE
         | (root + 1) << _ROOT
         | min(count, (1 << _COUNT_BITS) - 1)
     )
+
+
+@functools.cache
+def _unusual_code(operation: str, dtype: torch.dtype) -> int:
+    note_unlike_gloo("" if dtype in _REFUSED_BY_GLOO else operation, dtype)
+    return dtype_code(dtype)
+
+
+def unlike_gloo(operation: str, dtype: torch.dtype, reduction: str = "") -> str:
+    """Say what torchrun's Gloo does with a collective that shared memory can run; empty: the same.
+
+    Args:
+        operation: One of `OPERATIONS`; empty: any.
+        dtype: The dtype of the elements.
+        reduction: One of `REDUCE_OPERATIONS`; empty: none.
+    """
+    is_integer = not dtype.is_floating_point and not dtype.is_complex
+    match reduction:
+        case "":
+            is_refused = dtype in _REFUSED_BY_GLOO or (operation == "gather" and dtype.is_complex)
+        case "AVG":
+            is_refused = is_integer
+        case "PRODUCT":
+            is_refused = dtype.is_complex
+        case _:
+            is_refused = reduction == "PREMUL_SUM"
+    if is_refused:
+        return "refuses it"
+    return "computes other values" if reduction == "SUM" and dtype is torch.bool else ""
+
+
+@functools.cache
+def note_unlike_gloo(operation: str, dtype: torch.dtype, reduction: str = "") -> None:
+    """Print a line, once in this process, if torchrun's Gloo does not do the same; for the arguments see above."""
+    if outcome := unlike_gloo(operation, dtype, reduction):
+        call = f"{reduction or operation or 'communication'} of {str(dtype).removeprefix('torch.')}"
+        sys.stderr.write(
+            f"axon_nb: {call} works over shared memory, but torchrun's Gloo {outcome}: use another dtype or operation "
+            "in code that is to run there.\n"
+        )
 
 
 def _field(fact: int, place: int, bits: int) -> int:
