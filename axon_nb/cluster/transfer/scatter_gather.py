@@ -43,7 +43,9 @@ def split_value(value: Any, count: int, *, dim: int = 0, name: str = "the value"
         return [_like(value, plain[(*before, slice(start, end))]) for start, end in _bounds(value.shape[dim], count)]
     kind = type(value).__name__
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
-        kind = f"{kind}, of layout {str(value.layout).removeprefix('torch.')}{' and quantized' * value.is_quantized}"
+        layout = str(value.layout).removeprefix("torch.")
+        layout = "quantized" if value.is_quantized else "nested" if value.is_nested else layout
+        kind = f"{kind} ({layout})"
     raise UsageError(
         f"{name} has type {kind}: only dense tensors, arrays, tables and sequences can be split. "
         "Use `%push` to send all of it to each rank."

@@ -234,6 +234,11 @@ def _enum(value: Any) -> Node:
     return Node(f"{_name(type(value))}.{value.name}", children=((".value", value.value),))
 
 
+def _partial(value: Any) -> Node:
+    parts = {"func": value.func, "args": value.args, "keywords": value.keywords, "__dict__": vars(value)}
+    return Node(_name(type(value)), children=((f".{name}", part) for name, part in parts.items()))
+
+
 def _property(value: Any) -> Node:
     return Node("property", children=((f".{name}", getattr(value, name)) for name in ("fget", "fset", "fdel")))
 
@@ -540,6 +545,7 @@ _RULES: dict[str, Callable[[Any], Node]] = {
     "builtins.getset_descriptor": _by_name,
     "builtins.memoryview": _view,
     "enum.Enum": _enum,
+    "functools.partial": _partial,
     "functools._lru_cache_wrapper": lambda value: _function(value.__wrapped__),
     "PIL.Image": _reduced,
     "numpy.ndarray": _array,

@@ -154,6 +154,7 @@ def test_diff_of_shapes_texts_and_incomparable_values(shared_kernel: Kernel, row
 @pytest.fixture(scope="module")
 def kinds(shared_kernel: Kernel) -> dict[str, str]:
     """All kinds of values on the ranks: ``same_0`` is equal on all, ``odd_0`` another on odd ranks; names by kind."""
+    shared_kernel.ok("from axon_nb.cluster.session import current")
     shared_kernel.ok(
         "%%distributed\nimport warnings\nwarnings.simplefilter('ignore')\n"
         "from tests.support.cases.value_kinds import KINDS as t_kinds, NOT_SENT as t_not_sent\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -71,6 +72,12 @@ def test_shared_and_copied_parts_are_equal() -> None:
     first["self"] = first
     second: dict[str, Any] = {"name": "a"}
     second["self"] = second
+    assert _digest(first) == _digest(second)
+
+
+def test_a_look_at_a_value_does_not_change_it() -> None:
+    first, second = functools.partial(max, 1), functools.partial(max, 1)
+    assert vars(first) == {}  # it has none until somebody asks
     assert _digest(first) == _digest(second)
 
 
