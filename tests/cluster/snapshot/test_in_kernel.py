@@ -93,16 +93,16 @@ import hashlib
 import pandas as pd
 num = pd.DataFrame({"a": [1, 2]})
 txt = pd.DataFrame({"a": [1, 2], "s": ["x", "y"]})
-ser = pd.Series([1, 2, 3]); sstr = pd.Series(["a", "b"]); cat = pd.Series(["a", "b"], dtype="category")
+ints = pd.Series([1, 2, 3]); sstr = pd.Series(["a", "b"]); cat = pd.Series(["a", "b"], dtype="category")
 obj = pd.Series(["a", "b"], dtype=object); dt = pd.Series(pd.date_range("2024", periods=2))
 nul = pd.Series([1, None], dtype="Int64")
 
 def tables():
-    values = [ser[0], sstr[0], cat[0], obj[0], dt[0].year, nul[0], list(num.index), list(num.columns)]
+    values = [ints[0], sstr[0], cat[0], obj[0], dt[0].year, nul[0], list(num.index), list(num.columns)]
     return num.to_dict(), txt.to_dict(), *map(str, values)
 """
 TABLE_CHANGES = (
-    """num['b'] = 1; num.loc[0, 'a'] = 9; txt['b'] = 1; txt.loc[0, 's'] = 'changed'; ser[0] = 9; sstr[0] = 'changed'
+    """num['b'] = 1; num.loc[0, 'a'] = 9; txt['b'] = 1; txt.loc[0, 's'] = 'changed'; ints[0] = 9; sstr[0] = 'changed'
 cat[0] = 'b'; obj[0] = 'changed'; dt[0] = pd.Timestamp('2000'); nul[0] = 9""",
     """num.insert(1, 'c', 5); num.drop(columns='a', inplace=True); txt.rename(columns={'s': 'q'}, inplace=True)
 num.index = ['i', 'j']""",
