@@ -238,6 +238,25 @@ def test_objects_subsets_and_threads(shm_world: Any) -> None:
     assert shm_world.run(work) == ["shm"] * N
 
 
+@pytest.mark.parametrize("count", [4, 600_000])
+def test_gathered_tensor_may_be_the_place_of_another_ranks(shm_world: Any, count: int) -> None:
+    def work(world: World) -> list[bool]:
+        import torch.distributed as dist
+
+        whole = torch.zeros(N, count)
+        parts = list(whole.unbind())
+        place = parts[(world.rank() + 1) % N]
+        place.fill_(world.rank())
+        dist.all_gather(parts, place)
+        together = torch.zeros(N * count)
+        own = together[:count].fill_(world.rank())
+        dist.all_gather_into_tensor(together, own)
+        expected = torch.arange(N).float().repeat_interleave(count)
+        return [torch.equal(whole.flatten(), expected), torch.equal(together, expected)]
+
+    assert shm_world.run(work) == [[True, True]] * N
+
+
 @pytest.mark.parametrize("count", [4, 50_000])
 def test_product_is_computed_per_rank_shard(shm_world: Any, count: int) -> None:
     def work(world: World) -> list[float]:

@@ -40,7 +40,7 @@ def all_gather(rounds: Rounds, source: int, size: int, targets: Sequence[int]) -
         for rank, target in others:
             copy(target + i * piece, base + rounds.slot(rank, i), count)
         if copies_own:
-            copy(targets[self_rank] + i * piece, source + i * piece, count)
+            copy(targets[self_rank] + i * piece, base + rounds.slot(self_rank, i), count)
 
     rounds.run(_pieces(size, piece), write, read)
 
