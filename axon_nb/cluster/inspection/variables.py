@@ -174,12 +174,9 @@ def _call_all(state: ClusterState, calls: Mapping[int, Any]) -> dict[int, Any]:
     return {rank: future.result(timeout=_TIMEOUT_S) for rank, future in futures.items()}
 
 
-_Pair = tuple[int | None, int | None]
-
-
-def _different_nodes(ours: VariableTree, theirs: VariableTree) -> list[_Pair]:
+def _different_nodes(ours: VariableTree, theirs: VariableTree) -> list[tuple[int | None, int | None]]:
     """Return the parts that differ and hold none that does: their numbers in both trees; None: it has no such part."""
-    pairs: list[_Pair] = []
+    pairs: list[tuple[int | None, int | None]] = []
     one, other = _Tree(ours), _Tree(theirs)
 
     def descend(mine: int, its: int) -> bool:

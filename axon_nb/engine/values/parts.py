@@ -26,6 +26,14 @@ __all__ = ["SCALARS", "CannotCompareError", "Node", "describe", "digest_of", "sh
 
 _BATCH = 16
 """A longer list of plain values is one leaf."""
+SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented)})
+_COMPRESSED = {
+    "sparse_csr": ("crow_indices", "col_indices"),
+    "sparse_bsr": ("crow_indices", "col_indices"),
+    "sparse_csc": ("ccol_indices", "row_indices"),
+    "sparse_bsc": ("ccol_indices", "row_indices"),
+}
+_NOT_OF_CLASSES = frozenset({"_abc_impl", "__doc__", "__module__", "__dict__", "__weakref__"})
 
 
 class Node(NamedTuple):
@@ -53,6 +61,7 @@ class CannotCompareError(Exception):
 
 
 def digest_of(parts: Iterable[Any], size: int) -> bytes:
+    """Return the digest of buffers, in `size` bytes."""
     digest = hashlib.blake2b(digest_size=size)
     for part in parts:
         digest.update(part)
@@ -60,12 +69,18 @@ def digest_of(parts: Iterable[Any], size: int) -> bytes:
 
 
 def shape_of(value: Any) -> str:
+    """Format the shape of an array, a tensor or a table."""
     if getattr(value, "is_nested", False):
         return f"{value.size(0)} × ragged"
     return " × ".join(map(str, value.shape)) or "scalar"
 
 
 def describe(value: Any) -> Node:
+    """Take a value apart.
+
+    Raises:
+        Exception: `CannotCompareError`, or whatever an odd object raises.
+    """
     kind: Any = type(value)
     return _rule(kind)(value)
 
@@ -85,9 +100,6 @@ def _rule(kind: Any) -> Callable[[Any], Node]:
 def _name(kind: Any) -> str:
     module, name = getattr(kind, "__module__", ""), getattr(kind, "__qualname__", None) or repr(kind)
     return str(name) if module in ("builtins", "__main__", None, "") else f"{module}.{name}"
-
-
-SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented)})
 
 
 def _scalar_bytes(value: Any) -> bytes:
@@ -199,9 +211,6 @@ def _is_bound(cell: Any) -> bool:
         return bool(cell.cell_contents is cell.cell_contents)
     except ValueError:
         return False
-
-
-_NOT_OF_CLASSES = frozenset({"_abc_impl", "__doc__", "__module__", "__dict__", "__weakref__"})
 
 
 def _class(value: Any) -> Node:
@@ -353,14 +362,6 @@ def _tensor(value: Any) -> Node:
     return _memory(value, kind, attributes)
 
 
-_COMPRESSED = {
-    "sparse_csr": ("crow_indices", "col_indices"),
-    "sparse_bsr": ("crow_indices", "col_indices"),
-    "sparse_csc": ("ccol_indices", "row_indices"),
-    "sparse_bsc": ("ccol_indices", "row_indices"),
-}
-
-
 def _memory(value: torch.Tensor, kind: str, attributes: list[tuple[str, Any]]) -> Node:
     layout = str(value.layout).removeprefix("torch.")
     if layout in ("sparse_coo", *_COMPRESSED):
@@ -386,6 +387,7 @@ def _memory(value: torch.Tensor, kind: str, attributes: list[tuple[str, Any]]) -
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a dense tensor, in the order of its elements."""
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = dense.as_strided((dense.numel(),), (1,))  # one element may have any stride
     return flat.view(torch.uint8).numpy().data if dense.numel() else b""
