@@ -10,8 +10,7 @@ import torch
 from axon_nb.engine.debugger.pager import Pager
 from axon_nb.engine.debugger.post_mortem import PostMortem
 from axon_nb.engine.groups.abort import AbortedError
-from axon_nb.engine.inspection.sampler import Sampler
-from axon_nb.engine.inspection.views import Views
+from axon_nb.engine.inspection.job import TrainingJob
 from axon_nb.engine.output.nested_errors import NestedErrors
 from axon_nb.records.protocol.cells import AbortLocation
 from axon_nb.records.protocol.inspection import FailureRequest
@@ -43,7 +42,7 @@ def test_steps_are_counted_per_session() -> None:
             for optimizer in optimizers:
                 optimizer.step()
 
-    first, second = (Views(session, Sampler(session)).job for session in (session_of_rank(0), session_of_rank(1)))
+    first, second = (TrainingJob(session_of_rank(rank)) for rank in range(2))
     with first.count_steps():
         train(5)  # each step steps both optimizers
         with second.count_steps():
