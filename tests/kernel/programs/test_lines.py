@@ -57,12 +57,12 @@ def test_call_in_a_thread_names_a_line_of_the_cell(kernel: Kernel) -> None:
 
 def test_warnings_and_tracebacks_are_merged_across_ranks(kernel: Kernel) -> None:
     reply = kernel.ok(
-        "%%distributed\nimport traceback, warnings\nwarnings.warn('careful')\n"
+        "%%distributed\nimport traceback, warnings\nwarnings.warn('take care')\n"
         "try:\n    1/0\nexcept ZeroDivisionError:\n    traceback.print_exc()"
     )
-    warning = next(line for line in reply.stderr.splitlines() if "careful" in line)
+    warning = next(line for line in reply.stderr.splitlines() if "take care" in line)
     assert "<ipython-input-" in warning
-    assert ":3: UserWarning: careful" in warning
+    assert ":3: UserWarning: take care" in warning
     assert 'File "<ipython-input-' in reply.stderr
     assert "ipykernel_" not in reply.stderr
 
