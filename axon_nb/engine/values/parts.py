@@ -404,7 +404,8 @@ def _mesh(value: Any) -> Node:
 def _storage(value: Any) -> Node:
     memory = value if type(value) is torch.UntypedStorage else value.untyped()
     kind = f"{_name(type(value))} {getattr(value, 'dtype', '')} of {memory.nbytes()} bytes"
-    return Node(kind, data=lambda: [tensor_bytes(torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory))], size=memory.nbytes())
+    plain = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return Node(kind, data=lambda: [tensor_bytes(plain.set_(memory))], size=memory.nbytes())
 
 
 # ---- modules and what trains them
