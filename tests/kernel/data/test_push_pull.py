@@ -140,8 +140,6 @@ def test_untransferable_values_are_reported(kernel: Kernel) -> None:
 
 
 TRIED = """
-import warnings
-warnings.simplefilter("ignore")
 from tests.support.cases.value_kinds import KINDS as v_kinds, NOT_SENT as v_not_sent, differs as v_differs
 from tests.support.cases.value_kinds import halves as v_halves, nested as v_nested
 def v_tried(line, name="", check=None):

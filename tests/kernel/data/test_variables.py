@@ -156,7 +156,7 @@ def kinds(shared_kernel: Kernel) -> dict[str, str]:
     """All kinds of values on the ranks: ``same_0`` is equal on all, ``odd_0`` another on odd ranks; names by kind."""
     shared_kernel.ok("from axon_nb.cluster.session import current")
     shared_kernel.ok(
-        "%%distributed\nimport warnings\nwarnings.simplefilter('ignore')\n"
+        "%%distributed\n"
         "from tests.support.cases.value_kinds import KINDS as t_kinds, NOT_SENT as t_not_sent\n"
         "for t_index, t_make in enumerate(t_kinds.values()):\n"
         "    globals()[f'same_{t_index}'], globals()[f'odd_{t_index}'] = t_make(0), t_make(rank % 2)\n"
