@@ -153,7 +153,7 @@ def _settle(kernel: Kernel) -> dict[str, list[int]]:
 def _memory(kernel: Kernel, tool: Tool) -> dict[str, float]:
     ranks = [psutil.Process(pid).memory_full_info().uss for pid in processes(kernel)["rank"]]
     reply = kernel.ok(f"{tool.cell}\nimport sys\nprint('modules', len(sys.modules))")
-    shown = reply.stdout + "".join(display["text/plain"] for display in reply.displays)
+    shown = reply.stdout + "".join(display.get("text/plain", "") for display in reply.displays)
     modules = max(map(int, re.findall(r"modules (\d+)", shown)))
     return {"pss": pss_mib(kernel), "uss": max(ranks) / 2**20, "modules": modules}
 
