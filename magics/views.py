@@ -6,10 +6,9 @@ import argparse
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from axon_nb.cluster.session import current, kept
+from axon_nb.cluster.session import kept
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, command
-from axon_nb.records.history import ExecutedCell
 from axon_nb.records.ranks import resolve_ranks
 
 __all__ = ["JobViewMagics", "TimelineMagics", "ViewMagics"]
@@ -86,9 +85,6 @@ def _timeline_parser() -> LineParser:
     parser.add_argument("--cell", default=None, metavar="N[,M]", help="show only the finished cell In [N], or two")
     parser.add_argument("--advise", action="store_true", help="say what would shorten a training step, and by how much")
     parser.add_argument(
-        "--prove", action="store_true", help="repeat the cell with delays, to measure what the first advice gains"
-    )
-    parser.add_argument(
         "--save", default=None, metavar="FILE", help="write .json (Perfetto), .html, .csv or .svg instead"
     )
     return parser
@@ -102,21 +98,6 @@ def _cells(text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _code_of(number: int) -> str:
-    """Return the code of a cell that ran on all ranks.
-
-    Raises:
-        UsageError: it did not run in this notebook since its start, or only on some ranks.
-    """
-    _, entries = current.session().history.entries()
-    cells = [entry for entry in entries if isinstance(entry, ExecutedCell) and entry.number == number]
-    if not cells:
-        raise UsageError(f"--prove repeats cell In [{number}], which did not run in this session: run it again.")
-    if cells[-1].outcome != "ok" or cells[-1].magic.split()[:1] != ["distributed"] or "--ranks" in cells[-1].magic:
-        raise UsageError(f"--prove repeats cell In [{number}]: it must have run without an error, on all ranks.")
-    return cells[-1].code
-
-
 @magics_class
 class TimelineMagics(Magics):
     """Timelines of a cluster."""
@@ -126,7 +107,7 @@ class TimelineMagics(Magics):
     def timeline(self, options: argparse.Namespace) -> None:
         """Show each rank's spans over time.
 
-        `%timeline [--ranks 0,2-3] [--cell N[,M]] [--advise [--prove] | --save FILE]`
+        `%timeline [--ranks 0,2-3] [--cell N[,M]] [--advise | --save FILE]`
 
         It shows forwards, backwards, optimizer steps, collectives and waiting; and a pipeline's last step beside its
         ideal. The view is updated by later cells until it is opened again.
@@ -134,7 +115,6 @@ class TimelineMagics(Magics):
         --ranks RANKS   which ranks, such as 0 or 0,2-3; default: all
         --cell N        show only the finished cell In [N]; with two, such as 7,9, show them beside each other
         --advise        say what would shorten a training step, most first, and by how much
-        --prove         with --advise: repeat the cell with and without delays, to measure what the first advice gains
         --save FILE     write a file instead: .json is a trace for Perfetto, .html a page, .csv a table, .svg a picture
 
         Example: `%timeline --ranks 0-1`, or `%timeline --save trace.json`.
@@ -150,18 +130,12 @@ class TimelineMagics(Magics):
             compare_cells(cluster, ranks, cells)
             return
         cell = cells[0] if cells else None
-        if options.prove and not options.advise:
-            raise UsageError("--prove measures what advice gains: write %timeline --advise --prove.")
         if options.advise:
             if options.save is not None:
                 raise UsageError("--advise: shows advice and writes no file; leave --save out.")
             from axon_nb.widgets.open import show_advice
 
-            if options.prove and list(ranks) != list(range(cluster.world_size)):
-                raise UsageError("--prove repeats the cell on all ranks: leave --ranks out.")
-            if options.prove and cluster.world_size < 2:
-                raise UsageError("--prove slows ranks that wait for others, so it needs 2: `%distributed start -n 2`.")
-            show_advice(cluster, ranks, cell=cell, code_of=_code_of if options.prove else None)
+            show_advice(cluster, ranks, cell=cell)
             return
         if options.save is None:
             from axon_nb.widgets.open import show_timeline

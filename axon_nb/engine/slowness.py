@@ -1,12 +1,9 @@
-"""Slows this rank down while a cell runs: as `%distributed slow` asks, and as `%timeline --advise --prove` does.
+"""Slows this rank down while a cell runs, as `%distributed slow` asks.
 
-`slow` slows computing, and messages over slow links. Computing is the CPU time of the main thread between two waits.
+It slows computing, and messages over slow links. Computing is the CPU time of the main thread between two waits.
 The rank sleeps (factor - 1) times as long at its next call, step or recorded forward or backward, or at the end of the
 cell. A message is sent as ever, and its operation ends later: on a helper thread, so that a rank that does not wait
 computes meanwhile.
-
-`--prove` delays the collectives of each training step but the first: the rank sleeps before one starts, and while it
-moves its data.
 """
 
 from __future__ import annotations
@@ -21,8 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.shared_memory.work import SharedWork
-from axon_nb.records.performance.delays import StepDelays
 from axon_nb.records.performance.slowness import Slowness, collective_delay_s, message_delay_s
 from axon_nb.records.waits.functions import PUBLIC_NAMES
 
@@ -50,25 +45,21 @@ class Slowdown:
         self._counted_ns = 0
         self._debt_s = 0.0
         """How long to sleep; negative if earlier sleeps took longer than asked."""
-        self._delays = StepDelays()
-        self._number = -1
-        """Of the next collective in the step; -1: the cell's first step is not over, and none is delayed."""
         self._lock = threading.Lock()
         self._free_at: dict[object, float] = {}
         """By group or peer: when its link has carried all earlier messages."""
 
-    def begin_cell(self, slowness: Slowness, delays: StepDelays, rank: int) -> None:
-        """Slow what this cell of this rank does, and delay the collectives of its steps."""
+    def begin_cell(self, slowness: Slowness, rank: int) -> None:
+        """Slow what this cell of this rank does."""
         self._slowness, self._rank, self._factor = slowness, rank, slowness.factor_of(rank)
         self._debt_s, self._counted_ns = 0.0, time.thread_time_ns()
-        self._delays, self._number = delays, -1
         self._free_at.clear()
 
     def end_cell(self) -> None:
         """Sleep for the rest of the cell's computing, unless it is interrupted, and slow nothing more."""
         with contextlib.suppress(KeyboardInterrupt, RuntimeError):
             self.sleep()
-        self._slowness, self._factor, self._delays = Slowness(), 1.0, StepDelays()
+        self._slowness, self._factor = Slowness(), 1.0
 
     def sleep(self) -> None:
         """Sleep for what the main thread has computed since the last wait or sleep.
@@ -89,37 +80,6 @@ class Slowdown:
         """Do not count what the main thread has done since the last sleep: it waited, and moved data."""
         if self._factor != 1.0 and threading.current_thread() is threading.main_thread():
             self._counted_ns = time.thread_time_ns()
-
-    def end_step(self) -> None:
-        """Count the collectives of the next step from 0."""
-        self._number = 0
-
-    def before_call(self) -> None:
-        """Sleep before the next collective.
-
-        Raises:
-            AbortedError: the cell is aborted.
-        """
-        if self._delays and 0 <= self._number < len(before := self._delays.before[self._rank]):
-            self._debt_s += before[self._number]
-            self._pay(time.sleep)
-
-    def during_call(self, work: Any, *, is_counted: bool) -> None:
-        """Sleep after a collective was started, and let it move its data meanwhile.
-
-        Args:
-            work: Its handle.
-            is_counted: Whether it is a collective; messages are not counted.
-
-        Raises:
-            AbortedError: the cell is aborted.
-        """
-        if not self._delays or self._number < 0 or not is_counted:
-            return
-        number, self._number = self._number, self._number + 1
-        if number < len(self._delays.during):
-            self._debt_s += self._delays.during[number]
-            self._pay(lambda seconds: _move(work, seconds))
 
     def _pay(self, wait: Callable[[float], None]) -> None:
         start = time.monotonic()
@@ -177,16 +137,6 @@ class Slowdown:
             end = max(self._free_at.get(link, 0.0), time.monotonic()) + seconds
             self._free_at[link] = end
         self._sleep_until(end)
-
-
-def _move(work: Any, seconds: float) -> None:
-    """Move a collective's data for so long, and sleep for what is left; in other groups, other threads move it."""
-    end = time.monotonic() + seconds
-    if isinstance(work, SharedWork) and not work.is_completed():
-        work.leave_to_helper()
-        with contextlib.suppress(RuntimeError):  # it takes longer, or it failed: the rank's own wait says so
-            work.wait_slice(timedelta(seconds=seconds))
-    time.sleep(max(0.0, end - time.monotonic()))
 
 
 class LateWork:

@@ -5,9 +5,8 @@ Each panel is open once per notebook and moves to where it was opened last.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from IPython.core.getipython import get_ipython
@@ -16,15 +15,13 @@ from IPython.display import display
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.shards import request_layouts
-from axon_nb.cluster.proof import PAIRS, prove, why_unprovable
 from axon_nb.cluster.session import current
-from axon_nb.errors import UsageError
 from axon_nb.records.spans import Span
 from axon_nb.widgets.html import folded
 from axon_nb.widgets.panel import Panel
 from axon_nb.widgets.shards.page import shards_bundle
 from axon_nb.widgets.shards.tensors import merge_shards
-from axon_nb.widgets.timeline.advice import StepAdvice, advice_bundle, require_advice
+from axon_nb.widgets.timeline.advice import advice_bundle, require_advice
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.record import Timeline
 
@@ -121,40 +118,23 @@ def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = 
     return timeline
 
 
-def show_advice(
-    cluster: Cluster, ranks: Sequence[int], *, cell: int | None = None, code_of: Callable[[int], str] | None = None
-) -> None:
+def show_advice(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = None) -> None:
     """Show what would shorten a training step, and by how much, as a replay of the recorded steps says.
 
     Args:
         cluster: The cluster.
         ranks: Which of its ranks.
         cell: Number of a finished cell; None: the last one with training steps.
-        code_of: Returns the code of a cell, which is repeated to prove the first advice; None: nothing is proven.
 
     Raises:
         UsageError: Ranks have no spans of that cell, or none of a training step.
     """
     found = require_advice(Timeline(cluster, list(ranks), cell=cell).table())
-    proof = _proven(cluster, found, code_of) if code_of is not None and found.advice else ""
-    bundle = advice_bundle(found, proof)
+    bundle = advice_bundle(found)
     if _notebook_shell() is None:
         print(bundle["text/plain"])
     else:
         display(bundle, raw=True)
-
-
-def _proven(cluster: Cluster, found: StepAdvice, code_of: Callable[[int], str]) -> str:
-    """Prove the first advice; return what was measured, or why it cannot be proven, as a sentence."""
-    first = found.advice[0]
-    if reason := why_unprovable(found.recording, first):
-        return reason
-    number = re.search(r"\d+", found.cell)
-    if number is None:
-        raise UsageError("--prove repeats a cell, and this one still runs: ask again when it is over.")
-    code = code_of(int(number[0]))
-    print(f"Repeating {found.cell} {2 * PAIRS} times, half of them with delays.")
-    return f"Measured: {prove(cluster, code, recording=found.recording, advice=first)}."
 
 
 def show_planned(spans: Sequence[Span], title: str) -> PlannedTimeline:

@@ -42,7 +42,6 @@ from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.snapshot.trial import Trials, begin_trials
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
-from axon_nb.records.performance.delays import StepDelays
 from axon_nb.records.performance.slowness import Slowness
 from axon_nb.records.protocol.cells import CellFacts, Measurement, Pauses
 from axon_nb.records.protocol.inspection import WaitsRequest
@@ -200,7 +199,6 @@ class CellManager:
             log_to=self.settings.log_to,
             undo_memory=self.settings.undo_memory if is_undoable else None,
             protect=self.settings.protect if is_undoable else None,
-            delays=options.get("delays", StepDelays()),
             slowness=state.slowness if options.get("undoable", False) else Slowness(),
             watch_numbers=self.settings.watch_numbers if options.get("undoable", False) else "",
         )

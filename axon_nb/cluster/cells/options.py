@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from axon_nb.cluster.failures.report import RankError
-from axon_nb.records.performance.delays import StepDelays
 from axon_nb.records.protocol.cells import AbortLocation, CellEnd, Measurement, Pauses
 from axon_nb.records.protocol.inspection import PausedEvent
 from axon_nb.records.telemetry import Activity
@@ -138,8 +137,6 @@ class CellOptions(TypedDict, total=False):
     """Where the cell pauses, if there is a `debugger`. Default: nowhere, not even at `breakpoint()`."""
     undoable: bool
     """Whether `%distributed undo` can take this cell back, unless `config undo_memory` is 0. Default: False."""
-    delays: StepDelays
-    """What ranks sleep in each training step, to prove the gain of a change. Default: nothing."""
     restores: bool | Trials
     """Whether the state before the cell is restored after it, however it ends (`--try`). Default: False. Cells that
     run one after the other from the same state share `Trials`."""

@@ -1,6 +1,6 @@
 """Cells that are tried: the ranks save their state, run the cell, and restore the state however the cell ends.
 
-`CellManager` does this for every cell with `restores`, so `--try`, `--branch`, `--compare` and `--prove` share it.
+`CellManager` does this for every cell with `restores`, so `--try`, `--branch` and `--compare` share it.
 """
 
 from __future__ import annotations

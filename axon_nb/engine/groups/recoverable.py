@@ -214,10 +214,8 @@ class RecoverableGroup(PythonProcessGroup):
             self.sequence = sequence = self.sequence + 1
         call = None
         try:
-            if sequence:
-                if self._table is not None:
-                    self._table.check_collective(name, args, sequence, self._members)
-                slowdown.before_call()
+            if sequence and self._table is not None:
+                self._table.check_collective(name, args, sequence, self._members)
             call = calls.start(name, self._name, sequence, peer, payload_bytes(args))
             report_call(name, args, self._own_rank, self._members, peer)
             if ring.watched and (frame := user_frame(sys._getframe())) is not None:
@@ -234,7 +232,6 @@ class RecoverableGroup(PythonProcessGroup):
                 raise AbortedError(f"{name} lost a peer: {reason}") from None
             raise
         late = slowdown.late(work, name, args, self, call.bytes)
-        slowdown.during_call(late, is_counted=not point_to_point)
         sliced = sliced or late is not work
         return RecoverableWork(late, call, group=self, sliced=sliced, keep_alive=args, on_finish=finished)
 

@@ -141,9 +141,9 @@ class CellRunner:
     ) -> dict[str, Any]:
         self._breakpoints.begin_cell(facts)
         slowdown = self._session.groups.slowdown
-        is_slowed = bool(facts.slowness or facts.delays)
+        is_slowed = bool(facts.slowness)
         if is_slowed:
-            slowdown.begin_cell(facts.slowness, facts.delays, self._session.config.rank)
+            slowdown.begin_cell(facts.slowness, self._session.config.rank)
         try:
             if (refusal := self._prepare(facts)) is not None:
                 return refusal

@@ -72,7 +72,6 @@ class OptimizerSteps:
         current().groups.slowdown.sleep()
         frame = sys._getframe(1)
         if step_depth(frame) < 2:
-            current().groups.slowdown.end_step()
             for observe in self.observers:
                 observe(frame.f_back)
         self._raise_deferred()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from axon_nb.records.memory import MemoryShortage
-from axon_nb.records.performance.delays import StepDelays
 from axon_nb.records.performance.slowness import Slowness
 from axon_nb.records.protocol.messages import Request
 from axon_nb.records.protocol.wire import Packed, decode, encode
@@ -113,8 +112,6 @@ class CellFacts:
     protect: int | None = 0
     """A rank saves its state after every such number of optimizer steps; 0: never, and it drops what it saved. None:
     this cell is not protected."""
-    delays: StepDelays = field(default_factory=StepDelays)
-    """What ranks sleep in its steps, to prove the gain of a change."""
     slowness: Slowness = field(default_factory=Slowness)
     """What is slowed while it runs."""
     watch_numbers: str = ""

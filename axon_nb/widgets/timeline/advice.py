@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -34,8 +34,6 @@ class StepAdvice:
     advice: tuple[Advice, ...]
     cell: str
     """Such as ``In [3]``; empty: the running one."""
-    proof: str = ""
-    """What was measured of the first advice, as a sentence; empty: nothing was."""
 
     @property
     def heading(self) -> str:
@@ -47,10 +45,7 @@ class StepAdvice:
     @property
     def lines(self) -> list[str]:
         """One sentence or more for each advice, or that there is none."""
-        first = [f"{self.advice[0]} {self.proof}".strip()] if self.advice else []
-        return [*first, *map(str, self.advice[1:])] or [
-            "No change that this knows would shorten a step by 5 % or more."
-        ]
+        return [str(one) for one in self.advice] or ["No change that this knows would shorten a step by 5 % or more."]
 
 
 def step_advice(table: SpanTable) -> StepAdvice | None:
@@ -93,15 +88,8 @@ def require_advice(table: SpanTable) -> StepAdvice:
     return found
 
 
-def advice_bundle(found: StepAdvice, proof: str = "") -> dict[str, str]:
-    """Return the advice as `text/html` and `text/plain`.
-
-    Args:
-        found: The advice.
-        proof: What a proof of the first one says, as a sentence; empty: none was asked for.
-    """
-    if proof and found.advice:
-        found = replace(found, proof=proof)
+def advice_bundle(found: StepAdvice) -> dict[str, str]:
+    """Return the advice as `text/html` and `text/plain`."""
     items = "".join(f'<li style="margin:2px 0">{escape(line)}</li>' for line in found.lines)
     body = f'<ol style="margin:4px 0;padding-left:2em">{items}</ol>'
     numbered = [f"{number}. {line}" for number, line in enumerate(found.lines, start=1)]

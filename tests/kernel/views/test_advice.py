@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -73,35 +72,3 @@ def test_advice_without_a_step_says_what_to_do(ready: Kernel) -> None:
     cell = ready.value("len(get_ipython().history_manager.input_hist_parsed) - 2")
     reply = ready.run(f"%timeline --advise --cell {cell}")
     assert "no training step is recorded. Open `%timeline`, run a cell" in reply.evalue
-
-
-def test_first_advice_is_proven_by_delays_and_the_state_stays(ready: Kernel) -> None:
-    ready.ok("%timeline")
-    ready.ok("%%distributed\nruns = 0")
-    cell = "runs += 1\ntrain(0.0, lambda: time.sleep(0.3 if rank == 1 else 0.0))"
-
-    def is_named() -> bool:  # a rank that is asked too late records too little
-        ready.ok(f"%%distributed\n{cell}")
-        return PLANTED["train(0.0, lambda: time.sleep(0.3 if rank == 1 else 0.0))"] in advice(ready)[0].splitlines()[1]
-
-    assert until(is_named, timeout=120)
-    before = ready.ok("%%rank 0\nruns").lines()
-    shown = [bundle["text/plain"] for bundle in ready.ok("%timeline --advise --prove").displays]
-    (text,) = [text for text in shown if text.startswith("Advice on")]
-    found = re.search(r"Measured: said (\d+)%, proven (-?\d+)% ± \d+\.", text.splitlines()[1])
-    assert found is not None, text
-    said, proven = found.groups()
-    assert int(said) > 50
-    assert int(proven) > 30
-    assert ready.ok("%%rank 0\nruns").lines() == before
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("%timeline --prove", "write %timeline --advise --prove."),
-        ("%timeline --advise --prove --ranks 0", "--prove repeats the cell on all ranks: leave --ranks out."),
-    ],
-)
-def test_proof_that_cannot_be_made_gets_one_sentence(ready: Kernel, line: str, sentence: str) -> None:
-    assert sentence in ready.run(line).evalue
