@@ -29,7 +29,7 @@ _LOCAL = re.compile(r"\s*(%{1,2}\w*|!.*|(import|from)\s.*)$")
 _VALUES = {
     "--backend": ("auto", "shm", "gloo", "nccl"),
     "--devices": ("auto", "cpu"),
-    "--engines": ("axon", "local", "mpi", "ssh", "slurm"),
+    "--engines": ("axon", "local"),
 }
 """The possible values of options."""
 _REFRESH_DELAY_S = 0.2

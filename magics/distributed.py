@@ -37,7 +37,7 @@ def _start_parser() -> LineParser:
     parser.add_argument("-n", type=_number, default=None, help="number of ranks")
     parser.add_argument("--devices", default="auto", help="auto, cpu, or GPU numbers such as 2,5")
     parser.add_argument("--backend", default="auto", help="auto, shm, gloo or nccl")
-    parser.add_argument("--engines", default=None, help="ipyparallel launcher; default: forked ranks")
+    parser.add_argument("--engines", default=None, help="axon: forked ranks (the default), or local: plain processes")
     parser.add_argument("--name", default=None, help="name of the cluster")
     parser.add_argument(
         "--interface", default=None, help="network interface through which ranks on other hosts connect"
@@ -126,7 +126,7 @@ class DistributedMagics(Magics):
         run train.py [arguments]: run a script on the ranks, as torchrun would; its variables stay
         import train.py [-o NOTEBOOK] [--args WORDS] [--force]: cut a script into the cells of a notebook
         export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
-        start [-n N] [--devices auto|cpu|2,5] [--backend auto|shm|gloo|nccl] [--engines LAUNCHER] [--name NAME]
+        start [-n N] [--devices auto|cpu|2,5] [--backend auto|shm|gloo|nccl] [--engines axon|local] [--name NAME]
               [--protect [K]]: keep every step, or every K-th, for ranks that die
               [--force]: end ranks that were left even while a cell runs there
         start -n N --hosts ssh:a,b or mpi:a,b: run ranks there, too · --hosts slurm: on the nodes of the allocation

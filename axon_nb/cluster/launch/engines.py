@@ -1,43 +1,36 @@
-"""Launch one engine per rank with an ipyparallel launcher, and wait until all are registered."""
+"""Launch one engine per rank, forked by the host agent or as a plain process, and wait until all are registered."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import sys
-import threading
 import time
-from concurrent.futures import Future
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import ipyparallel as ipp
 import psutil
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher
-from IPython.paths import get_ipython_dir
 from traitlets.config import Config
-from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
-from traitlets.utils.importstring import import_item
 
 from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.launchers import AgentControllerLauncher, ForkedEngineSetLauncher, rank_hosts
-from axon_nb.cluster.launch.placement import LOOPBACK, Layout, rank_environment
+from axon_nb.cluster.launch.placement import Layout, rank_environment
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.protocol.cluster import Exit
 
 __all__ = [
-    "ON_THIS_HOST",
+    "LAUNCHERS",
     "launch_engines",
     "launcher_class",
     "shut_down_foreign",
     "stop_engines",
 ]
 
-ON_THIS_HOST = ("axon", "local")
-"""Launchers whose ranks are all on the notebook's host."""
+LAUNCHERS = ("axon", "local")
+"""Forked by the host agent; and ipyparallel's own, where nothing can be forked."""
 _SHUTDOWN_S = 30.0
 """Seconds for the engines to exit before their controller does.
 
@@ -46,12 +39,8 @@ lingers forever; seen with 9.1), so a busy machine gets time.
 """
 
 
-_WITHOUT_SIGINT = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
-"""Command that runs another: Jupyter's stop button signals the kernel's whole process group."""
-
-
 def launch_engines(connection: Connection, layout: Layout, *, engines: str, timeout_s: float) -> ipp.Cluster:
-    """Launch one engine per rank with the ipyparallel launcher called `engines`, and wait until all are registered.
+    """Launch one engine per rank with the launcher called `engines`, and wait until all are registered.
 
     Raises:
         StartError: one exited or did not register within `timeout_s` seconds; the message has its last lines.
@@ -68,7 +57,7 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
         delay=0.0,
         log=logging.getLogger("axon_nb.ipyparallel"),
         parent=None,
-        config=launcher_config() if engines not in ON_THIS_HOST else Config(),
+        config=Config(),
     )
     cluster.start_controller_sync()
     options: dict[str, Any] = {"engine_set_id": "ranks"}
@@ -82,8 +71,6 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
     elif layout.visible_by_rank:
         raise UsageError(f"--engines {engines} gives all ranks one MIG instance: use `--engines axon`, or `-n 1`.")
     else:
-        if connection.ip != LOOPBACK:
-            env.pop("OMP_NUM_THREADS")  # each host has its own number of cores; torch's threads are set on joining
         options |= {"environment": env}
         _precreate_logs(connection, layout.num_ranks)
     exit_codes: dict[int, int] = {}
@@ -92,7 +79,7 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
     )
     end = time.monotonic() + timeout_s
     try:
-        _start_engines(cluster, layout.num_ranks, options, name=engines, timeout_s=timeout_s)
+        _start_engines(cluster, layout.num_ranks, options, name=engines)
         timeout_s = max(1.0, end - time.monotonic())
         _await_engines(connection, cluster, set(range(layout.num_ranks)), exit_codes=exit_codes, timeout_s=timeout_s)
     except BaseException:
@@ -101,49 +88,25 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
     return cluster
 
 
-def _start_engines(
-    cluster: ipp.Cluster, num_ranks: int, options: dict[str, Any], *, name: str, timeout_s: float
-) -> None:
-    # Launchers such as ssh block for as long as another host does: in a thread, which is abandoned on a timeout.
-    launched: Future[Any] = Future()
-
-    def start() -> None:
-        try:
-            launched.set_result(cluster.start_engines_sync(num_ranks, **options))
-        except BaseException as error:
-            launched.set_exception(error)
-
-    if name in ON_THIS_HOST:
-        start()
-    else:
-        threading.Thread(target=start, name="axon_nb-launch", daemon=True).start()
+def _start_engines(cluster: ipp.Cluster, num_ranks: int, options: dict[str, Any], *, name: str) -> None:
     try:
-        launched.result(timeout_s)
-    except TimeoutError:
-        raise StartError(f"The engine launcher {name!r} did not start the ranks within {timeout_s:.0f} s.") from None
+        cluster.start_engines_sync(num_ranks, **options)
     except Exception as error:
         raise StartError(f"The engine launcher {name!r} failed: {error}") from error
-    started = int(cluster.engines["ranks"].n)
-    if started < num_ranks:
-        raise StartError(
-            f"The engine launcher {name!r} has room for {started} of {num_ranks} ranks: "
-            f"set its hosts in `ipcluster_config.py` in {_profile_folder()}."
-        )
 
 
 def _await_engines(
     connection: Connection, cluster: ipp.Cluster, wanted: set[int], *, exit_codes: dict[int, int], timeout_s: float
 ) -> None:
     end = time.monotonic() + timeout_s
-    hint = _remote_hint(connection, cluster.engine_launcher_class)
     while not connection.client.wait_registered(wanted, 0.1):
         _raise_if_dead(connection, exit_codes)
-        _raise_if_exited(cluster.engines["ranks"], hint)
+        _raise_if_exited(cluster.engines["ranks"])
         if time.monotonic() > end:
             registered, output = connection.client.registered, _last_output(cluster.engines["ranks"])
             raise StartError(
                 f"Only engines {registered} of {sorted(wanted)} registered within {timeout_s:.0f} s"
-                f"{f'; output of the launcher: {output}' if output else '.'}{hint}"
+                f"{f'; output of the launcher: {output}' if output else '.'}"
             )
 
 
@@ -152,8 +115,6 @@ def stop_engines(cluster: ipp.Cluster, engines: str) -> None:
     if engines == "axon":
         return
     with contextlib.suppress(Exception):  # whatever is left exits once it misses the controller's heartbeat
-        for launcher in getattr(cluster.engines["ranks"], "launchers", {}).values():
-            launcher._output = ""  # else each output file is first fetched from its host, and reported as lost
         cluster.stop_engines_sync()
 
 
@@ -175,55 +136,18 @@ def shut_down_foreign(client: RankClient, launched: ipp.Cluster | None, *, engin
             client.wait_unregistered(range(num_ranks), _SHUTDOWN_S)
 
 
-def launcher_config() -> Config:
-    """Return the user's configuration of ipyparallel's launchers, such as the hosts of `ssh`.
-
-    It is in `ipcluster_config.py` of IPython's default profile, where ipyparallel looks, too. Unless it says otherwise,
-    `ssh` runs this Python on the other hosts.
-    """
-    try:
-        config = PyFileConfigLoader("ipcluster_config.py", path=str(_profile_folder())).load_config()
-    except ConfigFileNotFound:
-        config = Config()
-    ssh = config.SSHLauncher
-    ssh.setdefault("remote_python", sys.executable)
-    for name, usual in (("ssh_cmd", ["ssh"]), ("scp_cmd", ["scp"])):
-        ssh[name] = [*_WITHOUT_SIGINT, *ssh.get(name, usual)]
-    return config
-
-
-def _profile_folder() -> Path:
-    return Path(get_ipython_dir()) / "profile_default"
-
-
 def launcher_class(engines: str) -> Any:
-    """Return the ipyparallel launcher registered as `engines`, or the class with that dotted name.
+    """Return ipyparallel's class for `engines`.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no launcher has that name.
     """
-    if engines == "axon":
-        return ForkedEngineSetLauncher
-    if "." in engines:
-        try:
-            return import_item(engines)
-        except ImportError as error:
-            raise UsageError(f"--engines {engines}: {error}.") from None
-    known = {point.name: point for point in entry_points(group="ipyparallel.engine_launchers")}
-    if engines.lower() not in known:
+    if engines not in LAUNCHERS:
         raise UsageError(
-            f"--engines must be an ipyparallel launcher: {', '.join(sorted(known))}, or a dotted class name; "
-            f"got {engines}."
+            f"--engines must be axon or local; got {engines}. For ranks on other hosts, use `--hosts ssh:NAME`, "
+            "`--hosts slurm`, `--hosts mpi:NAME` or `--hosts join`."
         )
-    return known[engines.lower()].load()
-
-
-def _remote_hint(connection: Connection, launcher: type) -> str:
-    if launcher in (ForkedEngineSetLauncher, LocalEngineSetLauncher):
-        return ""
-    if connection.ip == LOOPBACK:
-        return " If they are on other hosts, use `--interface NAME` to name the network interface that they connect to."
-    return f" They must reach {connection.ip} and have axon_nb installed; `ipcluster_config.py` sets their Python."
+    return ForkedEngineSetLauncher if engines == "axon" else LocalEngineSetLauncher
 
 
 def _precreate_logs(connection: Connection, num_ranks: int) -> None:
@@ -247,20 +171,20 @@ def _raise_if_dead(connection: Connection, exit_codes: dict[int, int]) -> None:
         )
 
 
-def _raise_if_exited(launcher: Any, hint: str) -> None:
+def _raise_if_exited(launcher: Any) -> None:
     """Check the processes that ipyparallel's own launchers started on this host."""
     # A set of engines drops those whose exit it noticed, which it does while an event loop runs, as in a notebook.
     stopped = getattr(launcher, "stop_data", None)
     for identifier in list(stopped.get("engines", ())) if isinstance(stopped, dict) else []:
-        raise _exit_error(f"Engine {identifier}", _last_lines(launcher.outputs.get(identifier) or ""), hint)
+        raise _exit_error(f"Engine {identifier}", _last_lines(launcher.outputs.get(identifier) or ""))
     for identifier, part in _parts(launcher).items():
         process = getattr(part, "process", None)
         if process is not None and (not process.is_running() or _is_zombie(process)):
-            raise _exit_error(f"Engine {identifier}" if identifier else "An engine", _output(part), hint)
+            raise _exit_error(f"Engine {identifier}" if identifier else "An engine", _output(part))
 
 
-def _exit_error(engine: str, output: str, hint: str) -> StartError:
-    return StartError(f"{engine} exited while starting: {output or 'it printed nothing'}{hint}")
+def _exit_error(engine: str, output: str) -> StartError:
+    return StartError(f"{engine} exited while starting: {output or 'it printed nothing'}")
 
 
 def _parts(launcher: Any) -> dict[str, Any]:

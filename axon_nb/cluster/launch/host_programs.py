@@ -11,10 +11,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ipyparallel.cluster.launcher import SSHEngineSetLauncher
+from IPython.paths import get_ipython_dir
+from traitlets.config import Config
+from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
-from axon_nb.cluster.launch.engines import launcher_config
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.environment import JOIN_KEY, SLURM_JOB, SLURM_NODE
 
@@ -34,9 +37,26 @@ _QUERY_TIMEOUT_S = 20.0
 _SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ControlMaster=no", "RequestTTY=no")
 
 
-def _ssh() -> SSHEngineSetLauncher:
-    """Return ipyparallel's launcher, for what the user configured."""
-    return SSHEngineSetLauncher(config=launcher_config())
+_WITHOUT_SIGINT = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+"""Command that runs another: Jupyter's stop button signals the kernel's whole process group."""
+
+
+def ssh_launcher() -> SSHEngineSetLauncher:
+    """Return ipyparallel's launcher, for what the user configured, such as its hosts.
+
+    The configuration is in `ipcluster_config.py` of IPython's default profile, where ipyparallel looks, too. Unless it
+    says otherwise, `ssh` runs this Python on the other hosts.
+    """
+    try:
+        folder = str(Path(get_ipython_dir()) / "profile_default")
+        config = PyFileConfigLoader("ipcluster_config.py", path=folder).load_config()
+    except ConfigFileNotFound:
+        config = Config()
+    ssh = config.SSHLauncher
+    ssh.setdefault("remote_python", sys.executable)
+    for name, usual in (("ssh_cmd", ["ssh"]), ("scp_cmd", ["scp"])):
+        ssh[name] = [*_WITHOUT_SIGINT, *ssh.get(name, usual)]
+    return SSHEngineSetLauncher(config=config)
 
 
 def configured_hosts() -> dict[str, int]:
@@ -45,7 +65,9 @@ def configured_hosts() -> dict[str, int]:
     Raises:
         UsageError: it lists no host, or a name that is not one.
     """
-    hosts = {name: int(one.get("n", 1) if isinstance(one, dict) else one) for name, one in _ssh().engines.items()}
+    hosts = {
+        name: int(one.get("n", 1) if isinstance(one, dict) else one) for name, one in ssh_launcher().engines.items()
+    }
     if not hosts:
         raise UsageError(
             "--hosts ssh uses the hosts of `c.SSHEngineSetLauncher.engines` in ipcluster_config.py, which lists none: "
@@ -59,7 +81,7 @@ def configured_hosts() -> dict[str, int]:
 
 def ssh_address(host: str) -> str:
     """Return the host name or address that ssh's configuration gives for a name."""
-    launcher = _ssh()
+    launcher = ssh_launcher()
     shown = _output([*launcher.ssh_cmd, *launcher.ssh_args, "-G", "--", host])
     names = [line.partition(" ")[2] for line in shown.splitlines() if line.startswith("hostname ")]
     return names[0] if names else host.rpartition("@")[2]
@@ -72,7 +94,7 @@ def ssh_command(host: str, address: str) -> tuple[list[str], str]:
         host: The host, as ssh knows it.
         address: Where agents join, ``ip:port``.
     """
-    launcher = _ssh()
+    launcher = ssh_launcher()
     options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
     user = ["-l", launcher.user] if launcher.user and "@" not in host else []
     program = shlex.join(_join_command(launcher.remote_python, address, "--read-key", "--name", host))

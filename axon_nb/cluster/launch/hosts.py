@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from axon_nb.cluster.launch import host_programs
-from axon_nb.cluster.launch.engines import ON_THIS_HOST
 from axon_nb.cluster.launch.placement import interface_ip
 from axon_nb.errors import UsageError
 
@@ -94,18 +93,17 @@ def own_address(interface: str | None, others: HostsOption | None, engines: str)
     Args:
         interface: The network interface, or its address; None: the one that leads to the first of the other hosts.
         others: What `--hosts` asks for, if anything.
-        engines: Name of the ipyparallel launcher.
+        engines: Name of the launcher.
 
     Raises:
-        UsageError: there is no such interface, it is needed and missing, or `engines` starts no ranks on other hosts.
+        UsageError: there is no such interface, it is needed and missing, or ranks are not forked.
     """
     if others is not None and engines != "axon":
         raise UsageError(f"--hosts starts forked ranks; it cannot be used with --engines {engines}.")
     if interface is not None:
-        if others is None and engines in ON_THIS_HOST:
+        if others is None:
             raise UsageError(
-                f"--interface {interface}: the launcher {engines!r} starts ranks on this host only; use `--hosts "
-                "ssh:NAME`, `--hosts join` or another --engines."
+                f"--interface {interface}: all ranks are on this host; use `--hosts ssh:NAME` or `--hosts join`."
             )
         return interface_ip(interface)
     if others is None:

@@ -13,7 +13,7 @@ from axon_nb.cluster.endpoint.server import Endpoint
 from axon_nb.cluster.failures.deaths import describe_death
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection, default_name, open_existing, open_new
-from axon_nb.cluster.launch.engines import ON_THIS_HOST, launch_engines, stop_engines
+from axon_nb.cluster.launch.engines import launch_engines, launcher_class, stop_engines
 from axon_nb.cluster.launch.host_agents import await_hosts
 from axon_nb.cluster.launch.hosts import own_address, parse_hosts
 from axon_nb.cluster.launch.join import join_world
@@ -100,6 +100,7 @@ def start(
     )
     layout = plan()
     launcher = engines or ("axon" if hasattr(os, "fork") and os.path.isdir("/proc") else "local")
+    launcher_class(launcher)
     others = None if hosts is None else parse_hosts(hosts, layout.num_ranks)
     ip = own_address(interface, others, launcher)
     if _make_room(session, force=force):
@@ -109,14 +110,13 @@ def start(
     raise_if_over_quota(layout.num_ranks)
     for note in layout.notes:
         print(note)
-    if launcher in ON_THIS_HOST and not several_hosts:
+    if not several_hosts:
         connection = session.prewarm.take(chosen_settings.start_timeout)
-    else:  # such a launcher may start ranks where they do not see this host's files
+    else:
         session.prewarm.discard()
         connection = open_new(ip=ip or LOOPBACK)
         if note := compatibility.unencrypted():
             print(note, file=sys.stderr)
-    if several_hosts:
         print(f"The controller, the rendezvous store and Gloo listen on {ip} for ranks on other hosts.")
     launched = None
     try:

@@ -1,7 +1,4 @@
-"""A second host for tests: a network namespace with its own address and host name, and how ranks are started there.
-
-A launcher starts engines there, or the command that `--hosts join` prints starts an agent.
-"""
+"""A second host for tests: a network namespace with its own address and host name, and the start of its agent."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
-
 __all__ = [
     "CLOCK_AHEAD_S",
     "FAR_HOST",
@@ -22,7 +17,6 @@ __all__ = [
     "HERE_IN_OTHER_TIME",
     "IN_NAMESPACE",
     "IN_OTHER_TIME",
-    "FarEngineSetLauncher",
     "Network",
     "network",
     "one_clock_only",
@@ -80,24 +74,6 @@ class Pasted(io.StringIO):
 with contextlib.redirect_stdout(Pasted()):
     c = axon_nb.start(4, hosts="join", interface=%r, devices="cpu")
 """
-
-
-class FarEngineLauncher(LocalEngineLauncher):
-    """An engine; those with an odd index run on the other host."""
-
-    def find_args(self) -> list[str]:
-        """The engine's command line, behind what moves it to the other host."""
-        args: list[str] = super().find_args()
-        if int(self.identifier) % 2 == 0:
-            return args
-        move = ["ip", "netns", "exec", os.environ[_NAMESPACE], "unshare", "--uts", "sh", "-c"]
-        return [*move, f'hostname {FAR_HOST}; exec "$@"', "sh", *args]
-
-
-class FarEngineSetLauncher(LocalEngineSetLauncher):
-    """Engines on two hosts."""
-
-    launcher_class = FarEngineLauncher
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def test_bad_hosts_are_refused_with_the_fix(text: str, message: str) -> None:
 
 
 def test_hosts_need_forked_ranks_and_an_interface() -> None:
-    with pytest.raises(UsageError, match="it cannot be used with --engines ssh"):
-        own_address(None, parse_hosts("join", 2), "ssh")
+    with pytest.raises(UsageError, match="it cannot be used with --engines local"):
+        own_address(None, parse_hosts("join", 2), "local")
     with pytest.raises(UsageError, match="--hosts join needs `--interface NAME`"):
         own_address(None, parse_hosts("join", 2), "axon")
     assert own_address("lo", parse_hosts("join", 2), "axon") == "127.0.0.1"

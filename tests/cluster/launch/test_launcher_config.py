@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.cluster.launch.engines import launcher_config
+from axon_nb.cluster.launch.host_programs import ssh_launcher
 
 
 @pytest.fixture
@@ -23,16 +23,16 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ssh_runs_this_python_unless_configured(profile: Path) -> None:
-    assert launcher_config().SSHLauncher.remote_python == sys.executable
+    assert ssh_launcher().config.SSHLauncher.remote_python == sys.executable
     (profile / "ipcluster_config.py").write_text("c.SSHLauncher.remote_python = '/far/python'\n")
-    assert launcher_config().SSHLauncher.remote_python == "/far/python"
+    assert ssh_launcher().config.SSHLauncher.remote_python == "/far/python"
 
 
 def test_process_group_interrupt_does_not_reach_ssh(profile: Path) -> None:
     (profile / "ipcluster_config.py").write_text(
         f"c.SSHLauncher.ssh_cmd = [{sys.executable!r}, '-c', 'import time; print(1, flush=True); time.sleep(600)']\n"
     )
-    command = list(launcher_config().SSHLauncher.ssh_cmd)
+    command = list(ssh_launcher().config.SSHLauncher.ssh_cmd)
     with subprocess.Popen([*command, "far-host"], stdout=subprocess.PIPE, text=True) as ssh:
         try:
             assert ssh.stdout is not None
