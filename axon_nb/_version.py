@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RECORD_VERSION", "__version__"]
-
 __version__ = "0.1.0"
 RECORD_VERSION = 1
 """Version of the record of a cell for programs, `axon_nb/records/cell_result.schema.json`."""

@@ -17,8 +17,6 @@ from axon_nb.remote.commands import REMOTE_COMMANDS
 from axon_nb.troubleshooting import explain, more
 from axon_nb.usage import CommandParser, ProgramCommand, nearest_option, unknown_command
 
-__all__ = ["main"]
-
 _PROGRAM = "axon-nb"
 _BAD_USAGE = 2
 

@@ -15,8 +15,6 @@ from urllib.parse import quote
 from axon_nb.errors import UsageError
 from axon_nb.records.environment import JUPYTER_SERVER
 
-__all__ = ["FILES", "copy_notebook", "open_notebook"]
-
 FILES = {"01_quickstart.ipynb": "quickstart.ipynb", "data/digits.csv.gz": "data/digits.csv.gz"}
 """The files in `examples/` of the repository, with their names in the copy; the notebook is the first."""
 _APPLICATIONS = {"jupyterlab": "LabApp.default_url=/lab/tree", "notebook": "JupyterNotebookApp.default_url=/notebooks"}

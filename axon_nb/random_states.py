@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["random_states", "set_random_states"]
-
 
 def random_states() -> dict[str, Any]:
     """Return the states of Python, torch, and of NumPy and the current CUDA device if they are in use.

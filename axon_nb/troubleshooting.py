@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-__all__ = ["MORE", "PAGE", "Entry", "entries", "explain", "more", "name_of"]
-
 PAGE = "docs/help/troubleshooting.md"
 """The page's file in the repository; a wheel has it next to this module."""
 MORE = "More: "

@@ -10,8 +10,6 @@ from typing import NoReturn
 
 from axon_nb.errors import UsageError
 
-__all__ = ["CommandParser", "ProgramCommand", "nearest_option", "unknown_command"]
-
 
 class CommandParser(argparse.ArgumentParser):
     """Raises UsageError with one sentence instead of printing usage and exiting."""

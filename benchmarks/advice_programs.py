@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from axon_nb.records.performance.slowness import SlowLink, Slowness
 
-__all__ = ["BALANCED", "DEFINE", "PLANTED", "Planted"]
-
 DEFINE = '''
 import gc, time
 import torch.nn as nn

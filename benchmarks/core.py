@@ -25,8 +25,6 @@ from benchmarks import stock
 from benchmarks.report import Row, median, percentile, write
 from tests.support.kernel import Kernel
 
-__all__ = ["ALL_REDUCE", "Tool", "cold_start", "main", "pss_mib"]
-
 ROOT = Path(__file__).parents[1]
 ALL_REDUCE = "%%distributed\n_x = torch.ones(1)\ndist.all_reduce(_x)"
 BLOCK = 25

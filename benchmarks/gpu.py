@@ -25,8 +25,6 @@ import axon_nb
 from axon_nb import plan
 from axon_nb.host.resources.gpus import list_gpus
 
-__all__ = ["FIGURES", "main"]
-
 _FINISH = """
 import time
 def finish():

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from benchmarks.report import Row, median
 
-__all__ = ["PairedRow", "interval"]
-
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % confidence interval of the median by order statistics, without assumptions on the distribution."""

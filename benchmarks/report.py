@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["Row", "machine", "median", "percentile", "write"]
-
 PACKAGES = ("torch", "ipyparallel", "ipykernel", "ipython", "jupyter_client")
 
 

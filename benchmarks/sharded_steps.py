@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from axon_nb.parallel import FSDP, ShardingStrategy, checkpoint_blocks
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss, windows
 
-__all__ = ["CASES", "Step", "make"]
-
 CASES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "OPTIMIZER_STATE", "bfloat16", "checkpointed")
 Step = Callable[[], None]
 

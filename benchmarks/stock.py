@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ALL_REDUCE", "START", "STOP"]
-
 START = """
 import logging, socket, ipyparallel as ipp
 _cluster = ipp.Cluster(n={n}, log_level=logging.WARNING)

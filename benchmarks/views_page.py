@@ -12,8 +12,6 @@ from tests.browser.conftest import CHROMIUM_NAMES, CHROMIUM_OPTIONS, WINDOW
 from tests.support.browser.lab_page import LabPage
 from tests.support.browser.lab_server import LabServer
 
-__all__ = ["page_rows"]
-
 CANVAS = ".axon-timeline-canvas"
 SPANS = 100_000
 UPDATE_MS, RELOAD_S, GROWTH_MB = 100.0, 4.0, 30.0

@@ -12,18 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = [
-    "OPERATIONS",
-    "STEPS",
-    "Groups",
-    "make_groups",
-    "time_hand_overs",
-    "time_operations",
-    "time_steps",
-    "transformer",
-]
-
-
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 """(recoverable, plain) group of all ranks."""
 

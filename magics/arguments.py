@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from axon_nb.errors import UsageError
-from axon_nb.usage import nearest_option, unknown_command
-
-__all__ = ["EXAMPLES", "LineParser", "command", "example_of", "parse", "raw_command", "unknown_command"]
+from axon_nb.usage import nearest_option
 
 EXAMPLES = {
     "%%distributed": "%%distributed --ranks 0-1 --time    and below it: dist.all_reduce(torch.ones(8))",

@@ -17,8 +17,6 @@ from axon_nb.cluster.session import current
 from axon_nb.errors import UsageError
 from axon_nb.magics.cell_head import AWAITED
 
-__all__ = ["AutoMagics", "Piece", "auto_cells", "split_cell"]
-
 _NOTEBOOK_MAGICS = ("load_ext", "reload_ext", "unload_ext")
 """IPython's line magics that would be useless on ranks."""
 

@@ -21,16 +21,6 @@ from axon_nb.records.history import ExecutedCell
 from axon_nb.records.ranks import parse_ranks
 from axon_nb.shell.user_frame import user_frame
 
-__all__ = [
-    "AWAITED",
-    "CellHead",
-    "awaited_cells",
-    "help_requests",
-    "injected_parameters",
-    "read_head",
-    "target_rank",
-]
-
 _RANKS = re.compile(r"--ranks[\s=]+(\S+)")
 _OURS = "distributed|gather|memory|pull|push|scatter|shards|timeline|watch"
 _HELP_LINE = re.compile(rf"^(%(?:{_OURS})\s+[^\s?].*?)\s*\?{{1,2}}\s*$")

@@ -26,22 +26,6 @@ from axon_nb.records.ranks import resolve_ranks
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "CellRuns",
-    "Measures",
-    "add_measures",
-    "add_pauses",
-    "add_runs",
-    "duration",
-    "profile_frame",
-    "read_measures",
-    "read_pauses",
-    "read_runs",
-    "repeat_lines",
-    "seconds",
-    "time_lines",
-]
-
 _COLUMNS = {
     "name": "operation",
     "calls": "calls",

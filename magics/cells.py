@@ -40,8 +40,6 @@ from axon_nb.records.ranks import name_ranks, resolve_ranks
 if TYPE_CHECKING:
     from axon_nb.widgets.cell.views import CellViews
 
-__all__ = ["CellMagics", "cell_parser"]
-
 _log = logging.getLogger("axon_nb.cells")
 _MAX_RECORDS = 16
 

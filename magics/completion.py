@@ -21,8 +21,6 @@ from axon_nb.magics.arguments import LineParser
 from axon_nb.magics.cell_head import target_rank
 from axon_nb.magics.cells import cell_parser
 
-__all__ = ["NameRefresh", "rank_matcher"]
-
 _MAGIC = re.compile(r"\s*(%%?)(\w+)\s+(.*)$")
 _LOCAL = re.compile(r"\s*(%{1,2}\w*|!.*|(import|from)\s.*)$")
 """What the notebook completes without asking a rank: names of magics, shell commands, modules."""

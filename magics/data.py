@@ -14,8 +14,6 @@ from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, command
 from axon_nb.records.ranks import resolve_ranks
 
-__all__ = ["DataMagics"]
-
 
 def _parser(prog: str, description: str, *, dim: bool = False) -> LineParser:
     parser = LineParser(prog, description)

@@ -16,13 +16,12 @@ from axon_nb.cluster.inspection.variables import summary_of
 from axon_nb.cluster.launch.placement import explain_number
 from axon_nb.cluster.session import current, kept, start
 from axon_nb.cluster.session.discovery import stop_detached
-from axon_nb.magics.arguments import LineParser, command, raw_command, unknown_command
+from axon_nb.magics.arguments import LineParser, command, raw_command
 from axon_nb.magics.scripts import import_parser, import_script, run_parser, script_cell
 from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_parser, export_session
 from axon_nb.records.ranks import name_ranks
 from axon_nb.troubleshooting import explain
-
-__all__ = ["DistributedMagics"]
+from axon_nb.usage import unknown_command
 
 
 def _number(text: str) -> int:

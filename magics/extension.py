@@ -20,8 +20,6 @@ from axon_nb.magics.kernel_requests import RequestHandler
 from axon_nb.magics.plan import PlanMagics
 from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
 
-__all__ = ["Extension", "load", "unload"]
-
 _CLASSES = (
     AutoMagics,
     CellMagics,

@@ -30,8 +30,6 @@ from axon_nb.cluster.session.notebook import NotebookSession
 from axon_nb.magics.cell_head import target_rank
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["RequestHandler", "install"]
-
 _MAX_LOAD_PER_CORE = 3.0
 """With a higher load average of the last minute, per core, the machine counts as overloaded."""
 _SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")

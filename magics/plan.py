@@ -12,8 +12,6 @@ from axon_nb.cluster.cells import source as cell_code
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, parse
 
-__all__ = ["PlanMagics", "plan_parser"]
-
 _HIDDEN = ("In", "Out", "exit", "quit", "get_ipython", "open")
 
 

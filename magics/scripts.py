@@ -9,8 +9,6 @@ from pathlib import Path
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, command
 
-__all__ = ["import_parser", "import_script", "run_parser", "script_cell"]
-
 
 def run_parser() -> LineParser:
     """Return the parser of `%distributed run`."""

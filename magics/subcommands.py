@@ -18,8 +18,6 @@ from axon_nb.magics.arguments import LineParser, command
 from axon_nb.records.performance.slowness import SlowLink, Slowness
 from axon_nb.records.ranks import resolve_ranks
 
-__all__ = ["SUBCOMMANDS", "doctor", "export_parser", "export_session"]
-
 
 def _auto_parser() -> LineParser:
     parser = LineParser(

@@ -11,8 +11,6 @@ from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, command
 from axon_nb.records.ranks import resolve_ranks
 
-__all__ = ["JobViewMagics", "TimelineMagics", "ViewMagics"]
-
 
 def _shards_parser() -> LineParser:
     parser = LineParser("%shards", "Show which rank holds which part of a tensor.")

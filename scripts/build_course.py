@@ -24,8 +24,6 @@ from axon_course.answers import FILE, pack
 from axon_course.definitions import find_exercise
 from scripts.pair_notebooks import render
 
-__all__ = ["EDITIONS", "SOURCES", "answers", "main", "stub", "without_markers"]
-
 SOURCES = Path(__file__).resolve().parent.parent / "course"
 _REGION = re.compile(
     r"^(?P<indent> *)### BEGIN SOLUTION (?P<id>[0-9]+\.[0-9]+)\n(?P<body>.*?)^ *### END SOLUTION$",

@@ -19,19 +19,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from zlib import crc32
 
-__all__ = [
-    "DURATIONS",
-    "QUICK",
-    "TESTS",
-    "TURNS",
-    "affordable",
-    "changed_since",
-    "landings",
-    "runs_always",
-    "select",
-    "turn_of",
-]
-
 ROOT = Path(__file__).resolve().parents[1]
 LANDED = ROOT / ".ci" / "landed"
 """Names the commit that the present work started from."""

@@ -9,8 +9,6 @@ import pandas as pd
 
 from axon_course.exercises.layouts import CASES, LAYOUTS
 
-__all__ = ["layouts", "main"]
-
 
 def layouts() -> pd.DataFrame:
     """Search the layouts of each exercise."""

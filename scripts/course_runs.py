@@ -32,8 +32,6 @@ from scripts.build_course import SOURCES
 from scripts.build_course import main as build
 from scripts.generated_page import ROOT, write_or_check
 
-__all__ = ["NOTEBOOKS", "Run", "first_wrong_cell", "main", "render", "run_solved"]
-
 NOTEBOOKS = sorted(path.stem for path in SOURCES.glob("[0-9]*.py"))
 PAGE = ROOT / "docs" / "course_runs.md"
 _TABLE = PAGE.with_suffix(".csv")

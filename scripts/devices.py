@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["files", "main", "places"]
-
 ROOT = Path(__file__).resolve().parents[1]
 FACTORIES = frozenset({
     "arange", "empty", "eye", "frombuffer", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["ROOT", "write_or_check"]
-
 ROOT = Path(__file__).resolve().parent.parent
 """The folder of the project."""
 

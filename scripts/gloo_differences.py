@@ -25,8 +25,6 @@ from axon_nb.comm.shared_memory.segment.announcement import REDUCE_OPERATIONS, u
 from axon_nb.torch_api import torch_api
 from scripts.generated_page import ROOT, write_or_check
 
-__all__ = ["TARGET", "differences", "main", "render"]
-
 TARGET = ROOT / "docs" / "design" / "shared_memory.md"
 BEGIN, END = "<!-- scripts/gloo_differences.py writes this table -->\n", "<!-- end of the table -->\n"
 SIZE = 2

@@ -32,8 +32,6 @@ if __package__ in (None, ""):  # run as a file
 from scripts.gpu_box_parts import DONE, PARTS, Item, Part  # noqa: E402 - needs the path above
 from scripts.gpu_box_wheels import WHEELS, install_missing  # noqa: E402
 
-__all__ = ["FOLDER", "NO_GPU", "ONE_CARD", "Box", "main"]
-
 FOLDER = ROOT / "out" / "gpu_box"
 """Wheels, the packages installed from them, logs, and a copy of the report."""
 NO_GPU = "This machine has no GPU that torch can use: `--without-gpu` runs what needs none."

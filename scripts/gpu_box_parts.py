@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["DONE", "PARTS", "Item", "Part"]
-
 DONE = "AXON_NB_GPU_BOX_DONE"
 """Environment variable of an item: the tests that have a result, as a JSON list."""
 

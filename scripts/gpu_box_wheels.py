@@ -14,8 +14,6 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["PINS", "WHEELS", "install_missing", "main"]
-
 ROOT = Path(__file__).resolve().parents[1]
 PINS = ROOT / "scripts" / "gpu_box.txt"
 WHEELS = ROOT / "out" / "gpu_box" / "wheels"

@@ -15,8 +15,6 @@ from typing import Any
 
 from scripts.generated_page import ROOT, write_or_check
 
-__all__ = ["REPORTS", "add", "main", "parts_table", "read", "table"]
-
 REPORTS = ROOT / "docs" / "gpu_reports"
 _MARKED = re.compile(r"(?<=<!-- gpu reports -->\n).*?(?=<!-- end of gpu reports -->)", re.DOTALL)
 _HEAD = "| GPUs | torch, NCCL | tests | drills ended by an abort | report |\n|---|---|---|---|---|\n"

@@ -12,8 +12,6 @@ from axon_nb.engine.self_test.catalog import CHECKS
 from axon_nb.records import hooks
 from scripts.generated_page import ROOT, write_or_check
 
-__all__ = ["TARGET", "main", "render"]
-
 TARGET = ROOT / "docs" / "design" / "hooks.md"
 
 HEAD = """\

@@ -21,8 +21,6 @@ from tests.browser.conftest import CHROMIUM_NAMES, CHROMIUM_OPTIONS
 from tests.support.browser.lab_page import LabPage
 from tests.support.browser.lab_server import LabServer
 
-__all__ = ["main"]
-
 LIMIT = 1_500_000
 """Maximum size in bytes."""
 WINDOW = {"width": 1000, "height": 900}

@@ -15,8 +15,6 @@ import jupytext
 import nbformat
 from nbformat import NotebookNode
 
-__all__ = ["main", "render"]
-
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 

@@ -15,8 +15,6 @@ import pytest
 
 from scripts.parity_table import RUNS, is_run, named_tests
 
-__all__ = ["Recorder", "main", "where"]
-
 
 class Recorder:
     """A pytest plugin that records where each test ran, with all its parameters as one test."""

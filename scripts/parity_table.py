@@ -15,21 +15,6 @@ from typing import Any
 
 from scripts.generated_page import ROOT, write_or_check
 
-__all__ = [
-    "RUNS",
-    "SOURCES",
-    "is_run",
-    "main",
-    "named_tests",
-    "read_examples",
-    "read_list",
-    "read_names",
-    "read_runs",
-    "render",
-    "run_places",
-    "summary",
-]
-
 DOCS = ROOT / "docs"
 SOURCES = DOCS / "parity"
 RUNS = SOURCES / "runs.toml"

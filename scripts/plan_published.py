@@ -16,8 +16,6 @@ from scripts.published_memory import NEAR as NEAR_MEMORY
 from scripts.published_memory import MemoryRow, peak_rows, zero_rows
 from scripts.published_steps import Run, error_of, is_fitted, is_near, load_runs, predicted
 
-__all__ = ["main", "memory_rows", "render", "summary"]
-
 TARGET = ROOT / "docs" / "plan_published.md"
 SOURCES = {
     "titan-h100": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 6, no context parallelism",

@@ -16,8 +16,6 @@ from axon_nb.plan.hardware.cards import Shares
 from scripts.generated_page import ROOT, write_or_check
 from scripts.published_steps import Run, family_of, is_fitted, load_runs, predicted_s
 
-__all__ = ["fit", "main", "render"]
-
 TARGET = ROOT / "axon_nb" / "plan" / "hardware" / "fitted.toml"
 GENERAL = ("other", "compiled", "nvlink", "network")
 START, CHANGE, STEPS = 0.7, 0.02, 12

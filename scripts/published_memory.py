@@ -17,8 +17,6 @@ from axon_nb import plan
 from scripts.generated_page import ROOT
 from scripts.published_models import MODELS, Block, Sizes, loss_of, model_of
 
-__all__ = ["NEAR", "MemoryRow", "MixedPrecisionAdam", "linear_layers", "peak_rows", "zero_rows"]
-
 PEAKS = ROOT / "docs" / "published" / "memory.csv"
 NEAR = 0.10
 """Relative error of a prediction that counts as near."""

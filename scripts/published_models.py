@@ -18,8 +18,6 @@ from axon_nb.plan.hardware.rates import Work
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 
-__all__ = ["MODELS", "TP_PLAN", "Block", "Sizes", "loss_of", "model_of", "trace_of"]
-
 TP_PLAN = {
     "embedding.table": "column",
     "block*.attention.[qkv]": "column",

@@ -20,20 +20,6 @@ from axon_nb.plan.traffic.plan import CommunicationPlan
 from scripts.generated_page import ROOT
 from scripts.published_models import MODELS, TP_PLAN, trace_of
 
-__all__ = [
-    "NEAR",
-    "RUNS",
-    "Run",
-    "arguments_of",
-    "error_of",
-    "family_of",
-    "is_fitted",
-    "is_near",
-    "load_runs",
-    "predicted",
-    "predicted_s",
-]
-
 NEAR = 1.2
 """Factor within which predicted and published seconds count as near."""
 RUNS = ROOT / "docs" / "published" / "runs.csv"

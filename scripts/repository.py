@@ -14,8 +14,6 @@ from pathlib import Path
 
 from scripts.generated_page import ROOT, write_or_check
 
-__all__ = ["FILES", "address", "main", "written"]
-
 FILES = (
     ".github/ISSUE_TEMPLATE/config.yml",
     ".github/conda/recipe.yaml",

@@ -19,8 +19,6 @@ from scripts.generated_page import ROOT, write_or_check
 TARGET = ROOT / "docs" / "design" / "rooms.md"
 PACKAGES = ("axon_nb", *(f"axon_nb.{name}" for name in ("cluster", "engine", "plan", "widgets", "comm", "parallel")))
 
-__all__ = ["Arrows", "arrows", "draw", "main", "reduced", "render", "rooms_table"]
-
 HEAD = """\
 # The rooms, drawn from the imports
 

@@ -21,8 +21,6 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
 
-__all__ = ["execute", "main"]
-
 
 def execute(source: Path, out: Path, *, cell_timeout: int = 300) -> tuple[list[Path], str | None]:
     """Run `source` in a fresh kernel, in its own folder.

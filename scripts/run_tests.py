@@ -39,8 +39,6 @@ from scripts.changed_tests import TURNS, affordable, changed_since, landings, se
 from scripts.generated_page import ROOT
 from tests.support.failures import FOLDER_VARIABLE
 
-__all__ = ["TIERS", "files_to_repeat", "known_flaky", "main", "verdict"]
-
 TIERS = {
     "quick": "quick and not slow",
     "test": "(always or promise or changed) and not slow",

@@ -21,8 +21,6 @@ from tests.browser.conftest import CHROMIUM_NAMES, CHROMIUM_OPTIONS  # noqa: E40
 from tests.support.browser.lab_page import LabPage  # noqa: E402
 from tests.support.browser.lab_server import LabServer  # noqa: E402
 
-__all__ = ["main"]
-
 ANSWER_MS = 200_000
 LIMIT = 300_000
 """Maximum size of a picture in bytes."""

@@ -16,8 +16,6 @@ from axon_nb.cluster.settings import Settings
 from axon_nb.records import environment
 from scripts.generated_page import ROOT, write_or_check
 
-__all__ = ["docstrings", "main", "render"]
-
 TARGET = ROOT / "docs" / "settings.md"
 SETTINGS = ROOT / "axon_nb" / "cluster" / "settings.py"
 VARIABLES = ROOT / "axon_nb" / "records" / "environment.py"

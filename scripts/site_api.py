@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["API", "api_page", "to_rst"]
-
 API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "axon_nb": (
         "Clusters and training loops: what `import axon_nb` has.",

@@ -21,8 +21,6 @@ from scripts.repository import address
 from scripts.site_api import API, api_page, to_rst
 from scripts.site_reference import errors_page, options_page
 
-__all__ = ["REPOSITORY", "notebook_page", "relinked", "setup", "write_course", "write_notebooks"]
-
 REPOSITORY = address()
 DOCS = ROOT / "docs"
 EXAMPLES = ROOT / "examples"

@@ -23,8 +23,6 @@ from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
 from axon_nb.remote.tools import TOOLS, WRITING, Tools
 from scripts.generated_page import ROOT
 
-__all__ = ["Message", "command_help", "errors_page", "messages", "options_page", "program_help", "tools_section"]
-
 _MAGICS = (DataMagics, ViewMagics, JobViewMagics, TimelineMagics)
 _BLOCK = "## `{}`\n\n```text\n{}\n```\n"
 _OPTIONS_HEAD = """\

@@ -22,8 +22,6 @@ from pathlib import Path
 from benchmarks.report import machine
 from scripts.generated_page import ROOT
 
-__all__ = ["by_file", "by_folder", "main", "read_durations", "replace_table", "updated"]
-
 BY_FILE = ROOT / "tests" / "durations.json"
 PAGE = ROOT / "docs" / "tests.md"
 NUM_SLOWEST = 40

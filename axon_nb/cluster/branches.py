@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["Branch", "BranchPlan", "Branches", "read_plan", "run_branches"]
-
 _NOT_RUN = "not run"
 _CHOICES: Mapping[str, Callable[..., str]] = {"best": min, "lowest": min, "highest": max}
 

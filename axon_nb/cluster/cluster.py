@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from axon_nb.records.stacks import Stacks
     from axon_nb.records.telemetry import ClusterInfo
 
-__all__ = ["Cluster"]
-
 
 class Cluster:
     """N ranks that persist between cells. Made by `axon_nb.start` and `axon_nb.attach`."""

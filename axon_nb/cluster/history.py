@@ -15,9 +15,6 @@ from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["History", "RankCell", "failed_line", "identity_check", "literal", "session_facts"]
-
-
 _MAX_LITERAL = 200
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

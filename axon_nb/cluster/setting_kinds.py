@@ -13,20 +13,6 @@ from typing import Any, Protocol
 from axon_nb.errors import UsageError
 from axon_nb.records.units import exact_bytes
 
-__all__ = [
-    "Choice",
-    "Frequency",
-    "Kind",
-    "Number",
-    "Switch",
-    "TakesEffect",
-    "Tracker",
-    "Value",
-    "byte_count",
-    "count",
-    "seconds",
-]
-
 Value = bool | int | float | str
 
 _ON = ("on", "true", "1", "yes")

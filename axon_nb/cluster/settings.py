@@ -27,8 +27,6 @@ from axon_nb.cluster.setting_kinds import (
 )
 from axon_nb.errors import UsageError
 
-__all__ = ["IN_CLASS", "LiveSettings", "RunningCluster", "Setting", "Settings", "settings_facts"]
-
 IN_CLASS: dict[str, Any] = {"keep_alive": 30.0, "idle_stop": 1800.0, "threads": 1}
 """What suits a machine that a class shares, besides `warm_up` off; see `AXON_NB_CLASS`."""
 _ASSIGNMENT = re.compile(r"\s*([^\s=]+)\s*=\s*(.*?)\s*(?=\s[^\s=]+\s*=|$)")

@@ -23,8 +23,6 @@ from axon_nb.records.protocol.agent import ReportActivity, SetInfo
 from axon_nb.records.protocol.cluster import ClusterFacts, EngineInfo
 from axon_nb.records.protocol.wire import encode
 
-__all__ = ["ClusterState"]
-
 _REPORT_INTERVAL_S = 5.0
 """While there are only short cells, the host agent learns of them at this interval."""
 

@@ -17,8 +17,6 @@ import torch
 from axon_nb.comm.spans import now
 from axon_nb.records.spans import GPU, LAUNCH, Span, SpanRing, ring
 
-__all__ = ["DeviceClock", "Moment", "device_clock"]
-
 _MAX_PENDING = 4096
 _MAX_PASSED = 1024
 _ANCHOR_NS = 10_000_000_000

@@ -16,19 +16,6 @@ from __future__ import annotations
 
 from axon_nb.errors import AxonError, UsageError
 
-__all__ = [
-    "CollectiveMismatchError",
-    "CommError",
-    "DeadlockError",
-    "InvalidArgumentError",
-    "InvalidRankError",
-    "NcclError",
-    "NotInGroupError",
-    "TensorError",
-    "TensorMismatchError",
-    "WorldClosedError",
-]
-
 
 class CommError(AxonError, RuntimeError):
     """Base of all communication errors; the message gives the value, the rule and the fix."""

@@ -12,8 +12,6 @@ from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike
 from axon_nb.comm.types import Handle
 
-__all__ = ["GradientBucket", "sync_gradient", "sync_gradients"]
-
 _BUCKET_ELEMENTS = 6_553_600  # 25 MiB of float32, as DDP's default
 
 

@@ -13,16 +13,6 @@ import torch.distributed as dist
 from axon_nb.comm.errors import CommError, InvalidArgumentError, InvalidRankError, NotInGroupError, WorldClosedError
 from axon_nb.comm.types import Backend
 
-__all__ = [
-    "GroupInfo",
-    "GroupLike",
-    "ProcessGroup",
-    "forget",
-    "rank_device",
-    "resolve",
-    "validate_ranks",
-]
-
 _MOCK = "mock"
 """Part of the name of a mock world's backend in torch."""
 # Immutable properties of torch's groups. Held weakly: a Gloo group that outlives `destroy_process_group` takes the

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["stage_on_host"]
-
 _STAGED: dict[str, tuple[Any, Any]] = {
     "send": (0, None),
     "recv": (None, 0),

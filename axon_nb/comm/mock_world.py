@@ -26,8 +26,6 @@ from axon_nb.comm.types import Backend
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.torch_api import torch_api
 
-__all__ = ["MockWorld"]
-
 _active: list[_MockRun] = []
 
 

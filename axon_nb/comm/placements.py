@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["Placed", "declare_placements", "placed"]
-
 _declared: Any = WeakTensorKeyDictionary()
 """Shape, mesh and placements of declared tensors, by tensor."""
 

@@ -9,8 +9,6 @@ from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.types import Backend
 from axon_nb.records.spans import Span, emit
 
-__all__ = ["now", "record"]
-
 now = time.monotonic_ns
 """The clock of spans, in nanoseconds."""
 

@@ -13,8 +13,6 @@ from axon_nb.comm.gradients import GradientBucket
 from axon_nb.comm.group import GroupLike
 from axon_nb.comm.types import Handle
 
-__all__ = ["GradSyncStrategy", "GradientSynchronizer"]
-
 
 class GradSyncStrategy(enum.Enum):
     """When gradients are averaged."""

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["PythonProcessGroup"]
-
 # torch's stubs describe the C++ side, which is typed more strictly than what calls it.
 _Base: Any = dist.ProcessGroup
 

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from axon_nb.comm.errors import InvalidArgumentError
 
-__all__ = ["Backend", "Handle", "ReduceOp", "as_backend", "as_op", "choose_backend"]
-
 _ALIASES = {"avg": "average", "mean": "average", "prod": "product"}
 
 

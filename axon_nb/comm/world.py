@@ -31,8 +31,6 @@ from axon_nb.records.environment import (
 if TYPE_CHECKING:
     from axon_nb.comm.mock_world import MockWorld
 
-__all__ = ["World", "is_main_process", "rank", "torchrun_environment", "world_size"]
-
 # For each launcher: rank, world size, local rank, local world size.
 _LAUNCHERS = (TORCHRUN.names, OPEN_MPI.names, MPICH.names, SLURM.names)
 _NAMES = TORCHRUN.names

@@ -21,8 +21,6 @@ from typing import Any
 
 from axon_nb.records.hooks import missing_hooks, tested_versions
 
-__all__ = ["call_on_ranks", "synchronise_on_cpus"]
-
 _NAMES = ("debug_launcher", "notebook_launcher")
 _PLUGINS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
 

@@ -19,8 +19,6 @@ import torch
 
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["STEP_CODE", "clear_cached_groups", "reset_engines", "reset_problems", "skip_shm_all_reduce", "wrap_step"]
-
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _GROUPS = "deepspeed.utils.groups"
 _PARTITIONED = ("_release_ipg_buffers", "all_grad_tensors", "averaged_gradients", "ipg_buckets")

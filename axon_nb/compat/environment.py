@@ -16,8 +16,6 @@ from types import ModuleType
 from axon_nb.records.environment import DEEPSPEED_ACCELERATOR
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["set_environment", "skip_axon_nb_code"]
-
 _PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records", "axon_nb.shell")
 
 

@@ -14,8 +14,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Hook", "after_import"]
-
 Hook = Callable[[ModuleType], None]
 """Called with the imported module, and again when it is reloaded."""
 

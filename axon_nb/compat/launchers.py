@@ -13,8 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["LIGHTNING_LAUNCHERS", "attach_ignite", "call_on_rank"]
-
 LIGHTNING_LAUNCHERS = (
     "lightning.fabric.strategies.launchers.multiprocessing",
     "lightning.pytorch.strategies.launchers.multiprocessing",

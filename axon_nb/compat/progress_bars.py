@@ -13,8 +13,6 @@ from typing import Any
 
 from axon_nb.compat.import_hooks import after_import
 
-__all__ = ["install_text_bars"]
-
 
 def install_text_bars() -> None:
     """Have bars drawn as text from now on, also in modules that are imported later."""

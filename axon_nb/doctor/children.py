@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Answer", "Child"]
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:

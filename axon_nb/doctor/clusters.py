@@ -18,8 +18,6 @@ from axon_nb.host.run_dir import RunDir, all_run_dirs
 from axon_nb.records.protocol.agent import GetInfo
 from axon_nb.records.units import format_seconds
 
-__all__ = ["FoundCluster", "ago", "aligned", "clusters", "find_clusters", "rank_names", "table"]
-
 _REPLY_TIMEOUT_S = 5.0
 """An agent does not reply while it imports torch, but the agent of a cluster with ranks has done so."""
 

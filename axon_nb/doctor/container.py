@@ -6,8 +6,6 @@ from pathlib import Path
 
 from axon_nb.host.resources.cgroups import CGROUPS, OWN_CGROUP, cgroup_folders
 
-__all__ = ["cgroup_limit"]
-
 _LIMIT = {
     ("memory", 1): "memory.limit_in_bytes",
     ("memory", 2): "memory.max",

@@ -19,8 +19,6 @@ from axon_nb.doctor.network import network
 from axon_nb.doctor.report import Finding, Report, Section
 from axon_nb.doctor.versions import SELF_TEST, TORCH_BUILD, environment, self_test, software
 
-__all__ = ["examine"]
-
 _SELF_TEST_TIMEOUT_S = 120.0
 _TORCH_TIMEOUT_S = 120.0
 _NVML_TIMEOUT_S = 30.0

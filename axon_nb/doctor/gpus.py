@@ -17,8 +17,6 @@ from axon_nb.host.resources.container import container_kind
 from axon_nb.host.resources.gpus import Gpu, list_gpus
 from axon_nb.records.units import format_bytes
 
-__all__ = ["NVML", "gpus"]
-
 NVML = ("-m", "axon_nb.host.resources.nvml")
 """Python arguments of the child that queries the driver."""
 

@@ -9,8 +9,6 @@ from axon_nb.doctor.children import Answer
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.records.hooks import hook
 
-__all__ = ["private_hooks"]
-
 _NAME = "private hooks"
 
 

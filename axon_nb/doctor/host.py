@@ -16,8 +16,6 @@ from axon_nb.host.resources.container import container_kind
 from axon_nb.host.run_dir import base_dir
 from axon_nb.records.units import format_bytes
 
-__all__ = ["host"]
-
 _GIB = 1 << 30
 _MIN_SHM_BYTES = 128 << 20
 """Docker's default of 64 MiB is less: a few batches of images fill it."""

@@ -14,8 +14,6 @@ from axon_nb.doctor import container
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.host.resources.container import container_kind
 
-__all__ = ["limits", "tasks_needed"]
-
 _COMFORTABLE_FILES = 1024
 
 

@@ -11,8 +11,6 @@ import psutil
 from axon_nb.cluster.launch.placement import LOOPBACK, interface_ip
 from axon_nb.doctor.report import Finding, Section
 
-__all__ = ["network"]
-
 
 def network() -> Section:
     """Check loopback, and list interfaces with an IPv4 address that other hosts may reach."""

@@ -17,8 +17,6 @@ from axon_nb.doctor.clusters import ago, aligned
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.units import format_bytes
 
-__all__ = ["SeenCluster", "find_all", "overview"]
-
 _AGENT = "axon_nb.host"
 _FOLDER = "--run-dir="
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Finding", "Report", "Section", "Severity"]
-
 Severity = Literal["ok", "note", "problem"]
 """``problem``: something fails or will fail here. ``note``: worth knowing, such as leftovers."""
 

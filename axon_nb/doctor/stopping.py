@@ -14,8 +14,6 @@ from axon_nb.errors import AxonError, UsageError
 from axon_nb.host.query import AgentQuery
 from axon_nb.records.protocol.agent import Stop
 
-__all__ = ["StopFailedError", "stop_clusters"]
-
 _STOP_TIMEOUT_S = 15.0
 _REPLY_TIMEOUT_S = 5.0
 

@@ -16,8 +16,6 @@ from axon_nb.doctor.children import Answer
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.records.units import format_seconds
 
-__all__ = ["SELF_TEST", "TORCH_BUILD", "environment", "pip", "self_test", "software"]
-
 SELF_TEST = ("-m", "axon_nb.engine.self_test", "--json", "--hooks")
 """Arguments of Python for the engine's self-test and its walk through the register of private hooks."""
 

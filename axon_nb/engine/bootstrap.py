@@ -68,8 +68,6 @@ from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.telemetry import set_cell_source
 
-__all__ = ["describe", "install_cleanup", "join", "run_engine"]
-
 _MAX_FILES = 1 << 16
 """Children inherit the limit, and some programs close all descriptors below it one by one."""
 

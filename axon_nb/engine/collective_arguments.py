@@ -10,17 +10,6 @@ import torch.distributed as dist
 
 from axon_nb.records.waits.functions import PUBLIC_NAMES
 
-__all__ = [
-    "CALL_NAMES",
-    "NAME_AT",
-    "REDUCTIONS",
-    "ROOTS",
-    "SPLIT_CALLS",
-    "describe_entry",
-    "encode",
-    "split_bytes",
-]
-
 _DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(dict.fromkeys(_DTYPES), start=1)}
 _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in _DTYPE_CODES.items()}

@@ -16,17 +16,6 @@ from axon_nb.engine.frames import main_frame
 from axon_nb.records.waits.functions import COLLECTIVE_FUNCTIONS, PUBLIC_NAMES
 from axon_nb.shell.user_frame import inner_function, user_frame
 
-__all__ = [
-    "PUBLIC_CALLS",
-    "PUBLIC_NAMES",
-    "describe_awaited_call",
-    "describe_call",
-    "find_implicit_collective",
-    "group_operations",
-    "is_public_call",
-    "public_call",
-]
-
 _CALL_FILES = tuple(
     os.path.join(*place)
     for place in (

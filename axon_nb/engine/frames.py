@@ -17,8 +17,6 @@ import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-__all__ = ["code_by_thread", "gc_paused", "main_frame"]
-
 _COLLECTS_ON_ALLOCATION = sys.version_info < (3, 12)
 """Later versions collect only between two instructions."""
 _pause_lock = threading.RLock()

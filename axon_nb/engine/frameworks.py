@@ -24,8 +24,6 @@ from axon_nb.engine.groups.store import install_store_waits, interruptible_init_
 from axon_nb.engine.session import RankSession
 from axon_nb.errors import UsageError
 
-__all__ = ["install_dist_hooks", "install_frameworks"]
-
 _NAME = "axon_nb"
 
 

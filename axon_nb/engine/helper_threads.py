@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["HelperThreads", "connect_in_helper", "is_abandoned"]
-
 _POLL_S = 0.02
 
 

@@ -23,8 +23,6 @@ import torch
 
 from axon_nb.engine.frames import gc_paused
 
-__all__ = ["LiveTensors", "live_objects", "objects_of", "register", "storages_of", "with_subclasses"]
-
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _STATES = ("torch.distributed._composable_state", "_module_state_mapping")
 _CONSTRUCTORS = ("__init__", "__setstate__")

@@ -10,8 +10,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PeerCheck", "listening_ports"]
-
 _LISTEN, _TIME_WAIT = "0A", "06"
 _TABLE = Path("/proc/net/tcp")
 _FILES = "/proc/self/fd"

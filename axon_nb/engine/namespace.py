@@ -17,15 +17,6 @@ from axon_nb.comm.world import World
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.joining import JoinConfig
 
-__all__ = [
-    "PREDEFINED_NAMES",
-    "inject_names",
-    "resolve_variable",
-    "set_environment",
-    "set_world_environment",
-    "user_variables",
-]
-
 PREDEFINED_NAMES = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
 """Names that axon_nb defines on every rank."""
 

@@ -23,8 +23,6 @@ from axon_nb.records.protocol.joining import JoinConfig
 from axon_nb.records.protocol.recovery import OptimizerReport, ProtectedStep, UndoableCell
 from axon_nb.records.training.comparison import Comparison
 
-__all__ = ["RankSession", "current", "own_rank", "set_current"]
-
 _session: list[RankSession] = []
 
 

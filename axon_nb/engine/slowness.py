@@ -21,8 +21,6 @@ import torch.distributed as dist
 from axon_nb.records.performance.slowness import Slowness, collective_delay_s, message_delay_s
 from axon_nb.records.waits.functions import PUBLIC_NAMES
 
-__all__ = ["LateWork", "Slowdown"]
-
 _SLICE_S = 0.05
 _SHORTEST_S = 0.001
 """Shorter sleeps are put off: they take longer than asked."""

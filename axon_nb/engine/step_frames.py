@@ -11,8 +11,6 @@ from types import CodeType, FrameType
 
 from axon_nb.compat.deepspeed import STEP_CODE
 
-__all__ = ["step_depth", "step_wrapper_problems"]
-
 
 @functools.cache
 def _wrapper_code() -> CodeType | None:

@@ -18,8 +18,6 @@ from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.training.metrics import Logged, metrics
 
-__all__ = ["MetricsWriter"]
-
 _PERIOD_S = 0.5
 _FLUSH_S = 5.0
 """How long the end of a cell waits for the tracker."""

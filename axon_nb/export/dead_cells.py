@@ -9,8 +9,6 @@ from axon_nb.export.liveness import live_cells
 from axon_nb.export.steps import CellStep, Step, ValueStep
 from axon_nb.export.translate import parse
 
-__all__ = ["strip_dead", "without_unused"]
-
 _RANK_NAMES = ("rank", "local_rank", "world_size", "device", "world", "mesh", "dist", "torch", "subgroup", "axon_nb")
 
 

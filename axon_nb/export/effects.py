@@ -8,8 +8,6 @@ import symtable
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Effects", "effects", "free_names"]
-
 _PURE_FUNCTIONS = {
     "abs", "all", "any", "bool", "enumerate", "float", "format", "hasattr", "id", "int", "isinstance", "issubclass",
     "len", "max", "min", "print", "range", "repr", "reversed", "round", "sorted", "str", "sum", "tuple", "type", "zip",

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 from axon_nb.export.effects import effects
 
-__all__ = ["Imports", "packages_in"]
-
 _WIDTH = 100
 _SETTINGS = ("os.environ", "sys.path")
 """What imports may depend on: an import after a change of these stays where it is."""

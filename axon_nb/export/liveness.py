@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from axon_nb.export.effects import effects, free_names
 
-__all__ = ["defining_statements", "live_cells"]
-
 _TRAINS = {"backward", "step"}
 _WRITES = ("save", "write", "dump", "to_csv", "to_parquet", "log", "export")
 

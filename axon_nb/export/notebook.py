@@ -15,8 +15,6 @@ from axon_nb.errors import UsageError
 from axon_nb.export.steps import pushes_in
 from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
-__all__ = ["read_notebook"]
-
 _ON_RANKS = ("distributed", "rank")
 _INTERRUPTED = ("CellInterrupt", "KeyboardInterrupt")
 _RESET_COMMANDS = ("start", "restart")

@@ -11,8 +11,6 @@ from axon_nb.export.imports import Imports
 from axon_nb.export.steps import ValueStep
 from axon_nb.records.history import SessionFacts
 
-__all__ = ["Arguments", "data_file", "preamble"]
-
 _FROM_ENVIRONMENT = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
 _ACCELERATED = {"accelerate", "transformers"}
 """Packages whose processes train together on CPUs only if Accelerate is set to use CPUs."""

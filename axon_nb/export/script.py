@@ -16,9 +16,6 @@ from axon_nb.export.style import indent_code
 from axon_nb.export.translate import parse
 from axon_nb.records.history import SessionFacts
 
-__all__ = ["Script", "make_script"]
-
-
 _DISPLAYED_CALLS = {
     "item",
     "tolist",

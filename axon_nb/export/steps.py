@@ -18,8 +18,6 @@ from axon_nb.export.translate import guard_group_calls, parse, translate
 from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 from axon_nb.records.ranks import parse_ranks
 
-__all__ = ["CellStep", "History", "SeedStep", "Step", "ValueStep", "pushes_in", "script_steps"]
-
 History = Sequence[ExecutedCell | PushedValues]
 _NOTEBOOK_COMMANDS = re.compile(r"%(distributed|gather|memory|pull|push|scatter|shards|timeline|watch)\b")
 """Commands that run in the notebook, even in auto mode: a cell with only such lines did not run on any rank."""

@@ -12,8 +12,6 @@ import sys
 import tokenize
 from pathlib import Path
 
-__all__ = ["apply_ruff", "comment_out", "indent_code", "lines_in_strings", "one_statement_per_line"]
-
 _FIXED = "I001,F401,RUF100"
 _NEVER_SILENCED = {"F821", "invalid-syntax"}
 """Undefined names stay visible to the reader."""

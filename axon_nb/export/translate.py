@@ -16,8 +16,6 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from axon_nb.export.style import indent_code
 
-__all__ = ["TranslatedCell", "guard_group_calls", "parse", "translate"]
-
 _NO_COUNTERPART = "has no counterpart in a script"
 _REASONS = {
     "alias": _NO_COUNTERPART,

@@ -10,8 +10,6 @@ from pathlib import Path
 from axon_nb.host.agent import Agent, AgentOptions
 from axon_nb.host.run_dir import RunDir
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Parse the command line and serve until stopped."""

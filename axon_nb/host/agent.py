@@ -37,8 +37,6 @@ from axon_nb.records.protocol.cluster import (
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
 
-__all__ = ["Agent", "AgentOptions"]
-
 _FIRST_CONTACT_TIMEOUT_S = 180.0
 _TERM_GRACE_S = 1.0
 _EXIT_POLL_S = 0.05

@@ -21,18 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "Children",
-    "Death",
-    "Wakeup",
-    "adopt_orphans",
-    "child_pids",
-    "run_controller",
-    "set_parent_death_signal",
-    "signal_group",
-    "signal_started",
-]
-
 _PR_SET_PDEATHSIG = 1
 
 

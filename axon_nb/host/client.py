@@ -37,8 +37,6 @@ from axon_nb.records.protocol.agent import (
 from axon_nb.records.protocol.cluster import AgentEvent, Closed, ControllerExit, Exit, decode_event
 from axon_nb.records.protocol.errors import ProtocolError
 
-__all__ = ["AgentClient", "outcome", "spawn_agent"]
-
 R = TypeVar("R")
 
 _CONNECT_TIMEOUT_S = 60.0

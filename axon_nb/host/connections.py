@@ -17,8 +17,6 @@ from typing import Any
 from axon_nb.host.children import child_pids, signal_group
 from axon_nb.host.store import Decoder, encode
 
-__all__ = ["CommandConnection", "Connection", "Listener", "PeerProcess", "StoreConnection"]
-
 _MAX_LINE = 16 << 20
 
 

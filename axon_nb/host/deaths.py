@@ -8,8 +8,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["LastOutput", "OomCounter", "counter_file", "describe_controller_exit", "last_line", "read_count"]
-
 _MAX_BYTES = 32768
 _MAX_LINE = 300
 _RECENT_S = 2.0

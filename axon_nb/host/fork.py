@@ -25,8 +25,6 @@ from typing import Any, NoReturn
 from axon_nb.host.children import set_parent_death_signal
 from axon_nb.records.protocol.agent import Fork
 
-__all__ = ["EXIT_LIMIT_S", "ForkRequest", "become_rank", "exit_mark", "signals_blocked"]
-
 _OOM_SCORE = "300"
 EXIT_LIMIT_S = 5.0
 """How long the exit handlers of a rank may take, in seconds."""

@@ -16,8 +16,6 @@ from axon_nb.host.resources.kept_memory import KeptMemory
 from axon_nb.records.protocol.agent import Fork, Forked, failure
 from axon_nb.records.protocol.wire import encode
 
-__all__ = ["MODULES", "ForkQueue"]
-
 _REQUIRED = (
     "torch",
     "torch.distributed",

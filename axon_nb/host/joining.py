@@ -13,8 +13,6 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import JOIN_KEY, SLURM_NODE
 from axon_nb.records.protocol.joining import ENGINE_ENTRY
 
-__all__ = ["join_cluster"]
-
 
 def join_cluster(address: str, *, name: str = "", read_key: bool = False, entry: str = ENGINE_ENTRY) -> int:
     """Join a cluster and run ranks here until it stops; return the exit status.

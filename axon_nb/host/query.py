@@ -14,8 +14,6 @@ from typing import Any
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import Command, command_message
 
-__all__ = ["AgentQuery"]
-
 
 class AgentQuery:
     """A short connection to the agent of `run_dir`; unlike `AgentClient` it has no thread and sends no `hello`.

@@ -18,8 +18,6 @@ from typing import Any
 from axon_nb.errors import StartError
 from axon_nb.records.environment import IPYTHON_DIR, RUNTIME_DIR, USER_RUNTIME_DIR
 
-__all__ = ["RunDir", "all_run_dirs", "base_dir", "list_run_dirs"]
-
 # sockaddr_un.sun_path has 108 bytes including the terminating zero on Linux, 104 elsewhere.
 _MAX_SOCKET_PATH = 107 if sys.platform.startswith("linux") else 103
 _CREATION_GRACE_S = 5.0

@@ -28,19 +28,6 @@ from typing import Any
 from axon_nb.host.resources.cgroups import usable_cores
 from axon_nb.host.shared_memory_fill import copy_into, split_point
 
-__all__ = [
-    "BlockAddress",
-    "SharedBlock",
-    "SharedBlockUnavailableError",
-    "block_size",
-    "join_parts",
-    "map_files",
-    "memfd_supported",
-    "read_block",
-    "split_parts",
-    "write_block",
-]
-
 _MAP_FIXED = 0x10
 """From Linux's <sys/mman.h>, the same on every architecture that torch supports; Python does not define it."""
 _FAILED = ctypes.c_void_p(-1).value

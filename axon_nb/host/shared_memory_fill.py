@@ -12,8 +12,6 @@ import time
 from collections.abc import Sequence
 from io import FileIO
 
-__all__ = ["copy_into", "split_point"]
-
 _CHUNK = 16 << 20
 """Bytes per write: interrupts are handled between two writes."""
 _MIN_SPLIT_BYTES = 32 << 20

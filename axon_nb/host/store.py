@@ -11,8 +11,6 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["MAX_MESSAGE", "Decoder", "Reply", "StoreServer", "encode", "receive"]
-
 _HEAD = struct.Struct("<II")
 _ITEM = struct.Struct("<I")
 MAX_MESSAGE = 1 << 30

@@ -25,8 +25,6 @@ from axon_nb.remote.client import NotebookClient, connect
 if TYPE_CHECKING:
     from jupyter_server.serverapp import ServerApp
 
-__all__ = ["ACTIONS", "list_clusters", "read_status"]
-
 _LOOK_TIMEOUT_S = 5.0
 _ACT_TIMEOUT_S = 20.0
 _REPAIR_TIMEOUT_S = 600.0

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from axon_nb.errors import UsageError
 
-__all__ = ["ModuleKinds", "checkpoint_blocks", "matches"]
-
 ModuleKinds = type | tuple[type, ...] | Callable[[nn.Module], bool]
 """Selects modules: by class, or by a function called with each module."""
 

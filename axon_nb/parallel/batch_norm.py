@@ -13,8 +13,6 @@ from axon_nb.comm.collectives.reduction import all_reduce_sum
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(_BatchNorm):
     """Normalises with the mean and variance over the samples of all ranks; batch sizes may differ between ranks.

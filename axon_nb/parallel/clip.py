@@ -24,8 +24,6 @@ from axon_nb.comm.placements import placed
 from axon_nb.comm.types import Backend, ReduceOp
 from axon_nb.errors import AxonError, UsageError
 
-__all__ = ["NonFiniteNormError", "clip_grad_norm", "grad_norm"]
-
 Part = tuple[torch.Tensor, list[ProcessGroup]]
 """A parameter, and the groups over which it is sharded."""
 

@@ -10,8 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from axon_nb.comm.errors import TensorError
 
-__all__ = ["check_inputs", "describe_other_device"]
-
 
 def check_inputs(kind: str, device: Callable[[], torch.device], *inputs: Any) -> None:
     """Check that the tensors among a model's inputs are on its kind of device.

@@ -20,8 +20,6 @@ from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.types import Backend
 from axon_nb.errors import UsageError
 
-__all__ = ["accumulating", "load_checkpoint", "reduce_metrics", "save_on_main"]
-
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, step: int, every: int, *, total: int | None = None) -> Iterator[bool]:

@@ -21,8 +21,6 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.optimizer_kind import OptimizerKind, optimizer_states
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 
-__all__ = ["MIB", "FSDPMemoryStats", "measure_model_states", "model_states", "partition_parameters"]
-
 MIB = 1024.0 * 1024.0
 """Bytes per MiB, the unit of names that end in `_mb`."""
 _ON_HOST = {

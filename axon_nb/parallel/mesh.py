@@ -11,8 +11,6 @@ from axon_nb.comm.errors import WorldClosedError
 from axon_nb.comm.group import ProcessGroup, rank_device, resolve
 from axon_nb.errors import UsageError
 
-__all__ = ["axis_group", "coordinates", "make_mesh"]
-
 
 def make_mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
     """Create a mesh of all ranks with these axes, the last one varying fastest. Collective.

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
 
-__all__ = ["OptimizerKind", "local_optimizer", "optimizer_states"]
-
 _PROBE = (2, 3)
 _HINT = "pass the elements of state per parameter element: states_per_param=…"
 _IMPLEMENTATION_OPTIONS = ("capturable", "foreach", "fused")

@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 from axon_nb.errors import UsageError
 
-__all__ = ["CPUOffload", "ShardingStrategy", "parse_enum"]
-
 Choice = TypeVar("Choice", bound=enum.Enum)
 
 

@@ -19,8 +19,6 @@ from axon_nb.parallel.pipeline import Pipeline, PipelineSchedule
 from axon_nb.parallel.pipeline.pipeline import Loss
 from axon_nb.parallel.pipeline.stages import Cost
 
-__all__ = ["Parallel3D"]
-
 
 class Parallel3D(nn.Module):
     """Combines pipeline parallelism, FSDP2 and tensor parallelism for a model that is a sequence of blocks.

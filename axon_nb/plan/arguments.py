@@ -17,24 +17,6 @@ if TYPE_CHECKING:
     from axon_nb.parallel.pipeline.schedule import PipelineSchedule
     from axon_nb.parallel.strategies import ShardingStrategy
 
-__all__ = [
-    "AXES",
-    "SINGLE_AXIS_STRATEGIES",
-    "STAGE_UNITS",
-    "STRATEGIES",
-    "UNSHARDED",
-    "ZERO_2",
-    "LayoutOptions",
-    "check_callable",
-    "check_callbacks",
-    "check_choice",
-    "check_int",
-    "check_number",
-    "check_options",
-    "choice_value",
-    "resolve_mesh",
-]
-
 AXES = ("pp", "replicate", "dp", "shard", "tp")
 """In this order; the last one varies fastest."""
 ZERO_2 = (

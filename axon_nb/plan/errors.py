@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from axon_nb.errors import AxonError, UsageError
 
-__all__ = ["CaptureError", "PlanCancelledError", "PlanError", "SimulatorError"]
-
 
 class PlanError(UsageError):
     """The request cannot be planned; the message gives the value, the rule and the fix."""

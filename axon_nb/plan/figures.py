@@ -9,8 +9,6 @@ from typing import Any, Literal
 from axon_nb.records.colors import INK, KINDS, RANKS, ROLES, STATES
 from axon_nb.records.spans import Span
 
-__all__ = ["figure_of", "paint_of", "plotly_figure", "state_paint", "svg_of"]
-
 _LINES = "rgba(128, 128, 128, 0.3)"
 """Colour of grids, on light and dark pages."""
 _COLORS = {

@@ -11,8 +11,6 @@ from typing import Any
 
 from axon_nb.plan.errors import PlanError
 
-__all__ = ["HuggingFaceModel", "hugging_face_model", "next_token_loss"]
-
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _CONFIG = "config.json"
 _ANSWER_S = 2.0

@@ -9,8 +9,6 @@ from typing import Any
 
 from axon_nb.plan.errors import PlanError
 
-__all__ = ["CapturedModel", "TensorSpec", "check_model", "dtype_name", "is_module"]
-
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _FACTORY = "a function without arguments that makes the model, such as `lambda: GPT(GPTConfig(blocks=24))`"
 

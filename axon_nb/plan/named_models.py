@@ -17,8 +17,6 @@ from axon_nb.plan.models import CapturedModel, is_module
 from axon_nb.records.protocol.contents import CaptureModel
 from axon_nb.records.protocol.messages import Expression, cell_source
 
-__all__ = ["join_stages", "model_by_name", "sendable_model"]
-
 
 def sendable_model(model: Any, cluster: Any = None) -> Any:
     """Return what stands for a model in another process.

@@ -27,8 +27,6 @@ from axon_nb.plan.errors import CaptureError
 from axon_nb.plan.models import CapturedModel
 from axon_nb.torch_api import torch_api
 
-__all__ = ["capture", "capture_or_reason", "inner_model", "is_recomputed", "plain_class"]
-
 _HOOKS = (
     ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
     ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),

@@ -6,8 +6,6 @@ import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["SizeUnit", "format_flops", "format_ms", "html_table", "text_table", "unit_for"]
-
 _LEFT = " style='text-align:left'"
 
 

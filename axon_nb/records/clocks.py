@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ClockEstimate", "HostClock"]
-
 _MAX_DRIFT = 1e-4
 """Seconds per second: two quartz clocks that differ by 50 parts per million each, in opposite directions."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["INK", "KINDS", "LIMIT", "RANKS", "ROLES", "STATES", "Color", "contrast"]
-
 INK = "#767676"
 """Of lines in saved pictures."""
 

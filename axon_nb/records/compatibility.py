@@ -8,8 +8,6 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-__all__ = ["TESTED", "Capability", "Verdict", "are_tested", "install_command", "release"]
-
 TESTED = {
     "torch": ("2.11", "2.16"),
     "ipykernel": ("7.4", "8"),

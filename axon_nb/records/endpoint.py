@@ -10,8 +10,6 @@ from typing import Any
 
 from axon_nb.errors import AxonError
 
-__all__ = ["EndpointError", "ErrorCode"]
-
 
 class ErrorCode(enum.StrEnum):
     """Why a request was not answered."""

@@ -9,47 +9,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = [
-    "ACCELERATE_PLUGINS",
-    "AGENT_SERVER",
-    "CHECK",
-    "CLASS",
-    "CLASS_DIR",
-    "CONTAINERS",
-    "CPU_BACKEND",
-    "DEEPSPEED_ACCELERATOR",
-    "HOST_NAME",
-    "IPYTHON_DIR",
-    "JOIN_KEY",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MAX_RANKS",
-    "MPICH",
-    "NCCL_INTERFACE",
-    "NCCL_RECOVERY",
-    "OPEN_MPI",
-    "PROGRAM_PATH",
-    "PYTHON_BREAKPOINT",
-    "PYTHON_PATH",
-    "RUNTIME_DIR",
-    "RUN_ID",
-    "SESSION_NAME",
-    "SLURM",
-    "SLURM_HOSTS",
-    "SLURM_JOB",
-    "SLURM_NODE",
-    "SLURM_TASKS",
-    "TEMPORARY",
-    "TORCHRUN",
-    "USER_CACHE",
-    "USER_DATA",
-    "USER_RUNTIME_DIR",
-    "VISIBLE_GPUS",
-    "WARM_UP",
-    "Variable",
-    "Variables",
-]
-
 _ON = ("1", "on", "true", "yes")
 _OFF = ("0", "off", "false", "no")
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["ExecutedCell", "PushedValues", "SessionFacts"]
-
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:

@@ -21,8 +21,6 @@ from typing import Any
 
 from axon_nb.records.compatibility import TESTED, install_command, release
 
-__all__ = ["REGISTER", "Hook", "groups", "hook", "missing_hooks", "tested_versions"]
-
 REGISTER = Path(__file__).with_name("hooks.toml")
 """The data file; its first lines explain the fields."""
 

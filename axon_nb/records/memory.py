@@ -9,19 +9,6 @@ from typing import Any
 
 from axon_nb.errors import UsageError
 
-__all__ = [
-    "ROLES",
-    "WITH_MOMENTUM",
-    "HasClassName",
-    "LazyFunction",
-    "MemoryPrediction",
-    "MemorySetup",
-    "MemoryShortage",
-    "MemoryUse",
-    "WhatIfState",
-    "changed",
-]
-
 ROLES = (
     "parameters",
     "gradients",

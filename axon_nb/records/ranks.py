@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from axon_nb.errors import UsageError
 
-__all__ = ["Runs", "format_ranks", "name_ranks", "pack_ranks", "parse_ranks", "resolve_ranks", "unpack_ranks"]
-
 Runs = tuple[tuple[int, int, int], ...]
 """Ranks as few ranges: the first of each, how many, and the distance between two."""
 

@@ -16,21 +16,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "GPU",
-    "LAUNCH",
-    "Span",
-    "SpanRing",
-    "chrome_trace",
-    "covered_ns",
-    "emit",
-    "is_suppressed",
-    "ring",
-    "span_of",
-    "suppress_spans",
-    "write_chrome_trace",
-]
-
 GPU, LAUNCH = "gpu", "launch"
 """Whose times a span has, if not the host's: the GPU's, or those at which the host launched the GPU's work."""
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["RankStack", "StackFrame", "Stacks", "library_of"]
-
 _MAX_TEXT = 100_000
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _STANDARD = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})

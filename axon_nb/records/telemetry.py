@@ -13,19 +13,6 @@ from dataclasses import dataclass
 
 from axon_nb.records.placement import MeshInfo
 
-__all__ = [
-    "TICK_S",
-    "Activity",
-    "ClusterInfo",
-    "GpuReport",
-    "GpuUse",
-    "RankInfo",
-    "RankState",
-    "running_cell",
-    "seconds_to_tick",
-    "set_cell_source",
-]
-
 TICK_S = 1.0
 """Seconds between two ticks."""
 _source: list[Callable[[], int | None]] = []

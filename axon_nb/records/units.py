@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["exact_bytes", "format_bytes", "format_seconds"]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 

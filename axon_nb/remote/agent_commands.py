@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from axon_nb.errors import UsageError
 from axon_nb.usage import CommandParser, ProgramCommand
 
-__all__ = ["AGENT_COMMANDS"]
-
 _MIN_CHARS = 500
 
 

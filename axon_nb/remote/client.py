@@ -10,8 +10,6 @@ from typing import Any
 from axon_nb.doctor.clusters import FoundCluster, find_clusters
 from axon_nb.records.endpoint import EndpointError, ErrorCode
 
-__all__ = ["NotebookClient", "connect"]
-
 _TIMEOUT_S = 60.0
 """A notebook replies within seconds, unless its kernel is in C code that holds the GIL."""
 

@@ -18,8 +18,6 @@ from axon_nb.usage import CommandParser, ProgramCommand
 if TYPE_CHECKING:
     from axon_nb.remote.client import NotebookClient
 
-__all__ = ["REMOTE_COMMANDS"]
-
 _POLL_S = 0.5
 _LONG_S = 600.0
 """For what takes as long as the ranks need."""

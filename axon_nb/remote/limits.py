@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["within"]
-
 _STEPS = ((64, 4000), (32, 1500), (16, 600), (8, 240), (4, 100), (2, 40))
 """Entries of a list and characters of a text that are kept; the next step applies while the reply is too large."""
 

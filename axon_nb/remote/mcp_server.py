@@ -14,8 +14,6 @@ from axon_nb._version import __version__
 from axon_nb.errors import UsageError
 from axon_nb.remote.tools import TOOLS, WRITING, Limits, Tools
 
-__all__ = ["serve", "skill"]
-
 
 def skill() -> str:
     """Return the instructions for agents, `SKILL.md`."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from axon_nb.errors import UsageError
 
-__all__ = ["SIZES", "plan_layouts"]
-
 SIZES: Mapping[str, tuple[int, int, int]] = {
     "125m": (768, 12, 12),
     "350m": (1024, 16, 24),

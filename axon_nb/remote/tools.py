@@ -21,8 +21,6 @@ from axon_nb.records.endpoint import EndpointError, ErrorCode
 from axon_nb.remote.client import connect
 from axon_nb.remote.limits import within
 
-__all__ = ["TOOLS", "WRITING", "Limits", "Tools"]
-
 TOOLS = (
     "clusters",
     "status",

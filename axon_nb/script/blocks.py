@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from axon_nb.export.style import lines_in_strings, one_statement_per_line
 
-__all__ = ["Block", "body_blocks", "split_blocks"]
-
 
 @dataclass(frozen=True)
 class Block:

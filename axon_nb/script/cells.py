@@ -13,8 +13,6 @@ from axon_nb.errors import UsageError
 from axon_nb.script.blocks import Block
 from axon_nb.script.course import Course
 
-__all__ = ["Cell", "make_cells", "write_notebook"]
-
 _MAX_DEFINITIONS = 60
 """Lines of a cell after which the next definition begins another one."""
 _TRAINS = re.compile(r"(train|fit|run|main)(_\w+)?|\w+_(train|main|loop)")

@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 
 from axon_nb.errors import UsageError
 
-__all__ = ["CommandLine", "UnreadableError"]
-
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 _ACTIONS = {"store", "store_true", "store_false", "store_const", "append", "append_const", "count", "extend"}
 _GROUPS = ("add_argument_group", "add_mutually_exclusive_group")

@@ -11,8 +11,6 @@ from axon_nb.script.blocks import Block, body_blocks, split_blocks
 from axon_nb.script.command_line import CommandLine, UnreadableError
 from axon_nb.script.opening import find_call, is_training, open_function, why_closed
 
-__all__ = ["Course", "read_course"]
-
 _GROUP_CALLS = ("init_process_group", "destroy_process_group")
 _ADDRESS = re.compile(r"""os\.environ\[['"]MASTER_(ADDR|PORT)['"]\]""")
 _STARTS_PROCESSES = re.compile(r"\b(mp|multiprocessing)\.(spawn|start_processes|Process)\b|\bnotebook_launcher\(")

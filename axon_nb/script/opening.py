@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from axon_nb.export.effects import effects, free_names
 from axon_nb.script.blocks import Block, body_blocks
 
-__all__ = ["Call", "find_call", "is_training", "open_function", "why_closed"]
-
 _DROPPED_DECORATORS = ("record", "errors.record")
 """torchrun's, which writes the error of a worker to a file."""
 _READS_SCOPE = ("locals", "vars", "globals", "eval", "exec")

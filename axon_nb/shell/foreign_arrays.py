@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["array_device", "as_numpy", "is_on_device"]
-
 _HOST = (1, 3)
 """DLPack's types of devices whose memory the CPU reads: its own, and pinned memory."""
 _CUDA = 2

@@ -10,8 +10,6 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from axon_nb.records.stacks import library_of
 
-__all__ = ["RUN_CODE", "cell_of_file", "describe_inner", "inner_function", "user_frame"]
-
 RUN_CODE: CodeType = InteractiveShell.run_code.__code__
 """The code object under which a cell's own frames run."""
 

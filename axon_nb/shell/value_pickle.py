@@ -26,8 +26,6 @@ from IPython.core.getipython import get_ipython
 
 from axon_nb.shell.foreign_arrays import as_numpy, is_on_device
 
-__all__ = ["cannot_pickle", "dressed", "is_dense", "namespace", "pack", "reduce_function", "unpack"]
-
 _ATTRIBUTES = (
     "__name__",
     "__qualname__",

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["TorchApi"]
-
 
 class TorchApi:
     """The adapter for torch 2.15; older generations override what differs.

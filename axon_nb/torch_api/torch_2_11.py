@@ -8,8 +8,6 @@ from typing import Any
 
 from axon_nb.torch_api.torch_2_12 import Torch212
 
-__all__ = ["Torch211"]
-
 
 class Torch211(Torch212):
     """The adapter for torch 2.11, the oldest supported version."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from axon_nb.torch_api.torch_2_13 import Torch213
 
-__all__ = ["Torch212"]
-
 _FIELDS_TO_CLEAR = (
     "_all_gather_result",
     "_all_reduce_state",

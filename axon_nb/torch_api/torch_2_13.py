@@ -8,8 +8,6 @@ from typing import Any
 
 from axon_nb.torch_api.torch_2_14 import Torch214
 
-__all__ = ["Torch213"]
-
 
 class Torch213(Torch214):
     """The adapter for torch 2.13."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from axon_nb.torch_api.current import TorchApi
 
-__all__ = ["Torch214"]
-
 
 class Torch214(TorchApi):
     """The adapter for torch 2.14."""

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from axon_nb.widgets.palette import palette_css
 
-__all__ = ["script", "style"]
-
 _STATIC = Path(__file__).parent / "static"
 _SHARED_STYLES = ("shared/tokens.css", "shared/components.css")
 _IMPORT, _FROM, _EXPORT, _DEFAULT = "import {", "} from ", "export ", "default "

@@ -11,8 +11,6 @@ from axon_nb.records.colors import KINDS
 from axon_nb.records.units import format_bytes, format_seconds
 from axon_nb.widgets.html import CELL, NUMBER, WRAPPED_CELL, data_cells, row_title, svg_uri, table, table_row
 
-__all__ = ["branches_bundle"]
-
 _WIDTH, _HEIGHT = 90, 24
 _MAX_METRICS = 4
 _STATES = {"ok": "finished", "timed_out": "timed out"}

@@ -19,8 +19,6 @@ from axon_nb.widgets.html import (
     table_row,
 )
 
-__all__ = ["comparison_bundle"]
-
 
 def comparison_bundle(verdict: Verdict) -> dict[str, str]:
     """Return the report as a MIME bundle: `text/html` without scripts, `text/plain`."""

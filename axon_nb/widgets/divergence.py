@@ -8,8 +8,6 @@ from axon_nb.cluster.divergence.verdict import NumbersVerdict
 from axon_nb.records.ranks import format_ranks
 from axon_nb.widgets.html import figure, figures, note_lines, notice
 
-__all__ = ["divergence_bundle"]
-
 
 def divergence_bundle(verdict: NumbersVerdict) -> dict[str, str]:
     """Return the report as a MIME bundle: `text/html` without scripts, `text/plain`."""

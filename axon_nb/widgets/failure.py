@@ -15,8 +15,6 @@ from axon_nb.records.colors import STATES
 from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.html import CELL, CODE, MUTED, WRAPPED_CELL, prose, row_title, table, table_row
 
-__all__ = ["failure_card"]
-
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _QUOTED = re.compile(r"'(\w[\w.]*)'")
 _AROUND = 2

@@ -7,27 +7,6 @@ import re
 from collections.abc import Iterable
 from html import escape
 
-__all__ = [
-    "CELL",
-    "CODE",
-    "MUTED",
-    "NUMBER",
-    "WRAPPED_CELL",
-    "data_cells",
-    "figure",
-    "figures",
-    "folded",
-    "legend",
-    "note_lines",
-    "notice",
-    "prose",
-    "row_title",
-    "svg_uri",
-    "table",
-    "table_row",
-    "table_style",
-]
-
 CODE = "font-family:var(--jp-code-font-family, ui-monospace, monospace)"
 """Style of code."""
 MUTED = "color:var(--jp-ui-font-color2, inherit)"

@@ -28,8 +28,6 @@ from axon_nb.widgets.timeline.record import Timeline
 if TYPE_CHECKING:
     from axon_nb.widgets.timeline.planned import PlannedTimeline
 
-__all__ = ["compare_cells", "show_advice", "show_memory", "show_planned", "show_shards", "show_timeline", "show_watch"]
-
 
 def show_watch(cluster: Cluster) -> None:
     """Show the progress of the job: a panel in a notebook, text elsewhere."""

@@ -8,23 +8,6 @@ from typing import Literal
 from axon_nb.records.colors import KINDS, RANKS, ROLES, STATES, Color, contrast
 from axon_nb.records.telemetry import Activity
 
-__all__ = [
-    "ACTIVITIES",
-    "ACTIVITY_CODES",
-    "BUBBLE",
-    "OTHER",
-    "SERIES_TOKENS",
-    "SPAN_CODES",
-    "SPAN_PAINTS",
-    "ActivityPaint",
-    "SpanPaint",
-    "paints_for_page",
-    "palette_css",
-    "rank_color",
-    "text_color",
-]
-
-
 SERIES_TOKENS = {"steps/s": "kind-forward", "communication": "kind-collective", "memory": "kind-p2p"}
 """Colours of curves that are measured, by their names in CSS; others take those of ranks in turn."""
 

@@ -20,8 +20,6 @@ from axon_nb.cluster.cluster import Cluster
 from axon_nb.records.telemetry import TICK_S, seconds_to_tick
 from axon_nb.widgets.html import folded
 
-__all__ = ["LivePanel", "Panel", "PollSchedule"]
-
 _log = logging.getLogger("axon_nb.panels")
 _MAX_SHARE = 0.004
 """Share of a rank's time, for one view. Ranks that communicate wait for the one that replies."""

@@ -15,8 +15,6 @@ from typing import Any
 import anywidget
 import traitlets
 
-__all__ = ["LiveView", "View"]
-
 _HEARTBEAT_TIMEOUT_S = 12.0
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from axon_nb.errors import UsageError
 from axon_nb.records.environment import CLASS_DIR
 
-__all__ = ["FILE", "locked_until", "pack", "unpack"]
-
 FILE = Path(__file__).with_name("answers.json")
 """The packed solutions by exercise."""
 _LOCKS = "course.toml"

@@ -13,8 +13,6 @@ from typing import Any
 
 from axon_nb.errors import UsageError
 
-__all__ = ["Board", "read_board"]
-
 _NUM_MISTAKES = 3
 _CASE, _HUNT = "case ", 11
 """How the name of a case of the bug hunt begins, and the notebook that has them."""

@@ -15,8 +15,6 @@ from axon_course.replays import Replay
 from axon_course.trials import LiveTrial, NotYetError, RankFailedError, Trial
 from axon_nb.records.colors import STATES
 
-__all__ = ["CheckResult", "Line", "run_check"]
-
 _MARKS = {"held": "✓", "failed": "✗", "open": "·"}
 _WORDS = {"held": "holds", "failed": "does not hold", "open": "not looked at"}
 _OF_CELLS = {"rank": "`dist.get_rank()`", "world_size": "`dist.get_world_size()`"}

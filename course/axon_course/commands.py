@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from axon_course.checks import CheckResult
     from axon_course.views import Guesses, Progress, Text
 
-__all__ = ["check", "hint", "measured", "predict", "progress", "solution"]
-
 
 def check(exercise: str, *, on: Literal["mock", "ranks"] = "mock") -> CheckResult:
     """Check your answer to an exercise: what holds, and what does not. Time never counts.

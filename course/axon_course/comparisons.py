@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["difference", "first_difference", "shown"]
-
 _SHOWN = 6
 """Numbers of a tensor that a sentence shows."""
 

@@ -9,8 +9,6 @@ import pandas as pd
 
 import axon_nb
 
-__all__ = ["digits"]
-
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """Return 1,797 handwritten digits in a shuffled order, the same in each call.

@@ -11,8 +11,6 @@ from axon_course.replays import Replay
 from axon_course.trials import Trial
 from axon_nb.errors import UsageError
 
-__all__ = ["Exercise", "Mistake", "Property", "Score", "all_exercises", "find_exercise"]
-
 _EXERCISES = "axon_course.exercises"
 
 

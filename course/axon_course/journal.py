@@ -16,8 +16,6 @@ from typing import Any
 
 from axon_nb.records.environment import CLASS_DIR, USER_DATA
 
-__all__ = ["Journal"]
-
 _ANIMALS = (
     "badger", "bison", "crane", "dolphin", "falcon", "gecko", "heron", "ibex", "jackal", "koala", "lemur", "lynx",
     "marten", "newt", "otter", "panda", "quail", "raven", "seal", "tapir", "urchin", "viper", "walrus", "yak",

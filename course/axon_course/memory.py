@@ -11,8 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["PeakBytes", "SavedBytes", "live_storages"]
-
 
 class PeakBytes(TorchDispatchMode):
     """Counts the bytes of tensors that this thread makes in the block; `bytes` is the most that lived at a time."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from axon_nb.records.colors import KINDS, RANKS
 
-__all__ = ["Move", "draw"]
-
 _RANKS = 4
 
 

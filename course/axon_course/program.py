@@ -11,8 +11,6 @@ from axon_course.board import read_board
 from axon_nb.errors import UsageError
 from axon_nb.usage import CommandParser, ProgramCommand
 
-__all__ = ["COURSE_COMMANDS", "copy_course"]
-
 
 def copy_course(folder: Path) -> str:
     """Copy the student edition into a folder, which is created; files that are there are kept.

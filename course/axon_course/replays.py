@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from axon_nb.comm.calls import OperationCount
     from axon_nb.records.spans import Span
 
-__all__ = ["Replay", "replay_calls", "replay_curve", "replay_schedule"]
-
 _MAX_CALLS = 8
 """Calls that a row shows."""
 _COLUMNS = 64

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from axon_nb.comm.calls import OperationCount
 
-__all__ = ["LiveTrial", "NotYetError", "RankFailedError", "Trial", "call_on_rank"]
-
 _SENT = "_axon_nb_course"
 
 

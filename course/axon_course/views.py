@@ -9,8 +9,6 @@ from typing import Any
 
 from axon_nb.records.colors import KINDS, STATES
 
-__all__ = ["Guesses", "Progress", "Text"]
-
 _WIDTH = 220
 """Length of the longest bar in px."""
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.support.browser.lab_page import LabPage
 
-__all__ = ["ask_until", "type_at_end"]
-
 _LOOK_S = 5.0
 _TIMES = 40
 

@@ -11,8 +11,6 @@ from playwright.sync_api import TimeoutError as PageTimeout
 from tests.support.browser.lab_page import LabPage
 from tests.support.browser.lab_server import LIMIT, LabServer
 
-__all__ = ["NotebookPage", "NotebookServer"]
-
 OF_NOTEBOOKS_OWN = "reading 'schema'"
 """What Notebook 7.6 itself throws while a page is loaded."""
 _AGAIN_S = 5.0

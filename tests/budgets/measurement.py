@@ -30,8 +30,6 @@ from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH, WARM_UP
 from tests.support.kernel import Kernel
 from tests.support.processes import Footprint, footprint, until
 
-__all__ = ["Cluster", "Costs", "environment", "open_cluster"]
-
 Costs = dict[str, dict[str, float]]
 """By kind, such as "cell.calls", and by what it is a cost of."""
 

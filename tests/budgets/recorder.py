@@ -18,8 +18,6 @@ from typing import Any
 
 import zmq
 
-__all__ = ["save", "start"]
-
 _calls: list[tuple[int, CodeType]] = []
 _messages: list[tuple[int, str, str, int, int]] = []
 """Time, socket, direction, messages and bytes."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from tests.budgets.measurement import Costs
 
-__all__ = ["KINDS", "PATH", "Budgets"]
-
 PATH = Path(__file__).parents[1] / "budgets.toml"
 KINDS = {
     "cell.calls": "calls of Python functions, in all threads",

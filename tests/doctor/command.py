@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Done", "axon_nb"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -20,8 +20,6 @@ import psutil
 
 from tests.support.script import command_lines, family, script_environment
 
-__all__ = ["Terminal"]
-
 _LAUNCH = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["COLLECTIVES", "NAMES", "STOPPED", "Fault"]
-
 NAMES = ("ddp", "fsdp", "tensor", "pipeline", "interleaved")
 COLLECTIVES = (
     "all_gather",

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from tests.fuzz import interference, losses, mistakes, tampering
 from tests.fuzz.fault import COLLECTIVES, NAMES, STOPPED, Fault
 
-__all__ = ["ADVERSARY", "DEATHS", "KINDS", "LOSSES", "POINTS", "Table", "make_fault"]
-
 STAYS = ("sleep", "multiply", "recv", "barrier", "loader", "spin", "await", "swallow")
 POINTS = ("before", "forward", "after forward", "backward", "before optimizer")
 DEATHS = {

@@ -11,8 +11,6 @@ from typing import Any
 from benchmarks.report import machine, median, percentile
 from tests.fuzz.rounds import Outcome
 
-__all__ = ["figures_folder", "write_figures"]
-
 RECORD = Path("benchmarks/results")
 RECORD_FAULTS = 1000
 SCRATCH = Path("out/fuzz")

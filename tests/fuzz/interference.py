@@ -19,8 +19,6 @@ from tests.fuzz.losses import come_back, endless
 from tests.support.kernel import Kernel
 from tests.support.processes import Footprint, footprint, listening
 
-__all__ = ["connections", "kill_during_repair", "repair_with_a_kill", "stopped", "stopped_process", "strangers"]
-
 _LIMIT_S = 150.0
 _STRANGERS = 20
 """Connections to each socket."""

@@ -11,8 +11,6 @@ from tests.fuzz.fault import COLLECTIVES, NAMES, STOPPED, Fault
 from tests.support.kernel import Kernel, Reply
 from tests.support.processes import Footprint, until
 
-__all__ = ["agent", "come_back", "controller", "endless", "kernel", "lose"]
-
 _LIMIT_S = 150.0
 _HANDLE = "__import__('axon_nb').cluster.current.get().running_cell"
 

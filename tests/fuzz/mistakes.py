@@ -6,8 +6,6 @@ import random
 
 from tests.fuzz.fault import NAMES, Fault
 
-__all__ = ["default_group", "flood", "memory_limit", "wrong_shape"]
-
 _SHAPES = {
     "all_reduce": "dist.all_reduce(torch.ones(SIZE + 4 * (rank == ODD)))",
     "all_reduce of other types": "dist.all_reduce(torch.ones(SIZE, dtype=torch.float64 if rank == ODD else None))",

@@ -22,8 +22,6 @@ from tests.fuzz.mistakes import MOST_DISPLAYED, MOST_TEXT
 from tests.support.kernel import Kernel, Reply
 from tests.support.processes import Footprint, footprint, until
 
-__all__ = ["CEILING_S", "SENT", "Fuzz", "Outcome"]
-
 CEILING_S = 60.0
 """A cell must be over so many seconds after its fault; times are recorded, and only this is asserted."""
 _PATIENCE_S = 150.0

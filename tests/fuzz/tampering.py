@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from tests.fuzz.fault import STOPPED, Fault
 
-__all__ = ["limit", "odd_exception", "replaced", "skipped_call"]
-
 _KEEP = "t_kept = dict(vars({0}))"
 _RESTORE = "vars({0}).update(t_kept)"
 _REPLACED = {

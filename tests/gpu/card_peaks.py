@@ -18,8 +18,6 @@ from torch._C._distributed_c10d import FileStore
 from axon_nb.parallel import DDP, FSDP, ShardingStrategy, checkpoint_blocks
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
 
-__all__ = ["BATCH", "CONFIG", "Case", "main", "reported"]
-
 CONFIG = GPTConfig(vocab=8192, context=512, hidden=1024, heads=16, blocks=8)
 BATCH = 4
 _STEPS = 4

@@ -29,8 +29,6 @@ from axon_nb.engine.groups import nccl, recovery
 from axon_nb.engine.groups.install import init_default_group
 from tests.engine.groups.native_ranks import GLOO
 
-__all__ = ["KINDS", "WAYS", "drill", "main"]
-
 LIMIT_S = 40.0
 """Seconds after which a hang counts as one that nothing ended."""
 TIMEOUT_S = 15.0

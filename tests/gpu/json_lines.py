@@ -14,8 +14,6 @@ import pytest
 
 from scripts.gpu_box_parts import DONE
 
-__all__ = ["pytest_collection_modifyitems", "pytest_runtest_logreport", "pytest_runtest_logstart"]
-
 # Imported before pytest begins to capture what tests print.
 _stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
 _seconds: dict[str, float] = {}

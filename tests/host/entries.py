@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run"]
-
 
 def run(argv: list[str]) -> None:
     """Run the function that the first argument names."""

@@ -9,8 +9,6 @@ from axon_nb.plan.footprint.plan import MemoryPlan
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.footprint.simulate import simulate
 
-__all__ = ["plans"]
-
 
 def plans(requests: Mapping[str, MemoryRequest], report: Callable[[float, str], None]) -> dict[str, MemoryPlan | str]:
     """Return each request's plan, or its error."""

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from axon_nb.comm.mock.group import MockGroup
 from axon_nb.plan.traffic.recorded import OPERATIONS
 
-__all__ = ["begin", "calls_of", "recording"]
-
 _calls: dict[int, list[tuple[str, str, int]]] = {}
 _inside = threading.local()
 

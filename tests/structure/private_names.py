@@ -7,8 +7,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-__all__ = ["names_of", "own_names", "private_uses"]
-
 _PACKAGES = ("IPython", "accelerate", "deepspeed", "ipykernel", "ipyparallel", "ipywidgets", "torch", "tqdm")
 _MODULE = re.compile(rf"(?:{'|'.join(_PACKAGES)})(?:\.\w+)+")
 _BY_NAME = {"delattr", "getattr", "hasattr", "setattr"}

@@ -28,8 +28,6 @@ from axon_nb.host.children import set_parent_death_signal
 from axon_nb.host.fork_queue import MODULES
 from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH
 
-__all__ = ["agent_environment"]
-
 ROOT = Path(__file__).resolve().parents[2]
 _STARTED = (
     "tests/cluster/launch/",

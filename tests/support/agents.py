@@ -24,8 +24,6 @@ from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode
 from tests.support.processes import until
 
-__all__ = ["ENTRY", "ROOT", "RawPeer", "Served", "Shared", "dead", "facts", "fork_request", "serve"]
-
 ENTRY = "tests.host.entries:run"
 ROOT = Path(__file__).resolve().parents[2]
 _ranks = itertools.count(1)

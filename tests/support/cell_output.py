@@ -8,8 +8,6 @@ from typing import Any
 from axon_nb.cluster.output import CellOutput, RecordingSink
 from axon_nb.records.protocol.cells import Omitted, stream_content
 
-__all__ = ["Bench", "ranks_of"]
-
 
 class Bench:
     """Feeds messages, flushes when that is due, and looks at what was shown."""

@@ -13,8 +13,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Answer each line on the stream that was standard output; what the code prints is part of the answer."""

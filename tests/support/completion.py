@@ -13,8 +13,6 @@ from typing import Any
 from tests.support.kernel import Kernel
 from tests.support.processes import until
 
-__all__ = ["completed", "expect_completed", "expect_help", "plain"]
-
 _LIMIT_S = 100.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -19,8 +19,6 @@ import pytest
 
 from tests.conftest import LEFTOVERS, is_xdist_worker, processes_of_this_run
 
-__all__ = ["FOLDER_VARIABLE", "Evidence", "Recorder", "pytest_configure"]
-
 FOLDER_VARIABLE = "AXON_NB_TEST_FAILURES"
 """Environment variable: the folder for evidence and `failures.jsonl`."""
 _LOG_BYTES = 20_000

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-__all__ = ["NAME", "StandInModule", "StandInTensor", "install"]
-
 NAME = "standin"
 _ORIGIN_NS = 10**15
 """The device's clock is this far from the host's."""

@@ -12,8 +12,6 @@ import pytest
 
 from axon_nb.widgets.assets import script
 
-__all__ = ["node", "saved"]
-
 
 def node(*arguments: str) -> str:
     """Run node and return what it prints."""

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["A100X4", "MIG", "MIG_R450", "MIXED", "Driver", "build_library", "needs_nvml"]
-
 SOURCE = Path(__file__).resolve().parents[1] / "doctor" / "nvml_driver.c"
 
 A100X4 = """\

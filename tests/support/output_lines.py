@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.support.cell_output import ranks_of
 
-__all__ = ["by_rank"]
-
 
 def by_rank(text: str) -> dict[int, list[str]]:
     """The lines of each rank in their order, of text such as ``[ranks 0-1] hello``; lines without a label are left out.

@@ -15,8 +15,6 @@ import psutil
 
 from tests.support.kernel import Kernel
 
-__all__ = ["Footprint", "below", "ended", "footprint", "listening", "modes", "until"]
-
 
 def until(condition: Callable[[], object], *, timeout: float = 60.0) -> bool:
     """Wait for a condition; whether it came true."""

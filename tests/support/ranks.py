@@ -31,8 +31,6 @@ from torch.utils._pytree import tree_map_only
 from axon_nb.comm import World
 from axon_nb.comm.shared_memory.group import register
 
-__all__ = ["DeviceWorld", "RankWorld", "end_idle_worlds"]
-
 _LIMIT_S = 240.0
 """The first call imports its modules on all ranks at once; no test measures speed."""
 _AFTER_FAILURE_S = 20.0

@@ -20,8 +20,6 @@ import psutil
 
 from tests.support.agent_server import agent_environment
 
-__all__ = ["MARK", "Answer", "Finished", "Script", "command_lines", "family", "run_script", "script_environment"]
-
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "AXON_NB_TEST_SCRIPT"
 """The environment variable by which `family` finds what a script started."""

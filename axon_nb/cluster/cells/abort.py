@@ -16,8 +16,6 @@ from axon_nb.records.protocol.aborts import AbortReply, AbortRequest
 from axon_nb.records.protocol.inspection import StatusRequest
 from axon_nb.records.telemetry import RankState
 
-__all__ = ["AbortController"]
-
 _ABORT_AFTER_S = 0.3
 """If a rank has failed, the others are aborted after this long at the latest; sooner if all of them wait."""
 _ABORT_AFTER_DEATH_S = 0.05

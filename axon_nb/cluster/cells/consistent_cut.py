@@ -9,8 +9,6 @@ from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.records.protocol.aborts import StopRequest
 from axon_nb.records.protocol.inspection import WaitsReply, WaitsRequest
 
-__all__ = ["ConsistentCut", "cut_sequence_number", "progressing_group"]
-
 Counts = dict[str, int]
 
 _POLL_INTERVAL_S = 0.015

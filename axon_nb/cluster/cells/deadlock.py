@@ -17,8 +17,6 @@ from axon_nb.records.waits.silent_ranks import describe_silent_ranks
 from axon_nb.records.waits.slow_ranks import describe_slow_ranks
 from axon_nb.records.waits.started_calls import describe_absent_ranks, explain_mismatch
 
-__all__ = ["DeadlockWatch"]
-
 _FIRST_POLL_S = 0.6
 _POLL_INTERVAL_S = 0.3
 _WAITING_AFTER_S = 0.5

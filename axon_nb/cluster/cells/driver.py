@@ -15,16 +15,6 @@ from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.records.ranks import name_ranks
 
-__all__ = [
-    "CellHandle",
-    "RunsCell",
-    "awaitable",
-    "finished",
-    "run_to_completion",
-    "run_to_completion_async",
-    "stop_for",
-]
-
 T = TypeVar("T")
 RunsCell = Callable[..., Awaitable[CellResult]]
 """`Cluster.run_async`, or `Cluster.run` as `awaitable` returns it."""

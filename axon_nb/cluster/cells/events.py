@@ -11,30 +11,6 @@ from axon_nb.cluster.failures.report import RankError
 from axon_nb.records.protocol.cells import AbortLocation, CellOutcome
 from axon_nb.records.telemetry import Activity
 
-__all__ = [
-    "Abort",
-    "Aborted",
-    "Death",
-    "Effect",
-    "Event",
-    "Idle",
-    "Interrupt",
-    "LateReply",
-    "Lost",
-    "Output",
-    "Processed",
-    "RankDone",
-    "RankEnded",
-    "Recover",
-    "Recovered",
-    "Reply",
-    "ResendAbort",
-    "ShowOutput",
-    "Tick",
-    "Timeout",
-    "Wake",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Output:

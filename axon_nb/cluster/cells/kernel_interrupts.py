@@ -23,8 +23,6 @@ from typing import Any
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.shell.user_frame import user_frame
 
-__all__ = ["InterruptQueue", "KernelInterrupts"]
-
 _INTERRUPT_LINE = "raise KeyboardInterrupt  # the cell was interrupted before its first line"
 _INTERRUPT_FILE = "<kernel interrupt>"
 _INTERRUPT_CODE = compile(_INTERRUPT_LINE, _INTERRUPT_FILE, "exec")

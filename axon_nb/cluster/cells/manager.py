@@ -47,8 +47,6 @@ from axon_nb.records.protocol.cells import CellFacts, Measurement, Pauses
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 
-__all__ = ["LEFT_RUNNING", "CellManager", "failure_of", "is_exclusive"]
-
 _TIMEOUT_S = 2.0
 """Idle ranks reply in milliseconds, unless the machine is busy."""
 LEFT_RUNNING = "was left running"

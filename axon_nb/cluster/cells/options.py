@@ -14,8 +14,6 @@ from axon_nb.records.telemetry import Activity
 if TYPE_CHECKING:
     from axon_nb.cluster.snapshot.trial import Trials
 
-__all__ = ["CellDebugger", "CellOptions", "LiveView", "RankProgress", "Steppable", "describe_abort", "was_aborted"]
-
 _ABORTED = ("AbortedError",)
 _ABORTED_ON_REQUEST = ("KeyboardInterrupt", "CancelledError")
 _ABORT_MESSAGES = ("NCCL communicator was aborted", "AbortedError: ")

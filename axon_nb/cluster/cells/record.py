@@ -19,8 +19,6 @@ from axon_nb.records.ranks import format_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.run import CellRun
 
-__all__ = ["MAX_RECORD_BYTES", "MIME_TYPE", "cell_record"]
-
 MIME_TYPE = "application/vnd.axon-nb.result+json"
 MAX_RECORD_BYTES = 4096
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -13,8 +13,6 @@ from axon_nb.errors import UsageError
 from axon_nb.records.protocol.cells import CellEnd, Profile
 from axon_nb.records.ranks import format_ranks, name_ranks
 
-__all__ = ["CellResult", "CellViews", "measurements"]
-
 
 class CellViews(Protocol):
     """The views of one finished cell."""

@@ -27,8 +27,6 @@ from axon_nb.records.protocol.inspection import DebuggerLine, PausedEvent
 from axon_nb.records.protocol.messages import Request, is_call_source, message_type
 from axon_nb.records.protocol.wire import decode, encode
 
-__all__ = ["CellRun"]
-
 _IDLE_POLL_S = 0.1
 _BUSY_POLL_S = 0.005
 """The poll interval while something is being decided."""

@@ -10,9 +10,6 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from axon_nb.errors import UsageError
 
-__all__ = ["RANK_MAGICS", "CellSyntaxError", "check", "inner_magic", "is_empty", "mentions", "with_head"]
-
-
 RANK_MAGICS = ("distributed", "rank")
 """The cell magics that send a cell to ranks."""
 

@@ -13,8 +13,6 @@ from axon_nb.cluster.failures.report import RankError
 from axon_nb.records.protocol.cells import AbortLocation, CellEnd
 from axon_nb.records.telemetry import Activity
 
-__all__ = ["Cell", "State", "transition"]
-
 _GIVE_UP_S = 10.0
 """Ranks that do not reply for this long after an abort are reported as stuck, and the cell is done."""
 _STOPPED_GIVE_UP_S = 1.0

@@ -15,8 +15,6 @@ from axon_nb.records.protocol.transfer import LastValue
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["await_reply", "last_values", "ranks_on_this_host", "read_value"]
-
 _POLL_INTERVAL_S = 0.1
 
 

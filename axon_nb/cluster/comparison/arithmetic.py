@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from axon_nb.records.training.comparison import Digest, Entry, allowed_error
 
-__all__ = ["Judged", "Scales", "combined", "distance", "judge", "norm_of", "ratio_of", "scales_of"]
-
 _TINY = 1e-30
 
 Vector = Sequence[float]

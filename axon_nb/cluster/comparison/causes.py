@@ -10,8 +10,6 @@ from axon_nb.cluster.comparison.arithmetic import Judged, Scales, combined, dist
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.training.comparison import Comparison, Digest, Entry
 
-__all__ = ["Cause", "cause_of", "is_partial"]
-
 _MISSING = "missing all-reduce"
 _SCALED = "scaled by world size"
 _LOOSE = 4.0

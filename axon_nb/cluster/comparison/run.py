@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from axon_nb.cluster.cells.driver import RunsCell
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["compare"]
-
 
 async def compare(cluster: Cluster, run: RunsCell, code: str, options: dict[str, Any], *, plain: str) -> Verdict:
     """Run the cell on all ranks and on one, and compare what they compute; the state from before is restored.

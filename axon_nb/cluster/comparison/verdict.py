@@ -14,8 +14,6 @@ from axon_nb.records.training.comparison import Comparison, Entry
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Finding", "Verdict", "verdict"]
-
 _WHAT = {
     "start": "the weight before the cell",
     "input": "the input",

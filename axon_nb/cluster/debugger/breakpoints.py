@@ -13,8 +13,6 @@ from axon_nb.cluster.cells.run import CellRun
 from axon_nb.records.protocol.inspection import DebuggerLine, PausedEvent
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["BreakpointPrompt"]
-
 _SETTLE_S = 0.3
 """How long to wait for more ranks to pause, and for output that is on its way, before the user is asked."""
 _WATCH_S = 0.1

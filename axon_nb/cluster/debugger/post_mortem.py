@@ -13,8 +13,6 @@ from axon_nb.records.ranks import name_ranks, resolve_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.manager import CellManager
 
-__all__ = ["PostMortem"]
-
 _TIMEOUT_S = 10.0
 """Idle ranks answer in milliseconds. On a busy machine, a short timeout would wrongly report that nothing failed."""
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.training.numbers import LAST, NonFinite, StepNumbers
 
-__all__ = ["NumbersFinding", "NumbersVerdict", "find_difference", "find_non_finite", "is_before"]
-
 _STAGES = ("weight", "input", "forward", "loss", "backward", "gradient")
 """In the order in which a step computes."""
 _WHAT = {

@@ -21,8 +21,6 @@ from axon_nb.records.protocol.contents import NumbersReply, NumbersRequest
 from axon_nb.records.ranks import unpack_ranks
 from axon_nb.records.training.numbers import LAST, NonFinite
 
-__all__ = ["DivergenceWatch"]
-
 _POLL_INTERVAL_S = 0.2
 _SOON_S = 0.02
 """The interval once something is wrong, until all ranks have said what they see."""

@@ -16,8 +16,6 @@ from axon_nb.records.endpoint import EndpointError, ErrorCode
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["SharedCells"]
-
 _MAX_KEPT = 32
 """Results of the last cells that are kept."""
 _MAX_WAIT_S = 20.0

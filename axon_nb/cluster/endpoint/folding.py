@@ -8,8 +8,6 @@ from typing import Any
 
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["described", "folded"]
-
 _MAX_ELEMENTS = 256
 _MAX_TEXT = 4000
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["difference", "explain", "logs", "stacks", "status", "timeline", "variables"]
-
 _TIMEOUT_S = 2.0
 _WAITING_AFTER_S = 0.5
 _SECOND_LOOK_S = 0.3

@@ -14,8 +14,6 @@ from axon_nb.records.ranks import format_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["OPERATIONS", "Operation", "Operations"]
-
 
 @dataclass(frozen=True, slots=True)
 class Operation:

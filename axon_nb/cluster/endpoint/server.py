@@ -23,8 +23,6 @@ from axon_nb.records.ranks import name_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["Endpoint"]
-
 _MAX_REQUEST_BYTES = 16 << 20
 _IDLE_TIMEOUT_S = 60.0
 _MAX_CONNECTIONS = 16

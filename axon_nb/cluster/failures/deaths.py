@@ -8,8 +8,6 @@ from pathlib import PurePath
 
 from axon_nb.records.protocol.cluster import ControllerExit, Exit
 
-__all__ = ["crash_location", "describe_death", "last_line"]
-
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)$')
 _FATAL = "Fatal Python error: "
 _STACK = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")

@@ -15,8 +15,6 @@ from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_seconds
 from axon_nb.troubleshooting import more
 
-__all__ = ["NCCL_UNTESTED", "ActiveCell", "Health"]
-
 NCCL_UNTESTED = (
     "NCCL recovery is untested on multiple GPUs. The step in progress was lost, and ranks may be one step apart. "
     "If a rank does not come back, run `%distributed repair` or `%distributed restart`. (Shown once.)"

@@ -14,16 +14,6 @@ from axon_nb.records.protocol.cells import CellEnd
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = [
-    "context_hint",
-    "hint_for",
-    "left_calls_hint",
-    "lost_contexts",
-    "missing_package",
-    "shared_draws_hint",
-    "shortage_hint",
-]
-
 _DISTRIBUTIONS = {
     "accelerate": "accelerate",
     "cupy": "cupy-cuda13x",

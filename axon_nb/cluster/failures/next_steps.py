@@ -11,8 +11,6 @@ from axon_nb.cluster.failures.report import Failure, RankError
 from axon_nb.records.ranks import format_ranks
 from axon_nb.records.stacks import library_of
 
-__all__ = ["Place", "failure_line", "failure_place", "next_commands"]
-
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _FRAME = re.compile(r"Cell In\[(?P<cell>\d+)\], line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?")
 _ANY_FRAME = re.compile(r"^(?:(?P<cell>Cell In\[\d+\]), line |File (?P<file>[^\n]+?):)(?P<line>\d+)", re.MULTILINE)

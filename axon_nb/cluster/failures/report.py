@@ -9,8 +9,6 @@ from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.troubleshooting import MORE, more
 
-__all__ = ["REPAIR_HINT", "Failure", "Kept", "RankError", "agree", "cell_error", "interrupt_error", "root_cause"]
-
 REPAIR_HINT = "Run `%distributed repair` to replace the failed ranks; all others keep their state."
 
 # A death brings down the other ranks, and an exception comes before the aborts that it causes elsewhere.

@@ -15,8 +15,6 @@ from axon_nb.records.ranks import format_ranks
 from axon_nb.records.telemetry import ClusterInfo, RankInfo
 from axon_nb.records.units import format_bytes
 
-__all__ = ["MUTED", "cluster_card", "mesh_html", "mesh_text"]
-
 _MAX_MESH = 256
 """Largest mesh that is drawn."""
 _MAX_HOSTS = 4

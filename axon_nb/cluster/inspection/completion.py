@@ -23,8 +23,6 @@ from axon_nb.records.protocol.messages import Request
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["CompletionClient", "NameSnapshot"]
-
 R = TypeVar("R")
 
 _ATTRIBUTE = re.compile(r"(?<![\w.\])])([A-Za-z_]\w*)\.(\w*)$")

@@ -15,8 +15,6 @@ from axon_nb.records.waits.calls import missing_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["JobSnapshot", "request_job", "running_cell"]
-
 _TIMEOUT_S = 1.0
 _MIN_WAIT_S = 0.25
 

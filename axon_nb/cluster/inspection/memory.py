@@ -17,8 +17,6 @@ from axon_nb.records.ranks import name_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["MemorySnapshot", "request_memory", "request_plan"]
-
 _TIMEOUT_S = 10.0
 _PLANNER_TIMEOUT_S = 20.0
 """Ranks import the code for estimates and plans on the first request."""

@@ -21,8 +21,6 @@ from axon_nb.records.protocol.contents import ModelFacts, PlanReply
 if TYPE_CHECKING:
     from axon_nb.plan import MemoryPlan
 
-__all__ = ["RequestPlan", "WhatIf", "plan_options", "read_plan"]
-
 _MAX_PLANNED_RANKS = 8
 """Up to this world size every rank is planned; above it only the one with the highest peak."""
 _ROLES = {"other": "buffers"}

@@ -15,8 +15,6 @@ from axon_nb.records.protocol.agent import GetInfo
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["RankClocks"]
-
 _REFRESH_INTERVAL_S = 1.0
 _FIRST_REPLY_TIMEOUT_S = 0.5
 _SAME = HostClock(0, 0)

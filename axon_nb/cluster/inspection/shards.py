@@ -16,8 +16,6 @@ from axon_nb.records.ranks import name_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["LayoutRequest", "request_layouts"]
-
 _TIMEOUT_S = 10.0
 
 

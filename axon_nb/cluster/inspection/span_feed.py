@@ -23,8 +23,6 @@ from axon_nb.records.telemetry import TICK_S, seconds_to_tick
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["SpanFeed", "SpanView", "cell_window", "save_trace"]
-
 _TICK_S, _SLOW_TICK_S = 0.08, TICK_S / 2
 """Interval between updates of the views: 12 per second at high span rates (10 if one takes 20 ms), else at most two."""
 _BUSY_INTERVAL_S = 0.16

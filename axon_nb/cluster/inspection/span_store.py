@@ -16,8 +16,6 @@ import numpy as np
 from axon_nb.cluster.inspection.span_table import CLOCKS, COLUMNS, Label, SpanTable
 from axon_nb.records.spans import GPU, Span
 
-__all__ = ["LIMIT", "CollectiveMatcher", "CollectiveWait", "SpanStore"]
-
 _MAX_OPEN = 8192
 """Maximum number of incomplete collectives; beyond it the oldest is dropped."""
 LIMIT = 100_000

@@ -15,8 +15,6 @@ from axon_nb.records.spans import GPU, LAUNCH, Span
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CLOCKS", "COLUMNS", "Label", "SpanTable", "grouped"]
-
 COLUMNS = {
     "start": np.int64,
     "end": np.int64,

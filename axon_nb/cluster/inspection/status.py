@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 
     from axon_nb.cluster.state import ClusterState
 
-__all__ = [
-    "ClusterStatus",
-    "cluster_info",
-    "describe_state",
-    "paused_ranks",
-    "rank_stacks",
-    "request_mesh",
-    "request_states",
-    "status_frame",
-]
-
 _TIMEOUT_S = 1.0
 _STACKS_TIMEOUT_S = 2.0
 _MIN_WAIT_S = 0.25

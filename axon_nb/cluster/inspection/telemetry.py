@@ -15,8 +15,6 @@ from axon_nb.records.protocol.cells import AbortLocation
 from axon_nb.records.protocol.inspection import TelemetryEvent, WatchRequest
 from axon_nb.records.telemetry import Activity, RankState
 
-__all__ = ["StateFeed", "StateView"]
-
 _SAMPLES_PER_S = 4.0
 _LEASE_S = 10.0
 """A rank stops sending samples this long after the last renewal."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["PREDEFINED", "agreement", "difference_frame", "summary_of", "variables_frame"]
-
 _TIMEOUT_S = 60.0
 _VARIABLE_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
 _MERGED_COLUMNS = {"type": "type", "shape": "shape", "dtype": "dtype", "device": "device", "placements": "where"}

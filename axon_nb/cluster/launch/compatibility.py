@@ -13,19 +13,6 @@ from axon_nb.records.compatibility import Capability, install_command
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.cluster import EngineInfo
 
-__all__ = [
-    "RESTART",
-    "UNRELEASED_TIMEOUT_S",
-    "after_failure",
-    "at_start",
-    "can_recover",
-    "can_replace",
-    "collective_timeout",
-    "refusal",
-    "unencrypted",
-    "with_possible_backend",
-]
-
 RESTART = "Run `%distributed restart` to start all ranks again."
 """How to get back a dead or stuck rank that cannot be replaced."""
 

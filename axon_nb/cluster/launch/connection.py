@@ -24,8 +24,6 @@ from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import SESSION_NAME
 from axon_nb.records.protocol.joining import ENGINE_ENTRY
 
-__all__ = ["Connection", "default_name", "in_kernel", "kernel_id", "open_existing", "open_new"]
-
 # ipyparallel and tornado log what happens at a stop; keep that out of the notebook, also if it logs everything.
 _ipyparallel_log = logging.getLogger("axon_nb.ipyparallel")
 _ipyparallel_log.addHandler(logging.NullHandler())

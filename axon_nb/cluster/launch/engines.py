@@ -21,14 +21,6 @@ from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.protocol.cluster import Exit
 
-__all__ = [
-    "LAUNCHERS",
-    "launch_engines",
-    "launcher_class",
-    "shut_down_foreign",
-    "stop_engines",
-]
-
 LAUNCHERS = ("axon", "local")
 """Forked by the host agent; and ipyparallel's own, where nothing can be forked."""
 _SHUTDOWN_S = 30.0

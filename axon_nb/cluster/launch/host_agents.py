@@ -27,8 +27,6 @@ from axon_nb.host.link.tcp import link_key
 from axon_nb.records.environment import JOIN_KEY, SLURM_JOB
 from axon_nb.records.protocol.agent import GetInfo, ServeHosts
 
-__all__ = ["await_hosts", "start_missing"]
-
 _POLL_S = 0.05
 _JOIN_TIMEOUT_S = 600.0
 """For somebody to enter the command on another machine."""

@@ -21,16 +21,6 @@ from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 from axon_nb.errors import StartError, UsageError
 from axon_nb.records.environment import JOIN_KEY, SLURM_JOB, SLURM_NODE
 
-__all__ = [
-    "configured_hosts",
-    "find_job",
-    "mpi_command",
-    "node_address",
-    "srun_command",
-    "ssh_address",
-    "ssh_command",
-]
-
 _QUERY_TIMEOUT_S = 20.0
 # The first value of an option holds: what the user configured comes before these. Passwords cannot be asked for. A
 # connection that other programs may use would outlive the cluster.

@@ -11,8 +11,6 @@ from axon_nb.cluster.launch import host_programs
 from axon_nb.cluster.launch.placement import interface_ip
 from axon_nb.errors import UsageError
 
-__all__ = ["HostsOption", "own_address", "parse_hosts"]
-
 _USES = "join, join:2, ssh:a,b, slurm, slurm:JOB or mpi:a,b"
 
 

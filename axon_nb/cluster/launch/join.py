@@ -24,9 +24,6 @@ from axon_nb.records.protocol.joining import Describe, Join, JoinConfig
 from axon_nb.records.protocol.version import refuse_join
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["await_handshake", "gather", "join_config", "join_world", "raise_if_exited", "store_address"]
-
-
 R = TypeVar("R")
 
 

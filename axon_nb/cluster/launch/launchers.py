@@ -30,8 +30,6 @@ from axon_nb.records.protocol.cluster import AgentEvent, Closed, ClusterFacts, E
 from axon_nb.records.protocol.joining import ENGINE_ENTRY
 from axon_nb.records.protocol.version import own_version
 
-__all__ = ["AgentControllerLauncher", "ForkedEngineSetLauncher", "controller_command", "fork_request", "rank_hosts"]
-
 # Set by the kernel, pytest or ipyparallel for this process only; a rank must not inherit them.
 _NOT_INHERITED = ("IPP_CLUSTER_ID", "IPP_CONNECTION_INFO", "IPP_PROFILE_DIR", "JPY_PARENT_PID", "PYTEST_CURRENT_TEST")
 

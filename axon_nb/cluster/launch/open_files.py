@@ -8,8 +8,6 @@ import sys
 from axon_nb.errors import StartError
 from axon_nb.host.resources.container import container_kind
 
-__all__ = ["UNLIMITED", "files_needed", "how_to_raise", "raise_if_too_few"]
-
 UNLIMITED = resource.RLIM_INFINITY
 _MANY = 65536
 

@@ -20,18 +20,6 @@ from axon_nb.host.resources.gpus import Gpu, list_gpus, unlisted_gpus
 from axon_nb.records.environment import CPU_BACKEND
 from axon_nb.records.protocol.cluster import EngineInfo
 
-__all__ = [
-    "BACKENDS",
-    "LOOPBACK",
-    "Layout",
-    "Placement",
-    "explain_number",
-    "interface_ip",
-    "place_ranks",
-    "plan_layout",
-    "rank_environment",
-]
-
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 LOOPBACK = "127.0.0.1"
 

@@ -11,8 +11,6 @@ from concurrent.futures import Future
 from axon_nb.cluster.launch.connection import Connection, open_new
 from axon_nb.records.protocol.agent import GetInfo
 
-__all__ = ["Prewarm"]
-
 
 class Prewarm:
     """The warm connection of one notebook: to a host agent that no cluster uses yet."""

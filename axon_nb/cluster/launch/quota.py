@@ -8,8 +8,6 @@ from axon_nb.errors import UsageError
 from axon_nb.host.run_dir import RunDir, list_run_dirs
 from axon_nb.records.environment import MAX_RANKS
 
-__all__ = ["raise_if_over_quota"]
-
 
 def raise_if_over_quota(num_ranks: int, *, besides: RunDir | None = None) -> None:
     """Check how many ranks this user would have at once, in all clusters of this host's notebooks.

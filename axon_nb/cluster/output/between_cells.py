@@ -9,8 +9,6 @@ from typing import Any
 from axon_nb.cluster.output.cell_output import CellOutput
 from axon_nb.cluster.output.sinks import Sink, StreamName
 
-__all__ = ["BetweenCells"]
-
 _HEAD = "Since the last cell:\n"
 _INDENT = "  "
 _SHOWN = ("stream", "display_data", "update_display_data")

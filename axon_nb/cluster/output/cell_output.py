@@ -17,8 +17,6 @@ from axon_nb.cluster.output.printer import Printer
 from axon_nb.cluster.output.shown import ShownOutput
 from axon_nb.cluster.output.sinks import Sink, is_in_place
 
-__all__ = ["CellOutput"]
-
 FLUSH_DELAY_S = 0.012
 """From a message to its flush: a window in which the other ranks may send the same line."""
 FLUSH_INTERVAL_S = 0.066

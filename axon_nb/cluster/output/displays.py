@@ -15,9 +15,6 @@ from axon_nb.cluster.output.merge import Choice
 from axon_nb.cluster.output.rows import close_colours, strip_control
 from axon_nb.cluster.output.sinks import valid_text
 
-__all__ = ["Bundle", "PendingClears", "read_bundle"]
-
-
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _WIDGET_NOTE = "(a widget of a rank: its text)"
 

@@ -12,8 +12,6 @@ from axon_nb.cluster.output.merge import Choice, Item, MergeQueue
 from axon_nb.cluster.output.sinks import num_bytes
 from axon_nb.records.units import exact_bytes
 
-__all__ = ["Budget", "OmittedOutput", "Rate", "Verdict"]
-
 RATE = 400_000
 """Maximum number of bytes in any second. Jupyter's server drops all messages of a kernel that sends 1 MB/s of text."""
 _MAX_FINAL_BYTES = 2_000_000

@@ -19,8 +19,6 @@ from axon_nb.cluster.output.rows import (
     split_foreign_text,
 )
 
-__all__ = ["LineAssembler"]
-
 PARTIAL_S = 0.15
 """A line without a newline is shown after this time."""
 SETTLE_S = 0.15

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from axon_nb.cluster.output.rows import METER_NAME
 from axon_nb.cluster.output.sinks import Sink, label
 
-__all__ = ["LiveArea", "LiveRow"]
-
 UPDATE_INTERVAL_S = 0.1
 _BYTES_PER_S = 200_000
 """Large areas are updated less often."""

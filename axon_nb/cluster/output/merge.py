@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
-__all__ = ["Choice", "Item", "MergeQueue"]
-
 _order = operator.attrgetter("order")
 _OVERHEAD = 350
 """Memory of an item in addition to its text, in bytes."""

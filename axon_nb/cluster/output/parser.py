@@ -15,8 +15,6 @@ from axon_nb.cluster.output.rows import Finished
 from axon_nb.cluster.output.sinks import num_bytes, valid_text
 from axon_nb.records.protocol.cells import read_omitted
 
-__all__ = ["FinishedBar", "OutputParser", "Transcript"]
-
 _LABEL_SIZE = 12
 """Approximate size of a label and a newline, in bytes."""
 _MAX_LABELLED_TEXT = 32_000

@@ -9,8 +9,6 @@ from axon_nb.cluster.output.live_area import LiveArea, LiveRow
 from axon_nb.cluster.output.merge import Choice
 from axon_nb.cluster.output.sinks import Sink, StreamName, label, labelled
 
-__all__ = ["Printer"]
-
 _MAX_PIECES = 20
 """Maximum number of pieces in one flush, because Jupyter's server limits messages, too.
 

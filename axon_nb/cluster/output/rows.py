@@ -6,23 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "COLOUR",
-    "CONTROL",
-    "HAS_CONTROL",
-    "INCOMPLETE",
-    "MAX_LINE",
-    "METER",
-    "METER_NAME",
-    "Finished",
-    "Row",
-    "append",
-    "close_colours",
-    "complete_line",
-    "split_foreign_text",
-    "strip_control",
-]
-
 _CSI = r"\x1b\[[0-9;:<=>?]*[ -/]*[@-~]"
 _OSC = r"\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"
 _OTHER = r"\x1b[()*+][0-9A-Za-z]|\x1b[0-9<-Zc-z|}~]"

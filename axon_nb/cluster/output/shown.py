@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from axon_nb.cluster.output.displays import Bundle
 from axon_nb.cluster.output.merge import Choice, Item
 
-__all__ = ["ShownOutput"]
-
 _MAX_BYTES = 2 << 20
 _NOTE = "… earlier output is not shown again …"
 

@@ -11,18 +11,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 from axon_nb.records.environment import SESSION_NAME
 from axon_nb.records.ranks import name_ranks
 
-__all__ = [
-    "NotebookSink",
-    "RecordingSink",
-    "Sink",
-    "StreamName",
-    "is_in_place",
-    "label",
-    "labelled",
-    "num_bytes",
-    "valid_text",
-]
-
 StreamName: TypeAlias = Literal["stdout", "stderr"]
 
 

@@ -6,8 +6,6 @@ import uuid
 
 from axon_nb.cluster.output.sinks import Sink, is_in_place
 
-__all__ = ["WaitNotice"]
-
 _UPDATE_INTERVAL_S = 1.0
 _MAX_DISPLAYS = 10
 """Each wait gets a new line below the output so far; after this many, waits reuse the last line."""

@@ -11,8 +11,6 @@ from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import AxonError
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["auto_repair", "rebuild_if_back", "replace_stuck"]
-
 _PATIENCE_S = 1.0
 """How long a cell waits for the host agent's reply."""
 

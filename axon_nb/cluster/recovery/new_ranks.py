@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from axon_nb.cluster.launch.connection import Connection
     from axon_nb.cluster.launch.placement import Layout
 
-__all__ = ["call_all", "choose_hosts", "copy_namespace", "fork_ranks", "interrupts_deferred", "list_groups"]
-
 R = TypeVar("R")
 
 _TIMEOUT_S = 30.0

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from axon_nb.cluster.launch.connection import Connection
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["kept_of", "return_to_protected"]
-
 _STATES_TIMEOUT_S = 1.0
 _RESTORE_TIMEOUT_S = 600.0
 

@@ -24,8 +24,6 @@ from axon_nb.records.protocol.agent import AgentState, GetInfo
 from axon_nb.records.protocol.recovery import DisableGroups, OptimizerReport, Recover, RecoveryReport
 from axon_nb.records.ranks import format_ranks, name_ranks
 
-__all__ = ["AGENT_SILENT", "AgentWatch", "Recovery", "describe_diverged_steps"]
-
 AGENT_SILENT = "the host agent does not respond, as if it was stopped or swapped out"
 _ATTEMPTS = 3
 _ATTEMPT_TIMEOUT_S = 10.0

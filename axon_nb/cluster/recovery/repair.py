@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from axon_nb.cluster.launch.placement import Layout
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["repair"]
-
 _REPAIR_TIMEOUT_S = 30.0
 _ABORT_TIMEOUT_S = 2.0
 _AGENT_TIMEOUT_S = 10.0

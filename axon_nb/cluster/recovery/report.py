@@ -9,8 +9,6 @@ from axon_nb.records.protocol.recovery import LostShards
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = ["Copied", "LostPart", "RepairReport", "Returned"]
-
 
 @dataclass(frozen=True, slots=True)
 class LostPart(LostShards):

@@ -48,8 +48,6 @@ from axon_nb.records.ranks import name_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["resize", "settle"]
-
 _AGENT_TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 30.0
 _STAGE_TIMEOUT_S = 600.0

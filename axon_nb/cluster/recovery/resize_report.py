@@ -10,8 +10,6 @@ from axon_nb.records.protocol.joining import Committed
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = ["ResizeReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class ResizeReport:

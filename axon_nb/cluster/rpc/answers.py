@@ -9,8 +9,6 @@ from axon_nb.errors import AxonError
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.messages import REFUSAL, REPLY, Request, decode_reply
 
-__all__ = ["Answer", "RefusedError"]
-
 R_co = TypeVar("R_co", covariant=True)
 
 

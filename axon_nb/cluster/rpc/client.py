@@ -28,8 +28,6 @@ from axon_nb.records.protocol.joining import DirectRequest
 from axon_nb.records.protocol.messages import Request, message_type
 from axon_nb.records.protocol.wire import decode, encode
 
-__all__ = ["CellHandler", "RankClient", "connect", "forget_engine"]
-
 R = TypeVar("R")
 
 _QUERY_INTERVAL_S = 0.5

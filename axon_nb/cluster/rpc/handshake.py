@@ -16,8 +16,6 @@ from typing import Any
 from axon_nb.cluster.rpc.client import RankClient
 from axon_nb.records.protocol.cells import execute_content
 
-__all__ = ["handshake", "wait_for_output"]
-
 _RESEND_INTERVAL_S = 0.25
 _POLL_INTERVAL_S = 0.02
 _EMPTY_CELL = execute_content("", silent=True)

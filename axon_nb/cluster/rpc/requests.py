@@ -19,8 +19,6 @@ from axon_nb.records.protocol.messages import RankCall, Request, arguments_of, p
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.waits.calls import RankWaits
 
-__all__ = ["Replies", "call", "request_all", "request_each", "request_waits"]
-
 R = TypeVar("R")
 
 

@@ -9,8 +9,6 @@ from axon_nb.cluster.session.notebook import NotebookSession
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
 
-__all__ = ["get", "require", "session", "set_session"]
-
 _session = [NotebookSession()]
 
 

@@ -15,8 +15,6 @@ from axon_nb.records.protocol.cells import CellsRequest
 from axon_nb.records.protocol.version import Version, read_version, refuse_attach
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["ClusterEntry", "find", "own_detached", "raise_if_busy", "running", "stop_detached"]
-
 _REPLY_TIMEOUT_S = 60.0
 """On a busy machine an agent may take a while to reply."""
 _STOP_TIMEOUT_S = 10.0

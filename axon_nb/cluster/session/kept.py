@@ -18,8 +18,6 @@ from axon_nb.cluster.session.start import attach
 from axon_nb.errors import NoClusterError, UsageError
 from axon_nb.records.protocol.completion import NamesRequest
 
-__all__ = ["require", "take_over"]
-
 _TIMEOUT_S = 2.0
 """The control thread of a rank replies in milliseconds, unless C code holds the GIL or the process is stopped."""
 _MAX_NAMES = 8

@@ -29,8 +29,6 @@ from axon_nb.records.hooks import missing_hooks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["AutoMode", "LoadedExtension", "NotebookSession", "OpenPanel"]
-
 
 @dataclass
 class AutoMode:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from axon_nb.cluster.cells.manager import CellManager
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["OutputReplay", "reattach_cells"]
-
 _POLL_INTERVAL_S = 0.1
 _NEVER_SENT_AFTER_S = 2.0
 """A rank that has been idle for this long and does not know the cell never got it."""

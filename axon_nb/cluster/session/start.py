@@ -34,8 +34,6 @@ from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.troubleshooting import more
 
-__all__ = ["attach", "own_rank", "restart", "start"]
-
 _REGISTRATION_TIMEOUT_S = 20.0
 """The controller reports engines to a new client within milliseconds; it takes longer on a busy machine."""
 _OUTPUT_TIMEOUT_S = 5.0

@@ -26,8 +26,6 @@ from axon_nb.records.ranks import name_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["Trials", "begin_trials"]
-
 _KEY = "try"
 
 

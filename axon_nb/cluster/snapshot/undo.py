@@ -16,8 +16,6 @@ from axon_nb.records.ranks import name_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["describe_obstacles", "raise_if_busy", "report_refused", "restore_all", "undo"]
-
 _RESTORE_TIMEOUT_S = 600.0
 _OUTSIDE = "files, processes and whatever else is outside the ranks' variables"
 

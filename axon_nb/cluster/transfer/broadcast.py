@@ -15,8 +15,6 @@ from axon_nb.records.units import format_bytes
 if TYPE_CHECKING:
     from axon_nb.cluster.cells.manager import CellManager
 
-__all__ = ["SyncReport", "plan_sync", "seed", "sync"]
-
 _ALTERNATIVE = "load a checkpoint on all ranks, or rebuild it"
 _MAX_SEED = (1 << 63) - 1
 

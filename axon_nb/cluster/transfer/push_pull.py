@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from axon_nb.cluster.cells.manager import CellManager
     from axon_nb.cluster.state import ClusterState
 
-__all__ = ["pull", "push"]
-
 _MIN_HELD_BYTES = 64 << 10
 """Fewer bytes go to each rank in its own message, which takes one exchange instead of three."""
 

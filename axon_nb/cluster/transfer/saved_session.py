@@ -13,8 +13,6 @@ from axon_nb.records.protocol.messages import RankCall, cell_source
 from axon_nb.records.protocol.transfer import LoadedSession, LoadSession, SavedSession, SaveSession
 from axon_nb.records.units import format_bytes
 
-__all__ = ["load_session", "save_session"]
-
 
 def save_session(cells: CellManager, folder: str) -> str:
     """Write the state of all ranks to a folder; return a report.

@@ -13,8 +13,6 @@ from typing import Any
 
 from axon_nb.errors import UsageError
 
-__all__ = ["join_values", "split_value"]
-
 _SEQUENCES = (list, tuple, range, str, bytes)
 
 

@@ -14,8 +14,6 @@ from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.types import Backend, ReduceOp
 from axon_nb.records.environment import CHECK
 
-__all__ = ["check_agreement", "checking", "is_checking"]
-
 _DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 _NAMES = (
     "all_reduce",

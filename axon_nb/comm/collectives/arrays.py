@@ -16,17 +16,6 @@ from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.types import Backend, ReduceOp
 
-__all__ = [
-    "Array",
-    "WireTensor",
-    "as_input_type",
-    "as_tensor",
-    "check_device",
-    "check_in_place",
-    "prepare_move",
-    "prepare_reduce",
-]
-
 _KINDS = "torch.Tensor, a NumPy array or a CuPy array"
 Array = Any
 """A `torch.Tensor`, `numpy.ndarray` or `cupy.ndarray`."""

@@ -19,25 +19,6 @@ from torch.overrides import has_torch_function
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.torch_api import torch_api
 
-__all__ = [
-    "BACKEND_METHODS",
-    "GATHER_METHOD",
-    "HOOKS_MISSING",
-    "SCATTER_METHOD",
-    "TorchWorld",
-    "all_gather",
-    "all_gather_single",
-    "all_reduce",
-    "broadcast",
-    "call_problems",
-    "can_call_directly",
-    "is_torch_group",
-    "num_dispatch_modes",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "shared_options",
-]
-
 all_gather_single: Any = torch_api().all_gather_single
 reduce_scatter_single: Any = torch_api().reduce_scatter_single
 

@@ -14,8 +14,6 @@ from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.spans import now, record
 
-__all__ = ["all_to_all"]
-
 
 def all_to_all(
     tensor: Array,

@@ -24,8 +24,6 @@ from axon_nb.comm.spans import now
 from axon_nb.comm.types import Backend, ReduceOp
 from axon_nb.records.spans import emit, span_of
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
-
 _Tensor, _STRIDED, _AVERAGE, _CPU = torch.Tensor, torch.strided, ReduceOp.AVERAGE, torch.device("cpu")
 _is_compiling, _World = torch.compiler.is_compiling, direct.TorchWorld
 _fast_paths: dict[int, _FastPath] = {}

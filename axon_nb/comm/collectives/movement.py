@@ -16,8 +16,6 @@ from axon_nb.comm.group import GroupLike, ProcessGroup, rank_device, resolve
 from axon_nb.comm.spans import now, record
 from axon_nb.comm.types import Backend, Handle
 
-__all__ = ["all_gather", "barrier", "broadcast", "broadcast_from", "gather_tensor", "scatter_tensor"]
-
 
 def broadcast(tensor: Array, *, src: int = 0, group: GroupLike = None, async_op: bool = False) -> Any:
     """Copy the tensor of rank `src` to every rank, in place.

@@ -13,8 +13,6 @@ from axon_nb.comm.group import GroupLike, ProcessGroup, rank_device, resolve
 from axon_nb.comm.spans import now, record
 from axon_nb.comm.types import Backend, Handle
 
-__all__ = ["SIZE", "pack", "recv", "send", "unpack"]
-
 _DTYPES = (
     torch.float32,
     torch.float64,

@@ -22,18 +22,6 @@ from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.comm.spans import now, record
 from axon_nb.comm.types import Handle, ReduceOp, as_op
 
-__all__ = [
-    "all_reduce",
-    "all_reduce_max",
-    "all_reduce_mean",
-    "all_reduce_min",
-    "all_reduce_product",
-    "all_reduce_sum",
-    "reduce_scatter",
-    "reduce_scatter_mean",
-    "reduce_scatter_sum",
-]
-
 
 def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike = None, async_op: bool = False) -> Any:
     """Combine `tensor` over all ranks, in place; every rank gets the result.

@@ -11,8 +11,6 @@ from axon_nb.comm.errors import InvalidRankError
 from axon_nb.comm.mock.group import NAME, MockGroup
 from axon_nb.comm.mock.hub import Hub
 
-__all__ = ["MockBackend"]
-
 
 class MockBackend:
     """One rank of a simulated world; pass it to `ProcessGroup.from_backend`."""

@@ -16,8 +16,6 @@ from axon_nb.comm.mock.work import MockWork
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["NAME", "MockGroup"]
-
 NAME = "axon_mock"
 """The backend's name in torch."""
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from axon_nb.comm.errors import CollectiveMismatchError, TensorError
 
-__all__ = ["Hub", "Message", "PendingCollective", "combine"]
-
 _OPS: Any = dist.ReduceOp.RedOpType
 _PAIRWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     _OPS.SUM: torch.add,

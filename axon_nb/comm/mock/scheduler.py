@@ -13,8 +13,6 @@ from typing import Any, Protocol
 from axon_nb.comm.errors import DeadlockError
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["Context", "RankAborted", "TurnScheduler"]
-
 _POLL_S = 0.05
 
 

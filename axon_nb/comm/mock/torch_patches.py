@@ -16,8 +16,6 @@ from torch._C import _distributed_c10d as c_api
 
 from axon_nb.torch_api import torch_api
 
-__all__ = ["RankContext", "set_thread_isolation", "world_problems"]
-
 c10d = dist.distributed_c10d
 
 

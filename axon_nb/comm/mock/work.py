@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-__all__ = ["MockWork"]
-
 
 class MockWork(Work):
     """A communication in progress; waiting for it lets the other ranks run.

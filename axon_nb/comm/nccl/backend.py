@@ -20,8 +20,6 @@ from axon_nb.comm.errors import InvalidRankError, NcclError
 from axon_nb.comm.nccl.group import NcclGroup, register
 from axon_nb.comm.nccl.messages import join_world
 
-__all__ = ["NcclBackend", "NcclUniqueId", "devices", "is_available", "nccl_version", "unavailable_reason"]
-
 
 def unavailable_reason() -> str:
     """Return why NCCL cannot be used here; empty if it can."""

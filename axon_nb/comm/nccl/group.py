@@ -18,8 +18,6 @@ from torch._C._distributed_c10d import Work
 from axon_nb.comm.errors import NcclError
 from axon_nb.comm.nccl.messages import Message, Messages
 
-__all__ = ["NcclGroup", "register"]
-
 # ncclRedOp_t, in nccl.h
 _NCCL_OPS = (
     (dist.ReduceOp.SUM, 0),

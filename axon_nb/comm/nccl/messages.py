@@ -17,8 +17,6 @@ import torch
 
 from axon_nb.comm.errors import NcclError
 
-__all__ = ["Message", "Messages", "join_world"]
-
 _CAPSULE = b"torch.cuda.nccl.Communicator"
 _LIBRARY = "libnccl.so.2"
 _UINT8 = 1

@@ -32,8 +32,6 @@ from axon_nb.comm.shared_memory.work import JoinedWork, SharedWork
 from axon_nb.records.stacks import library_of
 from axon_nb.torch_api import torch_api
 
-__all__ = ["BACKEND", "SharedMemoryGroup", "caller_line", "register"]
-
 BACKEND = "shm"
 """Name of the backend for `dist.init_process_group` and `dist.new_group`."""
 

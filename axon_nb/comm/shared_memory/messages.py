@@ -22,8 +22,6 @@ from axon_nb.comm.shared_memory.segment.rings import Head, InRing, OutRing
 from axon_nb.comm.shared_memory.transfers import ANY, Arrival, Receive, Send, refusal
 from axon_nb.comm.shared_memory.work import SharedWork
 
-__all__ = ["Messages"]
-
 _HEAD_START_S = 0.002
 """How long the helper leaves new messages to the thread that started them, which may be about to wait for them."""
 _IDLE_S = 3600.0

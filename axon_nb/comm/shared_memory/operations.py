@@ -21,8 +21,6 @@ from axon_nb.comm.shared_memory.segment.announcement import reduce_number
 from axon_nb.comm.shared_memory.work import SharedWork, done_work
 from axon_nb.comm.torch_group import PythonProcessGroup
 
-__all__ = ["CollectiveOperations", "listed"]
-
 _num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _num_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 0)
 Tensor = torch.Tensor

@@ -15,8 +15,6 @@ from typing import Any
 from axon_nb.comm.errors import CollectiveMismatchError, TensorError
 from axon_nb.comm.shared_memory.work import SharedWork
 
-__all__ = ["Order"]
-
 _SLICE_S = 0.05
 
 Job = Callable[[], None]

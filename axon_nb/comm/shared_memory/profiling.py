@@ -17,8 +17,6 @@ from torch.utils import _python_dispatch as python_dispatch
 
 from axon_nb.comm.shared_memory.work import SharedWork
 
-__all__ = ["count", "is_profiling", "record"]
-
 is_profiling: Callable[[], bool] = (
     getattr(torch.autograd, "_profiler_enabled", lambda: False)
     if hasattr(record_function, "_call_end_callbacks_on_future")

@@ -11,8 +11,6 @@ from axon_nb.comm.shared_memory.segment.announcement import dtype_name
 from axon_nb.comm.shared_memory.segment.rings import Head
 from axon_nb.comm.shared_memory.work import SharedWork
 
-__all__ = ["ANY", "Arrival", "Receive", "Send", "refusal"]
-
 ANY = -1
 """As the source of a receive: whoever sends first."""
 

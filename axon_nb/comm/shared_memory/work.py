@@ -14,8 +14,6 @@ from torch._C._distributed_c10d import Work
 
 from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
 
-__all__ = ["JoinedWork", "SharedWork", "done_work"]
-
 _SLICE_S = 0.05
 
 

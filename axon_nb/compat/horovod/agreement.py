@@ -18,8 +18,6 @@ from axon_nb.comm.group import rank_device, resolve
 from axon_nb.compat.horovod.errors import HorovodInternalError
 from axon_nb.compat.horovod.world import State, current
 
-__all__ = ["Call", "agree", "describe", "join", "sum_buffers"]
-
 
 class Call(NamedTuple):
     """What all ranks must pass alike."""

@@ -16,19 +16,6 @@ from axon_nb.compat.horovod.errors import NotOfferedError
 from axon_nb.compat.horovod.world import current
 from axon_nb.errors import UsageError
 
-__all__ = [
-    "Average",
-    "Op",
-    "Sum",
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "as_op",
-    "broadcast",
-    "check_root",
-    "reduce_buffers",
-]
-
 
 class Op(enum.IntEnum):
     """Reduce operations; the numbers are Horovod's."""

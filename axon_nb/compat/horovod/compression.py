@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Compression", "Compressor"]
-
 
 class Compressor:
     """No compression, and the base class of compressors; pass a subclass as ``compression=MyCompressor``."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from axon_nb.errors import AxonError, UsageError
 
-__all__ = ["HorovodInternalError", "NotInitializedError", "NotOfferedError"]
-
 
 class HorovodInternalError(AxonError, RuntimeError):
     """Ranks called Horovod differently; raised on every rank that called it."""

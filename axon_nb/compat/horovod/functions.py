@@ -17,8 +17,6 @@ from axon_nb.compat.horovod.collectives import check_root
 from axon_nb.compat.horovod.world import current
 from axon_nb.errors import UsageError
 
-__all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
-
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
     """Broadcast tensors from one rank to all ranks, in place.

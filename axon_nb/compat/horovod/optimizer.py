@@ -14,8 +14,6 @@ from axon_nb.compat.horovod.compression import Compression, Compressor
 from axon_nb.compat.horovod.world import current
 from axon_nb.errors import UsageError
 
-__all__ = ["DistributedOptimizer"]
-
 
 class _ReducingOptimizer(torch.optim.Optimizer):
     """Mixin that `DistributedOptimizer` adds to the optimizer's class."""

@@ -16,8 +16,6 @@ from axon_nb.comm import World
 from axon_nb.comm.world import torchrun_environment
 from axon_nb.compat.horovod.errors import NotInitializedError
 
-__all__ = ["State", "current", "init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
-
 # By default group: the ranks of a mock world share one process. Weak references, as groups must not be kept alive
 # after the default group was destroyed: Gloo would crash the process.
 _states: weakref.WeakKeyDictionary[Any, State] = weakref.WeakKeyDictionary()

@@ -19,7 +19,7 @@ from typing import Any
 from IPython.core.debugger import Pdb
 
 from axon_nb.comm.shared_memory.segment.progress import hold_timeouts
-from axon_nb.engine.collective_names import PUBLIC_NAMES, public_call
+from axon_nb.engine.collective_names import public_call
 from axon_nb.engine.session import RankSession
 from axon_nb.records.environment import PYTHON_BREAKPOINT
 from axon_nb.records.protocol.cells import CellFacts, Pauses
@@ -27,9 +27,8 @@ from axon_nb.records.protocol.inspection import DebuggerLine, PausedEvent
 from axon_nb.records.protocol.messages import message_type
 from axon_nb.records.protocol.wire import encode
 from axon_nb.records.stacks import library_of
+from axon_nb.records.waits.functions import PUBLIC_NAMES
 from axon_nb.shell.user_frame import RUN_CODE, cell_of_file, user_frame
-
-__all__ = ["Breakpoints"]
 
 _SKIPPED = ("axon_nb.", "IPython.")
 """`step` enters no function of these."""

@@ -9,8 +9,6 @@ from typing import Any, TextIO
 
 from IPython.display import display
 
-__all__ = ["Pager"]
-
 _CELL_FILE_LINE = re.compile(r"^\S*File:\S*\s+\S*<ipython-input-.*\n?", re.MULTILINE)
 """The line that names a cell's file, which does not exist."""
 

@@ -28,8 +28,6 @@ from axon_nb.engine.session import current
 from axon_nb.records.protocol.inspection import FailureReply, FailureRequest
 from axon_nb.shell.user_frame import RUN_CODE
 
-__all__ = ["PostMortem", "command", "start"]
-
 _MAX_TEXT = 200
 _LAST_ERROR_NAMES = ("last_exc", "last_traceback", "last_type", "last_value")
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["checksum", "is_comparable", "total_norm"]
-
 _WORD_BYTES = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 

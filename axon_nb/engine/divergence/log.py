@@ -13,8 +13,6 @@ from axon_nb.engine.divergence.replicas import Replicas
 from axon_nb.records.ranks import Runs, pack_ranks
 from axon_nb.records.training.numbers import NonFinite, StepNumbers
 
-__all__ = ["NumberLog", "Row"]
-
 _MAX_BYTES = 32 << 20
 _MIN_ROWS, _MAX_ROWS = 64, 4096
 

@@ -14,8 +14,6 @@ import torch
 from axon_nb.engine.sharding.placement import local_tensor
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["Losses"]
-
 _MAX_LOSSES = 64
 """Of one step, such as those of microbatches; the last are kept."""
 

@@ -28,8 +28,6 @@ from axon_nb.engine.parity.whole import is_whole
 from axon_nb.engine.sharding.placement import local_tensor
 from axon_nb.shell.user_frame import inner_function, user_frame
 
-__all__ = ["LastCalls", "Origin"]
-
 
 @dataclass(frozen=True, slots=True)
 class Origin:

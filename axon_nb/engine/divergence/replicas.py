@@ -21,8 +21,6 @@ from axon_nb.engine.parity.recorder import named_parameters
 from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding.placement import layer_shardings
 
-__all__ = ["Replicas", "root_models"]
-
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 

@@ -39,8 +39,6 @@ from axon_nb.records.protocol.contents import NumbersReply, NumbersRequest
 from axon_nb.records.training.numbers import LAST, NonFinite
 from axon_nb.shell.user_frame import inner_function, user_frame
 
-__all__ = ["NumberWatch"]
-
 _MAX_LOGS = 2
 """A cell may begin before the notebook has read the rest of the last one."""
 _PATIENCE_S = 10.0

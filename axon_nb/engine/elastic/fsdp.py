@@ -18,8 +18,6 @@ from axon_nb.engine.live_objects import objects_of, with_subclasses
 from axon_nb.engine.session import current
 from axon_nb.torch_api import torch_api
 
-__all__ = ["mesh_of", "options_of", "parameters", "replace_parameters", "reshard_parameter", "set_shard", "states_of"]
-
 
 def states_of(model: nn.Module) -> list[Any]:
     """Return the FSDP2 states in a model, inner ones first: the order in which `fully_shard` creates them."""

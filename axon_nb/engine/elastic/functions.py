@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 from axon_nb.engine.session import current, own_rank
 from axon_nb.errors import UsageError
 
-__all__ = ["ResizeFunction", "call_functions", "on_resize"]
-
 ResizeFunction = Callable[[int, int], Any]
 """Called with the old and the new number of ranks."""
 F = TypeVar("F", bound=ResizeFunction)

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from axon_nb.engine.live_objects import objects_of
 from axon_nb.engine.sharding.sharded import device_mesh_type
 
-__all__ = ["is_world_mesh", "resize_meshes", "world_mesh"]
-
 
 def is_world_mesh(mesh: Any, size: int) -> bool:
     """Whether a mesh has one axis with all ranks of a world of `size` ranks."""

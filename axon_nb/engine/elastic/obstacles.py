@@ -20,8 +20,6 @@ from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_dtensor, is_sharded, is_stage, loaded_class, unreplicated_reason
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["find"]
-
 _FIX = "Save a checkpoint, delete it with `del {name}`, resize, then recreate it and load the checkpoint"
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _UNNAMED = "assign it to a variable, so that its shards can be found"

@@ -18,8 +18,6 @@ from axon_nb.engine.elastic.meshes import is_world_mesh, world_mesh
 from axon_nb.engine.live_objects import register
 from axon_nb.engine.sharding.sharded import device_mesh_type, is_dtensor, loaded_class
 
-__all__ = ["apply_fsdp", "fsdp_calls", "placeholder", "reduce"]
-
 _FSDP = "torch.distributed.fsdp"
 _STEP_WRAPPERS = ("step", "_opt_called")
 """What a scheduler sets on its optimizer; it does so again on arrival."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from axon_nb.engine.live_objects import live_objects
 
-__all__ = ["resize_samplers"]
-
 _SAMPLER = ("torch.utils.data.distributed", "DistributedSampler")
 
 

@@ -14,8 +14,6 @@ from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_dtensor, is_sharded
 
-__all__ = ["Key", "Piece", "fsdp_models", "outer_modules", "own_pieces", "sharded_optimizers", "zero_optimizers"]
-
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 Key = tuple[str, str, str]
 """A variable, a parameter in it (its name or its index), and which of its tensors."""

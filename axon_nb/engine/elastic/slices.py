@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["move", "reshard", "slice_of"]
-
 
 def slice_of(length: int, size: int, index: int) -> tuple[int, int]:
     """Return start and end of a rank's part of `length` elements, as `torch.chunk` splits them over `size` ranks."""

@@ -28,8 +28,6 @@ from axon_nb.engine.namespace import user_variables
 from axon_nb.engine.session import current
 from axon_nb.records.protocol.joining import Committed, JoinConfig
 
-__all__ = ["commit", "settle", "stage"]
-
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 
 

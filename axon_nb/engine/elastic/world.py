@@ -18,8 +18,6 @@ from axon_nb.engine.live_objects import objects_of
 from axon_nb.engine.session import current
 from axon_nb.records.protocol.joining import JoinConfig
 
-__all__ = ["groups_with_absent_ranks", "set_world"]
-
 
 def set_world(config: JoinConfig) -> None:
     """Make this rank one of a world of another size, before its groups are rebuilt; does not communicate.

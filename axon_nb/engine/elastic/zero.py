@@ -14,8 +14,6 @@ import torch
 
 from axon_nb.engine.sharding.sharded import loaded_class
 
-__all__ = ["adopt", "is_zero", "overlaps", "owners", "states", "step_alone"]
-
 
 def is_zero(value: Any) -> bool:
     """Whether the value is torch's ZeroRedundancyOptimizer."""

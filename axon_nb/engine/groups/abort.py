@@ -7,8 +7,6 @@ import threading
 
 from axon_nb.engine.step_frames import step_depth
 
-__all__ = ["AbortFlag", "AbortedError", "BrokenGroupError"]
-
 
 class AbortedError(RuntimeError):
     """The cell was aborted while this rank was in a communication call, or before it started one."""

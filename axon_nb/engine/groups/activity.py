@@ -26,8 +26,6 @@ from axon_nb.engine.collective_names import describe_call, public_call
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["Call", "CallLog", "payload_bytes", "peer_of"]
-
 
 @dataclass(slots=True, eq=False)
 class Call:

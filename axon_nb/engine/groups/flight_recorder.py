@@ -38,8 +38,6 @@ from axon_nb.records.spans import GPU, LAUNCH, Span
 from axon_nb.records.waits.calls import GroupWaits, PendingCall
 from axon_nb.records.waits.functions import PUBLIC_NAMES
 
-__all__ = ["FinishedCalls", "Recording", "dump", "native_waits", "overdue", "parse", "synchronizes_in"]
-
 _BYTES = {
     "Bool": 1,
     "Byte": 1,

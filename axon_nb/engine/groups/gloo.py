@@ -29,15 +29,6 @@ from axon_nb.engine.loopback_peers import PeerCheck, listening_ports
 from axon_nb.errors import UsageError
 from axon_nb.torch_api import torch_api
 
-__all__ = [
-    "LOOPBACK",
-    "GlooTransport",
-    "MonitoredBarrier",
-    "ReduceScatterWork",
-    "close_connections",
-    "reduce_scatter_via_all_reduce",
-]
-
 LOOPBACK = "127.0.0.1"
 
 _CONNECT_TIMEOUT = timedelta(seconds=30)

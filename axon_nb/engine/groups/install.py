@@ -24,15 +24,6 @@ from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.groups.state import GroupsState, current_groups, set_current_groups
 from axon_nb.torch_api import torch_api
 
-__all__ = [
-    "all_groups",
-    "forget_equal_meshes",
-    "init_default_group",
-    "install_recoverable_groups",
-    "named_group",
-    "rebuildable_groups",
-]
-
 _NAME = "axon_nb"
 _REPLACED = {"gloo", _NAME, "cpu:gloo", "undefined", "none"}
 _MIXED = "cpu:gloo,cuda:nccl"

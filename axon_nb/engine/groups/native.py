@@ -25,15 +25,6 @@ from axon_nb.engine.groups.abort import AbortFlag, BrokenGroupError
 from axon_nb.engine.helper_threads import connect_in_helper
 from axon_nb.records.ranks import name_ranks
 
-__all__ = [
-    "MAX_SWAPS",
-    "BackendKind",
-    "NativeGroups",
-    "backend_of",
-    "swap_backend",
-    "wait_for_peers",
-]
-
 _FIRST_TYPE = 7
 _LAST_TYPE = 255
 MAX_SWAPS = _LAST_TYPE - _FIRST_TYPE + 1

@@ -32,20 +32,6 @@ from axon_nb.engine.groups.state import current_groups
 from axon_nb.records.environment import NCCL_INTERFACE
 from axon_nb.torch_api import torch_api
 
-__all__ = [
-    "ABORT_TIMEOUT_S",
-    "DEFAULTS",
-    "NCCL",
-    "REQUIRED",
-    "device_problem",
-    "groups",
-    "install_fence",
-    "install_native_groups",
-    "poll_until",
-    "set_environment",
-    "set_interface",
-]
-
 ABORT_TIMEOUT_S = 5.0
 """Seconds that an abort of a communicator may take; after that the rank counts as stuck."""
 

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from axon_nb.comm.shared_memory.group import SharedMemoryGroup
     from axon_nb.engine.groups.size_check import SizeTable
 
-__all__ = ["RecoverableGroup"]
-
 _BACKEND = "axon_nb"
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _CPU = torch.device("cpu")

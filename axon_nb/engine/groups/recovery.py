@@ -20,18 +20,6 @@ from axon_nb.engine.groups.state import current_groups
 from axon_nb.engine.groups.wrapper_reset import rebuild_reducers, reset_wrappers
 from axon_nb.records.protocol.recovery import GroupRecord, RebuildReport
 
-__all__ = [
-    "abort",
-    "common_groups",
-    "disable_groups",
-    "join_groups",
-    "list_groups",
-    "num_calls",
-    "recover",
-    "recreate_groups",
-    "sync_group_count",
-]
-
 _CLOSE_TIMEOUT_S = 1.0
 _GLOO = "gloo"
 

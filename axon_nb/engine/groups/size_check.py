@@ -36,8 +36,6 @@ from axon_nb.engine.collective_names import describe_call
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
 
-__all__ = ["SizeTable", "open_size_table"]
-
 _RING = 8
 """Number of operations that a rank may be ahead and still be compared."""
 _WORD_BYTES = 8

@@ -15,8 +15,6 @@ from axon_nb.engine.groups.native import NativeGroups
 from axon_nb.engine.helper_threads import HelperThreads
 from axon_nb.engine.slowness import Slowdown
 
-__all__ = ["GroupsState", "current_groups", "set_current_groups"]
-
 
 class _Work(Protocol):
     def fail(self) -> None: ...

@@ -35,8 +35,6 @@ from axon_nb.engine.helper_threads import connect_in_helper, is_abandoned
 from axon_nb.host.link.tcp import MessageSigner, authenticate
 from axon_nb.host.store import encode, receive
 
-__all__ = ["AgentStore", "install_store_waits", "interruptible_init_rpc", "rendezvous"]
-
 _SLICE_MS = b"50"
 _SILENCE_MS = 300
 """The store replies in far less, and to a wait after a slice."""

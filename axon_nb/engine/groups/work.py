@@ -22,8 +22,6 @@ from axon_nb.engine.groups.state import GroupsState
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import is_suppressed, ring
 
-__all__ = ["RecoverableWork", "never_began"]
-
 _SLICE = timedelta(milliseconds=50)
 _POLL_S = 0.05
 

@@ -18,17 +18,6 @@ from axon_nb.engine.live_objects import live_objects
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.torch_api import torch_api
 
-__all__ = [
-    "graphs_to_capture",
-    "rebuild_reducer",
-    "rebuild_reducers",
-    "reset_modules",
-    "reset_wrappers",
-    "track_engines",
-    "track_wrappers",
-]
-
-
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP = ("torch.distributed.fsdp", "FSDPModule")
 _FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")

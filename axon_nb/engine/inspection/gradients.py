@@ -21,8 +21,6 @@ import torch
 
 from axon_nb.engine.session import RankSession
 
-__all__ = ["GradientReader"]
-
 T = TypeVar("T")
 
 _MAX_CACHED = 64

@@ -10,8 +10,6 @@ from axon_nb.engine.groups.install import all_groups, rebuildable_groups
 from axon_nb.engine.groups.state import current_groups
 from axon_nb.records.waits.calls import GroupWaits, PendingCall
 
-__all__ = ["group_waits"]
-
 
 def group_waits() -> GroupWaits:
     """Report the calls in progress on this rank, and how many collectives it started: by group, and in the cell."""

@@ -29,8 +29,6 @@ from axon_nb.records.training.job import JobReport, MetricRow, RateMeter
 from axon_nb.records.training.metrics import metrics
 from axon_nb.records.training.progress import Bar, bars
 
-__all__ = ["TqdmBars", "TrainingJob", "with_cost"]
-
 _MAX_CLOSED = 16
 _MAX_ROWS = 2000
 _MAX_SPANS = 16384

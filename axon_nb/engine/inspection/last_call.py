@@ -16,8 +16,6 @@ from torch import nn
 
 from axon_nb.engine.session import RankSession
 
-__all__ = ["CallRecorder", "UncopiedHook"]
-
 _NEVER = -1
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -26,8 +26,6 @@ from axon_nb.host.resources.cgroups import free_memory
 from axon_nb.records.memory import MemoryUse
 from axon_nb.records.protocol.contents import MemoryReply
 
-__all__ = ["BackgroundImports", "MemoryReader", "capacity", "measure", "modules_and_optimizers"]
-
 
 def capacity(device: torch.device, resident: int) -> tuple[int | None, int | None]:
     """(capacity for this rank, used part of it), in bytes; None if unknown.

@@ -17,8 +17,6 @@ from axon_nb.parallel.optimizer_kind import OptimizerKind
 from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.records.memory import MemoryUse
 
-__all__ = ["estimate", "sharded_estimate"]
-
 _NO_FORMULA = "No estimate: formulas exist only for unsharded models, DDP, FSDP2 and ZeRO-1."
 
 

@@ -20,8 +20,6 @@ from axon_nb.plan.skeleton import capture
 from axon_nb.records.memory import MemorySetup, changed
 from axon_nb.records.protocol.contents import ModelFacts, PlanReply
 
-__all__ = ["Planner"]
-
 
 class Planner:
     """Answers plan requests.

@@ -23,8 +23,6 @@ from axon_nb.records.memory import WITH_MOMENTUM, MemorySetup
 from axon_nb.records.protocol.contents import ModelFacts
 from axon_nb.torch_api import torch_api
 
-__all__ = ["describe_model", "model_key"]
-
 _SHARDED = ("axon_nb.parallel.data.sharded_model", "ShardedModel")
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
 _GPT = ("axon_nb.parallel.models.gpt", "GPT")

@@ -16,8 +16,6 @@ from axon_nb.engine.sharding.sharded import is_dtensor, loaded_class
 from axon_nb.plan.skeleton import capture
 from axon_nb.records.memory import MemorySetup
 
-__all__ = ["find_pipeline", "first_stage", "pipeline_facts", "stage_skeletons"]
-
 _PIPELINE = ("axon_nb.parallel.pipeline.held_stages", "HeldStages")
 _THREE_D = ("axon_nb.parallel.three_d", "Parallel3D")
 _SECTION = ("axon_nb.parallel.pipeline.stages", "Section")

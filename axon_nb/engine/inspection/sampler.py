@@ -13,7 +13,7 @@ from types import FrameType
 
 import torch
 
-from axon_nb.engine.collective_names import PUBLIC_NAMES, find_implicit_collective, is_public_call
+from axon_nb.engine.collective_names import find_implicit_collective, is_public_call
 from axon_nb.engine.frames import main_frame
 from axon_nb.engine.groups.install import all_groups
 from axon_nb.engine.groups.state import current_groups
@@ -22,10 +22,9 @@ from axon_nb.records.protocol.inspection import TelemetryEvent
 from axon_nb.records.protocol.messages import message_type
 from axon_nb.records.protocol.wire import encode
 from axon_nb.records.telemetry import Activity, RankState, seconds_to_tick
+from axon_nb.records.waits.functions import PUBLIC_NAMES
 from axon_nb.records.waits.silent_ranks import PeerCall
 from axon_nb.shell.user_frame import inner_function, user_frame
-
-__all__ = ["Sampler", "Telemetry", "awaited_peers", "resident_bytes", "take_peak"]
 
 _WAITING_THRESHOLD_NS = 250_000_000
 _IN_BACKWARD = " (backward)"

@@ -27,8 +27,6 @@ from axon_nb.records.placement import Shard
 from axon_nb.records.protocol.contents import LayoutsReply
 from axon_nb.torch_api import torch_api
 
-__all__ = ["layout_report"]
-
 
 def layout_report(
     names: Iterable[str], space: dict[str, Any], *, gradients: GradientReader | None = None, known: str = ""

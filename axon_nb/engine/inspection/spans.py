@@ -27,7 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from axon_nb.comm.device_clock import Moment, device_clock
-from axon_nb.engine.collective_names import PUBLIC_NAMES
 from axon_nb.engine.groups.flight_recorder import FinishedCalls, dump
 from axon_nb.engine.groups.install import rebuildable_groups
 from axon_nb.engine.inspection.last_call import UncopiedHook
@@ -36,8 +35,7 @@ from axon_nb.engine.step_frames import step_depth
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.inspection import SpansReply
 from axon_nb.records.spans import Span, emit, is_suppressed, ring
-
-__all__ = ["SpanReader", "StepSpans", "backward_problems"]
+from axon_nb.records.waits.functions import PUBLIC_NAMES
 
 _SHORTEST_NS = 200_000
 """Of a garbage collection or a wait for a DataLoader that is recorded."""

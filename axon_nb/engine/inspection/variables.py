@@ -26,8 +26,6 @@ from axon_nb.shell.foreign_arrays import array_device, as_numpy
 if TYPE_CHECKING:
     from axon_nb.engine.values.digests import Walk
 
-__all__ = ["variable_facts", "variable_parts", "variable_tree"]
-
 _MAX_DIGEST = 1 << 30
 """Largest variable, in bytes, that a table of all variables compares."""
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)

@@ -22,8 +22,6 @@ from axon_nb.records.protocol.contents import (
 )
 from axon_nb.records.protocol.inspection import SpansReply, SpansRequest
 
-__all__ = ["Views"]
-
 
 class Views:
     """What views ask of a rank, and what it remembers between two requests.

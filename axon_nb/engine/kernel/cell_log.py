@@ -12,8 +12,6 @@ from typing import Any
 
 from axon_nb.records.protocol.cells import CellFacts, CellReport, Omitted, read_outcome
 
-__all__ = ["CellLog"]
-
 _MAX_CELLS = 4
 _MAX_SIZE = 64 << 10
 """Characters of output saved per cell."""

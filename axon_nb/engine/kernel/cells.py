@@ -22,8 +22,6 @@ from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts, Measurement
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.records.spans import Span, emit
 
-__all__ = ["FEATURES", "CellRunner"]
-
 FEATURES = {
     "log_to": "axon_nb.engine.trackers:MetricsWriter",
     "protect": "axon_nb.engine.protection.protection:Protection",

@@ -31,8 +31,6 @@ from axon_nb.records.protocol.completion import (
     NamesRequest,
 )
 
-__all__ = ["CompletionService", "names_snapshot"]
-
 Reply = TypeVar("Reply")
 
 _BUDGET_S = 0.04

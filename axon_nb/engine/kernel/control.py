@@ -41,8 +41,6 @@ from axon_nb.records.protocol.inspection import (
 from axon_nb.records.telemetry import RankState
 from axon_nb.records.waits.calls import RankWaits
 
-__all__ = ["VIEWS", "control_handlers"]
-
 VIEWS = "axon_nb.engine.inspection.views:Views"
 """A part of the session."""
 

@@ -35,17 +35,6 @@ from axon_nb.records.protocol.joining import DirectRequest
 from axon_nb.records.protocol.messages import FAILURE, REFUSAL, REPLY, Request, encode_reply, message_type
 from axon_nb.records.protocol.wire import decode
 
-__all__ = [
-    "ControlHandler",
-    "ControlHandlers",
-    "DirectChannel",
-    "add_control_handlers",
-    "hold_modules",
-    "install",
-    "serve_cells",
-    "tap_output",
-]
-
 _NUM_PARTS, _METADATA = 5, 3
 """Parts of a message without buffers: signature, header, parent, metadata, content."""
 ControlHandler = Callable[[Any], Any]

@@ -23,8 +23,6 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from axon_nb.shell.user_frame import user_frame
 
-__all__ = ["OWN_SIGNAL", "InterruptHandler", "clear_forced_interrupt", "force_interrupt"]
-
 # Profilers replace the functions of `signal`, which also take 20 times as long as those that they wrap.
 _signal: Any = sys.modules.get("_signal", signal)
 _get_handler, _set_handler, _send = _signal.getsignal, _signal.signal, _signal.pthread_kill

@@ -16,8 +16,6 @@ from axon_nb.engine.kernel import subgroup
 from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.cells import CellFacts, Profile, ProfiledOperation
 
-__all__ = ["run_measured"]
-
 _RUNS_NAME, _RUN_NAME = "__axon_nb_runs__", "__axon_nb_run__"
 """Names that a repeated cell uses; removed after it."""
 _MAX_OPERATIONS = 15

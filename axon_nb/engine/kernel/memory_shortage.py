@@ -8,8 +8,6 @@ import re
 from axon_nb.engine.session import RankSession
 from axon_nb.records.memory import MemoryShortage
 
-__all__ = ["memory_shortage"]
-
 _NAMES = frozenset({"MemoryError", "OutOfMemoryError"})
 _TEXT = re.compile(r"can't allocate memory|not enough memory")
 """In a RuntimeError of torch's allocator for CPUs."""

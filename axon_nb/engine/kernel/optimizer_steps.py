@@ -20,8 +20,6 @@ from axon_nb.engine.sharding.sharded import unreplicated_parameters, unreplicate
 from axon_nb.engine.step_frames import step_depth
 from axon_nb.records.protocol.recovery import OptimizerReport, RecoveryReport
 
-__all__ = ["OptimizerSteps", "recover"]
-
 _MAX_DEFER_S = 5.0
 """Longest time that an interrupt is deferred: the closure of a step may loop forever."""
 

@@ -19,8 +19,6 @@ from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import loaded_class
 from axon_nb.records.protocol.cells import Draws
 
-__all__ = ["RandomDraws", "seed"]
-
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _MAX_MODULES = 5000

@@ -19,15 +19,6 @@ from IPython.core.compilerop import CachingCompiler
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.tracebacks import find_location
 
-__all__ = [
-    "describe_exit",
-    "install_autoreload",
-    "install_cell_names",
-    "install_exits",
-    "install_restored_names",
-    "install_shell_commands",
-]
-
 _NOTE = "The cell stopped on this rank and counts as failed; the rank keeps running with its state."
 
 

@@ -19,8 +19,6 @@ from axon_nb.engine.session import RankSession
 from axon_nb.records.stacks import StackFrame, library_of
 from axon_nb.shell.user_frame import RUN_CODE, user_frame
 
-__all__ = ["cell_stack", "user_threads"]
-
 _MAX_FRAMES = 5000
 _FIRST_FRAMES, _LAST_FRAMES = 15, 25
 """Entries shown from each end of a deep stack."""

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from axon_nb.engine.groups.install import c10d, named_group
 from axon_nb.engine.session import RankSession
 
-__all__ = ["NAME", "bind", "get"]
-
 NAME = "subgroup"
 
 

@@ -41,8 +41,6 @@ from axon_nb.records.protocol.cells import AbortLocation
 from axon_nb.records.stacks import library_of
 from axon_nb.shell.user_frame import RUN_CODE, cell_of_file, describe_inner
 
-__all__ = ["Tracebacks", "find_location", "shorten_traceback"]
-
 _ABORTS = (AbortedError, KeyboardInterrupt, asyncio.CancelledError)
 _MAX_REPEATS = 10
 """Calls of one function shown from each end of a traceback."""

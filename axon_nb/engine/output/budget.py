@@ -11,8 +11,6 @@ from typing import Any
 from axon_nb.engine.output.streams import NativeOutput
 from axon_nb.records.protocol.cells import Omitted, stream_content
 
-__all__ = ["OutputBudget"]
-
 _FIRST_FLUSH_S = 0.004
 _STEADY_FLUSH_S = 0.05
 _PAUSE_S = 0.2

@@ -17,8 +17,6 @@ from typing import Any
 
 from axon_nb.engine.output.streams import NativeOutput
 
-__all__ = ["install_fork_defaults"]
-
 _SIGSET_BYTES = 128
 """The largest `sigset_t` of the platforms that torch supports, Linux's."""
 _FATAL = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)

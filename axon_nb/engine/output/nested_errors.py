@@ -20,8 +20,6 @@ from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.records.protocol.cells import AbortLocation
 from axon_nb.shell.user_frame import user_frame
 
-__all__ = ["NestedError", "NestedErrors"]
-
 _ABORTS = (AbortedError, KeyboardInterrupt, asyncio.CancelledError)
 _NOTE = "The traceback is above: what the cell had called failed, and the cell continued."
 _EXIT_NOTE = "The cell counts as failed; the rank keeps running with its state."

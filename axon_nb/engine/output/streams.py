@@ -22,8 +22,6 @@ from typing import Any
 
 from ipykernel.iostream import OutStream
 
-__all__ = ["NativeOutput", "RankStream", "enable_crash_reports"]
-
 _CHUNK_BYTES = 1 << 18
 _SKIP_BYTES = 4 << 20
 """If output arrives faster than it is read, all but its last 64 KiB is skipped."""

@@ -15,17 +15,6 @@ from axon_nb.comm.placements import placed
 from axon_nb.errors import UsageError
 from axon_nb.records.training.comparison import Place
 
-__all__ = [
-    "Batch",
-    "checksum",
-    "gather_batch",
-    "is_leaf",
-    "leaves_of",
-    "mentioned_names",
-    "places_of",
-    "replace_leaves",
-]
-
 Path = tuple[Any, ...]
 
 

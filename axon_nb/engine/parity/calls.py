@@ -6,8 +6,6 @@ from axon_nb.engine.parity.comparer import Comparer
 from axon_nb.engine.session import CellComparer, current
 from axon_nb.records.training.comparison import Comparison
 
-__all__ = ["begin", "compare", "end", "prepare"]
-
 
 def prepare(code: str, plain: str) -> str:
     """Gather what the reference needs, on all ranks; return why the cell cannot be compared, or an empty text."""

@@ -34,8 +34,6 @@ from axon_nb.engine.snapshot.history import History
 from axon_nb.errors import UsageError
 from axon_nb.records.training.comparison import Comparison, Observation
 
-__all__ = ["Comparer"]
-
 _TRIAL = "try"
 """The snapshot that `%%distributed --try` holds while the reference runs."""
 

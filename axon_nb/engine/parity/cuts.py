@@ -18,8 +18,6 @@ from axon_nb.engine.parity.batch import Batch, checksum, is_leaf, places_of, rep
 from axon_nb.errors import UsageError
 from axon_nb.records.training.comparison import Place
 
-__all__ = ["CellEnded", "Cuts", "Joined", "Key", "Parts", "gather_cuts"]
-
 _TORCH, _AXON = os.path.dirname(torch.__file__), str(Path(__file__).parents[2])
 _INSIDE = tuple(
     os.path.join(_TORCH, *path)

@@ -9,8 +9,6 @@ import torch
 from axon_nb.comm.placements import placed
 from axon_nb.records.training.comparison import Bounds, Digest, Place
 
-__all__ = ["Projector", "epsilon_of", "local_part", "microbatches", "part_of"]
-
 _COUNT, _BLOCK = 16, 4096
 _SEED = 20506
 

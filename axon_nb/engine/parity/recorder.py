@@ -12,8 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from axon_nb.engine.parity.cuts import Cuts
 
-__all__ = ["Recorder", "Sink", "clean_name", "is_wrapped_once", "named_parameters"]
-
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 

@@ -18,8 +18,6 @@ from axon_nb.engine.parity.recorder import Recorder
 from axon_nb.errors import UsageError
 from axon_nb.records.training.comparison import Bounds, Digest, Entry, Observation, Place, allowed_error
 
-__all__ = ["Reference", "perturb"]
-
 _PLAIN, _OTHER_DRAWS, _PERTURBED = "plain", "other draws", "perturbed"
 _SEED = 64_121
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

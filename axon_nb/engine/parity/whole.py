@@ -17,17 +17,6 @@ from axon_nb.engine.sharding.sharded import is_sharded, is_stage
 from axon_nb.errors import UsageError
 from axon_nb.records.training.comparison import Bounds, Place
 
-__all__ = [
-    "Pieces",
-    "WholePipeline",
-    "fill",
-    "gather_pieces",
-    "gather_zero_states",
-    "is_whole",
-    "replace_optimizer",
-    "use_alone",
-]
-
 
 @dataclass
 class Pieces:

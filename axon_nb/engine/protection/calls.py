@@ -5,8 +5,6 @@ from __future__ import annotations
 from axon_nb.engine.session import current
 from axon_nb.records.protocol.recovery import ProtectedSteps, UndoableCell
 
-__all__ = ["forget", "keep", "list_protected", "restore"]
-
 
 def list_protected() -> ProtectedSteps:
     """List the states that outlive this rank."""

@@ -25,8 +25,6 @@ from axon_nb.engine.transfer.state_pickle import Place, dump, find_uncopyable
 from axon_nb.host.resources.kept_memory import find_kept_memory
 from axon_nb.records.protocol.recovery import GroupRecord
 
-__all__ = ["groups_in", "kept_groups", "pack", "unpack"]
-
 
 def pack(
     session: RankSession,

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["at_end_of_iteration"]
-
 _OUTSIDE = ("IPython.", "ipykernel.", "ipyparallel.", "axon_nb.engine.")
 """Modules that run cells: their loops are not the user's."""
 _IN_STEP = "torch."

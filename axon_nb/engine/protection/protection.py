@@ -31,8 +31,6 @@ from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.recovery import ProtectedStep, UndoableCell
 from axon_nb.records.units import format_bytes
 
-__all__ = ["Protection"]
-
 _NO_MEMORY = "only a host agent on Linux can keep its memory"
 
 

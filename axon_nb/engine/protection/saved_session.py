@@ -32,8 +32,6 @@ from axon_nb.parallel.checkpoint.peers import Peers
 from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.protocol.transfer import LoadedSession, SavedSession
 
-__all__ = ["load", "save"]
-
 _RECORD = "session.json"
 _MODELS = "models"
 _ARGUMENTS = ("step", "model", "optimizer", "extra", "strict")

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Header", "SlotMemory", "read_bytes", "read_headers"]
-
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 1024
 _NUMBER = struct.Struct("<Q")

@@ -25,8 +25,6 @@ from axon_nb.engine.sharding.sharded import device_mesh_type, is_dtensor, is_sha
 from axon_nb.engine.transfer.namespace_pickle import NamespacePickler, raise_if_of_process
 from axon_nb.engine.transfer.state_pickle import CannotCopyError, Place
 
-__all__ = ["adopt_shards", "own_shards", "structure_pickler"]
-
 _Split = tuple[Any, tuple[Any, ...]]
 """Mesh and placements of a DTensor."""
 _Pieces = dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor | None]]

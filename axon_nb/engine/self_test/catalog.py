@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from axon_nb.records.compatibility import Capability, install_command
 
-__all__ = ["CHECKS", "Check", "failed", "is_timeout", "passed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Check:

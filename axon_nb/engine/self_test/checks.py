@@ -25,18 +25,6 @@ from axon_nb.errors import UsageError
 from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.protocol.wire import decode, encode
 
-__all__ = [
-    "aborted_when_waiting",
-    "backend_swap",
-    "join",
-    "rebuild",
-    "recover_groups",
-    "release",
-    "repair",
-    "shared_memory",
-    "size_check",
-]
-
 _CPU = torch.device("cpu")
 _TIMEOUT_S = 20.0
 

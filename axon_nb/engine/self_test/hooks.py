@@ -9,8 +9,6 @@ from typing import Any
 from axon_nb.engine.self_test.catalog import CHECKS
 from axon_nb.records.hooks import Hook, groups, hook, missing_hooks
 
-__all__ = ["walk"]
-
 
 def walk(*, with_optional: bool = False) -> dict[str, Any]:
     """Check every hook; imports what the hooks are in, such as torch and ipykernel.

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
-__all__ = ["CheckProcess"]
-
 _TIMEOUT_S = 20.0
 _POLL_S = 0.002
 

@@ -22,8 +22,6 @@ from axon_nb.host.children import set_parent_death_signal
 from axon_nb.records.compatibility import Capability
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["run"]
-
 _TIMEOUT_S = 30.0
 _POLL_S = 0.002
 _PREFIX = "axon_nb-self-test-"

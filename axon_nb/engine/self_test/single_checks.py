@@ -18,17 +18,6 @@ from torch import nn
 from axon_nb.engine.self_test.process import CheckProcess
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = [
-    "interrupts",
-    "kernel_hooks",
-    "mock_worlds",
-    "optimizer_steps",
-    "pipeline_spans",
-    "sharding_views",
-    "short_tracebacks",
-    "simulation",
-]
-
 
 def _raise_if_missing(*groups: str, **objects: Any) -> None:
     if names := [name for group in groups for name in missing_hooks(group, **objects)]:

@@ -28,16 +28,6 @@ from axon_nb.records.compatibility import Capability, Verdict, are_tested
 from axon_nb.records.environment import USER_CACHE
 from axon_nb.records.hooks import REGISTER
 
-__all__ = [
-    "cache_folder",
-    "cached_verdict",
-    "current_verdict",
-    "run_and_save",
-    "run_checks",
-    "start_in_child",
-    "startup_verdict",
-]
-
 _TIMEOUT_S = 90.0
 _FAILURE_VALID_S = 60.0
 _POLL_S = 0.02

@@ -15,8 +15,6 @@ from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.engine.self_test.checks import aborted_when_waiting, join, recover_groups
 from axon_nb.engine.self_test.process import CheckProcess
 
-__all__ = ["ddp_reset", "fsdp2_reset", "pipeline_reset"]
-
 _CPU = torch.device("cpu")
 _Step = Callable[[int], None]
 

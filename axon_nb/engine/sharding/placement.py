@@ -19,14 +19,6 @@ import torch.distributed as dist
 from axon_nb.comm.placements import Placed, placed
 from axon_nb.engine.sharding.sharded import format_placement, loaded_class
 
-__all__ = [
-    "LayerSharding",
-    "ShardPlacement",
-    "layer_shardings",
-    "local_tensor",
-    "placement_of",
-]
-
 _LINEAR = "axon_nb.parallel.tensor.linear"
 _BLOCK = ("axon_nb.parallel.tensor.blocks", "TensorParallelBlock")
 _NORM = ("axon_nb.parallel.tensor.blocks", "SequenceParallelNorm")

@@ -18,21 +18,6 @@ from axon_nb.engine.session import current
 from axon_nb.records.placement import MeshInfo
 from axon_nb.records.protocol.recovery import LostShards
 
-__all__ = [
-    "device_mesh_type",
-    "format_placement",
-    "is_dtensor",
-    "is_sharded",
-    "is_stage",
-    "loaded_class",
-    "local_shard",
-    "only_on_ranks",
-    "own_mesh",
-    "unreplicated_parameters",
-    "unreplicated_reason",
-]
-
-
 _STAGE = ("torch.distributed.pipelining.stage", "_PipelineStageBase")
 _PIPELINE = ("axon_nb.parallel.pipeline.held_stages", "HeldStages")
 _THREE_D = ("axon_nb.parallel.three_d", "Parallel3D")

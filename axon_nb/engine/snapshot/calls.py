@@ -7,8 +7,6 @@ from axon_nb.engine.snapshot.history import CellSnapshot, History, TooLargeError
 from axon_nb.engine.snapshot.memory import default_limit
 from axon_nb.records.protocol.recovery import Undoable, UndoableCell
 
-__all__ = ["hold", "list_undoable", "restore_held", "undo"]
-
 
 def list_undoable() -> Undoable:
     """List the cells that this rank can undo, and those that it cannot undo with the reason."""

@@ -20,8 +20,6 @@ import torch
 from axon_nb.engine.snapshot.containers import Kind, nothing
 from axon_nb.engine.snapshot.tensors import plain, tensor_kind
 
-__all__ = ["STRUCTURE_COST", "Components", "LeftOut", "bytes_of_state", "is_shared_by_libraries"]
-
 STRUCTURE_COST = 32
 """A byte of structure counts as much as so many of a storage, as finding it takes at least 32 times as long."""
 _NODE_BYTES = 120

@@ -11,20 +11,6 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-__all__ = [
-    "ITEMS",
-    "Kind",
-    "all_same",
-    "always",
-    "keep",
-    "leaf",
-    "nothing",
-    "same_dict",
-    "set_dict",
-    "values",
-    "within",
-]
-
 
 class Kind(NamedTuple):
     """One kind of state; an object may have several, such as the items and the attributes of a dict's subclass."""

@@ -14,8 +14,6 @@ from axon_nb.engine.snapshot.snapshot import Snapshot, StepCounts
 from axon_nb.engine.snapshot.state import StateFinder
 from axon_nb.records.units import format_bytes
 
-__all__ = ["CellSnapshot", "History", "TooLargeError", "is_inert"]
-
 _MAX_CELLS = 20
 """Most cells that can be undone, however small their states are: snapshots keep alive what cells delete."""
 

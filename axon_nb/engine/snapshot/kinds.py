@@ -41,9 +41,6 @@ from axon_nb.engine.snapshot.containers import (
 )
 from axon_nb.engine.snapshot.tensors import array_kind, storage_kind, tensor_kind
 
-__all__ = ["NotRestorableError", "describe_obstacle", "describe_type", "kinds_and_obstacle"]
-
-
 _MISSING = object()
 _MACHINERY = (
     "IPython", "_abc", "_thread", "_weakref", "axon_nb.comm", "axon_nb.engine", "axon_nb.records", "importlib",

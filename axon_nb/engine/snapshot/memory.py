@@ -16,18 +16,6 @@ import torch
 
 from axon_nb.host.resources.cgroups import free_memory
 
-__all__ = [
-    "Allocator",
-    "Copy",
-    "HostMemory",
-    "StorageFacts",
-    "bytes_of",
-    "default_limit",
-    "equal",
-    "storage_key",
-    "write_back",
-]
-
 _CHUNK_BYTES = 64 << 20
 """What is on a device is compared in pieces of this size, which are uploaded one by one."""
 

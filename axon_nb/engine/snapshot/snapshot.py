@@ -15,8 +15,6 @@ from axon_nb.engine.snapshot.state import State, is_bound_by_user
 from axon_nb.engine.snapshot.tensors import ArrayState, TensorState, plain, set_gradient
 from axon_nb.random_states import random_states, set_random_states
 
-__all__ = ["Snapshot", "StepCounts"]
-
 
 class StepCounts(Protocol):
     """The number of steps that each optimizer has made, which messages after a failed cell compare between ranks."""

@@ -35,8 +35,6 @@ from axon_nb.engine.snapshot.memory import StorageFacts
 from axon_nb.engine.snapshot.tensors import ArrayState, TensorState, plain, refresh_tensor
 from axon_nb.records.units import format_bytes
 
-__all__ = ["State", "StateFinder", "is_bound_by_user"]
-
 _Learned = weakref.WeakKeyDictionary[type, tuple[tuple[Kind, ...], str]]
 """What is known of types: the kinds of their objects' state, and what these are if they cannot be restored."""
 

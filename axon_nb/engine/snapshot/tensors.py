@@ -15,17 +15,6 @@ import torch
 
 from axon_nb.engine.snapshot.containers import Kind, keep
 
-__all__ = [
-    "ArrayState",
-    "TensorState",
-    "array_kind",
-    "plain",
-    "refresh_tensor",
-    "set_gradient",
-    "storage_kind",
-    "tensor_kind",
-]
-
 plain = torch._C.DisableTorchFunctionSubclass
 """Within this context, subclasses of tensors do not see what is done with them."""
 

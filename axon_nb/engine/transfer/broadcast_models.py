@@ -18,8 +18,6 @@ from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import is_sharded, is_stage, local_shard, unreplicated_reason
 from axon_nb.records.protocol.transfer import SyncRecord
 
-__all__ = ["broadcast", "describe"]
-
 _KINDS = {"module": torch.nn.Module, "optimizer": Optimizer, "scheduler": LRScheduler}
 _CHUNK_BYTES = 64 << 20
 

@@ -29,8 +29,6 @@ from axon_nb.engine.transfer.state_pickle import StateFile, dump, find_uncopyabl
 from axon_nb.random_states import random_states, set_random_states
 from axon_nb.records.protocol.transfer import PackedNamespace
 
-__all__ = ["ImportContext", "group_variables", "import_context", "pack", "receive", "receive_content", "send"]
-
 _CHUNK_BYTES = 64 << 20
 ImportContext = tuple[tuple[str, ...], str, tuple[str, ...]]
 """Import path, working folder, and modules."""

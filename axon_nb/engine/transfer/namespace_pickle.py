@@ -28,8 +28,6 @@ from axon_nb.engine.sharding.sharded import device_mesh_type, is_sharded, is_sta
 from axon_nb.engine.transfer.state_pickle import CannotCopyError, StatePickler
 from axon_nb.shell.value_pickle import namespace, reduce_function
 
-__all__ = ["NamespacePickler", "raise_if_of_process"]
-
 
 class NamespacePickler(StatePickler):
     """Pickles objects of a rank's namespace; see the module."""

@@ -27,8 +27,6 @@ from axon_nb.engine.session import current
 from axon_nb.engine.sharding.sharded import loaded_class
 from axon_nb.engine.snapshot.memory import bytes_of, storage_key
 
-__all__ = ["CannotCopyError", "Place", "StateFile", "StatePickler", "dump", "find_uncopyable", "load", "structure_of"]
-
 Place = tuple[int, int]
 """Where the bytes of a storage lie in a file, and how many there are."""
 _Save = Callable[[torch.UntypedStorage], Place]

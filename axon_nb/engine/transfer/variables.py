@@ -34,20 +34,6 @@ from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
 from axon_nb.shell.value_pickle import cannot_pickle, is_dense, pack, unpack
 
-__all__ = [
-    "gather_full",
-    "hold_block",
-    "last_value",
-    "receive_block",
-    "release_block",
-    "send_value",
-    "set_variables",
-    "sharded_over",
-    "take_pending_value",
-    "to_local",
-    "to_numpy",
-]
-
 _MAX_INLINE_BYTES = 64 << 10
 """A smaller value of a cell travels in the reply itself."""
 

@@ -11,8 +11,6 @@ from axon_nb.engine.values.parts import SCALARS, CannotCompareError, Node, descr
 from axon_nb.records.protocol.inspection import VariablePart
 from axon_nb.records.units import format_bytes
 
-__all__ = ["Walk"]
-
 _MAX_SECONDS = 30.0
 """Time for one variable, or for a table of all."""
 _MAX_NODES = 1_000_000

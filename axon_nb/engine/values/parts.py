@@ -22,8 +22,6 @@ from axon_nb.comm.placements import placed
 from axon_nb.engine.sharding.sharded import is_dtensor, is_sharded
 from axon_nb.shell.foreign_arrays import array_device, as_numpy
 
-__all__ = ["SCALARS", "CannotCompareError", "Node", "describe", "digest_of", "shape_of", "tensor_bytes"]
-
 _BATCH = 16
 """A longer list of plain values is one leaf."""
 SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented)})

@@ -37,8 +37,6 @@ from axon_nb.records.protocol.cluster import Exit, HostFacts, Welcome, decode_ev
 from axon_nb.records.protocol.version import read_version, refuse_host
 from axon_nb.records.protocol.wire import decode, encode
 
-__all__ = ["Hosts"]
-
 _ASK_INTERVAL_S = 0.5
 _SILENCE_S = 2.9
 """A host that has ranks and has not responded for this long is lost; after a cut of 2 s it has: `Member`."""

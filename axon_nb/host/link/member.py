@@ -29,8 +29,6 @@ from axon_nb.records.protocol.cluster import HostFacts, Welcome
 from axon_nb.records.protocol.version import own_version
 from axon_nb.records.protocol.wire import decode, encode
 
-__all__ = ["Member", "MemberConnection"]
-
 _CONNECT_TIMEOUT_S = 5.0
 _RECONNECT_TIMEOUT_S = 1.0
 _HANDSHAKE_TIMEOUT_S = 60.0

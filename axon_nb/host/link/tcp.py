@@ -21,22 +21,6 @@ from typing import Any
 from axon_nb.host.connections import Connection
 from axon_nb.host.store import Decoder, encode
 
-__all__ = [
-    "NONCE_SIZE",
-    "PROOF_SIZE",
-    "AcceptedConnection",
-    "Handshake",
-    "MessageSigner",
-    "SignedConnection",
-    "TcpListener",
-    "authenticate",
-    "close_unauthenticated",
-    "link_key",
-    "mask_server_key",
-    "resend_soon",
-    "store_key",
-]
-
 NONCE_SIZE = 32
 PROOF_SIZE = 32
 _HANDSHAKE_TIMEOUT_S = 10.0

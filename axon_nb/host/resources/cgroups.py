@@ -10,8 +10,6 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["CGROUPS", "OWN_CGROUP", "cgroup_folders", "free_memory", "usable_cores"]
-
 CGROUPS = Path("/sys/fs/cgroup")
 """Where cgroups are mounted."""
 OWN_CGROUP = Path("/proc/self/cgroup")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["container_kind"]
-
 
 def container_kind() -> str:
     """Return ``kubernetes``, ``docker``, ``podman`` or ``apptainer``; empty: no known container."""

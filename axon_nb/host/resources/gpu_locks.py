@@ -20,8 +20,6 @@ from pathlib import Path
 from axon_nb.records.environment import RUNTIME_DIR
 from axon_nb.records.protocol.agent import ReserveGpus, TakenGpus
 
-__all__ = ["GpuLocks", "GpuOwner", "gpu_owners"]
-
 _FLOCK = struct.Struct("hhqqi")
 """`struct flock` of Linux: type, whence, start, length, pid."""
 _MAX_NAME = 256

@@ -14,8 +14,6 @@ from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode
 from axon_nb.records.telemetry import GpuReport
 
-__all__ = ["read_gpus"]
-
 
 def read_gpus(selector: selectors.BaseSelector, on_report: Callable[[GpuReport], None]) -> None:
     """Ask the driver; the event loop of `selector` calls `on_report` with what it says."""

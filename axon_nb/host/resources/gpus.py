@@ -17,8 +17,6 @@ from pathlib import Path
 
 from axon_nb.records.environment import VISIBLE_GPUS
 
-__all__ = ["NODES", "NVML", "Gpu", "list_gpus", "mig_instances", "unlisted_gpus", "visible_gpus"]
-
 _BUSY_BYTES = 512 << 20
 _QUERY = "index,uuid,name,memory.total,memory.used"
 _MIG = "MIG-"

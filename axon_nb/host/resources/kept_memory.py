@@ -11,8 +11,6 @@ import os
 from io import FileIO
 from pathlib import Path
 
-__all__ = ["KeptMemory", "find_kept_memory"]
-
 _NAME = "axon_nb-kept-memory-{rank}"
 
 

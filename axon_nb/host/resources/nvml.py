@@ -18,9 +18,6 @@ from typing import Any
 from axon_nb.records.protocol.wire import encode
 from axon_nb.records.telemetry import GpuReport, GpuUse
 
-__all__ = ["main"]
-
-
 _LIMIT_S = 60
 
 

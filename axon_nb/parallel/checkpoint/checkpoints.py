@@ -26,8 +26,6 @@ from axon_nb.parallel.checkpoint.saving import Contents, PendingSave, commit, fi
 from axon_nb.parallel.checkpoint.states import Optimizers
 from axon_nb.parallel.checkpoint.tensors import TensorWriter
 
-__all__ = ["Checkpoints", "Resumed"]
-
 _NOT_SAVED = "The checkpoint could not be written"
 
 

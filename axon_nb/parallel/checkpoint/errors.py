@@ -11,15 +11,6 @@ from __future__ import annotations
 
 from axon_nb.errors import AxonError
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "CheckpointSaveError",
-    "CheckpointWarning",
-    "CorruptCheckpointError",
-]
-
 
 class CheckpointError(AxonError, RuntimeError):
     """A checkpoint cannot be written or read."""

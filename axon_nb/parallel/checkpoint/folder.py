@@ -21,8 +21,6 @@ from typing import Any
 
 from axon_nb.parallel.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
 
-__all__ = ["CheckpointFolder", "Manifest", "sync_file", "sync_folder"]
-
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 _FORMAT = 1

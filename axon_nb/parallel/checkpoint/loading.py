@@ -15,8 +15,6 @@ from axon_nb.parallel.checkpoint.rank_state import read_plain, set_rank_state
 from axon_nb.parallel.checkpoint.states import Optimizers, OptimizerStates, model_state, set_model_state
 from axon_nb.parallel.checkpoint.tensors import Shards, mismatches, plain_model, read_tensors
 
-__all__ = ["restore"]
-
 _MODEL, _OPTIMIZER = "model.", "optimizer.pt"
 _SHOWN = 6
 

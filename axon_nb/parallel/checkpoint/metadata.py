@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from axon_nb.parallel.checkpoint.errors import CorruptCheckpointError
 
-__all__ = ["read_metadata"]
-
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _OTHERS = frozenset(
     {

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.parallel.checkpoint.errors import CheckpointError
 
-__all__ = ["Peers", "describe"]
-
 Failure = tuple[CheckpointError | None, str] | None
 
 

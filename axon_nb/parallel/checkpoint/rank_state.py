@@ -16,8 +16,6 @@ from axon_nb.parallel.checkpoint.errors import CheckpointError, CheckpointMismat
 from axon_nb.parallel.checkpoint.folder import sync_file
 from axon_nb.random_states import random_states, set_random_states
 
-__all__ = ["derive_rng", "rank_state", "read_plain", "set_rank_state", "write_plain"]
-
 
 def derive_rng(*, step: int, rank: int) -> None:
     """Seed a rank that has no saved state; deterministic for a given step and rank."""

@@ -23,8 +23,6 @@ from axon_nb.parallel.checkpoint.peers import Peers
 from axon_nb.parallel.checkpoint.states import model_state
 from axon_nb.parallel.checkpoint.tensors import Shards, plain_model
 
-__all__ = ["export_safetensors"]
-
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",

@@ -10,8 +10,6 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from axon_nb.errors import UsageError
 
-__all__ = ["ResumableSampler"]
-
 
 class ResumableSampler(DistributedSampler[Any]):
     """Distributes a dataset over ranks and can resume within an epoch.

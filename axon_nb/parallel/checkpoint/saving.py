@@ -21,8 +21,6 @@ from axon_nb.parallel.checkpoint.rank_state import rank_state, write_plain
 from axon_nb.parallel.checkpoint.states import Optimizers, OptimizerStates, model_state
 from axon_nb.parallel.checkpoint.tensors import Shards, TensorWriter, plain_model
 
-__all__ = ["Contents", "PendingSave", "commit", "finish_pending", "prepare"]
-
 _POLL_S = 0.02
 _EXIT_TIMEOUT_S = 20.0
 _NOT_SAVED = "The checkpoint could not be written"

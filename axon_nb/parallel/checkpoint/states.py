@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from axon_nb.parallel.checkpoint.errors import CheckpointMismatchError
 from axon_nb.parallel.checkpoint.tensors import Shards
 
-__all__ = ["OptimizerStates", "Optimizers", "model_state", "set_model_state"]
-
 Optimizers = Optimizer | Iterable[Optimizer] | None
 """One optimizer, or several that train different parameters."""
 

@@ -32,8 +32,6 @@ from axon_nb.parallel.data.fsdp import FSDP
 from axon_nb.parallel.pipeline.held_stages import HeldStages
 from axon_nb.parallel.three_d import Parallel3D
 
-__all__ = ["Shards", "TensorWriter", "mismatches", "plain_model", "read_tensors"]
-
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["equal_row", "named_blocks", "num_parameters", "repeated_blocks", "rows_of_blocks"]
-
 _ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NAMES = "_no_split_modules"
 """Attribute in which models of transformers list the classes of their blocks."""

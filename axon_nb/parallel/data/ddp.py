@@ -24,8 +24,6 @@ from axon_nb.parallel.hooks import CommHook
 from axon_nb.parallel.input_device import check_inputs
 from axon_nb.parallel.strategies import parse_enum
 
-__all__ = ["DDP", "DistributedDataParallel"]
-
 _SINGLE_BUCKET_MIB = 1 << 20
 _renamed = "forward_sync_buffers" in inspect.signature(TorchDDP.__init__).parameters
 _BUFFERS = "forward_sync_buffers" if _renamed else "broadcast_buffers"

@@ -23,8 +23,6 @@ from axon_nb.parallel.data.units import Wrap, local_device, make_units, resolve_
 from axon_nb.parallel.input_device import check_inputs
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy, parse_enum
 
-__all__ = ["FSDP", "FullyShardedDataParallel"]
-
 
 class FSDP(ShardedModel):
     """Shards the parameters, gradients and optimizer state of a model over ranks.

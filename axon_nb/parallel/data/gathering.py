@@ -12,8 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ParameterGatherer", "copy_full_value", "full_value", "local_shard", "on_backward_start"]
-
 
 class ParameterGatherer:
     """Gathers the full parameters of a model on every rank, and shards them again.

@@ -17,8 +17,6 @@ from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.types import Backend
 from axon_nb.errors import UsageError
 
-__all__ = ["broadcast_model", "check_model"]
-
 Description = list[tuple[str, str, tuple[int, ...], str]]
 
 

@@ -22,8 +22,6 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.optimizer_kind import local_optimizer, optimizer_states
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["ParameterOffloader", "offload_states"]
-
 _HOST = torch.device("cpu")
 
 

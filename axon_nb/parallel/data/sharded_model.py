@@ -23,8 +23,6 @@ from axon_nb.parallel.memory import FSDPMemoryStats, measure_model_states, model
 from axon_nb.parallel.optimizer_kind import OptimizerKind
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy, parse_enum
 
-__all__ = ["ShardedModel"]
-
 
 class ShardedModel(nn.Module):
     """A model whose states are sharded over the ranks of a mesh.

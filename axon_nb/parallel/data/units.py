@@ -16,8 +16,6 @@ from axon_nb.parallel.activation_checkpoint import ModuleKinds, matches
 from axon_nb.parallel.data.blocks import named_blocks, repeated_blocks
 from axon_nb.parallel.strategies import ShardingStrategy
 
-__all__ = ["Wrap", "describe_units", "local_device", "make_units", "resolve_mesh"]
-
 Wrap = ModuleKinds | int | None
 """Classes, a function called with each module, a minimum number of parameters, or None."""
 

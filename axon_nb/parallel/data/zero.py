@@ -24,8 +24,6 @@ from axon_nb.parallel.data.units import Wrap, resolve_mesh
 from axon_nb.parallel.optimizer_kind import local_optimizer
 from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 
-__all__ = ["ZeRO1"]
-
 
 class ZeRO1(FSDP, strategy=ShardingStrategy.OPTIMIZER_STATE):
     """Keeps the whole model on every rank, as DDP does, and partitions the optimizer states over ranks.

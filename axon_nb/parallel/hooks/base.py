@@ -13,8 +13,6 @@ from torch._C._distributed_c10d import GradBucket
 from axon_nb.comm.group import resolve
 from axon_nb.comm.spans import now, record
 
-__all__ = ["CommHook", "HookStats", "completed_future"]
-
 
 @dataclass
 class HookStats:

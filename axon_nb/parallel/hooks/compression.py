@@ -18,8 +18,6 @@ from axon_nb.comm.collectives.direct import all_gather_single, reduce_scatter_si
 from axon_nb.errors import UsageError
 from axon_nb.parallel.hooks.base import CommHook, completed_future
 
-__all__ = ["BF16", "FP16", "Hierarchical", "PowerSGD", "TopK"]
-
 
 class _Cast(CommHook):
     dtype: torch.dtype

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["GPT", "Attention", "Block", "Embedding", "GPTConfig", "Head", "next_byte_loss"]
-
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-__all__ = ["CNN", "MLP", "standard_library", "windows"]
-
 
 class MLP(nn.Sequential):
     """Linear layers with GELU between; input (batch, sizes[0]) to logits (batch, sizes[-1])."""

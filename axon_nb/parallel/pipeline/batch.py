@@ -14,16 +14,6 @@ from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.types import Backend
 from axon_nb.errors import UsageError
 
-__all__ = [
-    "agree",
-    "as_args",
-    "describe_args",
-    "find_problem",
-    "join_microbatches",
-    "num_samples",
-    "split_microbatches",
-]
-
 
 def as_args(x: Any) -> tuple[Any, ...]:
     """Return the arguments of the first stage; a tuple holds several."""

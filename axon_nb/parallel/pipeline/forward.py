@@ -15,8 +15,6 @@ from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.spans import now
 from axon_nb.records.spans import Span, suppress_spans
 
-__all__ = ["ForwardPass"]
-
 
 class ForwardPass:
     """Runs the stages of this rank one after the other, each over all microbatches.

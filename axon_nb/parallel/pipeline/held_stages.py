@@ -15,8 +15,6 @@ from axon_nb.parallel.clip import clip_grad_norm
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 from axon_nb.parallel.pipeline.stages import PipelineStage, Section, stage_device
 
-__all__ = ["HeldStages"]
-
 
 class HeldStages(nn.Module):
     """Holds this rank's stages; the others are dropped.

@@ -34,8 +34,6 @@ from axon_nb.parallel.pipeline.stages import (
     split_sections,
 )
 
-__all__ = ["Loss", "Pipeline", "PipelineOptions"]
-
 Loss = Callable[[Any, Any], torch.Tensor]
 """Computes the mean loss of one microbatch from its output and target."""
 

@@ -17,8 +17,6 @@ from axon_nb.parallel.pipeline.torch_hooks import StageWatch, is_prepared, quiet
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.torch_api import torch_api
 
-__all__ = ["Runner"]
-
 
 class Runner:
     """Wraps torch's stages and schedule, and cleans up after torch's shape inference.

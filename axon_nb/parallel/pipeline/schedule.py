@@ -6,8 +6,6 @@ import enum
 
 from axon_nb.errors import UsageError
 
-__all__ = ["PipelineSchedule", "check_counts", "default_num_stages", "stages_of_rank"]
-
 
 class PipelineSchedule(enum.Enum):
     """Order of forwards and backwards, as implemented by torch."""

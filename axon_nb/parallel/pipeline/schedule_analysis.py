@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages
 from axon_nb.parallel.pipeline.torch_hooks import actions
 from axon_nb.records.spans import Span
-from axon_nb.records.training.pipeline import Order, bubble_fraction, play
-
-__all__ = ["PipelineMemoryStats", "bubble_fraction", "ideal_timeline", "peak_live_microbatches"]
+from axon_nb.records.training.pipeline import Order, play
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,6 @@ from axon_nb.comm.group import ProcessGroup
 from axon_nb.comm.types import Backend
 from axon_nb.errors import UsageError
 
-__all__ = [
-    "Cost",
-    "PipelineStage",
-    "Section",
-    "balance",
-    "balanced_stage_starts",
-    "check_no_shared_parameters",
-    "child_costs",
-    "split_sections",
-    "stage_device",
-]
-
 Cost = Literal["params", "time"] | Callable[[nn.Module], float]
 """What to balance: the number of parameters, the measured time, or a function of one module."""
 

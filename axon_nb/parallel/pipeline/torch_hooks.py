@@ -21,8 +21,6 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 from axon_nb.records.spans import Span, emit, suppress_spans
 
-__all__ = ["StageWatch", "actions", "is_prepared", "quiet", "schedule_class"]
-
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 _MESSAGES = {
     "get_fwd_recv_ops": "RECV_F",

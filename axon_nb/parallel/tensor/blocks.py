@@ -13,8 +13,6 @@ from axon_nb.comm.group import GroupLike, resolve
 from axon_nb.parallel.tensor.functions import copy_to_ranks, gather_sequence
 from axon_nb.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["ParallelMLP", "SequenceParallelNorm", "TensorParallelAttention", "TensorParallelBlock"]
-
 
 class TensorParallelAttention(nn.Module):
     """Multi-head self-attention of which each rank computes some heads.

@@ -14,16 +14,6 @@ from axon_nb.comm.collectives.reduction import all_reduce_sum, reduce_scatter_su
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import ProcessGroup
 
-__all__ = [
-    "copy_to_ranks",
-    "gather_features",
-    "gather_sequence",
-    "scatter_sequence",
-    "split_features",
-    "split_sequence",
-    "sum_over_ranks",
-]
-
 _SEQUENCE, _FEATURES = -2, -1
 """The dimensions of (…, positions, features)."""
 

@@ -19,8 +19,6 @@ from axon_nb.parallel.tensor.functions import (
     sum_over_ranks,
 )
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "shard_slice"]
-
 
 def shard_slice(features: int, group: ProcessGroup, what: str) -> slice:
     """Return this rank's slice of the features.

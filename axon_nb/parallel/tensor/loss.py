@@ -11,8 +11,6 @@ from axon_nb.comm.collectives.reduction import all_reduce_max, all_reduce_sum
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 
-__all__ = ["parallel_cross_entropy"]
-
 
 class _CrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] of each row, from small reductions over ranks.

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["named_units"]
-
 _STYLES = {
     "colwise": "column",
     "rowwise": "row",

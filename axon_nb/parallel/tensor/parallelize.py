@@ -20,8 +20,6 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.tensor.report import ModuleReport, ParallelReport
 from axon_nb.parallel.tensor.styles import STYLES, automatic_plan, check_divisible, create_style
 
-__all__ = ["parallelize"]
-
 Style = str | ParallelStyle
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from axon_nb.records.units import format_bytes
 
-__all__ = ["ModuleReport", "ParallelReport"]
-
 _HEADER = ("module", "type", "style", "parameters", "local", "reason")
 
 

@@ -22,8 +22,6 @@ from axon_nb.parallel.models import GPT, Attention, Block, Embedding, Head
 from axon_nb.parallel.tensor.functions import split_sequence
 from axon_nb.parallel.tensor.named_plans import named_units
 
-__all__ = ["STYLES", "automatic_plan", "check_divisible", "create_style"]
-
 STYLES = {
     "column": "shard the output features; the output is this rank's part",
     "column+gather": "shard the output features; gather the output",

@@ -27,8 +27,6 @@ from axon_nb.plan.tracing.trace import trace_model
 from axon_nb.records.protocol.contents import Calibrate
 from axon_nb.records.protocol.messages import Expression, cell_source
 
-__all__ = ["calibrate", "calibrate_on_rank"]
-
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the whole tensors that are sent."""
 

@@ -12,8 +12,6 @@ from axon_nb.plan.calibration.compute import seconds_of
 from axon_nb.plan.calibration.result import Check, Sample
 from axon_nb.plan.hardware.rates import Rates, Work
 
-__all__ = ["check_collectives", "check_rates"]
-
 _SHAPES = {"cpu": (384, 160, 448), "cuda": (5120, 1536, 3072)}
 """Rows, inner size and columns of a product that is not square."""
 _ELEMENTS = {"cpu": 3 << 18, "cuda": 3 << 24}

@@ -14,8 +14,6 @@ from axon_nb.comm.collectives.direct import all_gather_single, reduce_scatter_si
 from axon_nb.plan.calibration.result import Sample
 from axon_nb.plan.hardware.links import Cost, Link, rounds_and_volume
 
-__all__ = ["MEASURED_OPERATIONS", "AxisBenchmark", "fit_line", "fit_link"]
-
 MEASURED_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 """Operations that are measured, in this order."""
 

@@ -18,8 +18,6 @@ from axon_nb.plan.hardware.rates import PHASES, Rates
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace
 
-__all__ = ["WARM_UPS", "measure_overlap", "measure_phases", "measure_rates", "seconds_of"]
-
 _SIDES = {"cpu": (96, 192, 320, 512), "cuda": (1024, 2048, 4096, 6144)}
 _ELEMENTS = {"cpu": (1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 22, 1 << 24, 1 << 26)}
 _OTHER_DTYPES = (torch.float32, torch.bfloat16)

@@ -16,8 +16,6 @@ from axon_nb.records.units import format_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Calibration", "Check", "Sample"]
-
 _HEAD = ("axis", "ranks", "collective", "bytes", "measured, ms", "fitted, ms")
 
 

@@ -29,8 +29,6 @@ from axon_nb.plan.tracing.trace import ModelTrace
 from axon_nb.plan.traffic.communication import traffic_of
 from axon_nb.plan.traffic.layout import ParallelLayout
 
-__all__ = ["measure_dtensor", "measure_wrappers"]
-
 _WIDTH = 64
 """So small that the host's time counts."""
 

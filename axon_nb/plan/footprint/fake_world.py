@@ -23,19 +23,6 @@ from axon_nb.plan.errors import PlanError
 from axon_nb.plan.tracing.fake_tensors import as_with_data, lazy_chunks, patched_apply, skip_init
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = [
-    "GLOO_COPIES",
-    "NOWHERE",
-    "NO_VALUES",
-    "ORIGINS",
-    "RESULT",
-    "SAME",
-    "WHOLE_GRADIENTS",
-    "fake_tensors",
-    "fake_world",
-    "mesh_of",
-]
-
 _DISTRIBUTED = Path(torch.__file__).parent / "distributed"
 _FSDP = _DISTRIBUTED / "fsdp" / "_fully_shard"
 NOWHERE = "nowhere"

@@ -16,8 +16,6 @@ from axon_nb.plan.footprint.request import OFFLOADED, MemoryRequest
 if TYPE_CHECKING:
     from axon_nb.parallel.optimizer_kind import OptimizerKind
 
-__all__ = ["ModelStates", "closed_form_plan"]
-
 _NOTE = "Model states only, by formula: no activations and no buffers, so a training step takes more than this."
 
 

@@ -27,8 +27,6 @@ from axon_nb.plan.models import dtype_name
 from axon_nb.plan.named_models import sendable_model
 from axon_nb.plan.process.worker import Report, run_in_process
 
-__all__ = ["memory"]
-
 _CACHE_SIZE = 64
 _cache: OrderedDict[str, MemoryPlan] = OrderedDict()
 _METHODS = ("simulate", "closed_form")

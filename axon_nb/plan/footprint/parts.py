@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-__all__ = ["PARTS", "MemoryParts", "ModuleMemory"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryParts:

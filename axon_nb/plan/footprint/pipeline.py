@@ -22,8 +22,6 @@ from axon_nb.plan.footprint.training import PhaseCallback, RankMeshes, Training,
 from axon_nb.plan.tracing.model_parts import NamedStage, part_costs, pipeline_parts
 from axon_nb.torch_api import torch_api
 
-__all__ = ["all_stages", "make_pipeline_training", "stages_on_rank"]
-
 Boundary = tuple[torch.Tensor, ...]
 """The tensors that cross a stage boundary for one microbatch."""
 _Stage = Section | NamedStage

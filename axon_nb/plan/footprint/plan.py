@@ -19,8 +19,6 @@ from axon_nb.plan.tables import html_table, text_table, unit_for
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["GIB", "MODEL_STATES_ONLY", "MemoryPlan", "RankMemory"]
-
 GIB = 1024**3
 MODEL_STATES_ONLY = "model states only"
 """The `method` of a closed-form plan, which has no activations and no buffers."""

@@ -29,8 +29,6 @@ from axon_nb.plan.repetition.alike import BlockRun, shorten
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda
 from axon_nb.plan.tracing.subject import checked_module_filter, resolve_optimizer
 
-__all__ = ["TrainingSetup", "checked_optimizer", "explain_failure", "request_optimizer", "training_setup"]
-
 Loss = Callable[[Any, Any], torch.Tensor]
 
 

@@ -12,15 +12,6 @@ from axon_nb.plan.footprint.parts import PARTS, MemoryParts, ModuleMemory
 from axon_nb.plan.footprint.replay import Key, Moment
 from axon_nb.plan.repetition.alike import BlockRun
 
-__all__ = [
-    "DEPTHS",
-    "ENDS",
-    "extrapolate_parts",
-    "extrapolate_peak",
-    "module_rows",
-    "moment_key",
-]
-
 DEPTHS = (4, 5)
 """Depths of the two versions that run: FSDP holds up to three units at once, at either end."""
 ENDS = 2

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from axon_nb.plan.footprint.parts import MemoryParts
 from axon_nb.plan.footprint.storage_log import Change
 
-__all__ = ["Key", "Moment", "StepLog"]
-
 Key = tuple[str, str, int]
 """A section of a step: its phase, and where in the model."""
 _FORWARD_AND_BACKWARD = ("forward", "backward")

@@ -11,8 +11,6 @@ from axon_nb.plan.arguments import UNSHARDED, check_callable, check_choice, chec
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.models import check_model, dtype_name
 
-__all__ = ["OFFLOADED", "MemoryRequest", "parse_ranks"]
-
 OFFLOADED: dict[str, tuple[str, ...]] = {
     "none": (),
     "params": ("parameters",),

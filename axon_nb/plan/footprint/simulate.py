@@ -43,8 +43,6 @@ from axon_nb.plan.repetition.alike import BlockRun, ProvenRuns
 from axon_nb.plan.tracing.subject import checked_module_filter
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["simulate"]
-
 Report = Callable[[float, str], None]
 
 

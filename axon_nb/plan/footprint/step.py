@@ -18,8 +18,6 @@ from axon_nb.plan.footprint.storage_log import StorageLog
 from axon_nb.plan.footprint.training import RankMeshes, Training, make_training, shard_layers
 from axon_nb.plan.repetition.alike import BlockRun
 
-__all__ = ["StepRun", "run_step"]
-
 
 @dataclass(frozen=True)
 class StepRun:

@@ -20,8 +20,6 @@ from axon_nb.parallel.data.gathering import local_shard
 from axon_nb.plan.footprint.fake_world import NOWHERE, ORIGINS, RESULT, SAME, WHOLE_GRADIENTS
 from axon_nb.plan.tracing.call_stack import CallStack
 
-__all__ = ["Change", "StorageLog"]
-
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 _MAX_FRAMES = 60
 """Frames to look at for what made a storage."""

@@ -27,8 +27,6 @@ from axon_nb.plan.footprint.question import TrainingSetup, request_optimizer
 from axon_nb.plan.footprint.request import MemoryRequest
 from axon_nb.plan.tracing.subject import checked_module_filter
 
-__all__ = ["PhaseCallback", "RankMeshes", "Shape", "Training", "local_shapes", "make_training", "shard_layers"]
-
 Shape = tuple[tuple[int, ...], torch.dtype, bool]
 """A parameter's shape, dtype and requires_grad."""
 

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from axon_nb.plan.hardware.rates import Rates
 
-__all__ = ["CARDS", "FITTED", "GPUS", "ISSUE_S", "Card", "Shares"]
-
 _TERA = 1e12
 ISSUE_S = 5e-6
 """Seconds in which Python and the driver issue an operation: an assumption, no published run depends on it."""

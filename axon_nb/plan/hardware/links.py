@@ -17,8 +17,6 @@ from typing import Any
 from axon_nb.errors import UsageError
 from axon_nb.records.units import format_bytes
 
-__all__ = ["ALGORITHMS", "OPERATIONS", "Cost", "Link", "rounds_and_volume"]
-
 OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter", "send")
 """Operations that a link has times for; `send` includes its receive."""
 

@@ -20,8 +20,6 @@ from axon_nb.plan.hardware.cards import CARDS, FITTED, GPUS, Card, Shares
 from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.rates import Rates
 
-__all__ = ["PRESETS", "link_between", "links_of_card", "resolve_link", "resolve_links", "resolve_rates"]
-
 _NCCL_CALL_S = 8.4e-6
 _NVLINK_S, _PCI_S, _NET_S = 3.4e-6, 5.7e-6, 14.0e-6
 _GB = 1e9

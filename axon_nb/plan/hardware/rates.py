@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from axon_nb.plan.arguments import check_number
 
-__all__ = ["PHASES", "Rates", "Work"]
-
 PHASES = ("forward", "backward", "optimizer")
 
 

@@ -19,8 +19,6 @@ from axon_nb.plan.tracing.model_parts import owner
 from axon_nb.plan.traffic.data_parallel import LocalTensor
 from axon_nb.plan.traffic.layout import ParallelLayout
 
-__all__ = ["ALLOWANCE", "MemoryEstimator", "estimate_memory"]
-
 MemoryEstimator = Callable[[ParallelLayout], dict[str, int]]
 """Returns bytes by part of the rank that needs most."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["CandidateMesh", "candidate_meshes"]
-
 _MICROBATCHES_PER_RANK = (1, 2, 4, 8)
 """Numbers of microbatches to try, as multiples of the pipeline's ranks."""
 

@@ -13,8 +13,6 @@ from axon_nb.records.units import format_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Candidate", "SearchPlan"]
-
 _GIB = 1024.0**3
 NEAR = 0.2
 """Four of five published steps are predicted within this fraction: docs/plan_published.md."""

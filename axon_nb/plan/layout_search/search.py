@@ -43,8 +43,6 @@ from axon_nb.plan.traffic.communication import traffic_of
 from axon_nb.plan.traffic.layout import ParallelLayout
 from axon_nb.records.units import format_bytes
 
-__all__ = ["search"]
-
 _GIB = 1024.0**3
 _NODE = 8
 """GPUs per NVLink domain, for defaults."""

@@ -18,8 +18,6 @@ from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
 from axon_nb.plan.models import check_model, dtype_name
 from axon_nb.plan.process.worker import run_in_process
 
-__all__ = ["Simulations", "simulate_all"]
-
 
 @dataclass(frozen=True)
 class Simulations:

@@ -17,8 +17,6 @@ from axon_nb.records.training.pipeline import Order, spans_from_times
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Formula", "SchedulePlan", "StageTimes", "bubble_formula"]
-
 _SOURCES = {
     PipelineSchedule.GPIPE: "Huang et al., GPipe, 2019, section 2.3",
     PipelineSchedule.ONE_F_ONE_B: "Narayanan et al., 2021, section 2.2.1",

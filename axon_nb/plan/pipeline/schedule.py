@@ -16,8 +16,6 @@ from axon_nb.plan.arguments import check_int
 from axon_nb.plan.pipeline.plan import SchedulePlan, StageTimes
 from axon_nb.records.training.pipeline import Order, simulate_orders
 
-__all__ = ["schedule"]
-
 
 def schedule(
     name: PipelineSchedule | str,

@@ -14,8 +14,6 @@ from typing import Generic, NoReturn, TypeVar, cast
 
 from axon_nb.host.children import set_parent_death_signal
 
-__all__ = ["fork_map"]
-
 T = TypeVar("T")
 _MAX_FORKS = 4
 """Processes at once, because each has memory of its own."""

@@ -19,8 +19,6 @@ from typing import IO, Any, TypeVar
 
 from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
 
-__all__ = ["Report", "run_in_process"]
-
 R = TypeVar("R")
 Report = Callable[[float, str], None]
 """Called with the fraction done and the next step."""

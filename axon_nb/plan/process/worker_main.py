@@ -16,8 +16,6 @@ from typing import Any
 
 from axon_nb.host.children import set_parent_death_signal
 
-__all__ = ["main"]
-
 _NUM_FRAMES = 3
 _MAX_BYTES = 4 * 1024**3
 """A plan needs a fraction of this; a model that is built with its values needs more."""

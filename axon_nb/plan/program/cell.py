@@ -13,8 +13,6 @@ import cloudpickle
 
 from axon_nb.plan.errors import PlanError
 
-__all__ = ["CellProgram", "cell_program"]
-
 
 class CellProgram:
     """Runs a cell's code with the names that cells have on ranks.

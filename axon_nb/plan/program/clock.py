@@ -18,8 +18,6 @@ from axon_nb.plan.program.world import LinkOf, Posted, World
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.spans import Span
 
-__all__ = ["COMMUNICATION", "COMPUTE", "LAUNCHES", "OTHERS", "PARTS", "LaneTimes", "play"]
-
 COMPUTE, LAUNCHES, COMMUNICATION, OTHERS = "compute", "launches", "communication, exposed", "waiting for other ranks"
 _MAX_WAITS = 4
 PARTS = COMPUTE, COMMUNICATION, OTHERS, LAUNCHES

@@ -26,8 +26,6 @@ from axon_nb.plan.program.pipelines import PipelineAnswers
 from axon_nb.plan.program.streams import Recording, stream_names
 from axon_nb.torch_api import torch_api
 
-__all__ = ["on_fake_rank", "set_variables"]
-
 
 def set_variables(rank: int, size: int, ranks_per_host: int) -> None:
     """Set the environment variables that torchrun sets.

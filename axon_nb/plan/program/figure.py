@@ -11,8 +11,6 @@ from axon_nb.plan.program.clock import COMMUNICATION, COMPUTE, LAUNCHES, OTHERS
 from axon_nb.plan.tables import unit_for
 from axon_nb.records.colors import KINDS, LIMIT
 
-__all__ = ["figure_of_program"]
-
 _MAX_LINES = 8
 _PAINTS = {
     COMPUTE: KINDS["forward"].both,

@@ -25,8 +25,6 @@ from axon_nb.parallel.pipeline.pipeline import Pipeline
 from axon_nb.plan.program.record import Boundary, PipelineStep, TensorFact
 from axon_nb.plan.program.streams import Recording
 
-__all__ = ["PipelineAnswers"]
-
 _Swap = Callable[[Any, str, Any], None]
 
 

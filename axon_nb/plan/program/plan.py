@@ -17,8 +17,6 @@ from axon_nb.records.units import format_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CallCount", "PlannedRanks", "ProgramPlan", "planned_ranks"]
-
 _MAX_LINES, _MAX_KINDS = 12, 16
 _Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 

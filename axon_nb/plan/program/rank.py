@@ -21,8 +21,6 @@ from axon_nb.plan.program.streams import Recording
 from axon_nb.plan.tracing.fake_tensors import WithoutCuda, is_cuda, without_tracebacks
 from axon_nb.records.stacks import library_of
 
-__all__ = ["Program", "run_rank"]
-
 _NO_SHAPES = "PipeliningMetadataError"
 
 

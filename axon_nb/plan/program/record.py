@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from axon_nb.plan.footprint.storage_log import Change
 
-__all__ = ["MAIN_STREAM", "Boundary", "Call", "Event", "Peak", "PipelineStep", "Place", "RankRecord", "TensorFact"]
-
 MAIN_STREAM = 0
 _MAX_CODE = 60
 Event = tuple[str, int, float, int]

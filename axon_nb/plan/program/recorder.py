@@ -22,8 +22,6 @@ from axon_nb.plan.tracing.call_stack import CallStack, phase_or_user
 from axon_nb.plan.tracing.op_counter import does_work, product_dtype, work_of
 from axon_nb.plan.traffic.recorded import OPERATIONS
 
-__all__ = ["ProgramLog"]
-
 _READ = "aten::_local_scalar_dense"
 _FUNCTIONAL = "_c10d_functional::"
 _OTHERS = {"reduce": "all_reduce", "gather": "all_gather", "scatter": "broadcast", "recv_any_source": "recv"}

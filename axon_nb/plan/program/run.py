@@ -22,8 +22,6 @@ from axon_nb.plan.program.uniform import Lane
 from axon_nb.plan.tables import format_flops
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["run"]
-
 _GIB = 1024**3
 _CPU = "cpu"
 

@@ -22,8 +22,6 @@ from axon_nb.plan.program.streams import Recording
 from axon_nb.plan.program.uniform import Lane, distinct_ranks, merged
 from axon_nb.records.hooks import missing_hooks
 
-__all__ = ["simulate"]
-
 
 def simulate(task: Mapping[str, Any], report: Report) -> list[Lane]:
     """Run the ranks of a task.

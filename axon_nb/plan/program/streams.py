@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from axon_nb.plan.program.record import MAIN_STREAM, PipelineStep
 from axon_nb.plan.program.recorder import ProgramLog
 
-__all__ = ["Recording", "stream_names"]
-
 
 @dataclass
 class Recording:

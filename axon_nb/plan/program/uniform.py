@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from axon_nb.plan.program.record import RankRecord
 
-__all__ = ["Lane", "distinct_ranks", "merged"]
-
 Run = Callable[[Sequence[int]], Mapping[int, RankRecord]]
 """Runs ranks that have not run yet, and returns their records."""
 

@@ -13,8 +13,6 @@ from axon_nb.plan.program.uniform import Lane
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = ["LinkOf", "Meeting", "Posted", "World"]
-
 _EQUALLY_LONG = ("all_reduce",)
 """Collectives whose tensors have one size on all ranks."""
 

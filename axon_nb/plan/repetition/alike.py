@@ -17,8 +17,6 @@ from axon_nb.parallel.data.blocks import num_parameters, rows_of_blocks
 from axon_nb.plan.repetition.forward_trace import ForwardTrace, sections, trace_forward
 from axon_nb.plan.repetition.signature import signatures
 
-__all__ = ["BlockRun", "ProvenRuns", "shorten"]
-
 _MAX_PERIOD = 16
 """Blocks in the largest group that is looked for."""
 

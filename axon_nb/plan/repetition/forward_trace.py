@@ -13,8 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["ForwardTrace", "Section", "sections", "trace_forward"]
-
 _NEAR = 2
 """A tensor made at most this many blocks ago is named by the distance, any other one by its block."""
 _PLAIN = (int, float, complex, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Signature", "signatures"]
-
 Signature = dict[tuple[Any, ...], Any]
 """Leaves by path. A path says through which attributes a leaf is reached."""
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)

@@ -12,8 +12,6 @@ from axon_nb.plan.traffic.layout import ParallelLayout
 from axon_nb.plan.traffic.pipeline_parallel import boundaries
 from axon_nb.plan.traffic.plan import DATA_AXES, CommunicationPlan
 
-__all__ = ["compute_work", "copy_work", "optimizer_work", "pipeline_schedule", "wrapper_s", "wrapper_s_per_parameter"]
-
 _PHASES = ("forward", "backward")
 _COPIED = ("all_gather", "all_reduce", "reduce_scatter")
 

@@ -15,8 +15,6 @@ from axon_nb.plan.traffic.plan import CommunicationPlan
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["StepTime"]
-
 _HEAD = ("part", "ms", "share")
 
 

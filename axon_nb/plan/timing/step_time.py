@@ -31,8 +31,6 @@ from axon_nb.plan.traffic.layout import ParallelLayout, TrafficOptions
 from axon_nb.plan.traffic.plan import DATA_AXES, CommunicationPlan, Traffic
 from axon_nb.records.units import format_bytes
 
-__all__ = ["predict_step", "step_time", "step_time_of", "uncertainty_of"]
-
 
 def step_time(
     model: Any,

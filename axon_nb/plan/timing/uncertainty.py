@@ -11,8 +11,6 @@ from axon_nb.plan.hardware.links import Link
 from axon_nb.plan.hardware.rates import Rates
 from axon_nb.plan.tables import format_ms
 
-__all__ = ["SPREADS", "Uncertainty", "estimate_uncertainty"]
-
 Predict = Callable[[Rates, Mapping[str, Link], float], float]
 """Returns a step's seconds with these rates and links, and this fraction of hidden communication."""
 

@@ -11,8 +11,6 @@ import torch
 
 from axon_nb.records.stacks import library_of
 
-__all__ = ["CallStack", "phase_or_user"]
-
 _TORCH = Path(torch.__file__).parent
 _OPTIM = str(_TORCH / "optim")
 _ENGINE = str(_TORCH / "autograd" / "graph.py"), "_engine_run_backward"

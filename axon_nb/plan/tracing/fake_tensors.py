@@ -20,8 +20,6 @@ from torch import nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WithoutCuda", "as_with_data", "is_cuda", "lazy_chunks", "patched_apply", "skip_init", "without_tracebacks"]
-
 _MODULE, _NAME = "torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty"
 _GROUPED = "_meta_grouped_mm_common"
 _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"

@@ -15,8 +15,6 @@ from axon_nb.plan.hardware.rates import Work
 from axon_nb.plan.tracing.subject import ModelSource, checked_module_filter
 from axon_nb.plan.tracing.trace import ModelTrace, TensorFacts, trace_model
 
-__all__ = ["TraceInterpolator", "interpolate"]
-
 _Facts = dict[str, tuple[TensorFacts, ...]]
 _Key = TypeVar("_Key")
 

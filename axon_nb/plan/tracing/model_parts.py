@@ -12,8 +12,6 @@ from torch import nn
 from axon_nb.errors import UsageError
 from axon_nb.parallel.data.blocks import equal_row, num_parameters
 
-__all__ = ["NamedStage", "equal_blocks", "owner", "part_costs", "pipeline_parts"]
-
 
 def owner(path: str, names: Container[str]) -> str:
     """Return the innermost of some modules that holds the module at a path; empty: none of them does."""

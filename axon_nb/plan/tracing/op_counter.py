@@ -16,8 +16,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from axon_nb.plan.hardware.rates import Work
 
-__all__ = ["OpCounter", "does_work", "product_dtype", "tensors_in", "work_of"]
-
 _MOVING = ("aten.", "prims.", "rngprims.")
 """Namespaces of the operations whose time is that of the bytes they move, apart from those below."""
 _COMPUTING = re.compile(r"aten\.(linalg_|_linalg_|_fft_|_cdist|cdist|_trilinear|.*lstm|.*gru|.*rnn|cholesky|.*solve)")

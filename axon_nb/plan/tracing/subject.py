@@ -21,17 +21,6 @@ from axon_nb.plan.errors import PlanError
 from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
 from axon_nb.plan.models import CapturedModel
 
-__all__ = [
-    "BuiltModel",
-    "ModelSource",
-    "checked_module_filter",
-    "first_line",
-    "module_filter",
-    "resolve_dtype",
-    "resolve_optimizer",
-    "sum_of",
-]
-
 
 def first_line(error: Exception) -> str:
     """Return the first line of an exception's message."""

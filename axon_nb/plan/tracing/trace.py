@@ -24,8 +24,6 @@ from axon_nb.plan.tracing.model_parts import equal_blocks
 from axon_nb.plan.tracing.op_counter import OpCounter, tensors_in
 from axon_nb.plan.tracing.subject import ModelSource, first_line
 
-__all__ = ["ModelTrace", "TensorFacts", "trace_model"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:

@@ -21,8 +21,6 @@ from axon_nb.plan.traffic.pipeline_parallel import pipeline_traffic
 from axon_nb.plan.traffic.plan import DATA_AXES, CommunicationPlan, Traffic
 from axon_nb.plan.traffic.tensor_parallel import tensor_parallel_traffic
 
-__all__ = ["communication", "traffic_of"]
-
 
 def communication(
     model: Any,

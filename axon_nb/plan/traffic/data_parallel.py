@@ -16,8 +16,6 @@ from axon_nb.parallel.strategies import ShardingStrategy
 from axon_nb.plan.tracing.model_parts import owner
 from axon_nb.plan.traffic.plan import Traffic, grouped
 
-__all__ = ["FSDPUnit", "LocalTensor", "ddp", "fill_buckets", "fsdp", "group_into_units", "zero1"]
-
 _BROADCAST_BYTES = 250 * 1024 * 1024
 """DDP broadcasts buffers in chunks of about this size."""
 

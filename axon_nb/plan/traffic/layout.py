@@ -38,8 +38,6 @@ from axon_nb.plan.traffic.pipeline_parallel import StageAssignment, assign_stage
 from axon_nb.plan.traffic.plan import DATA_AXES
 from axon_nb.plan.traffic.tensor_parallel import local_parameters
 
-__all__ = ["ParallelLayout", "TrafficOptions"]
-
 _TORCH_STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row", "SequenceParallel": "sequence"}
 
 

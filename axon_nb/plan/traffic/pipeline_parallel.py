@@ -14,8 +14,6 @@ from axon_nb.plan.tracing.model_parts import owner, part_costs, pipeline_parts
 from axon_nb.plan.tracing.trace import ModelTrace
 from axon_nb.plan.traffic.plan import Traffic
 
-__all__ = ["StageAssignment", "assign_stages", "boundaries", "pipeline_traffic"]
-
 _FACTS = 4
 """Number of 8-byte integers that ranks exchange before a step."""
 

@@ -15,8 +15,6 @@ from axon_nb.records.units import format_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["DATA_AXES", "CommunicationPlan", "Traffic", "grouped"]
-
 DATA_AXES = ("replicate", "dp", "shard")
 """Axes along which ranks have different samples."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from axon_nb.records.spans import Span
 
-__all__ = ["OPERATIONS", "count_calls", "recorded_communication"]
-
 # torch's operation names, which differ between versions, and whether a span's bytes are those of one rank's shard.
 OPERATIONS = {
     "_allgather_base": ("all_gather", False),

@@ -18,8 +18,6 @@ from axon_nb.plan.traffic.data_parallel import LocalTensor
 from axon_nb.plan.traffic.pipeline_parallel import StageAssignment
 from axon_nb.plan.traffic.plan import Traffic, grouped
 
-__all__ = ["SHARDED_DIM", "local_parameters", "tensor_parallel_traffic"]
-
 SHARDED_DIM = {"column": 0, "column+gather": 0, "row": 1, "split+row": 1}
 """The dimension of a linear layer's weight that a style shards."""
 _FORWARD, _BACKWARD = "forward", "backward"

@@ -12,8 +12,6 @@ from axon_nb.records.spans import Span
 from axon_nb.records.training.pipeline import PipelineStep
 from axon_nb.records.units import format_bytes
 
-__all__ = ["Advice", "advise"]
-
 _Found = tuple[str, str, str, Recording]
 """Cause, claim, change, and what would have been recorded with it."""
 _Rule = Callable[[Recording], Iterator[_Found]]

@@ -9,8 +9,6 @@ from dataclasses import replace
 
 from axon_nb.records.performance.replay import Call, Item, Key, Recording, Run, Start, Wait
 
-__all__ = ["fixed_cost", "merged", "overlapped"]
-
 _BUCKET_BYTES, _FIRST_BUCKET_BYTES = 25 << 20, 1 << 20
 """When DDP closes a bucket and sums it, by default."""
 _SMALL_BYTES = 1 << 16

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Call", "Item", "Key", "Recording", "Run", "Start", "Wait"]
-
 Key = tuple[str, int]
 """A collective: its group, and its number in the group."""
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["SlowLink", "SlowRank", "Slowness", "collective_delay_s", "message_delay_s"]
-
 _MBIT = 1e6 / 8
 _ALL_REDUCE, _ONE_WAY = ("all_reduce", "barrier"), ("all_gather", "reduce_scatter")
 _FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("gather", "reduce")

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from axon_nb.records.performance.replay import Call, Item, Key, Recording, Run, Start, Wait
 from axon_nb.records.spans import Span
 
-__all__ = ["record_steps"]
-
 _LABELS = ("gc", "data", "optimizer", "backward", "forward")
 """What a rank may be doing, by what counts first; everything else is its own code."""
 _MAX_STEPS, _MAX_SPANS = 8, 1500

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from axon_nb.records.protocol.messages import Request
 
-__all__ = ["AbortReply", "AbortRequest", "StopRequest"]
-
 
 @dataclass(frozen=True, slots=True)
 class AbortReply:

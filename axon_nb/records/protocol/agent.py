@@ -17,33 +17,6 @@ from axon_nb.records.protocol.cluster import ClusterFacts, Exit, HostFacts
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.records.telemetry import GpuReport
 
-__all__ = [
-    "AgentState",
-    "Command",
-    "Fork",
-    "Forked",
-    "GetInfo",
-    "Hello",
-    "ReadGpus",
-    "ReportActivity",
-    "ReserveGpus",
-    "ServeHosts",
-    "ServeStore",
-    "SetInfo",
-    "Signal",
-    "Signalled",
-    "Stop",
-    "StorePort",
-    "TakenGpus",
-    "command_kind",
-    "command_message",
-    "command_name",
-    "decode_outcome",
-    "failure",
-    "refusal",
-    "rejection",
-]
-
 R_co = TypeVar("R_co", covariant=True)
 _REFUSED, _FAILED = "refused", "error"
 

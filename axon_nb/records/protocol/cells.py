@@ -11,27 +11,6 @@ from axon_nb.records.performance.slowness import Slowness
 from axon_nb.records.protocol.messages import Request
 from axon_nb.records.protocol.wire import Packed, decode, encode
 
-__all__ = [
-    "KEY",
-    "AbortLocation",
-    "CellEnd",
-    "CellFacts",
-    "CellOutcome",
-    "CellReport",
-    "CellsReply",
-    "CellsRequest",
-    "Draws",
-    "Measurement",
-    "Omitted",
-    "Pauses",
-    "Profile",
-    "ProfiledOperation",
-    "execute_content",
-    "read_omitted",
-    "read_outcome",
-    "stream_content",
-]
-
 KEY = "axon_nb"
 """Key of `CellFacts` in the metadata of an execute request, of `CellEnd` in its reply, and of `Omitted` in a stream."""
 

@@ -12,22 +12,6 @@ from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.version import Version
 from axon_nb.records.protocol.wire import Packed, decode, encode
 
-__all__ = [
-    "AgentEvent",
-    "Closed",
-    "ClusterFacts",
-    "ControllerExit",
-    "EngineInfo",
-    "Exit",
-    "HostFacts",
-    "IdleStop",
-    "ProcessExit",
-    "Stopped",
-    "Welcome",
-    "decode_event",
-    "encode_event",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:

@@ -7,16 +7,6 @@ from dataclasses import dataclass
 
 from axon_nb.records.protocol.messages import Request
 
-__all__ = [
-    "CompleteReply",
-    "CompleteRequest",
-    "InspectReply",
-    "InspectRequest",
-    "KnownName",
-    "NamesReply",
-    "NamesRequest",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class CompleteReply:

@@ -12,20 +12,6 @@ from axon_nb.records.protocol.messages import Expression, RankCall, Request
 from axon_nb.records.protocol.wire import Packed
 from axon_nb.records.training.numbers import NonFinite, StepNumbers
 
-__all__ = [
-    "Calibrate",
-    "CaptureModel",
-    "LayoutsReply",
-    "LayoutsRequest",
-    "MemoryReply",
-    "MemoryRequest",
-    "ModelFacts",
-    "NumbersReply",
-    "NumbersRequest",
-    "PlanReply",
-    "PlanRequest",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutsReply:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from axon_nb.errors import AxonError
 
-__all__ = ["ProtocolError"]
-
 
 class ProtocolError(AxonError, RuntimeError):
     """A message lacks a field of its record or has an invalid one, or the other side failed to answer."""

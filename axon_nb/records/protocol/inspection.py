@@ -15,38 +15,6 @@ from axon_nb.records.training.job import JobReport
 from axon_nb.records.waits.calls import PendingCall, RankWaits
 from axon_nb.records.waits.silent_ranks import PeerCall
 
-__all__ = [
-    "BeginComparison",
-    "CompareRanks",
-    "DebuggerCommand",
-    "DebuggerLine",
-    "DebuggerStart",
-    "DescribeVariables",
-    "EndComparison",
-    "FailureReply",
-    "FailureRequest",
-    "GetVariableParts",
-    "GetVariableTree",
-    "JobReply",
-    "JobRequest",
-    "MeshReply",
-    "MeshRequest",
-    "PausedEvent",
-    "PrepareComparison",
-    "SpansReply",
-    "SpansRequest",
-    "StacksReply",
-    "StacksRequest",
-    "StatusRequest",
-    "TelemetryEvent",
-    "VariableFacts",
-    "VariablePart",
-    "VariableTree",
-    "WaitsReply",
-    "WaitsRequest",
-    "WatchRequest",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StatusRequest(Request[RankState]):

@@ -8,21 +8,6 @@ from axon_nb.records.protocol.cluster import EngineInfo
 from axon_nb.records.protocol.messages import RankCall, Request
 from axon_nb.records.protocol.recovery import GroupRecord
 
-__all__ = [
-    "ENGINE_ENTRY",
-    "CallResizeFunctions",
-    "CommitResize",
-    "Committed",
-    "Describe",
-    "DirectRequest",
-    "FindObstacles",
-    "Join",
-    "JoinConfig",
-    "SetWorld",
-    "SettleResize",
-    "StageStates",
-]
-
 ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
 """Entry point of a forked rank, as ``module:function``."""
 

@@ -16,23 +16,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.wire import decode, encode
 
-__all__ = [
-    "FAILURE",
-    "REFUSAL",
-    "REPLY",
-    "Event",
-    "Expression",
-    "RankCall",
-    "Request",
-    "arguments_of",
-    "cell_source",
-    "decode_reply",
-    "encode_reply",
-    "message_type",
-    "perform",
-    "reply_type",
-]
-
 R_co = TypeVar("R_co", covariant=True)
 
 REPLY = "axon_reply"

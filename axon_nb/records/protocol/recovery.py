@@ -7,32 +7,6 @@ from dataclasses import dataclass, field
 
 from axon_nb.records.protocol.messages import RankCall
 
-__all__ = [
-    "DisableGroups",
-    "FindLostShards",
-    "ForgetProtected",
-    "GroupRecord",
-    "HoldSnapshot",
-    "KeepSnapshot",
-    "ListGroups",
-    "ListKeptGroups",
-    "ListProtected",
-    "ListUndoable",
-    "LostShards",
-    "OptimizerReport",
-    "ProtectedStep",
-    "ProtectedSteps",
-    "RebuildReport",
-    "Recover",
-    "RecoverAfterRepair",
-    "RecoveryReport",
-    "RestoreHeld",
-    "RestoreProtected",
-    "UndoCell",
-    "Undoable",
-    "UndoableCell",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:

@@ -8,31 +8,6 @@ from dataclasses import dataclass
 from axon_nb.records.protocol.messages import RankCall
 from axon_nb.records.protocol.wire import Packed
 
-__all__ = [
-    "Address",
-    "BroadcastModels",
-    "DescribeModels",
-    "HoldValues",
-    "LastValue",
-    "ListGroupVariables",
-    "LoadSession",
-    "LoadedSession",
-    "PackNamespace",
-    "PackedNamespace",
-    "ReceiveNamespace",
-    "ReceiveValues",
-    "ReleaseValues",
-    "SaveSession",
-    "SavedSession",
-    "Seed",
-    "SendNamespace",
-    "SendValue",
-    "SetVariables",
-    "SyncRecord",
-    "TakePendingValue",
-    "Undelivered",
-]
-
 Address = tuple[tuple[str, int], tuple[str, int]]
 """A shared-memory block of the notebook or of another rank, as `host.shared_memory.BlockAddress`."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from axon_nb._version import __version__
 
-__all__ = ["PROTOCOL", "Version", "own_version", "read_version", "refuse_attach", "refuse_host", "refuse_join"]
-
 PROTOCOL = 14
 """The version that this code speaks."""
 

@@ -25,8 +25,6 @@ from typing import Any, NamedTuple, Union
 from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.version import own_version
 
-__all__ = ["Packed", "decode", "encode"]
-
 Packed = Any
 """Bulk data in a form of its own, such as rows of spans: passed on unchecked."""
 _NOT_FINITE = ("inf", "-inf", "nan")

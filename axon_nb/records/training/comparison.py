@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Bounds", "Comparison", "Digest", "Entry", "Observation", "Place", "allowed_error"]
-
 _MARGIN = 8.0
 """How often the measured noise is allowed: it is one sample of a random error."""
 _ROUNDING = 16 * 2.0**-23

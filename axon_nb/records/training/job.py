@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from axon_nb.records.telemetry import RankState
 from axon_nb.records.training.progress import Bar
 
-__all__ = ["JobReport", "MetricRow", "RateMeter", "Throughput"]
-
 _WINDOW_NS = 10_000_000_000
 _SLOW_FACTOR = 2.0
 """An unfinished step counts once it has taken this many times as long as the steps before it."""

@@ -13,8 +13,6 @@ from axon_nb.errors import UsageError
 from axon_nb.records.telemetry import running_cell
 from axon_nb.records.training.job import RateMeter
 
-__all__ = ["Logged", "MetricRing", "log", "metrics"]
-
 _CAPACITY = 8192
 
 

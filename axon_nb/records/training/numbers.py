@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["LAST", "NonFinite", "StepNumbers"]
-
 LAST = -1
 """In place of a step's number: the parameters at the end of the cell."""
 

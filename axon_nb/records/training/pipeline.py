@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from axon_nb.records.spans import Span
 
-__all__ = ["Action", "Order", "PipelineStep", "Times", "bubble_fraction", "play", "simulate_orders", "spans_from_times"]
-
 Action = tuple[str, int, int]
 """F, B, I (input backward) or W (weight backward); stage; microbatch."""
 Order = Sequence[Action]

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from axon_nb.records.spans import Span
 from axon_nb.records.training.pipeline import Action, PipelineStep, play
 
-__all__ = ["last_steps"]
-
 _COMPUTING = ("forward", "backward")
 _MAX_TRIED = 8
 """Steps tried per rank, from the last one back: the last may be unfinished on some ranks, or aborted."""

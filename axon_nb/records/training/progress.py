@@ -17,8 +17,6 @@ from axon_nb.errors import UsageError
 from axon_nb.records.environment import RUN_ID
 from axon_nb.records.telemetry import running_cell
 
-__all__ = ["Bar", "Progress", "bars", "progress"]
-
 Item = TypeVar("Item")
 
 _REDRAW_S = 0.1

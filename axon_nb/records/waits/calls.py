@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["SAME_SIZE_CALLS", "Arrivals", "GroupWaits", "PendingCall", "RankWaits", "missing_ranks"]
-
 SAME_SIZE_CALLS = frozenset({"allreduce", "broadcast", "reduce"})
 """Collectives to which each rank passes as much as the others."""
 

@@ -9,8 +9,6 @@ from axon_nb.records.ranks import name_ranks
 from axon_nb.records.waits.calls import SAME_SIZE_CALLS, Arrivals, PendingCall, RankWaits
 from axon_nb.records.waits.functions import PUBLIC_NAMES, advice_for
 
-__all__ = ["explain_deadlock"]
-
 _MAX_PARTS = 8
 """Most waits that a sentence lists."""
 _USER_THREAD_GRACE_S = 30.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["COLLECTIVE_FUNCTIONS", "PUBLIC_NAMES", "advice_for"]
-
 _SAVING = "is a collective: call it on every rank, and use `if rank == 0` only for saving."
 _ANY = "is a collective: call it on every rank."
 

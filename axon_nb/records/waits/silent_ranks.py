@@ -13,8 +13,6 @@ from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_seconds
 from axon_nb.records.waits.calls import RankWaits
 
-__all__ = ["PeerCall", "describe_silent_ranks"]
-
 
 @dataclass(frozen=True, slots=True)
 class PeerCall:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.waits.calls import RankWaits, missing_ranks
 
-__all__ = ["describe_slow_ranks"]
-
 
 def describe_slow_ranks(reports: Mapping[int, RankWaits], after_s: float) -> str:
     """Return a line such as ``Waiting for rank 1 (line 7): ranks 0,2-3 have been in all_reduce at line 4 for 3.2 s``.

@@ -11,8 +11,6 @@ from axon_nb.records.ranks import name_ranks
 from axon_nb.records.waits.calls import SAME_SIZE_CALLS, PendingCall
 from axon_nb.records.waits.functions import PUBLIC_NAMES
 
-__all__ = ["describe_absent_ranks", "explain_mismatch"]
-
 Started = Mapping[int, Sequence[PendingCall]]
 """The collectives in progress by rank, oldest first."""
 

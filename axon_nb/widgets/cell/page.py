@@ -25,8 +25,6 @@ from axon_nb.widgets.html import (
 )
 from axon_nb.widgets.palette import ACTIVITIES
 
-__all__ = ["end_text", "strip_bundle"]
-
 _TITLES = ("", "", "at the end", "running", "in collectives", "waiting", "longest wait")
 _PICTURE = "display:block;width:100%;min-width:200px;max-width:none;height:16px;margin:0"
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)

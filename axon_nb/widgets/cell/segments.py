@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.widgets.palette import ACTIVITY_CODES
 
-__all__ = ["SILENCE_S", "TERMINAL", "Clock", "LongestWait", "RankHistory", "Segment", "encode"]
-
 SILENCE_S = 2.0
 """Seconds without a sample after which the rank's activity is unknown."""
 

@@ -19,8 +19,6 @@ from axon_nb.widgets.cell.segments import SILENCE_S, TERMINAL, Clock, RankHistor
 from axon_nb.widgets.palette import ACTIVITIES
 from axon_nb.widgets.view import View
 
-__all__ = ["RankStrip"]
-
 _MAX_QUEUED = 50_000
 _MAX_SEGMENTS = 32_768  # of all ranks: some 1.5 MB, half of what Jupyter's server lets through in its 3 s window
 _MAX_DELAY_NS = 2_000_000_000  # for a sample whose rank shares the notebook's clock

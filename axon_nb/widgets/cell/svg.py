@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from axon_nb.widgets.cell.segments import RankHistory
 from axon_nb.widgets.palette import ACTIVITIES, ACTIVITY_CODES, ActivityPaint
 
-__all__ = ["WIDTH", "row_svg", "swatch_svg"]
-
 WIDTH = 600
 """Width of a row's picture, in units; nothing shorter than one unit is drawn."""
 

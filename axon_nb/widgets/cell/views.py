@@ -24,8 +24,6 @@ from axon_nb.widgets.html import folded
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.view import TimelineView
 
-__all__ = ["CellViews", "SavedSpans", "cell_timeline", "cell_views"]
-
 _log = logging.getLogger(__name__)
 _PUMP_INTERVAL_S = 0.1
 _COLLECT_TIMEOUT_S = 1.0

@@ -9,8 +9,6 @@ from axon_nb.records.memory import ROLES
 from axon_nb.records.units import format_bytes
 from axon_nb.widgets.memory.scale import Scale
 
-__all__ = ["Bar", "describe_roles", "segments", "stacked_bar"]
-
 _MIN_LABELLED = 0.055
 """Share of the axis that a segment needs for its label."""
 

@@ -15,8 +15,6 @@ from axon_nb.widgets.memory.scale import Tick
 from axon_nb.widgets.memory.summary import figures, notice
 from axon_nb.widgets.memory.what_if import prediction_bars, what_if_html, what_if_lines
 
-__all__ = ["bar_svg", "memory_bundle", "role_swatch"]
-
 _MAX_RANKS = 256
 _WIDTH = 600
 

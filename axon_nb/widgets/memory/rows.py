@@ -12,8 +12,6 @@ from axon_nb.records.units import format_bytes
 from axon_nb.widgets.memory.bars import Bar, describe_roles, stacked_bar
 from axon_nb.widgets.memory.scale import Scale
 
-__all__ = ["NEAR", "ODD", "SOURCES", "Cell", "MemoryRow", "MemoryRows", "describe_fullness"]
-
 NEAR = 0.9
 """Share of its capacity from which a rank is flagged."""
 ODD = 0.02

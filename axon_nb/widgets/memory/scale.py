@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Scale", "Tick"]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _NUM_TICKS = 5
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from axon_nb.records.units import format_bytes
 from axon_nb.widgets.memory.rows import ODD, SOURCES, MemoryRows, describe_fullness
 
-__all__ = ["figures", "notice"]
-
 
 def figures(rows: MemoryRows) -> list[dict[str, str]]:
     """Return the numbers above the bars: each with its name, value and a remark."""

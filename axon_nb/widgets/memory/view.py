@@ -22,8 +22,6 @@ from axon_nb.widgets.memory.what_if import what_if_content
 from axon_nb.widgets.panel import LivePanel
 from axon_nb.widgets.view import LiveView
 
-__all__ = ["MemoryPanel", "MemoryView"]
-
 _MAX_RANKS = 64
 _MIN_INTERVAL_S = 3.0
 

@@ -14,8 +14,6 @@ from axon_nb.widgets.memory.bars import Bar, describe_roles, stacked_bar
 from axon_nb.widgets.memory.rows import NEAR
 from axon_nb.widgets.memory.scale import Scale
 
-__all__ = ["LabelledBar", "describe_setup", "prediction_bars", "what_if_content", "what_if_html", "what_if_lines"]
-
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": ("full_shard", "shard_grad_op", "hybrid_shard", "optimizer_state", "no_shard", "ddp"),

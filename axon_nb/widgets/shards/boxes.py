@@ -12,8 +12,6 @@ from axon_nb.records.units import format_bytes
 from axon_nb.widgets.palette import rank_color, text_color
 from axon_nb.widgets.shards.tensors import Part, PlacedTensor
 
-__all__ = ["Box", "Drawing", "describe_boxes", "draw", "drawing_svg"]
-
 _MAX_SIDE, _MIN_SIDE = 150.0, 18.0
 _AREA = 3000.0
 """Approximate area of a drawing in square units; its sides stay between `_MIN_SIDE` and `_MAX_SIDE`."""

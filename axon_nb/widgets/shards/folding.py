@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from axon_nb.records.ranks import format_ranks
 from axon_nb.widgets.shards.tensors import PlacedTensor
 
-__all__ = ["Alike", "fold"]
-
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])|(?<=[A-Za-z])\d+(?=\.|$)")
 """A number that is a part of a name, or ends one: `blocks.12.up`, `block12.up`."""
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from axon_nb.records.placement import Shard
 
-__all__ = ["Mesh", "find_mesh"]
-
 _MAX_COLUMNS = 32
 """Of a grid without axes."""
 

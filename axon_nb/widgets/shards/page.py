@@ -22,8 +22,6 @@ from axon_nb.widgets.shards.boxes import describe_boxes, draw, drawing_svg
 from axon_nb.widgets.shards.folding import Alike, fold
 from axon_nb.widgets.shards.tensors import PlacedTensor, bytes_by_rank, describe_placement, ranks_by_bytes
 
-__all__ = ["heading", "local_sizes", "shards_bundle", "shown_shape"]
-
 _TITLES = ("tensor", "", "shape", "where", "per rank", "parts by rank")
 _MAX_ROWS = 60
 

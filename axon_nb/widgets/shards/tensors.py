@@ -10,8 +10,6 @@ from axon_nb.records.placement import Shard
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
 
-__all__ = ["Kind", "Part", "PlacedTensor", "bytes_by_rank", "describe_placement", "merge_shards", "ranks_by_bytes"]
-
 Kind = Literal["sharded", "replicated", "partial", "own"]
 _DIM_NAMES = {1: {0: "elements"}, 2: {0: "rows", 1: "columns"}}
 """Names of the dims of vectors and matrices, by the number of dims."""

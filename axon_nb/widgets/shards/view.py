@@ -26,8 +26,6 @@ from axon_nb.widgets.shards.tensors import (
 )
 from axon_nb.widgets.view import LiveView
 
-__all__ = ["ShardsPanel", "ShardsView"]
-
 _MAX_TENSORS = 2000
 _MIN_INTERVAL_S = 2.0
 

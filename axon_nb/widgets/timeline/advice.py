@@ -17,8 +17,6 @@ from axon_nb.widgets import html
 from axon_nb.widgets.timeline.content import format_duration
 from axon_nb.widgets.timeline.pipelines import pipeline_steps
 
-__all__ = ["StepAdvice", "add_advice", "advice_bundle", "require_advice", "step_advice"]
-
 _MAX_SPANS = 20_000
 """The last ones are read."""
 _MAX_CELLS = 8

@@ -12,8 +12,6 @@ from axon_nb.widgets.timeline.content import TimelineSummary, format_duration, s
 from axon_nb.widgets.timeline.facts import RankFacts
 from axon_nb.widgets.timeline.page import pictures
 
-__all__ = ["comparison_bundle"]
-
 _PARTS: tuple[tuple[str, Callable[[RankFacts], float]], ...] = (
     ("cell", lambda rank: rank.cell),
     ("forward", lambda rank: rank.forward),

@@ -18,22 +18,6 @@ from axon_nb.widgets.timeline.facts import RankFacts, TimelineFacts, timeline_fa
 from axon_nb.widgets.timeline.intervals import subtract, union_ns
 from axon_nb.widgets.timeline.pipelines import pipeline_steps
 
-__all__ = [
-    "COLUMNS",
-    "MAX_PIPELINES",
-    "MAX_ROWS",
-    "Notice",
-    "TimelineSummary",
-    "describe_step",
-    "figures",
-    "format_duration",
-    "omitted_pipelines",
-    "page_facts",
-    "rank_cells",
-    "step_seconds",
-    "summarize",
-]
-
 COLUMNS = (
     ("forward", "kind-forward"),
     ("backward", "kind-backward"),

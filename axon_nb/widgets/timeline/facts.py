@@ -13,8 +13,6 @@ from axon_nb.records.spans import GPU, LAUNCH
 from axon_nb.records.units import format_seconds
 from axon_nb.widgets.timeline.intervals import Intervals, Times, coverage, join, tails, union_ns
 
-__all__ = ["RankFacts", "Straggler", "TimelineFacts", "running_cell", "timeline_facts"]
-
 _COMPUTING = ("forward", "backward", "optimizer")
 _COMMUNICATING = ("collective", "p2p")
 _MIN_WAITING = 0.02

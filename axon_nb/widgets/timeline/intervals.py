@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Intervals", "Times", "coverage", "join", "subtract", "tails", "union", "union_ns"]
-
 Times = npt.NDArray[np.int64]
 Intervals = tuple[Times, Times]
 """Starts and ends in nanoseconds; they may overlap and need no order."""

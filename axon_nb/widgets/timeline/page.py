@@ -29,8 +29,6 @@ from axon_nb.widgets.timeline.content import (
 from axon_nb.widgets.timeline.facts import RankFacts
 from axon_nb.widgets.timeline.svg import rank_svg, step_svg, swatch_svg
 
-__all__ = ["pictures", "timeline_bundle"]
-
 _WIDE = html.table_style(widths=(480, 1400))
 
 

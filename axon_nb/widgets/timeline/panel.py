@@ -10,8 +10,6 @@ from axon_nb.cluster.cluster import Cluster
 from axon_nb.widgets.panel import Panel
 from axon_nb.widgets.timeline.view import TimelineView
 
-__all__ = ["TimelinePanel"]
-
 
 class TimelinePanel(Panel):
     """A panel that the cluster's span feed keeps up to date.

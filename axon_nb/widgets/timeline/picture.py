@@ -13,8 +13,6 @@ from axon_nb.widgets.palette import SPAN_PAINTS
 from axon_nb.widgets.timeline.content import MAX_ROWS, format_duration, summarize
 from axon_nb.widgets.timeline.svg import rank_svg, swatch_svg
 
-__all__ = ["round_step", "timeline_svg"]
-
 _WIDTH, _LEFT, _ROW, _GAP = 960, 72, 30, 4
 _TEXT = "#212529"
 _MAX_TICKS = 10

@@ -9,8 +9,6 @@ from axon_nb.cluster.inspection.span_table import SpanTable
 from axon_nb.records.training.pipeline import PipelineStep
 from axon_nb.records.training.pipeline_steps import last_steps
 
-__all__ = ["pipeline_steps"]
-
 _LIMITS = (512, 8192)
 """Number of last spans per rank and pipeline that are read: few at first, more if they hold no complete step."""
 

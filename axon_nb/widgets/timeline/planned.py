@@ -14,8 +14,6 @@ from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.record import Timeline, page_traits
 from axon_nb.widgets.view import View
 
-__all__ = ["FinishedTimelineView", "PlannedTimeline"]
-
 _MAX_SPANS = 30_000
 """What Jupyter's server lets through at once."""
 

@@ -30,8 +30,6 @@ from axon_nb.widgets.timeline.wire import pack
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Timeline", "page_traits", "timeline_file"]
-
 _START = """
 const bytes = Uint8Array.from(atob(document.getElementById("spans").textContent), (c) => c.charCodeAt(0));
 const config = JSON.parse(document.getElementById("config").textContent);

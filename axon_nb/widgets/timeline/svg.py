@@ -15,8 +15,6 @@ from axon_nb.widgets.palette import BUBBLE, OTHER, SPAN_CODES, SPAN_PAINTS, Span
 from axon_nb.widgets.timeline.facts import running_cell
 from axon_nb.widgets.timeline.intervals import Intervals, join, subtract, tails, union
 
-__all__ = ["rank_svg", "step_svg", "swatch_svg"]
-
 _WIDTHS = ((8, 600), (24, 360), (1 << 30, 200))
 """(largest number of rows, width of each in units); narrow for many rows, as pictures are saved with the notebook."""
 _LANES = ((1.0, 17.0), (20.0, 9.0))

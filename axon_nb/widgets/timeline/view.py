@@ -25,8 +25,6 @@ from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.wire import BYTES_PER_PATCH, BYTES_PER_SPAN, pack
 from axon_nb.widgets.view import View
 
-__all__ = ["TimelineView"]
-
 _MAX_BYTES = 48_000
 """Of one message."""
 _MAX_SNAPSHOT = 30_000

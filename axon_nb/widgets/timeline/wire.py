@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from axon_nb.cluster.inspection.span_table import SpanTable
 
-__all__ = ["BYTES_PER_PATCH", "BYTES_PER_SPAN", "pack"]
-
 BYTES_PER_SPAN = 36
 BYTES_PER_PATCH = 10
 

@@ -15,8 +15,6 @@ from axon_nb.records.colors import INK
 from axon_nb.widgets.html import MUTED, svg_uri
 from axon_nb.widgets.watch.series import Point
 
-__all__ = ["Axis", "chart_html", "chart_svg", "is_stepped", "value_axis"]
-
 WIDTH, HEIGHT = 300, 90
 """Of the picture, in units."""
 _NUM_TICKS = 4

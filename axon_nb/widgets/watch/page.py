@@ -24,19 +24,6 @@ from axon_nb.widgets.watch.chart import chart_html, value_axis
 from axon_nb.widgets.watch.series import Point, Series
 from axon_nb.widgets.watch.store import MAX_CURVES, JobStore, MergedBar, RankRow
 
-__all__ = [
-    "FORMATS",
-    "RANK_TITLES",
-    "context",
-    "format_number",
-    "heading",
-    "rank_cells",
-    "series_text",
-    "series_value",
-    "shown_series",
-    "watch_bundle",
-]
-
 RANK_TITLES = ("rank", "activity", "step", "steps/s", "communication", "memory")
 """Columns of the table of ranks."""
 _MAX_RANKS = 256

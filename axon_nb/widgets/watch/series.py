@@ -7,8 +7,6 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["MAX_POINTS", "Point", "Series", "pack_points"]
-
 MAX_POINTS = 160
 """Of one curve; with more, neighbouring steps are merged into one point."""
 

@@ -15,8 +15,6 @@ from axon_nb.records.training.progress import Bar
 from axon_nb.records.units import format_seconds
 from axon_nb.widgets.watch.series import Series
 
-__all__ = ["MAX_CURVES", "JobStore", "MergedBar", "RankRow", "merge_bars"]
-
 _MAX_BARS = 12
 MAX_CURVES = 8
 """The first metrics have a curve each."""

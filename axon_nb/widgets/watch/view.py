@@ -28,8 +28,6 @@ from axon_nb.widgets.watch.page import (
 from axon_nb.widgets.watch.series import Series, pack_points
 from axon_nb.widgets.watch.store import JobStore, RankRow
 
-__all__ = ["WatchPanel", "WatchView", "read_job"]
-
 _MAX_RANKS = 64
 _MIN_INTERVAL_S = 2.0
 _MAX_REQUESTS = 8

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CASES", "LAYOUTS", "Case", "ProposedLayout"]
-
 LAYOUTS = Path(__file__).with_name("layouts.csv")
 """What `plan.search` finds for each case; `scripts/course_layouts.py` writes it, because a search takes 15 s."""
 

@@ -13,8 +13,6 @@ from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 from axon_nb.records.ranks import name_ranks
 
-__all__ = ["EXERCISES"]
-
 _TOLERANCE = 1e-6
 
 

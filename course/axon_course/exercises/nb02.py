@@ -13,8 +13,6 @@ from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 
-__all__ = ["EXERCISES"]
-
 _SHAPES = ((1,), (8,), (4, 3))
 _MESSAGES = frozenset({"send", "recv"})
 

@@ -14,8 +14,6 @@ from axon_course.exercises.samples import SHARE
 from axon_course.trials import Trial
 from axon_nb.comm.calls import CallCounts, calls
 
-__all__ = ["EXERCISES"]
-
 _TOLERANCE = 1e-12
 _PER_RANK = 2
 """Samples of each rank."""

@@ -8,8 +8,6 @@ from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.exercises.layouts import CASES, ProposedLayout
 from axon_course.trials import Trial
 
-__all__ = ["EXERCISES"]
-
 _BYTES = 4
 
 

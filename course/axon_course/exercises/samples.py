@@ -10,8 +10,6 @@ import torch.distributed as dist
 from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 
-__all__ = ["SHARE"]
-
 
 def _share_on_rank(answer: Any, length: int, epoch: int) -> list[int]:
     torch.manual_seed(dist.get_rank() + 100 * epoch)  # as in a real run, each rank is at its own place

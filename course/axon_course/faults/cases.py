@@ -8,8 +8,6 @@ from typing import Literal, get_args
 
 from axon_nb.errors import UsageError
 
-__all__ = ["CASES", "LINES", "Fault", "Kind", "Place", "draw"]
-
 Kind = Literal["skipped", "swapped", "raised", "shape", "dtype", "killed", "endless", "slow", "stale", "leak"]
 Place = Literal["forward", "all_reduce", "optimizer", "all_gather"]
 

@@ -13,8 +13,6 @@ from axon_course.journal import Journal
 from axon_course.views import Text
 from axon_nb.errors import UsageError
 
-__all__ = ["Verdict", "answer", "clue", "judge"]
-
 _FULL, _WRONG, _CLUE = 10, 2, 3
 """Points of a case, and what a wrong answer and a clue cost."""
 _CLUES: dict[Kind, str] = {

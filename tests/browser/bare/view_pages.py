@@ -32,8 +32,6 @@ from tests.support.records.shard_records import split
 from tests.support.records.straggling import MS, straggling_spans
 from tests.support.records.straggling import span_of as _span
 
-__all__ = ["SAMPLES", "page_html"]
-
 _PAGE = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>
 <style>body {{ margin: 12px; background: {page} }}{style}</style></head>
 <body data-jp-theme-light="{light}"><main id="el"></main><script type="module">

@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["LatePort", "delay"]
-
 
 class LatePort:
     """Stands before the Unix socket `target` and hands on both ways, from `seconds` after each connection on."""

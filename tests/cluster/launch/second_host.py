@@ -10,20 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "CLOCK_AHEAD_S",
-    "FAR_HOST",
-    "HERE",
-    "HERE_IN_OTHER_TIME",
-    "IN_NAMESPACE",
-    "IN_OTHER_TIME",
-    "Network",
-    "network",
-    "one_clock_only",
-    "start_with_joined_host",
-    "why_not",
-]
-
 FAR_HOST = "far-host"
 _NAMESPACE = "AXON_NB_TEST_NAMESPACE"
 _NOBODY = "02:00:00:00:00:01"

@@ -13,8 +13,6 @@ from axon_nb.comm.errors import CollectiveMismatchError, TensorMismatchError
 from axon_nb.comm.shared_memory.collectives import movement, reduction, rounds
 from axon_nb.comm.shared_memory.segment.memory import SLOTS
 
-__all__ = ["SEQUENCES", "Call", "N", "Part", "Step", "Tag", "all_gather", "record"]
-
 N = 3
 PART = 64
 SLOT = N * PART

@@ -33,19 +33,6 @@ from axon_nb.engine.groups.state import current_groups
 from axon_nb.engine.groups.wrapper_reset import reset_wrappers
 from axon_nb.records.protocol.recovery import GroupRecord
 
-__all__ = [
-    "CPU",
-    "GLOO",
-    "LIMIT",
-    "be_newcomer",
-    "be_rank",
-    "groups_on",
-    "rebuild_all",
-    "run_on_ranks",
-    "trained",
-    "wait_for_threads",
-]
-
 CPU = torch.device("cpu")
 LIMIT = timedelta(seconds=60)
 

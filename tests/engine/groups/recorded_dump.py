@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["dump_of", "entry"]
-
 
 def entry(
     number: int,

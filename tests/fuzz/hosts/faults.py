@@ -10,8 +10,6 @@ from tests.fuzz.fault import NAMES, STOPPED, Fault
 from tests.fuzz.faults import DEATHS, KINDS, Table
 from tests.fuzz.losses import endless
 
-__all__ = ["FAR_RANKS", "HOST_KINDS", "KINDS_OF_TWO_HOSTS", "SILENT"]
-
 FAR_RANKS = (2, 3)
 _LOST = rf"lost with its host '{FAR_HOST}': its agent "
 _CLOSED, SILENT = rf"{_LOST}closed the connection", rf"{_LOST}has not responded for"

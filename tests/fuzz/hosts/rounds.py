@@ -21,8 +21,6 @@ from tests.support.kernel import Reply
 from tests.support.processes import Footprint, footprint, until
 from tests.support.script import command_lines, family
 
-__all__ = ["FuzzOnTwoHosts", "fuzz_on_two_hosts"]
-
 _LIMIT_S = 150.0
 _SHORT_ENOUGH_S = 2.3
 """A cut that took longer, because the machine was busy, may lose the host."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["Cgroups"]
-
 
 class Cgroups:
     """Cgroups of some machine."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["merged", "ranks_of"]
-
 _LABELLED = re.compile(r"(\[ranks? ([\d,-]+)\])(?: (.*))?")
 
 

@@ -10,8 +10,6 @@ import psutil
 from tests.support.kernel import Kernel
 from tests.support.processes import until
 
-__all__ = ["INTERRUPTED", "MEET", "meet_when", "sleeps_masked", "spins", "touch_when", "waiting"]
-
 _TOUCH = """
 import axon_nb
 import os.path as t_path

@@ -7,8 +7,6 @@ from typing import Any
 from tests.kernel.recovery.trained_model import SETUP
 from tests.support.kernel import Kernel, Reply
 
-__all__ = ["PLACE", "are_together", "begin_together", "place_everywhere", "step_differences"]
-
 PLACE = """%%distributed
 def place():
     own = torch.cat([p.data.flatten() for p in ddp.module.parameters()])

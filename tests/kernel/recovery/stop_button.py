@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from tests.support.kernel import Kernel, Reply
 
-__all__ = ["LIMIT_S", "STOPPED", "check_next_cell", "interrupt_at_random"]
-
 LIMIT_S = 100.0
 """Seconds within which an interrupted cell must be over."""
 STOPPED = ("CellInterrupt", "KeyboardInterrupt")

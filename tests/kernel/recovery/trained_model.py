@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SETUP"]
-
 SETUP = """%%distributed
 import time
 import torch.nn as nn

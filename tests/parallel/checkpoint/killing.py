@@ -23,8 +23,6 @@ from torch.distributed.fsdp import fully_shard
 
 from axon_nb.parallel.checkpoint import Checkpoints
 
-__all__ = ["Round"]
-
 _SIZE, _SAVES = 2, 4
 _TOUCHES = (150, 40)
 """About as many accesses as four saves make on each rank."""

@@ -15,8 +15,6 @@ from axon_nb.records import Span
 from axon_nb.records import spans as trace
 from tests.support.training.models import blocks, loss_of
 
-__all__ = ["CASES", "Trained", "batches", "in_one_process", "merged", "train", "whole"]
-
 CASES = [
     # schedule, ranks, stages, microbatches
     ("GPipe", 2, 2, 3),

@@ -11,8 +11,6 @@ from typing import Any
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-__all__ = ["Change", "allocated", "allocations_in", "blocks_of", "in_step", "times_of"]
-
 _STEP = "a measured step"
 _NEVER = 1 << 63
 Steps = tuple[Callable[[], None], Callable[[], Any]]

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["KINDS", "WIDTH", "Irregular", "random_model"]
-
 WIDTH = 16
 KINDS = ("plain", "periodic", "index", "hook", "skip", "buffer", "tail", "custom", "frozen", "first", "tied", "memory")
 """``plain`` and ``periodic`` blocks can be extrapolated; most others cannot."""

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Layer", "Layers"]
-
 
 def _dropout(x: torch.Tensor) -> torch.Tensor:
     # As on GPUs, with a mask of a byte an element; on CPUs `functional.dropout` keeps one of the input's dtype.

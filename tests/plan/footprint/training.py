@@ -28,8 +28,6 @@ from axon_nb.parallel.optimizer_kind import optimizer_states
 from axon_nb.plan.footprint.request import MemoryRequest
 from tests.plan.footprint.allocator import allocated
 
-__all__ = ["CONFIG", "Case", "measured"]
-
 CONFIG = GPTConfig(vocab=509, context=64, hidden=192, heads=4, blocks=3)
 """The vocabulary is prime, so no number of ranks divides it."""
 BATCH = 8

@@ -18,8 +18,6 @@ from axon_nb.parallel.models import GPT, Block, GPTConfig
 from axon_nb.plan.footprint.fake_world import fake_world, mesh_of
 from axon_nb.plan.skeleton import capture
 
-__all__ = ["described", "plain", "seen"]
-
 
 def plain() -> GPT:
     """Make the model, unwrapped."""

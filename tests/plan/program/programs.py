@@ -15,8 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["FOUR_RANKS", "PROGRAMS"]
-
 WIDTH, BATCH, STEPS = 256, 64, 6
 
 

@@ -10,8 +10,6 @@ from playwright.sync_api import TimeoutError as TooLate
 
 from tests.support.browser.lab_server import LIMIT, LabServer
 
-__all__ = ["LabPage"]
-
 _OF_OTHERS = ("Comm not found for comm id", "[anywidget] Failed to initialize model")
 """What JupyterLab says when a comm ends that a page which was loaded again never had, and what anywidget throws for a
 view that it has not begun within 2 s, as on a busy machine. Each test waits for the views that have to be there."""

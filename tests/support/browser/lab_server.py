@@ -20,8 +20,6 @@ import nbformat
 
 from tests.support.agent_server import agent_environment
 
-__all__ = ["LIMIT", "LabServer"]
-
 LIMIT = 240.0
 """Seconds that anything may take: no test is about speed, and a wait that succeeds early costs nothing."""
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from tests.support.kernel import Kernel, Reply
 
-__all__ = ["CLOSE_PANELS", "model_of", "send_from_page"]
-
 CLOSE_PANELS = """
 from axon_nb.cluster.session import current
 for t_panel in list(current.session().panels.values()):

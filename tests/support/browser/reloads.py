@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.support.browser.lab_page import LabPage
 
-__all__ = ["reload_until_shown"]
-
 RELOADS = 3
 LIMIT_S = 30.0
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["pairwise"]
-
 
 def pairwise(*axes: Sequence[Any], exists: Callable[..., bool] = lambda *_: True) -> list[Any]:
     """Return the full cross of `axes` for `parametrize`; a case is slow if others cover all pairs of its values.

@@ -30,7 +30,6 @@ import torch
 from torch import nn
 
 sparse: Any = importlib.import_module("scipy.sparse")  # it has no types
-__all__ = ["KINDS", "LISTED", "NOT_SENT", "differs", "halves", "nested"]
 
 
 class Angle(torch.Tensor):

@@ -9,8 +9,6 @@ from typing import Any
 
 from tests.kernel.cells.labelled import merged
 
-__all__ = ["Reply", "belongs", "text_of"]
-
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -10,8 +10,6 @@ from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.records.training.job import JobReport, MetricRow
 from axon_nb.records.training.progress import Bar
 
-__all__ = ["answers", "report", "row"]
-
 _CLOCK = [0]
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import MemoryUse
 
-__all__ = ["GIB", "MIB", "SIZES", "answers", "use"]
-
 MIB = 2**20
 
 

@@ -7,8 +7,6 @@ import torch
 from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.joining import JoinConfig
 
-__all__ = ["session_of_rank"]
-
 
 def session_of_rank(rank: int = 0) -> RankSession:
     """Return the session of one of two Gloo ranks on the CPU."""

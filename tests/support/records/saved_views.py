@@ -20,8 +20,6 @@ from tests.support.records.memory_replies import SIZES, use
 from tests.support.records.memory_replies import answers as memory_answers
 from tests.support.records.shard_records import split
 
-__all__ = ["VIEWS"]
-
 
 def _timeline() -> Mapping[str, str]:
     store = SpanStore()

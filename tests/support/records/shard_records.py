@@ -6,8 +6,6 @@ import itertools
 
 from axon_nb.records.placement import Shard
 
-__all__ = ["split"]
-
 
 def split(shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int | None, ...], name: str = "w") -> list[Shard]:
     """The parts of a tensor that each axis of a mesh splits along a dim, as `torch.chunk` does, or copies."""

@@ -9,24 +9,6 @@ from axon_nb.records.performance.steps import record_steps
 from axon_nb.records.spans import Span
 from tests.support.records.straggling import MS, span_of
 
-__all__ = [
-    "GROUPS",
-    "Part",
-    "Steps",
-    "after_backward",
-    "collection",
-    "compute",
-    "gathered_twice",
-    "late_code",
-    "late_compute",
-    "late_data",
-    "long_sums",
-    "many_small",
-    "reduce",
-    "slow_loader",
-    "three_backwards",
-]
-
 GROUPS = {"0": (0, 1)}
 Part = Callable[["Steps", int], None]
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from axon_nb.records.spans import Span
 
-__all__ = ["MS", "span_of", "straggling_spans"]
-
 MS = 1_000_000
 """Nanoseconds."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["FAMILIES", "LAYERS", "config_of"]
-
 LAYERS = 3
 _COMMON: dict[str, Any] = {
     "hidden_size": 128,

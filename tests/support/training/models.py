@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Block", "batch", "blocks", "loss_of", "reference_step"]
-
 
 class Block(nn.Module):
     """A residual block with names that tensor parallelism can be planned for."""

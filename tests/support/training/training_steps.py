@@ -24,8 +24,6 @@ from axon_nb.parallel import (
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.parallel.models.gpt import Block
 
-__all__ = ["CASES", "Case", "Prepared", "prepare"]
-
 CONFIG = GPTConfig(vocab=32, context=8, hidden=16, heads=4, blocks=3)
 BATCH = 8
 

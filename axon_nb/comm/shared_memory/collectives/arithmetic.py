@@ -16,8 +16,6 @@ import torch
 from axon_nb.comm.errors import TensorError
 from axon_nb.comm.shared_memory.segment.announcement import REDUCE_OPERATIONS, note_unlike_gloo
 
-__all__ = ["Arithmetic", "arithmetic"]
-
 Arrays = Sequence[Any]
 
 _SUM, _AVG, _PRODUCT, _MIN, _MAX, _BAND, _BOR, _BXOR, _PREMUL = range(9)

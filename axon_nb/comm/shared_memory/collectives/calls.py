@@ -19,8 +19,6 @@ from axon_nb.comm.shared_memory.collectives.staging import Staged, flat_buffer, 
 from axon_nb.comm.shared_memory.segment.announcement import REDUCE_OPERATIONS, UNEVEN, fact_of
 from axon_nb.comm.shared_memory.segment.errors import SharedMemoryTimeoutError
 
-__all__ = ["Calls", "is_waited_for"]
-
 Tensor = torch.Tensor
 
 _BLOCKING = frozenset(

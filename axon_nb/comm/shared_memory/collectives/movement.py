@@ -14,8 +14,6 @@ from axon_nb.comm.shared_memory.collectives.rounds import Rounds
 from axon_nb.comm.shared_memory.collectives.uneven import part_bytes, table_bytes
 from axon_nb.comm.shared_memory.segment.futex import copy
 
-__all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatter"]
-
 
 def _pieces(size: int, piece: int) -> int:
     return max(1, -(-size // piece))

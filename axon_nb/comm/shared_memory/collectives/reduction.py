@@ -14,8 +14,6 @@ from axon_nb.comm.shared_memory.collectives.rounds import Rounds
 from axon_nb.comm.shared_memory.collectives.uneven import part_bytes
 from axon_nb.comm.shared_memory.segment.futex import copy
 
-__all__ = ["DIRECT_BYTES", "all_reduce", "all_reduce_small", "reduce", "reduce_scatter"]
-
 DIRECT_BYTES = 64 << 10
 """Up to this size each rank reduces everything itself, with one wait; above, each reduces a part, with two."""
 

@@ -17,8 +17,6 @@ from axon_nb.comm.shared_memory.segment.pages import STEPS
 from axon_nb.comm.shared_memory.segment.progress import Progress
 from axon_nb.records.ranks import format_ranks
 
-__all__ = ["Rounds"]
-
 _AHEAD = 5
 """How many failed collectives a rank may be ahead of the slowest one; its announcements are still readable then."""
 _MORE_STEPS = 3

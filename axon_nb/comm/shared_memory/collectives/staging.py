@@ -11,17 +11,6 @@ import torch
 
 from axon_nb.comm.errors import TensorError, TensorMismatchError
 
-__all__ = [
-    "Staged",
-    "check_sizes",
-    "check_whole",
-    "flat_buffer",
-    "scratch_buffer",
-    "split_bytes",
-    "stage",
-    "stage_all",
-]
-
 
 class Staged:
     """The elements of a tensor as one contiguous block of memory.

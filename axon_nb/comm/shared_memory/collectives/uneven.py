@@ -12,8 +12,6 @@ from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
 from axon_nb.comm.shared_memory.segment.futex import copy
 
-__all__ = ["part_bytes", "reduce_scatter", "table_bytes"]
-
 _ALIGN = 64
 
 

@@ -16,22 +16,6 @@ import torch
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.waits.functions import advice_for
 
-__all__ = [
-    "MAX_RANKS",
-    "OPERATIONS",
-    "REDUCE_OPERATIONS",
-    "UNEVEN",
-    "dtype_code",
-    "dtype_name",
-    "fact_of",
-    "in_words",
-    "mismatch",
-    "note_unlike_gloo",
-    "operation_of",
-    "reduce_number",
-    "unlike_gloo",
-]
-
 OPERATIONS = (
     "all_reduce",
     "broadcast",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GroupLeftError", "PeerLostError", "SharedMemoryTimeoutError"]
-
 
 class GroupLeftError(RuntimeError):
     """This rank or a peer left the group: it was aborted, was interrupted, or timed out."""

@@ -17,8 +17,6 @@ from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
 from axon_nb.comm.shared_memory.segment.progress import Progress, is_crowded, open_bytes
 from axon_nb.records.units import exact_bytes
 
-__all__ = ["ForeignHostError", "form"]
-
 _PIECE_S = 0.005
 _KIB = 1024
 _USUAL_BYTES = 256 << 20

@@ -20,8 +20,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-__all__ = ["NEEDS_FENCE", "copy", "fence", "is_supported", "wait", "wait_any", "wake"]
-
 NEEDS_FENCE = platform.machine() not in ("x86_64", "AMD64")
 """Whether this processor may reorder plain stores or plain loads."""
 

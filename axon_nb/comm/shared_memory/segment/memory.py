@@ -17,8 +17,6 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RING", "SLOTS", "WORD", "Layout", "SharedMemory", "process_state", "start_time"]
-
 WORD = 8
 _PAGE = 4096
 _LINE = 64

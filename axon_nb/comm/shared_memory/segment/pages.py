@@ -9,8 +9,6 @@ from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.announcement import in_words, operation_of
 from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory, process_state, start_time
 
-__all__ = ["AWAITED", "HELD", "LEFT", "PID", "READY", "SINCE", "STEPS", "ControlPages"]
-
 T = TypeVar("T")
 
 STEPS = 1 << 20

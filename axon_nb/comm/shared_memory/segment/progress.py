@@ -19,8 +19,6 @@ from axon_nb.comm.shared_memory.segment.errors import GroupLeftError, PeerLostEr
 from axon_nb.comm.shared_memory.segment.memory import WORD, SharedMemory
 from axon_nb.comm.shared_memory.segment.pages import AWAITED, HELD, LEFT, PID, READY, SINCE, ControlPages
 
-__all__ = ["SLICE_S", "Progress", "hold_timeouts", "is_crowded", "open_bytes"]
-
 _FEW_LOOKS, _MANY_LOOKS = 40, 600
 """Number of polls before this rank sleeps on a word: about 2 us, and 30 us if each rank has a processor."""
 SLICE_S = 0.05

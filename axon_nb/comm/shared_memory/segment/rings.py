@@ -11,8 +11,6 @@ from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.futex import copy
 from axon_nb.comm.shared_memory.segment.memory import RING, WORD, SharedMemory
 
-__all__ = ["Head", "InRing", "OutRing"]
-
 _LINE_WORDS = 8
 
 

@@ -12,8 +12,6 @@ from axon_course.memory import SavedBytes
 from axon_course.trials import Trial
 from axon_nb.records.units import format_bytes
 
-__all__ = ["ACTIVATIONS"]
-
 Sizes = tuple[int, int, int, int]
 """Batch, context, hidden and heads."""
 _TOLERANCE = 0.05

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["PlainBlock"]
-
 
 class PlainBlock(nn.Module):
     """A block of a GPT: attention, then two linear layers. Shapes are (batch, context, hidden)."""

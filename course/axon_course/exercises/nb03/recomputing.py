@@ -14,8 +14,6 @@ from axon_course.replays import Replay, replay_curve
 from axon_course.trials import Trial
 from axon_nb.parallel.models.gpt import Block
 
-__all__ = ["RECOMPUTING"]
-
 _LAYERS = 16
 _ROWS, _WIDTH = 512, 8
 """Of what a layer gets: its weights are much smaller."""

@@ -11,8 +11,6 @@ from torch import nn
 from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 
-__all__ = ["STATES"]
-
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 

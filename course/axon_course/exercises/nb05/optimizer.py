@@ -14,8 +14,6 @@ from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.memory import live_storages
 from axon_course.trials import Trial
 
-__all__ = ["SHARED_ADAM"]
-
 _TOLERANCE = 1e-9
 _STEPS = 5
 _LR = 0.01

@@ -15,8 +15,6 @@ from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 from axon_nb.records.units import format_bytes
 
-__all__ = ["SAVING", "SHARDED_FORWARD"]
-
 _TOLERANCE = 1e-9
 _WIDTH, _LAYERS = 32, 8
 

@@ -14,8 +14,6 @@ from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 from axon_nb.parallel.models.gpt import Attention
 
-__all__ = ["HEADS"]
-
 _TOLERANCE = 1e-9
 _BATCH, _POSITIONS = 2, 5
 _UNCLEAR = "raised "

@@ -14,8 +14,6 @@ from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 
-__all__ = ["LAYERS"]
-
 _TOLERANCE = 1e-9
 _ROWS, _HIDDEN = 3, 5
 _NAMES = ("up", "up_bias", "down", "down_bias")

@@ -16,8 +16,6 @@ from axon_course.replays import Replay, replay_calls
 from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 
-__all__ = ["LOSS"]
-
 _TOLERANCE = 1e-9
 _TOKENS, _WORDS = 6, 32
 """Tokens, and words of a rank."""

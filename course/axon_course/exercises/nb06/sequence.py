@@ -17,8 +17,6 @@ from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 from axon_nb.records.units import format_bytes
 
-__all__ = ["SEQUENCE"]
-
 _TOLERANCE = 1e-9
 _HIDDEN, _PER_RANK = 32, 4
 """Features, and positions of a rank."""

@@ -6,8 +6,6 @@ import math
 
 import torch
 
-__all__ = ["attend", "looks_back"]
-
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None

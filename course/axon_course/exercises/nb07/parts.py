@@ -12,8 +12,6 @@ from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.exercises.nb07.attention import attend
 from axon_course.trials import Trial
 
-__all__ = ["MERGE"]
-
 _TOLERANCE = 1e-10
 _Part = tuple[torch.Tensor, torch.Tensor]
 

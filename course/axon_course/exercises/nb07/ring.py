@@ -16,8 +16,6 @@ from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 from axon_nb.records.units import format_bytes
 
-__all__ = ["RING"]
-
 _TOLERANCE = 1e-10
 _MANY_RANKS = 8
 

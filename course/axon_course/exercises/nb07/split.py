@@ -13,8 +13,6 @@ from axon_course.replays import Replay, replay_schedule
 from axon_course.trials import Trial
 from axon_nb.records.spans import Span
 
-__all__ = ["SPLIT"]
-
 _MOST = 1.1
 """The busiest rank's work, in fair shares."""
 _QUITE_EQUAL = 1.4

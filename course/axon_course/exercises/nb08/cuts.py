@@ -13,8 +13,6 @@ from axon_nb.parallel.pipeline.torch_hooks import actions
 from axon_nb.records.spans import Span
 from axon_nb.records.training.pipeline import simulate_orders, spans_from_times
 
-__all__ = ["RESPLIT"]
-
 _RANKS = 4
 _LAYER_MS = (1, *[2] * 24, 11)
 """Milliseconds that a microbatch takes in each layer's forward: an embedding, 24 blocks, the output layer."""

@@ -16,8 +16,6 @@ from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 from axon_nb.records.training.pipeline import simulate_orders
 
-__all__ = ["ORDER"]
-
 Orders = list[list[tuple[str, int]]]
 """What each rank does: (F or B, microbatch)."""
 

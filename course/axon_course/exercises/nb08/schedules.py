@@ -17,8 +17,6 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, bubble_fraction, ideal_timeline
 from axon_nb.parallel.pipeline.schedule import stages_of_rank
 
-__all__ = ["CHOICE"]
-
 _NAMES = ("schedule", "num_stages", "num_microbatches")
 _MOST_BUBBLE, _MOST_LIVE = 0.12, 6
 _RANKS = 4

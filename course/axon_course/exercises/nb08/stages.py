@@ -14,8 +14,6 @@ from axon_nb.comm.group import resolve
 from axon_nb.comm.spans import now
 from axon_nb.records.spans import Span, emit, suppress_spans
 
-__all__ = ["Sleeper", "run_order"]
-
 
 class _Sleep(torch.autograd.Function):
     @staticmethod

@@ -15,8 +15,6 @@ from axon_course.replays import Replay, replay_schedule
 from axon_course.trials import Trial
 from axon_nb.records.spans import Span
 
-__all__ = ["BALANCE"]
-
 _PER_RANK = 2
 _STEPS, _BATCH, _LR = 60, 64, 0.02
 _MOST_WAITING = 0.15

@@ -14,8 +14,6 @@ from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 
-__all__ = ["CAPACITY"]
-
 _EXPERTS = 4
 
 

@@ -14,8 +14,6 @@ from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 from axon_nb.records.units import format_bytes
 
-__all__ = ["EXCHANGE"]
-
 _WIDTH = 32
 _EXTRA_BYTES = 24
 """What may travel with each token, there and back: which expert it wants."""

@@ -11,8 +11,6 @@ from axon_course.comparisons import difference, first_difference, shown
 from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 
-__all__ = ["SNAPSHOTS"]
-
 _LENGTH = 5
 _STEPS = 6
 Held = list[list[int]]

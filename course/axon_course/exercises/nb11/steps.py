@@ -13,8 +13,6 @@ from axon_course.replays import Replay, replay_calls
 from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 
-__all__ = ["SAFE_STEP"]
-
 _TOLERANCE = 1e-9
 _WIDTH = 3
 Steps = list[list[float]]

@@ -8,8 +8,6 @@ from axon_course.comparisons import shown
 from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 
-__all__ = ["BLAME"]
-
 Waits = dict[int, list[int]]
 
 _ONE_MISSING: Waits = {0: [2], 1: [2], 2: [], 3: [2]}

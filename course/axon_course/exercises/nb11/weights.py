@@ -14,8 +14,6 @@ from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 from axon_nb.records.units import format_bytes
 
-__all__ = ["WHO_DIFFERS"]
-
 _MOST_SENT = 64
 _LENGTH = 1000
 

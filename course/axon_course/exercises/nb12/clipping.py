@@ -13,8 +13,6 @@ from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
 
-__all__ = ["CLIP"]
-
 _TOLERANCE = 1e-6
 """Of lengths, relative: float32 is exact enough for them."""
 _MOST_SENT = 64

@@ -11,8 +11,6 @@ from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 from axon_nb.parallel.mesh import axis_group, make_mesh
 
-__all__ = ["MEMBERS"]
-
 Sizes = dict[str, int]
 
 _ONE = ({"dp": 2}, {"dp": 4})

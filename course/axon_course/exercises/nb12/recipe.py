@@ -14,8 +14,6 @@ from axon_course.replays import Replay, replay_curve
 from axon_course.trials import Trial
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss, standard_library, windows
 
-__all__ = ["RECIPE"]
-
 _NAMES = ("hidden", "blocks", "batch", "lr")
 _CONTEXT = 32
 _TOKENS = 16_384

@@ -17,8 +17,6 @@ from axon_course.trials import Trial
 from axon_nb.comm import CollectiveMismatchError, DeadlockError
 from axon_nb.parallel.checkpoint.errors import CheckpointWarning
 
-__all__ = ["RESUME"]
-
 _STEPS, _CUT = 4, 2
 _SAMPLES = 12
 _TOLERANCE = 1e-9

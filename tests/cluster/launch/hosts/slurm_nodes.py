@@ -14,8 +14,6 @@ from pathlib import Path
 
 from tests.support.processes import until
 
-__all__ = ["NODES", "Slurm", "serve_slurm", "why_no_slurm"]
-
 NODES = ("node1", "node2")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scontrol", "squeue")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

@@ -14,8 +14,6 @@ from tests.cluster.launch.second_host import FAR_HOST, Network, why_not
 from tests.support.processes import until
 from tests.support.script import MARK
 
-__all__ = ["SshServer", "serve_ssh", "why_no_ssh"]
-
 _PORT = 22
 _SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin") or ""
 
