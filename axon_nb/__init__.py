@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from axon_nb import show
     from axon_nb.cluster.cells.result import CellResult
     from axon_nb.cluster.cluster import Cluster
-    from axon_nb.cluster.session.start import attach, start
+    from axon_nb.cluster.session.clusters import attach, start
     from axon_nb.comm.calls import calls
-    from axon_nb.engine.elastic.functions import on_resize
+    from axon_nb.engine.elastic.resize import on_resize
     from axon_nb.errors import (
         AxonError,
         CellError,
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
         StartError,
         UsageError,
     )
-    from axon_nb.records.training.metrics import log
-    from axon_nb.records.training.progress import progress
+    from axon_nb.records.training.job import log, progress
 
 __all__ = [
     "AxonError",
@@ -60,7 +59,7 @@ __all__ = [
 _NAMES_BY_MODULE = {
     "axon_nb.cluster": ("CellResult", "Cluster", "attach", "start"),
     "axon_nb.comm.calls": ("calls",),
-    "axon_nb.engine.elastic.functions": ("on_resize",),
+    "axon_nb.engine.elastic.resize": ("on_resize",),
     "axon_nb.errors": (
         "AxonError",
         "CellError",
@@ -71,8 +70,7 @@ _NAMES_BY_MODULE = {
         "StartError",
         "UsageError",
     ),
-    "axon_nb.records.training.metrics": ("log",),
-    "axon_nb.records.training.progress": ("progress",),
+    "axon_nb.records.training.job": ("log", "progress"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
@@ -100,7 +98,7 @@ def current_cluster() -> Cluster:
     Raises:
         NoClusterError: none is running.
     """
-    cluster: Cluster = import_module("axon_nb.cluster.session.kept").require("axon_nb.current_cluster()")
+    cluster: Cluster = import_module("axon_nb.cluster.session.clusters").require("axon_nb.current_cluster()")
     return cluster
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from axon_nb._version import __version__
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.endpoint import EndpointError, ErrorCode
-from axon_nb.remote.agent_commands import AGENT_COMMANDS
-from axon_nb.remote.commands import REMOTE_COMMANDS
+from axon_nb.remote.commands import AGENT_COMMANDS, REMOTE_COMMANDS
 from axon_nb.troubleshooting import explain, more
 from axon_nb.usage import CommandParser, ProgramCommand, nearest_option, unknown_command
 
@@ -95,7 +94,7 @@ def _list_arguments(parser: CommandParser) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     if options.all:
-        from axon_nb.doctor.overview import find_all, overview
+        from axon_nb.doctor.clusters import find_all, overview
 
         everyone = find_all()
         print(json.dumps([one.to_json() for one in everyone], indent=2) if options.json else overview(everyone))
@@ -129,7 +128,7 @@ def _stop_arguments(parser: CommandParser) -> None:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from axon_nb.doctor.stopping import stop_clusters
+    from axon_nb.doctor.clusters import stop_clusters
 
     print("\n".join(stop_clusters(options.name, everything=options.all, force=options.force)))
     return 0

@@ -86,7 +86,7 @@ class CellError(AxonError, RuntimeError):
     """A cell failed on at least one rank; shows the root cause's traceback first, then the other ranks."""
 
     failure: object | None = None
-    """What happened on each rank, as `axon_nb.cluster.failures.report.Failure`; None if it is not known."""
+    """What happened on each rank, as `axon_nb.cluster.failures.Failure`; None if it is not known."""
     record: Mapping[str, Any] | None = None
     """What `to_dict` returns; None if no cell ran."""
 

@@ -10,7 +10,7 @@ from axon_nb.errors import UsageError
 
 if TYPE_CHECKING:
     from axon_nb.cluster.cluster import Cluster
-    from axon_nb.plan.program.plan import ProgramPlan
+    from axon_nb.plan.program.run import ProgramPlan
     from axon_nb.widgets.timeline.record import Timeline
 
 __all__ = ["memory", "shards", "timeline", "watch"]
@@ -28,7 +28,7 @@ def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None)
         NoClusterError: none is running.
         UsageError: nothing with that name can be shown.
     """
-    target = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.shards()")
+    target = cluster or import_module("axon_nb.cluster.session.clusters").require("axon_nb.show.shards()")
     if not names:
         raise UsageError("axon_nb.show.shards() needs the name of a variable on the ranks, such as 'model'.")
     import_module("axon_nb.widgets.open").show_shards(target, _checked(names), gradients=gradients)
@@ -45,7 +45,7 @@ def memory(*names: str, cluster: Cluster | None = None) -> None:
         NoClusterError: none is running.
         UsageError: a name does not exist on the ranks.
     """
-    target = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.memory()")
+    target = cluster or import_module("axon_nb.cluster.session.clusters").require("axon_nb.show.memory()")
     import_module("axon_nb.widgets.open").show_memory(target, _checked(names))
 
 
@@ -84,7 +84,7 @@ def timeline(
     if planned is not None:
         drawn: Timeline = import_module("axon_nb.widgets.open").show_planned(planned.spans, planned.title)
         return drawn
-    target = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.timeline()")
+    target = cluster or import_module("axon_nb.cluster.session.clusters").require("axon_nb.show.timeline()")
     rows = import_module("axon_nb.records.ranks").resolve_ranks(ranks, target.world_size)
     shown: Timeline = import_module("axon_nb.widgets.open").show_timeline(target, rows, cell=cell)
     return shown
@@ -99,5 +99,5 @@ def watch(*, cluster: Cluster | None = None) -> None:
     Raises:
         NoClusterError: none is running.
     """
-    target = cluster or import_module("axon_nb.cluster.session.kept").require("axon_nb.show.watch()")
+    target = cluster or import_module("axon_nb.cluster.session.clusters").require("axon_nb.show.watch()")
     import_module("axon_nb.widgets.open").show_watch(target)

@@ -47,7 +47,7 @@ def ranks(n: int, *, scope: str = "session", backend: str = "auto", devices: str
 
     def warm_ranks() -> Iterator[Ranks]:
         from axon_nb.cluster.session import current
-        from axon_nb.cluster.session.start import start
+        from axon_nb.cluster.session.clusters import start
 
         running = current.get()
         if running is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import axon_nb
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.widgets.timeline.advice import StepAdvice, step_advice
+from axon_nb.widgets.timeline.content import StepAdvice, step_advice
 from benchmarks.advice_programs import BALANCED, DEFINE, PLANTED, Planted
 from benchmarks.report import machine
 

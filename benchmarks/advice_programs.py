@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from axon_nb.records.performance.slowness import SlowLink, Slowness
+from axon_nb.records.slowness import SlowLink, Slowness
 
 DEFINE = '''
 import gc, time

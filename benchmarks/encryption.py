@@ -9,16 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from axon_nb.cluster.launch.connection import Connection
-from axon_nb.cluster.launch.engines import launch_engines
-from axon_nb.cluster.launch.join import join_world
+from axon_nb.cluster.launch.engines import join_world, launch_engines
 from axon_nb.cluster.launch.launchers import controller_command
 from axon_nb.cluster.launch.placement import LOOPBACK, plan_layout
-from axon_nb.cluster.rpc.client import connect
-from axon_nb.cluster.rpc.handshake import handshake
+from axon_nb.cluster.rpc import connect, handshake
 from axon_nb.cluster.settings import Settings
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
-from axon_nb.records.protocol.joining import ENGINE_ENTRY
+from axon_nb.records.protocol.recovery import ENGINE_ENTRY
 from benchmarks.pairs import PairedRow
 from benchmarks.report import write
 

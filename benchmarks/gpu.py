@@ -23,7 +23,7 @@ import numpy as np
 
 import axon_nb
 from axon_nb import plan
-from axon_nb.host.resources.gpus import list_gpus
+from axon_nb.host.resources import list_gpus
 
 _FINISH = """
 import time

@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from axon_nb.cluster.inspection.card import cluster_card
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.spans import SpanStore
+from axon_nb.cluster.inspection.status import cluster_card
 from axon_nb.cluster.output.cell_output import CellOutput
 from axon_nb.cluster.output.sinks import RecordingSink
 from axon_nb.records.spans import Span
 from axon_nb.records.stacks import RankStack, StackFrame, Stacks
 from axon_nb.records.telemetry import Activity, ClusterInfo, RankInfo, RankState
-from axon_nb.records.waits.calls import PendingCall, RankWaits
-from axon_nb.records.waits.deadlocks import explain_deadlock
-from axon_nb.records.waits.slow_ranks import describe_slow_ranks
-from axon_nb.widgets.cell.strip import RankStrip
+from axon_nb.records.waits import PendingCall, RankWaits, describe_slow_ranks, explain_deadlock
+from axon_nb.widgets.cell.views import RankStrip
 from axon_nb.widgets.timeline.content import page_facts, summarize
 from benchmarks.report import Row, write
 

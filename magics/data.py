@@ -9,7 +9,7 @@ from typing import Any
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from axon_nb.cluster.history import identity_check
-from axon_nb.cluster.session import current, kept
+from axon_nb.cluster.session import clusters, current
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, command
 from axon_nb.records.ranks import resolve_ranks
@@ -67,7 +67,7 @@ class DataMagics(Magics):
         Example: `%push images labels`. Functions bring the notebook's names that they use, unless a rank has them.
         """
         variables = self._notebook_variables(options)
-        kept.require("%push").push(variables, ranks=options.ranks, as_is=options.as_is)
+        clusters.require("%push").push(variables, ranks=options.ranks, as_is=options.as_is)
 
     @line_magic
     @command(_scatter_parser)
@@ -77,7 +77,7 @@ class DataMagics(Magics):
         Example: `%scatter images labels`. Tensors and arrays are split along --dim, tables by rows, lists by items.
         """
         variables = self._notebook_variables(options)
-        kept.require("%scatter").scatter(variables, ranks=options.ranks, dim=options.dim)
+        clusters.require("%scatter").scatter(variables, ranks=options.ranks, dim=options.dim)
 
     @line_magic
     @command(_pull_parser)
@@ -88,7 +88,7 @@ class DataMagics(Magics):
         single rank. A distributed tensor is fetched in full, or with --shards as each rank's shard. A notebook variable
         with the same name is overwritten only if an earlier %pull bound it, or with --force.
         """
-        cluster = kept.require("%pull")
+        cluster = clusters.require("%pull")
         ranks = resolve_ranks(options.ranks, cluster.world_size)
         single = options.ranks is not None and len(ranks) == 1
 
@@ -106,7 +106,7 @@ class DataMagics(Magics):
 
         Example: `%gather predictions --as all_predictions`. It joins the parts that %scatter made.
         """
-        cluster = kept.require("%gather")
+        cluster = clusters.require("%gather")
         self._bind(
             options, lambda name: cluster.gather(name, ranks=options.ranks, dim=options.dim, numpy=options.numpy)
         )

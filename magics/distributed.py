@@ -4,24 +4,278 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from IPython.core.error import StdinNotImplementedError
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.display import display
 
 from axon_nb.cluster.cells.driver import CellHandle
+from axon_nb.cluster.debugger import PostMortem
 from axon_nb.cluster.inspection.status import ClusterStatus
 from axon_nb.cluster.inspection.variables import summary_of
 from axon_nb.cluster.launch.placement import explain_number
-from axon_nb.cluster.session import current, kept, start
-from axon_nb.cluster.session.discovery import stop_detached
+from axon_nb.cluster.session import clusters, current
+from axon_nb.cluster.session.clusters import stop_detached
+from axon_nb.cluster.settings import seconds
+from axon_nb.cluster.transfer import load_session, save_session, seed
+from axon_nb.errors import AxonError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, command, raw_command
-from axon_nb.magics.scripts import import_parser, import_script, run_parser, script_cell
-from axon_nb.magics.subcommands import SUBCOMMANDS, doctor, export_parser, export_session
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.ranks import name_ranks, resolve_ranks
+from axon_nb.records.slowness import SlowLink, Slowness
 from axon_nb.troubleshooting import explain
 from axon_nb.usage import unknown_command
+
+
+def _auto_parser() -> LineParser:
+    parser = LineParser(
+        "%distributed auto",
+        "Run plain cells on ranks, and start ranks if there are none; a %%local cell runs in the notebook.",
+    )
+    parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="default: show the current mode")
+    parser.add_argument("--ranks", metavar="RANKS", default=None, help="which ranks: 0 or 0,2-3 (default: all)")
+    return parser
+
+
+@command(_auto_parser)
+def _auto(options: argparse.Namespace) -> None:
+    """Turn auto mode on or off, or show it: `%distributed auto on [--ranks R]`."""
+    session = current.session()
+    auto = session.auto
+    if options.state == "on":
+        cluster = session.cluster
+        if options.ranks and cluster is not None:
+            resolve_ranks(options.ranks, cluster.world_size)
+        auto.on, auto.ranks = True, options.ranks
+    elif options.state == "off":
+        auto.on, auto.ranks = False, None
+    where = f"ranks {auto.ranks}" if auto.ranks else "all ranks"
+    if auto.on:
+        print(f"Plain cells run on {where}; cells that start with %%local or another %% magic run in the notebook.")
+    else:
+        print("Plain cells run in the notebook; cells that start with %%distributed run on ranks.")
+
+
+def _seed_parser() -> LineParser:
+    parser = LineParser("%distributed seed", "Seed random, numpy and torch (all devices) on all ranks.")
+    parser.add_argument("value", metavar="SEED", help="an integer, 0 or more")
+    parser.add_argument("--per-rank", action="store_true", help="seed each rank with SEED + rank instead of SEED")
+    return parser
+
+
+@command(_seed_parser)
+def _seed(options: argparse.Namespace) -> None:
+    """Seed `random`, NumPy and torch on all ranks: `%distributed seed 0 [--per-rank]`."""
+    if not options.value.isdecimal():
+        raise UsageError(f"%distributed seed: SEED must be an integer, 0 or more; got {options.value!r}.")
+    print(seed(clusters.require("%distributed seed").cells, int(options.value), per_rank=options.per_rank))
+
+
+def _debug_parser() -> LineParser:
+    parser = LineParser(
+        "%distributed debug", "Open IPython's debugger on a rank's last failed cell; possible until its next cell."
+    )
+    parser.add_argument("--ranks", metavar="RANK", default=None, help="which rank (default: the first that failed)")
+    return parser
+
+
+@command(_debug_parser)
+def _debug(options: argparse.Namespace) -> None:
+    """Open IPython's debugger on the last failure of one rank: `%distributed debug [--ranks 2]`."""
+    debugger = PostMortem(clusters.require("%distributed debug").cells, options.ranks)
+    print(f"Rank {debugger.rank}: {debugger.error}. Use the commands of pdb: u, d, p NAME, l, w; q quits.")
+    print(debugger.start(), end="")
+    ended = False
+    while not ended:
+        try:
+            text, ended = debugger.command(input(f"ipdb rank {debugger.rank}> "))
+        except CellInterrupt as error:  # interrupts the command, not the debugger
+            text = f"{error}\n"
+        except (EOFError, KeyboardInterrupt):
+            break
+        except StdinNotImplementedError:
+            raise UsageError(
+                "%distributed debug needs a front end with input(); this one has none. Use an interactive notebook."
+            ) from None
+        except AxonError as error:
+            text = f"{error}\n"
+            ended = not debugger.alive
+        print(text, end="")
+
+
+def _folder_parser(command: str, description: str) -> LineParser:
+    parser = LineParser(f"%distributed {command}", description)
+    parser.add_argument("folder", metavar="NAME", help="a folder that all ranks see")
+    return parser
+
+
+@command(lambda: _folder_parser("save", "Write the state of all ranks to a folder."))
+def _save(options: argparse.Namespace) -> None:
+    """Write the session of all ranks: `%distributed save NAME`."""
+    print(save_session(clusters.require("%distributed save").cells, options.folder))
+
+
+@command(lambda: _folder_parser("load", "Load what `%distributed save` has written, on any number of ranks."))
+def _load(options: argparse.Namespace) -> None:
+    """Load a saved session: `%distributed load NAME`."""
+    print(load_session(clusters.require("%distributed load").cells, options.folder))
+
+
+def _slow_parser() -> LineParser:
+    parser = LineParser("%distributed slow", "Make ranks or links slow, to see what that costs; `slow off` ends it.")
+    parser.add_argument("state", nargs="?", choices=("off",), default=None, help="default: show what is slow")
+    parser.add_argument("--ranks", metavar="RANKS", default=None, help="ranks that compute slowly: 2 or 0,2-3")
+    parser.add_argument("--factor", metavar="X", type=float, default=None, help="how many times as long they compute")
+    links = parser.add_mutually_exclusive_group()
+    links.add_argument("--link", metavar="A-B", default=None, help="two ranks whose messages are slow, such as 0-1")
+    links.add_argument("--all-links", action="store_true", help="messages between all ranks are slow")
+    parser.add_argument("--mbit", metavar="M", type=float, default=0.0, help="the link's rate in Mbit/s")
+    parser.add_argument("--latency", metavar="T", default="0", help="seconds that each message takes, such as 5ms")
+    return parser
+
+
+@command(_slow_parser)
+def _slow(options: argparse.Namespace) -> None:
+    """Make ranks or links slow: `%distributed slow --ranks 2 --factor 2`, `--link 0-1 --mbit 100`, `off`."""
+    state = clusters.require("%distributed slow").state
+    slowness = Slowness() if options.state else state.slowness
+    if (options.ranks is None) != (options.factor is None):
+        raise UsageError("%distributed slow: --ranks and --factor go together, such as --ranks 2 --factor 2.")
+    if options.ranks is not None:
+        slowness = slowness.with_ranks(resolve_ranks(options.ranks, state.world_size), options.factor)
+    latency_s = seconds().read("--latency", options.latency)
+    if options.link is not None or options.all_links:
+        ranks = () if options.all_links else _ends(options.link, state.world_size)
+        slowness = slowness.with_link(SlowLink(ranks, latency_s, options.mbit))
+    elif latency_s or options.mbit:
+        raise UsageError("%distributed slow: --mbit and --latency need --link A-B or --all-links.")
+    if slowness != state.slowness:
+        state.set_slowness(slowness)
+    print(f"Slowed: {slowness}. `%distributed slow off` ends it." if slowness else "Nothing is slowed.")
+
+
+def _ends(text: str, world_size: int) -> tuple[int, ...]:
+    """Return the two ranks of a link, the lower first."""
+    ends = text.split("-")
+    if len(ends) != 2 or not all(end.strip().isdecimal() for end in ends):
+        raise UsageError(f"--link: must name two ranks, such as 0-1; got {text!r}.")
+    return tuple(sorted(rank for end in ends for rank in resolve_ranks(end, world_size)))
+
+
+SUBCOMMANDS = {"auto": _auto, "seed": _seed, "debug": _debug, "slow": _slow, "save": _save, "load": _load}
+"""Commands by name."""
+
+
+def export_parser() -> LineParser:
+    """Create the parser of `%distributed export`."""
+    parser = LineParser("%distributed export", "Write the cells that ran on ranks as a script for torchrun.")
+    parser.add_argument("file", metavar="FILE", help="such as train.py")
+    parser.add_argument("--live-only", action="store_true", help="omit cells that the final state does not depend on")
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
+    return parser
+
+
+def export_session(shell: Any, options: argparse.Namespace) -> str:
+    """Write the cells of this session that ran on ranks as a script; return a report.
+
+    Args:
+        shell: The IPython shell whose variables were pushed.
+        options: The options of `%distributed export`.
+
+    Raises:
+        UsageError: this kernel has started no cluster.
+    """
+    history = current.session().history
+    facts, entries = history.entries()
+    if facts is None:
+        raise UsageError(
+            "Nothing to export: this kernel has started no cluster. Run `axon-nb export NOTEBOOK FILE` to export a "
+            "saved notebook."
+        )
+    from axon_nb.export import export_history
+
+    values = history.sent_values(shell.user_ns)
+    report = export_history(
+        entries, facts, values, Path(options.file).expanduser(), live_only=options.live_only, force=options.force
+    )
+    return str(report)
+
+
+def _doctor_parser() -> LineParser:
+    parser = LineParser("%distributed doctor", "Check this machine and installation; shows a fix for each problem.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+@command(_doctor_parser)
+def doctor(options: argparse.Namespace) -> None:
+    """Check this machine and installation as this kernel sees them, and print a report.
+
+    Args:
+        options: The options of `%distributed doctor`.
+    """
+    from axon_nb.doctor.examine import examine
+
+    report = examine()
+    print(report.json() if options.json else report.text())
+
+
+def run_parser() -> LineParser:
+    """Return the parser of `%distributed run`."""
+    parser = LineParser("%distributed run", "Run a script on all ranks, as torchrun would; its variables stay.")
+    parser.add_argument("file", metavar="FILE", help="such as train.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    return parser
+
+
+def script_cell(line: str) -> str | None:
+    """Return the cell that runs a script on a rank; print the help and return None if the line asks for it.
+
+    Args:
+        line: The words after `%distributed run`: the script and its arguments.
+
+    Raises:
+        UsageError: there is no such script.
+    """
+    try:
+        name, *arguments = shlex.split(line) or ["--help"]
+    except ValueError as error:
+        raise UsageError(f"%distributed run: {error} in {line!r}.") from None
+    if name in ("--help", "?", "??"):
+        print(run_parser().help())
+        return None
+    path = Path(name).expanduser().absolute()
+    if path.suffix != ".py":
+        raise UsageError(f"%distributed run: {name!r} is not a Python script; its name must end in .py.")
+    if not path.is_file():
+        raise UsageError(f"%distributed run: {path} does not exist.")
+    return f"%run {shlex.join([str(path), *arguments])}\n"
+
+
+def import_parser() -> LineParser:
+    """Return the parser of `%distributed import`."""
+    parser = LineParser("%distributed import", "Cut a script for torchrun into the cells of a notebook.")
+    parser.add_argument("script", metavar="SCRIPT", help="such as train.py")
+    parser.add_argument("-o", "--out", metavar="NOTEBOOK", default=None, help="default: beside the script")
+    parser.add_argument("--args", metavar="WORDS", default="", help="the script's arguments: --args='--epochs 3'")
+    parser.add_argument("--force", action="store_true", help="overwrite the notebook")
+    return parser
+
+
+@command(import_parser)
+def import_script(options: argparse.Namespace) -> None:
+    """Cut a script into the cells of a notebook, and print a report.
+
+    Args:
+        options: The options of `%distributed import`.
+    """
+    from axon_nb import script
+
+    out = Path(options.out).expanduser() if options.out else None
+    print(script.import_script(Path(options.script).expanduser(), out, arguments=options.args, force=options.force))
 
 
 def _number(text: str) -> int:
@@ -177,7 +431,7 @@ class DistributedMagics(Magics):
     def _start(self, options: argparse.Namespace) -> None:
         if options.protect is not None:
             print("\n".join(current.session().settings.set(f"protect={options.protect}")))
-        cluster = start.start(
+        cluster = clusters.start(
             options.n,
             devices=options.devices,
             backend=options.backend,
@@ -193,22 +447,22 @@ class DistributedMagics(Magics):
 
     @command(lambda: LineParser("%distributed status", "Show the ranks."))
     def _status(self, options: argparse.Namespace) -> Any:
-        return ClusterStatus(kept.require("%distributed status").info())
+        return ClusterStatus(clusters.require("%distributed status").info())
 
     @command(lambda: LineParser("%distributed vars", "Show the variables of the ranks."))
     def _vars(self, options: argparse.Namespace) -> Any:
-        return kept.require("%distributed vars").variables()
+        return clusters.require("%distributed vars").variables()
 
     @command(_diff_parser)
     def _diff(self, options: argparse.Namespace) -> Any:
-        differences = kept.require("%distributed diff").diff(options.name, options.source)
+        differences = clusters.require("%distributed diff").diff(options.name, options.source)
         if summary := summary_of(options.name, differences):
             print(summary)
         return None if differences.empty else differences
 
     @command(_stacks_parser)
     def _stacks(self, options: argparse.Namespace) -> None:
-        print(kept.require("%distributed stacks").stacks(options.ranks))
+        print(clusters.require("%distributed stacks").stacks(options.ranks))
 
     @command(lambda: LineParser("%distributed stop", "Stop the cluster."))
     def _stop(self, options: argparse.Namespace) -> None:
@@ -217,7 +471,7 @@ class DistributedMagics(Magics):
             session.drop()
             print("\n".join(lines))
             return
-        cluster = kept.require("%distributed stop")
+        cluster = clusters.require("%distributed stop")
         cluster.stop()
         session.drop(cluster)
         count = f"{cluster.world_size} rank{'' if cluster.world_size == 1 else 's'}"
@@ -225,36 +479,36 @@ class DistributedMagics(Magics):
 
     @command(lambda: LineParser("%distributed restart", "Stop all ranks and start new ones."))
     def _restart(self, options: argparse.Namespace) -> None:
-        kept.require("%distributed restart")
-        display(start.restart())
+        clusters.require("%distributed restart")
+        display(clusters.restart())
 
     @command(_repair_parser)
     def _repair(self, options: argparse.Namespace) -> None:
-        cluster = kept.require("%distributed repair")
+        cluster = clusters.require("%distributed repair")
         print(cluster.repair(options.ranks, from_rank=options.source, names=options.names, host=options.host))
 
     @command(_resize_parser)
     def _resize(self, options: argparse.Namespace) -> None:
-        print(kept.require("%distributed resize").resize(options.n))
+        print(clusters.require("%distributed resize").resize(options.n))
 
     @command(_sync_parser)
     def _sync(self, options: argparse.Namespace) -> None:
-        print(kept.require("%distributed sync").sync(options.source, options.names))
+        print(clusters.require("%distributed sync").sync(options.source, options.names))
 
     @command(_undo_parser)
     def _undo(self, options: argparse.Namespace) -> None:
-        print(kept.require("%distributed undo").undo(options.count))
+        print(clusters.require("%distributed undo").undo(options.count))
 
     @command(_attach_parser)
     def _attach(self, options: argparse.Namespace) -> CellHandle | None:
-        cluster = start.attach(options.name)
+        cluster = clusters.attach(options.name)
         display(cluster)
         handle = cluster.running_cell
         return None if handle is None or handle.done() else handle
 
     @command(lambda: LineParser("%distributed cancel", "Interrupt the cells that run in the background."))
     def _cancel(self, options: argparse.Namespace) -> None:
-        ranks = kept.require("%distributed cancel").cancel()
+        ranks = clusters.require("%distributed cancel").cancel()
         print(f"Interrupted the cell on {name_ranks(ranks)}." if ranks else "No cell is running.")
 
     @raw_command(run_parser)

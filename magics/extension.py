@@ -1,24 +1,57 @@
-"""Loads and unloads the extension: registers magics, transformers, completion and hooks."""
+"""Loads and unloads the extension: registers magics, transformers and hooks, and answers the front end's requests.
+
+Cells that run on ranks, and our own magics, are completed through IPython's public matcher interface. Once something
+was completed, the ranks' names are fetched after each cell, so that they can be completed while ranks do not answer.
+
+Requests use the private hooks `front_end.help`, `front_end.metadata` and `front_end.requests` of the register. If one
+is missing, Jupyter's own behaviour remains: help is on the notebook's names, a reply lacks the cell's result for
+programs, and completions wait for the end of the cell.
+
+- `do_inspect` answers Shift+Tab; in a cell for ranks, a rank provides the help.
+- While an async cell runs, ipykernel holds back all requests except widgets' messages. While a cell of ours waits for
+  ranks, completions and help are let through in the same way.
+- So are the requests of a reloaded page. It first requests the kernel's info, and sends nothing else until it has it or
+  3 s have passed (`DEFAULT_KERNEL_INFO_TIMEOUT` in @jupyterlab/services). It then requests all widget states at once.
+  If they do not arrive within 4 s (`CONTROL_COMM_TIMEOUT` in @jupyter-widgets/base-manager), it requests the list of
+  widgets and each state separately. If that were held back, the page would have no views until the cell finishes.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import re
+import sys
 import threading
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar, copy_context
+from typing import Any
 
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult
+from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.tokenutil import token_at_cursor
 
-from axon_nb.cluster.session import current, discovery, start
-from axon_nb.cluster.session.notebook import NotebookSession
+from axon_nb.cluster.cells.result import MIME_TYPE
+from axon_nb.cluster.cells.source import RANK_MAGICS
+from axon_nb.cluster.session import clusters, current
+from axon_nb.cluster.session.current import NotebookSession
 from axon_nb.errors import AxonError
-from axon_nb.magics import kernel_requests
-from axon_nb.magics.auto import AutoMagics, auto_cells
-from axon_nb.magics.cell_head import awaited_cells, help_requests, injected_parameters
-from axon_nb.magics.cells import CellMagics
-from axon_nb.magics.completion import NameRefresh, rank_matcher
+from axon_nb.magics.arguments import LineParser
+from axon_nb.magics.cells import CellMagics, cell_parser
 from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
-from axon_nb.magics.kernel_requests import RequestHandler
+from axon_nb.magics.input_transformers import (
+    AutoMagics,
+    auto_cells,
+    awaited_cells,
+    help_requests,
+    injected_parameters,
+    target_rank,
+)
 from axon_nb.magics.plan import PlanMagics
 from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
+from axon_nb.records.hooks import missing_hooks
 
 _CLASSES = (
     AutoMagics,
@@ -31,6 +64,26 @@ _CLASSES = (
     ViewMagics,
 )
 _TRANSFORMERS = (injected_parameters, awaited_cells, help_requests, auto_cells)
+_MAGIC = re.compile(r"\s*(%%?)(\w+)\s+(.*)$")
+_LOCAL = re.compile(r"\s*(%{1,2}\w*|!.*|(import|from)\s.*)$")
+"""What the notebook completes without asking a rank: names of magics, shell commands, modules."""
+_VALUES = {
+    "--backend": ("auto", "shm", "gloo", "nccl"),
+    "--devices": ("auto", "cpu"),
+    "--engines": ("axon", "local"),
+}
+"""The possible values of options."""
+_REFRESH_DELAY_S = 0.2
+"""Names are fetched this long after the last cell, so that consecutive cells are not delayed."""
+_TAKES_RANK_NAMES = ("diff", "gather", "pull", "repair", "shards", "sync")
+"""Magics and subcommands that accept names of variables on the ranks."""
+Match = tuple[str, list[str], str]
+"""(text before the cursor to replace, candidates, the type that a front end shows beside them)"""
+_MAX_LOAD_PER_CORE = 3.0
+"""With a higher load average of the last minute, per core, the machine counts as overloaded."""
+_SIDE_REQUESTS = ("comm_info_request", "complete_request", "inspect_request", "kernel_info_request")
+_is_side_request: ContextVar[bool] = ContextVar("axon_nb_is_side_request", default=False)
+"""Whether the current request is answered while a cell runs."""
 
 
 class Extension:
@@ -54,7 +107,7 @@ class Extension:
         shell.Completer.custom_matchers.append(rank_matcher)
         shell.events.register("post_run_cell", self._refresh.after_cell)
         shell.events.register("post_run_cell", session.history.record_cell)
-        self._requests = kernel_requests.install(session)
+        self._requests = install_request_handler(session)
         session.watch_shutdown()
         session.interrupts.install()
         session.settings.callbacks["warm_up"] = self._warm
@@ -93,7 +146,7 @@ def load(shell: InteractiveShell) -> None:
     session.settings.configure(shell.config.get("AxonNB", {}))
     for cls in _CLASSES:
         shell.register_magics(cls)
-    if start.own_rank() is not None:
+    if clusters.own_rank() is not None:
         return
     if session.extension is None:
         extension = Extension(shell, session)
@@ -102,7 +155,7 @@ def load(shell: InteractiveShell) -> None:
     if session.cluster is not None:
         return
     try:
-        waiting = discovery.own_detached()
+        waiting = clusters.own_detached()
     except AxonError as error:
         print(error)
         return
@@ -129,3 +182,247 @@ def unload(shell: InteractiveShell) -> None:
         for kind, names in cls.magics.items():
             for name in names:
                 manager.magics[kind].pop(name, None)
+
+
+def rank_matcher(context: CompletionContext) -> SimpleMatcherResult:
+    """Complete at one position in a cell; if there are candidates, those of the notebook are suppressed."""
+    match = _match(context.full_text, context.cursor_line, context.cursor_position)
+    if match is None:
+        return {"completions": [], "suppress": False}
+    fragment, texts, kind = match
+    completions = [SimpleCompletion(text=text, type=kind) for text in texts]
+    return {"completions": completions, "matched_fragment": fragment, "suppress": bool(texts)}
+
+
+# What IPython's decorator `completion_matcher` sets; the highest priority, so that it runs before other matchers.
+vars(rank_matcher).update(matcher_priority=1000, matcher_identifier="axon_nb.rank_matcher", matcher_api_version=2)
+
+
+def _match(text: str, line_number: int, column: int) -> Match | None:
+    line = text.split("\n")[line_number]
+    before = line[:column]
+    if magic := _MAGIC.match(before):
+        match = _match_magic(*magic.groups())
+        if match is not None or before.startswith("%%") or magic.group(2) in _own_line_magics():
+            return match
+    if _LOCAL.match(before):
+        return None
+    session = current.session()
+    cluster = session.cluster
+    rank = target_rank(text, cluster, session.auto)
+    if cluster is None or rank is None:
+        return None
+    fragment, texts = cluster.completion.complete(rank, line, column)
+    if fragment.startswith(".") and all(text.startswith(".") for text in texts):
+        fragment, texts = fragment[1:], [text[1:] for text in texts]
+    return (fragment, texts, f"rank {rank}") if before.endswith(fragment) else None
+
+
+def _match_magic(percents: str, name: str, rest: str) -> Match | None:
+    words = rest.split()
+    partial = "" if not rest or rest[-1].isspace() else words.pop()
+    if percents == "%%":
+        options = cell_parser(name).options() if name in RANK_MAGICS else []
+    elif name == "distributed":
+        commands = _commands()
+        if not words:
+            return partial, _with_prefix(commands, partial), "command"
+        name = words.pop(0)
+        options = _matching_options(commands.get(name))
+    else:
+        options = _matching_options(_own_line_magics().get(name))
+    if partial.startswith("-"):
+        return partial, _with_prefix(options, partial), "option"
+    if words and words[-1] in _VALUES:
+        return partial, _with_prefix(_VALUES[words[-1]], partial), "value"
+    if name == "config":
+        return partial, _with_prefix(current.session().settings.assignments(), partial), "setting"
+    if name == "auto":
+        return partial, _with_prefix(("on", "off"), partial), "value"
+    if name in _TAKES_RANK_NAMES and (cluster := current.get()) is not None:
+        return partial, _with_prefix(cluster.completion.names(), partial), "rank 0"
+    return None
+
+
+def _commands() -> dict[str, Callable[..., Any]]:
+    shell = get_ipython()
+    ours = shell.magics_manager.registry.get("DistributedMagics") if shell is not None else None
+    return ours.commands() if ours is not None else {}
+
+
+def _own_line_magics() -> dict[str, Callable[..., Any]]:
+    shell = get_ipython()
+    magics = shell.magics_manager.magics["line"] if shell is not None else {}
+    return {name: magic for name, magic in magics.items() if getattr(magic, "__module__", "").startswith("axon_nb.")}
+
+
+def _matching_options(command: Callable[..., Any] | None) -> list[str]:
+    parser: Callable[[], LineParser] | None = getattr(command, "parser", None)
+    return [] if parser is None else parser().options()
+
+
+def _with_prefix(words: Iterable[str], prefix: str) -> list[str]:
+    return sorted(word for word in words if word.startswith(prefix))
+
+
+class NameRefresh:
+    """Fetches the names of the ranks after each cell of a notebook."""
+
+    def __init__(self, session: NotebookSession) -> None:
+        self._session = session
+        self._timer: asyncio.TimerHandle | None = None
+
+    def after_cell(self, result: Any = None) -> None:
+        """Schedule a refresh of the ranks' names; handles IPython's event `post_run_cell`."""
+        self.cancel()
+        if (cluster := self._session.cluster) is None or not cluster.completion.is_used:
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # a terminal has no event loop
+            self._refresh()
+            return
+        self._timer = loop.call_later(_REFRESH_DELAY_S, self._refresh)
+
+    def cancel(self) -> None:
+        """Cancel the scheduled refresh."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refresh(self) -> None:
+        cluster = self._session.cluster
+        if cluster is not None:
+            cluster.completion.refresh()
+
+
+def _thread(kernel: Any) -> Any:
+    return getattr(kernel, "shell_channel_thread", None)
+
+
+class RequestHandler:
+    """Answers the front end's requests to one kernel.
+
+    Args:
+        kernel: The kernel of this process.
+        session: The notebook whose cells it runs.
+    """
+
+    def __init__(self, kernel: Any, session: NotebookSession) -> None:
+        self._kernel = kernel
+        self._session = session
+        self._inspect: Any = getattr(kernel, "do_inspect", None)
+        self._kernel_set_parent: Any = getattr(kernel, "set_parent", None)
+        self.answers_during_cells = False
+        """Whether it also answers while a cell runs."""
+        self._cell: dict[str, Any] = {}
+        """The message of the last cell."""
+
+    def install(self) -> None:
+        """Install the hooks that the kernel has; call it on the main thread."""
+        if not missing_hooks("front_end.help", kernel=self._kernel):
+            self._kernel.do_inspect = self._do_inspect
+        if not missing_hooks("front_end.metadata", kernel=self._kernel):
+            self._kernel.finish_metadata = self._finish_metadata
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not missing_hooks("front_end.requests", kernel=self._kernel):
+            self.answers_during_cells = True
+            self._on_cell_start()  # the cell that runs `install`
+            self._kernel.set_parent = self._set_parent
+            self._kernel.shell.events.register("pre_execute", self._on_cell_start)
+            self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._shell_main)
+
+    def uninstall(self) -> None:
+        """Remove the hooks."""
+        vars(self._kernel).pop("do_inspect", None)
+        vars(self._kernel).pop("finish_metadata", None)
+        if self.answers_during_cells:
+            del self._kernel.set_parent
+            self._kernel.shell.events.unregister("pre_execute", self._on_cell_start)
+            self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._kernel.shell_main)
+
+    def _finish_metadata(self, parent: dict[str, Any], metadata: dict[str, Any], reply: Any) -> dict[str, Any]:
+        """Add the record of the cell to the reply's metadata: a message of its own would cost more than the rest."""
+        finished: dict[str, Any] = type(self._kernel).finish_metadata(self._kernel, parent, metadata, reply)
+        record = self._session.records.pop(parent["header"]["msg_id"], None)
+        return finished if record is None else {**finished, MIME_TYPE: dict(record)}
+
+    def _do_inspect(
+        self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Iterable[str] = ()
+    ) -> dict[str, Any]:
+        cluster = self._session.cluster
+        rank = target_rank(code, cluster, self._session.auto)
+        name = token_at_cursor(code, cursor_pos)
+        if cluster is not None and rank is not None and name and not name.startswith("%"):
+            omit = tuple(omit_sections)
+            data = cluster.completion.inspect(rank, name, detail=detail_level, omit=omit)
+            if data:
+                return {"status": "ok", "found": True, "data": data, "metadata": {}}
+        reply: dict[str, Any] = self._inspect(code, cursor_pos, detail_level, omit_sections)
+        return reply
+
+    async def _shell_main(self, subshell_id: str | None, msg: Any) -> None:
+        kernel = self._kernel
+        if subshell_id is not None or not kernel._main_asyncio_lock.locked() or not self._waits_for_ranks():
+            await kernel.shell_main(subshell_id, msg)
+            return
+        header = self._header(msg)
+        kind = header.get("msg_type")
+        if kind not in _SIDE_REQUESTS or (kind == "kernel_info_request" and _is_overloaded()):
+            await kernel.shell_main(subshell_id, msg)
+            return
+        # As `shell_main` does for widgets' messages. The front end waits for "idle"; "busy" then says that the cell
+        # is still running.
+        context = copy_context()
+        context.run(_is_side_request.set, True)
+        dispatch = kernel.dispatch_shell(msg, subshell_id=subshell_id, concurrent=True)
+        await asyncio.create_task(dispatch, context=context)
+        kernel._publish_status("idle", "shell", parent={"header": header})
+        if kernel._main_asyncio_lock.locked():  # else the cell has finished meanwhile and published its last "idle"
+            kernel._publish_status("busy", "shell", parent=self._cell)
+
+    def _set_parent(self, ident: Any, parent: dict[str, Any], channel: str = "shell") -> None:
+        # Only in this context: what other threads of the notebook show meanwhile belongs to the cell.
+        if _is_side_request.get():
+            self._kernel._shell_parent_ident.set(ident)
+            self._kernel._shell_parent.set(parent)
+        else:
+            self._kernel_set_parent(ident, parent, channel)
+
+    def _waits_for_ranks(self) -> bool:
+        cluster = self._session.cluster
+        return cluster is not None and bool(cluster.busy)
+
+    def _on_cell_start(self) -> None:
+        self._cell = self._kernel.get_parent("shell")
+
+    def _header(self, msg: Any) -> dict[str, Any]:
+        session = self._kernel.session
+        try:
+            _, frames = session.feed_identities(msg, copy=False)
+            header: dict[str, Any] = session.deserialize(frames, content=False, copy=False)["header"]
+        except Exception:  # ipykernel reports it
+            return {}
+        return header
+
+
+def _is_overloaded() -> bool:
+    """Return whether the load is so high that a page on this machine should wait for the kernel's info.
+
+    The page uses these seconds to start up. Without them, anywidget abandons a view for good if it is not there 2 s
+    after its creation (`Runtime`).
+    """
+    try:
+        return os.getloadavg()[0] > _MAX_LOAD_PER_CORE * (os.cpu_count() or 1)
+    except OSError:  # the load is not available
+        return True
+
+
+def install_request_handler(session: NotebookSession) -> RequestHandler | None:
+    """Answer requests to this process's kernel; None if it has none."""
+    app = sys.modules.get("ipykernel.kernelapp")
+    if app is None or not app.IPKernelApp.initialized():
+        return None
+    handler = RequestHandler(app.IPKernelApp.instance().kernel, session)
+    handler.install()
+    return handler

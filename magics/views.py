@@ -6,7 +6,7 @@ import argparse
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from axon_nb.cluster.session import kept
+from axon_nb.cluster.session import clusters
 from axon_nb.errors import UsageError
 from axon_nb.magics.arguments import LineParser, command
 from axon_nb.records.ranks import resolve_ranks
@@ -32,7 +32,7 @@ class ViewMagics(Magics):
 
         The view is updated by later cells until it is opened again for the same names.
         """
-        cluster = kept.require("%shards")
+        cluster = clusters.require("%shards")
         from axon_nb.widgets.open import show_shards
 
         show_shards(cluster, options.names, gradients=options.gradients)
@@ -57,7 +57,7 @@ class JobViewMagics(Magics):
 
         The panel is updated by later cells until it is opened again; its button interrupts the running cell.
         """
-        cluster = kept.require("%watch")
+        cluster = clusters.require("%watch")
         from axon_nb.widgets.open import show_watch
 
         show_watch(cluster)
@@ -71,7 +71,7 @@ class JobViewMagics(Magics):
 
         The panel is updated by later cells until it is opened again for the same names.
         """
-        cluster = kept.require("%memory")
+        cluster = clusters.require("%memory")
         from axon_nb.widgets.open import show_memory
 
         show_memory(cluster, options.names)
@@ -117,7 +117,7 @@ class TimelineMagics(Magics):
 
         Example: `%timeline --ranks 0-1`, or `%timeline --save trace.json`.
         """
-        cluster = kept.require("%timeline")
+        cluster = clusters.require("%timeline")
         ranks = resolve_ranks(options.ranks, cluster.world_size)
         cells = _cells(options.cell)
         if len(cells) == 2:

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch._C._distributed_c10d import FileStore
 
 from axon_nb.comm.shared_memory.group import BACKEND, register
-from axon_nb.comm.shared_memory.segment.announcement import REDUCE_OPERATIONS, unlike_gloo
+from axon_nb.comm.shared_memory.segment.pages import REDUCE_OPERATIONS, unlike_gloo
 from axon_nb.torch_api import torch_api
 from scripts.generated_page import ROOT, write_or_check
 

@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 
-from axon_nb.plan.hardware.cards import CARDS, FITTED
+from axon_nb.plan.hardware import CARDS, FITTED
 from scripts.generated_page import ROOT, write_or_check
 from scripts.published_memory import NEAR as NEAR_MEMORY
 from scripts.published_memory import MemoryRow, peak_rows, zero_rows
@@ -67,7 +67,7 @@ The halves share no model of the same source.
 ## Assumptions
 
 `python -m scripts.published_fit` fits all of these together to one half of the runs and writes them into
-`axon_nb/plan/hardware/fitted.toml`. Each source counts equally.
+`axon_nb/plan/fitted.toml`. Each source counts equally.
 
 - Matrix products achieve a fraction of the datasheet's peak, by card and dtype: the table below.
 - All other operations move the bytes of their operands and results, counted one by one, at {shares.other:.0%} of the

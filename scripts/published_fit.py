@@ -1,4 +1,4 @@
-"""Write `axon_nb/plan/hardware/fitted.toml`: what cards and links achieve, fitted to one half of the published runs.
+"""Write `axon_nb/plan/fitted.toml`: what cards and links achieve, fitted to one half of the published runs.
 
 `--check` only says whether it is up to date.
 """
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from axon_nb.plan.hardware.cards import Shares
+from axon_nb.plan.hardware import Shares
 from scripts.generated_page import ROOT, write_or_check
 from scripts.published_steps import Run, family_of, is_fitted, load_runs, predicted_s
 
-TARGET = ROOT / "axon_nb" / "plan" / "hardware" / "fitted.toml"
+TARGET = ROOT / "axon_nb" / "plan" / "fitted.toml"
 GENERAL = ("other", "compiled", "nvlink", "network")
 START, CHANGE, STEPS = 0.7, 0.02, 12
 LIMITS = {"other": math.inf}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from axon_nb.plan.hardware.rates import Work
+from axon_nb.plan.hardware import Work
 from axon_nb.plan.tracing.subject import ModelSource
 from axon_nb.plan.tracing.trace import ModelTrace, trace_model
 

@@ -10,12 +10,9 @@ from typing import Any
 
 import torch
 
-from axon_nb.plan.hardware.cards import CARDS, FITTED, Shares
-from axon_nb.plan.hardware.presets import links_of_card
-from axon_nb.plan.timing.plan import StepTime
-from axon_nb.plan.timing.step_time import predict_step, step_time_of
-from axon_nb.plan.traffic.communication import traffic_of
-from axon_nb.plan.traffic.layout import ParallelLayout
+from axon_nb.plan.hardware import CARDS, FITTED, Shares, links_of_card
+from axon_nb.plan.timing import StepTime, predict_step, step_time_of
+from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
 from axon_nb.plan.traffic.plan import CommunicationPlan
 from scripts.generated_page import ROOT
 from scripts.published_models import MODELS, TP_PLAN, trace_of

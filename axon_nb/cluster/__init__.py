@@ -11,10 +11,10 @@ _HOMES = {
     "CellHandle": "axon_nb.cluster.cells.driver",
     "CellResult": "axon_nb.cluster.cells.result",
     "Cluster": "axon_nb.cluster.cluster",
-    "attach": "axon_nb.cluster.session.start",
+    "attach": "axon_nb.cluster.session.clusters",
     "current": "axon_nb.cluster.session.current",
-    "restart": "axon_nb.cluster.session.start",
-    "start": "axon_nb.cluster.session.start",
+    "restart": "axon_nb.cluster.session.clusters",
+    "start": "axon_nb.cluster.session.clusters",
 }
 
 

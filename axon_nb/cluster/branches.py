@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.cluster.inspection.job import request_job
+from axon_nb.cluster.inspection.status import request_job
 from axon_nb.cluster.recovery.new_ranks import call_all
-from axon_nb.cluster.snapshot.trial import Trials
+from axon_nb.cluster.snapshot import Trials
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import TakePeak
 from axon_nb.records.training.job import JobReport, MetricRow

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
+from axon_nb.cluster import transfer
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.cells.manager import LEFT_RUNNING, CellManager
 from axon_nb.cluster.cells.options import CellOptions
@@ -17,27 +18,23 @@ from axon_nb.cluster.inspection.completion import CompletionClient
 from axon_nb.cluster.inspection.status import cluster_info, rank_stacks, status_frame
 from axon_nb.cluster.inspection.variables import difference_frame, variables_frame
 from axon_nb.cluster.launch.engines import shut_down_foreign
+from axon_nb.cluster.recovery.new_ranks import RepairReport
 from axon_nb.cluster.recovery.repair import repair
-from axon_nb.cluster.recovery.report import RepairReport
-from axon_nb.cluster.recovery.resize import resize
-from axon_nb.cluster.recovery.resize_report import ResizeReport
+from axon_nb.cluster.recovery.resize import ResizeReport, resize
 from axon_nb.cluster.settings import Settings
-from axon_nb.cluster.snapshot.undo import undo
+from axon_nb.cluster.snapshot import undo
 from axon_nb.cluster.state import ClusterState
-from axon_nb.cluster.transfer import push_pull
-from axon_nb.cluster.transfer.broadcast import SyncReport, seed, sync
-from axon_nb.cluster.transfer.scatter_gather import join_values, split_value
-from axon_nb.records.protocol.agent import Signal
-from axon_nb.records.protocol.cluster import EngineInfo
-from axon_nb.records.protocol.joining import CallResizeFunctions
-from axon_nb.records.protocol.messages import cell_source
+from axon_nb.cluster.transfer import SyncReport, join_values, seed, split_value, sync
+from axon_nb.records.protocol.agent import EngineInfo, Signal
+from axon_nb.records.protocol.recovery import CallResizeFunctions
+from axon_nb.records.protocol.wire import cell_source
 from axon_nb.records.ranks import resolve_ranks
 from axon_nb.records.telemetry import RankState
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from axon_nb.cluster.inspection.span_feed import SpanFeed
+    from axon_nb.cluster.inspection.feeds import SpanFeed
     from axon_nb.cluster.launch.placement import Layout
     from axon_nb.records.stacks import Stacks
     from axon_nb.records.telemetry import ClusterInfo
@@ -68,7 +65,7 @@ class Cluster:
         return f"Cluster({self.name!r}, {self.world_size} ranks, {self.backend}, {how})"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, str], dict[str, Any]]:
-        from axon_nb.cluster.inspection.card import cluster_card
+        from axon_nb.cluster.inspection.status import cluster_card
 
         # The export of a saved notebook needs these facts.
         return cluster_card(self.info()), {"axon_nb": session_facts(self.state).to_json()}
@@ -101,7 +98,7 @@ class Cluster:
     @cached_property
     def spans(self) -> SpanFeed:
         """Fetches what the ranks' spans show."""
-        from axon_nb.cluster.inspection.span_feed import SpanFeed  # loads NumPy
+        from axon_nb.cluster.inspection.feeds import SpanFeed  # loads NumPy
 
         return SpanFeed(self.state)
 
@@ -157,7 +154,7 @@ class Cluster:
                 arrays arrive.
         """
         targets = resolve_ranks(ranks, self.world_size)
-        push_pull.push(self.cells, dict.fromkeys(targets, variables), as_is=as_is)
+        transfer.push(self.cells, dict.fromkeys(targets, variables), as_is=as_is)
         self._history.record_push(variables, targets)
 
     def pull(
@@ -186,16 +183,14 @@ class Cluster:
             UsageError: a rank does not have it, or it cannot be pickled.
         """
         sources = resolve_ranks([ranks] if isinstance(ranks, int) else ranks, self.world_size)
-        values, _ = push_pull.pull(self.cells, sources, name, shards=shards, arrays=numpy, as_is=as_is)
+        values, _ = transfer.pull(self.cells, sources, name, shards=shards, arrays=numpy, as_is=as_is)
         return values[sources[0]] if isinstance(ranks, int) else values
 
     def scatter(self, variables: Mapping[str, Any], *, ranks: str | Iterable[int] | None = None, dim: int = 0) -> None:
         """Split variables and send each rank its part, in rank order; tensors and arrays are split along `dim`."""
         targets = resolve_ranks(ranks, self.world_size)
         parts = {name: split_value(value, len(targets), dim=dim, name=name) for name, value in variables.items()}
-        push_pull.push(
-            self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(targets)}
-        )
+        transfer.push(self.cells, {rank: {n: p[index] for n, p in parts.items()} for index, rank in enumerate(targets)})
         self._history.record_push(variables, targets, scatter_dim=dim)
 
     def gather(self, name: str, *, ranks: str | Iterable[int] | None = None, dim: int = 0, numpy: bool = False) -> Any:
@@ -206,7 +201,7 @@ class Cluster:
             else. A distributed tensor is already complete and returned as it is.
         """
         sources = resolve_ranks(ranks, self.world_size)
-        values, is_full = push_pull.pull(self.cells, sources, name, arrays=numpy)
+        values, is_full = transfer.pull(self.cells, sources, name, arrays=numpy)
         return values[sources[0]] if is_full else join_values(list(values.values()), dim=dim)
 
     def repair(

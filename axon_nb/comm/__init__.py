@@ -11,17 +11,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from axon_nb.comm.collectives.agreement import checking
-    from axon_nb.comm.collectives.exchange import all_to_all
+    from axon_nb.comm.collectives.arguments import checking
     from axon_nb.comm.collectives.movement import (
         all_gather,
+        all_to_all,
         barrier,
         broadcast,
         broadcast_from,
         gather_tensor,
+        recv,
         scatter_tensor,
+        send,
     )
-    from axon_nb.comm.collectives.point_to_point import recv, send
     from axon_nb.comm.collectives.reduction import (
         all_reduce,
         all_reduce_max,
@@ -45,12 +46,16 @@ if TYPE_CHECKING:
         TensorMismatchError,
         WorldClosedError,
     )
-    from axon_nb.comm.gradients import GradientBucket, sync_gradient, sync_gradients
-    from axon_nb.comm.group import ProcessGroup
+    from axon_nb.comm.gradients import (
+        GradientBucket,
+        GradientSynchronizer,
+        GradSyncStrategy,
+        sync_gradient,
+        sync_gradients,
+    )
+    from axon_nb.comm.group import Backend, Handle, ProcessGroup, ReduceOp
     from axon_nb.comm.mock import MockBackend
     from axon_nb.comm.mock_world import MockWorld
-    from axon_nb.comm.synchronizer import GradientSynchronizer, GradSyncStrategy
-    from axon_nb.comm.types import Backend, Handle, ReduceOp
     from axon_nb.comm.world import World, is_main_process, rank, world_size  # noqa: F401 - see the docstring
 
 __all__ = [
@@ -100,17 +105,18 @@ __all__ = [
 _MODULE_OF = {
     name: module
     for module, names in {
-        "collectives.agreement": ("checking",),
-        "collectives.exchange": ("all_to_all",),
+        "collectives.arguments": ("checking",),
         "collectives.movement": (
+            "all_to_all",
             "all_gather",
             "barrier",
             "broadcast",
             "broadcast_from",
             "gather_tensor",
+            "recv",
             "scatter_tensor",
+            "send",
         ),
-        "collectives.point_to_point": ("recv", "send"),
         "collectives.reduction": (
             "all_reduce",
             "all_reduce_max",
@@ -134,12 +140,16 @@ _MODULE_OF = {
             "TensorMismatchError",
             "WorldClosedError",
         ),
-        "gradients": ("GradientBucket", "sync_gradient", "sync_gradients"),
-        "group": ("ProcessGroup",),
+        "gradients": (
+            "GradSyncStrategy",
+            "GradientBucket",
+            "GradientSynchronizer",
+            "sync_gradient",
+            "sync_gradients",
+        ),
+        "group": ("Backend", "Handle", "ProcessGroup", "ReduceOp"),
         "mock": ("MockBackend",),
         "mock_world": ("MockWorld",),
-        "synchronizer": ("GradientSynchronizer", "GradSyncStrategy"),
-        "types": ("Backend", "Handle", "ReduceOp"),
         "world": ("World", "is_main_process", "rank", "world_size"),
     }.items()
     for name in names

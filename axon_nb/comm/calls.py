@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.records.units import format_bytes
-from axon_nb.records.waits.functions import PUBLIC_NAMES
+from axon_nb.records.waits import PUBLIC_NAMES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from axon_nb.comm.errors import CommError, InvalidArgumentError, InvalidRankError
-from axon_nb.comm.group import GroupInfo, ProcessGroup, validate_ranks
+from axon_nb.comm.group import Backend, GroupInfo, ProcessGroup, validate_ranks
 from axon_nb.comm.mock import (
     NAME,
     Hub,
@@ -22,7 +22,6 @@ from axon_nb.comm.mock import (
     TurnScheduler,
     set_thread_isolation,
 )
-from axon_nb.comm.types import Backend
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.torch_api import torch_api
 

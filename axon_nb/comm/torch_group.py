@@ -1,7 +1,13 @@
-"""Base class of process groups written in Python: the name, size and rank that torch asks for."""
+"""What process groups written in Python share: the answers that torch asks for, and staging of CUDA tensors.
+
+Tensors are staged in host memory for operations that Gloo runs on host memory alone. It would read and write the
+address of a CUDA tensor as if it were host memory. Under torchrun, too, DTensor's `full_tensor`, a coalesced gather,
+ends the process (SIGSEGV, torch 2.11).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +15,16 @@ import torch.distributed as dist
 
 # torch's stubs describe the C++ side, which is typed more strictly than what calls it.
 _Base: Any = dist.ProcessGroup
+_STAGED: dict[str, tuple[Any, Any]] = {
+    "send": (0, None),
+    "recv": (None, 0),
+    "recv_anysource": (None, 0),
+    "allreduce_coalesced": (0, 0),
+    "allgather_coalesced": (1, 0),
+    "all_gather_single_coalesced": (1, 0),
+    "allgather_into_tensor_coalesced": (1, 0),
+}
+"""Which arguments of an operation that Gloo runs on host memory alone are its inputs and its outputs."""
 
 
 class PythonProcessGroup(_Base):
@@ -91,3 +107,48 @@ class PythonProcessGroup(_Base):
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
+
+
+def stage_on_host(
+    name: str, args: tuple[Any, ...], on_finish: Callable[[Any], None]
+) -> tuple[tuple[Any, ...], Callable[[Any], None]]:
+    """Replace tensors that are not on the CPU by copies in host memory, where Gloo does not do it itself.
+
+    Args:
+        name: The operation.
+        args: Its arguments.
+        on_finish: Called when the operation has finished.
+
+    Returns:
+        The arguments to use, and what to call when the operation has finished: it copies outputs back.
+    """
+    if name not in _STAGED:
+        return args, on_finish
+    inputs, outputs = _STAGED[name]
+    staged, copied = list(args), list[tuple[torch.Tensor, torch.Tensor]]()
+    for place in {inputs, outputs} - {None}:
+        pairs = copied if place == outputs else []
+        staged[place] = _on_host(args[place], pairs, reads=place == inputs)
+
+    def copy_back(call: Any) -> None:
+        with torch.no_grad():  # a pipeline stage receives into leaves that require a gradient
+            for tensor, host in copied:
+                tensor.copy_(host)
+        on_finish(call)
+
+    return tuple(staged), copy_back if copied else on_finish
+
+
+def _on_host(value: Any, copied: list[tuple[torch.Tensor, torch.Tensor]], *, reads: bool) -> Any:
+    """Return a tensor, or nested lists of them, in host memory; add what was copied to `copied`."""
+    if not isinstance(value, torch.Tensor):
+        return [_on_host(one, copied, reads=reads) for one in value]
+    if value.is_cpu:
+        return value
+    # Pinned memory is copied to and from a GPU without another copy.
+    host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda)
+    copied.append((value, host))
+    if reads:
+        with torch.no_grad():
+            host.copy_(value)
+    return host

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import CommError, InvalidArgumentError, WorldClosedError
-from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
-from axon_nb.comm.types import Backend, as_backend, choose_backend
+from axon_nb.comm.group import Backend, GroupLike, ProcessGroup, as_backend, choose_backend, resolve
 from axon_nb.records.environment import (
     MASTER_ADDR,
     MASTER_PORT,

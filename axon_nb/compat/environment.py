@@ -1,22 +1,36 @@
-"""Prepares frameworks for ranks: environment variables that select the device, and torch.compile.
+"""Prepares frameworks for ranks: environment variables, torch.compile, patches right after imports, progress bars.
 
 torchrun's variables are set elsewhere. Private hook: Dynamo's list of skipped code. If a compiled model communicates,
 Dynamo would also try to compile the methods of recoverable groups and fail, because their objects are opaque to it.
+
+Ranks start without the frameworks that cells may use, as each takes seconds to import. Post-import hooks patch a
+framework's module right after it was executed, before the cell's import statement returns.
+
+tqdm and rich draw bars as text on ranks: their widgets have no model in the notebook. tqdm's notebook bars become its
+text bars. rich takes the rank's output for a terminal: it moves its bars with control sequences, which the notebook
+interprets.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
-from collections.abc import MutableMapping
+import warnings
+from collections.abc import Callable, MutableMapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from axon_nb.records.environment import DEEPSPEED_ACCELERATOR
 from axon_nb.records.hooks import missing_hooks
 
 _PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records", "axon_nb.shell")
+Hook = Callable[[ModuleType], None]
+"""Called with the imported module, and again when it is reloaded."""
 
 
 def set_environment(device: str, *, local_rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -55,3 +69,102 @@ def skip_axon_nb_code(trace_rules: ModuleType) -> None:
     if not missing_hooks("compat.dynamo", trace_rules=trace_rules):
         for package in _PACKAGES:
             trace_rules.add(package)
+
+
+class _Finder(MetaPathFinder):
+    """Delegates to the other finders and hooks the loaders of the specs that they find."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, Hook] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find and hook the spec of a module with a hook; None for all others."""
+        if fullname not in self.hooks:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    _hook_loader(spec.loader, self.hooks[fullname])
+                    return spec
+        return None
+
+
+def after_import(name: str, hook: Hook) -> None:
+    """Call `hook` whenever the module `name` has been executed, and at once if it is already imported.
+
+    A failing hook does not fail the import; it warns.
+    """
+    finder = next((item for item in sys.meta_path if isinstance(item, _Finder)), None)
+    if finder is None:
+        sys.meta_path.insert(0, finder := _Finder())
+    finder.hooks[name] = hook
+    if name in sys.modules:
+        _call(hook, sys.modules[name])
+
+
+def _hook_loader(loader: Any, hook: Hook) -> None:
+    execute = getattr(loader, "exec_module", None)
+    if execute is None:
+        return
+
+    def exec_module(module: ModuleType) -> None:
+        # Restore the loader: others use it to read the package's sources and files.
+        del loader.exec_module
+        execute(module)
+        _call(hook, module)
+
+    loader.exec_module = exec_module
+
+
+def _call(hook: Hook, module: ModuleType) -> None:
+    try:
+        hook(module)
+    except Exception as error:
+        warnings.warn(
+            f"axon_nb could not patch {module.__name__} {_version(module)} for this rank: "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+
+
+def _version(module: ModuleType) -> str:
+    package = sys.modules.get(module.__name__.partition(".")[0])
+    return str(getattr(package, "__version__", "")) or "(unknown version)"
+
+
+def install_text_bars() -> None:
+    """Have bars drawn as text from now on, also in modules that are imported later."""
+    after_import("tqdm.notebook", _draw_tqdm_as_text)
+    after_import("rich.console", _draw_rich_as_text)
+
+
+def _draw_tqdm_as_text(module: ModuleType) -> None:
+    tqdm: Any = sys.modules["tqdm.std"].tqdm
+
+    class TextBar(tqdm):
+        """A text bar with the parameters of `tqdm.notebook.tqdm`."""
+
+        def __init__(self, *args: Any, display: bool = True, **kwargs: Any) -> None:
+            del display  # whether to show the widget at once
+            super().__init__(*args, **kwargs)
+
+    def trange(*args: Any, **kwargs: Any) -> TextBar:
+        return TextBar(range(*args), **kwargs)
+
+    vars(module).update(tqdm=TextBar, tqdm_notebook=TextBar, trange=trange, tnrange=trange)
+
+
+def _draw_rich_as_text(module: ModuleType) -> None:
+    init = module.Console.__init__
+
+    @functools.wraps(init)
+    def init_for_terminal(console: Any, **options: Any) -> None:
+        options.setdefault("force_jupyter", False)
+        if options.get("file") is None and options.get("force_terminal") is None:
+            options["force_terminal"] = True
+        init(console, **options)
+
+    module.Console.__init__ = init_for_terminal

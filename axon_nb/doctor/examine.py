@@ -9,15 +9,10 @@ from collections.abc import Callable
 
 from axon_nb._version import __version__
 from axon_nb.cluster.launch.placement import plan_layout
-from axon_nb.doctor.children import Child
 from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
-from axon_nb.doctor.gpus import NVML, gpus
-from axon_nb.doctor.hooks import private_hooks
-from axon_nb.doctor.host import host
-from axon_nb.doctor.limits import limits
-from axon_nb.doctor.network import network
+from axon_nb.doctor.installation import SELF_TEST, TORCH_BUILD, Child, environment, private_hooks, self_test, software
+from axon_nb.doctor.machine import NVML, gpus, host, limits, network
 from axon_nb.doctor.report import Finding, Report, Section
-from axon_nb.doctor.versions import SELF_TEST, TORCH_BUILD, environment, self_test, software
 
 _SELF_TEST_TIMEOUT_S = 120.0
 _TORCH_TIMEOUT_S = 120.0

@@ -1,7 +1,11 @@
-"""Startup of a rank: runs the engine, then joins the world when the notebook asks for it.
+"""Startup of a rank: runs the engine, joins the world when the notebook asks for it, and prepares other frameworks.
 
 A launcher may have copied the connection file to the host of this rank. The rank removes that copy when it exits,
 because it holds the cluster's key. On the notebook's own host the agent removes its folder.
+
+Frameworks are prepared when the rank joins or when a cell imports them. Scripts also run as cells: the functions with
+which a script creates its processes find an existing group. They are replaced by name in torch.distributed and
+torch.multiprocessing, in rank processes only.
 """
 
 from __future__ import annotations
@@ -16,60 +20,56 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from IPython.core.getipython import get_ipython
 
-from axon_nb.engine import namespace
-from axon_nb.engine.debugger.breakpoints import Breakpoints
-from axon_nb.engine.debugger.pager import Pager
-from axon_nb.engine.debugger.post_mortem import PostMortem
-from axon_nb.engine.frameworks import install_dist_hooks, install_frameworks
-from axon_nb.engine.groups import init_default_group, nccl, recovery, wrapper_reset
+from axon_nb.compat import deepspeed, environment, launchers
+from axon_nb.compat import environment as dynamo_rules
+from axon_nb.compat.environment import after_import, install_text_bars
+from axon_nb.engine.debugger import Breakpoints, Pager, PostMortem
+from axon_nb.engine.groups import creation, init_default_group, recovery
 from axon_nb.engine.groups.gloo import LOOPBACK
-from axon_nb.engine.groups.store import AgentStore
-from axon_nb.engine.inspection.job import TrainingJob
-from axon_nb.engine.inspection.sampler import Sampler, Telemetry
+from axon_nb.engine.groups.store import AgentStore, install_store_waits, interruptible_init_rpc
+from axon_nb.engine.inspection.telemetry import Sampler, Telemetry, TrainingJob
 from axon_nb.engine.kernel import hooks
-from axon_nb.engine.kernel.cell_log import CellLog
-from axon_nb.engine.kernel.cells import CellRunner
-from axon_nb.engine.kernel.completion import CompletionService
-from axon_nb.engine.kernel.control import VIEWS, control_handlers
-from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler
-from axon_nb.engine.kernel.optimizer_steps import OptimizerSteps
+from axon_nb.engine.kernel.cells import CellLog, CellRunner
+from axon_nb.engine.kernel.control import VIEWS, CompletionService, control_handlers
+from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler, OptimizerSteps
 from axon_nb.engine.kernel.shell import (
+    Tracebacks,
     install_autoreload,
     install_cell_names,
     install_exits,
     install_restored_names,
     install_shell_commands,
 )
-from axon_nb.engine.kernel.tracebacks import Tracebacks
-from axon_nb.engine.output.budget import OutputBudget
-from axon_nb.engine.output.forked_children import install_fork_defaults
-from axon_nb.engine.output.streams import NativeOutput, RankStream, enable_crash_reports
+from axon_nb.engine.output import NativeOutput, OutputBudget, RankStream, enable_crash_reports, install_fork_defaults
 from axon_nb.engine.self_test import start_in_child, startup_verdict
-from axon_nb.engine.session import RankSession, set_current
+from axon_nb.engine.session import RankSession, inject_names, set_current, set_environment
 from axon_nb.engine.snapshot.history import History
 from axon_nb.engine.snapshot.memory import HostMemory
-from axon_nb.host.link.tcp import store_key
-from axon_nb.host.resources.cgroups import usable_cores
-from axon_nb.host.resources.kept_memory import find_kept_memory
+from axon_nb.errors import UsageError
+from axon_nb.host.connections import store_key
+from axon_nb.host.resources import usable_cores
+from axon_nb.host.shared_memory import find_kept_memory
 from axon_nb.records.environment import HOST_NAME
-from axon_nb.records.protocol.cluster import EngineInfo
+from axon_nb.records.protocol.agent import EngineInfo
 from axon_nb.records.protocol.inspection import FailureRequest
-from axon_nb.records.protocol.joining import DirectRequest, JoinConfig
-from axon_nb.records.protocol.recovery import GroupRecord
-from axon_nb.records.protocol.version import own_version
+from axon_nb.records.protocol.recovery import DirectRequest, GroupRecord, JoinConfig
+from axon_nb.records.protocol.wire import own_version
 from axon_nb.records.telemetry import set_cell_source
 
 _MAX_FILES = 1 << 16
 """Children inherit the limit, and some programs close all descriptors below it one by one."""
+_NAME = "axon_nb"
 
 
 def install_cleanup() -> None:
@@ -126,9 +126,9 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     if sys.modules.get("debugpy", kernel) is None:
         del sys.modules["debugpy"]  # cells may import it
     _raise_file_limit()
-    namespace.set_environment(config)
+    set_environment(config)
     if config.backend == "nccl":
-        nccl.set_environment(one_host=config.local_world_size == config.world_size)
+        creation.set_nccl_environment(one_host=config.local_world_size == config.world_size)
     torch.set_num_threads(config.threads)
     device = torch.device(config.device)
     if device.type == "cuda":
@@ -145,7 +145,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     session.store = store
     session.groups.gloo.listen_on(store.own_ip)
     if config.backend == "nccl":
-        nccl.set_interface(store.own_ip)
+        creation.set_nccl_interface(store.own_ip)
     if store.own_ip != LOOPBACK:
         install_cleanup()
     init_default_group(
@@ -167,15 +167,15 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
         recovery.join_groups(groups, epoch=epoch)
     recovery.sync_group_count(device if config.backend == "nccl" else "cpu")
     install_dist_hooks()
-    namespace.inject_names(kernel.shell.user_ns, config, device)
+    inject_names(kernel.shell.user_ns, config, device)
     install_fork_defaults(OWN_SIGNAL, native_output)
     install_cell_names(kernel.shell)
     install_autoreload(kernel.shell)
-    install_restored_names(kernel.shell, lambda: namespace.inject_names(kernel.shell.user_ns, session.config, device))
+    install_restored_names(kernel.shell, lambda: inject_names(kernel.shell.user_ns, session.config, device))
     hooks.hold_modules()
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()
-    wrapper_reset.track_wrappers()
+    recovery.track_wrappers()
     return dataclasses.replace(describe(), device=str(device), seed=torch.initial_seed())
 
 
@@ -234,3 +234,89 @@ def _install(session: RankSession, native_output: NativeOutput) -> None:
     direct = hooks.DirectChannel(kernel)
     hooks.add_control_handlers(kernel, {FailureRequest: post_mortem.report, DirectRequest: direct.connect})
     session.runner = runner
+
+
+def install_frameworks(session: RankSession) -> None:
+    """Make frameworks use the existing ranks; call it when the rank joins."""
+    config = session.config
+    vars(sys).pop("ps1", None)  # IPython sets it; Lightning and others refuse what torchrun starts where it is set
+    environment.set_environment(config.device, local_rank=config.local_rank)
+    if config.device == "cpu":
+        synchronise = functools.partial(launchers.synchronise_on_cpus, world_size=config.world_size)
+        after_import("accelerate.state", synchronise)
+    install_text_bars()
+    after_import("torch._dynamo.trace_rules", dynamo_rules.skip_axon_nb_code)
+    launch = functools.partial(launchers.call_on_ranks, world_size=config.world_size)
+    after_import("accelerate.launchers", launch)
+    for name in launchers.LIGHTNING_LAUNCHERS:
+        after_import(name, launchers.call_on_rank)
+    after_import("ignite.distributed.comp_models.native", launchers.attach_ignite)
+    after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
+
+    def prepare_engine(module: ModuleType) -> None:
+        deepspeed.wrap_step(module, session.steps.after_foreign_step)
+        recovery.track_engines()
+
+    after_import("deepspeed.runtime.engine", prepare_engine)
+
+
+def install_dist_hooks() -> None:
+    """Replace functions that create, end and start ranks; call it once the default group exists."""
+    c10d = dist.distributed_c10d
+    init = _attach_or_init(c10d.init_process_group)
+    destroy = _refuse_default_destroy(c10d.destroy_process_group)
+    for module in (dist, c10d):
+        vars(module).update(init_process_group=init, destroy_process_group=destroy)
+    install_store_waits()
+    after_import("torch.distributed.rpc", lambda rpc: vars(rpc).update(init_rpc=interruptible_init_rpc(rpc.init_rpc)))
+    vars(mp).update(spawn=_call_on_rank("spawn"), start_processes=_call_on_rank("start_processes"))
+
+
+def _attach_or_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            return original(backend, *args, **kwargs)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        wanted_rank, wanted_size = kwargs.get("rank", -1), kwargs.get("world_size", -1)
+        if wanted_size not in (-1, None, size) or wanted_rank not in (-1, None, rank):
+            raise UsageError(
+                f"init_process_group(rank={wanted_rank}, world_size={wanted_size}) on rank {rank} of {size}: a group "
+                "of all ranks already exists. Omit both arguments, or use dist.new_group for fewer ranks."
+            )
+        actual = dist.get_backend()
+        requested = str(backend).lower() if backend else actual
+        if actual not in requested:
+            print(f"{_NAME}: the ranks use {actual}; init_process_group({requested!r}) attached to that group.")
+        return None
+
+    return init_process_group
+
+
+def _refuse_default_destroy(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            return original(group)
+        print(f"{_NAME}: destroy_process_group() keeps the default group because the next cells need it.")
+        return None
+
+    return destroy_process_group
+
+
+def _call_on_rank(name: str) -> Callable[..., None]:
+    def call(
+        function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True, **_: Any
+    ) -> None:
+        """Call the function as this rank: the ranks of the cell take the place of the processes."""
+        size = dist.get_world_size()
+        if nprocs != size:
+            raise UsageError(
+                f"mp.{name}(fn, nprocs={nprocs}): in this cell each of the {size} ranks calls fn. Pass "
+                f"nprocs=world_size, or start {nprocs} with `%distributed start -n {nprocs}`."
+            )
+        if not join:
+            raise UsageError(f"mp.{name}(fn, join=False): ranks call fn themselves, and wait for its end; omit join.")
+        function(dist.get_rank(), *args)
+
+    return call

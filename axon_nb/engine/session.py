@@ -1,8 +1,15 @@
-"""The session of this rank: its configuration, and the owner of its run-time state; set when it joins."""
+"""The session of this rank: its configuration, its run-time state, and the namespace of its cells; set when it joins.
+
+The namespace: the names predefined in every cell, torchrun's environment variables, and lookup of variables by name. A
+lookup follows attributes and indices; it calls nothing.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -14,20 +21,104 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from axon_nb.comm.world import World
 from axon_nb.engine.groups.state import GroupsState
 from axon_nb.engine.groups.store import AgentStore
+from axon_nb.errors import UsageError
 from axon_nb.host.shared_memory import SharedBlock
 from axon_nb.records.protocol.cells import CellFacts
-from axon_nb.records.protocol.contents import NumbersReply, NumbersRequest
-from axon_nb.records.protocol.joining import JoinConfig
-from axon_nb.records.protocol.recovery import OptimizerReport, ProtectedStep, UndoableCell
-from axon_nb.records.training.comparison import Comparison
+from axon_nb.records.protocol.inspection import NumbersReply, NumbersRequest
+from axon_nb.records.protocol.recovery import JoinConfig, OptimizerReport, ProtectedStep, UndoableCell
+from axon_nb.records.training.digests import Comparison
 
+PREDEFINED_NAMES = ("rank", "local_rank", "world_size", "device", "world", "dist", "torch")
+"""Names that axon_nb defines on every rank."""
 _session: list[RankSession] = []
 
 
+def inject_names(namespace: dict[str, Any], config: JoinConfig, device: torch.device) -> None:
+    """Put `rank, local_rank, world_size, device, world, mesh, dist, torch` into `namespace`."""
+    namespace.update(
+        rank=config.rank,
+        local_rank=config.local_rank,
+        world_size=config.world_size,
+        device=device,
+        world=World.init(),
+        mesh=None,
+        dist=dist,
+        torch=torch,
+    )
+
+
+def user_variables(shell: Any) -> dict[str, Any]:
+    """Variables that the user's cells defined in an IPython shell; names that start with an underscore are left out."""
+    hidden = {*shell.user_ns_hidden, *PREDEFINED_NAMES}
+    namespace = list(shell.user_ns.items())  # a copy: another thread may read while a cell runs
+    return {name: value for name, value in namespace if name not in hidden and not name.startswith("_")}
+
+
+def set_environment(config: JoinConfig) -> None:
+    """Set the variables that torchrun sets, so that unmodified scripts run in a cell."""
+    sys.argv = [""]  # as at a prompt: a script's argparse must not see the arguments of this process
+    set_world_environment(config)
+
+
+def set_world_environment(config: JoinConfig) -> None:
+    """Set those variables alone, as when the world changes its size."""
+    os.environ.update(
+        RANK=str(config.rank),
+        LOCAL_RANK=str(config.local_rank),
+        WORLD_SIZE=str(config.world_size),
+        LOCAL_WORLD_SIZE=str(config.local_world_size),
+        GROUP_RANK=str(config.node_rank),
+        GROUP_WORLD_SIZE=str(-(-config.world_size // max(config.local_world_size, 1))),
+        ROLE_RANK=str(config.rank),
+        ROLE_WORLD_SIZE=str(config.world_size),
+        ROLE_NAME="default",
+        MASTER_ADDR=config.master_addr,
+        MASTER_PORT=str(config.master_port),
+        TORCHELASTIC_RUN_ID="axon_nb",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
+    )
+
+
+def resolve_variable(name: str, space: dict[str, Any]) -> Any:
+    """Look up a variable, optionally followed by ``.attributes`` and constant ``[indices]``.
+
+    Args:
+        name: An expression such as ``model.layers[0]``.
+        space: Variables by name.
+
+    Raises:
+        UsageError: the variable does not exist, or `name` is another kind of expression.
+    """
+    try:
+        node = ast.parse(name, mode="eval").body
+    except SyntaxError:
+        raise UsageError(f"{name!r} is not the name of a variable.") from None
+    steps: list[tuple[bool, Any]] = []
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Attribute):
+            steps.append((True, node.attr))
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            steps.append((False, node.slice.value))
+        else:
+            raise UsageError(f"{name!r} must be a variable, optionally with .attributes and [indices].")
+        node = node.value
+    if node.id not in space:
+        raise UsageError(f"variable {node.id!r} does not exist.")
+    value = space[node.id]
+    for is_attribute, key in reversed(steps):
+        try:
+            value = getattr(value, key) if is_attribute else value[key]
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise UsageError(f"{name!r}: {type(error).__name__}: {error}") from None
+    return value
+
+
 class StepCounts(Protocol):
-    """The optimizer steps of a rank: `kernel.optimizer_steps.OptimizerSteps`."""
+    """The optimizer steps of a rank: `kernel.interrupts.OptimizerSteps`."""
 
     def begin_cell(self) -> None:
         """Start counting for a new cell."""
@@ -114,7 +205,7 @@ class ProtectedSteps(Protocol):
 
 
 class FailureDebugger(Protocol):
-    """The debugger of the last failed cell: `debugger.post_mortem.PostMortem`."""
+    """The debugger of the last failed cell: `debugger.PostMortem`."""
 
     def start(self) -> str:
         """Open it; return the position as it shows it."""
@@ -142,7 +233,7 @@ class CellComparer(Protocol):
 
 
 class StepNumbersWatch(Protocol):
-    """The numbers of training steps: `divergence.watch.NumberWatch`."""
+    """The numbers of training steps: `divergence.NumberWatch`."""
 
     def report(self, request: NumbersRequest) -> NumbersReply:
         """Answer the notebook."""
@@ -219,7 +310,7 @@ class RankSession:
     @property
     def numbers(self) -> StepNumbersWatch:
         """What watches weights, gradients and losses (`config watch_numbers`)."""
-        return self.part("axon_nb.engine.divergence.watch:NumberWatch")  # type: ignore[no-any-return]
+        return self.part("axon_nb.engine.divergence:NumberWatch")  # type: ignore[no-any-return]
 
 
 def current() -> RankSession:

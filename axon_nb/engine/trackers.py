@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.cells import CellFacts
-from axon_nb.records.training.metrics import Logged, metrics
+from axon_nb.records.training.job import Logged, metrics
 
 _PERIOD_S = 0.5
 _FLUSH_S = 5.0

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from axon_nb.errors import UsageError
-from axon_nb.export.notebook import read_notebook
-from axon_nb.export.preamble import data_file
-from axon_nb.export.script import make_script
-from axon_nb.export.steps import History
-from axon_nb.export.style import apply_ruff
+from axon_nb.export.script import data_file, make_script
+from axon_nb.export.steps import History, read_notebook
+from axon_nb.export.translation import apply_ruff
 from axon_nb.records.history import SessionFacts
 from axon_nb.records.units import format_bytes
 

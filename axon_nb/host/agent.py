@@ -11,21 +11,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from axon_nb.errors import StartError
-from axon_nb.host.children import Children, Death, Wakeup, adopt_orphans
-from axon_nb.host.connections import CommandConnection, Connection, Listener, StoreConnection
-from axon_nb.host.deaths import LastOutput, OomCounter, describe_controller_exit, last_line
-from axon_nb.host.fork import EXIT_LIMIT_S
-from axon_nb.host.fork_queue import ForkQueue
-from axon_nb.host.link.hosts import Hosts
-from axon_nb.host.link.member import Member, MemberConnection
-from axon_nb.host.link.tcp import AcceptedConnection, TcpListener, close_unauthenticated
-from axon_nb.host.resources.gpu_locks import GpuLocks
-from axon_nb.host.resources.gpu_report import read_gpus
+from axon_nb.host.children import (
+    Children,
+    Death,
+    LastOutput,
+    OomCounter,
+    Wakeup,
+    adopt_orphans,
+    describe_controller_exit,
+    last_line,
+)
+from axon_nb.host.connections import (
+    AcceptedConnection,
+    CommandConnection,
+    Connection,
+    Listener,
+    StoreConnection,
+    TcpListener,
+    close_unauthenticated,
+)
+from axon_nb.host.fork import EXIT_LIMIT_S, ForkQueue
+from axon_nb.host.link import Hosts, Member, MemberConnection
+from axon_nb.host.resources import GpuLocks, read_gpus
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import StoreServer
 from axon_nb.records.environment import AGENT_SERVER
 from axon_nb.records.protocol import agent as messages
-from axon_nb.records.protocol.cluster import (
+from axon_nb.records.protocol.agent import (
     AgentEvent,
     ClusterFacts,
     ControllerExit,
@@ -34,8 +46,7 @@ from axon_nb.records.protocol.cluster import (
     Stopped,
     encode_event,
 )
-from axon_nb.records.protocol.errors import ProtocolError
-from axon_nb.records.protocol.wire import decode, encode
+from axon_nb.records.protocol.wire import ProtocolError, decode, encode
 
 _FIRST_CONTACT_TIMEOUT_S = 180.0
 _TERM_GRACE_S = 1.0

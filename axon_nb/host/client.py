@@ -1,4 +1,7 @@
-"""The notebook's connection to the host agent: commands with replies, and events that the agent pushes."""
+"""The notebook's connection to the host agent: commands with replies, events that the agent pushes, and queries.
+
+Queries have a time limit; they neither own the cluster nor keep it alive.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -15,15 +19,20 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 from axon_nb.errors import ClusterLostError, StartError
+from axon_nb.host.children import describe_controller_exit
 from axon_nb.host.connections import PeerProcess
-from axon_nb.host.deaths import describe_controller_exit
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH
 from axon_nb.records.protocol.agent import (
+    AgentEvent,
+    Closed,
     Command,
+    ControllerExit,
+    Exit,
     Fork,
     GetInfo,
     Hello,
@@ -31,14 +40,13 @@ from axon_nb.records.protocol.agent import (
     Stop,
     command_message,
     command_name,
+    decode_event,
     decode_outcome,
     rejection,
 )
-from axon_nb.records.protocol.cluster import AgentEvent, Closed, ControllerExit, Exit, decode_event
-from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.records.protocol.wire import ProtocolError
 
 R = TypeVar("R")
-
 _CONNECT_TIMEOUT_S = 60.0
 _REPLY_TIMEOUT_S = 120.0
 """The agent does not reply while it imports torch: for a second, or a minute on a busy machine."""
@@ -264,3 +272,83 @@ def _last_lines(log: Path) -> str:
     except OSError:
         return ""
     return " | ".join(lines[-3:])
+
+
+class AgentQuery:
+    """A short connection to the agent of `run_dir`; unlike `AgentClient` it has no thread and sends no `hello`.
+
+    Raises:
+        OSError: nothing listens on the agent's socket.
+    """
+
+    def __init__(self, run_dir: RunDir, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._sock = socket.socket(socket.AF_UNIX)
+        self._pending = b""
+        try:
+            self._sock.settimeout(timeout_s)
+            self._sock.connect(str(run_dir.agent_socket))
+        except OSError:
+            self._sock.close()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """The agent's pid according to the Linux kernel, even if the agent hangs; None on other systems."""
+        if not sys.platform.startswith("linux"):
+            return None
+        pid, _, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return int(pid) or None
+
+    def request(self, command: Command[Any]) -> dict[str, Any]:
+        """Send a command and return the fields of the reply, unchecked: the agent may be of another version.
+
+        Raises:
+            TimeoutError: no reply within the limit.
+            OSError: the agent is gone.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        self._sock.settimeout(self._timeout_s)
+        self._sock.sendall(json.dumps(command_message(1, command)).encode() + b"\n")
+        while b"\n" not in self._pending:
+            if not self._read(deadline):
+                raise ConnectionError("the host agent closed the connection")
+        line, _, self._pending = self._pending.partition(b"\n")
+        reply = json.loads(line)
+        if not isinstance(reply, dict):
+            raise ConnectionError("the host agent sent an unreadable reply")
+        return reply
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Whether the agent closes the connection, as when it exits, within `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while self._read(deadline):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def _read(self, deadline: float) -> bool:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the host agent does not reply")
+        self._sock.settimeout(left)
+        data = self._sock.recv(1 << 16)
+        self._pending += data
+        return bool(data)
+
+    def close(self) -> None:
+        """Disconnect; the agent keeps running."""
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+    def __enter__(self) -> AgentQuery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

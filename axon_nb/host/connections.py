@@ -1,8 +1,16 @@
-"""Connections of the agent's event loop: JSON commands and store messages over private Unix sockets."""
+"""Connections of the agent's event loop: private Unix sockets, and TCP for other hosts that know the key.
+
+Over them go JSON commands and messages of the store. The rendezvous store and the agents of other hosts use TCP, on one
+address. Both ends prove that they know the key, which is never sent, and sign each message. Signatures are HMAC-SHA256
+(RFC 2104) with a separate key per connection and direction, and each includes a sequence number, which prevents
+replay.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import os
 import selectors
@@ -10,7 +18,8 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +27,13 @@ from axon_nb.host.children import child_pids, signal_group
 from axon_nb.host.store import Decoder, encode
 
 _MAX_LINE = 16 << 20
+NONCE_SIZE = 32
+PROOF_SIZE = 32
+_HANDSHAKE_TIMEOUT_S = 10.0
+_MAX_UNAUTHENTICATED = 64
+_THIN_LINEAR_TIMEOUTS = 16
+"""Linux's TCP_THIN_LINEAR_TIMEOUTS."""
+Send = Callable[[list[bytes]], None]
 
 
 class Connection:
@@ -222,3 +238,234 @@ class PeerProcess:
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
+
+
+def resend_soon(sock: socket.socket) -> None:
+    """Have what was lost on a link sent again after a constant time, so soon after the link is back."""
+    with contextlib.suppress(OSError):  # Linux only
+        sock.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
+
+
+def store_key(cluster_key: bytes) -> bytes:
+    """Derive the store's key from the key that signs ipyparallel's messages, which both ends already have."""
+    return _sign(cluster_key, b"axon_nb rendezvous store")
+
+
+def link_key(cluster_key: bytes) -> bytes:
+    """Derive the key with which agents of other hosts join, in the same way."""
+    return _sign(cluster_key, b"axon_nb host link")
+
+
+def mask_server_key(key: bytes, server_key: bytes) -> bytes:
+    """Encrypt, or decrypt again, the controller's public CURVE key: whoever knows it can connect to the controller.
+
+    Args:
+        key: The key with which agents join. The same one never encrypts anything else.
+        server_key: At most 64 bytes.
+    """
+    pad = hmac.digest(key, b"axon_nb controller", "sha512")
+    return bytes(one ^ other for one, other in zip(server_key, pad, strict=False))
+
+
+def _sign(key: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
+
+
+class MessageSigner:
+    """Signs the messages that one end sends and verifies those it receives."""
+
+    def __init__(self, sending: bytes, receiving: bytes) -> None:
+        self._keys = (sending, receiving)
+        self._sent = self._received = 0
+
+    def sign(self, parts: list[bytes]) -> list[bytes]:
+        """Return the message with its signature appended as a part."""
+        self._sent += 1
+        return [*parts, _sign(self._keys[0], self._sent.to_bytes(8, "big"), encode(parts))]
+
+    def verify(self, parts: list[bytes]) -> list[bytes]:
+        """Check the signature and return the message without it.
+
+        Raises:
+            ValueError: the signature is wrong, or the message was replayed.
+        """
+        self._received += 1
+        *content, proof = parts or [b""]
+        expected = _sign(self._keys[1], self._received.to_bytes(8, "big"), encode(content))
+        if not hmac.compare_digest(proof, expected):
+            raise ValueError("message with a wrong signature")
+        return content
+
+
+class Handshake:
+    """The listening side of the handshake: send `challenge`, then pass the reply to `check`."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self.challenge = os.urandom(NONCE_SIZE)
+
+    def check(self, answer: bytes) -> tuple[bytes, MessageSigner]:
+        """Verify a client's reply; return the proof to send back and the connection's signer.
+
+        Args:
+            answer: The client's nonce and its proof, `NONCE_SIZE` + `PROOF_SIZE` bytes.
+
+        Raises:
+            ValueError: the client does not know the key.
+        """
+        nonce, proof = answer[:NONCE_SIZE], answer[NONCE_SIZE:]
+        session = _sign(self._key, self.challenge, nonce)
+        if not hmac.compare_digest(proof, _sign(session, b"rank")):
+            raise ValueError("the client does not know the key")
+        return _sign(session, b"store"), MessageSigner(_sign(session, b"to rank"), _sign(session, b"to store"))
+
+
+def authenticate(sock: socket.socket, key: bytes) -> MessageSigner:
+    """Perform the connecting side of the handshake on a blocking socket.
+
+    Raises:
+        ConnectionError: the peer closed the connection or does not know the key.
+    """
+    challenge = _exactly(sock, NONCE_SIZE)
+    nonce = os.urandom(NONCE_SIZE)
+    session = _sign(key, challenge, nonce)
+    sock.sendall(nonce + _sign(session, b"rank"))
+    if not hmac.compare_digest(_exactly(sock, PROOF_SIZE), _sign(session, b"store")):
+        raise ConnectionError("the other end does not know the cluster's key")
+    return MessageSigner(_sign(session, b"to store"), _sign(session, b"to rank"))
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        chunk = sock.recv(size - len(data))
+        if not chunk:
+            raise ConnectionError("the other end closed the connection: the cluster's key does not match")
+        data += chunk
+    return data
+
+
+class SignedConnection(Connection):
+    """A connection between two ends that have authenticated; every message is signed.
+
+    Args:
+        sock: The socket.
+        selector: The agent's selector.
+        on_close: Called when the connection is closed.
+        handle: Called with each message and a function that sends a reply.
+        signer: Signs and verifies; None: no message is accepted yet.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        selector: selectors.BaseSelector,
+        on_close: Callable[[Connection], None],
+        handle: Callable[[list[bytes], Send], None],
+        signer: MessageSigner | None,
+    ) -> None:
+        self._decoder = Decoder()
+        self._handle = handle
+        self._signer = signer
+        self.received_at = time.monotonic()
+        """When the last bytes arrived; monotonic time in seconds."""
+        super().__init__(sock, selector, on_close)
+
+    @property
+    def received_ns(self) -> int:
+        """The same in nanoseconds."""
+        return round(self.received_at * 1e9)
+
+    def received(self, data: bytes) -> None:
+        """Verify and handle each complete message."""
+        self.received_at = time.monotonic()
+        if self._signer is not None:
+            for message in self._decoder.feed(data):
+                self._handle(self._signer.verify(message), self.send_parts)
+
+    def send_parts(self, parts: list[bytes]) -> None:
+        """Send one message."""
+        if self._signer is not None:
+            self.send(encode(self._signer.sign(parts)))
+
+    def send_message(self, message: dict[str, Any]) -> None:
+        """Send one JSON object."""
+        self.send_parts([json.dumps(message).encode()])
+
+
+class AcceptedConnection(SignedConnection):
+    """A connection that a client opened; its messages are read only after it has proven that it knows the key."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        selector: selectors.BaseSelector,
+        on_close: Callable[[Connection], None],
+        handle: Callable[[list[bytes], Send], None],
+        key: bytes,
+    ) -> None:
+        self._handshake = Handshake(key)
+        self._handshake_bytes = bytearray()
+        self.since = time.monotonic()
+        super().__init__(sock, selector, on_close, handle, None)
+        self.send(self._handshake.challenge)
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether the client has proven that it knows the key."""
+        return self._signer is not None
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the client failed to authenticate in time."""
+        return self._signer is None and time.monotonic() - self.since > _HANDSHAKE_TIMEOUT_S
+
+    def received(self, data: bytes) -> None:
+        """Complete the handshake, then handle messages."""
+        if self._signer is None:
+            self._handshake_bytes += data
+            if len(self._handshake_bytes) < NONCE_SIZE + PROOF_SIZE:
+                return
+            # Raises if the reply is wrong or too long, which closes the connection.
+            proof, self._signer = self._handshake.check(bytes(self._handshake_bytes))
+            self.send(proof)
+            return
+        super().received(data)
+
+
+def close_unauthenticated(connections: Iterable[Connection]) -> None:
+    """Close connections that did not authenticate in time, and the oldest of too many: each costs a file."""
+    waiting = [one for one in connections if isinstance(one, AcceptedConnection) and not one.authenticated]
+    waiting.sort(key=lambda one: one.since)
+    for number, one in enumerate(waiting):
+        if one.overdue or number < len(waiting) - _MAX_UNAUTHENTICATED:
+            one.close()
+
+
+class TcpListener:
+    """A listening TCP socket on one address.
+
+    Args:
+        ip: The only address of this host to listen on.
+        selector: The agent's selector.
+        accept: Called with each new connection.
+    """
+
+    def __init__(self, ip: str, selector: selectors.BaseSelector, accept: Callable[[socket.socket], Any]) -> None:
+        self.sock = socket.create_server((ip, 0), backlog=128)
+        self.sock.setblocking(False)
+        self._accept = accept
+        selector.register(self.sock, selectors.EVENT_READ, self.on_ready)
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return int(self.sock.getsockname()[1])
+
+    def on_ready(self, mask: int) -> None:
+        """Accept one connection."""
+        with contextlib.suppress(OSError):
+            connection, _ = self.sock.accept()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._accept(connection)

@@ -8,10 +8,10 @@ import sys
 
 from axon_nb.errors import StartError
 from axon_nb.host.agent import Agent, AgentOptions
-from axon_nb.host.link.member import Member
+from axon_nb.host.link import Member
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import JOIN_KEY, SLURM_NODE
-from axon_nb.records.protocol.joining import ENGINE_ENTRY
+from axon_nb.records.protocol.recovery import ENGINE_ENTRY
 
 
 def join_cluster(address: str, *, name: str = "", read_key: bool = False, entry: str = ENGINE_ENTRY) -> int:

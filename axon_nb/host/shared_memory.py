@@ -1,16 +1,20 @@
-"""Shared-memory blocks: bulk data between processes of one user on one host, in anonymous memory files.
+"""Anonymous memory files: bulk data between processes of one user on one host, and memory that outlives a rank.
 
 The files come from Linux's `memfd_create`. They have no path, so nothing is left behind when a process dies, and the
-size of /dev/shm does not matter. Only the notebook holds them open; a rank opens them through /proc, which the kernel
+size of /dev/shm does not matter. Only the notebook holds blocks open; a rank opens them through /proc, which the kernel
 allows for processes of the same user only. Pages are written once, sealed, and mapped copy-on-write.
 
 A block is a sequence of parts: their number, their sizes, then each part at a multiple of 64 bytes. It is one file, or
-two consecutive ones: see `host.shared_memory_fill`.
+two consecutive ones. Most of the time to fill it goes into allocating a page for every 4 KiB, and writes to one file
+are serialised. So large data is split over two files, each written by its own thread. Several files are mapped as one
+contiguous, copy-on-write memory region.
 
 Files are `FileIO` objects from the moment they are opened: an interrupt may come after any call, and a bare file
 descriptor would then stay open forever.
 
-Mapping several files as one contiguous, copy-on-write memory region.
+Memory that outlives a rank is one file per rank, which the host agent opens before it forks the rank. A rank inherits
+the descriptor, and so does its replacement after a death. Nobody else can open the file, and when the agent exits
+nothing is left behind.
 """
 
 from __future__ import annotations
@@ -21,25 +25,32 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from io import FileIO
+from pathlib import Path
 from typing import Any
 
-from axon_nb.host.resources.cgroups import usable_cores
-from axon_nb.host.shared_memory_fill import copy_into, split_point
+from axon_nb.host.resources import usable_cores
 
 _MAP_FIXED = 0x10
 """From Linux's <sys/mman.h>, the same on every architecture that torch supports; Python does not define it."""
 _FAILED = ctypes.c_void_p(-1).value
 BlockAddress = tuple[tuple[str, int], tuple[str, int]]
 """Paths at which a process of the same user opens the block's files, with their inodes: descriptors get reused."""
-
 _ALIGN = 64
 _MIN_MAPPED_BYTES = 1 << 20
 """Smaller blocks are read, which is faster than mapping them."""
 _NAMES, _FLAGS, _MODES = ("axon_nb",) * 2, (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,) * 2, ("r+",) * 2
 """Arguments for the two files."""
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+_CHUNK = 16 << 20
+"""Bytes per write: interrupts are handled between two writes."""
+_MIN_SPLIT_BYTES = 32 << 20
+"""Less than this is not worth a second thread."""
+_Piece = tuple[int, memoryview]
+_NAME = "axon_nb-kept-memory-{rank}"
 
 
 def map_files(files: Sequence[tuple[int, int]]) -> mmap.mmap:
@@ -239,3 +250,127 @@ def split_parts(data: Any) -> list[memoryview]:
     sizes = struct.unpack_from(f"<{count}Q", view, 8)
     offsets, _ = _offsets(sizes)
     return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+
+
+def split_point(size: int, *, two_threads: bool) -> int:
+    """Return how many bytes go into the first file; the rest goes into the second one.
+
+    Args:
+        size: Total bytes.
+        two_threads: Whether there is a core for a second thread. On a core shared with others it costs almost nothing.
+    """
+    if not two_threads or size < _MIN_SPLIT_BYTES:
+        return size
+    page = os.sysconf("SC_PAGE_SIZE")
+    return size // 2 // page * page
+
+
+def copy_into(files: tuple[int, int], pieces: Sequence[_Piece], split: int) -> None:
+    """Write all pieces into the two files.
+
+    Args:
+        files: Two file descriptors, each file already at its final length.
+        pieces: Each piece's offset in bytes from the start of the first file, and its data.
+        split: Offset at which the second file begins.
+    """
+    first = [(offset, view[: max(0, split - offset)]) for offset, view in pieces if offset < split]
+    second = [
+        (max(0, offset - split), view[max(0, split - offset) :])
+        for offset, view in pieces
+        if offset + view.nbytes > split
+    ]
+    if not second:
+        _fill(files[0], first)
+        return
+    # Its own file object: after an interrupt here the thread can never write to a reused file descriptor.
+    writer = _Writer(FileIO(f"/proc/self/fd/{files[1]}", "r+"), second)
+    try:
+        writer.start()
+        _fill(files[0], first)
+    except BaseException:
+        writer.stop()
+        raise
+    writer.result()
+
+
+def _fill(fd: int, pieces: Sequence[_Piece], stopped: threading.Event | None = None) -> None:
+    for offset, view in pieces:
+        done = 0
+        while done < view.nbytes and not (stopped is not None and stopped.is_set()):
+            done += os.pwrite(fd, view[done : done + _CHUNK], offset + done)
+
+
+class _Writer(threading.Thread):
+    """Thread that writes the second file."""
+
+    def __init__(self, file: FileIO, pieces: Sequence[_Piece]) -> None:
+        super().__init__(name="axon_nb-shared-block", daemon=True)
+        self._file = file
+        self._pieces = pieces
+        self._stopped = threading.Event()
+        self._error: OSError | None = None
+
+    def run(self) -> None:
+        """Write the pieces."""
+        if self._stopped.is_set():
+            return
+        try:
+            with self._file:
+                _fill(self._file.fileno(), self._pieces, self._stopped)
+        except OSError as error:  # such as out of memory
+            self._error = error
+
+    def stop(self) -> None:
+        """Stop and wait for the thread, so that the caller may release the memory it reads."""
+        self._stopped.set()
+        while self.ident is not None:
+            try:
+                self.join()
+                return
+            except RuntimeError:  # it runs, but has not said so yet: an interrupt came while `start` waited for that
+                time.sleep(0)
+        # Not started, and will do nothing. Python keeps a thread whose start was interrupted, so release its data.
+        self._file.close()
+        self._pieces = ()
+
+    def result(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            OSError: writing failed.
+        """
+        try:
+            self.join()
+        except BaseException:  # an interrupt
+            self.stop()
+            raise
+        if self._error is not None:
+            raise self._error
+
+
+class KeptMemory:
+    """The files of all ranks that this agent has forked. An empty one takes no memory."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, FileIO] = {}
+
+    def prepare(self, rank: int) -> None:
+        """Create the file of a rank, unless there is one. Without it the rank works, and cannot be protected."""
+        if rank not in self._files and hasattr(os, "memfd_create"):
+            with contextlib.suppress(OSError):  # too many open files
+                self._files[rank] = FileIO(os.memfd_create(_NAME.format(rank=rank), os.MFD_CLOEXEC), "r+")
+
+    def of_others(self, rank: int) -> list[FileIO]:
+        """Return the files that a new process for this rank closes."""
+        return [file for other, file in self._files.items() if other != rank]
+
+
+def find_kept_memory(rank: int) -> int | None:
+    """Return the descriptor that this process, a rank, has inherited; None: there is none."""
+    name = f"/memfd:{_NAME.format(rank=rank)} (deleted)"
+    with contextlib.suppress(FileNotFoundError):  # not Linux
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # the one that lists the folder
+                if os.readlink(entry) == name:
+                    return int(entry.name)
+    return None

@@ -16,11 +16,10 @@ from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
 from tornado import web
 
-from axon_nb.doctor.clusters import FoundCluster, find_clusters
-from axon_nb.doctor.stopping import stop_clusters
+from axon_nb.doctor.clusters import FoundCluster, find_clusters, stop_clusters
 from axon_nb.errors import AxonError
 from axon_nb.records.endpoint import EndpointError, ErrorCode
-from axon_nb.remote.client import NotebookClient, connect
+from axon_nb.remote.tools import NotebookClient, connect
 
 if TYPE_CHECKING:
     from jupyter_server.serverapp import ServerApp

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from axon_nb.comm.placements import declare_placements
-from axon_nb.parallel.activation_checkpoint import checkpoint_blocks
 from axon_nb.parallel.batch_norm import SyncBatchNorm
 from axon_nb.parallel.checkpoint import Checkpoints, ResumableSampler, Resumed, export_safetensors
-from axon_nb.parallel.clip import NonFiniteNormError, clip_grad_norm, grad_norm
 from axon_nb.parallel.data.ddp import DDP, DistributedDataParallel
-from axon_nb.parallel.data.fsdp import FSDP, FullyShardedDataParallel
-from axon_nb.parallel.data.zero import ZeRO1
+from axon_nb.parallel.data.sharded_model import FSDP, FullyShardedDataParallel, ZeRO1
 from axon_nb.parallel.hooks import BF16, FP16, CommHook, Hierarchical, HookStats, PowerSGD, TopK
-from axon_nb.parallel.loop import accumulating, load_checkpoint, reduce_metrics, save_on_main
-from axon_nb.parallel.memory import FSDPMemoryStats, model_states
-from axon_nb.parallel.mesh import axis_group, coordinates, make_mesh
-from axon_nb.parallel.optimizer_kind import OptimizerKind
+from axon_nb.parallel.loop import (
+    NonFiniteNormError,
+    accumulating,
+    clip_grad_norm,
+    grad_norm,
+    load_checkpoint,
+    reduce_metrics,
+    save_on_main,
+)
+from axon_nb.parallel.memory import (
+    CPUOffload,
+    FSDPMemoryStats,
+    OptimizerKind,
+    ShardingStrategy,
+    checkpoint_blocks,
+    model_states,
+)
 from axon_nb.parallel.pipeline import (
     Pipeline,
     PipelineMemoryStats,
@@ -23,7 +33,6 @@ from axon_nb.parallel.pipeline import (
     bubble_fraction,
     ideal_timeline,
 )
-from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 from axon_nb.parallel.tensor import (
     ColumnParallelLinear,
     ParallelMLP,
@@ -33,7 +42,7 @@ from axon_nb.parallel.tensor import (
     parallel_cross_entropy,
     parallelize,
 )
-from axon_nb.parallel.three_d import Parallel3D
+from axon_nb.parallel.three_d import Parallel3D, axis_group, coordinates, make_mesh
 
 __all__ = [
     "BF16",

@@ -1,28 +1,80 @@
-"""Memory of model states per rank, by formula and as measured: parameters, gradients and optimizer state.
+"""Memory of training per rank: sharding strategies, model states by formula and as measured, recomputed activations.
 
 The formula follows Rajbhandari et al., ZeRO (2020), and what torch does: FSDP2 shards a parameter along its first
 dimension and pads parameters and gradients to equal sizes on all ranks; ZeroRedundancyOptimizer assigns whole
-parameters to ranks. The measurement adds up the storages of a rank's tensors.
+parameters to ranks. How much state an optimizer keeps per parameter element is found by running it. The measurement
+adds up the storages of a rank's tensors.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 import math
 import resource
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from axon_nb.errors import UsageError
-from axon_nb.parallel.optimizer_kind import OptimizerKind, optimizer_states
-from axon_nb.parallel.strategies import CPUOffload, ShardingStrategy
 
+Choice = TypeVar("Choice", bound=enum.Enum)
 MIB = 1024.0 * 1024.0
 """Bytes per MiB, the unit of names that end in `_mb`."""
+_PROBE = (2, 3)
+_HINT = "pass the elements of state per parameter element: states_per_param=…"
+_IMPLEMENTATION_OPTIONS = ("capturable", "foreach", "fused")
+ModuleKinds = type | tuple[type, ...] | Callable[[nn.Module], bool]
+"""Selects modules: by class, or by a function called with each module."""
+
+
+class ShardingStrategy(enum.Enum):
+    """Which model states are sharded over ranks."""
+
+    FULL_SHARD = "full_shard"
+    """Parameters, gradients and optimizer state (ZeRO-3)."""
+    SHARD_GRAD_OP = "shard_grad_op"
+    """The same between steps; parameters stay unsharded from forward to backward (torch's ZeRO-2). In the ZeRO paper's
+    stage 2 each rank keeps all parameters between steps, too; torch has no such strategy."""
+    NO_SHARD = "no_shard"
+    """Nothing: every rank holds everything and gradients are averaged, as in DDP."""
+    HYBRID_SHARD = "hybrid_shard"
+    """FULL_SHARD within a node, replicated across nodes."""
+    OPTIMIZER_STATE = "optimizer_state"
+    """Only the optimizer state (ZeRO-1)."""
+
+
+class CPUOffload(enum.Enum):
+    """What is kept in host memory between uses. CPU ranks make the same moves within host memory."""
+
+    NONE = "none"
+    PARAMS = "params"
+    """Parameters: copied to the device for each all-gather and for the optimizer step."""
+    OPTIMIZER_STATES = "optimizer_states"
+    """Optimizer states: copied to the device for the optimizer step."""
+    FULL = "full"
+    """Parameters, gradients and optimizer states; the optimizer step runs on the host."""
+
+
+def parse_enum(kind: type[Choice], value: Any, name: str) -> Choice:
+    """Return the enum member that is given itself or by its value.
+
+    Raises:
+        UsageError: there is no such member.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        names = ", ".join(f"{kind.__name__}.{item.name}" for item in kind)
+        raise UsageError(f"{name} must be one of {names}; got {value!r}.") from None
+
+
 _ON_HOST = {
     CPUOffload.NONE: (),
     CPUOffload.PARAMS: ("params",),
@@ -238,3 +290,103 @@ def _peak_mb(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)) / MIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer that has not been created yet."""
+
+    make: Callable[..., Optimizer] = torch.optim.Adam
+    """Class of the optimizer."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the optimizer."""
+
+    def bytes_per_element(self, dtype: torch.dtype, *, trained: bool = True) -> int:
+        """Return the bytes of state per element of a parameter of this dtype, from one step on a tiny parameter.
+
+        Parameters that are not trained have no state, except with optimizers that create it at once, such as Adagrad.
+        Values per parameter, such as Adam's step count, are not included.
+
+        Raises:
+            UsageError: the states and parameters have different shapes, or a step needs more than gradients.
+        """
+        probe = nn.Parameter(torch.zeros(_PROBE, dtype=dtype, device="cpu"))
+        probe.grad = torch.ones_like(probe) if trained else None
+        # Options that only choose an implementation change no state, but need devices that the probe is not on.
+        options = {name: value for name, value in self.options.items() if name not in _IMPLEMENTATION_OPTIONS}
+        optimizer = self.make([probe], **options)
+        # Not `optimizer.step()`: code that counts optimizer steps must not count this one.
+        step = type(optimizer).step
+        try:
+            getattr(step, "__wrapped__", step)(optimizer)
+        except TypeError as error:
+            raise UsageError(f"{type(optimizer).__name__} needs more than gradients for a step; {_HINT}") from error
+        states = [state for state in optimizer.state[probe].values() if isinstance(state, torch.Tensor) and state.ndim]
+        if any(tuple(state.shape) != _PROBE for state in states):
+            raise UsageError(f"{type(optimizer).__name__} has states and parameters of different shapes; {_HINT}")
+        return sum(state.itemsize for state in states)
+
+
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that holds the states: for ZeroRedundancyOptimizer, its local one."""
+    inner: Optimizer = getattr(optimizer, "optim", optimizer)
+    return inner
+
+
+def optimizer_states(optimizer: Optimizer | None) -> list[torch.Tensor]:
+    """Return the states that an optimizer holds on this rank, except scalars."""
+    if optimizer is None:
+        return []
+    inner = local_optimizer(optimizer)
+    values = [value for state in inner.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim > 0]
+
+
+def matches(module: nn.Module, kinds: ModuleKinds) -> bool:
+    """Whether `module` is selected by `kinds`."""
+    if isinstance(kinds, type | tuple):
+        return isinstance(module, kinds)
+    return bool(kinds(module))
+
+
+def checkpoint_blocks(model: nn.Module, kinds: ModuleKinds, *, every: int = 1, **options: Any) -> int:
+    """Store only the inputs of these blocks for backward: less memory for about a third more time.
+
+    Gradients are unchanged, even where random numbers are drawn. The blocks keep their places, classes and parameter
+    names (torch's `checkpoint_wrapper` changes these). FSDP, DDP and tensor parallelism can be applied before or after.
+
+    Args:
+        model: The model; changed in place.
+        kinds: The blocks, by class or by a function. Of nested blocks, the outer one is chosen.
+        every: 1 selects all blocks, 2 every second one starting with the first, and so on.
+        options: Options of `torch.utils.checkpoint.checkpoint`, such as `preserve_rng_state`.
+
+    Returns:
+        The number of checkpointed blocks.
+
+    Raises:
+        UsageError: no block matches, `every` is below 1, or a block is already checkpointed.
+    """
+    if every < 1:
+        raise UsageError(f"every must be at least 1; got {every}. (1: all blocks, 2: every second one.)")
+    blocks = _blocks(model, kinds)
+    if not blocks:
+        classes = ", ".join(sorted({type(inner).__name__ for inner in model.modules() if inner is not model}))
+        raise UsageError(
+            f"No module of {type(model).__name__} matches kinds={kinds!r}; it contains {classes or 'no modules'}."
+        )
+    selected = list(blocks.items())[::every]
+    for name, block in selected:
+        if "forward" in vars(block):
+            raise UsageError(f"{name} already has its own forward; call checkpoint_blocks only once per block.")
+    for _, block in selected:
+        # Set on the instance, so that hooks such as FSDP's stay outside: a unit is gathered once for both forwards.
+        vars(block)["forward"] = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+    return len(selected)
+
+
+def _blocks(module: nn.Module, kinds: ModuleKinds, prefix: str = "") -> dict[str, nn.Module]:
+    blocks: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        blocks |= {prefix + name: child} if matches(child, kinds) else _blocks(child, kinds, f"{prefix}{name}.")
+    return blocks

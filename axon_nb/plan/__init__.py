@@ -13,25 +13,17 @@ if TYPE_CHECKING:
     from axon_nb.plan.calibration.result import Calibration
     from axon_nb.plan.errors import PlanCancelledError, PlanError, SimulatorError
     from axon_nb.plan.footprint.memory import memory
-    from axon_nb.plan.footprint.parts import MemoryParts, ModuleMemory
-    from axon_nb.plan.footprint.plan import MemoryPlan, RankMemory
-    from axon_nb.plan.hardware.cards import GPUS
-    from axon_nb.plan.hardware.links import Link
-    from axon_nb.plan.hardware.presets import PRESETS
-    from axon_nb.plan.hardware.rates import Rates
+    from axon_nb.plan.footprint.plan import MemoryParts, MemoryPlan, ModuleMemory, RankMemory
+    from axon_nb.plan.hardware import GPUS, PRESETS, Link, Rates
     from axon_nb.plan.layout_search.plan import SearchPlan
     from axon_nb.plan.layout_search.search import search
     from axon_nb.plan.models import CapturedModel, TensorSpec
-    from axon_nb.plan.pipeline.plan import SchedulePlan, StageTimes
-    from axon_nb.plan.pipeline.schedule import schedule
-    from axon_nb.plan.program.plan import ProgramPlan
-    from axon_nb.plan.program.run import run
+    from axon_nb.plan.pipeline import SchedulePlan, StageTimes, schedule
+    from axon_nb.plan.program.run import ProgramPlan, run
     from axon_nb.plan.skeleton import capture
-    from axon_nb.plan.timing.plan import StepTime
-    from axon_nb.plan.timing.step_time import step_time
+    from axon_nb.plan.timing import StepTime, step_time
     from axon_nb.plan.traffic.communication import communication
-    from axon_nb.plan.traffic.plan import CommunicationPlan
-    from axon_nb.plan.traffic.recorded import recorded_communication
+    from axon_nb.plan.traffic.plan import CommunicationPlan, recorded_communication
 
 __all__ = [
     "GPUS",
@@ -74,31 +66,34 @@ _HOME = {
         "SimulatorError",
     ),
     "footprint.memory": ("memory",),
-    "footprint.parts": ("MemoryParts", "ModuleMemory"),
-    "footprint.plan": ("MemoryPlan", "RankMemory"),
-    "hardware.cards": ("GPUS",),
-    "hardware.links": ("Link",),
-    "hardware.presets": ("PRESETS",),
-    "hardware.rates": ("Rates",),
+    "footprint.plan": (
+        "MemoryParts",
+        "MemoryPlan",
+        "ModuleMemory",
+        "RankMemory",
+    ),
+    "hardware": (
+        "GPUS",
+        "PRESETS",
+        "Link",
+        "Rates",
+    ),
     "layout_search.plan": ("SearchPlan",),
     "layout_search.search": ("search",),
     "models": (
         "CapturedModel",
         "TensorSpec",
     ),
-    "pipeline.plan": (
+    "pipeline": (
         "SchedulePlan",
         "StageTimes",
+        "schedule",
     ),
-    "pipeline.schedule": ("schedule",),
-    "program.plan": ("ProgramPlan",),
-    "program.run": ("run",),
+    "program.run": ("ProgramPlan", "run"),
     "skeleton": ("capture",),
-    "timing.plan": ("StepTime",),
-    "timing.step_time": ("step_time",),
+    "timing": ("StepTime", "step_time"),
     "traffic.communication": ("communication",),
-    "traffic.plan": ("CommunicationPlan",),
-    "traffic.recorded": ("recorded_communication",),
+    "traffic.plan": ("CommunicationPlan", "recorded_communication"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

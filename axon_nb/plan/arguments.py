@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from axon_nb.parallel.data.units import Wrap
+    from axon_nb.parallel.memory import ShardingStrategy
     from axon_nb.parallel.pipeline.schedule import PipelineSchedule
-    from axon_nb.parallel.strategies import ShardingStrategy
 
 AXES = ("pp", "replicate", "dp", "shard", "tp")
 """In this order; the last one varies fastest."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from axon_nb.records.memory import MemoryUse
-from axon_nb.records.placement import Shard
 from axon_nb.records.spans import Span
-from axon_nb.records.telemetry import Activity, RankState
+from axon_nb.records.telemetry import Activity, RankState, Shard
 
 __all__ = ["Activity", "MemoryUse", "RankState", "Shard", "Span"]

@@ -1,7 +1,8 @@
-"""The register of private hooks: what axon_nb uses of other packages without a promise that it stays.
+"""What axon_nb needs of other packages: tested versions, the register of private hooks, and the self-test's results.
 
-`hooks.toml` beside this file lists them; `missing_hooks` says which of them the installed versions lack. Every fallback
-asks it, and so do the self-test, `axon-nb doctor` and one test that walks them all.
+`hooks.toml` beside this file lists what axon_nb uses without a promise that it stays; `missing_hooks` says which of
+that the installed versions lack. Every fallback asks it, and so do the self-test, `axon-nb doctor` and one test that
+walks them all.
 """
 
 from __future__ import annotations
@@ -13,18 +14,104 @@ import importlib.util
 import inspect
 import sys
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from axon_nb.records.compatibility import TESTED, install_command, release
+from packaging.version import InvalidVersion, Version
 
+TESTED = {
+    "torch": ("2.11", "2.16"),
+    "ipykernel": ("7.4", "8"),
+    "ipython": ("9.13", "10"),
+    "ipyparallel": ("9.1", "10"),
+}
+"""By package: the lowest version that passed the tests, and the first version above the tested range."""
 REGISTER = Path(__file__).with_name("hooks.toml")
 """The data file; its first lines explain the fields."""
-
 _ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """A feature that relies on private APIs of other packages, and whether it works here."""
+
+    name: str
+    """Short and stable identifier, such as ``release``."""
+    label: str
+    """What it does, as a verb phrase."""
+    works: bool
+    lost: str
+    """What users lose without it, as a clause."""
+    reason: str = ""
+    """Why it does not work; empty if it does."""
+    fix: str = ""
+    """Command that restores it; empty if it works."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of the self-test."""
+
+    torch: str
+    """Version of torch, such as ``2.15.0+cu132``."""
+    python: str
+    seconds: float
+    """Duration of the test."""
+    capabilities: tuple[Capability, ...]
+
+    @property
+    def lost(self) -> list[Capability]:
+        """The capabilities that do not work."""
+        return [capability for capability in self.capabilities if not capability.works]
+
+    def without_passed(self) -> Verdict:
+        """Return a copy with only the capabilities that do not work."""
+        return replace(self, capabilities=tuple(self.lost))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dictionary for JSON."""
+        return {**asdict(self), "capabilities": [asdict(capability) for capability in self.capabilities]}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Verdict:
+        """Restore from the result of `to_json`.
+
+        Raises:
+            KeyError: a field is missing.
+            TypeError: a field is unknown or has the wrong type.
+        """
+        capabilities: Sequence[Mapping[str, Any]] = content["capabilities"]
+        return cls(
+            torch=str(content["torch"]),
+            python=str(content["python"]),
+            seconds=float(content["seconds"]),
+            capabilities=tuple(Capability(**capability) for capability in capabilities),
+        )
+
+
+def are_tested(versions: Mapping[str, str]) -> bool:
+    """Whether all these versions, by package, are in the tested ranges."""
+    return all(
+        release(TESTED[package][0]) <= release(version) < release(TESTED[package][1])
+        for package, version in versions.items()
+    )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return major and minor number of a version such as ``2.15.0+cu132``, also of a nightly build; empty: unknown."""
+    try:
+        return Version(version).release[:2]
+    except InvalidVersion:
+        return ()
+
+
+def install_command(package: str) -> str:
+    """The command that installs a tested version of `package`."""
+    lowest, above = TESTED[package]
+    return f'pip install "{package}>={lowest},<{above}"'
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The commands of `axon-nb` on a running cluster: what they accept, and what they print."""
+"""The commands of `axon-nb` on a running cluster, for plans, and for agents: what they accept, and what they print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from axon_nb.records.endpoint import EndpointError, ErrorCode
 from axon_nb.usage import CommandParser, ProgramCommand
 
 if TYPE_CHECKING:
-    from axon_nb.remote.client import NotebookClient
+    from axon_nb.remote.tools import NotebookClient
 
 _POLL_S = 0.5
 _LONG_S = 600.0
@@ -25,13 +25,26 @@ _STATUSES = (
     "Exit status: 0, or 1 if it failed, 2 for bad usage, 3 without such a cluster or notebook, 4 if the notebook does "
     "not allow it, 5 while a cell runs, 6 if the notebook does not reply."
 )
+SIZES: Mapping[str, tuple[int, int, int]] = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 16, 24),
+    "1.3b": (2048, 32, 24),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 56, 48),
+    "66b": (9216, 72, 64),
+    "175b": (12288, 96, 96),
+}
+"""Hidden size, heads and blocks of GPTs by number of parameters: table 1 of the OPT paper, arXiv:2205.01068."""
+_VOCAB = 50304
+_MIN_CHARS = 500
 
 
 def connect(name: str | None) -> NotebookClient:
     """Return a client of the notebook that uses the cluster."""
-    from axon_nb.remote import client  # loads psutil
+    from axon_nb.remote import tools  # loads psutil
 
-    return client.connect(name)
+    return tools.connect(name)
 
 
 def _common(parser: CommandParser) -> None:
@@ -202,7 +215,6 @@ def _plan_arguments(parser: CommandParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from axon_nb.remote.planning import plan_layouts
 
     reply = plan_layouts(
         options.model,
@@ -278,5 +290,123 @@ REMOTE_COMMANDS: Mapping[str, ProgramCommand] = {
         "axon-nb plan 7B --ranks 64 --card h100 --json",
         _plan_arguments,
         _plan,
+    ),
+}
+
+
+def plan_layouts(
+    model: str,
+    ranks: int,
+    *,
+    card: str = "h100",
+    memory_gib: float | None = None,
+    context: int = 2048,
+    global_batch: int | None = None,
+    top: int = 5,
+) -> dict[str, Any]:
+    """Rank the layouts of a model's training step in bfloat16 with AdamW.
+
+    Args:
+        model: The size of a GPT such as ``7B``, or a causal language model of Hugging Face: its name or folder.
+        ranks: Number of GPUs.
+        card: The GPU's name, such as ``h100``.
+        memory_gib: GiB per GPU; None: the card's.
+        context: Tokens in a sample.
+        global_batch: Samples per step over all GPUs; None: two per GPU.
+        top: How many layouts to return.
+
+    Raises:
+        UsageError: the card or a number is invalid, or the model cannot be planned.
+    """
+    from axon_nb import plan
+    from axon_nb.plan.hardware import CARDS
+
+    if card not in CARDS:
+        raise UsageError(f"--card {card}: must be one of {', '.join(CARDS)}.")
+    size = SIZES.get(model.lower())
+    source: Any = model
+    options: dict[str, Any] = {"seq": context}
+    if size is not None:
+        from axon_nb.parallel.models import GPTConfig
+
+        hidden, heads, blocks = size
+        source = GPTConfig(vocab=_VOCAB, context=context, hidden=hidden, heads=heads, blocks=blocks)
+    elif "/" not in model:
+        raise UsageError(f"{model!r} must be one of {', '.join(SIZES)}, or a model of Hugging Face such as org/name.")
+    limit = CARDS[card].gib if memory_gib is None else memory_gib
+    table = plan.search(
+        source,
+        ranks,
+        limit,
+        rates=card,
+        links=card,
+        global_batch=global_batch,
+        mixed_precision="bfloat16",
+        **options,
+    )
+    layouts = [
+        {
+            "dp": one.dp,
+            "tp": one.tp,
+            "pp": one.pp,
+            "strategy": one.strategy,
+            "microbatches": one.num_microbatches,
+            "activation_checkpointing": one.activation_checkpointing,
+            "step_ms": round(one.step_s * 1e3, 3) if one.memory else None,
+            "memory_gib": round(one.memory_bytes / 1024**3, 3) if one.memory else None,
+            "fits": one.fits,
+            "reason": one.reason,
+        }
+        for one in table.candidates[: max(1, top)]
+    ]
+    return {
+        "title": table.title,
+        "fits": table.best is not None,
+        "global_batch": table.global_batch,
+        "layouts": layouts,
+        "notes": list(table.notes),
+        "text": str(table),
+    }
+
+
+def _mcp_arguments(parser: CommandParser) -> None:
+    parser.add_argument("--allow-run", action="store_true", help="also start clusters and run cells")
+    parser.add_argument(
+        "--max-seconds", type=float, default=60.0, metavar="S", help="longest time of one call (default: 60)"
+    )
+    parser.add_argument(
+        "--max-chars", type=int, default=8000, metavar="N", help="most characters of one reply (default: 8000)"
+    )
+
+
+def _mcp(options: argparse.Namespace) -> int:
+    from axon_nb.remote.tools import Limits, serve
+
+    if options.max_seconds <= 0 or options.max_chars < _MIN_CHARS:
+        raise UsageError(f"axon-nb mcp: --max-seconds must be above 0, and --max-chars at least {_MIN_CHARS}.")
+    serve(Limits(options.max_seconds, options.max_chars), can_run=options.allow_run)
+    return 0
+
+
+def _skill(options: argparse.Namespace) -> int:
+    from axon_nb.remote.tools import skill
+
+    print(skill(), end="")
+    return 0
+
+
+AGENT_COMMANDS: Mapping[str, ProgramCommand] = {
+    "mcp": ProgramCommand(
+        "serve tools for agents over the Model Context Protocol",
+        "Serve tools for agents over the Model Context Protocol, on standard input and output. They only read, unless "
+        "--allow-run is given. Example: axon-nb mcp --allow-run",
+        _mcp_arguments,
+        _mcp,
+    ),
+    "skill": ProgramCommand(
+        "print the instructions for agents",
+        "Print SKILL.md, the instructions for agents. Example: axon-nb skill",
+        lambda parser: None,
+        _skill,
     ),
 }

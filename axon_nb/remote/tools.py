@@ -1,26 +1,36 @@
-"""The tools of `axon-nb mcp`: what a model can ask and do, within limits of time and size.
+"""Requests to the notebook that uses a cluster, and the tools of `axon-nb mcp`: what a model can ask and do.
 
-Each method of `Tools` is a tool; its docstring and its signature are what the model reads.
+Each method of `Tools` is a tool; its docstring and its signature are what the model reads. Calls are within limits of
+time and size. They are served over the Model Context Protocol on standard input and output.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import inspect
 import json
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from axon_nb.doctor.clusters import find_clusters
-from axon_nb.errors import AxonError
+from axon_nb._version import __version__
+from axon_nb.doctor.clusters import FoundCluster, find_clusters
+from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.endpoint import EndpointError, ErrorCode
-from axon_nb.remote.client import connect
-from axon_nb.remote.limits import within
 
+_TIMEOUT_S = 60.0
+"""A notebook replies within seconds, unless its kernel is in C code that holds the GIL."""
+_CUTS = ((64, 4000), (32, 1500), (16, 600), (8, 240), (4, 100), (2, 40))
+"""Entries of a list and characters of a text that are kept; the next step applies while the reply is too large."""
 TOOLS = (
     "clusters",
     "status",
@@ -43,6 +53,122 @@ TOOLS = (
 )
 WRITING = frozenset({"start", "stop", "run_start", "run_poll", "run_tail", "run_cancel", "interrupt", "repair"})
 """Tools that are refused without ``--allow-run``."""
+
+
+class NotebookClient:
+    """Sends requests to the notebook that uses one cluster; each has a connection of its own.
+
+    Args:
+        cluster: The cluster.
+    """
+
+    def __init__(self, cluster: FoundCluster) -> None:
+        self.name = cluster.name
+        self._path = cluster.run_dir.endpoint_socket
+
+    def request(self, operation: str, /, *, timeout_s: float = _TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
+        """Send a request and return the reply.
+
+        Args:
+            operation: Its name, such as ``status``.
+            timeout_s: How long to wait for the reply, in seconds.
+            arguments: Its arguments.
+
+        Raises:
+            EndpointError: it was refused, it failed, or there was no reply in time.
+        """
+        request = json.dumps({"do": operation, "with": arguments}).encode() + b"\n"
+        deadline = time.monotonic() + timeout_s
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(timeout_s)
+                connection.connect(str(self._path))
+                connection.sendall(request)
+                reply = _read_line(connection, deadline)
+        except TimeoutError:
+            raise EndpointError(
+                ErrorCode.NO_REPLY,
+                f"The notebook of {self.name!r} did not reply within {timeout_s:g} s. It may run code that does not "
+                "let other threads work; try again, or restart its kernel: the ranks keep running.",
+            ) from None
+        except OSError:
+            raise EndpointError(ErrorCode.NO_CLUSTER, _no_notebook(self.name)) from None
+        if not reply:
+            raise EndpointError(ErrorCode.NO_CLUSTER, f"The notebook of {self.name!r} closed the connection.")
+        answer = json.loads(reply)
+        if "error" in answer:
+            error = answer["error"]
+            raise EndpointError(ErrorCode(error["code"]), error["message"])
+        result: dict[str, Any] = answer["ok"]
+        return result
+
+
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+    parts = bytearray()
+    while not parts.endswith(b"\n"):
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        part = connection.recv(1 << 16)
+        if not part:
+            return b""
+        parts += part
+    return bytes(parts)
+
+
+def connect(name: str | None = None) -> NotebookClient:
+    """Return a client of the notebook that uses a cluster.
+
+    Args:
+        name: The cluster's name, or that of its folder; None: the only one.
+
+    Raises:
+        EndpointError: there is no such cluster, no notebook uses it, or there are several.
+    """
+    living = [cluster for cluster in find_clusters() if cluster.state != "dead"]
+    chosen = [cluster for cluster in living if name in (None, cluster.name, cluster.folder)]
+    if not chosen:
+        which = f"There is no cluster {name!r}" if name is not None else "You have no clusters"
+        others = f"; running are {', '.join(cluster.name for cluster in living)}" if living else ""
+        raise EndpointError(ErrorCode.NO_CLUSTER, f"{which} on this host{others}.")
+    used = [cluster for cluster in chosen if cluster.state != "detached"]
+    if len(used or chosen) > 1:
+        names = ", ".join(cluster.name for cluster in used or chosen)
+        raise EndpointError(ErrorCode.BAD_REQUEST, f"You have several clusters: {names}. Name one.")
+    if not used:
+        raise EndpointError(ErrorCode.NO_CLUSTER, _no_notebook(chosen[0].name))
+    return NotebookClient(used[0])
+
+
+def _no_notebook(name: str) -> str:
+    return (
+        f"No notebook uses the cluster {name!r} now, or it has an older axon_nb. Run `%distributed attach {name}` in a "
+        "notebook to reconnect."
+    )
+
+
+def within(reply: dict[str, Any], characters: int) -> dict[str, Any]:
+    """Return the reply, or as much of it as `characters` of JSON hold, then with ``"cut": true``.
+
+    Lists keep their first entries, texts their end, which says more than their start.
+    """
+    if len(json.dumps(reply)) <= characters:
+        return reply
+    for entries, length in _CUTS:
+        cut = {**_cut(reply, entries, length), "cut": True}
+        if len(json.dumps(cut)) <= characters:
+            return cut
+    return {"cut": True, "keys": sorted(reply)}
+
+
+def _cut(value: Any, entries: int, length: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _cut(each, entries, length) for key, each in list(value.items())[: 4 * entries]}
+    if isinstance(value, list):
+        return [_cut(each, entries, length) for each in value[:entries]]
+    if isinstance(value, str) and len(value) > length:
+        return f"…{value[-length:]}"
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +276,7 @@ class Tools:
     def start(self, n: int, name: str | None = None, devices: str = "auto") -> dict[str, Any]:
         """Start a cluster of n ranks that lives as long as this server. devices: "auto", "cpu" or GPU numbers."""
         from axon_nb.cluster.session import current
-        from axon_nb.cluster.session.start import start
+        from axon_nb.cluster.session.clusters import start
 
         with _standard_output_kept():
             cluster = start(n, name=name, devices=devices)
@@ -230,3 +356,51 @@ def _standard_output_kept() -> Iterator[None]:
     """Send prints to standard error: standard output belongs to the protocol."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+def skill() -> str:
+    """Return the instructions for agents, `SKILL.md`."""
+    return (files("axon_nb") / "remote" / "SKILL.md").read_text(encoding="utf-8")
+
+
+def serve(limits: Limits, *, can_run: bool) -> None:
+    """Serve until standard input ends.
+
+    Args:
+        limits: What one call may take.
+        can_run: Whether tools may start clusters and run cells.
+
+    Raises:
+        UsageError: the package `mcp` is missing.
+    """
+    try:
+        from mcp.server.mcpserver import MCPServer
+    except ImportError:
+        raise UsageError('axon-nb mcp needs the package mcp 2.3 or newer: run `pip install "mcp>=2.3"`.') from None
+    from mcp.types import ToolAnnotations
+
+    tools = Tools(limits, can_run=can_run)
+    server: Any = MCPServer("axon_nb", version=__version__, instructions=skill(), log_level="WARNING")
+    for name in TOOLS:
+        method = getattr(tools, name)
+        server.tool(
+            name=name,
+            description=inspect.getdoc(method),
+            annotations=ToolAnnotations(read_only_hint=name not in WRITING),
+            structured_output=False,
+        )(_in_thread(tools, method))
+    server.run("stdio")
+
+
+def _in_thread(tools: Tools, method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return a tool's function: it has the signature of `method`, and calls it in a thread."""
+    from mcp.types import CallToolResult, TextContent
+
+    @functools.wraps(method)
+    async def call(**arguments: Any) -> CallToolResult:
+        perform = functools.partial(tools.call, method.__name__, arguments)
+        reply = await asyncio.to_thread(perform)
+        text = TextContent(type="text", text=json.dumps(reply))
+        return CallToolResult(content=[text], structured_content=reply, is_error="error" in reply)
+
+    return call

@@ -2,7 +2,7 @@
 
 The notebook uses it as well, and imports torch only when a tensor arrives. If torch cannot be imported, a tensor
 arrives as a NumPy array (bfloat16 as float32). An array of another library on a device, such as CuPy's, is sent as a
-NumPy array: the other side may have neither the library nor a GPU.
+NumPy array, through DLPack or NumPy's interface: the other side may have neither the library nor a GPU.
 
 Functions of cells arrive in the namespace of the receiving process, as if they were defined in a cell there. By itself,
 cloudpickle would give each function a private copy of the names it uses, which later cells could not reassign.
@@ -18,13 +18,11 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
 from IPython.core.getipython import get_ipython
-
-from axon_nb.shell.foreign_arrays import as_numpy, is_on_device
 
 _ATTRIBUTES = (
     "__name__",
@@ -38,6 +36,9 @@ _ATTRIBUTES = (
 _MAX_INLINE_BYTES = 4 << 10
 """Smaller memory travels within the pickle."""
 _CANNOT_PICKLE = re.compile(r"cannot pickle '([^']+)'")
+_HOST = (1, 3)
+"""DLPack's types of devices whose memory the CPU reads: its own, and pinned memory."""
+_CUDA = 2
 
 
 def namespace() -> dict[str, Any]:
@@ -302,3 +303,68 @@ def cannot_pickle(error: BaseException) -> str:
     if match:
         return f"{type(error).__name__}: cannot pickle {match.group(1)!r} object, which stays with its process"
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether this is an array of another library whose memory the CPU cannot read."""
+    device = _dlpack_device(value)
+    return device is not None and device[0] not in _HOST
+
+
+def array_device(value: Any) -> str | None:
+    """Return where an array of another library is, such as ``cuda:0``; None if it is no such array."""
+    device = _dlpack_device(value)
+    if device is None:
+        return "cpu" if _has_interface(value) else None
+    return "cpu" if device[0] in _HOST else f"{'cuda' if device[0] == _CUDA else 'device'}:{device[1]}"
+
+
+def as_numpy(value: Any) -> Any:
+    """Return an array of another library as a NumPy array.
+
+    Raises:
+        TypeError: none of the ways that such libraries offer works.
+    """
+    import numpy as np
+
+    torch = sys.modules.get("torch")
+    ways: list[Callable[[], Any]] = []
+    if _has_interface(value):
+        ways.append(lambda: np.asarray(value))
+    elif is_on_device(value):
+        if type(value).__module__.partition(".")[0] == "cupy":
+            ways.append(value.get)  # it waits for what is queued, in every version
+        ways.append(lambda: np.from_dlpack(value, device="cpu"))  # NumPy 2.1 and later
+        if torch is not None:
+            ways.append(lambda: torch.from_dlpack(value).cpu().numpy())
+        ways.append(lambda: np.asarray(value))
+    else:
+        ways.append(lambda: np.from_dlpack(value))
+    reasons = []
+    for way in ways:
+        try:
+            array = way()
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}")
+            continue
+        if isinstance(array, np.ndarray) and not array.dtype.hasobject:
+            return array
+    raise TypeError(f"{type(value).__name__} gives no NumPy array: {'; '.join(reasons)}")
+
+
+def _has_interface(value: Any) -> bool:
+    return not isinstance(value, type) and isinstance(getattr(value, "__array_interface__", None), dict)
+
+
+def _dlpack_device(value: Any) -> tuple[int, int] | None:
+    """Return DLPack's type and number of the device; None for tensors, NumPy arrays and other objects."""
+    if not hasattr(type(value), "__dlpack_device__"):
+        return None
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if (numpy and isinstance(value, numpy.ndarray)) or (torch and isinstance(value, torch.Tensor)):
+        return None
+    try:
+        kind, number = value.__dlpack_device__()
+        return int(kind), int(number)
+    except Exception:  # such as an array whose memory was donated
+        return None

@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from axon_nb.widgets.cell.strip import RankStrip
+    from axon_nb.widgets.cell.views import RankStrip
     from axon_nb.widgets.memory.view import MemoryView
-    from axon_nb.widgets.shards.view import ShardsView
+    from axon_nb.widgets.shards import ShardsView
     from axon_nb.widgets.timeline.view import TimelineView
     from axon_nb.widgets.watch.view import WatchView
 
@@ -16,8 +16,8 @@ __all__ = ["MemoryView", "RankStrip", "ShardsView", "TimelineView", "WatchView"]
 
 _MODULE_OF = {
     "MemoryView": "memory.view",
-    "RankStrip": "cell.strip",
-    "ShardsView": "shards.view",
+    "RankStrip": "cell.views",
+    "ShardsView": "shards",
     "TimelineView": "timeline.view",
     "WatchView": "watch.view",
 }

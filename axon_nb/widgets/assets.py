@@ -14,7 +14,7 @@ from graphlib import TopologicalSorter
 from itertools import takewhile
 from pathlib import Path
 
-from axon_nb.widgets.palette import palette_css
+from axon_nb.widgets.html import palette_css
 
 _STATIC = Path(__file__).parent / "static"
 _SHARED_STYLES = ("shared/tokens.css", "shared/components.css")

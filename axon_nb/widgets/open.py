@@ -14,28 +14,27 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.shards import request_layouts
+from axon_nb.cluster.inspection.variables import request_layouts
 from axon_nb.cluster.session import current
 from axon_nb.records.spans import Span
 from axon_nb.widgets.html import folded
 from axon_nb.widgets.panel import Panel
-from axon_nb.widgets.shards.page import shards_bundle
-from axon_nb.widgets.shards.tensors import merge_shards
-from axon_nb.widgets.timeline.advice import advice_bundle, require_advice
+from axon_nb.widgets.shards import merge_shards, shards_bundle
+from axon_nb.widgets.timeline.content import advice_bundle, require_advice
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.record import Timeline
 
 if TYPE_CHECKING:
-    from axon_nb.widgets.timeline.planned import PlannedTimeline
+    from axon_nb.widgets.timeline.record import PlannedTimeline
 
 
 def show_watch(cluster: Cluster) -> None:
     """Show the progress of the job: a panel in a notebook, text elsewhere."""
     shell = _notebook_shell()
     if shell is None:
-        from axon_nb.cluster.inspection.job import request_job
-        from axon_nb.widgets.watch.page import watch_bundle
+        from axon_nb.cluster.inspection.status import request_job
         from axon_nb.widgets.watch.store import JobStore
+        from axon_nb.widgets.watch.view import watch_bundle
 
         store = JobStore()
         store.add(request_job(cluster.state, {}), time.monotonic())
@@ -59,8 +58,8 @@ def show_memory(cluster: Cluster, names: Sequence[str]) -> None:
     shell = _notebook_shell()
     if shell is None:
         from axon_nb.cluster.inspection.memory import request_memory
-        from axon_nb.widgets.memory.page import memory_bundle
         from axon_nb.widgets.memory.rows import MemoryRows
+        from axon_nb.widgets.memory.view import memory_bundle
 
         rows = MemoryRows(", ".join(names))
         rows.update(request_memory(cluster.state, names))
@@ -87,7 +86,7 @@ def show_shards(cluster: Cluster, names: Sequence[str], *, gradients: bool = Fal
         shards, notes = request_layouts(cluster.state, names, gradients=gradients)
         print(shards_bundle(", ".join(names), merge_shards(shards), notes)["text/plain"])
         return
-    from axon_nb.widgets.shards.view import ShardsPanel
+    from axon_nb.widgets.shards import ShardsPanel
 
     _open(ShardsPanel(cluster, names, gradients=gradients), shell, "shards", *names)
 
@@ -110,7 +109,7 @@ def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = 
     elif cell is not None:
         display(timeline_bundle(timeline.table(), ranks, title=timeline.title), raw=True)
     else:
-        from axon_nb.widgets.timeline.panel import TimelinePanel
+        from axon_nb.widgets.timeline.view import TimelinePanel
 
         _open(TimelinePanel(cluster, list(ranks)), shell, "timeline", id(cluster))
     return timeline
@@ -142,7 +141,7 @@ def show_planned(spans: Sequence[Span], title: str) -> PlannedTimeline:
         spans: The spans of one rank of each kind.
         title: What was planned.
     """
-    from axon_nb.widgets.timeline.planned import PlannedTimeline
+    from axon_nb.widgets.timeline.record import PlannedTimeline
 
     timeline = PlannedTimeline(spans, title)
     if _notebook_shell() is None:
@@ -165,7 +164,7 @@ def compare_cells(cluster: Cluster, ranks: Sequence[int], cells: Sequence[int]) 
     Raises:
         UsageError: Ranks have no spans of one of them.
     """
-    from axon_nb.widgets.timeline.comparison import comparison_bundle
+    from axon_nb.widgets.timeline.page import comparison_bundle
 
     timelines = [Timeline(cluster, list(ranks), cell=cell) for cell in cells]
     bundle = comparison_bundle([(timeline.title, timeline.table()) for timeline in timelines], ranks)

@@ -98,7 +98,7 @@ def replay_schedule(title: str, spans: Sequence[Span], *, box: str = "a microbat
         spans: Forwards and backwards; the number in a box is the span's microbatch.
         box: What a box stands for.
     """
-    from axon_nb.widgets.timeline.svg import step_svg
+    from axon_nb.widgets.timeline.page import step_svg
 
     ranks = sorted({span.rank for span in spans})
     start, end = min(span.start_ns for span in spans), max(span.end_ns for span in spans)

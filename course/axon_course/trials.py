@@ -117,7 +117,7 @@ class LiveTrial(Trial):
     """
 
     def __init__(self, name: str, answer: Any, *, seed: int) -> None:
-        from axon_nb.cluster.session.kept import require
+        from axon_nb.cluster.session.clusters import require
 
         self._cluster = require("check(…, on='ranks')")
         super().__init__(answer, ranks=self._cluster.world_size, seed=seed)

@@ -27,7 +27,7 @@ import asyncio, threading, time
 import re
 from pathlib import Path
 from axon_nb.records.telemetry import Activity, RankState
-from axon_nb.widgets.cell.strip import RankStrip
+from axon_nb.widgets.cell.views import RankStrip
 
 def feed(strip, over, began):
     """Four ranks: 0 and 1 compute and meet, 2 is late for every meeting, 3 fails after two seconds of the strip."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.widgets.timeline.record import timeline_file
 from tests.support.browser.lab_server import LIMIT
@@ -48,7 +48,7 @@ while going:
 FEED = """
 import threading, time
 from types import SimpleNamespace
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.widgets.timeline.view import TimelineView
 feed = SimpleNamespace(store=SpanStore(), running_since=time.monotonic_ns())

@@ -36,7 +36,7 @@ model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 model(torch.full((2, 4), float(rank))).sum().backward()
 float(model.module.weight.grad.sum())
 """
-COMMAND = "from axon_nb.magics.subcommands import SUBCOMMANDS\nslow = SUBCOMMANDS['slow']"
+COMMAND = "from axon_nb.magics.distributed import SUBCOMMANDS\nslow = SUBCOMMANDS['slow']"
 
 
 @pytest.fixture(scope="module", params=["shm", "gloo"])

@@ -13,7 +13,7 @@ import axon_nb
 from axon_nb import comm
 from axon_nb.comm import World
 from axon_nb.comm import world as query
-from axon_nb.plan.hardware.links import rounds_and_volume
+from axon_nb.plan.hardware import rounds_and_volume
 
 N = 4
 pytestmark = pytest.mark.timeout(600)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from axon_nb.comm.device_clock import DeviceClock
+from axon_nb.comm.spans import DeviceClock
 from axon_nb.engine.groups.flight_recorder import FinishedCalls
-from axon_nb.engine.inspection.spans import SpanReader
+from axon_nb.engine.inspection.views import SpanReader
 from axon_nb.engine.session import RankSession
-from axon_nb.records.protocol.joining import JoinConfig
+from axon_nb.records.protocol.recovery import JoinConfig
 from axon_nb.records.spans import Span, SpanRing, ring
 from tests.engine.groups.native_ranks import run_on_ranks
 from tests.engine.groups.recorded_dump import dump_of, entry

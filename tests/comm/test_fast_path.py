@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from axon_nb import comm
 from axon_nb.comm import ReduceOp, World, WorldClosedError
-from axon_nb.comm.collectives import direct, fast_path
+from axon_nb.comm.collectives import direct
 from axon_nb.records.spans import ring
 
 
@@ -43,7 +43,7 @@ def test_both_paths_give_the_same_result(gloo_world: Any, dtype: torch.dtype) ->
             ops = [op for op in ReduceOp if op is not ReduceOp.AVERAGE or dtype.is_floating_point]
             pairs: list[tuple[Any, Any]] = []
             for op in ops:
-                assert fast_path.all_reduce(short.clone(), op, group) is not None
+                assert direct.fast_all_reduce(short.clone(), op, group) is not None
                 pairs.append((comm.all_reduce(short.clone(), op, group=group), careful.clone()))
                 comm.all_reduce(pairs[-1][1], op, group=group, async_op=True).wait()
                 scattered = comm.reduce_scatter(careful, op, group=group, async_op=True).wait()
@@ -77,10 +77,10 @@ NOT_SHORT: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("make", NOT_SHORT.values(), ids=NOT_SHORT)
 def test_unsupported_tensors_take_the_general_path(make: Callable[[], Any]) -> None:
     given = make()
-    assert fast_path.all_reduce(given, ReduceOp.SUM, None) is None
-    assert fast_path.broadcast(given, 0, None) is None
-    assert fast_path.all_gather(given, None) is None
-    assert fast_path.reduce_scatter(given, ReduceOp.SUM, None) is None
+    assert direct.fast_all_reduce(given, ReduceOp.SUM, None) is None
+    assert direct.fast_broadcast(given, 0, None) is None
+    assert direct.fast_all_gather(given, None) is None
+    assert direct.fast_reduce_scatter(given, ReduceOp.SUM, None) is None
 
 
 class Looks(TorchFunctionMode):
@@ -107,21 +107,21 @@ def test_torch_supports_the_fast_path() -> None:
 @pytest.mark.usefixtures("alone")
 def test_errors_and_modes_take_the_general_path() -> None:
     ones = torch.ones(4)
-    assert fast_path.all_reduce(ones, ReduceOp.SUM, None) is ones
-    assert fast_path.all_reduce(ones, "sum", None) is None
-    assert fast_path.all_reduce(ones.long(), ReduceOp.AVERAGE, None) is None
-    assert fast_path.broadcast(ones, 1, None) is None
-    assert fast_path.broadcast(ones, None, None) is None
-    assert fast_path.all_gather(torch.tensor(1.0), None) is None
-    assert fast_path.reduce_scatter(torch.tensor(1.0), ReduceOp.SUM, None) is None
+    assert direct.fast_all_reduce(ones, ReduceOp.SUM, None) is ones
+    assert direct.fast_all_reduce(ones, "sum", None) is None
+    assert direct.fast_all_reduce(ones.long(), ReduceOp.AVERAGE, None) is None
+    assert direct.fast_broadcast(ones, 1, None) is None
+    assert direct.fast_broadcast(ones, None, None) is None
+    assert direct.fast_all_gather(torch.tensor(1.0), None) is None
+    assert direct.fast_reduce_scatter(torch.tensor(1.0), ReduceOp.SUM, None) is None
     with Looks():
-        assert fast_path.all_reduce(ones, ReduceOp.SUM, None) is None
+        assert direct.fast_all_reduce(ones, ReduceOp.SUM, None) is None
     with LooksDeeper():
-        assert fast_path.all_reduce(ones, ReduceOp.SUM, None) is None
+        assert direct.fast_all_reduce(ones, ReduceOp.SUM, None) is None
     with comm.checking():
-        assert fast_path.all_reduce(ones, ReduceOp.SUM, None) is None
+        assert direct.fast_all_reduce(ones, ReduceOp.SUM, None) is None
     with dist._coalescing_manager():
-        assert fast_path.all_reduce(ones, ReduceOp.SUM, None) is None
+        assert direct.fast_all_reduce(ones, ReduceOp.SUM, None) is None
         comm.all_reduce(ones)
 
 
@@ -144,6 +144,6 @@ def test_destroyed_world_is_released(tmp_path: Path) -> None:
         begin(tmp_path, f"store{number}")
         assert comm.all_reduce_sum(torch.ones(2)).tolist() == [1.0, 1.0]
         dist.destroy_process_group()
-        assert not fast_path._fast_paths
+        assert not direct._fast_paths
         with pytest.raises(WorldClosedError):
             comm.all_reduce_sum(torch.ones(2))

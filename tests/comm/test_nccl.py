@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from axon_nb.comm import Backend, NcclError, World, nccl
+from axon_nb.comm.group import choose_backend
 from axon_nb.comm.nccl import NcclBackend, NcclUniqueId
-from axon_nb.comm.types import choose_backend
 from tests.support.ranks import DeviceWorld
 
 ID = NcclUniqueId(b"\x00\x01" * 64)

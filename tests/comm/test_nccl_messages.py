@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.errors import NcclError
-from axon_nb.comm.nccl.group import NcclGroup, register
-from axon_nb.comm.nccl.messages import Messages, join_world
+from axon_nb.comm.nccl import Messages, NcclGroup, join_world, register
 
 SIZE = 3
 

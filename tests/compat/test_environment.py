@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from axon_nb.compat import accelerate
+from axon_nb.compat import launchers
 from axon_nb.compat.environment import set_environment
 from axon_nb.records.hooks import missing_hooks
 
@@ -47,7 +47,7 @@ def test_ninja_next_to_python_is_on_path(tmp_path: Path, monkeypatch: pytest.Mon
 def test_accelerate_without_the_hooks_is_reported() -> None:
     other = ModuleType("accelerate.state")
     with pytest.warns(UserWarning, match="this version lacks state.PartialState.*Check `accelerator.num_processes`"):
-        accelerate.synchronise_on_cpus(other, world_size=2)
+        launchers.synchronise_on_cpus(other, world_size=2)
 
 
 def test_deepspeed_without_the_hooks_is_detected() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from axon_nb.compat.import_hooks import after_import
+from axon_nb.compat.environment import after_import
 
 
 @pytest.fixture

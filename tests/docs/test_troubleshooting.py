@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from axon_nb import cli
-from axon_nb.cluster.failures.report import RankError, cell_error
+from axon_nb.cluster.failures import RankError, cell_error
 from axon_nb.errors import ClusterLostError, UsageError
 from axon_nb.troubleshooting import MORE, PAGE, Entry, entries, explain, more, name_of
 from scripts.generated_page import ROOT

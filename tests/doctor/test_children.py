@@ -7,8 +7,7 @@ import os
 import psutil
 import pytest
 
-from axon_nb.doctor.children import Answer, Child
-from axon_nb.doctor.versions import self_test
+from axon_nb.doctor.installation import Answer, Child, self_test
 from tests.support.processes import ended, until
 
 CAPABILITY = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.doctor.children import Answer, Child
-from axon_nb.doctor.gpus import NVML, gpus
+from axon_nb.doctor.installation import Answer, Child
+from axon_nb.doctor.machine import NVML, gpus
 from axon_nb.doctor.report import Finding
 from tests.support.nvidia_smi import A100X4, Driver, build_library
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from axon_nb.doctor.children import Answer
-from axon_nb.doctor.hooks import private_hooks
+from axon_nb.doctor.installation import Answer, private_hooks
 
 LOST = {
     "group": "rpc.client",
@@ -15,7 +14,7 @@ LOST = {
     "capability": "",
     "fix": 'Run `pip install "ipyparallel>=9.1,<10"`.',
     "upstream": "",
-    "files": ["axon_nb/cluster/rpc/client.py"],
+    "files": ["axon_nb/cluster/rpc.py"],
 }
 TRIED = LOST | {
     "group": "groups.install",

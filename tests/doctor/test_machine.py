@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.cluster.launch.open_files import files_needed
+from axon_nb.cluster.launch.placement import files_needed
 from tests.doctor.command import Done, axon_nb
 
 SECTIONS = ["software", "GPUs", "host", "network", "environment", "clusters"]

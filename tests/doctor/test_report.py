@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.doctor.container import cgroup_limit
+from axon_nb.doctor.machine import cgroup_limit
 from axon_nb.doctor.report import Finding, Report, Section
 
 FINE = Finding("cores", "8 usable")

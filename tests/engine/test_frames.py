@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from axon_nb.engine.frames import gc_paused, main_frame
-from axon_nb.shell.user_frame import inner_function
+from axon_nb.shell import inner_function
 
 LOOKS = 2000
 # Before Python 3.12 this ends at once where garbage may be collected while frames are looked at.

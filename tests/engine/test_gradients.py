@@ -9,7 +9,7 @@ TRAIN = """
 import threading, time, types
 import torch
 from torch import nn
-from axon_nb.engine.inspection.gradients import GradientReader
+from axon_nb.engine.inspection.memory import GradientReader
 
 state = types.SimpleNamespace(cell=0)
 gradients = GradientReader(state)
@@ -65,7 +65,7 @@ def test_reading_gradients_during_backward_is_safe() -> None:
 
 INTERRUPTED = """
 import os, signal, threading, types
-from axon_nb.engine.inspection.gradients import GradientReader
+from axon_nb.engine.inspection.memory import GradientReader
 
 state = types.SimpleNamespace(cell=0)
 gradients = GradientReader(state)

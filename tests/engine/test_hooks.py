@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import axon_nb
-from axon_nb.engine import frameworks
-from axon_nb.engine.self_test import hooks as self_test_hooks
+from axon_nb.engine import bootstrap
+from axon_nb.engine.self_test import catalog as self_test_hooks
 from axon_nb.records import hooks
 from axon_nb.torch_api import torch_api
 
@@ -31,7 +31,7 @@ ENGINE = Path(axon_nb.__file__).parent / "engine"
 def walked() -> dict[str, Any]:
     """The register, checked in a process of its own: packages print messages, and change torch, when imported."""
     script = (
-        "import json\nfrom axon_nb.engine.self_test.hooks import walk\n"
+        "import json\nfrom axon_nb.engine.self_test.catalog import walk\n"
         "found = walk(with_optional=True)\nprint()\nprint(json.dumps(found))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -52,7 +52,7 @@ def test_missing_hook_is_reported_with_lost_feature(monkeypatch: pytest.MonkeyPa
     unused = next(name for name in hooks.groups() if not hooks.hook(name).is_used)
     monkeypatch.setattr(self_test_hooks, "groups", lambda: ["widgets.reopen", "groups.steps", unused])
     monkeypatch.setattr(self_test_hooks, "missing_hooks", lambda group: [f"{group} is gone"])
-    found = self_test_hooks.walk()
+    found = self_test_hooks.walk_hooks()
     assert found["checked"] == ["widgets.reopen", "groups.steps"]
     assert found["unused"] == [unused]
     reopen, steps = found["missing"]
@@ -65,7 +65,7 @@ def test_missing_hook_is_reported_with_lost_feature(monkeypatch: pytest.MonkeyPa
 def test_process_setup_functions_exist_where_replaced() -> None:
     assert {"init_process_group", "destroy_process_group"} <= set(vars(dist)) & set(vars(dist.distributed_c10d))
     assert callable(vars(multiprocessing)["spawn"])
-    assert callable(frameworks.install_dist_hooks)
+    assert callable(bootstrap.install_dist_hooks)
 
 
 HOMES: dict[str, tuple[Any, ...]] = {
@@ -110,7 +110,7 @@ def test_private_group_names_exist_on_their_classes() -> None:
 
 def test_every_group_operation_of_torch_is_wrapped() -> None:
     """A collective that torch has and we do not wrap would go around the recoverable group."""
-    from axon_nb.engine.collective_names import group_operations
+    from axon_nb.engine.frames import group_operations
 
     collective = {
         name

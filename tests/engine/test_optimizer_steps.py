@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from axon_nb.engine.groups import nccl
+from axon_nb.engine.groups import creation
 from axon_nb.engine.groups.abort import AbortedError, AbortFlag
 
 
@@ -21,7 +21,7 @@ def abort() -> AbortFlag:
 def fenced(abort: AbortFlag) -> Iterator[torch.optim.Optimizer]:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    remove = nccl.install_fence(abort)
+    remove = creation.install_fence(abort)
     yield torch.optim.SGD([parameter], lr=1.0)
     remove()
 
@@ -41,7 +41,7 @@ def test_step_is_refused_while_abort_flag_is_set(fenced: torch.optim.Optimizer, 
 
 def test_pre_step_wait_ends_with_work_or_abort(abort: AbortFlag) -> None:
     looks = iter([False, False, True])
-    nccl.poll_until(lambda: next(looks), abort)
+    creation.poll_until(lambda: next(looks), abort)
     threading.Timer(0.2, abort.set).start()
     with pytest.raises(AbortedError):
-        nccl.poll_until(lambda: False, abort)
+        creation.poll_until(lambda: False, abort)

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from axon_nb.engine.self_test import runner, verdict
 from axon_nb.engine.self_test.catalog import CHECKS, failed, is_timeout, passed
-from axon_nb.records.compatibility import TESTED, Capability, install_command
+from axon_nb.records.hooks import TESTED, Capability, install_command
 
 pytestmark = pytest.mark.timeout(600)
 

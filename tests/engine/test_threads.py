@@ -12,7 +12,7 @@ import pytest
 import zmq
 from torch.utils.data import DataLoader
 
-from axon_nb.engine.kernel.stacks import user_threads
+from axon_nb.engine.kernel.control import user_threads
 from axon_nb.records.stacks import library_of
 
 

@@ -137,7 +137,7 @@ assert backend.build_shm_op() is None
 
 def test_unrecoverable_engine_is_reported(prepared: Kernel) -> None:
     reply = prepared.run(
-        "%%distributed\nfrom axon_nb.engine.groups.wrapper_reset import reset_wrappers\nodd = engine_of(2)\n"
+        "%%distributed\nfrom axon_nb.engine.groups.recovery import reset_wrappers\nodd = engine_of(2)\n"
         "del odd.micro_steps\n"
         "reset_wrappers()\nodd(x[mine])"
     )

@@ -226,7 +226,7 @@ def sums() -> list[float]:
 
 def after(start: int) -> dict[str, object]:
     """What the fault has left: where each object is, whether it steps on as ever, what this rank holds."""
-    from axon_nb.engine.groups.install import all_groups
+    from axon_nb.engine.groups.creation import all_groups
     from axon_nb.engine.groups.state import current_groups
 
     plan.clear()

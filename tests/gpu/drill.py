@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.engine.groups import nccl, recovery
-from axon_nb.engine.groups.install import init_default_group
+from axon_nb.engine.groups import creation, recovery
+from axon_nb.engine.groups.creation import init_default_group
 from tests.engine.groups.native_ranks import GLOO
 
 LIMIT_S = 40.0
@@ -141,10 +141,10 @@ def _be_rank(kind: str, way: str, rank: int, folder: Path, *, gloo: bool) -> Non
 
 def _join(rank: int, size: int, store: Any, device: torch.device, *, gloo: bool) -> None:
     if not gloo:
-        nccl.set_environment(one_host=True)
+        creation.set_nccl_environment(one_host=True)
         torch.cuda.set_device(device)
     place: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "device": device}
-    init_default_group("nccl", **place, timeout_s=TIMEOUT_S, recoverable=True, kind=GLOO if gloo else nccl.NCCL)
+    init_default_group("nccl", **place, timeout_s=TIMEOUT_S, recoverable=True, kind=GLOO if gloo else creation.NCCL)
     if size > 1:
         dist.all_reduce(torch.ones(1, device=device))
 

@@ -15,7 +15,7 @@ SETUP = """
 import gc
 from torch import nn
 from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy
-from axon_nb.parallel.optimizer_kind import optimizer_states
+from axon_nb.parallel.memory import optimizer_states
 
 def places(tensors):
     local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)

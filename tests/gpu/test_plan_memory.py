@@ -13,9 +13,8 @@ import cloudpickle
 import pytest
 
 from axon_nb.parallel.models import Block
-from axon_nb.plan.footprint.plan import MemoryPlan
-from axon_nb.plan.footprint.request import MemoryRequest
-from axon_nb.plan.process.worker import run_in_process
+from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest
+from axon_nb.plan.process import run_in_process
 from tests.gpu.card_peaks import BATCH, CONFIG, Case, reported
 from tests.plan.many import plans
 

@@ -15,8 +15,7 @@ import pytest
 
 from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient
-from axon_nb.records.protocol.agent import GetInfo, Signal
-from axon_nb.records.protocol.cluster import AgentEvent
+from axon_nb.records.protocol.agent import AgentEvent, GetInfo, Signal
 from tests.host.conftest import MakeAgent
 from tests.support.agents import ENTRY, ROOT, RawPeer, Served, dead, fork_request
 from tests.support.processes import until

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.cluster.inspection.card import cluster_card
+from axon_nb.cluster.inspection.status import cluster_card
 from axon_nb.cluster.launch.placement import plan_layout
-from axon_nb.host.resources import gpus
-from axon_nb.host.resources.gpus import list_gpus, unlisted_gpus
+from axon_nb.host import resources
+from axon_nb.host.resources import list_gpus, unlisted_gpus
 from axon_nb.records.protocol.agent import GetInfo, ReadGpus
 from axon_nb.records.telemetry import ClusterInfo, GpuReport
 from tests.support.agents import serve
@@ -105,7 +105,7 @@ def test_driver_with_unlistable_gpus_is_reported(tmp_path: Path, monkeypatch: py
     assert unlisted_gpus([node]) == []
     node.touch()
     assert unlisted_gpus([node]) == [str(node)]
-    monkeypatch.setattr(gpus.unlisted_gpus, "__defaults__", ([node],))
+    monkeypatch.setattr(resources.unlisted_gpus, "__defaults__", ([node],))
     layout = plan_layout(2)
     (note,) = layout.notes
     assert layout.visible == ""  # libraries would compute on it

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.deaths import LastOutput
+from axon_nb.host.children import LastOutput
 
 
 def _write(path: Path, text: str, *, at: float) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host import shared_memory, shared_memory_fill
+from axon_nb.host import shared_memory
 from axon_nb.host.shared_memory import (
     SharedBlock,
     SharedBlockUnavailableError,
@@ -130,7 +130,7 @@ def test_chunks_are_written_to_the_right_file(name: str) -> None:
     try:
         for fd, size in zip(files, (SPLIT, len(wanted) - SPLIT), strict=True):
             os.ftruncate(fd, size)
-        shared_memory_fill.copy_into(files, pieces, SPLIT)
+        shared_memory.copy_into(files, pieces, SPLIT)
         assert os.pread(files[0], SPLIT, 0) + os.pread(files[1], len(wanted), 0) == wanted
     finally:
         for fd in files:
@@ -164,7 +164,7 @@ def test_error_in_the_second_thread_is_raised() -> None:
     fcntl.fcntl(files[1], fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
     try:
         with pytest.raises(PermissionError):
-            shared_memory_fill.copy_into(files, [(0, memoryview(bytes(10_000)))], 4096)
+            shared_memory.copy_into(files, [(0, memoryview(bytes(10_000)))], 4096)
     finally:
         for fd in files:
             os.close(fd)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from axon_nb.records.telemetry import Activity, RankState
-from axon_nb.widgets.cell.segments import Clock, RankHistory, encode
-from axon_nb.widgets.palette import ACTIVITY_CODES
-from axon_nb.widgets.watch.series import Point, pack_points
+from axon_nb.widgets.cell.activity import Clock, RankHistory, encode
+from axon_nb.widgets.html import ACTIVITY_CODES
+from axon_nb.widgets.watch.store import Point, pack_points
 from tests.support.node import node, saved
 
 HERE = Path(__file__).parent

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
-from axon_nb.widgets.palette import SPAN_CODES
-from axon_nb.widgets.timeline.wire import BYTES_PER_SPAN, pack
+from axon_nb.widgets.html import SPAN_CODES
+from axon_nb.widgets.timeline.view import BYTES_PER_SPAN, pack
 from tests.support.node import node, saved
 
 READ = """

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from axon_nb.comm import ProcessGroup, World
-from axon_nb.comm.collectives.agreement import checking
+from axon_nb.comm.collectives.arguments import checking
 from axon_nb.comm.collectives.movement import barrier
 from axon_nb.comm.group import rank_device, resolve
-from axon_nb.engine.groups.install import init_default_group
+from axon_nb.engine.groups.creation import init_default_group
 from axon_nb.errors import UsageError
 from axon_nb.parallel import DDP, FSDP, Pipeline, ShardingStrategy, make_mesh
 from tests.engine.groups.native_ranks import run_on_ranks

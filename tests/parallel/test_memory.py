@@ -232,7 +232,7 @@ def test_checkpointing_keeps_names_and_rejects_bad_arguments() -> None:
 
 
 def test_torch_has_the_hooks_for_offloading_parameters(two: Any) -> None:
-    """If this fails, torch has changed: `axon_nb/parallel/data/offload.py` documents the internals that it uses."""
+    """If this fails, torch has changed: `axon_nb/parallel/data/units.py` documents the internals that it uses."""
 
     def work(world: World) -> Any:
         parts = FSDP(_model(), world, cpu_offload=CPUOffload.PARAMS)._host._parts

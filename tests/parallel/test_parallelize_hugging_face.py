@@ -9,8 +9,8 @@ import torch
 
 from axon_nb.comm import World
 from axon_nb.parallel import parallelize
-from axon_nb.parallel.tensor.styles import automatic_plan
-from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
+from axon_nb.parallel.tensor.parallelize import automatic_plan
+from axon_nb.plan.models import HuggingFaceModel, next_token_loss
 from tests.support.ranks import RankWorld
 from tests.support.training.hugging_face import FAMILIES, config_of
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.footprint.plan import MemoryPlan
-from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest
 from axon_nb.plan.footprint.simulate import simulate
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm.mock.group import MockGroup
-from axon_nb.plan.traffic.recorded import OPERATIONS
+from axon_nb.plan.traffic.plan import OPERATIONS
 
 _calls: dict[int, list[tuple[str, str, int]]] = {}
 _inside = threading.local()

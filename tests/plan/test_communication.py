@@ -15,8 +15,8 @@ from axon_nb import plan
 from axon_nb.comm import World
 from axon_nb.errors import NoClusterError, UsageError
 from axon_nb.parallel.models import GPT, GPTConfig
-from axon_nb.plan.traffic.data_parallel import fill_buckets
-from axon_nb.plan.traffic.recorded import count_calls
+from axon_nb.plan.traffic.parallelism import fill_buckets
+from axon_nb.plan.traffic.plan import count_calls
 from tests.plan.recording import begin, calls_of, recording
 from tests.support.training.training_steps import CASES, odd, prepare, rows
 

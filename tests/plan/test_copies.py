@@ -12,8 +12,7 @@ import cloudpickle
 import torch
 
 from axon_nb.errors import UsageError
-from axon_nb.plan.process.fork_map import fork_map
-from axon_nb.plan.process.worker import run_in_process
+from axon_nb.plan.process import fork_map, run_in_process
 
 
 def several(task: Any, report: Any) -> dict[str, Any]:

@@ -6,11 +6,9 @@ import re
 
 import pytest
 
-from axon_nb.plan.figures import paint_of
-from axon_nb.plan.footprint.parts import MemoryParts
-from axon_nb.plan.footprint.plan import MemoryPlan, RankMemory
+from axon_nb.plan.display import format_flops, format_ms, paint_of, unit_for
+from axon_nb.plan.footprint.plan import MemoryParts, MemoryPlan, RankMemory
 from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
-from axon_nb.plan.tables import format_flops, format_ms, unit_for
 from axon_nb.records.colors import KINDS, ROLES
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3

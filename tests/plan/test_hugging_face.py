@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from axon_nb import plan
-from axon_nb.plan.footprint.pipeline import all_stages
-from axon_nb.plan.hugging_face import HuggingFaceModel, hugging_face_model
-from axon_nb.plan.timing.compute import compute_work
-from axon_nb.plan.tracing.model_parts import pipeline_parts
-from axon_nb.plan.tracing.subject import ModelSource
+from axon_nb.plan.footprint.training import all_stages
+from axon_nb.plan.models import HuggingFaceModel, hugging_face_model
+from axon_nb.plan.timing import compute_work
+from axon_nb.plan.tracing.subject import ModelSource, pipeline_parts
 from axon_nb.plan.tracing.trace import trace_model
-from axon_nb.plan.traffic.communication import traffic_of
-from axon_nb.plan.traffic.layout import ParallelLayout
+from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
 from tests.support.training.hugging_face import FAMILIES, config_of
 
 transformers = pytest.importorskip("transformers")

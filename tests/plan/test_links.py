@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPTConfig
-from axon_nb.plan.calibration.checks import check_collectives
-from axon_nb.plan.calibration.collectives import fit_line, fit_link
+from axon_nb.plan.calibration.benchmarks import fit_line, fit_link
+from axon_nb.plan.calibration.calibrate import check_collectives
 from axon_nb.plan.calibration.result import Sample
-from axon_nb.plan.hardware.cards import FITTED
-from axon_nb.plan.hardware.links import OPERATIONS, rounds_and_volume
-from axon_nb.plan.hardware.presets import resolve_links
-from axon_nb.plan.hardware.rates import Rates
+from axon_nb.plan.hardware import FITTED, OPERATIONS, Rates, resolve_links, rounds_and_volume
 
 RANKS = st.integers(2, 1024)
 PROPERTY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from axon_nb import plan
-from axon_nb.plan.hardware.cards import CARDS, FITTED
+from axon_nb.plan.hardware import CARDS, FITTED
 from scripts.generated_page import ROOT
 from scripts.plan_published import SOURCES, main, memory_rows, summary
 from scripts.published_fit import GENERAL, fit

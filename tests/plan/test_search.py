@@ -13,10 +13,9 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
 from axon_nb.plan.layout_search.memory import estimate_memory
 from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
-from axon_nb.plan.tracing.interpolation import TraceInterpolator
 from axon_nb.plan.tracing.subject import ModelSource
-from axon_nb.plan.tracing.trace import ModelTrace, trace_model
-from axon_nb.plan.traffic.layout import ParallelLayout
+from axon_nb.plan.tracing.trace import ModelTrace, TraceInterpolator, trace_model
+from axon_nb.plan.traffic.communication import ParallelLayout
 from tests.plan.footprint.megatron import Layers
 
 pytestmark = pytest.mark.timeout(900)

@@ -12,9 +12,8 @@ from torch import nn
 from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPTConfig
-from axon_nb.plan.hardware.rates import Rates
-from axon_nb.plan.tracing.model_parts import owner
-from axon_nb.plan.tracing.subject import ModelSource
+from axon_nb.plan.hardware import Rates
+from axon_nb.plan.tracing.subject import ModelSource, owner
 from axon_nb.plan.tracing.trace import trace_model
 
 CONFIG = GPTConfig(vocab=96, context=32, hidden=64, heads=4, blocks=3)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from axon_nb.remote.limits import within
+from axon_nb.remote.tools import within
 
 LARGE = {
     "verdict": "Waiting for rank 1",

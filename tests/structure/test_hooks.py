@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from axon_nb.engine.self_test.catalog import CHECKS
 from axon_nb.records import hooks
-from axon_nb.records.compatibility import TESTED
+from axon_nb.records.hooks import TESTED
 from scripts import hooks_table
 from tests.structure.conftest import nodes
 from tests.structure.private_names import names_of, own_names, private_uses

@@ -18,28 +18,28 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("axon_nb", "magics")
 
 ALLOWED = {
-    "axon_nb.cluster.rpc.client:_serializers_lock": "lock: ipyparallel's table, which the process has once",
+    "axon_nb.cluster.rpc:_serializers_lock": "lock: ipyparallel's table, which the process has once",
     "axon_nb.cluster.session.current:_session": "slot: the session of this notebook",
     "axon_nb.comm.calls:_open": "slot: the blocks of this process that count calls",
-    "axon_nb.comm.collectives.fast_path:_fast_paths": "cache: the operations of each type of group",
-    "axon_nb.comm.device_clock:device_clock": "slot: the clock of this process's GPU",
+    "axon_nb.comm.collectives.direct:_fast_paths": "cache: the operations of each type of group",
+    "axon_nb.comm.spans:device_clock": "slot: the clock of this process's GPU",
     "axon_nb.comm.group:_known": "cache: what does not change of a torch group",
     "axon_nb.comm.mock_world:_active": "slot: the mock world that torch's functions see",
     "axon_nb.comm.shared_memory.segment.futex:_barrier": "cache: a lock of each thread",
     "axon_nb.comm.shared_memory.segment.progress:_open_groups": "slot: what this process closes when it exits",
     "axon_nb.comm.placements:_declared": "slot: the placements that were declared of this process's tensors, weakly",
-    "axon_nb.compat.horovod.world:_states": "slot: Horovod's state of a default group, which torch keeps",
+    "axon_nb.compat.horovod.collectives:_states": "slot: Horovod's state of a default group, which torch keeps",
     "axon_nb.engine.frames:_pause_lock": "lock: one thread at a time pauses the process's garbage collector",
     "axon_nb.engine.groups.state:_current": "slot: the state of the groups that torch creates",
     "axon_nb.engine.live_objects:_tracked": "slot: the objects of classes of torch that register them, once a process",
     "axon_nb.engine.session:_session": "slot: the session of this rank",
     "axon_nb.plan.footprint.memory:_cache": "cache: the last plans",
-    "axon_nb.plan.process.fork_map:_ran_here": "slot: whether forks of this process died, so that it does their work",
+    "axon_nb.plan.process:_ran_here": "slot: whether forks of this process died, so that it does their work",
     "axon_nb.records.protocol.wire:_coders": "cache: the coder of each record type",
     "axon_nb.records.spans:ring": "slot: the spans of this process, which under torchrun has no session",
     "axon_nb.records.telemetry:_source": "slot: where this process looks up the running cell",
-    "axon_nb.records.training.metrics:metrics": "slot: what `axon_nb.log` has reported in this process",
-    "axon_nb.records.training.progress:_loops": "slot: the loops of this process",
+    "axon_nb.records.training.job:metrics": "slot: what `axon_nb.log` has reported in this process",
+    "axon_nb.records.training.job:_loops": "slot: the loops of this process",
 }
 """What may stay: caches of pure functions; and slots that hold a session, or what a process has without one."""
 

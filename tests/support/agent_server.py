@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from axon_nb.host.children import set_parent_death_signal
-from axon_nb.host.fork_queue import MODULES
+from axon_nb.host.fork import MODULES
 from axon_nb.records.environment import AGENT_SERVER, PYTHON_PATH
 
 ROOT = Path(__file__).resolve().parents[2]

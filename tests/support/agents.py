@@ -18,10 +18,8 @@ import psutil
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import encode, receive
-from axon_nb.records.protocol.agent import Fork
-from axon_nb.records.protocol.cluster import ClusterFacts, encode_event
-from axon_nb.records.protocol.version import own_version
-from axon_nb.records.protocol.wire import decode
+from axon_nb.records.protocol.agent import ClusterFacts, Fork, encode_event
+from axon_nb.records.protocol.wire import decode, own_version
 from tests.support.processes import until
 
 ENTRY = "tests.host.entries:run"

@@ -22,7 +22,7 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 from jupyter_core.paths import jupyter_runtime_dir
 
-from axon_nb.cluster.cells.record import MIME_TYPE
+from axon_nb.cluster.cells.result import MIME_TYPE
 from axon_nb.host.run_dir import base_dir
 from tests.kernel.cells.labelled import ranks_of
 from tests.support.agent_server import agent_environment

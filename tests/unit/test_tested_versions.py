@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.records.compatibility import TESTED, are_tested, install_command
+from axon_nb.records.hooks import TESTED, are_tested, install_command
 
 
 @pytest.mark.parametrize(

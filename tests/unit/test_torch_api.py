@@ -6,11 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axon_nb.torch_api import TorchApi, adapter_for, torch_api
-from axon_nb.torch_api.torch_2_11 import Torch211
-from axon_nb.torch_api.torch_2_12 import Torch212
-from axon_nb.torch_api.torch_2_13 import Torch213
-from axon_nb.torch_api.torch_2_14 import Torch214
+from axon_nb.torch_api import Torch211, Torch212, Torch213, Torch214, TorchApi, adapter_for, torch_api
 
 
 @pytest.mark.parametrize(

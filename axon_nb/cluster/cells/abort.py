@@ -1,26 +1,38 @@
-"""Abort a cell on ranks that still run it: when, and how gently."""
+"""Abort a cell on ranks that still run it: when, where and how gently.
+
+An interrupt is a consistent cut: every rank stops before the same collective, so that none is a step ahead. While the
+cell runs, `DeadlockWatch` observes whether its ranks can still finish, and which rank the others wait for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from axon_nb.cluster.cells.consistent_cut import ConsistentCut
-from axon_nb.cluster.cells.deadlock import DeadlockWatch
-from axon_nb.cluster.divergence.verdict import NumbersVerdict
-from axon_nb.cluster.divergence.watch import DivergenceWatch
-from axon_nb.cluster.failures.report import RankError
-from axon_nb.cluster.rpc.answers import Answer
-from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.records.protocol.aborts import AbortReply, AbortRequest
-from axon_nb.records.protocol.inspection import StatusRequest
+from axon_nb.cluster.divergence import DivergenceWatch, NumbersVerdict
+from axon_nb.cluster.failures import RankError
+from axon_nb.cluster.rpc import Answer, RankClient
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest, StopRequest
+from axon_nb.records.protocol.inspection import StatusRequest, WaitsReply, WaitsRequest
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.telemetry import RankState
+from axon_nb.records.waits import (
+    RankWaits,
+    describe_absent_ranks,
+    describe_silent_ranks,
+    describe_slow_ranks,
+    explain_deadlock,
+    explain_mismatch,
+)
 
 _ABORT_AFTER_S = 0.3
 """If a rank has failed, the others are aborted after this long at the latest; sooner if all of them wait."""
 _ABORT_AFTER_DEATH_S = 0.05
 """If a rank has died, the others cannot continue for long, and its last output may still arrive."""
-_POLL_INTERVAL_S = 0.015
+_STATUS_POLL_INTERVAL_S = 0.015
 _DEAD_ACK_TIMEOUT_S = 2.0
 """A rank that is dead or stuck will not acknowledge an abort after this long."""
 _ACK_TIMEOUT_S = 15.0
@@ -29,6 +41,22 @@ _STOPPED_AFTER_S = 0.5
 """Ranks that have not noticed an abort for this long may be stopped (SIGSTOP)."""
 _RESEND_INTERVAL_S = 0.25
 """An abort is sent again at this interval, because code may swallow the exception and continue."""
+Counts = dict[str, int]
+_CUT_POLL_INTERVAL_S = 0.015
+_LEAD_TIME_S = 0.04
+"""How far ahead the cut is set, at the pace of the fastest rank: all must know of it before they get there."""
+_PROGRESS_TIMEOUT_S = 0.12
+"""Ranks that have not all started a collective for this long are stuck, or do not communicate."""
+_STOP_TIMEOUT_S = 0.4
+"""Ranks that have not stopped at the cut after this long will not."""
+_FIRST_POLL_S = 0.6
+_WAITS_POLL_INTERVAL_S = 0.3
+_WAITING_AFTER_S = 0.5
+"""A rank counts as waiting once its call has lasted this long."""
+_SILENT_AFTER_S = 2.0
+"""A rank that has not replied for this long is stopped or stuck, or the machine is busy."""
+_SLOW_AFTER_S = 3.0
+"""A rank that others have waited for this long is named in the running cell."""
 
 
 class AbortController:
@@ -218,7 +246,220 @@ class AbortController:
             self._status_requests = {}
             if set(unfinished) <= set(states) and all(states[rank].call for rank in unfinished):
                 return True
-        if not self._status_requests and now - self._status_requested_at > _POLL_INTERVAL_S:
+        if not self._status_requests and now - self._status_requested_at > _STATUS_POLL_INTERVAL_S:
             self._status_requested_at = now
             self._status_requests = {rank: self._client.request(rank, StatusRequest()) for rank in unfinished}
         return False
+
+
+class ConsistentCut:
+    """Counts the collectives that each rank has started until all have made progress, then sets the stop.
+
+    The stop is a sequence number of a group that all ranks are in and make progress in. If there is no such group, as
+    with tensor parallelism next to data parallelism, it is a number of collectives over all groups. Ranks that run the
+    same program then stop at the same place, and the others are aborted one by one after a timeout.
+
+    Args:
+        client: The cluster's client.
+        ranks: The ranks that run the cell: all ranks of the world, as some ranks alone cannot be cut consistently.
+        now: The time.
+    """
+
+    def __init__(self, client: RankClient, ranks: Sequence[int], now: float) -> None:
+        self._client = client
+        self._ranks = list(ranks)
+        self._started_at = now
+        self._observations: list[tuple[float, dict[int, Counts]]] = []
+        self._requests: dict[int, Answer[WaitsReply]] = {}
+        self._is_set = False
+        self._observe(now)
+
+    def _observe(self, now: float) -> None:
+        self._requested_at = now
+        self._requests = {rank: self._client.request(rank, WaitsRequest()) for rank in self._ranks}
+
+    def step(self, now: float) -> bool:
+        """Do what is due; return True if ranks must be aborted instead: a cut is impossible, or it did not work."""
+        if self._is_set:
+            return now - self._started_at > _STOP_TIMEOUT_S
+        if self._requests and all(future.done() for future in self._requests.values()):
+            counts = {rank: _call_counts(future) for rank, future in self._requests.items()}
+            self._observations.append((self._requested_at, counts))
+            self._requests = {}
+            if len(self._observations) > 1:
+                group = progressing_group(self._observations[0][1], self._observations[-1][1])
+                if group is not None:
+                    self._set_stop(group)
+                    return False
+        if now - self._started_at > _PROGRESS_TIMEOUT_S:
+            return True
+        if not self._requests and now - self._requested_at >= _CUT_POLL_INTERVAL_S:
+            self._observe(now)
+        return False
+
+    def _set_stop(self, group: str) -> None:
+        (before, first), (after, last) = self._observations[0], self._observations[-1]
+        at = cut_sequence_number(group, first, last, seconds=after - before)
+        for rank in self._ranks:
+            self._client.request(rank, StopRequest(group, at))
+        self._is_set = True
+
+
+def progressing_group(first: Mapping[int, Counts], last: Mapping[int, Counts]) -> str | None:
+    """Find the group to cut in: the busiest one in which all ranks make progress.
+
+    Args:
+        first: Started collectives by rank and group; under "" the cell's collectives over all groups.
+        last: The same, later.
+
+    Returns:
+        The group's name; "" for all groups together; None if there is no progress.
+    """
+    progress = {
+        group: min(counts[group] - first[rank].get(group, 0) for rank, counts in last.items())
+        for group in set.intersection(*(set(counts) for counts in last.values()))
+    }
+    total = progress.pop("", 0)
+    busiest = max(sorted(progress), key=lambda group: progress[group], default="")
+    if busiest and progress[busiest] > 0:
+        return busiest
+    return "" if total > 0 else None
+
+
+def cut_sequence_number(group: str, first: Mapping[int, Counts], last: Mapping[int, Counts], *, seconds: float) -> int:
+    """Return the sequence number of the group's first collective that no rank starts, far enough ahead for all ranks.
+
+    Args:
+        group: See `progressing_group`; it may have been created since the first observation.
+        first: Started collectives by rank and group.
+        last: The same, `seconds` later.
+        seconds: Time between the observations.
+    """
+    progress = max(counts[group] - first[rank].get(group, 0) for rank, counts in last.items())
+    lead = max(2, int(progress / max(seconds, 1e-3) * _LEAD_TIME_S))
+    return max(counts[group] for counts in last.values()) + lead
+
+
+def _call_counts(answer: Answer[WaitsReply]) -> Counts:
+    reply = answer.reply()
+    return {"": 0} if reply is None else {**reply.waits.counts, "": reply.collectives}
+
+
+class DeadlockWatch:
+    """Polls all ranks every 0.3 s; a deadlock is proven if two observations in a row show the same one.
+
+    Args:
+        client: The cluster's client.
+        world: All live ranks.
+        cell_ranks: The ranks that run the cell.
+        dead: The dead ranks, kept up to date by its owner. Replies of a dead rank outside the cell are not awaited.
+    """
+
+    def __init__(
+        self, client: RankClient, world: Sequence[int], cell_ranks: Sequence[int], *, dead: Container[int] = ()
+    ) -> None:
+        self._client = client
+        self._dead = dead
+        self._world = list(world)
+        self._cell_ranks = list(cell_ranks)
+        self._next_poll = time.monotonic() + _FIRST_POLL_S
+        self._requests: dict[int, Answer[WaitsReply]] = {}
+        self._requested_at = 0.0
+        self._silent: dict[int, Answer[WaitsReply]] = {}
+        """Ranks that did not reply to the last request, and what may still come."""
+        self.stopped: set[int] = set()
+        """Ranks that do not reply because their process is stopped, as seen by those that wait for them."""
+        self._suspect: tuple[str, object] | None = None
+        self.slow = ""
+        """Which rank the others wait for, as of the last observation; empty while there is none, or not for long."""
+
+    def step(self, now: float, unfinished: Collection[int]) -> str:
+        """Do what is due; return the explanation once a deadlock is proven, empty before.
+
+        Args:
+            now: The time.
+            unfinished: The ranks that have not finished the cell, as far as the notebook knows.
+        """
+        self._requests = {rank: future for rank, future in self._requests.items() if rank not in self._dead}
+        if self._requests:
+            self._silent = {rank: answer for rank, answer in self._requests.items() if not answer.done()}
+            if not self._silent:
+                return self._evaluate(unfinished)
+            if now - self._requested_at > _SILENT_AFTER_S:
+                return self._describe_silent()
+            return ""
+        if now >= self._next_poll:
+            self._next_poll = now + _WAITS_POLL_INTERVAL_S
+            self._requested_at = now
+            for rank in self._world:
+                with contextlib.suppress(KeyError):  # it has just died
+                    self._requests[rank] = self._request(rank)
+        return ""
+
+    def _request(self, rank: int) -> Answer[WaitsReply]:
+        # To a rank that has not replied yet nothing is sent: requests would pile up there.
+        pending = self._silent.get(rank)
+        return pending if pending is not None and not pending.done() else self._client.request(rank, WaitsRequest())
+
+    def _describe_silent(self) -> str:
+        """Name a rank that does not reply, if others wait for it; a deadlock is not proven without its report.
+
+        Returns:
+            Which operation is past its group's timeout, if one is: that limit holds for a rank that hangs, too.
+        """
+        replies = {rank: answer.reply() for rank, answer in self._requests.items() if answer.done()}
+        known = {rank: reply for rank, reply in replies.items() if reply is not None}
+        self._requests, self._suspect = {}, None
+        self.stopped = {peer.rank for reply in known.values() for peer in reply.peers if peer.is_stopped}
+        self.slow = describe_silent_ranks(
+            {rank: reply.waits for rank, reply in known.items()},
+            {rank: reply.peers for rank, reply in known.items()},
+            self._silent,
+            _SLOW_AFTER_S,
+        )
+        late = _describe_overdue(known)
+        verb = "does" if len(self._silent) == 1 else "do"
+        return late and f"{late[:-1]}, but {name_ranks(self._silent)} {verb} not reply."
+
+    def _evaluate(self, unfinished: Collection[int]) -> str:
+        replies = {rank: answer.reply() for rank, answer in self._requests.items()}
+        self._requests, self.stopped = {}, set()
+        reports = {
+            rank: _correct_running(reply.waits, unfinished) for rank, reply in replies.items() if reply is not None
+        }
+        if len(reports) < len(replies):
+            return ""
+        started = {rank: reply.started for rank, reply in replies.items() if reply is not None}
+        self.slow = describe_slow_ranks(reports, _SLOW_AFTER_S) or describe_absent_ranks(
+            started, self._cell_ranks, _SLOW_AFTER_S
+        )
+        text = (
+            explain_deadlock(reports, self._cell_ranks, _WAITING_AFTER_S)
+            or explain_mismatch(started)
+            or _describe_overdue(replies)
+        )
+        if not text:
+            self._suspect = None
+            return ""
+        picture = {rank: [call.number for call in report.pending] for rank, report in reports.items()}
+        proven = self._suspect is not None and self._suspect[1] == picture
+        self._suspect = (text, picture)
+        return text if proven else ""
+
+
+def _describe_overdue(replies: Mapping[int, WaitsReply | None]) -> str:
+    """Name an operation that is past its group's timeout, if what it waits for cannot be seen."""
+    late = {rank: reply.overdue for rank, reply in replies.items() if reply is not None and reply.overdue}
+    if not late:
+        return ""
+    first = min(late)
+    return f"{name_ranks(late)}: {late[first]}. Nothing shows what it waits for."
+
+
+def _correct_running(report: RankWaits, unfinished: Collection[int]) -> RankWaits:
+    """Count an unfinished rank that runs nothing as running.
+
+    It has not started the cell yet, which takes a while on a busy machine, or its reply is on the way and will arrive
+    before the next observation.
+    """
+    return dataclasses.replace(report, running=report.running or report.rank in unfinished)

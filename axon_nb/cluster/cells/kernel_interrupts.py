@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from axon_nb.records.hooks import missing_hooks
-from axon_nb.shell.user_frame import user_frame
+from axon_nb.shell import user_frame
 
 _INTERRUPT_LINE = "raise KeyboardInterrupt  # the cell was interrupted before its first line"
 _INTERRUPT_FILE = "<kernel interrupt>"

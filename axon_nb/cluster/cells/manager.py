@@ -12,40 +12,38 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 from axon_nb.cluster.cells import source as cell_code
-from axon_nb.cluster.cells.abort import AbortController
-from axon_nb.cluster.cells.deadlock import DeadlockWatch
+from axon_nb.cluster.cells.abort import AbortController, DeadlockWatch
 from axon_nb.cluster.cells.driver import CellHandle, run_to_completion, run_to_completion_async, stop_for
 from axon_nb.cluster.cells.kernel_interrupts import KernelInterrupts
 from axon_nb.cluster.cells.options import CellOptions
-from axon_nb.cluster.cells.record import cell_record
-from axon_nb.cluster.cells.result import CellResult, measurements
+from axon_nb.cluster.cells.result import CellResult, cell_record, last_values, measurements
 from axon_nb.cluster.cells.run import CellRun
-from axon_nb.cluster.cells.values import last_values
-from axon_nb.cluster.divergence.watch import DivergenceWatch
-from axon_nb.cluster.failures.hints import (
+from axon_nb.cluster.divergence import DivergenceWatch
+from axon_nb.cluster.failures import (
+    Kept,
+    cell_error,
     context_hint,
     hint_for,
+    interrupt_error,
     left_calls_hint,
     lost_contexts,
     shared_draws_hint,
     shortage_hint,
 )
-from axon_nb.cluster.failures.report import Kept, cell_error, interrupt_error
 from axon_nb.cluster.launch.compatibility import after_failure, collective_timeout
 from axon_nb.cluster.output import CellOutput, NotebookSink, RecordingSink
-from axon_nb.cluster.output.wait_notice import WaitNotice
-from axon_nb.cluster.recovery.automatic import auto_repair, rebuild_if_back, replace_stuck
-from axon_nb.cluster.recovery.protection import kept_of
-from axon_nb.cluster.recovery.recovery import AgentWatch, Recovery
-from axon_nb.cluster.rpc.requests import request_all
+from axon_nb.cluster.output.sinks import WaitNotice
+from axon_nb.cluster.recovery.new_ranks import kept_of
+from axon_nb.cluster.recovery.repair import AgentWatch, Recovery, auto_repair, rebuild_if_back, replace_stuck
+from axon_nb.cluster.rpc import request_all
 from axon_nb.cluster.settings import Settings
-from axon_nb.cluster.snapshot.trial import Trials, begin_trials
+from axon_nb.cluster.snapshot import Trials, begin_trials
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
-from axon_nb.records.performance.slowness import Slowness
 from axon_nb.records.protocol.cells import CellFacts, Measurement, Pauses
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.ranks import name_ranks, resolve_ranks
+from axon_nb.records.slowness import Slowness
 
 _TIMEOUT_S = 2.0
 """Idle ranks reply in milliseconds, unless the machine is busy."""

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from axon_nb.cluster.failures.report import RankError
+from axon_nb.cluster.failures import RankError
 from axon_nb.records.protocol.cells import AbortLocation, CellEnd, Measurement, Pauses
 from axon_nb.records.protocol.inspection import PausedEvent
 from axon_nb.records.telemetry import Activity
 
 if TYPE_CHECKING:
-    from axon_nb.cluster.snapshot.trial import Trials
+    from axon_nb.cluster.snapshot import Trials
 
 _ABORTED = ("AbortedError",)
 _ABORTED_ON_REQUEST = ("KeyboardInterrupt", "CancelledError")

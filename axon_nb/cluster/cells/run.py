@@ -12,20 +12,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from axon_nb.cluster.cells import events
+from axon_nb.cluster.cells import transitions
 from axon_nb.cluster.cells.abort import AbortController
 from axon_nb.cluster.cells.options import CellDebugger, LiveView, RankProgress, Steppable
 from axon_nb.cluster.cells.source import mentions
 from axon_nb.cluster.cells.transitions import Cell, State, transition
-from axon_nb.cluster.failures.report import RankError
+from axon_nb.cluster.failures import RankError
 from axon_nb.cluster.output import CellOutput
-from axon_nb.cluster.output.wait_notice import WaitNotice
-from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.cluster.output.sinks import WaitNotice
+from axon_nb.cluster.rpc import RankClient
 from axon_nb.records.protocol.cells import KEY, CellFacts, CellOutcome, execute_content, read_outcome
-from axon_nb.records.protocol.errors import ProtocolError
 from axon_nb.records.protocol.inspection import DebuggerLine, PausedEvent
-from axon_nb.records.protocol.messages import Request, is_call_source, message_type
-from axon_nb.records.protocol.wire import decode, encode
+from axon_nb.records.protocol.wire import ProtocolError, Request, decode, encode, is_call_source, message_type
 
 _IDLE_POLL_S = 0.1
 _BUSY_POLL_S = 0.005
@@ -119,8 +117,8 @@ class CellRun:
         if msg_type == _PAUSED:
             self._on_paused(rank, decode(PausedEvent, content))
         else:
-            self._process(events.Output(rank, msg_type, content, metadata))
-            self._process(events.Processed(time.monotonic(), rank))
+            self._process(transitions.Output(rank, msg_type, content, metadata))
+            self._process(transitions.Processed(time.monotonic(), rank))
         self._received[rank] += 1
         if self._received[rank] >= self._expected.get(rank, math.inf):
             del self._expected[rank]
@@ -135,7 +133,7 @@ class CellRun:
 
     def on_idle(self, rank: int) -> None:
         """Record that a rank has sent all its output; called from the IO thread."""
-        self._process(events.Idle(rank))
+        self._process(transitions.Idle(rank))
 
     def on_reply(self, rank: int, content: dict[str, Any]) -> None:
         """Process a rank's reply, which says that it has finished the cell; called from the IO thread."""
@@ -151,15 +149,15 @@ class CellRun:
         is_idle = outputs is not None and self._received[rank] >= outputs
         if outputs is not None and not is_idle:
             self._expected[rank] = outputs
-        self._process(events.Reply(time.monotonic(), rank, outcome, self.abort.aborting, idle=is_idle))
+        self._process(transitions.Reply(time.monotonic(), rank, outcome, self.abort.aborting, idle=is_idle))
 
     def on_death(self, rank: int, reason: str) -> None:
         """Record that a rank's process is gone; `reason` reads after its name. Called from any thread."""
-        self._process(events.Death(time.monotonic(), rank, reason))
+        self._process(transitions.Death(time.monotonic(), rank, reason))
 
     def on_lost(self, reason: str) -> None:
         """Record that the whole cluster is gone; called from any thread."""
-        self._process(events.Lost(reason))
+        self._process(transitions.Lost(reason))
 
     def request(self, rank: int, request: Request[Any]) -> None:
         """Send a request to a rank that runs the cell."""
@@ -180,7 +178,7 @@ class CellRun:
             self._view_due = now + _VIEW_INTERVAL_S
             self._view.flush()
         while self._interrupts:
-            self._process(events.Interrupt(self._interrupts.popleft()))
+            self._process(transitions.Interrupt(self._interrupts.popleft()))
         if self._is_done:
             return True
         if self.on_long is not None and now - self._started_at > _LONG_S:
@@ -193,12 +191,12 @@ class CellRun:
             self._begin_recovery()  # a signal handler raised before it had begun
         if self._recovery is not None:
             if self._recovery.step():
-                self._process(events.Recovered())
+                self._process(transitions.Recovered())
             return self._is_done
         if self._notice is not None:
             self._notice.show(self.abort.slow if self.cell.failed_at is None else "", now)
         if self.timeout_s is not None and now - self._started_at > self.timeout_s and not self.abort.aborting:
-            self._process(events.Timeout())
+            self._process(transitions.Timeout())
         self._process(self._tick(now))
         return self._is_done
 
@@ -206,13 +204,13 @@ class CellRun:
     def _is_done(self) -> bool:
         return self.cell.state is State.DONE
 
-    def _tick(self, now: float) -> events.Tick:
+    def _tick(self, now: float) -> transitions.Tick:
         abort, progress, unfinished = self.abort, self.cell.ranks, self.unfinished
         acknowledged = abort.acknowledged(now, {rank for rank in progress if progress[rank].is_gone})
         drained = self.output.drained
         if abort.aborted_at is None:
-            return events.Tick(now, drained, acknowledged)
-        return events.Tick(
+            return transitions.Tick(now, drained, acknowledged)
+        return transitions.Tick(
             now,
             drained,
             acknowledged,
@@ -222,34 +220,34 @@ class CellRun:
             stopped=frozenset(filter(abort.is_stopped, unfinished)),
         )
 
-    def _process(self, event: events.Event) -> None:
+    def _process(self, event: transitions.Event) -> None:
         with self._lock:
             self.cell, effects = transition(self.cell, event)
         for effect in effects:
             self._perform(effect)
 
-    def _perform(self, effect: events.Effect) -> None:
+    def _perform(self, effect: transitions.Effect) -> None:
         match effect:
-            case events.Wake():
+            case transitions.Wake():
                 self.wake()
-            case events.ShowOutput(output, is_late):
+            case transitions.ShowOutput(output, is_late):
                 self._show(output, is_late=is_late)
-            case events.RankDone(rank):
+            case transitions.RankDone(rank):
                 self.output.rank_done(rank)
-            case events.RankEnded(rank, activity, at):
+            case transitions.RankEnded(rank, activity, at):
                 if self._view is not None:
                     self._view.rank_ended(rank, activity, at)
-            case events.LateReply(rank):
+            case transitions.LateReply(rank):
                 self.on_late_reply(rank)
-            case events.ResendAbort():
+            case transitions.ResendAbort():
                 self.abort.resend()
-            case events.Abort():
+            case transitions.Abort():
                 self._step_abort(effect)
-            case events.Recover():
+            case transitions.Recover():
                 self.finish()
                 self._begin_recovery()
 
-    def _show(self, output: events.Output, *, is_late: bool) -> None:
+    def _show(self, output: transitions.Output, *, is_late: bool) -> None:
         if is_late:
             self.on_late_output(output.rank, output.kind, output.content)
             return
@@ -262,7 +260,7 @@ class CellRun:
         assert self._recover is not None
         self._recovery = self._recover()
 
-    def _step_abort(self, effect: events.Abort) -> None:
+    def _step_abort(self, effect: transitions.Abort) -> None:
         self.abort.step(
             time.monotonic(),
             self.unfinished,
@@ -272,7 +270,7 @@ class CellRun:
             timed_out=effect.timed_out,
         )
         if self.abort.aborting and not self.cell.aborting:
-            self._process(events.Aborted())
+            self._process(transitions.Aborted())
 
     def poll_interval(self) -> float:
         """Seconds until `step` should be called again unless something wakes the caller before."""

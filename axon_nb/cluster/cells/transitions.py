@@ -1,16 +1,19 @@
-"""The states of a running cell, and how events move it from one to the next: data in, data out, no clock."""
+"""The states of a running cell, and how events move it from one to the next: data in, data out, no clock.
+
+`transition` takes what can happen to a cell (events) and returns what `CellRun` does about it (effects).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from axon_nb.cluster.cells import events
 from axon_nb.cluster.cells.options import RankProgress, describe_abort, was_aborted
-from axon_nb.cluster.failures.report import RankError
-from axon_nb.records.protocol.cells import AbortLocation, CellEnd
+from axon_nb.cluster.failures import RankError
+from axon_nb.records.protocol.cells import AbortLocation, CellEnd, CellOutcome
 from axon_nb.records.telemetry import Activity
 
 _GIVE_UP_S = 10.0
@@ -23,7 +26,167 @@ _SECOND_INTERRUPT_GRACE_S = 0.5
 """Ranks that are still in C code this long after the second interrupt are replaced."""
 _INTERRUPT_DELAY_S, _INTERRUPT_DELAY_TICKS = 0.06, 10
 """Jupyter interrupts a kernel before it restarts it: an interrupt takes effect after this time and number of ticks."""
-Result = tuple["Cell", tuple[events.Effect, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A rank printed or displayed something."""
+
+    rank: int
+    kind: str
+    content: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """The notebook has processed a rank's last `Output`: a megabyte of lines takes seconds on a busy machine."""
+
+    at: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A rank has sent all its output."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A rank has finished the cell; a late one comes after the cell gave the rank up."""
+
+    at: float
+    rank: int
+    outcome: CellOutcome
+    aborting: bool
+    """Whether ranks had been asked to stop."""
+    idle: bool = False
+    """Whether all its output is here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A rank's process is gone; `reason` reads after its name."""
+
+    at: float
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """The user interrupts the cell; a second one, a while later, also replaces ranks that are in C code."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeout:
+    """The cell has run for as long as it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Ranks were asked to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The whole cluster is gone; `reason` reads after its name."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The groups were rebuilt, or disabled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; what can be seen from outside the cell."""
+
+    at: float
+    drained: bool = True
+    """Whether all output received so far is shown."""
+    acknowledged: bool = True
+    """Whether every abort was acknowledged, or will not be."""
+    aborted_at: float | None = None
+    """When the first abort was sent; None: none was."""
+    stuck: Mapping[int, RankError] = field(default_factory=dict)
+    """What each unfinished rank is stuck in, if it is, once an abort was sent."""
+    unresponsive: AbstractSet[int] = frozenset()
+    """Ranks in C code, which have not noticed an abort."""
+    stopped: AbstractSet[int] = frozenset()
+    """Ranks that nothing reaches: their process, or the controller's, is stopped."""
+
+
+Event = Output | Processed | Idle | Reply | Death | Interrupt | Timeout | Aborted | Lost | Recovered | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """The next tick is due now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShowOutput:
+    """Show output: as the cell's, or as what came after it."""
+
+    output: Output
+    is_late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankDone:
+    """Wait for no more output of a rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnded:
+    """Show in the live view how the cell ended on a rank."""
+
+    rank: int
+    activity: Activity
+    at: AbortLocation | None = None
+    """Where its cell was aborted; None if it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateReply:
+    """A rank that was reported as stuck is back."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResendAbort:
+    """Send the abort again at the next tick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Decide whether to abort the unfinished ranks, and abort them."""
+
+    failed_at: float | None
+    died: bool
+    interrupted: bool
+    timed_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recover:
+    """Show the rest of the output, then rebuild the groups."""
+
+
+Effect = Wake | ShowOutput | RankDone | RankEnded | LateReply | ResendAbort | Abort | Recover
+
+
+Result = tuple["Cell", tuple[Effect, ...]]
 
 
 class State(Enum):
@@ -92,33 +255,33 @@ class Cell:
         return self.state in {State.RECOVERING, State.DONE}
 
 
-def transition(cell: Cell, event: events.Event) -> Result:
+def transition(cell: Cell, event: Event) -> Result:
     """Return the cell after `event`, and the effects that the caller performs, in this order."""
     match event:
-        case events.Output():
-            return _settle(_update(cell, event.rank, processing=True)), (events.ShowOutput(event, cell.is_closed),)
-        case events.Processed():
+        case Output():
+            return _settle(_update(cell, event.rank, processing=True)), (ShowOutput(event, cell.is_closed),)
+        case Processed():
             return _update(cell, event.rank, processing=False, processed_at=event.at), ()
-        case events.Idle():
+        case Idle():
             cell = _settle(_update(cell, event.rank, idle=True))
-            wake = (events.Wake(),) if _is_complete(cell) else ()
-            return cell, (events.RankDone(event.rank), *wake)
-        case events.Reply():
+            wake = (Wake(),) if _is_complete(cell) else ()
+            return cell, (RankDone(event.rank), *wake)
+        case Reply():
             return _reply(cell, event)
-        case events.Death():
+        case Death():
             return _die(cell, event)
-        case events.Interrupt():
+        case Interrupt():
             return _interrupt(cell, event.at)
-        case events.Timeout():
+        case Timeout():
             is_running = cell.state in {State.SENT, State.RUNNING}
             return replace(cell, timed_out=cell.timed_out or is_running), ()
-        case events.Aborted():
+        case Aborted():
             return (cell if cell.is_closed else _settle(replace(cell, aborting=True))), ()
-        case events.Lost():
-            return replace(cell, state=State.DONE, lost=event.reason), (events.Wake(),)
-        case events.Recovered():
+        case Lost():
+            return replace(cell, state=State.DONE, lost=event.reason), (Wake(),)
+        case Recovered():
             return replace(cell, state=State.DONE) if cell.state is State.RECOVERING else cell, ()
-        case events.Tick():
+        case Tick():
             return (cell, ()) if cell.is_closed else _tick(cell, event)
 
 
@@ -147,7 +310,7 @@ def _fail(cell: Cell, error: RankError, at: float) -> Cell:
     return replace(_update(cell, error.rank, error=error), failed=failed, failed_at=failed_at)
 
 
-def _reply(cell: Cell, event: events.Reply) -> Result:
+def _reply(cell: Cell, event: Reply) -> Result:
     rank, outcome, end = event.rank, event.outcome, event.outcome.end
     idle = event.idle or cell.ranks[rank].idle
     cell = _update(cell, rank, replied_at=event.at, end=end, idle=idle)
@@ -159,20 +322,20 @@ def _reply(cell: Cell, event: events.Reply) -> Result:
         cell = _fail(cell, error, event.at)
     cell = replace(cell, must_recover=cell.must_recover or bool(end.left))
     error_now = cell.ranks[rank].error
-    late = (events.LateReply(rank),) if cell.gave_up else ()
+    late = (LateReply(rank),) if cell.gave_up else ()
     if error_now is None:
-        ended = events.RankEnded(rank, Activity.DONE)
+        ended = RankEnded(rank, Activity.DONE)
     elif error_now.kind == "aborted":
-        ended = events.RankEnded(rank, Activity.STOPPED, end.aborted_at or AbortLocation(None, ""))
+        ended = RankEnded(rank, Activity.STOPPED, end.aborted_at or AbortLocation(None, ""))
     else:
-        ended = events.RankEnded(rank, Activity.FAILED)
-    done = (events.RankDone(rank),) if event.idle else ()
+        ended = RankEnded(rank, Activity.FAILED)
+    done = (RankDone(rank),) if event.idle else ()
     # A tick costs the notebook's thread as much as a reply: none is due while others still run the cell.
-    wake = (events.Wake(),) if error_now is not None or not cell.unfinished else ()
+    wake = (Wake(),) if error_now is not None or not cell.unfinished else ()
     return _settle(cell), (*done, *wake, *late, ended)
 
 
-def _die(cell: Cell, event: events.Death) -> Result:
+def _die(cell: Cell, event: Death) -> Result:
     progress = cell.ranks.get(event.rank)
     if progress is None:
         return cell, ()
@@ -181,8 +344,8 @@ def _die(cell: Cell, event: events.Death) -> Result:
         return cell, ()
     cell = _fail(cell, RankError(event.rank, "died", "", event.reason), event.at)
     cell = _update(cell, event.rank, idle=True, replied_at=event.at)
-    ended = events.RankEnded(event.rank, Activity.DEAD)
-    return _settle(cell), (events.RankDone(event.rank), events.Wake(), ended)
+    ended = RankEnded(event.rank, Activity.DEAD)
+    return _settle(cell), (RankDone(event.rank), Wake(), ended)
 
 
 def _interrupt(cell: Cell, at: float) -> Result:
@@ -190,10 +353,10 @@ def _interrupt(cell: Cell, at: float) -> Result:
         cell = replace(cell, interrupted_at=at)
     elif cell.second_interrupt_at is None and at - cell.interrupted_at >= _SECOND_INTERRUPT_AFTER_S:
         cell = replace(cell, second_interrupt_at=at)
-    return cell, () if cell.is_closed else (events.ResendAbort(), events.Wake())
+    return cell, () if cell.is_closed else (ResendAbort(), Wake())
 
 
-def _tick(cell: Cell, event: events.Tick) -> Result:
+def _tick(cell: Cell, event: Tick) -> Result:
     cell = _give_up(cell, event)
     if cell.gave_up or (event.drained and all(progress.is_done(event.at) for progress in cell.ranks.values())):
         return _end(cell) if event.acknowledged else (cell, ())
@@ -203,10 +366,10 @@ def _tick(cell: Cell, event: events.Tick) -> Result:
     delayed = first is not None and event.at - first >= _INTERRUPT_DELAY_S
     interrupted = delayed and cell.ticks_since_interrupt >= _INTERRUPT_DELAY_TICKS
     died = any(error.kind == "died" for error in cell.errors.values())
-    return cell, (events.Abort(cell.failed_at, died, interrupted, cell.timed_out),)
+    return cell, (Abort(cell.failed_at, died, interrupted, cell.timed_out),)
 
 
-def _give_up(cell: Cell, event: events.Tick) -> Cell:
+def _give_up(cell: Cell, event: Tick) -> Cell:
     """Report the unfinished ranks as stuck if they have had their time, or the user wants them replaced."""
     unfinished, second_at = cell.unfinished, cell.second_interrupt_at
     if event.aborted_at is None or cell.gave_up:
@@ -228,5 +391,5 @@ def _end(cell: Cell) -> Result:
     communicated = any(progress.end is not None and progress.end.calls for progress in cell.ranks.values())
     needed = cell.must_recover or cell.aborting or (bool(cell.failed) and communicated)
     if needed and cell.can_recover:
-        return replace(cell, state=State.RECOVERING), (events.Recover(), events.Wake())
+        return replace(cell, state=State.RECOVERING), (Recover(), Wake())
     return replace(cell, state=State.DONE), ()

@@ -10,15 +10,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from axon_nb.cluster.rpc.answers import Answer
-from axon_nb.records.protocol.completion import (
+from axon_nb.cluster.rpc import Answer
+from axon_nb.records.protocol.cells import (
     CompleteRequest,
     InspectRequest,
     KnownName,
     NamesReply,
     NamesRequest,
 )
-from axon_nb.records.protocol.messages import Request
+from axon_nb.records.protocol.wire import Request
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
@@ -37,7 +37,7 @@ _ABANDON_S = 10.0
 
 
 class NameSnapshot:
-    """A rank's names with their attributes and keys, after its last cell; see `axon_nb.engine.kernel.completion`."""
+    """A rank's names with their attributes and keys, after its last cell; see `axon_nb.engine.kernel.control`."""
 
     def __init__(self) -> None:
         self._names: Mapping[str, KnownName] = {}

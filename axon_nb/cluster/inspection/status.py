@@ -1,23 +1,29 @@
-"""Requests what the ranks are doing now: their states, meshes and stacks, as records and as a table."""
+"""What the ranks are doing now: their states, meshes and stacks, the job they run, and the cluster as a card.
+
+A mesh is drawn as tables of ranks, one for each slice along its last two axes. Of many ranks, those that do the same
+share a row.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.cluster.inspection.card import cluster_card
-from axon_nb.cluster.rpc.client import RankClient
-from axon_nb.cluster.rpc.requests import request_all, request_waits
+from axon_nb.cluster.rpc import RankClient, request_all, request_each, request_waits
 from axon_nb.errors import ClusterLostError
-from axon_nb.records.placement import MeshInfo
 from axon_nb.records.protocol.agent import ReadGpus
-from axon_nb.records.protocol.inspection import MeshRequest, StacksRequest, StatusRequest
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.protocol.inspection import JobRequest, MeshRequest, StacksRequest, StatusRequest
+from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.stacks import RankStack, Stacks
-from axon_nb.records.telemetry import Activity, ClusterInfo, GpuUse, RankInfo, RankState
-from axon_nb.records.waits.calls import missing_ranks
+from axon_nb.records.telemetry import Activity, ClusterInfo, GpuUse, MeshInfo, MeshSlice, RankInfo, RankState
+from axon_nb.records.training.job import JobReport
+from axon_nb.records.units import format_bytes
+from axon_nb.records.waits import missing_ranks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,6 +35,21 @@ _STACKS_TIMEOUT_S = 2.0
 _MIN_WAIT_S = 0.25
 """Shorter waits are not described."""
 _SILENT = "does not reply: it is in C code that holds the GIL, or the machine is overloaded"
+_MAX_MESH = 256
+"""Largest mesh that is drawn."""
+_MAX_HOSTS = 4
+"""Most hosts of which each is named."""
+_MAX_ROWS = 64
+_SECONDS = re.compile(r",? for ([\d.]+) s$")
+"""How long a rank has been in its state, at the end of the text."""
+MUTED = "color:var(--jp-ui-font-color2, inherit)"
+_HEAD = f"padding:1px 8px;border:none;text-align:center;font-weight:normal;white-space:nowrap;{MUTED}"
+_BOX = "padding:3px 10px;border:1px solid var(--jp-border-color1, #767676);text-align:center;min-width:1.5em"
+_DEAD = ";text-decoration:line-through;opacity:.6"
+_OPEN_UP_TO = 16
+_CELL = "padding:2px 14px 2px 0;text-align:left;border:none;white-space:nowrap"
+_NUMBER = "padding:2px 14px 2px 0;text-align:right;border:none;white-space:nowrap"
+_RULE = "border-bottom:1px solid var(--jp-border-color2, currentColor)"
 
 
 def request_mesh(client: RankClient, ranks: Iterable[int]) -> MeshInfo | None:
@@ -106,7 +127,7 @@ def cluster_info(state: ClusterState) -> ClusterInfo:
         mesh=request_mesh(state.client, states) if states else None,
         protected=_protected(states.values()),
         slowed=str(state.slowness),
-        gpus=_gpus(state) if any(row.device.startswith("cuda") for row in rows) else (),
+        gpus=_gpu_use(state) if any(row.device.startswith("cuda") for row in rows) else (),
     )
 
 
@@ -115,7 +136,7 @@ def _protected(states: Collection[RankState]) -> int | None:
     return min(steps) if steps and len(steps) == len(states) else None
 
 
-def _gpus(state: ClusterState) -> tuple[GpuUse, ...]:
+def _gpu_use(state: ClusterState) -> tuple[GpuUse, ...]:
     try:
         return state.connection.agent.call(ReadGpus()).gpus
     except ClusterLostError:
@@ -186,3 +207,250 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
             seconds = (state.time_ns - state.since_ns) / 1e9 if state.activity is Activity.WAITING else 0.0
             stacks[rank] = RankStack(text.rstrip(","), replies[rank].frames, state.cell, seconds)
     return Stacks(stacks)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSnapshot:
+    """The job on all ranks at one moment."""
+
+    reports: Mapping[int, JobReport]
+    """The reports of the ranks that replied."""
+    descriptions: Mapping[int, str]
+    """What each rank is doing, in words; includes ranks that are dead or did not reply."""
+    cell: int | None
+    """Number of the running cell; None: none is running; 0: it has no number, or its ranks did not reply."""
+    cost_s: float = 0.0
+    """CPU seconds that the reply cost a rank, at most."""
+    slowed: str = ""
+    """What is slowed on purpose, such as ``rank 2 × 2``; empty: nothing."""
+
+
+def request_job(state: ClusterState, previous: Mapping[int, JobReport]) -> JobSnapshot:
+    """Request a report from every live rank; ranks that do not reply within a second are described as such.
+
+    Args:
+        state: The cluster.
+        previous: The last report of each rank, after which the new one starts; empty: from the beginning.
+    """
+    living = state.live_ranks
+    requests = {rank: _next_request(previous.get(rank)) for rank in living}
+    busy = set(living).intersection(state.busy)
+    replies = request_each(state.connection.client, requests, timeout_s=_TIMEOUT_S)
+    reports = {rank: reply.report for rank, reply in replies.items()}
+    late = missing_ranks({rank: reply.waits for rank, reply in replies.items()}, _MIN_WAIT_S)
+    descriptions = {}
+    for rank in state.ranks:
+        current = reports[rank].state if rank in reports else None
+        descriptions[rank] = state.health.dead.get(rank) or describe_state(current, late.get(rank, ()))
+    cost_s = max((reply.spent_s for reply in replies.values()), default=0.0)
+    return JobSnapshot(reports, descriptions, running_cell(reports, busy), cost_s, str(state.slowness))
+
+
+def running_cell(reports: Mapping[int, JobReport], busy: Collection[int]) -> int | None:
+    """Return the number of the running cell, as in `JobSnapshot.cell`.
+
+    Args:
+        reports: The reports of the ranks that replied.
+        busy: The ranks that were sent a cell and have not finished it; one that did not reply is still running it.
+    """
+    cells = [report.state.cell for report in reports.values() if report.state.cell is not None]
+    is_silent = any(rank not in reports for rank in busy)
+    return max(cells, default=0 if is_silent else None)
+
+
+def _next_request(report: JobReport | None) -> JobRequest:
+    if report is None:
+        return JobRequest()
+    return JobRequest(report.pid, report.position, report.span_position, report.state.time_ns)
+
+
+def mesh_html(mesh: MeshInfo, states: Mapping[int, str]) -> str:
+    """Render the mesh as HTML tables side by side.
+
+    Args:
+        mesh: The mesh.
+        states: What each live rank is doing, in words; ranks without an entry are struck out.
+    """
+    slices = mesh.slices() if len(mesh.ranks) <= _MAX_MESH else []
+    tables = "".join(_mesh_table(mesh, part, states) for part in slices)
+    return (
+        f'<div style="margin-top:6px"><b style="font-weight:600">{escape(str(mesh))}</b>'
+        f'<div style="display:flex;flex-wrap:wrap;gap:8px 24px">{tables}</div></div>'
+    )
+
+
+def _mesh_table(mesh: MeshInfo, part: MeshSlice, states: Mapping[int, str]) -> str:
+    across, down = f"{mesh.axes[-1]} ", f"{mesh.axes[-2]} " if len(mesh.axes) > 1 else ""
+    head = "".join(f'<th scope="col" style="{_HEAD}">{escape(across)}{i}</th>' for i in range(len(part.rows[0])))
+    body = "".join(
+        f'<tr style="background:none"><th scope="row" style="{_HEAD}">{f"{escape(down)}{i}" if down else ""}</th>'
+        + "".join(_mesh_cell(rank, states.get(rank)) for rank in ranks)
+        + "</tr>"
+        for i, ranks in enumerate(part.rows)
+    )
+    caption = f'<caption style="caption-side:top;text-align:left;padding:0;{MUTED}">{escape(part.place)}</caption>'
+    return (
+        '<table style="table-layout:auto;border-collapse:collapse;border:none;margin:2px 0;font-size:inherit;'
+        f'color:inherit">{caption if part.place else ""}<thead><tr style="background:none"><th style="{_HEAD}"></th>'
+        f"{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _mesh_cell(rank: int, state: str | None) -> str:
+    title = escape(f"rank {rank}: {state or 'gone'}")
+    return f'<td title="{title}" style="{_BOX}{"" if state else _DEAD}">{rank}</td>'
+
+
+def mesh_text(mesh: MeshInfo) -> list[str]:
+    """Render the mesh as lines of text."""
+    lines = [str(mesh)]
+    if len(mesh.ranks) > _MAX_MESH:
+        return lines
+    width = len(str(max(mesh.ranks, default=0)))
+    for part in mesh.slices():
+        if part.place:
+            lines.append(f"  {part.place}")
+        for number, ranks in enumerate(part.rows):
+            name = f"{mesh.axes[-2]} {number}: " if len(mesh.axes) > 1 else f"{mesh.axes[-1]}: "
+            lines.append(f"  {name}{' '.join(str(rank).rjust(width) for rank in ranks)}")
+    return lines
+
+
+def cluster_card(info: ClusterInfo) -> dict[str, str]:
+    """Render a cluster and its ranks as `text/html` (no scripts; light and dark themes) and `text/plain`."""
+    return {"text/html": _card_html(info), "text/plain": _card_text(info)}
+
+
+def _heading(info: ClusterInfo) -> list[str]:
+    ranks = f"{info.num_ranks} rank{'' if info.num_ranks == 1 else 's'}"
+    protected = [f"protected: step {info.protected}"] if info.protected is not None else []
+    slowed = [f"slowed: {info.slowed}"] if info.slowed else []
+    return [ranks, info.backend, f"on {_hosts(info.host.split(', '))}", f"engines: {info.engines}", *protected, *slowed]
+
+
+def _hosts(names: Collection[str]) -> str:
+    return ", ".join(names) if len(names) <= _MAX_HOSTS else f"{len(names)} hosts"
+
+
+def _card_rows(info: ClusterInfo) -> list[Sequence[RankInfo]]:
+    """Return the ranks of each row: one, or, of many ranks, all that do the same, however long they have done it."""
+    if len(info.ranks) <= _OPEN_UP_TO:
+        return [(row,) for row in info.ranks]
+    groups: dict[tuple[object, ...], list[RankInfo]] = {}
+    for row in info.ranks:
+        kind = row.device.partition(":")[0]
+        groups.setdefault((_SECONDS.sub("", row.state), row.cell, row.backend, kind), []).append(row)
+    return list(groups.values())
+
+
+def _card_columns(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]]) -> list[tuple[str, bool, list[str]]]:
+    """For each column: its title, whether it holds numbers, and one text per row."""
+    columns = [
+        ("rank", True, [format_ranks(one.rank for one in row) for row in rows]),
+        ("host", False, [_hosts(dict.fromkeys(one.host for one in row)) for row in rows]),
+        ("pid", True, [str(row[0].pid) if len(row) == 1 else f"{len(row)} pids" for row in rows]),
+        ("device", False, [_devices(row) for row in rows]),
+        ("backend", False, [row[0].backend for row in rows]),
+        ("state", False, [_state_in_row(row) for row in rows]),
+        ("memory", True, [_bytes([one.rss_bytes for one in row if one.rss_bytes]) for row in rows]),
+    ]
+    if any(row.device_bytes for row in info.ranks):
+        columns.append(("on device", True, [_bytes([one.device_bytes for one in row]) for row in rows]))
+    return columns
+
+
+def _devices(row: Sequence[RankInfo]) -> str:
+    names = {one.device for one in row}
+    kind = row[0].device.partition(":")[0]
+    numbers = [int(name.partition(":")[2]) for name in names if name.partition(":")[2].isdigit()]
+    return f"{kind}:{format_ranks(numbers)}" if len(numbers) == len(names) else _hosts(sorted(names))
+
+
+def _bytes(sizes: Sequence[int]) -> str:
+    """Format a size, or the range of several."""
+    if not sizes:
+        return "–"
+    least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
+    return least if least == most else f"{least} to {most}"
+
+
+def _gpu_lines(info: ClusterInfo) -> list[str]:
+    """One line for each GPU: what is used of its memory, how busy, warm and hungry it is."""
+    lines = []
+    for gpu in info.gpus:
+        facts = (
+            []
+            if gpu.used_bytes is None or gpu.total_bytes is None
+            else [f"{format_bytes(gpu.used_bytes)} of {format_bytes(gpu.total_bytes)} used"]
+        )
+        facts += [f"{gpu.busy_percent} % busy"] if gpu.busy_percent is not None else []
+        facts += [f"{gpu.temperature_c} °C"] if gpu.temperature_c is not None else []
+        facts += [f"{gpu.power_w:.0f} W"] if gpu.power_w is not None else []
+        lines.append(f"GPU {gpu.index} ({gpu.name}): {', '.join(facts) or 'no figures'}")
+    return lines
+
+
+def _state_in_row(row: Sequence[RankInfo]) -> str:
+    longest = max(row, key=lambda one: float(match[1]) if (match := _SECONDS.search(one.state)) else 0.0)
+    return longest.state if longest.cell is None else f"{longest.state} · In [{longest.cell}]"
+
+
+def _omitted(rows: Sequence[Sequence[RankInfo]]) -> list[str]:
+    count = sum(map(len, rows[_MAX_ROWS:]))
+    return [f"… {count} more ranks in {len(rows) - _MAX_ROWS} more rows"] if count else []
+
+
+def _card_html(info: ClusterInfo) -> str:
+    rows = _card_rows(info)
+    columns = _card_columns(info, rows[:_MAX_ROWS])
+    head = "".join(
+        f'<th scope="col" style="{_NUMBER if number else _CELL};{_RULE};font-weight:normal;{MUTED}">{title}</th>'
+        for title, number, _ in columns
+    )
+    body = "".join(
+        '<tr style="background:none">'
+        + "".join(f'<td style="{_NUMBER if number else _CELL}">{escape(text[i])}</td>' for _, number, text in columns)
+        + "</tr>"
+        for i in range(len(rows[:_MAX_ROWS]))
+    ) + "".join(f'<tr><td colspan="{len(columns)}" style="{_CELL}">{line}</td></tr>' for line in _omitted(rows))
+    table = (
+        '<table style="table-layout:auto;border-collapse:collapse;border:none;margin:0;'
+        'font-size:inherit;color:inherit">'
+        f'<thead><tr style="background:none">{head}</tr></thead><tbody>{body}</tbody></table>'
+    )
+    measured = any(row.rss_bytes for row in info.ranks)
+    states = {row.rank: row.state for row in info.ranks if row.rss_bytes or not measured}
+    mesh = mesh_html(info.mesh, states) if info.mesh is not None else ""
+    gpus = "".join(f'<div style="{MUTED}">{escape(line)}</div>' for line in _gpu_lines(info))
+    opened = " open" if len(rows) <= _OPEN_UP_TO else ""
+    return (
+        '<div style="display:inline-block;max-width:100%;overflow-x:auto;padding:8px 12px;border-radius:4px;'
+        "border:1px solid var(--jp-border-color2, currentColor);color:var(--jp-ui-font-color1, inherit);"
+        'font-size:var(--jp-ui-font-size1, 13px)">'
+        f'<div style="margin-bottom:4px"><b>{escape(info.name)}</b> · {"●" if info.running else "○"} '
+        f"{'running' if info.running else 'not running'}"
+        f'<span style="{MUTED}"> · {escape(" · ".join(_heading(info)))}</span></div>'
+        f"<details{opened}><summary>ranks</summary>{table}</details>{gpus}{mesh}</div>"
+    )
+
+
+def _card_text(info: ClusterInfo) -> str:
+    rows = _card_rows(info)
+    columns = _card_columns(info, rows[:_MAX_ROWS])
+    widths = [max(len(title), *map(len, text), 0) for title, _, text in columns]
+    lines = [
+        [title for title, _, _ in columns],
+        *([text[i] for _, _, text in columns] for i in range(len(rows[:_MAX_ROWS]))),
+    ]
+    table = (
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, (_, number, _) in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+    state = "running" if info.running else "not running"
+    mesh = mesh_text(info.mesh) if info.mesh is not None else []
+    return "\n".join(
+        [f"{info.name}: {state}, {', '.join(_heading(info))}", *table, *_omitted(rows), *_gpu_lines(info), *mesh]
+    )

@@ -1,22 +1,27 @@
-"""Tables of the ranks' variables: whether the ranks agree on each one, and where one differs."""
+"""The ranks' variables: whether the ranks agree on each, where one differs, and which shards of tensors they hold."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.cluster.rpc import requests
-from axon_nb.errors import UsageError
+from axon_nb.cluster import rpc
+from axon_nb.cluster.rpc import Replies, request_each
+from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.protocol.inspection import (
     DescribeVariables,
     GetVariableParts,
     GetVariableTree,
+    LayoutsReply,
+    LayoutsRequest,
     VariableFacts,
     VariablePart,
     VariableTree,
 )
 from axon_nb.records.ranks import name_ranks
+from axon_nb.records.telemetry import Shard
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,6 +41,7 @@ _NOT_COMPARED = "not compared"
 _MAX_ROWS = 1000
 """Parts that are named for each rank."""
 _DIFFERENCE_COLUMNS = ("part", "rank", "differing", "of", "first at", "largest difference", "values")
+_LAYOUT_TIMEOUT_S = 10.0
 
 
 def variables_frame(state: ClusterState) -> pd.DataFrame:
@@ -52,7 +58,7 @@ def variables_frame(state: ClusterState) -> pd.DataFrame:
             "meanwhile)."
         )
     living = state.live_ranks
-    futures = {rank: requests.call(state.connection.client, rank, DescribeVariables()) for rank in living}
+    futures = {rank: rpc.call(state.connection.client, rank, DescribeVariables()) for rank in living}
     by_name: dict[str, dict[int, VariableFacts]] = {}
     for rank, future in futures.items():
         for fact in future.result(timeout=_TIMEOUT_S):
@@ -168,7 +174,7 @@ def summary_of(name: str, differences: pd.DataFrame) -> str:
 
 
 def _call_all(state: ClusterState, calls: Mapping[int, Any]) -> dict[int, Any]:
-    futures = {rank: requests.call(state.connection.client, rank, call) for rank, call in calls.items()}
+    futures = {rank: rpc.call(state.connection.client, rank, call) for rank, call in calls.items()}
     return {rank: future.result(timeout=_TIMEOUT_S) for rank, future in futures.items()}
 
 
@@ -270,3 +276,72 @@ def _difference_row(
     values: str,
 ) -> dict[str, Any]:
     return dict(zip(_DIFFERENCE_COLUMNS, (part, rank, differing, of, at, largest, values), strict=True))
+
+
+class LayoutRequest:
+    """A request that can be repeated; a rank whose shards have not changed sends only its key.
+
+    Not thread-safe: the caller must hold a lock.
+
+    Args:
+        state: The cluster.
+        names: Variables of the ranks: modules, optimizers, tensors, collections of tensors.
+        gradients: Whether to include gradients.
+    """
+
+    def __init__(self, state: ClusterState, names: Sequence[str], *, gradients: bool = False) -> None:
+        self._state = state
+        self._request = LayoutsRequest(tuple(names), gradients)
+        self._known: dict[int, tuple[str, Sequence[Shard]]] = {}
+        """By rank: the key of its last reply, and the shards."""
+        self._notes: list[str] = []
+        self.has_changed = True
+        """Whether the last reply differed from the one before."""
+        self.cost_s = 0.0
+        """CPU seconds that the last reply cost a rank, at most."""
+
+    def send(self) -> tuple[list[Shard], list[str]]:
+        """Request and return the shards on all live ranks, and notes on the ranks that reported none.
+
+        Raises:
+            UsageError: no rank has a variable with that name, or it holds no tensor.
+            AxonError: no rank replied.
+        """
+        state = self._state
+        living = state.live_ranks
+        requests = {rank: replace(self._request, known=self._known.get(rank, ("", ()))[0]) for rank in living}
+        replies = request_each(state.connection.client, requests, timeout_s=_LAYOUT_TIMEOUT_S)
+        if not replies and not replies.refused:
+            raise AxonError(
+                " ".join(replies.missing(replies.failed))
+                or f"No rank replied within {_LAYOUT_TIMEOUT_S:.0f} s. Run `%distributed status` to see what they do."
+            )
+        notes = _layout_notes(replies, state.ranks)
+        self.cost_s = max(reply.spent_s for reply in replies.values())
+        self.has_changed = notes != self._notes or replies.keys() != self._known.keys()
+        self._notes = notes
+        for rank, reply in replies.items():
+            if reply.shards is not None:
+                self.has_changed = True
+                self._known[rank] = (reply.key, reply.shards)
+        self._known = {rank: self._known[rank] for rank in replies}
+        return [shard for _, shards in self._known.values() for shard in shards], notes
+
+
+def request_layouts(
+    state: ClusterState, names: Sequence[str], *, gradients: bool = False
+) -> tuple[list[Shard], list[str]]:
+    """Request the shards once; see `LayoutRequest.send`."""
+    return LayoutRequest(state, names, gradients=gradients).send()
+
+
+def _layout_notes(replies: Replies[LayoutsReply], ranks: Sequence[int]) -> list[str]:
+    refusals = replies.refused
+    if not replies:
+        reason = Counter(refusals.values()).most_common(1)[0][0]
+        raise UsageError(f"{name_ranks(refusals).capitalize()}: {reason}")
+    notes = [
+        f"{name_ranks([rank for rank in refusals if refusals[rank] == reason]).capitalize()}: {reason}"
+        for reason in dict.fromkeys(refusals.values())
+    ]
+    return notes + replies.missing(ranks)

@@ -9,9 +9,8 @@ import zmq
 
 from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.settings import Settings
-from axon_nb.records.compatibility import Capability, install_command
-from axon_nb.records.hooks import missing_hooks
-from axon_nb.records.protocol.cluster import EngineInfo
+from axon_nb.records.hooks import Capability, install_command, missing_hooks
+from axon_nb.records.protocol.agent import EngineInfo
 
 RESTART = "Run `%distributed restart` to start all ranks again."
 """How to get back a dead or stuck rank that cannot be replaced."""

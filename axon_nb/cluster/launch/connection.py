@@ -1,28 +1,34 @@
 """The notebook's connection to one cluster: its folder, the host agent and the ipyparallel client.
 
-It also identifies the kernel, so that a notebook finds its own cluster after a kernel restart.
+It also identifies the kernel, so that a notebook finds its own cluster after a kernel restart. `Prewarm` starts the
+host agent and the controller in the background, before ranks are needed.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import re
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from axon_nb.cluster.launch.launchers import controller_command
 from axon_nb.cluster.launch.placement import LOOPBACK
-from axon_nb.cluster.rpc.client import RankClient, connect
+from axon_nb.cluster.rpc import RankClient, connect
 from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.environment import SESSION_NAME
-from axon_nb.records.protocol.joining import ENGINE_ENTRY
+from axon_nb.records.protocol.agent import GetInfo
+from axon_nb.records.protocol.recovery import ENGINE_ENTRY
 
 # ipyparallel and tornado log what happens at a stop; keep that out of the notebook, also if it logs everything.
 _ipyparallel_log = logging.getLogger("axon_nb.ipyparallel")
@@ -138,3 +144,71 @@ def _with_client(run_dir: RunDir, agent: AgentClient, ip: str) -> Connection:
         agent.stop()
         raise
     return Connection(run_dir, agent, client, ip)
+
+
+class Prewarm:
+    """The warm connection of one notebook: to a host agent that no cluster uses yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: Future[Connection] | None = None
+
+    def start(self) -> None:
+        """Start the warm-up, unless there is one."""
+        future: Future[Connection] = Future()
+        with self._lock:
+            if self._pending is not None:
+                return
+            self._pending = future
+
+        def work() -> None:
+            try:
+                future.set_result(open_new())
+            except BaseException as error:
+                future.set_exception(error)
+
+        atexit.register(self.discard)
+        threading.Thread(target=work, name="axon_nb-warm-up", daemon=True).start()
+
+    def take(self, timeout_s: float) -> Connection:
+        """Wait for the warm connection and return it; open a new one if there is none or it failed.
+
+        Args:
+            timeout_s: How long to wait for the warm one, in seconds.
+
+        Raises:
+            StartError: the new one failed, too.
+        """
+        future = self._pop()
+        if future is not None:
+            try:
+                connection = future.result(timeout_s)
+                if not connection.agent.closed.is_set():
+                    return connection
+                connection.close()
+            except Exception:  # if the cause persists, the new start reports it
+                pass
+        return open_new()
+
+    def discard(self) -> None:
+        """Stop a warm-up that was not used."""
+        future = self._pop()
+        if future is not None:
+            with contextlib.suppress(Exception):  # it failed to start, or is gone already
+                future.result(30.0).stop()
+
+    def _pop(self) -> Future[Connection] | None:
+        with self._lock:
+            future, self._pending = self._pending, None
+        return future
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until the agent has finished its imports; False if there is none, or after `timeout_s` seconds."""
+        with self._lock:
+            future = self._pending
+        end = time.monotonic() + timeout_s
+        while future is not None and time.monotonic() < end:
+            if future.result(timeout_s).agent.call(GetInfo()).idle:
+                return True
+            time.sleep(0.05)
+        return False

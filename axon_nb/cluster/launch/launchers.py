@@ -21,14 +21,23 @@ from traitlets import Float, Unicode
 from traitlets import List as ListTrait
 
 from axon_nb.cluster.launch.placement import LOOPBACK, Layout
-from axon_nb.cluster.rpc.client import forget_engine
+from axon_nb.cluster.rpc import forget_engine
 from axon_nb.errors import StartError
 from axon_nb.host.client import AgentClient, outcome, spawn_agent
 from axon_nb.host.run_dir import RunDir
-from axon_nb.records.protocol.agent import Fork, GetInfo, SetInfo, Signal
-from axon_nb.records.protocol.cluster import AgentEvent, Closed, ClusterFacts, Exit, HostFacts
-from axon_nb.records.protocol.joining import ENGINE_ENTRY
-from axon_nb.records.protocol.version import own_version
+from axon_nb.records.protocol.agent import (
+    AgentEvent,
+    Closed,
+    ClusterFacts,
+    Exit,
+    Fork,
+    GetInfo,
+    HostFacts,
+    SetInfo,
+    Signal,
+)
+from axon_nb.records.protocol.recovery import ENGINE_ENTRY
+from axon_nb.records.protocol.wire import own_version
 
 # Set by the kernel, pytest or ipyparallel for this process only; a rank must not inherit them.
 _NOT_INHERITED = ("IPP_CLUSTER_ID", "IPP_CONNECTION_INFO", "IPP_PROFILE_DIR", "JPY_PARENT_PID", "PYTEST_CURRENT_TEST")

@@ -1,27 +1,31 @@
-"""Where ranks run: how many there are, their backend, and the host, device and threads of each.
+"""Where ranks run: how many there may be, their backend, and the host, device and threads of each.
 
-For ranks on several hosts it also finds the address on which the notebook's host serves them.
+For ranks on several hosts it also finds the address on which the notebook's host serves them. The administrator's limit
+of ranks per user is a courtesy on a shared machine, not a protection against users.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from axon_nb.errors import StartError, UsageError
-from axon_nb.host.resources.cgroups import usable_cores
-from axon_nb.host.resources.gpu_locks import gpu_owners
-from axon_nb.host.resources.gpus import Gpu, list_gpus, unlisted_gpus
-from axon_nb.records.environment import CPU_BACKEND
-from axon_nb.records.protocol.cluster import EngineInfo
+from axon_nb.host.resources import Gpu, container_kind, gpu_owners, list_gpus, unlisted_gpus, usable_cores
+from axon_nb.host.run_dir import RunDir, list_run_dirs
+from axon_nb.records.environment import CPU_BACKEND, MAX_RANKS
+from axon_nb.records.protocol.agent import EngineInfo
 
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 LOOPBACK = "127.0.0.1"
+UNLIMITED = resource.RLIM_INFINITY
+_MANY = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,3 +280,81 @@ def place_ranks(layout: Layout, rank_info: Sequence[EngineInfo], *, threads_per_
         threads = threads_per_rank or max(1, info.cores // len(neighbours))
         placements.append(Placement(local_rank, len(neighbours), hosts.index(info.host), device, threads))
     return placements
+
+
+def raise_if_over_quota(num_ranks: int, *, besides: RunDir | None = None) -> None:
+    """Check how many ranks this user would have at once, in all clusters of this host's notebooks.
+
+    Args:
+        num_ranks: The ranks that the cluster is to have.
+        besides: The folder of that cluster if it runs already.
+
+    Raises:
+        UsageError: there would be too many; the message names the other clusters. Or the limit is not a number.
+    """
+    text = MAX_RANKS.get()
+    if not text:
+        return
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(
+            f"{MAX_RANKS.name} must be a number of ranks; got {text!r}. Ask the administrator to correct it."
+        )
+    others = dict(_ranks_of(besides))
+    left = max(0, int(text) - sum(others.values()))
+    if num_ranks <= left:
+        return
+    fewer = f"use {_count_ranks(left)} at most" if left else ""
+    stop = " or ".join(f"{name!r} ({_count_ranks(number)})" for name, number in others.items())
+    fixes = ", or ".join(filter(None, [fewer, f"stop {stop}; `axon-nb list` shows them" if others else ""]))
+    raise UsageError(
+        f"This host allows {_count_ranks(int(text))} per user ({MAX_RANKS.name}); got {num_ranks}"
+        f"{f' besides {sum(others.values())} in other clusters' if others else ''}"
+        f"{f': {fixes}' if fixes else ''}."
+    )
+
+
+def _ranks_of(besides: RunDir | None) -> Iterator[tuple[str, int]]:
+    for run_dir in list_run_dirs():
+        info = run_dir.read_info()
+        if info.get("world_size") and (besides is None or run_dir.path != besides.path):
+            yield str(info.get("name", "")), int(info["world_size"])
+
+
+def _count_ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def files_needed(num_ranks: int) -> int:
+    """Return the open files of the process that needs most, the controller: 107, 6 per rank, and a few to spare."""
+    return 112 + 7 * num_ranks
+
+
+def how_to_raise(hard: int, *, wanted: int) -> str:
+    """Return one sentence that says how to raise a soft limit that is too low.
+
+    Args:
+        hard: The hard limit of this process.
+        wanted: The lowest limit that suffices.
+    """
+    if hard == UNLIMITED or hard >= wanted:
+        room = _MANY if hard == UNLIMITED else min(hard, _MANY)
+        return f"Run `ulimit -n {room}` in the shell, then start Jupyter (or your script) from it."
+    if container_kind() in ("docker", "podman"):
+        return f"Start the container with `--ulimit nofile={_MANY}:{_MANY}`."
+    where = "`nofile` in /etc/security/limits.conf or `LimitNOFILE=` of the service"
+    return f"Raise the hard limit, with {where}." if sys.platform.startswith("linux") else "Raise the hard limit."
+
+
+def raise_if_too_few(num_ranks: int) -> None:
+    """Check this process's limit, which the processes of a cluster inherit, before any of them starts.
+
+    Raises:
+        StartError: it is too low for that many ranks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files_needed(num_ranks)
+    if soft != UNLIMITED and soft < needed:
+        ranks = "1 rank needs" if num_ranks == 1 else f"{num_ranks} ranks need"
+        raise StartError(
+            f"{ranks} {needed} open files, but the limit here is {soft}. {how_to_raise(hard, wanted=needed)}"
+        )

@@ -1,21 +1,22 @@
-"""Turns what the ranks print and display during one cell into labelled output of the notebook."""
+"""Turns what the ranks print and display, during a cell and between cells, into labelled output of the notebook.
+
+Streams are sent in as few pieces as their order permits. A rank's `clear_output` removes only what that rank has shown.
+What ranks, their threads and child processes print while no cell runs is shown first by the next cell.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from axon_nb.cluster.output.displays import PendingClears
 from axon_nb.cluster.output.limits import Budget, Verdict
-from axon_nb.cluster.output.live_area import LiveArea
-from axon_nb.cluster.output.merge import Choice
-from axon_nb.cluster.output.parser import OutputParser
-from axon_nb.cluster.output.printer import Printer
-from axon_nb.cluster.output.shown import ShownOutput
-from axon_nb.cluster.output.sinks import Sink, is_in_place
+from axon_nb.cluster.output.merge import Choice, Item
+from axon_nb.cluster.output.parser import Bundle, OutputParser, PendingClears
+from axon_nb.cluster.output.sinks import LiveArea, LiveRow, Sink, StreamName, is_in_place, label, labelled
 
 FLUSH_DELAY_S = 0.012
 """From a message to its flush: a window in which the other ranks may send the same line."""
@@ -23,6 +24,16 @@ FLUSH_INTERVAL_S = 0.066
 """Shortest interval between two flushes."""
 HOLD_S = 0.06
 """A line that not all ranks have printed waits for them at most this long, or for one more flush."""
+_MAX_PIECES = 20
+"""Maximum number of pieces in one flush, because Jupyter's server limits messages, too.
+
+With more pieces, stdout and stderr are no longer interleaved.
+"""
+_MAX_SHOWN_BYTES = 2 << 20
+_NOT_SHOWN_AGAIN = "… earlier output is not shown again …"
+_BETWEEN_CELLS_HEAD = "Since the last cell:\n"
+_INDENT = "  "
+_SHOWN_MESSAGES = ("stream", "display_data", "update_display_data")
 
 
 class CellOutput:
@@ -169,3 +180,208 @@ class CellOutput:
         if (change := self._parser.next_change()) is not None:
             times.append(change)
         return times
+
+
+class Printer:
+    """Formats output; keeps no state between calls except that of the live area."""
+
+    def __init__(self, sink: Sink, live: LiveArea) -> None:
+        self._sink = sink
+        self._live = live
+        self._pieces: list[tuple[StreamName, list[str]]] = []
+        self._num_sent = 0
+        self._first_order = 0
+
+    def clear(self, ranks: Sequence[int], *, wait: bool) -> None:
+        """Clear the cell's output on behalf of `ranks`."""
+        self._live.clear(ranks)
+        self._sink.clear(wait=wait)
+
+    def print(self, batch: Sequence[Choice], rows: Sequence[LiveRow], now: float) -> None:
+        """Show items in order, with the live area where its first row started.
+
+        Args:
+            batch: The items to show.
+            rows: The live rows.
+            now: The time in seconds.
+        """
+        self._num_sent = 0
+        live_order = self._live.next_row_order(rows)
+        bars = False
+        for ranks, item, order in batch:
+            if bars and item.kind != "bar":
+                self._send()
+                self._live.show(self._live.members(rows), now)
+            if live_order is not None and order > live_order:
+                self._send()
+                self._live.show(self._live.showable(rows, order), now)
+                live_order = self._live.next_row_order(rows)
+            bars = item.kind == "bar"
+            if bars:
+                self._send()
+                self._live.finish(ranks, item.payload)
+            elif item.kind == "display":
+                self._print_display(ranks, item.payload, order)
+            else:
+                name: StreamName = "stderr" if item.kind == "stderr" else "stdout"
+                self._write(name, labelled(ranks, item.payload), order)
+        self._send()
+
+    def _print_display(self, ranks: Sequence[int], bundle: Bundle, order: int) -> None:
+        if not bundle.update:
+            self._write("stdout", f"{label(ranks)}\n", order)
+            self._send()
+        self._sink.display(bundle.data, bundle.metadata, display_id=bundle.display_id, update=bundle.update)
+
+    def _write(self, name: StreamName, text: str, order: int) -> None:
+        if not self._pieces:
+            self._first_order = order
+        if not self._pieces or self._pieces[-1][0] != name:
+            self._pieces.append((name, []))
+        self._pieces[-1][1].append(text)
+
+    def _send(self) -> None:
+        num_left = max(2, _MAX_PIECES - self._num_sent)
+        if len(self._pieces) > num_left:
+            rest = self._pieces[num_left - 2 :]
+            self._pieces[num_left - 2 :] = [
+                (name, [text for other, texts in rest if other == name for text in texts])
+                for name in (rest[0][0], rest[1][0])
+            ]
+        for name, texts in self._pieces:
+            self._sink.stream(name, "".join(texts))
+        if self._pieces:
+            self._num_sent += len(self._pieces)
+            self._live.output_shown(self._first_order)
+            self._pieces = []
+
+
+@dataclass(slots=True)
+class _Entry:
+    choice: Choice
+    position: float
+    """Entries are shown in this order, then in that of their arrival."""
+
+
+class ShownOutput:
+    """Holds the output of a cell since the last complete clear; of more than 2 MiB, only the end."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._size = 0
+        self._omitted: set[int] = set()
+        """The ranks whose first output is no longer held."""
+        self._positions: dict[int, float] = {}
+        """By rank, where the output begins that replaces what the rank cleared."""
+
+    def add(self, batch: Iterable[Choice]) -> None:
+        """Record output that is shown below all other."""
+        for choice in batch:
+            if choice.item.kind != "bar" and not self._update(choice.item):
+                self._entries.append(_Entry(choice, choice.order))
+                self._size += choice.item.size
+                for rank in choice.ranks:
+                    self._positions.setdefault(rank, choice.order)
+        while self._size > _MAX_SHOWN_BYTES and self._entries:
+            first = self._entries.pop(0).choice
+            self._size -= first.item.size
+            self._omitted.update(first.ranks)
+
+    def _update(self, item: Item) -> bool:
+        """Apply an update of a display; return whether it is one."""
+        update = item.payload if item.kind == "display" else None
+        if not isinstance(update, Bundle) or not update.update:
+            return False
+        for entry in self._entries:
+            shown = entry.choice.item
+            if shown.kind == "display" and shown.payload.display_id == update.display_id:
+                self._size += item.size - shown.size
+                shown.payload, shown.size = update._replace(update=False), item.size
+        return True
+
+    def includes(self, ranks: set[int]) -> bool:
+        """Whether one of the ranks has shown something."""
+        return any(rank in ranks for entry in self._entries for rank in entry.choice.ranks)
+
+    def clear(self, cleared: set[int], batch: Sequence[Choice]) -> list[Choice]:
+        """Remove what the ranks `cleared` have shown, and add what they show instead, where that was.
+
+        Returns:
+            All that is to be shown again, in order.
+        """
+        remaining = []
+        for entry in self._entries:
+            ranks, item, order = entry.choice
+            if left := [rank for rank in ranks if rank not in cleared]:
+                remaining.append(_Entry(Choice(left, item, order), entry.position))
+        for choice in batch:
+            if self._update(choice.item):
+                continue
+            begins = [self._positions[rank] for rank in choice.ranks if rank in cleared and rank in self._positions]
+            remaining.append(_Entry(choice, min(begins, default=choice.order)))
+        self._omitted -= cleared
+        remaining.sort(key=lambda entry: (entry.position, entry.choice.order))
+        shown = [entry.choice for entry in remaining]
+        self._entries = [entry for entry in remaining if entry.choice.item.kind != "bar"]
+        self._size = sum(entry.choice.item.size for entry in self._entries)
+        if self._omitted:
+            note = Item(("stdout", _NOT_SHOWN_AGAIN), "stdout", _NOT_SHOWN_AGAIN, len(_NOT_SHOWN_AGAIN), 0.0)
+            shown.insert(0, Choice(sorted(self._omitted), note, 0))
+        return shown
+
+
+class BetweenCells:
+    """Holds output between cells, at most as much as one cell may show.
+
+    Args:
+        ranks: All ranks.
+        limit_bytes: Maximum number of bytes of text to hold.
+    """
+
+    def __init__(self, ranks: Sequence[int], *, limit_bytes: int) -> None:
+        self._ranks = list(ranks)
+        self._limit = limit_bytes
+        self._lock = threading.Lock()
+        self._sink = _DelegatingSink()
+        self._pending: CellOutput | None = None
+
+    def feed(self, rank: int, msg_type: str, content: dict[str, Any]) -> None:
+        """Hold one message of a rank; called from the client's IO thread."""
+        if msg_type not in _SHOWN_MESSAGES:
+            return
+        with self._lock:
+            if self._pending is None:
+                self._pending = CellOutput(self._ranks, self._sink, limit_bytes=self._limit)
+            self._pending.feed(rank, msg_type, content, {})
+
+    def show(self, sink: Sink) -> None:
+        """Show what is held, labelled as earlier than the cell that is about to run; on the notebook's thread."""
+        with self._lock:
+            pending, self._pending = self._pending, None
+        if pending is not None:
+            self._sink.target, self._sink.has_head = sink, False
+            pending.flush(final=True)
+
+
+class _DelegatingSink:
+    """Shows a head and indented text in a sink that is only known when there is a cell."""
+
+    target: Sink
+    has_head = False
+    in_place = True
+
+    def stream(self, name: StreamName, text: str) -> None:
+        self._show_head(name)
+        self.target.stream(name, "".join(_INDENT + line for line in text.splitlines(keepends=True)))
+
+    def display(self, data: dict[str, Any], metadata: dict[str, Any], *, display_id: str | None, update: bool) -> None:
+        self._show_head("stdout")
+        self.target.display(data, metadata, display_id=display_id, update=update)
+
+    def clear(self, *, wait: bool) -> None:
+        """Nothing: what other cells have shown stays."""
+
+    def _show_head(self, name: StreamName) -> None:
+        if not self.has_head:
+            self.has_head = True
+            self.target.stream(name, _BETWEEN_CELLS_HEAD)

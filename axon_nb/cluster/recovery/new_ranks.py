@@ -1,37 +1,53 @@
-"""New ranks of a running cluster: fork them, give them the variables of another rank, ask all ranks at once."""
+"""New ranks of a running cluster: fork them, give them the state of other ranks, and report what they got and lost.
+
+With `protect`, all ranks return to the last step that every one of them holds.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from axon_nb.cluster.launch.join import await_handshake, gather, raise_if_exited
+from axon_nb.cluster import rpc
+from axon_nb.cluster.failures import REPAIR_HINT, Kept, RankError
+from axon_nb.cluster.launch.engines import await_handshake, gather, raise_if_exited
 from axon_nb.cluster.launch.launchers import fork_request, rank_hosts
 from axon_nb.cluster.launch.placement import rank_environment
-from axon_nb.cluster.recovery.report import Copied
-from axon_nb.cluster.rpc import requests
 from axon_nb.errors import StartError
 from axon_nb.records.protocol.agent import GetInfo
-from axon_nb.records.protocol.messages import RankCall
-from axon_nb.records.protocol.recovery import GroupRecord, ListGroups
+from axon_nb.records.protocol.inspection import StatusRequest
+from axon_nb.records.protocol.recovery import (
+    GroupRecord,
+    ListGroups,
+    ListProtected,
+    LostShards,
+    ProtectedStep,
+    RestoreProtected,
+)
 from axon_nb.records.protocol.transfer import ListGroupVariables, PackNamespace, ReceiveNamespace, SendNamespace
-from axon_nb.records.ranks import name_ranks
+from axon_nb.records.protocol.wire import RankCall
+from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.records.units import format_bytes
 
 if TYPE_CHECKING:
     from axon_nb.cluster.launch.connection import Connection
     from axon_nb.cluster.launch.placement import Layout
+    from axon_nb.cluster.state import ClusterState
 
 R = TypeVar("R")
-
 _TIMEOUT_S = 30.0
 _POLL_S = 0.05
 _COPY_TIMEOUT_S = 60.0
 _MIN_BYTES_PER_S = 20e6
+_STATES_TIMEOUT_S = 1.0
+_RESTORE_TIMEOUT_S = 600.0
 
 
 @contextlib.contextmanager
@@ -54,7 +70,7 @@ def interrupts_deferred() -> Iterator[threading.Event]:
 
 def call_all(connection: Connection, ranks: Sequence[int], call: RankCall[R]) -> dict[int, R]:
     """Make the same call on each of these ranks and return their replies."""
-    calls = {rank: requests.call(connection.client, rank, call) for rank in ranks}
+    calls = {rank: rpc.call(connection.client, rank, call) for rank in ranks}
     return gather(calls, _TIMEOUT_S, connection)
 
 
@@ -82,15 +98,15 @@ def copy_namespace(
         StartError: a rank exited, failed or did not reply in time.
     """
     client = connection.client
-    futures = {rank: requests.call(client, rank, ListGroupVariables()) for rank in survivors}
+    futures = {rank: rpc.call(client, rank, ListGroupVariables()) for rank in survivors}
     groups: dict[str, str] = {}
     for own_groups in gather(futures, _COPY_TIMEOUT_S, connection).values():
         groups |= {name: group for name, group in own_groups.items() if not names or name in names}
-    future = requests.call(client, source, PackNamespace(tuple(names)))
+    future = rpc.call(client, source, PackNamespace(tuple(names)))
     packed = gather({source: future}, _COPY_TIMEOUT_S * 10, connection)[source]
     receive = ReceiveNamespace(source, packed.size, packed.digest, groups)
-    calls = {rank: requests.call(client, rank, receive) for rank in ranks}
-    calls[source] = requests.call(client, source, SendNamespace(tuple(ranks)))
+    calls = {rank: rpc.call(client, rank, receive) for rank in ranks}
+    calls[source] = rpc.call(client, source, SendNamespace(tuple(ranks)))
     gather(calls, _COPY_TIMEOUT_S + packed.size * len(ranks) / _MIN_BYTES_PER_S, connection)
     skipped = {name: why for name, why in packed.skipped.items() if name not in groups}
     return Copied(tuple(sorted({*packed.copied, *groups})), skipped, packed.size)
@@ -137,3 +153,185 @@ def fork_ranks(connection: Connection, layout: Layout, ranks: Sequence[int], int
                 f"{connection.run_dir.path}."
             )
     await_handshake(connection, ranks, _TIMEOUT_S)
+
+
+def kept_of(state: ClusterState, protect: int, errors: Iterable[RankError]) -> Kept:
+    """Say what is kept of ranks that died in a cell, and how to replace them.
+
+    Args:
+        state: The cluster.
+        protect: The setting of this name.
+        errors: How the cell failed.
+    """
+    remedy, died = state.health.remedy, sorted(error.rank for error in errors if error.kind == "died")
+    if remedy != REPAIR_HINT or not died or not state.health.dead:
+        return Kept(remedy)
+    states = rpc.request_all(state.client, state.live_ranks, StatusRequest(), timeout_s=_STATES_TIMEOUT_S)
+    steps = [one.protected for one in states.values() if one.protected is not None]
+    if steps and len(steps) == len(state.live_ranks):
+        last = "or to the last one before that all of them hold"
+        remedy = f"new ranks get the state of the dead ones, and all ranks return to step {min(steps)}, {last}."
+        text = f"Kept: the state of all ranks at step {min(steps)}, {last.replace('to', 'at', 1)}."
+        return Kept(f"Run `%distributed repair`: {remedy}", text, min(steps))
+    nothing = f"Nothing of {name_ranks(died)} is kept"
+    if protect:  # a rank that is slow to answer may hold a step
+        return Kept(remedy, f"{nothing}, unless `%distributed repair` finds a step that all ranks hold.")
+    if state.engines != "axon" or sys.platform != "linux":
+        return Kept(remedy, f"{nothing}.")
+    return Kept(remedy, f"{nothing}. `%distributed config protect=on` keeps each step of all ranks.")
+
+
+def return_to_protected(connection: Connection, ranks: Sequence[int]) -> Returned | None:
+    """Return to the last step that all these ranks hold; None: there is none.
+
+    Args:
+        connection: The cluster's connection.
+        ranks: All ranks; replacements have joined the groups.
+
+    Raises:
+        StartError: a rank exited, failed or did not reply in time.
+    """
+    held = call_all(connection, ranks, ListProtected())
+    common = _latest_common([one.held for one in held.values()])
+    if common is None:
+        return None
+    call = RestoreProtected(common.run, common.fence)
+    futures = {rank: rpc.call(connection.client, rank, call) for rank in ranks}
+    refused = gather(futures, _RESTORE_TIMEOUT_S, connection)
+    furthest = max(one.now for one in held.values())
+    repeated = max(0, furthest - common.step)
+    return Returned(common.step, repeated, {rank: lines for rank, lines in refused.items() if lines})
+
+
+def _latest_common(held: Sequence[Sequence[ProtectedStep]]) -> ProtectedStep | None:
+    first, *others = held
+    return next((step for step in first if all(step in steps for steps in others)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LostPart(LostShards):
+    """A variable of which the replaced ranks held a part that no other rank has."""
+
+    def __str__(self) -> str:
+        if isinstance(self.parts, tuple):
+            return f"stage {format_ranks(self.parts)} of {self.of} (`{self.name}`)"
+        what = {"module": "parameters", "optimizer": "state tensors"}.get(self.kind)
+        count = f"{self.parts} of {self.of} {what}, " if what else ""
+        return f"its part of `{self.name}` ({count}{format_bytes(self.bytes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Variables that were copied to the replaced ranks."""
+
+    names: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Why each of the others could not be; reads after its name."""
+    size: int = 0
+    """Bytes, to each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The step to which all ranks have returned."""
+
+    step: int
+    """Steps of the optimizer that has made most."""
+    repeated: int
+    """How many steps the rank that was furthest had made since."""
+    refused: Mapping[int, Sequence[str]]
+    """By rank, a line for each object that refused its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """The result of `Cluster.repair`; displays as text."""
+
+    ranks: tuple[int, ...]
+    """The replaced ranks; empty if only the process groups were rebuilt."""
+    kept: tuple[int, ...]
+    """The other ranks, which keep their state."""
+    reasons: dict[int, str]
+    """Why each replaced rank was dead; reads after its name. Empty for a live one that was replaced on request."""
+    source: int | None = None
+    """The rank whose variables were copied; None: the replaced ranks are empty."""
+    copied: tuple[str, ...] = ()
+    """Names of the copied variables."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Why each other variable could not be copied; reads after its name."""
+    size: int = 0
+    """Bytes copied to each replaced rank."""
+    lost: tuple[LostPart, ...] = ()
+    """What only the replaced ranks held."""
+    returned: Returned | None = None
+    """The protected step to which all ranks have returned; None: they are where they were."""
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Sequence[int],
+        kept: Sequence[int],
+        *,
+        reasons: Mapping[int, str],
+        source: int | None,
+        copied: Copied | None,
+        lost: Mapping[int, Sequence[LostShards]],
+        returned: Returned | None = None,
+    ) -> RepairReport:
+        """Build the report; `lost` is what each survivor reports, of which the largest part of a variable counts."""
+        parts: dict[str, LostPart] = {}
+        for records in lost.values():
+            for record in records:
+                part = LostPart(record.name, record.kind, record.parts, record.of, record.bytes)
+                if part.name not in parts or part.bytes > parts[part.name].bytes:
+                    parts[part.name] = part
+        copies = copied or Copied()
+        return cls(
+            tuple(ranks),
+            tuple(kept),
+            dict(reasons),
+            source,
+            copies.names,
+            dict(copies.skipped),
+            copies.size,
+            tuple(parts.values()) if returned is None else (),
+            returned,
+        )
+
+    def lines(self, *, why: bool = False) -> list[str]:
+        """Return the report as lines; with `why`, also say why the ranks were dead."""
+        if not self.ranks:
+            return ["Rebuilt the process groups. All ranks keep their state."]
+        one, replaced = len(self.ranks) == 1, name_ranks(self.ranks)
+        reasons = ", ".join(dict.fromkeys(reason for reason in self.reasons.values() if reason)) if why else ""
+        clause = f", which {reasons}" if reasons else ""
+        if self.returned is not None:
+            return self._returned_lines(f"Replaced {replaced}{clause}")
+        content = "new and empty" if self.source is None else self._copied()
+        others = "All other ranks keep their state." if self.kept else "No rank keeps its state."
+        lines = [f"Replaced {replaced}{clause}: {content}. {others}"]
+        lines += [f"Not copied: `{name}` {reason}." for name, reason in sorted(self.skipped.items())]
+        if self.lost:
+            pronoun = "its part" if one else "their part"
+            parts = " and ".join(str(part).replace("its part", pronoun) for part in self.lost)
+            lines.append(f"Only {replaced} held {parts}: load a checkpoint on all ranks, or recreate them.")
+        return lines
+
+    def _returned_lines(self, replaced: str) -> list[str]:
+        assert self.returned is not None
+        step, repeated = self.returned.step, self.returned.repeated
+        work = f"{repeated} step{'s' * (repeated != 1)} must be repeated" if repeated else "no step is lost"
+        lines = [f"{replaced}. All ranks are back at step {step}: {work}."]
+        refused = {line: rank for rank, all_lines in self.returned.refused.items() for line in all_lines}
+        return [f"Not restored on rank {rank}: {line}." for line, rank in refused.items()] + lines
+
+    def _copied(self) -> str:
+        shown = ", ".join(f"`{name}`" for name in self.copied[:8])
+        more = f" and {len(self.copied) - 8} more" if len(self.copied) > 8 else ""
+        what = f"{shown}{more} ({format_bytes(self.size)})" if self.copied else "no variable"
+        return f"new, with {what} and the random state of rank {self.source}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    __repr__ = __str__

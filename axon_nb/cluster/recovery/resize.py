@@ -13,37 +13,42 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from axon_nb.cluster import rpc
 from axon_nb.cluster.launch.compatibility import refusal
-from axon_nb.cluster.launch.join import gather, join_config, store_address
-from axon_nb.cluster.launch.open_files import raise_if_too_few
-from axon_nb.cluster.launch.placement import Layout, place_ranks
-from axon_nb.cluster.launch.quota import raise_if_over_quota
-from axon_nb.cluster.recovery.new_ranks import call_all, choose_hosts, copy_namespace, fork_ranks, interrupts_deferred
-from axon_nb.cluster.recovery.recovery import AGENT_SILENT
-from axon_nb.cluster.recovery.report import Copied
-from axon_nb.cluster.recovery.resize_report import ResizeReport
-from axon_nb.cluster.rpc import requests
+from axon_nb.cluster.launch.engines import gather, join_config, store_address
+from axon_nb.cluster.launch.placement import Layout, place_ranks, raise_if_over_quota, raise_if_too_few
+from axon_nb.cluster.recovery.new_ranks import (
+    Copied,
+    call_all,
+    choose_hosts,
+    copy_namespace,
+    fork_ranks,
+    interrupts_deferred,
+)
+from axon_nb.cluster.recovery.repair import AGENT_SILENT
 from axon_nb.errors import AxonError, StartError, UsageError
-from axon_nb.host.resources.cgroups import usable_cores
-from axon_nb.records.protocol.aborts import AbortRequest
-from axon_nb.records.protocol.agent import Signal
-from axon_nb.records.protocol.cluster import EngineInfo
-from axon_nb.records.protocol.joining import (
+from axon_nb.host.resources import usable_cores
+from axon_nb.records.protocol.agent import EngineInfo, Signal
+from axon_nb.records.protocol.cells import AbortRequest
+from axon_nb.records.protocol.recovery import (
     CommitResize,
     Committed,
     Describe,
+    DisableGroups,
     FindObstacles,
     Join,
     JoinConfig,
+    RecoverAfterRepair,
     SettleResize,
     SetWorld,
     StageStates,
 )
-from axon_nb.records.protocol.messages import RankCall
-from axon_nb.records.protocol.recovery import DisableGroups, RecoverAfterRepair
+from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import name_ranks
+from axon_nb.records.units import format_bytes
 
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
@@ -106,7 +111,7 @@ def settle(state: ClusterState, resized_from: Mapping[int, int]) -> None:
     for rank in resized_from:  # it may wait for a rank that is gone
         state.client.request(rank, AbortRequest()).wait(_RESEND_INTERVAL_S)
     old_size = 0 if before == state.world_size else before
-    calls = {rank: requests.call(state.client, rank, SettleResize(configs[rank], old_size)) for rank in resized_from}
+    calls = {rank: rpc.call(state.client, rank, SettleResize(configs[rank], old_size)) for rank in resized_from}
     gather(calls, _JOIN_TIMEOUT_S, state.connection)
 
 
@@ -218,7 +223,7 @@ class _Change:
         gather(self._send(calls), _JOIN_TIMEOUT_S, self._connection)
 
     def _send(self, calls: Mapping[int, RankCall[Any]]) -> dict[int, Future[Any]]:
-        futures = {rank: requests.call(self._connection.client, rank, call) for rank, call in calls.items()}
+        futures = {rank: rpc.call(self._connection.client, rank, call) for rank, call in calls.items()}
         self._futures += futures.items()
         return futures
 
@@ -246,7 +251,7 @@ class _Change:
         what = f"{name_ranks(missing)} died during a resize" if missing else "the process groups could not be rebuilt"
         state.health.groups_disabled = f"{what}; run `%distributed repair`"
         for rank in state.live_ranks:
-            requests.call(connection.client, rank, DisableGroups(state.health.groups_disabled))
+            rpc.call(connection.client, rank, DisableGroups(state.health.groups_disabled))
 
     def _release(self) -> None:
         """Release ranks from waiting for one that failed; until they are idle they cannot rebuild their groups."""
@@ -295,3 +300,72 @@ class _Change:
 
 def _count(size: int) -> str:
     return f"{size} rank{'s' * (size != 1)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeReport:
+    """The result of `Cluster.resize`; displays as text."""
+
+    old_size: int
+    """Number of ranks before."""
+    new_size: int
+    """Number of ranks now."""
+    models: int = 0
+    """DDP, FSDP2 and ZeRO models that were adapted."""
+    samplers: int = 0
+    """Samplers that split their dataset over the new number of ranks."""
+    functions: int = 0
+    """Functions registered with `axon_nb.on_resize`, which all ranks called."""
+    copied: tuple[str, ...] = ()
+    """Names of the variables that new ranks got."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Why new ranks did not get each other variable; reads after its name."""
+    size: int = 0
+    """Bytes copied to each new rank."""
+    groups_left: tuple[str, ...] = ()
+    """Variables of process groups that are gone, because some of their ranks have left."""
+
+    @classmethod
+    def of(cls, old: int, new: int, copied: Copied, committed: Sequence[Committed]) -> ResizeReport:
+        """Build the report from what each rank of the new world reports."""
+        return cls(
+            old,
+            new,
+            models=max(one.models for one in committed),
+            samplers=max(one.samplers for one in committed),
+            functions=max(one.functions for one in committed),
+            copied=copied.names,
+            skipped=dict(copied.skipped),
+            size=copied.size,
+            groups_left=tuple(sorted({name for one in committed for name in one.groups_left})),
+        )
+
+    def lines(self) -> list[str]:
+        """Return the report as lines."""
+        changed = name_ranks(range(min(self.old_size, self.new_size), max(self.old_size, self.new_size)))
+        one = abs(self.new_size - self.old_size) == 1
+        if self.new_size > self.old_size:
+            what = f"{changed} {'is' if one else 'are'} new, with {self._copied()}"
+        else:
+            what = f"{changed} left"
+        lines = [
+            f"Resized the world from {self.old_size} to {self.new_size} ranks: {what}. The others keep their state."
+        ]
+        adapted = [(self.models, "model"), (self.samplers, "sampler")]
+        if counts := [f"{count} {noun}{'s' * (count != 1)}" for count, noun in adapted if count]:
+            lines.append(f"Adapted {' and '.join(counts)} to {self.new_size} ranks.")
+        lines += [f"Not copied: `{name}` {reason}." for name, reason in sorted(self.skipped.items())]
+        if self.groups_left:
+            shown = ", ".join(f"`{name}`" for name in self.groups_left)
+            lines.append(f"Some ranks of {shown} left: recreate with `dist.new_group` on all ranks.")
+        return lines
+
+    def _copied(self) -> str:
+        shown = ", ".join(f"`{name}`" for name in self.copied[:8])
+        more = f" and {len(self.copied) - 8} more" if len(self.copied) > 8 else ""
+        return f"{shown}{more} of rank 0 ({format_bytes(self.size)})" if self.copied else "no variable"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    __repr__ = __str__

@@ -16,11 +16,17 @@ from axon_nb.cluster.cells.result import CellResult
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.output import NotebookSink
 from axon_nb.cluster.recovery.resize import settle
-from axon_nb.cluster.rpc.answers import Answer
-from axon_nb.cluster.rpc.client import RankClient
+from axon_nb.cluster.rpc import Answer, RankClient
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError
-from axon_nb.records.protocol.aborts import AbortRequest
-from axon_nb.records.protocol.cells import CellFacts, CellOutcome, CellReport, CellsReply, CellsRequest, Omitted
+from axon_nb.records.protocol.cells import (
+    AbortRequest,
+    CellFacts,
+    CellOutcome,
+    CellReport,
+    CellsReply,
+    CellsRequest,
+    Omitted,
+)
 from axon_nb.records.ranks import name_ranks
 
 if TYPE_CHECKING:

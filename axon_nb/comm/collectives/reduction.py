@@ -6,21 +6,20 @@ from typing import Any
 
 import torch
 
-from axon_nb.comm.collectives import direct, fast_path
-from axon_nb.comm.collectives.agreement import check_agreement
-from axon_nb.comm.collectives.arrays import (
+from axon_nb.comm.collectives import direct
+from axon_nb.comm.collectives.arguments import (
     Array,
     WireTensor,
     as_input_type,
     as_tensor,
+    check_agreement,
     check_device,
     check_in_place,
     prepare_reduce,
 )
 from axon_nb.comm.errors import TensorError
-from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.comm.group import GroupLike, Handle, ProcessGroup, ReduceOp, as_op, resolve
 from axon_nb.comm.spans import now, record
-from axon_nb.comm.types import Handle, ReduceOp, as_op
 
 
 def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike = None, async_op: bool = False) -> Any:
@@ -40,7 +39,7 @@ def all_reduce(tensor: Array, op: ReduceOp = ReduceOp.SUM, *, group: GroupLike =
         TensorError: the operation does not support the dtype, device or layout.
         NotInGroupError: this rank is not a member of the group.
     """
-    if not async_op and (done := fast_path.all_reduce(tensor, op, group)) is not None:
+    if not async_op and (done := direct.fast_all_reduce(tensor, op, group)) is not None:
         return done
     pg = resolve(group)
     source = as_tensor(tensor)
@@ -121,7 +120,7 @@ def reduce_scatter(
         TensorError: dim 0 is not divisible by the group size, or the dtype or device is not supported.
         NotInGroupError: this rank is not a member of the group.
     """
-    if not async_op and (done := fast_path.reduce_scatter(tensor, op, group)) is not None:
+    if not async_op and (done := direct.fast_reduce_scatter(tensor, op, group)) is not None:
         return done
     pg = resolve(group)
     source = as_tensor(tensor)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from axon_nb.comm.mock.backend import MockBackend
-from axon_nb.comm.mock.group import NAME, MockGroup
-from axon_nb.comm.mock.hub import Hub
-from axon_nb.comm.mock.scheduler import TurnScheduler
-from axon_nb.comm.mock.torch_patches import RankContext, set_thread_isolation
+from axon_nb.comm.mock.group import NAME, Hub, MockBackend, MockGroup
+from axon_nb.comm.mock.scheduler import RankContext, TurnScheduler, set_thread_isolation
 
 __all__ = [
     "NAME",

@@ -1,26 +1,84 @@
-"""A process group of a mock world: torch's group API, executed in this process once the last rank has called."""
+"""A process group of a mock world: torch's group API, executed in this process once the last rank has called.
+
+A hub connects the ranks of a group and combines their tensors, always in rank order. Collectives match by call number,
+messages by sender, receiver and tag. In worlds of `MockBackend.create_world`, the caller's thread drives all ranks.
+"""
 
 from __future__ import annotations
 
+import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 
 from axon_nb.comm.calls import report_call
-from axon_nb.comm.errors import DeadlockError, TensorMismatchError
-from axon_nb.comm.mock.hub import Hub, combine
+from axon_nb.comm.errors import (
+    CollectiveMismatchError,
+    DeadlockError,
+    InvalidRankError,
+    TensorError,
+    TensorMismatchError,
+)
 from axon_nb.comm.mock.scheduler import TurnScheduler
-from axon_nb.comm.mock.work import MockWork
 from axon_nb.comm.torch_group import PythonProcessGroup
 from axon_nb.records.ranks import format_ranks
 
 NAME = "axon_mock"
 """The backend's name in torch."""
-
 Tensors = Sequence[torch.Tensor]
 _SUM: Any = dist.ReduceOp.SUM
+_OPS: Any = dist.ReduceOp.RedOpType
+_PAIRWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    _OPS.SUM: torch.add,
+    _OPS.AVG: torch.add,
+    _OPS.PRODUCT: torch.mul,
+    _OPS.MIN: torch.minimum,
+    _OPS.MAX: torch.maximum,
+    _OPS.BAND: torch.bitwise_and,
+    _OPS.BOR: torch.bitwise_or,
+    _OPS.BXOR: torch.bitwise_xor,
+}
+
+
+class MockBackend:
+    """One rank of a simulated world; pass it to `ProcessGroup.from_backend`."""
+
+    kind = "mock"
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.group = MockGroup(hub, rank, None, f"axon_mock_{uuid.uuid4().hex}")
+        world: Any = dist.distributed_c10d._world
+        # The tables that torch's functions use to look up groups.
+        world.pg_map[self.group] = (NAME, None)
+        world.pg_names[self.group] = self.group.group_name
+        world.pg_group_ranks[self.group] = {member: member for member in hub.ranks}
+        world.pg_backend_config[self.group] = f"cpu:{NAME}"
+
+    @classmethod
+    def create_world(cls, world_size: int) -> list[MockBackend]:
+        """Return the backends of a world of `world_size` ranks.
+
+        Raises:
+            InvalidRankError: `world_size` is below 1.
+        """
+        if world_size < 1:
+            raise InvalidRankError(f"world_size must be at least 1; got {world_size}.")
+        hub = Hub(tuple(range(world_size)))
+        return [cls(hub, rank) for rank in range(world_size)]
+
+    def rank(self) -> int:
+        """Return this backend's rank."""
+        return self.group.rank()
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.group.size()
 
 
 class MockGroup(PythonProcessGroup):
@@ -292,3 +350,176 @@ class MockGroup(PythonProcessGroup):
 
 def _name_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
+
+
+class MockWork(Work):
+    """A communication in progress; waiting for it lets the other ranks run.
+
+    Args:
+        ready: Whether it has completed; the call may complete it.
+        wait: Lets other ranks run until `ready()`.
+        output: The tensors that the future returns.
+        source: Returns the sender's rank.
+    """
+
+    def __init__(
+        self,
+        ready: Callable[[], bool],
+        wait: Callable[[Callable[[], bool]], None],
+        output: Any,
+        source: Callable[[], int] = lambda: -1,
+    ) -> None:
+        super().__init__()
+        self._source = source
+        self._ready = ready
+        self._wait = wait
+        self._output = output
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for completion."""
+        self._wait(self._ready)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has completed."""
+        return self._ready()
+
+    def is_success(self) -> bool:
+        """Whether it has completed: communication in a mock world cannot fail."""
+        return self._ready()
+
+    def exception(self) -> Any:
+        """Return None: communication in a mock world cannot fail."""
+        return None
+
+    def result(self) -> Any:
+        """Return the output tensors."""
+        return self._output
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def source_rank(self) -> int:
+        """Return the sender's rank; -1 if the call named it."""
+        return self._source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a completed future: its users wait in C++, where no other rank could be scheduled."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._output)
+        return future
+
+
+@dataclass
+class PendingCollective:
+    """One collective in progress: the arguments of each rank that has called it."""
+
+    name: str
+    first_rank: int
+    args_by_rank: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
+
+
+@dataclass
+class Message:
+    """A tensor on its way."""
+
+    tensor: torch.Tensor
+    is_taken: bool = False
+    """Whether a receiver has asked for it."""
+
+
+class Hub:
+    """Shared state of one mock group.
+
+    Args:
+        ranks: Global ranks, for messages.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self._pending: dict[int, PendingCollective] = {}
+        self._counts = [0] * len(ranks)
+        self._channels: dict[tuple[int, int, int], _Channel] = {}
+
+    def join(self, rank: int, name: str, args: Any, execute: Callable[[list[Any]], None]) -> PendingCollective:
+        """Join a rank's next collective; the last rank to call executes it for all.
+
+        Raises:
+            CollectiveMismatchError: another rank made a different call.
+        """
+        number = self._counts[rank]
+        self._counts[rank] += 1
+        pending = self._pending.setdefault(number, PendingCollective(name, rank))
+        if pending.name != name:
+            raise CollectiveMismatchError(
+                f"Collective mismatch: rank {self.ranks[pending.first_rank]} called {pending.name}, "
+                f"rank {self.ranks[rank]} called {name} on the same group; all ranks must make the same calls in the "
+                "same order."
+            )
+        pending.args_by_rank[rank] = args
+        if len(pending.args_by_rank) == len(self.ranks):
+            del self._pending[number]
+            execute([pending.args_by_rank[member] for member in range(len(self.ranks))])
+            pending.done = True
+        return pending
+
+    def absent_ranks(self, pending: PendingCollective) -> list[int]:
+        """Return the global ranks that have not called it yet."""
+        return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in pending.args_by_rank]
+
+    def send(self, source: int, target: int, tag: int, tensor: torch.Tensor) -> Message:
+        """Send a copy of `tensor`, so that the sender can continue."""
+        channel = self._channels.setdefault((source, target, tag), _Channel())
+        message = Message(tensor.detach().clone())
+        channel.messages.append(message)
+        channel.deliver()
+        return message
+
+    def receive(self, source: int, target: int, tag: int, on_message: Callable[[torch.Tensor], None]) -> None:
+        """Pass the next unclaimed message to `on_message`; requests are served in order."""
+        channel = self._channels.setdefault((source, target, tag), _Channel())
+        channel.receivers.append(on_message)
+        channel.deliver()
+
+    def receive_any(self, target: int, tag: int) -> tuple[int, torch.Tensor] | None:
+        """Take the oldest message of the lowest rank that has sent one; None if there is none."""
+        for source in range(len(self.ranks)):
+            channel = self._channels.get((source, target, tag))
+            if channel is not None and channel.messages:
+                message = channel.messages.popleft()
+                message.is_taken = True
+                return source, message.tensor
+        return None
+
+
+@dataclass
+class _Channel:
+    """A one-way channel between two ranks: queued messages and waiting receivers."""
+
+    messages: deque[Message] = field(default_factory=deque)
+    receivers: deque[Callable[[torch.Tensor], None]] = field(default_factory=deque)
+
+    def deliver(self) -> None:
+        while self.messages and self.receivers:
+            message = self.messages.popleft()
+            message.is_taken = True
+            self.receivers.popleft()(message.tensor)
+
+
+def combine(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
+    """Combine the tensors of all ranks into one.
+
+    Raises:
+        TensorError: mock worlds do not support the operation.
+    """
+    kind = next((kind for kind in _PAIRWISE if op == kind), None)
+    if kind is None:
+        raise TensorError(f"mock worlds support {', '.join(kind.name for kind in _PAIRWISE)}; got {op}.")
+    total = tensors[0].detach().clone()
+    for tensor in tensors[1:]:
+        total = _PAIRWISE[kind](total, tensor.detach())
+    return total / len(tensors) if kind is _OPS.AVG else total

@@ -1,20 +1,61 @@
-"""The handle of one operation (torch's Work), and its future."""
+"""Operations in progress: their handles (torch's Work) and futures, their order, and how torch's tools see them.
+
+A rank's collectives run in the order in which its threads started them. If the caller waits for a call at once and
+nothing is queued, the call runs on the caller's thread. All others run on the group's helper thread, one after the
+other, while the rank computes.
+
+`torch.profiler` and `CommDebugMode` see operations like those of Gloo. torch records the calls of backends in C++: the
+operator, such as ``c10d::allreduce_``, and in it ``gloo:all_reduce``. This records those of the groups here, where the
+latter is ``shm:all_reduce``, on the thread that started them and until they are done, wherever they run.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch.profiler import record_function
+from torch.utils import _python_dispatch as python_dispatch
 
-from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
+from axon_nb.comm.errors import CollectiveMismatchError, TensorError
+from axon_nb.comm.shared_memory.segment.pages import GroupLeftError
 
 _SLICE_S = 0.05
+Job = Callable[[], None]
+HARMLESS = (CollectiveMismatchError, TensorError)
+"""These are raised before any data moves, so the group stays usable."""
+is_profiling: Callable[[], bool] = (
+    getattr(torch.autograd, "_profiler_enabled", lambda: False)
+    if hasattr(record_function, "_call_end_callbacks_on_future")
+    else lambda: False
+)
+"""Whether a profiler records this thread."""
+_modes: Callable[[], list[Any]] = getattr(python_dispatch, "_get_current_dispatch_mode_stack", list)
+_OPERATORS = {
+    "all_reduce": "allreduce_",
+    "broadcast": "broadcast_",
+    "reduce": "reduce_",
+    "all_gather": "allgather_",
+    "all_gather_single": "_allgather_base_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "reduce_scatter": "reduce_scatter_",
+    "reduce_scatter_single": "_reduce_scatter_base_",
+    "all_to_all": "alltoall_",
+    "all_to_all_single": "alltoall_base_",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv_",
+}
+"""By operation, the operator of c10d that calls it on Gloo."""
 
 
 class SharedWork(Work):
@@ -229,3 +270,187 @@ class JoinedWork(SharedWork):
         """A future of the outputs."""
         joined = torch.futures.collect_all([work.get_future() for work in self._works])
         return joined.then(lambda _: self.result())
+
+
+class Order:
+    """The queue of one group.
+
+    Args:
+        name: Name of the helper thread.
+        leave: Called with an error after which the group is unusable.
+        has_left: Whether this rank has left the group.
+    """
+
+    def __init__(self, name: str, leave: Callable[[BaseException], None], has_left: Callable[[], bool]) -> None:
+        self._name = name
+        self.leave = leave
+        self._has_left = has_left
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._jobs: deque[tuple[Job, SharedWork]] = deque()
+        self._is_busy = False
+        """Whether a thread is running a job. Set in the same step that takes a job, so that no later job can overtake
+        it."""
+        self._helper: threading.Thread | None = None
+        self._closed = False
+
+    def run_now(self, job: Job) -> bool:
+        """Run `job` on this thread if nothing is queued; return whether it ran.
+
+        An interrupt can arrive at any line, here and in the other methods that a caller's thread runs. What it leaves
+        half-done is never continued: this rank leaves the group.
+        """
+        try:
+            with self._lock:
+                if self._is_busy or self._jobs:
+                    return False
+                self._is_busy = True
+            self._run(job)
+        except BaseException as error:
+            self._leave_after(error)
+            raise
+        return True
+
+    def _run(self, job: Job) -> None:
+        """Run a job whose turn it is."""
+        try:
+            job()
+        except BaseException as error:
+            self._leave_after(error)  # before the next job begins
+            raise
+        finally:
+            self._done()
+
+    def _leave_after(self, error: BaseException) -> None:
+        if not isinstance(error, HARMLESS):
+            self.leave(error)
+
+    def _done(self) -> None:
+        with self._lock:
+            self._is_busy = False
+            if self._jobs or self._closed:
+                self._changed.notify()
+
+    def run_or_put(self, job: Job, work: SharedWork, deadline: float) -> None:
+        """Run `job` as `run_now` does, or queue it as `put` does; called on the thread that waits for `work`."""
+        try:
+            if not self.run_now(job):
+                work.run_in_wait(lambda _: None)
+                self.put(job, work)
+                return
+            work.finish()
+        except BaseException as error:
+            work.finish(error)
+            raise
+
+    def put(self, job: Job, work: SharedWork, *, in_wait: bool = False) -> None:
+        """Queue `job` for the helper thread; it runs after all earlier jobs and completes `work`.
+
+        Args:
+            job: The operation.
+            work: Its handle.
+            in_wait: Whether a thread that waits for `work` may run the job when its turn comes before the helper takes
+                it.
+        """
+        try:
+            if in_wait:
+                work.run_in_wait(functools.partial(self._take_over, work), is_queued=True)
+            with self._lock:
+                self._jobs.append((job, work))
+                # A callback of the helper's last job may wait for this one: a new helper takes its place.
+                if self._helper in (None, threading.current_thread()):
+                    helper = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                    helper.start()
+                    self._helper = helper
+                self._changed.notify()
+        except BaseException as error:
+            self.leave(error)
+            work.finish(error)
+            raise
+
+    def _take_over(self, work: SharedWork, deadline: float) -> None:
+        """Run the job of `work` on this thread if it is next."""
+        try:
+            with self._lock:
+                if self._is_busy or not self._jobs or self._jobs[0][1] is not work:
+                    return
+                self._is_busy = True
+                job, _ = self._jobs.popleft()
+            self._run(job)
+            work.finish()
+        except BaseException as error:
+            self._leave_after(error)
+            work.finish(error)
+            raise
+
+    def close(self) -> None:
+        """Stop the helper thread after the jobs that are queued."""
+        with self._lock:
+            self._closed = True
+            helper = self._helper
+            self._changed.notify_all()  # an interrupt may have left a second helper
+        if helper is not None and helper is not threading.current_thread():
+            helper.join(5)
+
+    def _next(self) -> tuple[Job, SharedWork] | None:
+        """Wait for the next job, and for the job before it to finish; None: closed, or there is a new helper."""
+        with self._lock:
+            while self._helper is threading.current_thread():
+                if not self._jobs:
+                    if self._closed:
+                        return None
+                    self._changed.wait()
+                elif self._is_busy and not self._has_left():
+                    # An interrupt may leave the queue busy; this rank has then left the group.
+                    self._changed.wait(_SLICE_S)
+                else:
+                    self._is_busy = True
+                    return self._jobs.popleft()
+        return None
+
+    def _serve(self) -> None:
+        while (item := self._next()) is not None:
+            job, work = item
+            failure: Any = None
+            try:
+                self._run(job)
+            except BaseException as error:
+                failure = error
+            work.finish(failure)
+            del item, job, work, failure
+
+
+def record(name: str, start: Callable[[], SharedWork], operator: str = "") -> SharedWork:
+    """Start an operation, and record it from now until it is done.
+
+    Args:
+        name: The operation, such as ``all_reduce``.
+        start: Starts it.
+        operator: Its operator, if it is not the usual one of the operation.
+    """
+    with record_function(f"c10d::{operator or _OPERATORS[name]}"), record_function(f"shm:{name}") as event:
+        work = start()
+        if not work.is_completed():
+            event._call_end_callbacks_on_future(work.get_future())
+        return work
+
+
+class _Operator:
+    """Stands for an operator of c10d that a mode counts: calling it does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._overloadpacket = getattr(torch.ops.c10d, name, None)
+
+    def __call__(self, *_: Any, **__: Any) -> None: ...
+
+    def __str__(self) -> str:
+        return f"{self._overloadpacket}.default"
+
+
+def count(name: str, tensors: list[torch.Tensor], operator: str = "") -> None:
+    """Have every active `CommDebugMode` count an operation; for the arguments see `record`."""
+    debug = sys.modules.get("torch.distributed.tensor.debug")
+    if debug is not None:
+        for mode in _modes():
+            if isinstance(mode, debug.CommDebugMode):
+                mode.__torch_dispatch__(_Operator(operator or _OPERATORS[name]), (), (tensors,), {})

@@ -8,13 +8,32 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from axon_nb.compat.horovod.agreement import join
-from axon_nb.compat.horovod.collectives import Average, Sum, allgather, allreduce, alltoall, broadcast
-from axon_nb.compat.horovod.compression import Compression, Compressor
-from axon_nb.compat.horovod.errors import HorovodInternalError, NotOfferedError
-from axon_nb.compat.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from axon_nb.compat.horovod.optimizer import DistributedOptimizer
-from axon_nb.compat.horovod.world import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from axon_nb.compat.horovod.collectives import (
+    Average,
+    Compression,
+    Compressor,
+    HorovodInternalError,
+    NotOfferedError,
+    Sum,
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    init,
+    is_initialized,
+    join,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from axon_nb.compat.horovod.optimizer import (
+    DistributedOptimizer,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 
 __all__ = [
     "Average",

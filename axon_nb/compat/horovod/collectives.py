@@ -1,20 +1,267 @@
-"""Reductions, `allgather`, `alltoall` and `broadcast`, with the gradients that Horovod defines."""
+"""`init` and the queries of ranks, reductions, `allgather`, `alltoall` and `broadcast`, with the gradients of Horovod.
+
+Ranks exchange a digest of the call before each collective, which finds mismatches and serves joined ranks. A digest of
+0 says that the rank has joined. A joined rank takes part in reductions with zeros, as in Horovod.
+"""
 
 from __future__ import annotations
 
+import atexit
 import enum
+import hashlib
+import os
+import socket
 import warnings
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from axon_nb import comm
-from axon_nb.compat.horovod.agreement import Call, agree, describe, sum_buffers
-from axon_nb.compat.horovod.compression import Compression, Compressor
-from axon_nb.compat.horovod.errors import NotOfferedError
-from axon_nb.compat.horovod.world import current
-from axon_nb.errors import UsageError
+from axon_nb.comm import World, all_gather, all_reduce
+from axon_nb.comm.group import rank_device, resolve
+from axon_nb.comm.world import torchrun_environment
+from axon_nb.errors import AxonError, UsageError
+
+# By default group: the ranks of a mock world share one process. Weak references, as groups must not be kept alive
+# after the default group was destroyed: Gloo would crash the process.
+_states: weakref.WeakKeyDictionary[Any, State] = weakref.WeakKeyDictionary()
+
+
+class HorovodInternalError(AxonError, RuntimeError):
+    """Ranks called Horovod differently; raised on every rank that called it."""
+
+
+class NotInitializedError(UsageError):
+    """Horovod has not been initialized."""
+
+    def __init__(self) -> None:
+        super().__init__("Horovod has not been initialized; use hvd.init().")
+
+
+class NotOfferedError(UsageError, NotImplementedError):
+    """A part of Horovod that is not offered; the message names an alternative."""
+
+
+@dataclass(slots=True)
+class State:
+    """Horovod's state on one rank."""
+
+    rank: int
+    hosts: list[str]
+    """The host of each rank."""
+    is_owner: bool
+    """Whether `init` created the default group, so that `shutdown` destroys it."""
+    present: list[int] = field(default_factory=list)
+    """Ranks that had not joined at the last collective."""
+
+
+def init() -> None:
+    """Initialize Horovod on all ranks of a cell, torchrun, mpirun or srun, or in this single process.
+
+    Every rank makes the call. Call it again on every rank after one was replaced.
+    """
+    previous = _find()
+    is_owner = previous is not None and previous.is_owner
+    if not dist.is_initialized():
+        is_owner = True
+        if torchrun_environment(os.environ) is None:
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        else:
+            World.init()
+        atexit.register(shutdown)
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    _states[dist.group.WORLD] = State(dist.get_rank(), hosts, is_owner, list(range(len(hosts))))
+
+
+def _find() -> State | None:
+    return _states.get(dist.group.WORLD) if dist.is_initialized() else None
+
+
+def current() -> State:
+    """Return Horovod's state on this rank.
+
+    Raises:
+        NotInitializedError: `hvd.init()` was not called.
+    """
+    state = _find()
+    if state is None:
+        raise NotInitializedError
+    return state
+
+
+def shutdown() -> None:
+    """Shut down Horovod on this rank. In a cell the ranks and their default group stay."""
+    state = _find()
+    if state is None:
+        return
+    _states.pop(dist.group.WORLD)
+    if state.is_owner:
+        atexit.unregister(shutdown)
+        dist.destroy_process_group()
+
+
+def is_initialized() -> bool:
+    """Whether Horovod is initialized."""
+    return _find() is not None
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return len(current().hosts)
+
+
+def rank() -> int:
+    """Return this process's rank."""
+    return current().rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this rank's host."""
+    state = current()
+    return state.hosts.count(state.hosts[state.rank])
+
+
+def local_rank() -> int:
+    """Return this process's rank on its host."""
+    state = current()
+    return state.hosts[: state.rank].count(state.hosts[state.rank])
+
+
+class Call(NamedTuple):
+    """What all ranks must pass alike."""
+
+    kind: str
+    """Function of Horovod, such as ``allreduce``."""
+    name: str | None
+    items: tuple[str, ...]
+    """Operation, dtype and shape of each tensor, in words."""
+    buffers: tuple[tuple[int, torch.dtype, str], ...] = ()
+    """Number of elements, dtype and device type of what is summed; empty if joined ranks cannot take part."""
+
+    @property
+    def title(self) -> str:
+        """The call as the user wrote it."""
+        return f"hvd.{self.kind}" if self.name is None else f"hvd.{self.kind} {self.name!r}"
+
+
+def describe(tensor: torch.Tensor, *, any_rows: bool = False) -> str:
+    """Describe dtype and shape; with `any_rows` without the size of dim 0, which may differ between ranks."""
+    shape = str(tuple(tensor.shape))
+    if any_rows:
+        shape = f"({', '.join(['any', *map(str, tensor.shape[1:])])})"
+    return f"{tensor.dtype} of shape {shape}"
+
+
+def agree(call: Call) -> None:
+    """Ensure that all ranks that have not joined make the same call; ranks that have joined follow.
+
+    Raises:
+        NotInitializedError: `hvd.init()` was not called.
+        HorovodInternalError: Ranks call differently, or a rank has joined and only `allreduce` works.
+    """
+    state = current()
+    digests = _exchange(state, int.from_bytes(hashlib.blake2b(repr(call).encode(), digest_size=7).digest()) + 1)
+    if len(set(digests) - {0}) > 1:
+        calls: list[Any] = [None] * len(digests)
+        dist.all_gather_object(calls, call)
+        raise HorovodInternalError(_mismatch({rank: each for rank, each in enumerate(calls) if each is not None}))
+    joined = [rank for rank, digest in enumerate(digests) if digest == 0]
+    if joined:
+        dist.broadcast_object_list([call], src=state.present[0])
+        if not call.buffers:
+            raise HorovodInternalError(
+                f"{call.title}: rank {joined[0]} called hvd.join(), and only hvd.allreduce works then."
+            )
+
+
+def join() -> int:
+    """Wait until all ranks have called this; meanwhile take part in `allreduce` and `step` of the others with zeros.
+
+    Returns:
+        The rank that joined last; the highest of several.
+
+    Raises:
+        NotInitializedError: `hvd.init()` was not called.
+    """
+    state = current()
+    while True:
+        last = state.present[-1]
+        digests = _exchange(state, 0)
+        if not any(digests):
+            state.present = list(range(len(digests)))
+            return last
+        if len(set(digests) - {0}) > 1:
+            dist.all_gather_object([None] * len(digests), None)
+            continue
+        calls: list[Any] = [None]
+        dist.broadcast_object_list(calls, src=state.present[0])
+        sum_buffers([torch.zeros(n, dtype=dtype, device=device) for n, dtype, device in calls[0].buffers])
+
+
+def sum_buffers(buffers: Iterable[torch.Tensor]) -> None:
+    """Sum flat tensors over all ranks, in place."""
+    for handle in [all_reduce(buffer, async_op=True) for buffer in buffers]:
+        handle.wait()
+
+
+def _exchange(state: State, digest: int) -> list[int]:
+    header = torch.tensor([digest], device=rank_device(resolve(None)))
+    digests: list[int] = all_gather(header).tolist()
+    if any(digests):
+        state.present = [rank for rank, each in enumerate(digests) if each]
+    return digests
+
+
+def _mismatch(calls: dict[int, Call]) -> str:
+    """Say what ranks passed where their calls differ first; of ranks that passed the same, only the first is named."""
+    titles = {call.title: rank for rank, call in reversed(calls.items())}
+    if len(titles) > 1:
+        lines = ", ".join(f"rank {rank} called {title}" for title, rank in sorted(titles.items(), key=lambda x: x[1]))
+        return f"Ranks call Horovod differently: {lines}. Make the same calls in the same order on every rank."
+    for items in zip_longest(*(call.items for call in calls.values()), fillvalue="nothing"):
+        passed = {item: rank for rank, item in reversed(list(zip(calls, items, strict=True)))}
+        if len(passed) > 1:
+            break
+    lines = ", ".join(f"rank {rank} passed {item}" for item, rank in sorted(passed.items(), key=lambda x: x[1]))
+    return f"{next(iter(titles))}: {lines}; pass the same on every rank."
+
+
+class Compressor:
+    """No compression, and the base class of compressors; pass a subclass as ``compression=MyCompressor``."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the compressed tensor, of the same shape on all ranks, and a context for `decompress`."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the tensor in its original dtype and shape."""
+        return tensor
+
+
+class _FP16Compressor(Compressor):
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The available compressors: `none`, and `fp16`, which sends floating-point tensors as float16."""
+
+    none = Compressor
+    fp16 = _FP16Compressor
 
 
 class Op(enum.IntEnum):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from axon_nb.engine.groups.install import init_default_group
+from axon_nb.engine.groups.creation import init_default_group
 
 __all__ = ["init_default_group"]

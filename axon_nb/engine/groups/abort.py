@@ -1,11 +1,42 @@
-"""The abort flag of a rank: while it is set, waits end and no communication starts."""
+"""How waits end: a rank's abort flag, helper threads for waits in C++, abort and recovery of torch's own groups.
+
+While the flag is set, waits end and no communication starts. Nothing can interrupt a wait in C++: whoever starts one in
+a helper thread may stop waiting for it.
+
+Torch's own groups are those of backends with a working abort, which means NCCL: no Python runs in an operation. All
+their backends are aborted at once, and fresh ones swapped into the same groups. On Gloo this would hang if an abort met
+an operation that was just starting; Gloo has `RecoverableGroup`.
+
+Private hook: torch keeps one backend per backend type of a group, and ignores a second one that is registered under the
+same type. The types after the named ones are free, so each swap takes the next. Objects that hold the group keep it.
+"""
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
-from axon_nb.engine.step_frames import step_depth
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from axon_nb.engine.frames import step_depth
+from axon_nb.records.ranks import name_ranks
+
+_POLL_S = 0.02
+_FIRST_TYPE = 7
+_LAST_TYPE = 255
+MAX_SWAPS = _LAST_TYPE - _FIRST_TYPE + 1
+"""How often one group can get a fresh backend."""
+_PEERS_TIMEOUT_S = 30.0
+c10d = dist.distributed_c10d
 
 
 class AbortedError(RuntimeError):
@@ -72,3 +103,342 @@ class AbortFlag:
         number = sequence if stop[0] else total
         if number > stop[1] and not step_depth(sys._getframe(1)):
             raise KeyboardInterrupt(f"stopped before {name}, like all ranks")
+
+
+class HelperThreads:
+    """Daemon threads that are reused when they are done; one that gets stuck is left alone."""
+
+    def __init__(self) -> None:
+        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Run `work` in a thread."""
+        try:
+            jobs = self._idle.pop()
+        except IndexError:
+            jobs = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(jobs,), name="axon_nb-wait", daemon=True).start()
+        jobs.put(work)
+
+    def _serve(self, jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            jobs.get()()
+            self._idle.append(jobs)
+
+
+class _Connector(threading.Thread):
+    """Builds one backend."""
+
+    def __init__(self, build: Callable[[], Any], dispose: Callable[[Any], None]) -> None:
+        super().__init__(name="axon_nb-connect", daemon=True)
+        self._build = build
+        self._dispose = dispose
+        self._lock = threading.Lock()
+        self.backend: Any = None
+        self.error: BaseException | None = None
+        self.is_abandoned = False
+        """Whether nobody waits for the backend any more."""
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self.backend = self._build()
+        except BaseException as error:
+            self.error = error
+        with self._lock:
+            is_late = self.is_abandoned
+            self.done.set()
+        if is_late and self.error is None:
+            self._dispose(self.backend)
+
+    def abandon(self) -> None:
+        """Stop waiting; the backend is disposed of in a thread, now or when it arrives."""
+        with self._lock:
+            self.is_abandoned = True
+            if self.done.is_set() and self.error is None:
+                threading.Thread(target=self._dispose, args=(self.backend,), daemon=True).start()
+
+
+def is_abandoned() -> bool:
+    """Whether this thread connects for somebody who has stopped waiting: its own waits may end."""
+    thread = threading.current_thread()
+    return isinstance(thread, _Connector) and thread.is_abandoned
+
+
+def connect_in_helper(
+    build: Callable[[], Any],
+    *,
+    raise_if_cancelled: Callable[[], None],
+    timeout_s: float,
+    dispose: Callable[[Any], None],
+) -> Any:
+    """Return what `build` returns, called in a thread that is abandoned if the wait ends first.
+
+    Args:
+        build: Connects in C++, where nothing can interrupt it.
+        raise_if_cancelled: Called every 20 ms; raises to end the wait.
+        timeout_s: Seconds to wait.
+        dispose: Disposes of a backend that arrives too late.
+
+    Raises:
+        RuntimeError: connecting timed out or failed.
+    """
+    connector = _Connector(build, dispose)
+    try:
+        connector.start()
+        end = time.monotonic() + timeout_s
+        while not connector.done.wait(_POLL_S):
+            raise_if_cancelled()
+            if time.monotonic() > end:
+                raise RuntimeError(f"connecting timed out after {timeout_s:g} s")
+    except BaseException:  # an interrupt may land anywhere here
+        connector.abandon()
+        raise
+    if connector.error is not None:
+        raise connector.error
+    return connector.backend
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend that carries `group`'s tensors on `device`; None if there is none.
+
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps each backend. The wrapper cannot be aborted, the backend in it can.
+    """
+    try:
+        backend = group._get_backend(torch.device(device.type))
+    except RuntimeError:
+        return None
+    while (wrapped := getattr(backend, "wrapped_pg", None)) is not None:
+        backend = wrapped
+    return backend
+
+
+def swap_backend(group: dist.ProcessGroup, backend: Any, device: torch.device, *, earlier: int = 0) -> None:
+    """Make `group` communicate tensors of `device` through `backend` from now on; call it on the main thread.
+
+    The default backend type does not change: torch derives the group's name ("nccl") from it, and has no names for the
+    types used here. torch requests hooks and sequence numbers from the old backend of the type, never communication.
+    The device is not bound to the group: torch would split new groups from this one, which all ranks must take part in.
+
+    Args:
+        group: A group with no operation in progress.
+        backend: Connected to the same peers in the same order.
+        device: Where the tensors are.
+        earlier: How often this group's backend has been swapped before.
+
+    Raises:
+        BrokenGroupError: the group has been swapped 249 times.
+    """
+    if earlier >= MAX_SWAPS:
+        raise BrokenGroupError(
+            f"Group {group.group_name!r} has been rebuilt {MAX_SWAPS} times, the most that torch allows. "
+            "Run `%distributed restart` to start new ranks."
+        )
+    kind = dist.ProcessGroup.BackendType(_FIRST_TYPE + earlier)
+    name, desc = group.group_name, group.group_desc
+    group._register_backend(torch.device(device.type), kind, backend)
+    # The backend holds name and description.
+    group._set_group_name(name)
+    group._set_group_desc(desc)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendKind:
+    """What differs between backends."""
+
+    torch_name: str
+    """The `backend=` with which torch makes such groups."""
+    owns: Callable[[Any], bool]
+    """Whether a backend is of this kind."""
+    start: Callable[[Any, torch.device], None]
+    """Connect a backend that torch has just made; called in a helper thread."""
+    connect: Callable[[Store, dist.ProcessGroup, list[int], timedelta, torch.device], Any]
+    """Return a fresh connected backend for a group, given its store, the group, its global ranks, the timeout of its
+    operations and the device; called in a helper thread."""
+    abort: Callable[[Any], None]
+    """Abort all that a backend does; from any thread."""
+    connect_timeout_s: float
+    """Seconds that connecting may take once all peers are present."""
+
+
+class NativeGroups:
+    """The groups of one kind on this rank.
+
+    Args:
+        kind: How they are connected and aborted.
+        root: The store that all ranks can reach; each rebuild uses its own prefix.
+        device: Where this rank computes.
+        timeout: Timeout of the groups' operations.
+        abort: The rank's abort flag.
+    """
+
+    def __init__(
+        self, kind: BackendKind, root: Store, *, device: torch.device, timeout: timedelta, abort: AbortFlag
+    ) -> None:
+        self._kind = kind
+        self._root = root
+        self.device = device
+        """Where this rank computes."""
+        self._timeout = timeout
+        self._raise_if_aborted = abort.raise_if_set
+        self._aborted: list[Any] = []
+        self._lock = threading.Lock()
+        self._swaps: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+        self.rebuilt_at_ns = time.time_ns()
+        """When the groups were last rebuilt, in nanoseconds since 1970; what a recorder holds from before is stale."""
+
+    def all(self) -> list[dist.ProcessGroup]:
+        """Return the groups by name: in the same order on all ranks that share them."""
+        groups = [group for group in list(c10d._world.pg_names) if self._kind.owns(backend_of(group, self.device))]
+        return sorted(groups, key=lambda group: (len(group.group_name), group.group_name))
+
+    def timeout_of(self, group: dist.ProcessGroup) -> timedelta:
+        """Return the timeout of a group's operations."""
+        options = getattr(backend_of(group, self.device), "options", None)
+        timeout: timedelta = getattr(options, "_timeout", self._timeout)
+        return timeout
+
+    def exchange(self, epoch: int, text: str) -> dict[int, str]:
+        """Return what each rank says, by rank, without communication on the device; collective over all ranks.
+
+        Args:
+            epoch: Number of the rebuild.
+            text: What this rank says.
+        """
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = PrefixStore(f"epoch{epoch}/said/", self._root)
+        store.set(str(rank), text)
+        wait_for_peers(store, rank, size, raise_if_cancelled=self._raise_if_aborted)
+        return {peer: store.get(str(peer)).decode() for peer in range(size)}
+
+    def num_collectives(self) -> int:
+        """Return how many collectives this rank has started in its current backends, as torch counts them."""
+        return sum(int(backend_of(group, self.device)._get_sequence_number_for_group()) for group in self.all())
+
+    def connect(self, group: Any, epoch: int) -> None:
+        """Connect a group that torch has just made, if it is one of these; collective over its members.
+
+        torch would connect in the first operation, on the main thread, where nothing could end the wait for a peer.
+
+        Args:
+            group: The group; for a rank that is not a member, torch's placeholder.
+            epoch: How often the groups have been rebuilt.
+
+        Raises:
+            AbortedError: the cell was aborted meanwhile.
+            RuntimeError: a peer did not arrive, or did not connect.
+        """
+        if not isinstance(group, dist.ProcessGroup) or not self._kind.owns(backend := backend_of(group, self.device)):
+            return
+        store = PrefixStore(f"connect{epoch}/{group.group_name}/", self._root)
+        wait_for_peers(
+            store,
+            group.rank(),
+            group.size(),
+            raise_if_cancelled=self._raise_if_aborted,
+            timeout_s=self._timeout.total_seconds(),
+        )
+        connect_in_helper(
+            lambda: self._kind.start(backend, self.device),
+            raise_if_cancelled=self._raise_if_aborted,
+            timeout_s=self._kind.connect_timeout_s,
+            dispose=lambda _: self._kind.abort(backend),
+        )
+
+    def abort(self, *, timeout_s: float) -> list[str]:
+        """Abort all that these groups do on this rank, from any thread; each group once until it is rebuilt.
+
+        Two communicators that are aborted one after the other can wait for each other, so each gets a thread.
+
+        Args:
+            timeout_s: Seconds after which unfinished aborts are left alone.
+
+        Returns:
+            Names of the groups whose abort did not finish in time.
+        """
+        jobs: list[tuple[str, threading.Thread]] = []
+        with self._lock:
+            for group in self.all():
+                backend = backend_of(group, self.device)
+                if any(backend is other for other in self._aborted):
+                    continue
+                self._aborted.append(backend)
+                thread = threading.Thread(target=self._kind.abort, args=(backend,), name="axon_nb-abort", daemon=True)
+                jobs.append((group.group_name, thread))
+        for _, thread in jobs:
+            thread.start()
+        end = time.monotonic() + timeout_s
+        for _, thread in jobs:
+            thread.join(max(0.0, end - time.monotonic()))
+        return [name for name, thread in jobs if thread.is_alive()]
+
+    def begin_rebuild(self) -> None:
+        """Abort the backends that an abort has not reached, because those of their peers are gone.
+
+        Raises:
+            RuntimeError: one could not be aborted in time.
+        """
+        late = self.abort(timeout_s=self._kind.connect_timeout_s)
+        if late:
+            raise RuntimeError(f"the communicators of groups {', '.join(late)} could not be aborted")
+
+    def rebuild(self, group: dist.ProcessGroup, epoch: int) -> None:
+        """Give `group` a fresh backend, after `begin_rebuild`; collective over its ranks, on the main thread.
+
+        Args:
+            group: One of `all`.
+            epoch: Number of this rebuild, the same on all ranks.
+
+        Raises:
+            AbortedError: an abort arrived meanwhile.
+            RuntimeError: a peer did not arrive, or did not connect.
+        """
+        ranks = dist.get_process_group_ranks(group)
+        store = PrefixStore(f"epoch{epoch}/{group.group_name}/", self._root)
+        wait_for_peers(store, group.rank(), group.size(), raise_if_cancelled=self._raise_if_aborted)
+        backend = connect_in_helper(
+            lambda: self._kind.connect(store, group, ranks, self.timeout_of(group), self.device),
+            raise_if_cancelled=self._raise_if_aborted,
+            timeout_s=self._kind.connect_timeout_s,
+            dispose=self._kind.abort,
+        )
+        earlier = self._swaps.get(group, 0)
+        swap_backend(group, backend, self.device, earlier=earlier)
+        self._swaps[group] = earlier + 1
+        if group is c10d._get_default_group():
+            # New groups rendezvous here: a name that was used before the abort finds none of its old keys.
+            name, _ = c10d._world.pg_map[group]
+            c10d._world.pg_map[group] = (name, PrefixStore(f"epoch{epoch}/new/", self._root))
+
+    def end_rebuild(self) -> None:
+        """Note that all groups are rebuilt: from now on an abort reaches the fresh backends."""
+        self._aborted.clear()
+        self.rebuilt_at_ns = time.time_ns()
+
+
+def wait_for_peers(
+    store: Store, rank: int, size: int, *, raise_if_cancelled: Callable[[], None], timeout_s: float = _PEERS_TIMEOUT_S
+) -> None:
+    """Wait until all ranks of a group are here; connecting is then short, and it cannot be interrupted.
+
+    Args:
+        store: A fresh prefix.
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
+        raise_if_cancelled: Called every 20 ms; raises to end the wait.
+        timeout_s: Seconds to wait.
+
+    Raises:
+        RuntimeError: a rank did not arrive.
+    """
+    store.set(f"here{rank}", "1")
+    missing = set(range(size)) - {rank}
+    end = time.monotonic() + timeout_s
+    while True:
+        missing = {peer for peer in missing if not store.check([f"here{peer}"])}
+        if not missing:
+            return
+        if time.monotonic() > end:
+            raise RuntimeError(f"group {name_ranks(missing)} did not arrive within {timeout_s:g} s")
+        raise_if_cancelled()
+        time.sleep(_POLL_S)

@@ -29,14 +29,13 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from axon_nb.comm.device_clock import DeviceClock
+from axon_nb.comm.spans import DeviceClock
 from axon_nb.engine.frames import main_frame
-from axon_nb.engine.groups.native import NativeGroups
-from axon_nb.engine.groups.nccl import poll_until
+from axon_nb.engine.groups.abort import NativeGroups
+from axon_nb.engine.groups.creation import poll_until
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.spans import GPU, LAUNCH, Span
-from axon_nb.records.waits.calls import GroupWaits, PendingCall
-from axon_nb.records.waits.functions import PUBLIC_NAMES
+from axon_nb.records.waits import PUBLIC_NAMES, GroupWaits, PendingCall
 
 _BYTES = {
     "Bool": 1,

@@ -29,10 +29,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
-from axon_nb.engine.groups.abort import AbortedError, AbortFlag
+from axon_nb.engine.groups.abort import AbortedError, AbortFlag, connect_in_helper, is_abandoned
 from axon_nb.engine.groups.state import current_groups
-from axon_nb.engine.helper_threads import connect_in_helper, is_abandoned
-from axon_nb.host.link.tcp import MessageSigner, authenticate
+from axon_nb.host.connections import MessageSigner, authenticate
 from axon_nb.host.store import encode, receive
 
 _SLICE_MS = b"50"

@@ -1,30 +1,212 @@
-"""Measures what this rank's memory holds: tensor storages by role, the allocator's numbers, and an estimate by formula.
+"""Measures what this rank's memory holds: storages by role, the allocator's numbers, gradients, a model's inputs.
 
 The capacity of a rank is that of its GPU or its host, unless a cgroup allows less.
+
+During a backward pass C++ sets `.grad` without holding the GIL, so a thread that reads it may crash the process
+(SIGSEGV, seen with torch 2.13 within seconds). Gradients are therefore read while no cell runs, or by the main thread
+itself between two instructions, when none of its backward passes is running.
+
+Inputs of a model's last call (shapes and dtypes) are captured by a hook that lasts for one call; planners need them to
+run the model without data. The hook uses torch's public API and removes itself after the call. A copy of the model made
+meanwhile gets a hook that does nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
+import inspect
+import operator
 import resource
+import signal
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from axon_nb.engine.inspection.gradients import GradientReader
-from axon_nb.engine.inspection.last_call import CallRecorder
-from axon_nb.engine.inspection.sampler import resident_bytes
+from axon_nb.engine.inspection.telemetry import resident_bytes
 from axon_nb.engine.live_objects import LiveTensors, storages_of
-from axon_nb.engine.namespace import resolve_variable, user_variables
-from axon_nb.engine.session import RankSession
+from axon_nb.engine.session import RankSession, resolve_variable, user_variables
 from axon_nb.errors import UsageError
-from axon_nb.host.resources.cgroups import free_memory
+from axon_nb.host.resources import free_memory
 from axon_nb.records.memory import MemoryUse
-from axon_nb.records.protocol.contents import MemoryReply
+from axon_nb.records.protocol.inspection import MemoryReply
+
+_NEVER = -1
+_PLAIN = (bool, int, float, str, type(None))
+T = TypeVar("T")
+_MAX_CACHED = 64
+_gradient = operator.attrgetter("grad")
+# Part of Python's stable ABI: the main thread runs these calls between two instructions, as it does signal handlers.
+_add_pending_call = ctypes.pythonapi.Py_AddPendingCall
+_add_pending_call.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+_INTERRUPT = ctypes.cast(ctypes.pythonapi.PyErr_SetInterruptEx, ctypes.c_void_p)
+
+
+class UncopiedHook:
+    """A module hook that is not copied with its module: the copy gets a hook that does nothing."""
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _make_noop, ()
+
+
+def _make_noop() -> Callable[..., None]:
+    return _noop
+
+
+def _noop(*_: Any) -> None:
+    pass
+
+
+class CallRecorder:
+    """Records how the models of a rank are called.
+
+    Args:
+        session: This rank.
+    """
+
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+        self._inputs: weakref.WeakKeyDictionary[nn.Module, list[Any] | None] = weakref.WeakKeyDictionary()
+        self._cells: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+        """The cell in which a model's hook was last installed."""
+        self._pending: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models whose hook has not fired yet."""
+
+    def record_next(self, module: nn.Module) -> None:
+        """Record the inputs of the model's next call; installs at most one hook per cell."""
+        cell = self._session.cell
+        if module in self._pending or self._cells.get(module, _NEVER) == cell:
+            return
+        self._cells[module] = cell
+        self._pending.add(module)
+        hook = _InputHook(self)
+        hook.handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the inputs of a call."""
+        self._pending.discard(module)
+        try:
+            self._inputs[module] = _describe(module, args, kwargs)
+        except Exception:  # recording must never break the user's call
+            self._inputs[module] = None
+
+    def inputs_of(self, module: nn.Module) -> list[Any] | None:
+        """Return the arguments of the last recorded call: ``{"shape": […], "dtype": …}`` for a tensor, else the value.
+
+        None if no call was recorded, or if it cannot be repeated with positional arguments and without data.
+        """
+        return self._inputs.get(module)
+
+
+class _InputHook(UncopiedHook):
+    """Records the inputs of one call, then removes itself."""
+
+    def __init__(self, recorder: CallRecorder) -> None:
+        self._recorder = recorder
+        self.handle: Any = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.handle.remove()
+        self._recorder.note(module, args, kwargs)
+
+
+def _describe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return None
+    if bound.kwargs:
+        return None
+    facts: list[Any] = []
+    for value in bound.args:
+        if type(value) in (torch.Tensor, nn.Parameter):
+            facts.append({"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")})
+        elif isinstance(value, _PLAIN):
+            facts.append(value)
+        else:
+            return None
+    return facts
+
+
+class GradientReader:
+    """Reads gradients for other threads.
+
+    Args:
+        session: This rank.
+    """
+
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+        self._results: dict[Hashable, Any] = {}
+        """Results that the main thread computed last, by key; the oldest are evicted first."""
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._c_callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._run_pending_job)
+        self._callback = ctypes.cast(self._c_callback, ctypes.c_void_p)
+
+    def read(
+        self,
+        key: Hashable,
+        parameters: Sequence[torch.Tensor],
+        compute: Callable[[list[torch.Tensor | None]], T],
+        *,
+        default: T,
+    ) -> T:
+        """Compute a result from the gradients of these parameters; while a cell runs, return the previous result.
+
+        Args:
+            key: Identifies the request, so that repeated requests share a cached result.
+            parameters: Any tensors.
+            compute: Called with their gradients (None if there is none); must not keep references to them.
+            default: Returned until the main thread has computed a result.
+        """
+        if threading.current_thread() is threading.main_thread():
+            return compute([parameter.grad for parameter in parameters])
+        session, gradients = self._session, map(_gradient, parameters)
+        # No instruction between the check and the call can release the GIL, and the call runs entirely in C, so no cell
+        # starts in between.
+        if session.cell is None:
+            return compute(list(gradients))
+        if not self._jobs:
+            self._jobs.append(lambda: self._store(key, compute([parameter.grad for parameter in parameters])))
+            if _add_pending_call(self._callback, None) != 0:
+                self._jobs.clear()  # the queue is full; the next request comes soon
+        result: T = self._results.get(key, default)
+        return result
+
+    def _store(self, key: Hashable, result: Any) -> None:
+        self._results.pop(key, None)
+        self._results[key] = result
+        while len(self._results) > _MAX_CACHED:
+            del self._results[next(iter(self._results))]
+
+    def _run_pending_job(self, _: Any) -> int:
+        # Run only one job, so that frequent requests do not delay the user's code.
+        with contextlib.suppress(Exception):  # an exception would surface in the user's code
+            self._jobs[0]()
+        self._jobs.clear()
+        return 0
+
+    def defers_interrupt(self, frame: FrameType | None) -> bool:
+        """Whether an interrupt landed on `frame` while gradients were being read; if so, it is raised again afterwards.
+
+        An exception raised there would be swallowed by the C caller.
+        """
+        while frame is not None:
+            if frame.f_code is GradientReader._run_pending_job.__code__:
+                return bool(_add_pending_call(_INTERRUPT, signal.SIGINT) == 0)
+            frame = frame.f_back
+        return False
 
 
 def capacity(device: torch.device, resident: int) -> tuple[int | None, int | None]:
@@ -109,8 +291,8 @@ class MemoryReader:
         measured = measure(modules, optimizers, session, gradients=self._gradients, live_tensors=self._live_tensors)
         estimated, note, estimator, facts = None, "", None, None
         if names:  # no formula for all variables together: which of them belong together is unknown
-            estimator = self._imports.get("axon_nb.engine.inspection.memory_estimate")
-            facts = self._imports.get("axon_nb.engine.inspection.model_facts")
+            estimator = self._imports.get("axon_nb.engine.inspection.memory_plan")
+            facts = self._imports.get("axon_nb.engine.inspection.memory_plan")
         if estimator is not None:
             estimated, note = estimator.estimate(modules, optimizers, session)
         return MemoryReply(

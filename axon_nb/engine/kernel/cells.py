@@ -1,41 +1,378 @@
-"""Runs each cell on a rank: its number, its span, its value, and a reply of bounded size."""
+"""Runs each cell on a rank: its number, its span, its value, hints on its failure, and a reply of bounded size.
+
+The last cells are logged with their latest output and outcome, for a notebook that reconnects. If a cell ran out of
+memory, what that held is measured while the cell's frames still hold their tensors. Random numbers that replicas of a
+model should not share are detected for a hint; `%distributed seed` seeds Python's, NumPy's and torch's generators on
+every device.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import random
+import re
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from json import loads  # by name: a cell may replace functions of the module
 from typing import Any
 
-from axon_nb.engine.debugger.breakpoints import Breakpoints
-from axon_nb.engine.debugger.post_mortem import PostMortem
+import numpy as np
+import torch
+from torch import nn
+
+from axon_nb.engine.debugger import Breakpoints, PostMortem
 from axon_nb.engine.groups import recovery
-from axon_nb.engine.kernel import subgroup
-from axon_nb.engine.kernel.cell_log import CellLog
 from axon_nb.engine.kernel.interrupts import InterruptHandler
-from axon_nb.engine.kernel.memory_shortage import memory_shortage
-from axon_nb.engine.kernel.random_state import RandomDraws
-from axon_nb.engine.kernel.shell import describe_exit
-from axon_nb.engine.kernel.tracebacks import Tracebacks
-from axon_nb.engine.output.budget import OutputBudget
-from axon_nb.engine.session import CellFeature, RankSession
-from axon_nb.records.protocol.cells import KEY, CellEnd, CellFacts, Measurement
+from axon_nb.engine.kernel.shell import Tracebacks, bind_subgroup, describe_exit
+from axon_nb.engine.output import OutputBudget
+from axon_nb.engine.session import CellFeature, RankSession, current, user_variables
+from axon_nb.engine.sharding import loaded_class
+from axon_nb.records.memory import MemoryShortage
+from axon_nb.records.protocol.cells import (
+    KEY,
+    CellEnd,
+    CellFacts,
+    CellReport,
+    Draws,
+    Measurement,
+    Omitted,
+    read_outcome,
+)
 from axon_nb.records.protocol.wire import decode, encode
 from axon_nb.records.spans import Span, emit
 
+_MAX_CELLS = 4
+_MAX_SIZE = 64 << 10
+"""Characters of output saved per cell."""
+_MAX_REPLAY_SIZE = 4 << 20
+"""Characters saved while a notebook replays them; more than a cell may print."""
+_REPLAY_TIMEOUT_S = 5.0
+_MESSAGE_OVERHEAD = 64
+"""Size counted per message besides its text: many small messages take memory, too."""
+_OUTPUT_TYPES = ("clear_output", "display_data", "execute_result", "stream", "update_display_data")
+_DELIMITER = b"<IDS|MSG>"
+_NAMES = frozenset({"MemoryError", "OutOfMemoryError"})
+_TEXT = re.compile(r"can't allocate memory|not enough memory")
+"""In a RuntimeError of torch's allocator for CPUs."""
+_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
+_FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
+_MAX_MODULES = 5000
+_NUMPY_SEEDS = 1 << 32
 FEATURES = {
     "log_to": "axon_nb.engine.trackers:MetricsWriter",
     "protect": "axon_nb.engine.protection.protection:Protection",
-    "watch_numbers": "axon_nb.engine.divergence.watch:NumberWatch",
+    "watch_numbers": "axon_nb.engine.divergence:NumberWatch",
 }
 """What surrounds a cell while it is switched on: by the field of `CellFacts` that does so, a `CellFeature`.
 
 Where nothing is switched on, nothing is called, and the modules are not imported."""
-
 _MAX_EVALUE = 16_000
 _MAX_TRACEBACK = 200_000
 _MAX_VALUES = 16
 """Number of cells whose values are kept until they are fetched; the oldest are dropped first."""
 _NOTHING_MEASURED = Measurement()
+
+
+@dataclass(slots=True)
+class _Message:
+    number: int
+    kind: str
+    content: dict[str, Any] | bytes
+    """Bytes: as sent, unparsed."""
+    size: int
+
+
+@dataclass(slots=True)
+class _Omitted:
+    """How much output was discarded."""
+
+    lines: int = 0
+    size: int = 0
+    displays: int = 0
+
+
+@dataclass(slots=True)
+class _CellRecord:
+    """One cell."""
+
+    facts: CellFacts
+    """The request's metadata from the notebook."""
+    started_ns: int
+    messages: deque[_Message] = field(default_factory=deque)
+    size: int = 0
+    last: int = 0
+    """Number of the last message; the first is 1."""
+    fetched: int = 0
+    replay_until: float = 0.0
+    omitted: _Omitted = field(default_factory=_Omitted)
+    """Over the whole cell."""
+    newly_omitted: _Omitted = field(default_factory=_Omitted)
+    """Since the last request of a replay."""
+    sent: int = 0
+    """How many messages were sent on the output channel, those included that are not saved."""
+    reply: dict[str, Any] | None = None
+    finished_ns: int = 0
+
+    def add(self, kind: str, content: dict[str, Any] | bytes, size: int) -> None:
+        self.last += 1
+        message = _Message(self.last, kind, content, size)
+        room = _MAX_REPLAY_SIZE if time.monotonic() < self.replay_until else _MAX_SIZE
+        if isinstance(content, bytes) and size > room // 2:
+            self._count_omitted(message, content)  # a large picture would displace everything else
+            return
+        self.messages.append(message)
+        self.size += size
+        self.trim()
+
+    def trim(self) -> None:
+        is_replaying = time.monotonic() < self.replay_until
+        while self.size > _MAX_SIZE:
+            oldest = self.messages[0]
+            if is_replaying and oldest.number > self.fetched and self.size <= _MAX_REPLAY_SIZE:
+                return
+            room = _MAX_SIZE - (self.size - oldest.size) - _MESSAGE_OVERHEAD
+            if not is_replaying and room > 0 and isinstance(oldest.content, dict):
+                self._shorten(oldest, room)
+                return
+            self.messages.popleft()
+            self.size -= oldest.size
+            self._count_omitted(oldest, oldest.content)
+            self._drop_rest_of_line(oldest)
+
+    def _drop_rest_of_line(self, dropped: _Message) -> None:
+        # One `print` may arrive as several messages: the rest of a line whose start was discarded is meaningless.
+        first = self.messages[0] if self.messages else None
+        if first is None or not isinstance(first.content, dict) or not isinstance(dropped.content, dict):
+            return
+        text, before = first.content["text"], dropped.content
+        end = text.find("\n") + 1
+        if before.get("name") == first.content.get("name") and before["text"][-1:] != "\n" and 0 < end < len(text):
+            self._cut_front(first, end)
+
+    def _cut_front(self, message: _Message, at: int) -> None:
+        assert isinstance(message.content, dict)
+        text = message.content["text"]
+        self._count_omitted(message, {"text": text[:at]})
+        message.content = {**message.content, "text": text[at:]}
+        self.size -= at
+        message.size -= at
+
+    def _shorten(self, message: _Message, room: int) -> None:
+        assert isinstance(message.content, dict)
+        text = message.content["text"]
+        at = len(text) - room
+        line_end = text.find("\n", at - 1)
+        if -1 < line_end < len(text) - 1:
+            at = line_end + 1
+        self._cut_front(message, at)
+
+    def _count_omitted(self, message: _Message, content: dict[str, Any] | bytes) -> None:
+        for omitted in (self.omitted, self.newly_omitted) if message.number > self.fetched else (self.omitted,):
+            if isinstance(content, dict):
+                omitted.lines += content["text"].count("\n")
+                omitted.size += len(content["text"])
+            elif message.kind != "clear_output":
+                omitted.displays += 1
+                omitted.size += len(content)
+
+    def report(self, since: int) -> CellReport:
+        """Report messages after number `since` (0: all saved ones), the amount omitted before them, and the outcome."""
+        self.fetched, self.replay_until = since, time.monotonic() + _REPLAY_TIMEOUT_S
+        omitted, self.newly_omitted = (self.newly_omitted if since else self.omitted), _Omitted()
+        return CellReport(
+            run=self.facts.run,
+            facts=self.facts if not since else None,
+            elapsed_ns=(self.finished_ns or time.monotonic_ns()) - self.started_ns,
+            messages=[
+                [message.kind, message.content if isinstance(message.content, dict) else loads(message.content)]
+                for message in self.messages
+                if message.number > since
+            ],
+            last=self.last,
+            omitted=Omitted(omitted.lines, omitted.size, omitted.displays),
+            outcome=None if self.reply is None else read_outcome(self.reply),
+        )
+
+
+class CellLog:
+    """Sees every message of the output channel; saves the latest output of each cell, at most 64 Ki characters."""
+
+    def __init__(self) -> None:
+        self.sees_all = False
+        """Whether `tap` is called with each message, which a later ipykernel may not allow."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._records: dict[str, _CellRecord] = {}
+
+    def begin(self, message_id: str, facts: CellFacts) -> None:
+        """Start recording a cell.
+
+        Args:
+            message_id: Id of the request; output messages refer to it.
+            facts: The notebook's metadata about the cell.
+        """
+        if not facts.run:
+            return
+        record = _CellRecord(facts, time.monotonic_ns())
+        with self._lock:
+            self._records[message_id] = record
+            while len(self._records) > _MAX_CELLS:
+                self._records.pop(next(iter(self._records)))
+
+    def outputs(self, message_id: str) -> int | None:
+        """Return how many messages of the cell were sent on the output channel; None if it is not known."""
+        record = self._records.get(message_id)
+        return record.sent if record is not None and self.sees_all else None
+
+    def end(self, message_id: str, reply: dict[str, Any]) -> None:
+        """Record the cell's reply; its output has been sent."""
+        with self._lock:
+            if (record := self._records.get(message_id)) is not None:
+                record.finished_ns = time.monotonic_ns()
+                record.reply = reply
+
+    def tap(self, frames: list[Any]) -> None:
+        """Record one outgoing message of the output channel; thread-safe."""
+        if not self._records or os.getpid() != self._pid:  # nobody reads the copy in a forked worker
+            return
+        start = frames.index(_DELIMITER)
+        _, header, parent, _, content = map(bytes, frames[start + 1 : start + 6])
+        record = self._records.get(loads(parent).get("msg_id", ""))
+        kind = loads(header)["msg_type"] if record is not None else "status"
+        if record is None or kind == "status":
+            return
+        with self._lock:
+            record.sent += 1
+        if kind not in _OUTPUT_TYPES:
+            return
+        if kind == "stream":
+            text = loads(content)
+            size, what = len(text["text"]) + _MESSAGE_OVERHEAD, text
+        else:
+            size, what = len(content), content
+        with self._lock:
+            record.add(kind, what, size)
+
+    def report(self, *, run: str | None, since: int, after_ns: int) -> list[CellReport]:
+        """Report one cell, or all cells that had not finished before `after_ns`, oldest first.
+
+        Args:
+            run: The cell's run id; None for all cells.
+            since: Number of the last message that the caller already has.
+            after_ns: Monotonic time of this host in nanoseconds.
+        """
+        with self._lock:
+            return [
+                record.report(since)
+                for record in self._records.values()
+                if (
+                    record.facts.run == run
+                    if run is not None
+                    else record.reply is None or record.finished_ns > after_ns
+                )
+            ]
+
+
+def memory_shortage(session: RankSession, name: str, text: str) -> MemoryShortage | None:
+    """Measure what this rank's memory holds; None if its cell failed for another reason.
+
+    Call it on the main thread, before the failed cell's frames are released.
+
+    Args:
+        session: This rank.
+        name: Name of the error that ended the cell.
+        text: Its text.
+    """
+    if name not in _NAMES and not (name == "RuntimeError" and _TEXT.search(text)):
+        return None
+    from axon_nb.engine.inspection.memory import GradientReader, measure, modules_and_optimizers
+    from axon_nb.engine.live_objects import LiveTensors
+
+    modules, optimizers = modules_and_optimizers((), session)
+    use = measure(modules, optimizers, session, gradients=GradientReader(session), live_tensors=LiveTensors())
+    states = sharded = 0
+    with contextlib.suppress(Exception):  # an unusual model, or no memory for the estimate: the measured part is enough
+        from axon_nb.engine.inspection.memory_plan import sharded_estimate  # takes seconds
+
+        states, sharded = sharded_estimate(modules, optimizers, session)
+    return MemoryShortage(use, states, sharded, session.config.world_size)
+
+
+class RandomDraws:
+    """The random numbers drawn by one cell; create it when the cell starts.
+
+    Args:
+        device: The rank's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = self._state()
+
+    def report(self, shell: Any) -> Draws | None:
+        """Report at the end of the cell; None if nothing was drawn, or no model here is replicated."""
+        try:
+            return self._find_shared_draws(shell)
+        except Exception:  # a hint must never fail a cell
+            return None
+
+    def _find_shared_draws(self, shell: Any) -> Draws | None:
+        before, after = (b"".join(one.numpy().tobytes() for one in state) for state in (self._before, self._state()))
+        if after == before:
+            return None
+        variables = user_variables(shell)
+        models = {name: value for name, value in variables.items() if isinstance(value, nn.Module)}
+        replicas = {name: model for name, model in models.items() if _is_replicated(model)}
+        if not replicas:
+            return None
+        dropout = next((name for name, model in replicas.items() if _uses_dropout(model)), "")
+        loader = next((name for name, value in variables.items() if _shuffles_globally(value)), "")
+        first, last = (hashlib.blake2b(state, digest_size=8).hexdigest() for state in (before, after))
+        return Draws((first, last), dropout, loader) if dropout or loader else None
+
+    def _state(self) -> list[torch.Tensor]:
+        try:
+            states = [torch.default_generator.get_state()]
+            if self._device.type == "cuda" and torch.cuda.is_initialized():
+                states.append(torch.cuda.get_rng_state(self._device))
+            return states
+        except Exception:  # a torch mode that stays on between cells, such as fake tensors
+            return []
+
+
+def _is_replicated(model: nn.Module) -> bool:
+    """Whether ranks train replicas of the model, each on its own data."""
+    kinds = (loaded_class(*_DDP), loaded_class(*_FSDP2))
+    return any(isinstance(module, kinds) for module, _ in zip(model.modules(), range(_MAX_MODULES), strict=False))
+
+
+def _uses_dropout(model: nn.Module) -> bool:
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    parts = (module for module, _ in zip(model.modules(), range(_MAX_MODULES), strict=False))
+    return any(isinstance(part, kinds) and part.training and part.p > 0 for part in parts)
+
+
+def _shuffles_globally(value: Any) -> bool:
+    data = sys.modules.get("torch.utils.data")
+    if data is None or not isinstance(value, data.DataLoader):
+        return False
+    sampler = value.sampler
+    return isinstance(sampler, data.RandomSampler) and sampler.generator is None and value.generator is None
+
+
+def seed(value: int, *, per_rank: bool = False) -> int:
+    """Seed this rank with `value`, plus its rank if `per_rank`; return the seed."""
+    rank_seed = value + current().config.rank if per_rank else value
+    random.seed(rank_seed)
+    np.random.seed(rank_seed % _NUMPY_SEEDS)
+    torch.manual_seed(rank_seed)  # seeds all devices, too
+    return rank_seed
 
 
 class CellRunner:
@@ -181,7 +518,7 @@ class CellRunner:
         """Set up before the cell's own code runs; return an error reply if that fails."""
         self._session.groups.begin_run(facts.run)
         try:
-            subgroup.bind(self._session, facts.ranks, wanted=facts.subgroup)
+            bind_subgroup(self._session, facts.ranks, wanted=facts.subgroup)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": [text]}

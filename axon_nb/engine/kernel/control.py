@@ -1,35 +1,69 @@
 """Request handlers of the control channel, which answer even while the main thread is stuck.
 
-They report status and interrupt cells; `Views` answers what views ask, and is imported when one does.
+They report status and stacks, interrupt cells and complete names; `Views` answers what views ask, and is imported when
+one does.
+
+The main thread's stack is read from the cell's frame on, from another thread at any time. Files are classified as
+library or user code, and threads are found that may still communicate while the main thread waits or after it has
+finished the cell.
+
+Completions: a separate thread does the work, and the control thread waits for it only briefly: whatever a completion
+runs into (a slow `__dir__`, a device that hangs) must not block an interrupt. The snapshot of names with their
+attributes and keys is small enough to be stored in the notebook after each cell.
 """
 
 from __future__ import annotations
 
 import functools
+import linecache
+import os
 import signal
-from typing import Any
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, ModuleType
+from typing import Any, TypeVar
 
-from axon_nb.engine.debugger.breakpoints import Breakpoints
+import torch
+from IPython.core.completer import IPCompleter
+
+from axon_nb.engine.debugger import Breakpoints
+from axon_nb.engine.frames import code_by_thread, gc_paused, main_frame
 from axon_nb.engine.groups.recovery import abort
-from axon_nb.engine.inspection.group_waits import group_waits
-from axon_nb.engine.inspection.job import TrainingJob, with_cost
-from axon_nb.engine.inspection.sampler import Sampler, Telemetry, awaited_peers
-from axon_nb.engine.kernel.cell_log import CellLog
+from axon_nb.engine.inspection.telemetry import Sampler, Telemetry, TrainingJob, awaited_peers, group_waits, with_cost
+from axon_nb.engine.kernel.cells import CellLog
 from axon_nb.engine.kernel.hooks import ControlHandlers
 from axon_nb.engine.kernel.interrupts import InterruptHandler
-from axon_nb.engine.kernel.stacks import cell_stack, user_threads
 from axon_nb.engine.session import RankSession
-from axon_nb.engine.sharding.sharded import own_mesh
+from axon_nb.engine.sharding import own_mesh
+from axon_nb.errors import UsageError
 from axon_nb.host.children import signal_started
-from axon_nb.records.protocol.aborts import AbortReply, AbortRequest, StopRequest
-from axon_nb.records.protocol.cells import CellsReply, CellsRequest
-from axon_nb.records.protocol.contents import LayoutsRequest, MemoryRequest, NumbersReply, NumbersRequest, PlanRequest
+from axon_nb.records.protocol.cells import (
+    AbortReply,
+    AbortRequest,
+    CellsReply,
+    CellsRequest,
+    CompleteReply,
+    CompleteRequest,
+    InspectReply,
+    InspectRequest,
+    KnownName,
+    NamesReply,
+    NamesRequest,
+    StopRequest,
+)
 from axon_nb.records.protocol.inspection import (
     DebuggerLine,
     JobReply,
     JobRequest,
+    LayoutsRequest,
+    MemoryRequest,
     MeshReply,
     MeshRequest,
+    NumbersReply,
+    NumbersRequest,
+    PlanRequest,
     SpansRequest,
     StacksReply,
     StacksRequest,
@@ -38,11 +72,274 @@ from axon_nb.records.protocol.inspection import (
     WaitsRequest,
     WatchRequest,
 )
+from axon_nb.records.stacks import StackFrame, library_of
 from axon_nb.records.telemetry import RankState
-from axon_nb.records.waits.calls import RankWaits
+from axon_nb.records.waits import RankWaits
+from axon_nb.shell import RUN_CODE, user_frame
 
+_MAX_FRAMES = 5000
+_FIRST_FRAMES, _LAST_FRAMES = 15, 25
+"""Entries shown from each end of a deep stack."""
+_MAX_WIDTH = 160
+Point = tuple[Any, int]
+"""(code object, line)"""
+_COMMUNICATES = os.path.join("", "torch", "distributed", "")
+Reply = TypeVar("Reply")
+_BUDGET_S = 0.04
+"""After this time, the remaining names are sent without attributes."""
+_MAX_NAMES = 1000
+_MAX_ATTRIBUTES = 500
+_MAX_KEYS = 200
+_MAX_KEY = 80
+_TIMEOUT_S = 0.08
+_TIMED_OUT = "no answer in time"
+_MAX_MATCHES = 1000
+_MAX_TEXT = 200_000
+_POLICY = {
+    # IPython may call the `__getattr__` or `__getitem__` of these types for `model.layers[0].`: they only look up.
+    # Tensors are excluded: indexing a DTensor communicates.
+    "allowed_getattr_external": {("pandas", "DataFrame"), ("pandas", "Series"), ("torch", "nn", "Module")},
+    "allowed_getitem_external": {
+        ("numpy", "ndarray"),
+        ("numpy", "void"),
+        ("pandas", "DataFrame"),
+        ("pandas", "Series"),
+        ("pandas", "core", "indexing", "_LocIndexer"),
+        ("pandas", "core", "indexing", "_iLocIndexer"),
+        ("torch", "nn", "ModuleDict"),
+        ("torch", "nn", "ModuleList"),
+        ("torch", "nn", "Sequential"),
+    },
+}
 VIEWS = "axon_nb.engine.inspection.views:Views"
 """A part of the session."""
+
+
+def cell_stack(session: RankSession, interrupts: InterruptHandler) -> list[StackFrame]:
+    """Locations and source lines, outermost first, with library frames folded; empty if no cell runs."""
+    if session.cell is None:
+        return []
+    points = _thread_stack() or list(_await_chain(interrupts.task))
+    entries: list[StackFrame] = []
+    folded: list[Point] = []
+    for code, line in points:
+        library = library_of(code.co_filename)
+        if library:
+            folded.append((code, line))
+            continue
+        entries += _fold(folded)
+        folded = []
+        entries.append(_user_entry(session, code, line))
+    entries += _fold(folded)
+    if len(entries) > _FIRST_FRAMES + _LAST_FRAMES:
+        left_out = len(entries) - _FIRST_FRAMES - _LAST_FRAMES
+        entries[_FIRST_FRAMES:-_LAST_FRAMES] = [StackFrame(f"… {left_out:,} more user frames …")]
+    return entries
+
+
+def _thread_stack() -> list[Point]:
+    frame = main_frame()
+    user = user_frame(frame)
+    points: list[Point] = []
+    while user is not None and frame is not None and len(points) < _MAX_FRAMES:
+        points.append((frame.f_code, frame.f_lineno))
+        if frame is user:
+            break
+        frame = frame.f_back
+    return points[::-1]
+
+
+def _await_chain(task: Any) -> Iterator[Point]:
+    """The await chain of an async cell, which is not on the thread's stack while it waits."""
+    waiting = task.get_coro() if task is not None and not task.done() else None
+    inside = False
+    for _ in range(_MAX_FRAMES):
+        with gc_paused():
+            frame = next((f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(waiting, n, None))), None)
+        if frame is None:
+            return
+        if inside:
+            yield frame.f_code, frame.f_lineno
+        inside = inside or frame.f_code is RUN_CODE
+        names = ("cr_await", "gi_yieldfrom", "ag_await")
+        waiting = next((w for n in names if (w := getattr(waiting, n, None)) is not None), None)
+
+
+def _fold(points: list[Point]) -> list[StackFrame]:
+    if not points:
+        return []
+    packages = ", ".join(dict.fromkeys(library_of(code.co_filename) for code, _ in points))
+    first, last = points[0][0].co_name, points[-1][0].co_name
+    if len(points) == 1:
+        return [StackFrame(f"… 1 frame of {packages}: {first}")]
+    return [StackFrame(f"… {len(points):,} frames of {packages}: {first} … {last}")]
+
+
+def _user_entry(session: RankSession, code: Any, line: int) -> StackFrame:
+    name_parts = getattr(session.kernel.shell.compile, "format_code_name", lambda name: None)(code.co_filename)
+    file = " ".join(name_parts) if name_parts else code.co_filename
+    function = "" if code.co_name in ("<module>", "<cell line: 1>") else f", in {code.co_name}"
+    source = linecache.getline(code.co_filename, line).strip()
+    return StackFrame(f"{file[-_MAX_WIDTH:]}, line {line}{function[:_MAX_WIDTH]}", source[:_MAX_WIDTH])
+
+
+def user_threads() -> list[str]:
+    """Names of threads that currently run user code, communicate, or wait to start (`threading.Timer`).
+
+    Library threads (data loaders, progress bars, log writers) run no user code. An idle thread of a pool gets work only
+    from user code, so it counts only while that runs.
+    """
+    running = code_by_thread()
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+        and not thread.name.startswith("axon_nb")
+        and (isinstance(thread, threading.Timer) or any(map(_may_communicate, running.get(thread.ident or 0, ()))))
+    ]
+
+
+def _may_communicate(code: CodeType) -> bool:
+    return not library_of(code.co_filename) or _COMMUNICATES in code.co_filename
+
+
+def names_snapshot(shell: Any, *, known: set[str]) -> NamesReply:
+    """Snapshot for completion without another request.
+
+    Args:
+        shell: The rank's IPython shell.
+        known: Names of types whose attributes the caller already has.
+    """
+    end = time.monotonic() + _BUDGET_S
+    names: dict[str, KnownName] = {}
+    types: dict[str, tuple[str, ...]] = {}
+    for name, value in list(shell.user_ns.items())[-_MAX_NAMES:]:
+        if name.startswith("_"):
+            continue
+        names[name] = KnownName()
+        if time.monotonic() > end:
+            continue
+        try:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            if kind not in known and kind not in types:
+                types[kind] = tuple(attribute for attribute in dir(type(value)) if not attribute.startswith("__"))
+            names[name] = KnownName(kind, tuple(_instance_attributes(value)), tuple(_keys(value)))
+        except Exception:  # an unusual object: its name is enough
+            continue
+    return NamesReply(names, types)
+
+
+def _instance_attributes(value: Any) -> list[str]:
+    names: list[Any] = []
+    if isinstance(value, ModuleType):
+        names = dir(value)
+    else:
+        names += getattr(value, "__dict__", ())
+    if isinstance(value, torch.nn.Module):
+        names += [name for part in (value._modules, value._parameters, value._buffers) for name in part]
+    elif _is_data_frame(value):
+        names += _simple_keys(value.columns, identifiers=True)
+    return [name for name in names if isinstance(name, str) and not name.startswith("__")][:_MAX_ATTRIBUTES]
+
+
+def _keys(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [repr(key) for key in _simple_keys(value)]
+    return [repr(key) for key in _simple_keys(value.columns)] if _is_data_frame(value) else []
+
+
+def _is_data_frame(value: Any) -> bool:
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, pandas.DataFrame)
+
+
+def _simple_keys(keys: Iterable[Any], *, identifiers: bool = False) -> list[str | int]:
+    simple = [key for key, _ in zip(list(keys), range(_MAX_KEYS), strict=False) if type(key) in (str, int)]
+    return [
+        key
+        for key in simple
+        if len(str(key)) <= _MAX_KEY and (not identifiers or (isinstance(key, str) and key.isidentifier()))
+    ]
+
+
+class CompletionService:
+    """Answers completion requests on one rank, one at a time.
+
+    Args:
+        shell: The rank's IPython shell.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._completer: Any = None
+        self._thread: threading.Thread | None = None
+
+    def handlers(self) -> ControlHandlers:
+        """Handlers for the control channel, by request class."""
+        return {CompleteRequest: self._complete, InspectRequest: self._inspect, NamesRequest: self._names}
+
+    def _complete(self, request: CompleteRequest) -> CompleteReply:
+        def work() -> CompleteReply:
+            fragment, matches = self._own_completer().complete(line_buffer=request.line, cursor_pos=request.cursor)
+            return CompleteReply(fragment, tuple(matches)[:_MAX_MATCHES])
+
+        return self._run_with_timeout(work)
+
+    def _inspect(self, request: InspectRequest) -> InspectReply:
+        def work() -> InspectReply:
+            try:
+                bundle = self._shell.object_inspect_mime(
+                    request.name, detail_level=request.detail, omit_sections=request.omit
+                )
+            except KeyError:
+                return InspectReply(False, {})
+            if not self._shell.enable_html_pager:
+                bundle.pop("text/html", None)
+            return InspectReply(True, {mime: text[:_MAX_TEXT] for mime, text in bundle.items()})
+
+        return self._run_with_timeout(work)
+
+    def _names(self, request: NamesRequest) -> NamesReply:
+        return self._run_with_timeout(lambda: names_snapshot(self._shell, known=set(request.known)))
+
+    def _own_completer(self) -> Any:
+        if self._completer is None:
+            shell = self._shell
+            # Without jedi, which takes seconds to start and knows no more about live objects.
+            self._completer = IPCompleter(
+                shell=shell,
+                namespace=shell.user_ns,
+                global_namespace=shell.user_global_ns,
+                parent=shell,
+                use_jedi=False,
+                policy_overrides=_POLICY,
+            )
+            self._completer.custom_completers = shell.Completer.custom_completers
+        return self._completer
+
+    def _run_with_timeout(self, work: Callable[[], Reply]) -> Reply:
+        """Run `work` and return its result; refuse if it takes too long or the previous request has not finished.
+
+        Raises:
+            UsageError: it is refused.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            raise UsageError(_TIMED_OUT)
+        results: list[Reply] = []
+        failures: list[str] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                failures.append(type(error).__name__)
+
+        self._thread = threading.Thread(target=run, name="axon_nb-completion", daemon=True)
+        self._thread.start()
+        self._thread.join(_TIMEOUT_S)
+        if not results:
+            raise UsageError(failures[0] if failures else _TIMED_OUT)
+        return results[0]
 
 
 def control_handlers(

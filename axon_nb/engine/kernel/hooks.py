@@ -31,9 +31,8 @@ from axon_nb.errors import UsageError
 from axon_nb.records.environment import HOST_NAME
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.cells import KEY
-from axon_nb.records.protocol.joining import DirectRequest
-from axon_nb.records.protocol.messages import FAILURE, REFUSAL, REPLY, Request, encode_reply, message_type
-from axon_nb.records.protocol.wire import decode
+from axon_nb.records.protocol.recovery import DirectRequest
+from axon_nb.records.protocol.wire import FAILURE, REFUSAL, REPLY, Request, decode, encode_reply, message_type
 
 _NUM_PARTS, _METADATA = 5, 3
 """Parts of a message without buffers: signature, header, parent, metadata, content."""

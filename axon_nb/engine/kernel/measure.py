@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.engine.kernel import subgroup
+from axon_nb.engine.kernel.shell import get_subgroup
 from axon_nb.engine.session import RankSession
 from axon_nb.records.protocol.cells import CellFacts, Profile, ProfiledOperation
 
@@ -116,7 +116,7 @@ def _repeated(session: RankSession, facts: CellFacts, measured: dict[str, Any]) 
     def barrier() -> None:
         if len(ranks) > 1:
             device = [session.device.index] if session.config.backend == "nccl" else None
-            dist.barrier(group=subgroup.get(session, ranks), device_ids=device)
+            dist.barrier(group=get_subgroup(session, ranks), device_ids=device)
 
     loop = _LoopTransformer()
     shell.user_ns[_RUNS_NAME] = _TimedRuns(

@@ -1,19 +1,119 @@
-"""Watches what the modules of a model compute, what reaches its parameters, and what an optimizer makes of them."""
+"""Watches a model on all ranks and as a whole on one: what its modules compute, its gradients, what its optimizer does.
+
+Tensors are recorded as digests: norm, largest value and random projections, which need the same memory for any size.
+For the reference, the parts of all ranks are loaded into a plain model, with the optimizers that train it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from axon_nb.engine.parity.cuts import Cuts
+from axon_nb.comm.placements import placed
+from axon_nb.engine.elastic import sharded_states
+from axon_nb.engine.parity.batch import Cuts
+from axon_nb.engine.sharding import is_sharded, is_stage
+from axon_nb.errors import UsageError
+from axon_nb.records.training.digests import Bounds, Digest, Place
 
+_COUNT, _BLOCK = 16, 4096
+_SEED = 20506
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class Projector:
+    """Computes digests, with the same random signs on every rank and in every run."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(_SEED)
+        signs = torch.randint(0, 2, (2, _COUNT, _BLOCK), generator=generator, device="cpu")
+        self._signs = signs.double() * 2 - 1
+
+    @torch.no_grad()
+    def digest(self, tensor: torch.Tensor) -> Digest:
+        """Return the digest of a tensor; numbers that are not finite count as 0."""
+        flat = tensor.detach().reshape(-1).to("cpu", torch.float64)
+        is_finite = bool(torch.isfinite(flat).all())
+        if not is_finite:
+            flat = torch.nan_to_num(flat, 0.0, 0.0, 0.0)
+        if not flat.numel():
+            return Digest(0.0, 0.0, True, (0.0,) * _COUNT)
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
+        # A block has its own sign in each projection, so that equal blocks do not add up.
+        of_blocks = self._signs[1].T.repeat(math.ceil(len(padded) / _BLOCK), 1)[: len(padded)]
+        projections = ((padded @ self._signs[0].T) * of_blocks).sum(0)
+        return Digest(float(flat.norm()), float(flat.abs().max()), is_finite, tuple(projections.tolist()))
+
+
+def epsilon_of(tensor: torch.Tensor) -> float:
+    """Return the relative spacing of a tensor's numbers; 0 for integers."""
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+
+
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Bounds | None]:
+    """Return what this rank holds of a tensor, and which part that is; None: nothing says so."""
+    found = placed(tensor)
+    if found is None or any(placement.is_partial() for placement in found.placements):
+        return tensor, None
+    from axon_nb.engine.placement import placement_of
+
+    offset = placement_of(tensor).offset
+    ends = (start + size for start, size in zip(offset, found.local.shape, strict=True))
+    return found.local, tuple(zip(offset, ends, strict=True))
+
+
+def part_of(
+    shape: tuple[int, ...], whole: tuple[int, ...], place: Place, *, of_batch: bool, call: int
+) -> Bounds | None:
+    """Return which part of the reference's tensor a rank computed, from the shapes; None if they do not fit.
+
+    Args:
+        shape: Shape of the rank's tensor.
+        whole: Shape of the reference's tensor.
+        place: The rank's place.
+        of_batch: Whether the first dimension may be that of the batch.
+        call: Which microbatch of the rank's part of the batch.
+    """
+    if len(shape) != len(whole):
+        return None
+    bounds = []
+    for dim, (size, length) in enumerate(zip(shape, whole, strict=True)):
+        if of_batch and dim == 0 and (start := _batch_start(size, length, place, call)) is not None:
+            bounds.append((start, start + size))
+        elif size == length:
+            bounds.append((0, length))
+        elif size * place.count == length:
+            bounds.append((place.index * size, (place.index + 1) * size))
+        else:
+            return None
+    return tuple(bounds)
+
+
+def _batch_start(size: int, length: int, place: Place, call: int) -> int | None:
+    """Return where a rank's part of the batch starts; None if the first dimension is not that of a batch."""
+    if not size or length * place.length % place.total or length * place.start % place.total:
+        return None
+    rows = length * place.length // place.total
+    if size == length or rows % size:
+        return None
+    return length * place.start // place.total + call % (rows // size) * size
+
+
+def microbatches(shape: tuple[int, ...], whole: tuple[int, ...], place: Place) -> int:
+    """Return in how many calls a rank computed its part of what the reference computed in one."""
+    if not shape or len(shape) != len(whole) or not shape[0] or whole[0] * place.length % place.total:
+        return 1
+    rows = whole[0] * place.length // place.total
+    return rows // shape[0] if rows and rows % shape[0] == 0 else 1
 
 
 class Sink(Protocol):
@@ -187,3 +287,169 @@ class Recorder:
         for name, parameter in self._parameters():
             self._sink("weight", name, parameter, call=self.steps)
         self.steps += 1
+
+
+@dataclass
+class Pieces:
+    """What one rank holds of a model."""
+
+    tensors: dict[str, tuple[torch.Tensor, Bounds | None]] = field(default_factory=dict)
+    """Parameters and buffers by name, and which part of the whole each is, if it says so."""
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """States of the optimizer by parameter."""
+
+
+def is_whole(model: nn.Module) -> bool:
+    """Whether each rank holds all of the model, as far as the model says so."""
+    return not any(is_sharded(one) or is_stage(one) or getattr(one, "shard_dims", {}) for one in model.modules()) and (
+        not any(is_sharded(parameter) for parameter in model.parameters())
+    )
+
+
+def gather_pieces(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[Pieces]:
+    """Send what each rank holds to rank 0; collective over all ranks. Other ranks get an empty list."""
+    pieces, names = Pieces(), {}
+    for name, parameter in named_parameters(model):
+        local, bounds = local_part(parameter)
+        pieces.tensors[name] = local.detach().cpu().clone(), bounds
+        names[id(parameter)] = name
+    for name, tensor in model.named_buffers():
+        pieces.tensors[clean_name(name.removeprefix("module."))] = tensor.detach().cpu().clone(), None
+    for optimizer in optimizers:
+        for trained, state in optimizer.state.items():
+            if id(trained) in names:
+                pieces.states[names[id(trained)]] = {
+                    key: local_part(value)[0].detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in state.items()
+                }
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(pieces, gathered)
+    return gathered or []
+
+
+def gather_zero_states(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[tuple[int, str], Any]]:
+    """Send the states of ZeRO-1 optimizers to rank 0; collective over all ranks. Other ranks get an empty list."""
+    if not optimizers:
+        return []
+    mine = [
+        {
+            key: value.cpu() if isinstance(value, torch.Tensor) else value
+            for key, value in sharded_states.zero_states(one).items()
+        }
+        for one in optimizers
+    ]
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, gathered)
+    return [dict(item for held in of_ranks for item in held.items()) for of_ranks in zip(*gathered or (), strict=True)]
+
+
+@torch.no_grad()
+def fill(plain: nn.Module, pieces: Sequence[Pieces], places: Mapping[int, Place]) -> None:
+    """Load the parts of all ranks into a plain model.
+
+    Raises:
+        UsageError: a part is missing, or has a shape that fits nowhere.
+    """
+    buffers = dict(plain.named_buffers())
+    wholes: list[tuple[str, torch.Tensor]] = [*named_parameters(plain), *buffers.items()]
+    for name, whole in wholes:
+        parts = {rank: piece.tensors[name] for rank, piece in enumerate(pieces) if name in piece.tensors}
+        if not parts and name in buffers:
+            continue
+        if not parts:
+            raise UsageError(f"No rank's model has the parameter {name} of the plain model: both need the same names.")
+        _join(whole, parts, places, name)
+
+
+def _join(
+    whole: torch.Tensor, parts: Mapping[int, tuple[torch.Tensor, Bounds | None]], places: Mapping[int, Place], name: str
+) -> None:
+    filled = 0
+    seen = set()
+    for rank, (part, known) in parts.items():
+        bounds = known or part_of(tuple(part.shape), tuple(whole.shape), places[rank], of_batch=False, call=0)
+        if bounds is None or len(bounds) != whole.ndim:
+            raise UsageError(
+                f"{name} has the shape {tuple(part.shape)} on rank {rank}, and {tuple(whole.shape)} in the plain model."
+            )
+        if bounds in seen:
+            continue
+        seen.add(bounds)
+        whole[tuple(slice(*bound) for bound in bounds)].copy_(part)
+        filled += part.numel()
+    if filled < whole.numel():
+        raise UsageError(f"The ranks hold {filled} of the {whole.numel()} elements of {name} in the plain model.")
+
+
+def replace_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    plain: nn.Module,
+    *,
+    pieces: Sequence[Pieces],
+    places: Mapping[int, Place],
+) -> None:
+    """Make an optimizer of this rank's part one of the plain model, with the states of all ranks."""
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    wholes = dict(named_parameters(plain))
+    left = dict(wholes)
+    for group in optimizer.param_groups:
+        kept = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        group["params"] = [wholes[name] for name in kept]
+        for name in kept:
+            left.pop(name, None)
+    held = [name for name in left if any(name in piece.tensors for piece in pieces)]
+    optimizer.param_groups[0]["params"] += [wholes[name] for name in held]  # those of other stages
+    optimizer.state.clear()
+    for name, parameter in wholes.items():
+        states = {rank: piece.states[name] for rank, piece in enumerate(pieces) if name in piece.states}
+        for key, first in next(iter(states.values()), {}).items():
+            if not isinstance(first, torch.Tensor) or not first.ndim:
+                optimizer.state[parameter][key] = first
+                continue
+            value = torch.zeros_like(parameter, dtype=first.dtype)
+            parts = {rank: (state[key], pieces[rank].tensors[name][1]) for rank, state in states.items()}
+            _join(value, parts, places, name)
+            optimizer.state[parameter][key] = value
+
+
+def use_alone(model: nn.Module) -> None:
+    """Make the DDP wrappers in a model call what they wrap, and nothing else: DDP's own forward may communicate."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module.require_backward_grad_sync = module.require_forward_param_sync = False
+            vars(module)["forward"] = module.module.__call__
+
+
+class WholePipeline:
+    """Stands in for a `Pipeline` on one rank: its step runs the whole model on the whole batch.
+
+    Args:
+        plain: The whole model.
+        loss: The pipeline's own loss.
+    """
+
+    is_first = is_last = True
+
+    def __init__(self, plain: nn.Module, loss: Any) -> None:
+        self.module = plain
+        self._loss = loss
+
+    def __call__(self, *args: Any) -> Any:
+        with torch.no_grad():
+            return self.module(*args)
+
+    def step(self, x: Any = None, target: Any = None, loss: Any = None) -> torch.Tensor:
+        """Run forward and backward; return the loss, shape (1,)."""
+        value = (loss or self._loss)(self.module(*x) if isinstance(x, tuple) else self.module(x), target)
+        value.backward()
+        return torch.as_tensor(value).detach().reshape(1)
+
+    def parameters(self) -> Any:
+        """Return the parameters of the whole model."""
+        return self.module.parameters()
+
+    def clip_grad_norm(self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Clip the gradients of the whole model."""
+        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        return float(norm)

@@ -4,34 +4,121 @@ Survivors of a death return to a slot in place; a replacement loads it. A *fence
 optimizer step, or the begin of a cell. Ranks that communicate between two fences are at most one fence apart, so two
 slots always have one in common. Fences without communication in between are told apart by their number, and overwrite
 the same slot.
+
+After `optimizer.step` come `scheduler.step`, `zero_grad`, counters and logs. So the state is saved when the innermost
+loop around the step begins its next iteration, or is left, rather than in the step. A trace function of that one frame
+notices it; it is removed at once, and slows nothing but the calls in between.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import os
 import sys
 import threading
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
-from axon_nb.engine.groups import install, recovery
-from axon_nb.engine.protection.content import pack, unpack
-from axon_nb.engine.protection.iterations import at_end_of_iteration
-from axon_nb.engine.protection.slots import Header, SlotMemory, read_bytes, read_headers
-from axon_nb.engine.session import RankSession
+from axon_nb.engine.groups import creation, recovery
+from axon_nb.engine.protection.slots import Header, SlotMemory, pack, read_bytes, read_headers, unpack
+from axon_nb.engine.session import RankSession, current
+from axon_nb.engine.snapshot.history import Snapshot
 from axon_nb.engine.snapshot.memory import default_limit
-from axon_nb.engine.snapshot.snapshot import Snapshot
 from axon_nb.engine.snapshot.state import StateFinder
-from axon_nb.engine.transfer.state_pickle import Place
-from axon_nb.host.resources.kept_memory import find_kept_memory
+from axon_nb.engine.transfer.namespace import Place
+from axon_nb.host.shared_memory import find_kept_memory
 from axon_nb.records.protocol.cells import CellFacts
-from axon_nb.records.protocol.recovery import ProtectedStep, UndoableCell
+from axon_nb.records.protocol.recovery import ProtectedStep, ProtectedSteps, UndoableCell
 from axon_nb.records.units import format_bytes
 
+_OUTSIDE = ("IPython.", "ipykernel.", "ipyparallel.", "axon_nb.engine.")
+"""Modules that run cells: their loops are not the user's."""
+_IN_STEP = "torch."
 _NO_MEMORY = "only a host agent on Linux can keep its memory"
+
+
+def at_end_of_iteration(frame: FrameType | None, action: Callable[[], None]) -> bool:
+    """Call `action` when the innermost loop around a step ends its iteration.
+
+    Args:
+        frame: The frame that called the step.
+        action: Called once, on the same thread.
+
+    Returns:
+        False: no loop of the user is around the step, or a debugger traces this thread; nothing will be called.
+    """
+    if sys.gettrace() is not None:
+        return False
+    found = _innermost_loop(frame)
+    if found is None:
+        return False
+    around, loop = found
+
+    def end() -> None:
+        around.f_trace = None
+        sys.settrace(None)
+
+    def trace(traced: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and (traced.f_lineno == loop.line or traced.f_lasti not in loop.instructions):
+            end()
+            action()
+            return None
+        if event == "return":
+            end()
+            at_end_of_iteration(traced.f_back, action)
+            return None
+        return trace
+
+    around.f_trace = trace
+    sys.settrace(lambda *_: None)
+    return True
+
+
+class _Loop:
+    """A loop of some code: the range of its instructions, and the line of its header."""
+
+    def __init__(self, instructions: range, line: int) -> None:
+        self.instructions = instructions
+        self.line = line
+
+
+def _innermost_loop(frame: FrameType | None) -> tuple[FrameType, _Loop] | None:
+    while frame is not None:
+        module = f"{frame.f_globals.get('__name__', '')}."
+        if module.startswith(_OUTSIDE):
+            return None
+        around = [loop for loop in _loops(frame.f_code) if frame.f_lasti in loop.instructions]
+        if around and not module.startswith(_IN_STEP):
+            return frame, min(around, key=lambda loop: len(loop.instructions))
+        frame = frame.f_back
+    return None
+
+
+@functools.cache
+def _loops(code: CodeType) -> tuple[_Loop, ...]:
+    instructions = list(dis.get_instructions(code))
+    lines = {}
+    line = code.co_firstlineno
+    starts = dict(dis.findlinestarts(code))
+    for instruction in instructions:
+        line = starts.get(instruction.offset) or line
+        lines[instruction.offset] = line
+    last_jump: dict[int, int] = {}
+    for instruction in instructions:
+        jumps = instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
+        if jumps and instruction.argval <= instruction.offset:
+            last_jump[instruction.argval] = instruction.offset  # `continue` jumps to the same place
+    loops = []
+    for target, jump in last_jump.items():
+        places = range(target, jump + 1)
+        loops.append(_Loop(places, min(line for offset, line in lines.items() if offset in places)))
+    return tuple(loops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +332,7 @@ class Protection:
             ValueError: no slot holds it.
         """
         self._every = 0
-        install.forget_equal_meshes()
+        creation.forget_equal_meshes()
         if self._memory is None:
             self._load(run, fence)
             return []
@@ -287,3 +374,31 @@ class Protection:
             os.ftruncate(self._fd, 0)
         self._memory, self._slots, self._latest, self._has_predecessor = None, [None, None], 1, False
         self._session.protected_step = None
+
+
+def list_protected() -> ProtectedSteps:
+    """List the states that outlive this rank."""
+    protection = current().protection
+    return ProtectedSteps(tuple(protection.steps()), protection.steps_now())
+
+
+def restore(run: str, fence: tuple[int, int]) -> list[str]:
+    """Return to one of them; return a line for each object that refused its part."""
+    return current().protection.restore(run, fence)
+
+
+def keep(key: str, limit: int) -> UndoableCell:
+    """Save the state now; the record says what in it cannot be restored, or why it was not saved.
+
+    Args:
+        key: A name for it, in place of a cell's run.
+        limit: Bytes that it may take; 0: half of the memory that is free.
+    """
+    return current().protection.keep(key, limit)
+
+
+def forget(key: str) -> None:
+    """Give up all slots, unless the state of a cell has taken the place of this one."""
+    protection = current().protection
+    if all(step.run == key for step in protection.steps()):
+        protection.forget()

@@ -18,17 +18,16 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from axon_nb.engine.elastic.sharded_states import outer_modules
-from axon_nb.engine.groups import install, recovery
-from axon_nb.engine.namespace import user_variables
-from axon_nb.engine.protection.content import groups_in, pack, unpack
-from axon_nb.engine.session import current
-from axon_nb.engine.sharding.sharded import unreplicated_parameters
+from axon_nb.engine.groups import creation, recovery
+from axon_nb.engine.protection.slots import groups_in, pack, unpack
+from axon_nb.engine.session import current, user_variables
+from axon_nb.engine.sharding import unreplicated_parameters
+from axon_nb.engine.snapshot.history import Snapshot
 from axon_nb.engine.snapshot.memory import HostMemory
-from axon_nb.engine.snapshot.snapshot import Snapshot
 from axon_nb.engine.snapshot.state import StateFinder
-from axon_nb.engine.transfer.state_pickle import StateFile, structure_of
+from axon_nb.engine.transfer.namespace import StateFile, structure_of
 from axon_nb.parallel.checkpoint import CheckpointError, Checkpoints
-from axon_nb.parallel.checkpoint.peers import Peers
+from axon_nb.parallel.checkpoint.folder import Peers
 from axon_nb.records.protocol.recovery import GroupRecord
 from axon_nb.records.protocol.transfer import LoadedSession, SavedSession
 
@@ -168,7 +167,7 @@ def _load_all(root: Path, peers: Peers) -> None:
         )[peers.rank]
         recovery.recreate_groups(groups)
         recovery.sync_group_count("cpu")
-        install.forget_equal_meshes()
+        creation.forget_equal_meshes()
         unpack(session, data, lambda offset, size: bytearray(view[offset : offset + size]))
 
 

@@ -1,21 +1,51 @@
-"""Two slots in the memory that outlives this rank: an allocator of that memory, and what says which slots are complete.
+"""Two slots in the memory that outlives this rank, and what each holds: storages, variables, groups and shards.
 
 The file begins with a page that holds a header per slot. A header counts only if its number, which is written after
 everything that it describes, is not 0. Before the memory of a slot is used again, the number becomes 0. So whenever the
 process dies, a slot is complete or it does not exist.
+
+What is not a storage is pickled. The pickle begins with what a replacement needs before it can load the rest: its
+groups, its import path and modules. What is sharded stays so: the replacement has the same rank. It makes the same
+calls of `fully_shard`, and then gets the shards that were there. Process groups and meshes become its own.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
+import pickle
 import struct
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from axon_nb.comm.placements import declare_placements, placed
+from axon_nb.engine.elastic import sharded_states
+from axon_nb.engine.elastic.sharded_states import fsdp_calls, fsdp_models, placeholder, reduce_sharded
+from axon_nb.engine.groups import creation, recovery
+from axon_nb.engine.session import RankSession, current, user_variables
+from axon_nb.engine.sharding import device_mesh_type, is_dtensor, is_sharded, loaded_class
+from axon_nb.engine.snapshot.history import Snapshot
+from axon_nb.engine.transfer.namespace import (
+    CannotCopyError,
+    ImportContext,
+    NamespacePickler,
+    Place,
+    dump,
+    find_uncopyable,
+    import_context,
+    raise_if_of_process,
+    receive_content,
+)
+from axon_nb.host.shared_memory import find_kept_memory
+from axon_nb.records.protocol.recovery import GroupRecord
 
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 1024
@@ -24,6 +54,11 @@ _LENGTHS = struct.Struct("<II")
 """Bytes and CRC-32 of the record."""
 _CHUNK_BYTES = 64 << 20
 _ALIGN = 64
+_Split = tuple[Any, tuple[Any, ...]]
+"""Mesh and placements of a DTensor."""
+_Pieces = dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor | None]]
+_Whole = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +222,195 @@ def read_bytes(fd: int, offset: int, size: int) -> bytearray:
             raise ValueError("the protected state is incomplete")
         done += count
     return data
+
+
+def structure_pickler(managed: Mapping[int, Any]) -> Callable[[Any, Callable[[torch.UntypedStorage], Place]], Any]:
+    """Return the pickler for the same rank.
+
+    Args:
+        managed: By the `id` of each parameter that FSDP2 manages, mesh and placements of the DTensor that it was before
+            `fully_shard`; None: a plain tensor.
+    """
+    return functools.partial(_Pickler, managed)
+
+
+class _Pickler(NamespacePickler):
+    def __init__(self, managed: Mapping[int, Any], file: Any, save: Callable[[torch.UntypedStorage], Place]) -> None:
+        super().__init__(file, save)
+        self._managed = managed
+
+    def reduce_object(self, obj: Any, kind: type) -> Any:
+        """See `StatePickler`."""
+        if id(obj) in self._managed:
+            whole = tuple(obj.shape), obj.stride()
+            return _make_placeholder, (whole, obj.dtype, obj.requires_grad, self._managed[id(obj)])
+        if is_dtensor(obj):
+            is_parameter = isinstance(obj, nn.Parameter)
+            split, whole = (obj.device_mesh, obj.placements), (tuple(obj.shape), obj.stride())
+            return _make_dtensor, (obj.to_local().detach(), split, whole, (obj.requires_grad, is_parameter))
+        if (declared := placed(obj)) is not None:
+            return (
+                *obj.__reduce_ex__(5)[:2],
+                (declared.mesh, declared.placements, declared.shape),
+                None,
+                None,
+                _declare,
+            )
+        if issubclass(kind, device_mesh_type()):
+            if (root := obj._get_root_mesh()) is not obj and obj.mesh_dim_names:
+                return _slice_mesh, (root, obj.mesh_dim_names)
+            groups = [str(group.group_name) for group in obj.get_all_groups()]
+            return _make_mesh, (groups, obj.device_type, obj.mesh.tolist(), obj.mesh_dim_names)
+        if (reduced := reduce_sharded(obj, kind, current().config.world_size)) is not None:
+            return reduced
+        return super().reduce_object(obj, kind)
+
+    def raise_if_uncopyable(self, obj: Any, kind: type) -> None:
+        """Raise CannotCopyError for what belongs to this process alone."""
+        if is_sharded(obj):
+            raise CannotCopyError("is sharded by FSDP1: use `fully_shard`")
+        raise_if_of_process(kind)
+
+
+def _declare(tensor: torch.Tensor, state: tuple[Any, ...]) -> None:
+    mesh, placements, shape = state
+    declare_placements(tensor, mesh, placements, shape=shape)
+
+
+def _make_mesh(groups: list[str], device_type: str, ranks: Any, names: tuple[str, ...] | None) -> Any:
+    own = {str(group.group_name): group for group in creation.rebuildable_groups()}
+    members: Any = [own[name] for name in groups]
+    return DeviceMesh.from_group(members if len(members) > 1 else members[0], device_type, ranks, mesh_dim_names=names)
+
+
+def _slice_mesh(root: Any, names: tuple[str, ...]) -> Any:
+    return root[names]
+
+
+def _make_placeholder(whole: _Whole, dtype: torch.dtype, requires_grad: bool, split: _Split | None) -> Any:
+    if split is None:
+        return placeholder(whole[0], dtype, requires_grad, True)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local, _ = compute_local_shape_and_global_offset(whole[0], *split)
+    return _make_dtensor(torch.empty(local, dtype=dtype, device="meta"), split, whole, (requires_grad, True))
+
+
+def _make_dtensor(local: torch.Tensor, split: _Split, whole: _Whole, kind: tuple[bool, bool]) -> Any:
+    dtensor: Any = loaded_class("torch.distributed.tensor", "DTensor")
+    shape, stride = whole
+    requires_grad, is_parameter = kind
+    tensor = dtensor.from_local(local, *split, run_check=False, shape=torch.Size(shape), stride=stride).detach()
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What this rank holds of the parameters that FSDP2 manages."""
+
+    split: dict[int, Any]
+    """By the parameter's `id`, mesh and placements of the DTensor that it was before; None: a plain tensor."""
+    pieces: _Pieces
+    """Shard and gradient, by variable and parameter."""
+
+
+def own_shards(models: Mapping[str, Any]) -> Shards:
+    """Return the shards of this rank, of models by variable."""
+    split, pieces = {}, _Pieces()
+    for variable, model in models.items():
+        for name, group, record in sharded_states.fsdp_parameters(model):
+            parameter = record.sharded_param
+            gradient = parameter.grad
+            split[id(parameter)] = _split_before(parameter, group) if record.is_dtensor else None
+            local = gradient.to_local().detach() if gradient is not None else None
+            pieces[variable, name] = parameter.to_local().detach(), local
+    return Shards(split, pieces)
+
+
+def _split_before(parameter: Any, group: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return mesh and placements of the DTensor that FSDP2 has sharded: those that follow FSDP2's own."""
+    mesh, own = parameter.device_mesh, group.mesh_info.mesh.ndim
+    return mesh._get_root_mesh()[mesh.mesh_dim_names[own:]], tuple(parameter.placements[own:])
+
+
+def adopt_shards(pieces: _Pieces) -> None:
+    """Give the parameters of FSDP2 models, which have no data yet, these shards; does not communicate."""
+    replaced = {}
+    for variable, model in fsdp_models().items():
+        for name, _, record in list(sharded_states.fsdp_parameters(model)):
+            before = record.sharded_param
+            replaced[id(before)] = before, sharded_states.set_shard(record, *pieces[variable, name])
+    sharded_states.replace_parameters(replaced)
+
+
+def pack(
+    session: RankSession,
+    snapshot: Snapshot,
+    save: Callable[[torch.UntypedStorage], Place],
+    left_out: dict[str, str],
+) -> bytearray:
+    """Pickle everything but the contents of storages.
+
+    Args:
+        session: The rank.
+        snapshot: Its state now.
+        save: Returns where the copy of a storage lies.
+        left_out: By name, why variables cannot be copied; gets those that are new.
+    """
+    models = fsdp_models()
+    shards = own_shards(models)
+    make = structure_pickler(shards.split)
+    content: dict[str, Any] = {
+        "gradients": [pair for pair in snapshot.state.gradients() if id(pair[0]) not in shards.split],
+        "fsdp_calls": fsdp_calls(models),
+        "shards": shards.pieces,
+        "resize_functions": session.resize_functions,
+        "steps": session.steps.save(snapshot.state.optimizers),
+        "random": snapshot.random,
+    }
+
+    def dump_content() -> bytes:
+        content["variables"] = {name: value for name, value in variables.items() if name not in left_out}
+        return dump(make, content, save)
+
+    variables = user_variables(session.kernel.shell)
+    try:
+        data = dump_content()
+    except Exception:  # the probe says what it was
+        left_out |= find_uncopyable(make, content["variables"])
+        data = dump_content()
+    return bytearray(_start(import_context(content["variables"]), tuple(recovery.list_groups())) + data)
+
+
+@functools.lru_cache(maxsize=1)  # thousands of names, which seldom change from one step to the next
+def _start(context: ImportContext, groups: tuple[GroupRecord, ...]) -> bytes:
+    return pickle.dumps((context, groups))
+
+
+def unpack(session: RankSession, data: bytearray, read: Callable[[int, int], bytearray]) -> None:
+    """Make a new rank what its predecessor was.
+
+    Args:
+        session: The new rank.
+        data: What `pack` returned.
+        read: Returns bytes of the slot's file.
+    """
+    content = receive_content(data, read)
+    adopt_shards(content["shards"])
+    session.steps.load(content["steps"])
+    creation.forget_equal_meshes()  # loading has filled the cache; that of the other ranks is empty
+
+
+def groups_in(data: bytearray) -> list[GroupRecord]:
+    """Return the groups, besides the default one, of the rank that packed this; nothing else is loaded."""
+    groups: tuple[GroupRecord, ...] = pickle.loads(data)[1]
+    return list(groups)
+
+
+def kept_groups(rank: int) -> list[GroupRecord]:
+    """Return the groups that the predecessor of this process had, besides the default one; call it before joining."""
+    if (fd := find_kept_memory(rank)) is None:
+        return []
+    for header in read_headers(fd).values():
+        return groups_in(read_bytes(fd, header.offset, header.size))
+    return []

@@ -40,9 +40,9 @@ def main() -> int:
 
 def _hooks() -> dict[str, Any]:
     try:
-        from axon_nb.engine.self_test.hooks import walk
+        from axon_nb.engine.self_test.catalog import walk_hooks
 
-        return {"hooks": walk()}
+        return {"hooks": walk_hooks()}
     except Exception as error:  # the verdict is there, and is not to be lost
         return {"hooks": {"failure": f"{type(error).__name__}: {error}"}}
 

@@ -1,13 +1,17 @@
-"""Every capability that the self-test checks: what it does, and what is lost without it.
+"""Every capability that the self-test checks and every private hook: what it does, and what is lost without it.
 
-The check itself is the function of the same name in `checks`, `wrapper_checks` or, for a single rank, `single_checks`.
+The check itself is the function of the same name in `checks` or, for a single rank, in `runner`. Walking the register
+of hooks tells which of them the installed versions lack.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
-from axon_nb.records.compatibility import Capability, install_command
+from axon_nb.records.hooks import Capability, Hook, groups, hook, install_command, missing_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +22,6 @@ class Check:
     label: str
     lost: str
     num_ranks: int = 2
-    module: str = "checks"
-    """The module of its function, if there are two ranks."""
     package: str = "torch"
     """The package of which another version may restore it."""
 
@@ -49,19 +51,16 @@ CHECKS = (
         "ddp_reset",
         "continue training a DDP model after an aborted step",
         "DDP models must be recreated after a failed cell",
-        module="wrapper_checks",
     ),
     Check(
         "fsdp2_reset",
         "continue training an FSDP2 model after an aborted step",
         "FSDP2 models must be recreated after a failed cell",
-        module="wrapper_checks",
     ),
     Check(
         "pipeline_reset",
         "continue training a pipeline after an aborted step",
         "pipelines must be recreated after a failed cell",
-        module="wrapper_checks",
     ),
     Check(
         "size_check",
@@ -142,3 +141,60 @@ def failed(check: Check, reason: str) -> Capability:
     """Return the verdict on a check that failed for `reason`."""
     fix = install_command(check.package)
     return Capability(check.name, check.label, works=False, lost=check.lost, reason=reason, fix=fix)
+
+
+def walk_hooks(*, with_optional: bool = False) -> dict[str, Any]:
+    """Check every hook; imports what the hooks are in, such as torch and ipykernel.
+
+    Args:
+        with_optional: Whether packages that only cells import are imported, too, if they are installed. That takes
+            seconds, and some print messages.
+
+    Returns:
+        Plain JSON values: ``checked``, the names of the hooks that were checked; ``unused``, those for other versions;
+        ``unchecked``, those of packages that are not loaded; ``missing``, a dictionary for each that lacks something.
+    """
+    verdict: dict[str, Any] = {"checked": [], "unused": [], "unchecked": [], "missing": []}
+    for entry in map(hook, groups()):
+        if not entry.is_used:
+            verdict["unused"].append(entry.group)
+            continue
+        if entry.if_loaded and not (with_optional and _load(entry)):
+            verdict["unchecked"].append(entry.group)
+            continue
+        verdict["checked"].append(entry.group)
+        if names := _missing(entry):
+            verdict["missing"].append(_facts(entry, names))
+    return verdict
+
+
+def _load(entry: Hook) -> bool:
+    """Import the modules of a hook; returns whether its package is installed."""
+    if importlib.util.find_spec(entry.package) is None:
+        return False
+    for place in (*entry.needs, *entry.objects.values()):
+        module, colon, _ = place.partition(":")
+        if colon:
+            importlib.import_module(module)
+    return True
+
+
+def _missing(entry: Hook) -> list[str]:
+    try:
+        return missing_hooks(entry.group)
+    except Exception as error:  # a check fails where it does not find what it looks at
+        return [f"{entry.check}: {type(error).__name__}: {error}"]
+
+
+def _facts(entry: Hook, missing: list[str]) -> dict[str, Any]:
+    check = next((check for check in CHECKS if check.name == entry.capability), None)
+    return {
+        "group": entry.group,
+        "package": entry.package,
+        "missing": missing,
+        "lost": entry.lost if check is None else check.lost,
+        "capability": entry.capability,
+        "fix": entry.fix,
+        "upstream": entry.upstream,
+        "files": list(entry.files),
+    }

@@ -24,9 +24,8 @@ import torch
 
 from axon_nb._version import __version__
 from axon_nb.engine.self_test.catalog import CHECKS, failed, is_timeout
-from axon_nb.records.compatibility import Capability, Verdict, are_tested
 from axon_nb.records.environment import USER_CACHE
-from axon_nb.records.hooks import REGISTER
+from axon_nb.records.hooks import REGISTER, Capability, Verdict, are_tested
 
 _TIMEOUT_S = 90.0
 _FAILURE_VALID_S = 60.0

@@ -1,25 +1,138 @@
-"""The snapshots of a rank: one before each of the last cells, within a limit of memory, and those that are held."""
+"""The snapshots of a rank: one before each of the last cells, within a limit of memory, and those that are held.
+
+The notebook asks to list them, to undo a cell, to hold one and to restore it.
+"""
 
 from __future__ import annotations
 
 import ast
 import time
 from collections.abc import Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from axon_nb.engine.snapshot.memory import HostMemory
-from axon_nb.engine.snapshot.snapshot import Snapshot, StepCounts
-from axon_nb.engine.snapshot.state import StateFinder
+from axon_nb.engine.frames import gc_paused
+from axon_nb.engine.session import current
+from axon_nb.engine.snapshot.data_kinds import ArrayState, TensorState, plain, set_gradient
+from axon_nb.engine.snapshot.kinds import NotRestorableError, describe_type
+from axon_nb.engine.snapshot.memory import (
+    Allocator,
+    Copy,
+    HostMemory,
+    StorageFacts,
+    default_limit,
+    storage_key,
+    write_back,
+)
+from axon_nb.engine.snapshot.state import State, StateFinder, is_bound_by_user
+from axon_nb.random_states import random_states, set_random_states
+from axon_nb.records.protocol.recovery import Undoable, UndoableCell
 from axon_nb.records.units import format_bytes
 
 _MAX_CELLS = 20
 """Most cells that can be undone, however small their states are: snapshots keep alive what cells delete."""
-
-
 _MAX_INERT = 200
 """Most characters of code that are worth looking whether it can change anything."""
+
+
+class StepCounts(Protocol):
+    """The number of steps that each optimizer has made, which messages after a failed cell compare between ranks."""
+
+    def of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the number of steps of this optimizer."""
+
+    def set(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        """Set it."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state of a session at one time; `save` completes it, and `release` must be called in the end."""
+
+    state: State
+    steps: list[int] = field(default_factory=list)
+    random: dict[str, Any] = field(default_factory=dict)
+    """The states of the shared generators."""
+
+    @property
+    def facts(self) -> list[StorageFacts]:
+        """The storages with content."""
+        return list(self.state.storages.values())
+
+    def changed_since(self, earlier: Snapshot | None) -> list[StorageFacts]:
+        """Share what is still equal with an earlier snapshot; return the storages that must be copied."""
+        changed = []
+        for key, facts in self.state.storages.items():
+            before = earlier.state.storages.get(key) if earlier is not None else None
+            if before is not None and before.copy is not None and facts.is_unchanged(before.copy):
+                facts.copy = before.copy
+                facts.copy.users += 1
+            else:
+                changed.append(facts)
+        return changed
+
+    def save(self, changed: list[StorageFacts], allocator: Allocator, counts: StepCounts) -> None:
+        """Copy these storages, and note the rest."""
+        for facts in changed:
+            facts.save(allocator)
+        if torch.cuda.is_initialized() and any(facts.storage.device.type == "cuda" for facts in changed):
+            torch.cuda.synchronize()
+        self.steps = [counts.of(optimizer) for optimizer in self.state.optimizers]
+        self.random = random_states()
+
+    def copy_of(self, storage: torch.UntypedStorage, allocator: Allocator) -> Copy:
+        """Return the copy of a storage; one that the walk has not found, such as that of a temporary, is added."""
+        facts = StorageFacts(storage, storage.nbytes(), set())
+        facts = self.state.storages.setdefault(facts.key, facts)
+        return facts.copy or facts.save(allocator)
+
+    def release(self, allocator: Allocator) -> None:
+        """Give the memory back, except what other snapshots share."""
+        for facts in self.facts:
+            copy, facts.copy = facts.copy, None
+            if copy is not None:
+                copy.users -= 1
+                if not copy.users:
+                    allocator.release(copy.buffer)
+
+    def restore(self, namespace: MutableMapping[str, Any], counts: StepCounts) -> list[str]:
+        """Make the session what it was, in place.
+
+        Args:
+            namespace: The variables; names of IPython are left alone.
+            counts: The steps of optimizers.
+
+        Returns:
+            A line for each object that refused its state.
+        """
+        refused = []
+        moved: set[tuple[str, int, int]] = set()
+        """Memory of arrays that NumPy has replaced: nothing must be written there."""
+        with gc_paused(on_main=True), plain(), torch.no_grad():
+            nodes = self.state.nodes
+            todo = [(index, kind.restore, value, saved) for index, (kind, value, saved) in enumerate(nodes)]
+            todo += [
+                (index, set_gradient, value, saved) for index, _, value, saved in todo if type(saved) is TensorState
+            ]
+            for index, restore, value, saved in todo:
+                try:
+                    restore(value, saved)
+                except Exception as error:
+                    why = str(error) if isinstance(error, NotRestorableError) else f"{type(error).__name__}: {error}"
+                    refused.append(f"`{self.state.name_of(index)}` ({describe_type(type(value))}: {why})")
+                    if isinstance(saved, ArrayState) and saved.memory is not None and saved.has_moved(value):
+                        moved.add(storage_key(saved.memory.untyped_storage()))
+            refused += write_back(facts for facts in [*self.state.empty, *self.facts] if facts.key not in moved)
+        known = self.state.names.keys() | self.state.left_out.keys() | self.state.not_held
+        for name in [name for name in namespace if is_bound_by_user(name) and name not in known]:
+            del namespace[name]
+        namespace.update(self.state.names)
+        for optimizer, steps in zip(self.state.optimizers, self.steps, strict=True):
+            counts.set(optimizer, steps)
+        set_random_states(self.random)
+        return refused
 
 
 class TooLargeError(Exception):
@@ -246,3 +359,54 @@ class History:
 
 def _values(cell: CellSnapshot) -> Iterable[object]:
     return cell.snapshot.state.names.values() if cell.snapshot is not None else ()
+
+
+def list_undoable() -> Undoable:
+    """List the cells that this rank can undo, and those that it cannot undo with the reason."""
+    history = _history()
+    return Undoable(history.since, tuple(_record(history, cell) for cell in history.cells))
+
+
+def _history() -> History:
+    history = current().snapshots
+    assert isinstance(history, History)
+    return history
+
+
+def _record(history: History, cell: CellSnapshot) -> UndoableCell:
+    before = history.state_before(cell)
+    obstacles = dict(before.snapshot.state.obstacles) if before is not None and before.snapshot is not None else {}
+    missing = before.missing if before is not None else ""
+    if changed := history.changed_above_limit(cell):
+        variables = " and ".join(f"`{name}`" for name in changed[:2]) + " and more" * (len(changed) > 2)
+        raise_it = "`%distributed config undo_memory=SIZE` sets it for later cells"
+        missing = f"has changed {variables}, which {obstacles[changed[0]]}; {raise_it}"
+    return UndoableCell(cell.run, cell.cell, cell.ranks, cell.started, missing, obstacles)
+
+
+def undo(run: str) -> list[str]:
+    """Restore the state before the cell with this run; return a line for each object that refused its state."""
+    current().protection.forget()  # a death before the next cell must not bring back what is undone
+    return _history().undo(run)
+
+
+def hold(key: str, limit: int) -> UndoableCell:
+    """Hold a snapshot; the record says what in it cannot be restored, or why there is none.
+
+    Args:
+        key: A name for it.
+        limit: Bytes that it may always take; more, if it is at most half of the memory that is free.
+    """
+    try:
+        obstacles = _history().hold(key, max(limit, default_limit()))
+    except TooLargeError as error:
+        return UndoableCell(key, 0, (), 0.0, missing=str(error))
+    return UndoableCell(key, 0, (), 0.0, obstacles=obstacles)
+
+
+def restore_held(key: str) -> list[str]:
+    """Restore a held snapshot, and forget it; return a line for each object that refused its state."""
+    history = _history()
+    refused = history.restore_held(key)
+    history.release(key)
+    return refused

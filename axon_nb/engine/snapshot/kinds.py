@@ -26,20 +26,22 @@ from typing import Any
 
 import torch
 
-from axon_nb.engine.snapshot.containers import (
+from axon_nb.engine.snapshot.data_kinds import (
     ITEMS,
     Kind,
     all_same,
     always,
+    array_kind,
     keep,
     leaf,
     nothing,
     same_dict,
     set_dict,
+    storage_kind,
+    tensor_kind,
     values,
     within,
 )
-from axon_nb.engine.snapshot.tensors import array_kind, storage_kind, tensor_kind
 
 _MISSING = object()
 _MACHINERY = (

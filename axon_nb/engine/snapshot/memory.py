@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from axon_nb.host.resources.cgroups import free_memory
+from axon_nb.host.resources import free_memory
 
 _CHUNK_BYTES = 64 << 20
 """What is on a device is compared in pieces of this size, which are uploaded one by one."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from axon_nb.parallel.checkpoint.checkpoints import Checkpoints, Resumed
-from axon_nb.parallel.checkpoint.errors import (
+from axon_nb.parallel.checkpoint.checkpoints import Checkpoints, ResumableSampler, Resumed
+from axon_nb.parallel.checkpoint.folder import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -11,9 +11,7 @@ from axon_nb.parallel.checkpoint.errors import (
     CheckpointWarning,
     CorruptCheckpointError,
 )
-from axon_nb.parallel.checkpoint.safetensors import export_safetensors
-from axon_nb.parallel.checkpoint.sampler import ResumableSampler
-from axon_nb.parallel.checkpoint.saving import PendingSave
+from axon_nb.parallel.checkpoint.saving import PendingSave, export_safetensors
 
 __all__ = [
     "CheckpointError",

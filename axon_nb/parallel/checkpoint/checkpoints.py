@@ -1,32 +1,79 @@
-"""`Checkpoints`: a folder of checkpoints to save, resume from on any number of ranks, and keep the last few of."""
+"""`Checkpoints`: a folder of checkpoints to save, resume from on any number of ranks, and keep the last few of.
+
+Loading restores model, optimizer, each rank's own state, and the position of a `ResumableSampler` in its epoch.
+
+torch.distributed.checkpoint pickles its index, `.metadata`, and reads it with `pickle.load`, so an untrusted checkpoint
+could run any code. Here only the records that make up an index are created.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import importlib
 import os
+import pickle
+import socket
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.utils.data import Dataset, DistributedSampler
 
 from axon_nb.errors import UsageError
-from axon_nb.parallel.checkpoint.errors import (
+from axon_nb.parallel.checkpoint.folder import (
     CheckpointError,
+    CheckpointFolder,
+    CheckpointMismatchError,
     CheckpointSaveError,
     CheckpointWarning,
     CorruptCheckpointError,
+    Manifest,
+    Peers,
+    check,
 )
-from axon_nb.parallel.checkpoint.folder import CheckpointFolder, Manifest, check
-from axon_nb.parallel.checkpoint.loading import restore
-from axon_nb.parallel.checkpoint.peers import Peers
-from axon_nb.parallel.checkpoint.saving import Contents, PendingSave, commit, finish_pending, prepare
-from axon_nb.parallel.checkpoint.states import Optimizers
-from axon_nb.parallel.checkpoint.tensors import TensorWriter
+from axon_nb.parallel.checkpoint.saving import (
+    Contents,
+    PendingSave,
+    commit,
+    finish_pending,
+    prepare,
+    read_plain,
+    set_rank_state,
+)
+from axon_nb.parallel.checkpoint.tensors import (
+    Optimizers,
+    OptimizerStates,
+    Shards,
+    TensorWriter,
+    mismatches,
+    model_state,
+    plain_model,
+    read_tensors,
+    set_model_state,
+)
 
 _NOT_SAVED = "The checkpoint could not be written"
+_MODEL, _OPTIMIZER = "model.", "optimizer.pt"
+_SHOWN = 6
+_RECORDS = "torch.distributed.checkpoint.metadata"
+_OTHERS = frozenset(
+    {
+        ("torch", "Size"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
+        ("collections", "OrderedDict"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,3 +335,182 @@ class Checkpoints:
 
     def __repr__(self) -> str:
         return f"Checkpoints({os.fspath(self.folder)!r}, steps={self.steps()})"
+
+
+def restore(
+    peers: Peers,
+    manifest: Manifest,
+    *,
+    model: nn.Module,
+    optimizer: Optimizers,
+    stateful: dict[str, Any],
+    strict: bool,
+) -> Any:
+    """Load a checkpoint into the given objects. Collective.
+
+    Returns:
+        The saved `extra`.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint is incomplete.
+        CheckpointMismatchError: names or shapes differ.
+        CheckpointError: a rank cannot see the checkpoint.
+    """
+    shards = Shards(plain := plain_model(model))
+    states = OptimizerStates(optimizer, shards)
+    model_tensors = {f"{_MODEL}{name}": value for name, value in model_state(plain, shards).items()}
+
+    def check_fit() -> tuple[set[str], set[str], list[str]]:
+        _check_visible(peers, manifest)
+        if optimizer is not None and _OPTIMIZER not in manifest.files:
+            raise CheckpointMismatchError(f"Step {manifest.step} was saved without an optimizer; load it without one.")
+        saved = read_metadata(manifest.path)
+        in_checkpoint = {name for name in saved.state_dict_metadata if name.startswith(_MODEL)}
+        return set(model_tensors), in_checkpoint, mismatches(model_tensors, saved)
+
+    outcomes = peers.run_on_all(check_fit, error=CorruptCheckpointError, what=f"{manifest.path} cannot be read")
+    _compare(outcomes, manifest, strict=strict)
+    metadata = read_metadata(manifest.path)
+    model_tensors = {name: value for name, value in model_tensors.items() if name in metadata.state_dict_metadata}
+    tensors = states.expected(metadata)
+
+    def read() -> Any:
+        read_tensors({**model_tensors, **tensors}, manifest.path, metadata)
+        set_model_state(plain, shards, {name.removeprefix(_MODEL): value for name, value in model_tensors.items()})
+        if optimizer is not None:
+            states.restore(tensors, read_plain(manifest.path / _OPTIMIZER))
+        same = manifest.world_size == peers.size
+        saved = read_plain(manifest.path / f"rank_{peers.rank if same else 0:05d}.pt")
+        set_rank_state(saved, stateful, is_own=same, step=manifest.step, rank=peers.rank)
+        return saved["extra"]
+
+    return peers.run_on_all(read, error=CorruptCheckpointError, what=f"{manifest.path} cannot be read")[peers.rank]
+
+
+def _check_visible(peers: Peers, manifest: Manifest) -> None:
+    if not manifest.path.is_dir():
+        raise CheckpointError(
+            f"Rank {peers.rank} on host {socket.gethostname()} cannot see {manifest.path}, which rank 0 can; use a "
+            "folder on a disk that all hosts share."
+        )
+    check(manifest)
+
+
+def _compare(outcomes: list[tuple[set[str], set[str], list[str]]], manifest: Manifest, *, strict: bool) -> None:
+    problems = sorted({text for _, _, texts in outcomes for text in texts})
+    everyone = set().union(*(names for names, _, _ in outcomes))
+    problems += [f"{name.removeprefix(_MODEL)} is not in the model" for name in sorted(outcomes[0][1] - everyone)]
+    if not strict:
+        problems = [text for text in problems if "has shape" in text]
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointMismatchError(
+            f"Step {manifest.step} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}."
+        )
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """Stands for `getattr`, by which early versions of Python 3.11 pickle the members of an enumeration."""
+    if isinstance(kind, enum.EnumType) and kind.__module__ == _RECORDS and isinstance(name, str):
+        return kind[name]
+    raise CorruptCheckpointError("it refers to builtins.getattr, which the index of a checkpoint never contains.")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a record, a dtype, or one of a few others; refuse the rest."""
+        # From Python 3.13 on, pathlib is a package and names its classes after a file in it.
+        module = "pathlib" if module.startswith("pathlib.") else module
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if module == _RECORDS or (module, name) in _OTHERS:
+            value = getattr(importlib.import_module(module), name, None)
+            if (module, name) in _OTHERS or (isinstance(value, type) and value.__module__ == _RECORDS):
+                return value
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise CorruptCheckpointError(f"it refers to {module}.{name}, which the index of a checkpoint never contains.")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return the metadata of a checkpoint.
+
+    Raises:
+        CorruptCheckpointError: it is not the index of a checkpoint, or would run code.
+        OSError: it cannot be read.
+    """
+    path = folder / ".metadata"
+    with path.open("rb") as file:
+        try:
+            index = _Unpickler(file).load()
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{path} was not read: {error}") from None
+        except Exception as error:
+            raise CorruptCheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
+    if not isinstance(index, Metadata):
+        raise CorruptCheckpointError(f"{path} holds an object of type {type(index).__name__}, not the index.")
+    return index
+
+
+class ResumableSampler(DistributedSampler[Any]):
+    """Distributes a dataset over ranks and can resume within an epoch.
+
+    Pass it to `Checkpoints` as ``sampler=``. It counts the samples it has yielded. A DataLoader with workers fetches
+    ahead of training, so before saving, call `set_position` with the number of samples that all ranks have trained on.
+    Each iteration over a DataLoader draws a seed from torch's generator. Give the DataLoader its own generator
+    (``generator=torch.Generator()``), so that a resumed run draws the same random numbers as an uninterrupted one.
+
+    Args:
+        dataset: The dataset.
+        **options: Options of `DistributedSampler`.
+    """
+
+    def __init__(self, dataset: Dataset[Any], **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self._position, self._finished = 0, False
+
+    @property
+    def position(self) -> int:
+        """Number of samples of this epoch yielded on all ranks together."""
+        return self._position
+
+    def set_position(self, samples: int) -> None:
+        """Continue after this many samples of the epoch, counted over all ranks.
+
+        Raises:
+            UsageError: the epoch has fewer samples.
+        """
+        if not 0 <= samples <= self.total_size:
+            raise UsageError(f"position must be 0 to {self.total_size}, the samples of an epoch; got {samples}.")
+        self._position, self._finished = samples, False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start an epoch; no effect if it is the current one."""
+        if epoch != self.epoch:
+            self._position, self._finished = 0, False
+        super().set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's remaining samples; ranks take turns."""
+        if self._finished:
+            self._position, self._finished = 0, False
+        for index in islice(super().__iter__(), self._num_yielded(), None):
+            self._position += self.num_replicas
+            yield index
+        self._finished = True
+
+    def __len__(self) -> int:
+        """Return the number of remaining samples of this rank in the epoch."""
+        return self.num_samples - (0 if self._finished else self._num_yielded())
+
+    def _num_yielded(self) -> int:
+        return min(self.num_samples, -(-self._position // self.num_replicas))
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch, and the number of its samples yielded on all ranks together."""
+        return {"epoch": self.epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Resume at a saved position, on any number of ranks."""
+        super().set_epoch(state["epoch"])
+        self.set_position(min(state["position"], self.total_size))

@@ -1,29 +1,65 @@
-"""Saves a checkpoint: plans who writes which tensors, writes in the background, reports progress and outcome."""
+"""Saves a checkpoint in the background, with each rank's own state, or exports a full model as one safetensors file.
+
+A rank's own state: random number generators, samplers, schedulers, and the user's own values.
+
+The format of safetensors (huggingface.co/docs/safetensors), which other libraries can read: 8 bytes, little-endian: the
+length of the header; the header, JSON, which gives dtype, shape and offset of each tensor; then the tensors, row by
+row, little-endian, without gaps.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import operator
+import os
+import pickle
+import random
+import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from axon_nb.parallel.checkpoint.errors import CheckpointError, CheckpointSaveError
-from axon_nb.parallel.checkpoint.folder import CheckpointFolder
-from axon_nb.parallel.checkpoint.peers import Peers, describe
-from axon_nb.parallel.checkpoint.rank_state import rank_state, write_plain
-from axon_nb.parallel.checkpoint.states import Optimizers, OptimizerStates, model_state
-from axon_nb.parallel.checkpoint.tensors import Shards, TensorWriter, plain_model
+from axon_nb.parallel.checkpoint.folder import (
+    CheckpointError,
+    CheckpointFolder,
+    CheckpointMismatchError,
+    CheckpointSaveError,
+    CorruptCheckpointError,
+    Peers,
+    describe,
+    sync_file,
+    sync_folder,
+)
+from axon_nb.parallel.checkpoint.tensors import (
+    Optimizers,
+    OptimizerStates,
+    Shards,
+    TensorWriter,
+    model_state,
+    plain_model,
+)
+from axon_nb.random_states import random_states, set_random_states
 
 _POLL_S = 0.02
 _EXIT_TIMEOUT_S = 20.0
 _NOT_SAVED = "The checkpoint could not be written"
+_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+_ALIGNMENT = 8
 
 
 class PendingSave:
@@ -241,3 +277,172 @@ def _check_same_step(peers: Peers, step: int) -> None:
     for rank, other in enumerate(steps):
         if other != steps[0]:
             raise CheckpointError(f"All ranks must save the same step; rank 0 saves {steps[0]}, rank {rank} {other}.")
+
+
+def derive_rng(*, step: int, rank: int) -> None:
+    """Seed a rank that has no saved state; deterministic for a given step and rank."""
+    seed = (step * 1_000_003 + rank * 7_919) % (1 << 32)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def rank_state(stateful: Mapping[str, Any], extra: Any) -> bytes:
+    """Serialize this rank's state.
+
+    Raises:
+        CheckpointError: an object has no state, or a value is not a tensor, number, string or container of them.
+    """
+    states = {name: _state_of(name, item) for name, item in stateful.items()}
+    return _serialize({"rng": random_states(), "stateful": states, "extra": extra}, "extra or an object's state")
+
+
+def set_rank_state(saved: dict[str, Any], stateful: Mapping[str, Any], *, is_own: bool, step: int, rank: int) -> None:
+    """Restore a state returned by `rank_state`.
+
+    Args:
+        saved: The deserialized state.
+        stateful: Objects under the names with which they were saved.
+        is_own: Whether the state is this rank's own. Otherwise it is rank 0's, and random states are derived from step
+            and rank.
+        step: Step of the checkpoint.
+        rank: Rank of this process.
+
+    Raises:
+        CheckpointMismatchError: an object is not in the checkpoint.
+    """
+    absent = [name for name in stateful if name not in saved["stateful"]]
+    if absent:
+        there = ", ".join(saved["stateful"]) or "none"
+        raise CheckpointMismatchError(f"Not in the checkpoint: {', '.join(absent)}; it has {there}.")
+    for name, item in stateful.items():
+        state = saved["stateful"][name]
+        if callable(getattr(item, "load_state_dict", None)):
+            item.load_state_dict(state)
+        else:
+            item.set_epoch(state["epoch"])
+    if is_own:
+        set_random_states(saved["rng"])
+    else:
+        derive_rng(step=step, rank=rank)
+
+
+def _state_of(name: str, item: Any) -> Any:
+    if callable(getattr(item, "state_dict", None)):
+        return item.state_dict()
+    if callable(getattr(item, "set_epoch", None)) and hasattr(item, "epoch"):
+        return {"epoch": item.epoch}
+    raise CheckpointError(
+        f"{name} must have state_dict() or set_epoch(); got {type(item).__name__}. Pass plain values in extra=…"
+    )
+
+
+def _serialize(content: Any, what: str) -> bytes:
+    """Serialize like `torch.save`, and verify that it can be read without running code."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"Cannot save {what}: only tensors, numbers, strings and containers of them ({str(error)[:200]})."
+        ) from None
+    return buffer.getvalue()
+
+
+def write_plain(content: Any, path: Path, what: str) -> None:
+    """Write plain values, or the bytes of `rank_state`, and flush them to disk."""
+    path.write_bytes(content if isinstance(content, bytes) else _serialize(content, what))
+    sync_file(path)
+
+
+def read_plain(path: Path) -> Any:
+    """Read a file written by `write_plain`.
+
+    Raises:
+        CorruptCheckpointError: the file cannot be read.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CorruptCheckpointError(f"Cannot read {path}: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, group: Any = None) -> Path:
+    """Write full parameters and buffers, with the names of a single process. Collective.
+
+    Rank 0 writes; tensors are gathered one at a time. The file appears under its name only when complete.
+
+    Args:
+        model: A plain, wrapped or sharded model, as for `Checkpoints.save`.
+        path: The file, on rank 0's host; its folder is created.
+        group: The ranks that hold the model. None: all, or this process alone if there is no world.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        CheckpointError: a value is not a tensor, or has a dtype that the format does not support.
+        CheckpointSaveError: the file could not be written; raised on all ranks.
+    """
+    peers, target = Peers(group), Path(path)
+    shards = Shards(plain := plain_model(model))
+    state = model_state(plain, shards)
+    header = peers.run_on_all(lambda: _header(state), error=CheckpointError, what="The model cannot be exported")[0]
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    failure: Exception | None = None
+    file: BinaryIO | None = None
+    try:
+        if peers.rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file = draft.open("wb")
+            file.write(len(header).to_bytes(8, "little") + header)
+    except OSError as error:
+        failure = error
+    for value in state.values():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        try:
+            if file is not None and failure is None:
+                file.write(_bytes(full))
+        except OSError as error:  # the other ranks continue gathering
+            failure = error
+
+    def finish() -> None:
+        try:
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+            if failure is not None:
+                raise failure
+            draft.replace(target)
+            sync_folder(target.parent)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    peers.run_on_first(finish, error=CheckpointSaveError, what=f"{target} could not be written")
+    return target
+
+
+def _header(state: dict[str, Any]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"safetensors supports only tensors; {name} has type {type(value).__name__}.")
+        kind = str(value.dtype).removeprefix("torch.")
+        if kind not in _NAMES:
+            raise CheckpointError(f"safetensors does not support {kind}, the dtype of {name}; convert it first.")
+        end = start + value.numel() * value.dtype.itemsize
+        entries[name] = {"dtype": _NAMES[kind], "shape": list(value.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % _ALIGNMENT)
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    assert sys.byteorder == "little", "the format is little-endian"
+    dense = tensor.detach().cpu().contiguous()
+    rows = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+    return rows.numpy().data

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from axon_nb.parallel.pipeline.pipeline import Pipeline
-from axon_nb.parallel.pipeline.schedule import PipelineSchedule
-from axon_nb.parallel.pipeline.schedule_analysis import PipelineMemoryStats, ideal_timeline
+from axon_nb.parallel.pipeline.schedule import PipelineMemoryStats, PipelineSchedule, ideal_timeline
 from axon_nb.parallel.pipeline.stages import PipelineStage, Section
-from axon_nb.records.training.pipeline import bubble_fraction
+from axon_nb.records.training.steps import bubble_fraction
 
 __all__ = [
     "Pipeline",

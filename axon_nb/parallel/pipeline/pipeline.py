@@ -1,38 +1,53 @@
-"""Pipeline parallelism: a model split into stages on different ranks, and a batch split into microbatches."""
+"""Pipeline parallelism: a model split into stages on different ranks, and a batch split into microbatches.
+
+Training steps run with torch's schedule, for batches of one shape. A forward pass without gradients runs all
+microbatches through the stages; its shapes may change from call to call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from axon_nb.comm.collectives.movement import barrier, broadcast
-from axon_nb.comm.group import GroupLike, resolve
+from axon_nb.comm.collectives.movement import barrier, broadcast, recv, send
+from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
+from axon_nb.comm.spans import Moment, device_clock, now
 from axon_nb.errors import UsageError
-from axon_nb.parallel.input_device import describe_other_device
-from axon_nb.parallel.pipeline.batch import (
+from axon_nb.parallel.loop import describe_other_device
+from axon_nb.parallel.pipeline.schedule import (
+    PipelineMemoryStats,
+    PipelineSchedule,
+    StageWatch,
+    check_counts,
+    default_num_stages,
+    is_prepared,
+    quiet,
+    schedule_class,
+)
+from axon_nb.parallel.pipeline.stages import (
+    Cost,
+    HeldStages,
+    PipelineStage,
     agree,
     as_args,
+    balanced_stage_starts,
+    check_no_shared_parameters,
     describe_args,
     find_problem,
     join_microbatches,
     num_samples,
     split_microbatches,
-)
-from axon_nb.parallel.pipeline.forward import ForwardPass
-from axon_nb.parallel.pipeline.held_stages import HeldStages
-from axon_nb.parallel.pipeline.runner import Runner
-from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages
-from axon_nb.parallel.pipeline.schedule_analysis import PipelineMemoryStats
-from axon_nb.parallel.pipeline.stages import (
-    Cost,
-    PipelineStage,
-    balanced_stage_starts,
-    check_no_shared_parameters,
     split_sections,
 )
+from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.spans import Span, suppress_spans
+from axon_nb.torch_api import torch_api
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Computes the mean loss of one microbatch from its output and target."""
@@ -277,3 +292,238 @@ class Pipeline(HeldStages):
         """Describe stages and schedule in `repr`."""
         indices = ", ".join(map(str, self.stage_indices))
         return f"stages {indices} of {self.num_stages}, {self.schedule.value}, {self.num_microbatches} microbatches"
+
+
+class Runner:
+    """Wraps torch's stages and schedule, and cleans up after torch's shape inference.
+
+    Args:
+        modules: This rank's stages, by index.
+        schedule: Order of computation.
+        num_stages: Number of stages on all ranks.
+        num_microbatches: Microbatches per batch.
+        group: The ranks of the pipeline.
+        devices: Device of each stage.
+        loss: Computes the loss of one microbatch from output and target.
+        spans: Whether to record spans.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        *,
+        schedule: PipelineSchedule,
+        num_stages: int,
+        num_microbatches: int,
+        group: ProcessGroup,
+        devices: Mapping[int, torch.device],
+        loss: Callable[[Any, Any], torch.Tensor],
+        spans: bool,
+    ) -> None:
+        from torch.distributed.pipelining import PipelineStage as TorchStage
+
+        torch_group = group.torch_group
+        stages = [
+            TorchStage(module, index, num_stages, devices[index], group=torch_group)
+            for index, module in sorted(modules.items())
+        ]
+        for stage in stages:
+            torch_api().prepare_stage(stage)
+        self._modules = list(modules.values())
+        self._has_run = False
+        self.unshaped: list[nn.Module] = []
+        """Stages whose next forward only infers shapes."""
+        self.watches: dict[int, StageWatch] = {}
+        """By stage; empty if nothing is recorded."""
+        if spans and not missing_hooks("parallel.pipeline_spans"):
+            rank, name = group.ranks[group.rank()], torch_group.group_name
+            self.watches = {stage.stage_index: StageWatch(stage, rank=rank, group=name) for stage in stages}
+        # The loss is divided instead of the gradients, which may include those of earlier steps.
+        self._schedule = schedule_class(schedule)(
+            stages if schedule.has_many_stages else stages[0], num_microbatches, loss_fn=loss, scale_grads=False
+        )
+
+    def step(self, args: tuple[Any, ...], target: Any) -> None:
+        """Run forward and backward of one batch.
+
+        Args:
+            args: Arguments of the first stage; empty on ranks without it.
+            target: Target of the last stage; None on ranks without it.
+        """
+        # torch 2.11 gives a stage strides that a slice of a larger tensor does not have, and then refuses them.
+        args = tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        start = now()
+        for watch in self.watches.values():
+            watch.begin_step(start)
+        prepared = is_prepared(self._schedule, self._has_run)
+        with quiet(), contextlib.nullcontext() if prepared else _preserve_state(self._modules, self.unshaped):
+            try:
+                self._schedule.step(*args, target=target, return_outputs=False)
+            except RuntimeError as error:
+                if (cause := _stage_exception(error)) is None:
+                    raise
+                raise cause from None
+        self._has_run = True
+
+
+def _stage_exception(error: RuntimeError) -> BaseException | None:
+    """Return the exception raised by a stage's own code: torch prefixes its message with all arguments."""
+    text = str(error).lower()
+    return error.__cause__ if "failed to run forward" in text or "failed to run stage" in text else None
+
+
+@contextlib.contextmanager
+def _preserve_state(modules: list[nn.Module], unshaped: list[nn.Module]) -> Iterator[None]:
+    """Restore buffers and gradients after a step in which torch first runs one microbatch to infer shapes.
+
+    Otherwise BatchNorm would count that microbatch twice, DDP would take the first backward for the last one and
+    average too early, and torch would drop all gradients of FSDP2 modules (2.13).
+    """
+    unshaped[:] = modules
+    restores = [_restore_after_forward(module, unshaped) for module in modules]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    saved = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in saved:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+        with torch.no_grad():
+            for parameter, grad in saved:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+def _restore_after_forward(module: nn.Module, unshaped: list[nn.Module]) -> Callable[[], None]:
+    """Restore buffers after the next forward, and disable DDP's averaging during it.
+
+    Returns:
+        A function that does so now, unless already done.
+    """
+    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    ddp: Any = module if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync else None
+    if ddp is not None:
+        ddp.require_backward_grad_sync = False
+
+    def restore(*_: Any) -> None:
+        nonlocal saved
+        handle.remove()
+        unshaped[:] = [other for other in unshaped if other is not module]
+        for buffer, before in saved:
+            buffer.data.copy_(before)  # through data: autograd has recorded the buffers of this discarded forward
+        saved = []
+        if ddp is not None:
+            ddp.require_backward_grad_sync = True
+
+    handle = module.register_forward_hook(restore)
+    return restore
+
+
+class ForwardPass:
+    """Runs the stages of this rank one after the other, each over all microbatches.
+
+    torch's schedules are not used: they would negotiate shapes again whenever training and inference alternate, and
+    would divide gradients that wait for an optimizer step.
+
+    Args:
+        modules: This rank's stages, by index.
+        num_stages: Number of stages on all ranks.
+        rank_of: Returns the group rank that holds a stage.
+        group: The ranks of the pipeline.
+        devices: Device of each of them.
+        spans: Whether to record spans.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        *,
+        num_stages: int,
+        rank_of: Callable[[int], int],
+        group: ProcessGroup,
+        devices: Mapping[int, torch.device],
+        spans: bool,
+    ) -> None:
+        self._modules = modules
+        self._last = num_stages - 1
+        self._rank_of = rank_of
+        self._group = group
+        self._devices = devices
+        self._spans = spans
+        self._sent: list[tuple[Any, Any]] = []
+        self._local_inputs: dict[int, list[tuple[Any, ...]]] = {}
+        self._start_ns = 0
+
+    @torch.no_grad()
+    def run(self, inputs: Sequence[tuple[Any, ...]], num_microbatches: int) -> list[Any]:
+        """Return the output of each microbatch on the rank with the last stage; elsewhere an empty list.
+
+        Args:
+            inputs: The arguments of each microbatch; empty on ranks without the first stage.
+            num_microbatches: Number of microbatches.
+        """
+        outputs: list[Any] = []
+        self._start_ns = now()
+        for stage in sorted(self._modules):
+            deferred: list[tuple[int, Any]] = []
+            for microbatch in range(num_microbatches):
+                args = inputs[microbatch] if stage == 0 else self._inputs(stage, microbatch)
+                start = device_clock.moment(self._devices[stage])
+                with suppress_spans("forward"):
+                    output = self._modules[stage](*args)
+                self._record("F", start, (stage, microbatch))
+                if stage == self._last:
+                    outputs.append(output)
+                elif self._must_defer_sends(stage):
+                    deferred.append((microbatch, output))
+                else:
+                    self._send_output(stage, microbatch, output)
+            for microbatch, output in deferred:
+                self._send_output(stage, microbatch, output)
+        for handle, _ in self._sent:
+            handle.wait()
+        self._reshard()
+        return outputs
+
+    def _must_defer_sends(self, stage: int) -> bool:
+        # When two ranks send to each other at once, NCCL processes all messages in order, one at a time.
+        sender, receiver = self._rank_of(stage), self._rank_of(stage + 1)
+        return self._group.size() == 2 and receiver < sender
+
+    def _inputs(self, stage: int, microbatch: int) -> tuple[Any, ...]:
+        if stage - 1 in self._modules:
+            return self._local_inputs[stage].pop(0)
+        source = self._rank_of(stage - 1)
+        start = Moment(now())
+        with suppress_spans("wait"):
+            count = int(recv(source, group=self._group))
+            args = tuple(recv(source, group=self._group) for _ in range(count))
+        self._record("RECV_F", start, (stage, microbatch), sum(arg.nbytes for arg in args))
+        return args
+
+    def _send_output(self, stage: int, microbatch: int, output: Any) -> None:
+        parts = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        if stage + 1 in self._modules:
+            self._local_inputs.setdefault(stage + 1, []).append(parts)
+            return
+        start = Moment(now())
+        device = parts[0].device
+        for tensor in (torch.tensor(len(parts), device=device), *parts):
+            handle = send(tensor, self._rank_of(stage + 1), group=self._group, async_op=True)
+            self._sent.append((handle, tensor))
+        self._record("SEND_F", start, (stage, microbatch), sum(part.nbytes for part in parts))
+
+    def _record(self, name: str, since: Moment, position: tuple[int, int], size: int = 0) -> None:
+        if self._spans:
+            kind, group = "forward" if name == "F" else "p2p", self._group
+            rank, group_name = group.ranks[group.rank()], group.torch_group.group_name
+            span = Span(rank, kind, name, since.ns, now(), group_name, size, *position, self._start_ns)
+            device_clock.emit(span, since)
+
+    def _reshard(self) -> None:
+        # An FSDP2 root keeps parameters unsharded for backward. There is none here, and an optimizer step may be next.
+        for module in self._modules.values():
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()

@@ -1,4 +1,8 @@
-"""Pipeline stages: given by the user, or split from a Sequential, at given names or into parts of about equal cost."""
+"""The stages of a pipeline and the microbatches of a step: how a model and a batch are split.
+
+Stages are given by the user, or split from a Sequential, at given names or into parts of about equal cost. Those that
+one rank holds go by their names in the whole model. A batch is validated on all ranks before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,22 @@ import itertools
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from axon_nb.comm.collectives.direct import all_gather_single
 from axon_nb.comm.collectives.movement import broadcast
-from axon_nb.comm.group import ProcessGroup
-from axon_nb.comm.types import Backend
+from axon_nb.comm.group import Backend, ProcessGroup
 from axon_nb.errors import UsageError
+from axon_nb.parallel.loop import clip_grad_norm
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule, stages_of_rank
 
 Cost = Literal["params", "time"] | Callable[[nn.Module], float]
 """What to balance: the number of parameters, the measured time, or a function of one module."""
@@ -220,3 +228,216 @@ def check_no_shared_parameters(stages: Sequence[PipelineStage]) -> None:
                     f"{name} of stage {index} is also {first_name} of stage {first}. Stages cannot share parameters, "
                     "as each rank would train its own copy."
                 )
+
+
+class HeldStages(nn.Module):
+    """Holds this rank's stages; the others are dropped.
+
+    Args:
+        stages: All stages, in order.
+        group: The ranks of the pipeline.
+        schedule: Determines which stages a rank holds.
+        device: Device of stages that specify none.
+        wrap: Called with each of this rank's stages; returns the module that computes.
+
+    Raises:
+        UsageError: a stage is in DDP, and the schedule computes its gradients without DDP's hooks.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        group: ProcessGroup,
+        schedule: PipelineSchedule,
+        *,
+        device: torch.device | str | None,
+        wrap: Callable[[nn.Module], nn.Module] | None,
+    ) -> None:
+        super().__init__()
+        self._group = group
+        self.schedule = schedule
+        self.num_stages = len(stages)
+        self.module = nn.Module()
+        """This rank's part of the model."""
+        self._devices: dict[int, torch.device] = {}
+        self._stage_modules: dict[int, nn.Module] = {}
+        for index in self._stages_on(group.rank()):
+            stage = stages[index].make()
+            self._devices[index] = stage_device(stages[index].device or device, stage, group)
+            stage.to(self._devices[index])
+            for name, child in stage.named_children() if isinstance(stage, Section) else [(str(index), stage)]:
+                self.module.add_module(name, child)
+            self._stage_modules[index] = stage if wrap is None else wrap(stage)
+            if schedule.splits_backward and isinstance(self._stage_modules[index], DistributedDataParallel):
+                raise UsageError(
+                    f"{schedule.value} computes weight gradients without the hooks in which DDP averages; use "
+                    "fully_shard instead of DDP, or a schedule with undivided backwards, such as Interleaved1F1B."
+                )
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks of the pipeline."""
+        return self._group
+
+    @property
+    def stage_indices(self) -> tuple[int, ...]:
+        """Indices of this rank's stages."""
+        return tuple(self._stage_modules)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage, and needs the inputs."""
+        return 0 in self._stage_modules
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, and needs the targets."""
+        return self.num_stages - 1 in self._stage_modules
+
+    @property
+    def last_rank(self) -> int:
+        """The group rank with the last stage; rank 0 if the stages form a V."""
+        return self._rank_of(self.num_stages - 1)
+
+    def stage_ranks(self) -> dict[int, int]:
+        """Return the global rank of each stage."""
+        return {stage: self._group.ranks[self._rank_of(stage)] for stage in range(self.num_stages)}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters by their names in the whole model."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's buffers by their names in the whole model."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return this rank's part of the whole model's state."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's part of a state, which may be that of the whole model."""
+        expected = self.module.state_dict()
+        part = {name: value for name, value in state_dict.items() if name in expected}
+        return self.module.load_state_dict(part, strict=strict, assign=assign)
+
+    def clip_grad_norm(self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Clip by the norm over the gradients of all stages, like `axon_nb.parallel.clip_grad_norm`. Collective."""
+        return clip_grad_norm(
+            self.module,
+            max_norm,
+            norm_type=norm_type,
+            groups=self._group,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def _stages_on(self, rank: int) -> list[int]:
+        return stages_of_rank(self.schedule, rank, num_ranks=self._group.size(), num_stages=self.num_stages)
+
+    def _rank_of(self, stage: int) -> int:
+        return next(rank for rank in range(self._group.size()) if stage in self._stages_on(rank))
+
+
+def as_args(x: Any) -> tuple[Any, ...]:
+    """Return the arguments of the first stage; a tuple holds several."""
+    return x if isinstance(x, tuple) else (x,)
+
+
+def num_samples(value: Any) -> int:
+    """Return the number of samples: dim 0 of a tensor, or of the first of a tuple; -1 if there is none."""
+    first = value[0] if isinstance(value, tuple) and value else value
+    return len(first) if isinstance(first, torch.Tensor) and first.ndim else -1
+
+
+def describe_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return shape, dtype and requires_grad of each tensor argument."""
+    return tuple((tuple(arg.shape), arg.dtype, arg.requires_grad) for arg in args if isinstance(arg, torch.Tensor))
+
+
+def find_problem(name: str, value: Any, num_microbatches: int, *, several: bool = False) -> str | None:
+    """Return why a value cannot be split into microbatches; None if it can.
+
+    Args:
+        name: Name of the value, for the message.
+        value: A tensor; with `several`, possibly a tuple of them.
+        num_microbatches: Number of microbatches.
+        several: Whether a tuple of tensors is allowed.
+    """
+    if value is None:
+        return f"{name} is missing"
+    parts = value if several and isinstance(value, tuple) else (value,)
+    invalid = [part for part in parts if not isinstance(part, torch.Tensor) or part.ndim == 0]
+    if invalid or not parts:
+        kinds = "a tensor, or a tuple of tensors," if several else "a tensor"
+        what = (
+            "a scalar"
+            if invalid and isinstance(invalid[0], torch.Tensor)
+            else type(invalid[0]).__name__
+            if invalid
+            else "nothing"
+        )
+        return f"{name} must be {kinds} with samples along dim 0; got {what}"
+    counts = sorted({len(part) for part in parts})
+    if len(counts) > 1:
+        return f"the tensors of {name} must have equally many samples; got {' and '.join(map(str, counts))}"
+    rows = counts[0]
+    if rows == 0 or rows % num_microbatches:
+        fewer, more = rows // num_microbatches * num_microbatches, -(-max(rows, 1) // num_microbatches)
+        fits = " or ".join(str(n) for n in (fewer, more * num_microbatches) if n)
+        return (
+            f"{name}: the number of samples must be divisible by num_microbatches ({num_microbatches}); got {rows}. "
+            f"Use a batch of {fits} samples"
+        )
+    return None
+
+
+def split_microbatches(args: tuple[torch.Tensor, ...], count: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return the arguments of each microbatch."""
+    return list(zip(*(arg.chunk(count) for arg in args), strict=True))
+
+
+def join_microbatches(outputs: list[Any]) -> Any:
+    """Join the outputs of all microbatches to one batch: concatenated along dim 0, scalars stacked."""
+
+    def join(*parts: Any) -> Any:
+        if not isinstance(parts[0], torch.Tensor):
+            return list(parts)
+        return torch.cat(parts) if parts[0].ndim else torch.stack(parts)
+
+    return tree_map(join, *outputs)
+
+
+def agree(group: ProcessGroup, problem: str | None, *numbers: int) -> list[list[int]]:
+    """Exchange some numbers with all ranks of the group, and raise if any rank cannot continue. Collective.
+
+    Args:
+        group: The pipeline's ranks.
+        problem: Why this rank cannot continue; None if it can.
+        *numbers: Numbers to exchange; equally many on all ranks.
+
+    Returns:
+        The numbers of each rank.
+
+    Raises:
+        UsageError: a rank cannot continue; raised on all ranks, so that none waits.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if group.backend is Backend.NCCL else torch.device("cpu")
+    local = torch.tensor([problem is not None, *numbers], dtype=torch.int64, device=device)
+    everyone = torch.empty(group.size() * len(local), dtype=torch.int64, device=device)
+    all_gather_single(everyone, local, group=group.torch_group)
+    rows: list[list[int]] = everyone.view(group.size(), -1).tolist()
+    if any(row[0] for row in rows):
+        texts: list[Any] = [None] * group.size()
+        dist.all_gather_object(texts, problem, group=group.torch_group)
+        raise UsageError(_first_problem(texts, group))
+    return [row[1:] for row in rows]
+
+
+def _first_problem(texts: Iterable[str | None], group: ProcessGroup) -> str:
+    rank, text = next((rank, text) for rank, text in zip(group.ranks, texts, strict=True) if text is not None)
+    return f"{text} (on rank {rank})."

@@ -5,17 +5,16 @@ Use `parallelize` for your own models. The layers show how tensor parallelism wo
 
 from __future__ import annotations
 
-from axon_nb.parallel.tensor.blocks import (
+from axon_nb.parallel.tensor.functions import gather_sequence, parallel_cross_entropy, split_sequence
+from axon_nb.parallel.tensor.layers import (
+    ColumnParallelLinear,
     ParallelMLP,
+    RowParallelLinear,
     SequenceParallelNorm,
     TensorParallelAttention,
     TensorParallelBlock,
 )
-from axon_nb.parallel.tensor.functions import gather_sequence, split_sequence
-from axon_nb.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from axon_nb.parallel.tensor.loss import parallel_cross_entropy
-from axon_nb.parallel.tensor.parallelize import parallelize
-from axon_nb.parallel.tensor.report import ModuleReport, ParallelReport
+from axon_nb.parallel.tensor.parallelize import ModuleReport, ParallelReport, parallelize
 
 __all__ = [
     "ColumnParallelLinear",

@@ -1,9 +1,13 @@
-"""`plan.calibrate`: measures the links and the speed of running ranks."""
+"""`plan.calibrate`: measures the links and the speed of running ranks.
+
+Check runs then compare what it predicts with measurements that it was not fitted to.
+"""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +16,34 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from axon_nb.comm.group import resolve
-from axon_nb.comm.types import Backend
+from axon_nb.comm.group import Backend, resolve
 from axon_nb.errors import UsageError
 from axon_nb.plan.arguments import SINGLE_AXIS_STRATEGIES, check_choice, check_int, check_number
-from axon_nb.plan.calibration.checks import check_collectives, check_rates
-from axon_nb.plan.calibration.collectives import MEASURED_OPERATIONS, AxisBenchmark, fit_link
-from axon_nb.plan.calibration.compute import measure_overlap, measure_phases, measure_rates
-from axon_nb.plan.calibration.result import Calibration, Sample
-from axon_nb.plan.calibration.wrappers import measure_dtensor, measure_wrappers
-from axon_nb.plan.hardware.links import Link
+from axon_nb.plan.calibration.benchmarks import (
+    MEASURED_OPERATIONS,
+    AxisBenchmark,
+    fit_link,
+    measure_dtensor,
+    measure_overlap,
+    measure_phases,
+    measure_rates,
+    measure_wrappers,
+    seconds_of,
+)
+from axon_nb.plan.calibration.result import Calibration, Check, Sample
+from axon_nb.plan.hardware import Link, Rates, Work
 from axon_nb.plan.tracing.subject import ModelSource, resolve_optimizer
 from axon_nb.plan.tracing.trace import trace_model
-from axon_nb.records.protocol.contents import Calibrate
-from axon_nb.records.protocol.messages import Expression, cell_source
+from axon_nb.records.protocol.inspection import Calibrate
+from axon_nb.records.protocol.wire import Expression, cell_source
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the whole tensors that are sent."""
+_SHAPES = {"cpu": (384, 160, 448), "cuda": (5120, 1536, 3072)}
+"""Rows, inner size and columns of a product that is not square."""
+_ELEMENTS = {"cpu": 3 << 18, "cuda": 3 << 24}
+_LEAST_SIZES = 3
+"""A line through fewer points predicts nothing about another one."""
 
 
 def calibrate(
@@ -214,3 +229,46 @@ def _benches(mesh: Any, everyone: AxisBenchmark) -> list[AxisBenchmark]:
     if not names:
         raise UsageError(f"mesh must have named axes, as make_mesh(dp=2, tp=2) gives it; got {mesh!r}.")
     return [AxisBenchmark(name, mesh.get_group(name), everyone.device) for name in names]
+
+
+def check_rates(bench: AxisBenchmark, rates: Rates, *, repeats: int, dtype: torch.dtype) -> tuple[Check, ...]:
+    """Measure a matrix product and an elementwise operation of other shapes than the rates were fitted to.
+
+    Args:
+        bench: Benchmark of the ranks that compute.
+        rates: The rates to check.
+        repeats: Number of timings; the median counts.
+        dtype: The dtype of the tensors.
+    """
+    kind = bench.device.type if bench.device.type in _SHAPES else "cpu"
+    rows, inner, columns = _SHAPES[kind]
+    a, b = (torch.ones(shape, device=bench.device, dtype=dtype) for shape in ((rows, inner), (inner, columns)))
+    x = torch.ones(_ELEMENTS[kind], device=bench.device, dtype=dtype)
+    runs = {
+        f"matrix product of {rows} x {inner} x {columns}": (
+            Work(2.0 * rows * inner * columns, 0.0, 1),
+            functools.partial(torch.matmul, a, b),
+        ),
+        f"elementwise operation on {x.numel():,} elements": (
+            Work(0.0, 3.0 * x.nbytes, 1),
+            functools.partial(torch.add, x, x.clone()),
+        ),
+    }
+    return tuple(
+        Check(name, seconds_of(bench, call, repeats), rates.seconds(work, "")) for name, (work, call) in runs.items()
+    )
+
+
+def check_collectives(samples: Sequence[Sample]) -> Iterator[Check]:
+    """Yield each measured size of each collective with what the other sizes predict for it; the ends are left out.
+
+    Args:
+        samples: Samples of one axis.
+    """
+    for operation in dict.fromkeys(sample.operation for sample in samples):
+        measured = sorted((sample for sample in samples if sample.operation == operation), key=lambda one: one.bytes)
+        for number in range(1, len(measured) - 1) if len(measured) >= _LEAST_SIZES else ():
+            one = measured[number]
+            link = fit_link(one.axis, [other for other in measured if other is not one], "")
+            predicted = link.seconds(operation, one.bytes, one.num_ranks)
+            yield Check(f"{operation} of {one.bytes:,} bytes along {one.axis}", one.seconds, predicted)

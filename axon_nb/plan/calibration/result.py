@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.figures import plotly_figure
-from axon_nb.plan.hardware.links import Link
-from axon_nb.plan.hardware.rates import Rates
-from axon_nb.plan.tables import format_flops, format_ms, html_table, text_table
+from axon_nb.plan.display import format_flops, format_ms, html_table, plotly_figure, text_table
+from axon_nb.plan.hardware import Link, Rates
 from axon_nb.records.units import format_bytes
 
 if TYPE_CHECKING:

@@ -21,11 +21,9 @@ from axon_nb.plan.arguments import (
     resolve_mesh,
 )
 from axon_nb.plan.errors import PlanError
-from axon_nb.plan.footprint.plan import MemoryPlan
-from axon_nb.plan.footprint.request import MemoryRequest, parse_ranks
-from axon_nb.plan.models import dtype_name
-from axon_nb.plan.named_models import sendable_model
-from axon_nb.plan.process.worker import Report, run_in_process
+from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest, parse_ranks
+from axon_nb.plan.models import dtype_name, sendable_model
+from axon_nb.plan.process import Report, run_in_process
 
 _CACHE_SIZE = 64
 _cache: OrderedDict[str, MemoryPlan] = OrderedDict()
@@ -120,7 +118,7 @@ def memory(
     ).check()
     start = time.monotonic()
     if not request.simulate:
-        from axon_nb.plan.footprint.formula import closed_form_plan
+        from axon_nb.plan.footprint.question import closed_form_plan
 
         return replace(closed_form_plan(request), seconds=time.monotonic() - start)
     return _simulated(request, start, progress, cancel, refresh)

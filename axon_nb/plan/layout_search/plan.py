@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from axon_nb.plan.figures import plotly_figure, state_paint
-from axon_nb.plan.tables import format_ms, html_table, text_table, unit_for
+from axon_nb.plan.display import format_ms, html_table, plotly_figure, state_paint, text_table, unit_for
 from axon_nb.records.units import format_bytes
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`plan.search`: which layouts fit, and which is the fastest."""
+"""`plan.search`: which layouts fit, and which is the fastest, among all meshes that a number of GPUs allows."""
 
 from __future__ import annotations
 
@@ -22,30 +22,23 @@ from axon_nb.plan.arguments import (
     check_int,
     check_number,
 )
-from axon_nb.plan.hardware.cards import CARDS, FITTED
-from axon_nb.plan.hardware.links import Link
-from axon_nb.plan.hardware.presets import resolve_links, resolve_rates
-from axon_nb.plan.hardware.rates import Rates
-from axon_nb.plan.layout_search.memory import MemoryEstimator, estimate_memory
-from axon_nb.plan.layout_search.meshes import CandidateMesh, candidate_meshes
+from axon_nb.plan.display import format_flops
+from axon_nb.plan.hardware import CARDS, FITTED, Link, Rates, resolve_links, resolve_rates
+from axon_nb.plan.layout_search.memory import MemoryEstimator, Simulations, estimate_memory
 from axon_nb.plan.layout_search.plan import Candidate, SearchPlan
-from axon_nb.plan.layout_search.simulate import Simulations
-from axon_nb.plan.named_models import model_by_name
-from axon_nb.plan.pipeline.plan import SchedulePlan
-from axon_nb.plan.tables import format_flops
-from axon_nb.plan.timing.compute import pipeline_schedule
-from axon_nb.plan.timing.step_time import predict_step
-from axon_nb.plan.tracing.interpolation import TraceInterpolator
-from axon_nb.plan.tracing.model_parts import pipeline_parts
-from axon_nb.plan.tracing.subject import ModelSource, resolve_dtype, resolve_optimizer
-from axon_nb.plan.tracing.trace import ModelTrace
-from axon_nb.plan.traffic.communication import traffic_of
-from axon_nb.plan.traffic.layout import ParallelLayout
+from axon_nb.plan.models import model_by_name
+from axon_nb.plan.pipeline import SchedulePlan
+from axon_nb.plan.timing import pipeline_schedule, predict_step
+from axon_nb.plan.tracing.subject import ModelSource, pipeline_parts, resolve_dtype, resolve_optimizer
+from axon_nb.plan.tracing.trace import ModelTrace, TraceInterpolator
+from axon_nb.plan.traffic.communication import ParallelLayout, traffic_of
 from axon_nb.records.units import format_bytes
 
 _GIB = 1024.0**3
 _NODE = 8
 """GPUs per NVLink domain, for defaults."""
+_MICROBATCHES_PER_RANK = (1, 2, 4, 8)
+"""Numbers of microbatches to try, as multiples of the pipeline's ranks."""
 
 
 def search(
@@ -274,3 +267,53 @@ class _Evaluator:
             "memory is an estimate with 5 % allowance for fragmentation; simulate=1 simulates the best layout, "
             "plan.memory simulates any"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateMesh:
+    """Ranks along three axes."""
+
+    dp: int
+    tp: int
+    pp: int
+    num_microbatches: tuple[int, ...] = (1,)
+    """Numbers of microbatches to try."""
+    reason: str = ""
+    """Why the batch cannot be split in this way; empty: it can be."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Size by axis; the last one varies fastest."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+
+
+def candidate_meshes(num_gpus: int, batch: int, *, max_tp: int) -> Iterator[CandidateMesh]:
+    """Yield all meshes of a number of GPUs.
+
+    Args:
+        num_gpus: Ranks.
+        batch: Samples per step over all ranks.
+        max_tp: Largest number of ranks along ``tp``.
+    """
+    for tp in _divisors(num_gpus, max_tp):
+        for pp in _divisors(num_gpus // tp, num_gpus // tp):
+            yield _mesh(num_gpus // tp // pp, tp, pp, batch)
+
+
+def _mesh(dp: int, tp: int, pp: int, batch: int) -> CandidateMesh:
+    own, rest = divmod(batch, dp)
+    if rest:
+        return CandidateMesh(dp, tp, pp, reason=f"global_batch={batch} is not divisible by dp={dp}")
+    if pp == 1:
+        return CandidateMesh(dp, tp, pp)
+    counts = tuple(times * pp for times in _MICROBATCHES_PER_RANK if own % (times * pp) == 0)
+    if not counts:
+        samples = f"{own} sample{'s' if own > 1 else ''}"
+        return CandidateMesh(
+            dp, tp, pp, reason=f"a rank's batch of {samples} cannot be split into a multiple of pp={pp} microbatches"
+        )
+    return CandidateMesh(dp, tp, pp, counts)
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    return [n for n in range(1, min(number, largest) + 1) if number % n == 0]

@@ -1,4 +1,7 @@
-"""Cells: the metadata of one, the reply at its end, and requests that fetch the output of a running one."""
+"""Cells: the metadata of one, the reply at its end, requests for its output and to end it, and completion of the next.
+
+A rank refuses a request of a front end, sent while the user types, that takes too long.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from axon_nb.records.memory import MemoryShortage
-from axon_nb.records.performance.slowness import Slowness
-from axon_nb.records.protocol.messages import Request
-from axon_nb.records.protocol.wire import Packed, decode, encode
+from axon_nb.records.protocol.wire import Packed, Request, decode, encode
+from axon_nb.records.slowness import Slowness
 
 KEY = "axon_nb"
 """Key of `CellFacts` in the metadata of an execute request, of `CellEnd` in its reply, and of `Omitted` in a stream."""
@@ -274,3 +276,107 @@ class CellsRequest(Request[CellsReply]):
     """Number of the last message that the notebook has."""
     after_ns: int = 0
     """Monotonic time of the rank's host in nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortReply:
+    """What an abort found."""
+
+    interrupted: bool
+    """Whether a cell was interrupted."""
+    pending: int
+    """Earlier interrupts that the main thread has not handled yet: it is in C code."""
+    line: int | None
+    """Line of the cell, if there are pending interrupts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest(Request[AbortReply]):
+    """Abort the cell, and every wait in a group, until the groups are rebuilt."""
+
+    run: str | None = None
+    """The cell's run: a rank that has not started it rejects it. None: any cell."""
+    again: bool = False
+    """Whether the groups were closed by an earlier abort: only wake waiting threads."""
+    by_user: bool = False
+    """Whether the user interrupted the cell: as in a terminal, its child processes are interrupted too."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest(Request[None]):
+    """Stop before a certain collective, the same on all ranks: a consistent cut."""
+
+    group: str
+    """Name of the group; empty: count the collectives of all groups."""
+    at: int
+    """Number of the last collective that may start."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteReply:
+    """Completions at one place."""
+
+    fragment: str
+    """The text before the cursor to replace."""
+    matches: tuple[str, ...]
+    """The candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteRequest(Request[CompleteReply]):
+    """Complete a line of code."""
+
+    line: str
+    cursor: int
+    """Column of the cursor."""
+
+
+@dataclass(frozen=True, slots=True)
+class InspectReply:
+    """Help on a name."""
+
+    found: bool
+    """Whether the rank has it."""
+    data: Mapping[str, str]
+    """Text by mime type."""
+
+
+@dataclass(frozen=True, slots=True)
+class InspectRequest(Request[InspectReply]):
+    """Show help on a name, as `x?` and `x??` do."""
+
+    name: str
+    detail: int
+    """0 or 1, as for IPython."""
+    omit: tuple[str, ...] = ()
+    """Sections to leave out."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownName:
+    """What can be completed after one variable without another request."""
+
+    type: str = ""
+    """Its type, with the module; empty if there was no time for it."""
+    own: tuple[str, ...] = ()
+    """Attributes that its type lacks."""
+    keys: tuple[str, ...] = ()
+    """Keys or columns, as Python source."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamesReply:
+    """The names of a rank, small enough to be stored in the notebook."""
+
+    names: Mapping[str, KnownName]
+    """By variable."""
+    types: Mapping[str, tuple[str, ...]]
+    """Attributes by type, for types that the notebook does not know yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamesRequest(Request[NamesReply]):
+    """Request the names after a cell, for completion while the rank does not reply."""
+
+    known: tuple[str, ...] = ()
+    """Types whose attributes the notebook has."""

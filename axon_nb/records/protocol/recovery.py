@@ -1,11 +1,148 @@
-"""Rebuild groups after a failure, find what is lost with a rank, and take cells back."""
+"""How engines join the world and it changes its size; groups rebuilt after a failure, lost shards, cells taken back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from axon_nb.records.protocol.messages import RankCall
+from axon_nb.records.protocol.agent import EngineInfo
+from axon_nb.records.protocol.wire import RankCall, Request
+
+ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
+"""Entry point of a forked rank, as ``module:function``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectRequest(Request[None]):
+    """Take cells and calls also from a socket of the notebook, if it is on the same host."""
+
+    path: str
+    """Of the Unix socket."""
+    host: str
+    """Name of the notebook's host."""
+    identity: str
+    """The engine's, in ipyparallel."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinConfig:
+    """How a rank joins its world; created in the notebook."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Index among the ranks of this host."""
+    local_world_size: int
+    """Number of ranks on this host."""
+    node_rank: int
+    """Index of this host."""
+    backend: str
+    """``shm``, ``gloo`` or ``nccl``. torch calls the groups of the first two ``gloo``."""
+    store: str
+    """Address of the rendezvous store: the path of a Unix socket, or ``tcp:<ip>:<port>``."""
+    device: str
+    """``cpu`` or ``cuda:<index>``."""
+    threads: int
+    """Number of torch's intra-op threads."""
+    timeout_s: float
+    """Timeout of every collective, in seconds."""
+    recoverable: bool
+    """Whether groups can be rebuilt after a failure, according to the self-test."""
+    output_limit: int
+    """Bytes of text that a cell may print on this rank; excess lines are dropped and counted. Cells can override it."""
+    group_memory: int = 0
+    """Maximum size in bytes of the memory that one process group shares; 0: the usual size."""
+    master_addr: str = "127.0.0.1"
+    """The MASTER_ADDR that scripts see; nothing listens there."""
+    master_port: int = 29500
+    """The MASTER_PORT that scripts see; nothing listens there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Describe(RankCall[EngineInfo]):
+    """Have an engine describe itself, before it joins."""
+
+    target = "axon_nb.engine.bootstrap:describe"
+
+
+@dataclass(frozen=True, slots=True)
+class Join(RankCall[EngineInfo]):
+    """Join the world; collective over all ranks. Returns the description, with device and seed."""
+
+    target = "axon_nb.engine.bootstrap:join"
+    config: JoinConfig
+    epoch: int = 0
+    """Number of the last rebuild of the groups; above 0, this rank replaces one that died."""
+    groups: tuple[GroupRecord, ...] = ()
+    """Groups besides the default one that the replaced rank was in."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindObstacles(RankCall[dict[str, str]]):
+    """Find variables that cannot be resharded; return the reason and the fix by name."""
+
+    target = "axon_nb.engine.elastic.resize:find_obstacles"
+    new_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetWorld(RankCall[None]):
+    """Make this rank one of a world of another size; its groups must be rebuilt afterwards."""
+
+    target = "axon_nb.engine.elastic.resize:set_world"
+    config: JoinConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StageStates(RankCall[int]):
+    """Send shards to where they belong in the new world, beside the old ones; return this rank's bytes.
+
+    Collective over the ranks of both worlds.
+    """
+
+    target = "axon_nb.engine.elastic.resize:stage"
+    old_size: int
+    new_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What was adapted to the new world on one rank."""
+
+    models: int
+    """DDP, FSDP2 and ZeRO models."""
+    samplers: int
+    groups_left: tuple[str, ...]
+    """Variables of process groups that are gone, because some of their ranks have left."""
+    functions: int
+    """Functions registered with `axon_nb.on_resize`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResize(RankCall[Committed]):
+    """Use the staged shards instead of the old ones, and adapt the rest; does not communicate."""
+
+    target = "axon_nb.engine.elastic.resize:commit"
+    old_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SettleResize(RankCall[None]):
+    """End a resize that lost its notebook in the world that the host agent knows; does not communicate."""
+
+    target = "axon_nb.engine.elastic.resize:settle"
+    config: JoinConfig
+    old_size: int
+    """Number of ranks before; 0: this is the old world."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallResizeFunctions(RankCall[None]):
+    """In a cell: call the functions registered with `axon_nb.on_resize`."""
+
+    target = "axon_nb.engine.elastic.resize:call_functions"
+    old_size: int
+    new_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +207,7 @@ class RecoveryReport:
 class Recover(RankCall[RecoveryReport]):
     """Rebuild all groups after an aborted cell; collective over all ranks."""
 
-    target = "axon_nb.engine.kernel.optimizer_steps:recover"
+    target = "axon_nb.engine.kernel.interrupts:recover"
     epoch: int
     """Number of this rebuild, the same on all ranks and higher than any before."""
 
@@ -120,7 +257,7 @@ class LostShards:
 class FindLostShards(RankCall[list[LostShards]]):
     """Find the shards that only these ranks hold."""
 
-    target = "axon_nb.engine.sharding.sharded:only_on_ranks"
+    target = "axon_nb.engine.sharding:only_on_ranks"
     ranks: tuple[int, ...]
 
 
@@ -150,14 +287,14 @@ class ProtectedSteps:
 class ListProtected(RankCall[ProtectedSteps]):
     """List the states that outlive a rank."""
 
-    target = "axon_nb.engine.protection.calls:list_protected"
+    target = "axon_nb.engine.protection.protection:list_protected"
 
 
 @dataclass(frozen=True, slots=True)
 class ListKeptGroups(RankCall[list[GroupRecord]]):
     """List the groups that a rank's predecessor had, besides the default one, before the rank joins."""
 
-    target = "axon_nb.engine.protection.content:kept_groups"
+    target = "axon_nb.engine.protection.slots:kept_groups"
     rank: int
 
 
@@ -165,7 +302,7 @@ class ListKeptGroups(RankCall[list[GroupRecord]]):
 class RestoreProtected(RankCall[list[str]]):
     """Return to such a state; returns a line for each object that refused its part."""
 
-    target = "axon_nb.engine.protection.calls:restore"
+    target = "axon_nb.engine.protection.protection:restore"
     run: str
     fence: tuple[int, int]
 
@@ -174,7 +311,7 @@ class RestoreProtected(RankCall[list[str]]):
 class ForgetProtected(RankCall[None]):
     """Give up what `KeepSnapshot` has kept, unless a protected step has taken its place."""
 
-    target = "axon_nb.engine.protection.calls:forget"
+    target = "axon_nb.engine.protection.protection:forget"
     key: str
 
 
@@ -210,14 +347,14 @@ class Undoable:
 class ListUndoable(RankCall[Undoable]):
     """List the cells that a rank can undo."""
 
-    target = "axon_nb.engine.snapshot.calls:list_undoable"
+    target = "axon_nb.engine.snapshot.history:list_undoable"
 
 
 @dataclass(frozen=True, slots=True)
 class UndoCell(RankCall[list[str]]):
     """Restore the state before a cell; returns a line for each object that refused its state."""
 
-    target = "axon_nb.engine.snapshot.calls:undo"
+    target = "axon_nb.engine.snapshot.history:undo"
     run: str
 
 
@@ -225,7 +362,7 @@ class UndoCell(RankCall[list[str]]):
 class HoldSnapshot(RankCall[UndoableCell]):
     """Take a snapshot and keep it under a name, until the next one of that name."""
 
-    target = "axon_nb.engine.snapshot.calls:hold"
+    target = "axon_nb.engine.snapshot.history:hold"
     key: str
     limit: int
     """Bytes that it may always take; more, up to half of the memory that is free."""
@@ -235,7 +372,7 @@ class HoldSnapshot(RankCall[UndoableCell]):
 class KeepSnapshot(RankCall[UndoableCell]):
     """Do the same in memory that outlives the rank, as a protected step: the name is the run, the fence ``(0, 0)``."""
 
-    target = "axon_nb.engine.protection.calls:keep"
+    target = "axon_nb.engine.protection.protection:keep"
     key: str
     limit: int
     """As for `HoldSnapshot`."""
@@ -245,5 +382,5 @@ class KeepSnapshot(RankCall[UndoableCell]):
 class RestoreHeld(RankCall[list[str]]):
     """Restore a held snapshot, and forget it; returns a line for each object that refused its state."""
 
-    target = "axon_nb.engine.snapshot.calls:restore_held"
+    target = "axon_nb.engine.snapshot.history:restore_held"
     key: str

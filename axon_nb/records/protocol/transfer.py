@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from axon_nb.records.protocol.messages import RankCall
-from axon_nb.records.protocol.wire import Packed
+from axon_nb.records.protocol.wire import Packed, RankCall
 
 Address = tuple[tuple[str, int], tuple[str, int]]
 """A shared-memory block of the notebook or of another rank, as `host.shared_memory.BlockAddress`."""
@@ -97,7 +96,7 @@ class LastValue(RankCall[tuple[Packed, str]]):
 class ListGroupVariables(RankCall[dict[str, str]]):
     """List the variables that are process groups, with the names of the groups."""
 
-    target = "axon_nb.engine.transfer.copy_namespace:group_variables"
+    target = "axon_nb.engine.transfer.namespace:group_variables"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class PackedNamespace:
 class PackNamespace(RankCall[PackedNamespace]):
     """Pack variables for `SendNamespace`."""
 
-    target = "axon_nb.engine.transfer.copy_namespace:pack"
+    target = "axon_nb.engine.transfer.namespace:pack"
     names: tuple[str, ...] = ()
     """Which; empty: all that can be copied."""
 
@@ -127,7 +126,7 @@ class PackNamespace(RankCall[PackedNamespace]):
 class SendNamespace(RankCall[None]):
     """Send the payload of `PackNamespace` to ranks that are in `ReceiveNamespace`."""
 
-    target = "axon_nb.engine.transfer.copy_namespace:send"
+    target = "axon_nb.engine.transfer.namespace:send"
     ranks: tuple[int, ...]
 
 
@@ -135,7 +134,7 @@ class SendNamespace(RankCall[None]):
 class ReceiveNamespace(RankCall[None]):
     """Receive the payload from a rank that is in `SendNamespace`."""
 
-    target = "axon_nb.engine.transfer.copy_namespace:receive"
+    target = "axon_nb.engine.transfer.namespace:receive"
     source: int
     size: int
     digest: str
@@ -162,7 +161,7 @@ class SyncRecord:
 class DescribeModels(RankCall[dict[str, SyncRecord]]):
     """In a cell: describe models, optimizers and schedulers by variable."""
 
-    target = "axon_nb.engine.transfer.broadcast_models:describe"
+    target = "axon_nb.engine.transfer.variables:describe_models"
     names: tuple[str, ...] = ()
     """Which; empty: all."""
 
@@ -171,7 +170,7 @@ class DescribeModels(RankCall[dict[str, SyncRecord]]):
 class BroadcastModels(RankCall[None]):
     """In a cell: copy variables of one rank to all others; collective over all ranks."""
 
-    target = "axon_nb.engine.transfer.broadcast_models:broadcast"
+    target = "axon_nb.engine.transfer.variables:broadcast_models"
     source: int
     names: tuple[str, ...]
 
@@ -180,7 +179,7 @@ class BroadcastModels(RankCall[None]):
 class Seed(RankCall[int]):
     """In a cell: seed the random generators; returns the rank's seed."""
 
-    target = "axon_nb.engine.kernel.random_state:seed"
+    target = "axon_nb.engine.kernel.cells:seed"
     value: int
     per_rank: bool = False
     """Whether each rank adds its number."""

@@ -1,17 +1,20 @@
-"""Measured and estimated memory of all ranks, ready to be drawn: stacked bars, marks and text."""
+"""Measured and estimated memory of all ranks, ready to be drawn: an axis, stacked bars by role, figures and text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import ROLES, MemoryPrediction, MemoryUse
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_bytes
-from axon_nb.widgets.memory.bars import Bar, describe_roles, stacked_bar
-from axon_nb.widgets.memory.scale import Scale
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_NUM_TICKS = 5
+_MIN_LABELLED = 0.055
+"""Share of the axis that a segment needs for its label."""
 NEAR = 0.9
 """Share of its capacity from which a rank is flagged."""
 ODD = 0.02
@@ -25,6 +28,102 @@ SOURCES = {
     "plan": "simulation",
 }
 _AS_ESTIMATED = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A mark of an axis."""
+
+    share: float
+    """Of the axis, 0 to 1."""
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An axis in bytes that begins at zero."""
+
+    end: int
+    """Bytes at its end."""
+    capacity: int | None
+    """Bytes of the device; None: unknown."""
+
+    @classmethod
+    def of(cls, sizes: Iterable[int], capacity: int | None) -> Scale:
+        """Return an axis that holds all sizes and the capacity."""
+        highest = max(sizes, default=0) or 1
+        if capacity is not None:
+            return cls(max(highest, capacity), capacity)
+        step = _round_step(highest)
+        return cls(math.ceil(highest / step - 1e-9) * step, None)
+
+    @property
+    def unit(self) -> str:
+        """Unit of the labels."""
+        return _UNITS[_power(self.end)]
+
+    def number(self, size: int) -> str:
+        """Return a size in the axis's unit, without the unit, such as ``13.3``."""
+        value = size / 1024 ** _power(self.end)
+        return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+    def share(self, size: int) -> float:
+        """Return the place of a size on the axis, 0 to 1."""
+        return size / self.end
+
+    @property
+    def ticks(self) -> list[Tick]:
+        """Round numbers on the axis; the last one has the unit."""
+        step = _round_step(self.end)
+        sizes = [i * step for i in range(int(self.end / step + 1e-9) + 1)]
+        labels = [self.number(size) for size in sizes]
+        labels[-1] += f" {self.unit}"
+        return [Tick(self.share(size), label) for size, label in zip(sizes, labels, strict=True)]
+
+
+def _power(size: int) -> int:
+    return min(len(_UNITS) - 1, int(math.log(max(1, size), 1024) + 1e-9))
+
+
+def _round_step(size: int) -> int:
+    unit = 1024 ** _power(size)
+    rough = size / unit / _NUM_TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    digit = next(digit for digit in (1, 2, 5, 10) if rough / power <= digit * 1.0001)
+    return max(1, round(digit * power * unit))
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar; lengths are shares of the scale, 0 to 1."""
+
+    segments: tuple[tuple[str, float], ...]
+    """(role, length), from left to right; without those of length 0."""
+    peak: float | None
+    capacity: float | None
+    """None: unknown."""
+    text: str
+    labels: tuple[str, ...] = ()
+    """What is written on the segments; empty where there is no room."""
+
+
+def stacked_bar(by_role: Mapping[str, int], scale: Scale, peak: int | None, capacity: float | None, text: str) -> Bar:
+    """Return the bytes of all roles as a bar on an axis; `peak` is in bytes."""
+    parts = segments(by_role, scale.end)
+    labels = tuple(scale.number(by_role[role]) if share >= _MIN_LABELLED else "" for role, share in parts)
+    return Bar(parts, None if peak is None else scale.share(peak), capacity, text, labels)
+
+
+def segments(by_role: Mapping[str, int], scale: int) -> tuple[tuple[str, float], ...]:
+    """Return the bytes of each role as shares of a scale in bytes."""
+    return tuple((role, by_role[role] / scale) for role in ROLES if by_role.get(role))
+
+
+def describe_roles(by_role: Mapping[str, int]) -> str:
+    """Return text such as ``3.00 MiB (parameters 1.00 MiB, optimizer 2.00 MiB)``."""
+    parts = [f"{role} {format_bytes(by_role[role])}" for role in ROLES if by_role.get(role)]
+    details = f" ({', '.join(parts)})" if len(parts) > 1 else ""
+    return f"{format_bytes(sum(by_role.values()))}{details}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,3 +358,41 @@ def describe_fullness(use: MemoryUse) -> str:
     what = "device" if use.source == "allocator" else "available"
     free = format_bytes(use.capacity - use.occupied)
     return f"{100 * use.occupied / use.capacity:.0f} % of the {what} memory is in use; {free} left."
+
+
+def figures(rows: MemoryRows) -> list[dict[str, str]]:
+    """Return the numbers above the bars: each with its name, value and a remark."""
+    uses = rows.measured.values()
+    if not uses:
+        return []
+    fullest = max(uses, key=rows.peak_of)
+    others = [rows.peak_of(use) for use in uses if use is not fullest]
+    on_device = fullest.source == "allocator" and bool(fullest.capacity)
+    of = f"of {format_bytes(fullest.capacity or 0)}, " if on_device else ""
+    entries = [("fullest rank", format_bytes(rows.peak_of(fullest)), f"{of}rank {fullest.rank}")]
+    if on_device and fullest.capacity:
+        left = fullest.capacity - rows.peak_of(fullest)
+        entries.append(("left there", format_bytes(left), f"{100 * left / fullest.capacity:.0f} %"))
+    if others:
+        entries.append(("others", format_bytes(max(others)), "at most"))
+    planned = [use.peak or use.total for use in rows.estimates.values()]
+    if planned:
+        entries.append(("estimate", format_bytes(max(planned)), SOURCES[next(iter(rows.estimates.values())).source]))
+    return [{"name": name, "value": value, "remark": remark} for name, value, remark in entries]
+
+
+def notice(rows: MemoryRows) -> tuple[str, str] | None:
+    """Return a claim about the rank that is nearly full, and what fills it; None: all ranks have room."""
+    uses = rows.measured
+    near = [use for use in uses.values() if describe_fullness(use)]
+    if not near:
+        return None
+    worst = max(near, key=lambda use: (use.occupied or 0) / (use.capacity or 1))
+    claim = f"Rank {worst.rank} is {100 * (worst.occupied or 0) / (worst.capacity or 1):.0f} % full."
+    excess = {
+        role: size - min(other.by_role.get(role, 0) for other in uses.values()) for role, size in worst.by_role.items()
+    }
+    role = max(excess, key=lambda name: excess[name], default="")
+    if len(uses) < 2 or not role or excess[role] <= ODD * rows.scale.end:
+        return claim, describe_fullness(worst)
+    return claim, f"Its {role} take {format_bytes(excess[role])} more than on the leanest rank."

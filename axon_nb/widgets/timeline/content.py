@@ -1,23 +1,28 @@
-"""A timeline in numbers and words: figures, the notice about what costs most, the table of ranks, pipelines."""
+"""A timeline in numbers and words: figures, what costs most, ranks, pipelines, and what would shorten a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from axon_nb.cluster.inspection.span_table import SpanTable, grouped
+from axon_nb.cluster.inspection.spans import SpanTable, grouped
+from axon_nb.errors import UsageError
+from axon_nb.records.performance import Advice, advise
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.spans import Span
-from axon_nb.records.training.pipeline import PipelineStep
+from axon_nb.records.training.steps import PipelineStep, Recording, last_steps, record_steps
 from axon_nb.records.units import format_bytes, format_seconds
-from axon_nb.widgets.palette import OTHER, SPAN_CODES
-from axon_nb.widgets.timeline.facts import RankFacts, TimelineFacts, timeline_facts
-from axon_nb.widgets.timeline.intervals import subtract, union_ns
-from axon_nb.widgets.timeline.pipelines import pipeline_steps
+from axon_nb.widgets import html
+from axon_nb.widgets.html import OTHER, SPAN_CODES
+from axon_nb.widgets.timeline.facts import RankFacts, TimelineFacts, subtract, timeline_facts, union_ns
 
+_LIMITS = (512, 8192)
+"""Number of last spans per rank and pipeline that are read: few at first, more if they hold no complete step."""
 COLUMNS = (
     ("forward", "kind-forward"),
     ("backward", "kind-backward"),
@@ -42,6 +47,45 @@ _MIN_ABOVE_IDEAL = 1.05
 """Length of a pipeline's step, in ideal steps, from which the difference is reported."""
 _MIN_EXPOSED, _MIN_OWN_CODE = 0.1, 0.25
 """Shares of the ranks' time from which exposed communication and own code are reported."""
+_MAX_SPANS = 20_000
+"""The last ones are read."""
+_MAX_CELLS = 8
+"""Of the last ones, that with training steps is taken."""
+_MAX_ADVICE = 5
+
+
+def pipeline_steps(table: SpanTable) -> list[PipelineStep]:
+    """Return the last step of each pipeline, the newest first; omit pipelines without a step finished on all ranks."""
+    names = sorted({group for _, _, group in table.labels})
+    index = {name: number for number, name in enumerate(names)}
+    group_of = np.array([index[group] for _, _, group in table.labels], dtype=np.int64)
+    rows = np.flatnonzero(table.of_kind("forward", "backward") & (table.columns["stage"] >= 0))
+    steps: dict[str, PipelineStep] = {}
+    for limit in _LIMITS:
+        groups = group_of[table.columns["label"][rows]] if len(rows) else rows
+        last = rows[_last_of_each(groups * (1 << 32) + table.columns["rank"][rows], limit)]
+        selected = np.zeros(len(table), dtype=bool)
+        selected[last] = True
+        for step in last_steps(table.pick(selected).spans(), members=table.groups):
+            steps[step.group] = step
+        # Read more only of pipelines whose step was not found among the first spans.
+        rest = np.isin(groups, [index[name] for name in names if name not in steps])
+        if len(last) == len(rows) or not rest.any():
+            break
+        rows = rows[rest]
+    return sorted(steps.values(), key=lambda step: max(span.end_ns for span in step.measured), reverse=True)
+
+
+def _last_of_each(keys: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.bool_]:
+    """Return which positions are among the last `limit` with their key."""
+    order = np.argsort(keys, kind="stable")
+    edges = np.flatnonzero(np.diff(keys[order])) + 1
+    ends = np.append(edges, len(keys))
+    sizes = np.diff(np.concatenate(([0], ends)))
+    after = np.repeat(ends, sizes) - 1 - np.arange(len(keys))
+    is_last = np.zeros(len(keys), dtype=bool)
+    is_last[order] = after < limit
+    return is_last
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,3 +322,77 @@ def _page_step(step: PipelineStep, max_boxes: int) -> dict[str, Any]:
             {"title": "ideal", "bubble": f"{step.ideal_bubble:.0%}", "seconds": ideal, "boxes": boxes(step.ideal)},
         ],
     }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdvice:
+    """The advice on some steps."""
+
+    recording: Recording
+    advice: tuple[Advice, ...]
+    cell: str
+    """Such as ``In [3]``; empty: the running one."""
+
+    @property
+    def heading(self) -> str:
+        """What was looked at."""
+        steps = "the last step" if self.recording.num_steps == 1 else f"the last {self.recording.num_steps} steps"
+        length = format_duration(self.recording.measured_s)
+        return f"Advice on {steps} of {self.cell or 'the running cell'}, {length} each"
+
+    @property
+    def lines(self) -> list[str]:
+        """One sentence or more for each advice, or that there is none."""
+        return [str(one) for one in self.advice] or ["No change that this knows would shorten a step by 5 % or more."]
+
+
+def step_advice(table: SpanTable) -> StepAdvice | None:
+    """Return the advice on the last cell with at least two optimizer steps on all ranks; None: there is none."""
+    table = table.pick(np.arange(len(table)) >= len(table) - _MAX_SPANS)
+    cells: dict[tuple[str, int], tuple[int, int]] = {}
+    for span in table.pick(table.of_kind("cell")).spans():
+        run = next((key for key, own in cells.items() if key[0] == span.name and span.start_ns < own[1]), None)
+        own = cells.get(run or ("", 0), (span.start_ns, span.end_ns))
+        cells[run or (span.name, span.start_ns)] = (min(own[0], span.start_ns), max(own[1], span.end_ns))
+    last = sorted(((*times, name) for (name, _), times in cells.items()), reverse=True)[:_MAX_CELLS]
+    windows = [(last[0][1] if last else 0, None, ""), *last]
+    for start, end, name in windows:
+        part = table.between(start, end)
+        recording = record_steps(part.spans(), part.groups)
+        if recording is not None:
+            return StepAdvice(recording, tuple(advise(recording, pipeline_steps(part)))[:_MAX_ADVICE], name)
+    return None
+
+
+def add_advice(facts: dict[str, Any], table: SpanTable) -> dict[str, Any]:
+    """Return what `content.page_facts` returned, with the advice that the spans give, for a page."""
+    found = step_advice(table)
+    lines = [] if found is None else [str(one) for one in found.advice]
+    return {**facts, "facts": {**facts["facts"], "advice": lines}}
+
+
+def require_advice(table: SpanTable) -> StepAdvice:
+    """Return what `step_advice` does.
+
+    Raises:
+        UsageError: no training step is recorded.
+    """
+    found = step_advice(table)
+    if found is None:
+        raise UsageError(
+            "%timeline --advise: no training step is recorded. Open `%timeline`, run a cell with at least two "
+            "optimizer steps on all ranks, then ask again."
+        )
+    return found
+
+
+def advice_bundle(found: StepAdvice) -> dict[str, str]:
+    """Return the advice as `text/html` and `text/plain`."""
+    items = "".join(f'<li style="margin:2px 0">{escape(line)}</li>' for line in found.lines)
+    body = f'<ol style="margin:4px 0;padding-left:2em">{items}</ol>'
+    numbered = [f"{number}. {line}" for number, line in enumerate(found.lines, start=1)]
+    lines = numbered if found.advice else found.lines
+    return {
+        "text/html": html.figure(body if found.advice else escape(found.lines[0]), heading=found.heading),
+        "text/plain": "\n".join([f"{found.heading}:", *(f"  {line}" for line in lines)]),
+    }

@@ -1,4 +1,7 @@
-"""Statistics of spans per rank: time by kind, communication hidden behind computation, waiting for late ranks."""
+"""Statistics of spans per rank: time by kind, communication hidden behind computation, waiting for late ranks.
+
+They rest on arithmetic on many intervals of time: unions, and what several sets cover.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from axon_nb.cluster.inspection.span_table import CLOCKS, SpanTable, grouped
+from axon_nb.cluster.inspection.spans import CLOCKS, SpanTable, grouped
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.spans import GPU, LAUNCH
 from axon_nb.records.units import format_seconds
-from axon_nb.widgets.timeline.intervals import Intervals, Times, coverage, join, tails, union_ns
 
+Times = npt.NDArray[np.int64]
+Intervals = tuple[Times, Times]
+"""Starts and ends in nanoseconds; they may overlap and need no order."""
 _COMPUTING = ("forward", "backward", "optimizer")
 _COMMUNICATING = ("collective", "p2p")
 _MIN_WAITING = 0.02
@@ -23,6 +28,64 @@ _STRAGGLER_SHARE = 0.5
 _MIN_STEPS = 2
 _LAUNCHED = "some spans show when work was launched, as no event of the GPU was recorded."
 _ESTIMATED = "the lengths of NCCL's operations are measured, their starts are estimated."
+
+
+def join(*sets: Intervals) -> Intervals:
+    """Return all intervals of several sets as one set."""
+    return np.concatenate([starts for starts, _ in sets]), np.concatenate([ends for _, ends in sets])
+
+
+def coverage(*sets: Intervals) -> tuple[list[npt.NDArray[np.bool_]], Times]:
+    """Return the intervals between all starts and ends: whether each set covers them, and their lengths."""
+    points = np.concatenate([times for pair in sets for times in pair])
+    order = np.argsort(points, kind="stable")
+    covered = []
+    offset = 0
+    for starts, ends in sets:
+        steps = np.zeros(len(points), dtype=np.int64)
+        steps[offset : offset + len(starts)] = 1
+        steps[offset + len(starts) : offset + len(starts) + len(ends)] = -1
+        offset += len(starts) + len(ends)
+        covered.append(np.cumsum(steps[order])[:-1] > 0)
+    return covered, np.diff(points[order])
+
+
+def union(intervals: Intervals) -> Intervals:
+    """Return the union as intervals that do not overlap, in order."""
+    order = np.argsort(intervals[0], kind="stable")
+    starts, ends = intervals[0][order], np.maximum.accumulate(intervals[1][order]) if len(order) else intervals[1]
+    is_first = np.ones(len(starts), dtype=bool)
+    is_first[1:] = starts[1:] > ends[:-1]
+    is_last = np.append(is_first[1:], True) if len(starts) else is_first
+    return starts[is_first], ends[is_last]
+
+
+def union_ns(intervals: Intervals) -> int:
+    """Return the length of the union in nanoseconds."""
+    starts, ends = union(intervals)
+    return int((ends - starts).sum())
+
+
+def subtract(intervals: Intervals, holes: Intervals) -> Intervals:
+    """Return the part of the intervals' union outside all holes, in order."""
+    points = np.sort(np.concatenate((*intervals, *holes)), kind="stable")
+    (is_inside, is_hole), _ = coverage(intervals, holes)
+    kept = is_inside & ~is_hole & (points[:-1] < points[1:])
+    return union((points[:-1][kept], points[1:][kept]))
+
+
+def tails(backwards: Intervals, communication: Intervals) -> Intervals:
+    """Return the time of each backward from the start of its last communication to the end of either.
+
+    Nothing is left to compute then, so the rank waits: DDP does so in C++, where no span is recorded.
+    """
+    order = np.argsort(communication[0], kind="stable")
+    starts, ends = communication[0][order], communication[1][order]
+    if not len(starts):
+        return starts, ends
+    last = np.searchsorted(starts, backwards[1]) - 1
+    inside = (last >= 0) & (starts[last] >= backwards[0])
+    return starts[last[inside]], np.minimum(ends[last[inside]], backwards[1][inside])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,27 @@
-"""A timeline as text, and as a saved page that needs neither a kernel nor scripts."""
+"""A timeline, or two side by side, as text and as a saved page without scripts; and as one SVG for papers and slides.
+
+Pictures look right on light and dark pages. In those of the page, text is left to the page around them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
+from statistics import fmean
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from axon_nb.cluster.inspection.span_table import SpanTable
+from axon_nb.cluster.inspection.spans import SpanTable
+from axon_nb.records.colors import INK
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.training.pipeline import PipelineStep
-from axon_nb.records.units import format_seconds
+from axon_nb.records.spans import Span
+from axon_nb.records.training.steps import PipelineStep
+from axon_nb.records.units import format_bytes, format_seconds
 from axon_nb.widgets import html
-from axon_nb.widgets.palette import SPAN_PAINTS
+from axon_nb.widgets.html import BUBBLE, OTHER, SPAN_CODES, SPAN_PAINTS, SpanPaint, text_color
 from axon_nb.widgets.timeline.content import (
     COLUMNS,
     MAX_PIPELINES,
@@ -26,10 +35,152 @@ from axon_nb.widgets.timeline.content import (
     step_seconds,
     summarize,
 )
-from axon_nb.widgets.timeline.facts import RankFacts
-from axon_nb.widgets.timeline.svg import rank_svg, step_svg, swatch_svg
+from axon_nb.widgets.timeline.facts import Intervals, RankFacts, join, running_cell, subtract, tails, union
 
+_WIDTHS = ((8, 600), (24, 360), (1 << 30, 200))
+"""(largest number of rows, width of each in units); narrow for many rows, as pictures are saved with the notebook."""
+_LANES = ((1.0, 17.0), (20.0, 9.0))
+"""Top and height of each lane, in units."""
+_HEIGHT = 30
+_STEP_ROW = 18
+_STEP_WIDTH = 600
+_MIN_SHARE = 0.02
+_Box = tuple[float, float, float, float]
+"""Left, top, width, height."""
+_NONE: Intervals = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 _WIDE = html.table_style(widths=(480, 1400))
+_PICTURE_WIDTH, _PICTURE_LEFT, _PICTURE_ROW, _PICTURE_GAP = 960, 72, 30, 4
+_PICTURE_TEXT = "#212529"
+_MAX_TICKS = 10
+_COMPARED_PARTS: tuple[tuple[str, Callable[[RankFacts], float]], ...] = (
+    ("cell", lambda rank: rank.cell),
+    ("forward", lambda rank: rank.forward),
+    ("backward", lambda rank: rank.backward),
+    ("optimizer", lambda rank: rank.optimizer),
+    ("own code", lambda rank: rank.own_code),
+    ("waiting", lambda rank: rank.waiting),
+    ("communicating", lambda rank: rank.communicating),
+)
+_COMPARISON_HEAD = "mean of the ranks"
+
+
+def rank_svg(
+    table: SpanTable, rank: int, start_ns: int, end_ns: int, *, num_rows: int, running_since: int | None = None
+) -> str:
+    """Draw one rank between two times, its code above communication; 30 units high, and it may be stretched."""
+    width = next(width for rows, width in _WIDTHS if num_rows <= rows)
+    shapes: dict[int, list[_Box]] = {}
+    scale = width / max(1, end_ns - start_ns)
+    for lane, sets in enumerate(_lanes(table, rank, running_since)):
+        top, height = _LANES[lane]
+        shares = np.zeros((len(SPAN_PAINTS), width))
+        for code, (starts, ends) in sets.items():
+            _cover(shares[code], (starts - start_ns) * scale, (ends - start_ns) * scale)
+        for left, right, code in _runs(shares):
+            shapes.setdefault(code, []).append((left, top, right - left, height))
+    return _svg(width, _HEIGHT, (_shape(SPAN_PAINTS[code], shapes[code]) for code in sorted(shapes)))
+
+
+def swatch_svg(paint: SpanPaint) -> str:
+    """Draw a sample of one paint for a legend, 24 x 14 units."""
+    return _svg(24, 14, [_shape(paint, [(0, 0, 24, 14)])])
+
+
+def step_svg(spans: Sequence[Span], ranks: Sequence[int], seconds: float) -> str:
+    """Draw a pipeline step: a row per rank, microbatches in boxes, bubbles between them; `seconds` is its width."""
+    scale = _STEP_WIDTH / (seconds * 1e9)
+    origin = min(span.start_ns for span in spans)
+    shapes: dict[int, list[_Box]] = {}
+    labels = []
+    for row, rank in enumerate(ranks):
+        rank_spans = sorted((span for span in spans if span.rank == rank), key=lambda span: span.start_ns)
+        top, free = row * _STEP_ROW + 1.0, 0.0
+        for span in rank_spans:
+            left, width = (span.start_ns - origin) * scale, max(1.0, (span.end_ns - span.start_ns) * scale - 1)
+            if left - free > 1:
+                shapes.setdefault(BUBBLE, []).append((free, top, left - free, _STEP_ROW - 2.0))
+            shapes.setdefault(SPAN_CODES.get(span.kind, OTHER), []).append((left, top, width, _STEP_ROW - 2.0))
+            free = left + width + 1
+            if width >= 6 * len(str(span.microbatch)) + 3:
+                color = SPAN_PAINTS[SPAN_CODES.get(span.kind, OTHER)].color.both
+                labels.append(
+                    f'<text x="{left + width / 2:.1f}" y="{top + 12:g}" font-size="10" text-anchor="middle" '
+                    f'fill="{text_color(color)}" font-family="sans-serif">{span.microbatch}</text>'
+                )
+    body = [_shape(SPAN_PAINTS[code], shapes[code]) for code in sorted(shapes)]
+    return _svg(_STEP_WIDTH, len(ranks) * _STEP_ROW, [*body, *labels])
+
+
+def _lanes(table: SpanTable, rank: int, running_since: int | None) -> tuple[dict[int, Intervals], dict[int, Intervals]]:
+    """Return what is drawn in each lane, by kind; in one lane no kind covers another."""
+    columns, is_own = table.columns, table.columns["rank"] == rank
+
+    def times(*kinds: str) -> Intervals:
+        selected = is_own & table.of_kind(*kinds)
+        return columns["start"][selected], columns["end"][selected]
+
+    moving = is_own & table.of_kind("collective", "p2p")
+    ready = np.minimum(columns["start"] + columns["late"], columns["end"])
+    waits = union(join(times("wait"), tails(times("backward"), times("collective", "p2p"))))
+    code, taken = {SPAN_CODES["wait"]: waits}, waits
+    for kind in ("optimizer", "backward", "forward", "other"):
+        code[SPAN_CODES[kind]] = subtract(times(kind), taken)
+        taken = join(taken, code[SPAN_CODES[kind]])
+    own_code = subtract(join(times("cell"), running_cell(columns["end"][is_own], running_since)), taken)
+    code[OTHER] = join(code[OTHER], own_code)
+    communication = {
+        SPAN_CODES[kind]: (ready[mask], columns["end"][mask])
+        for kind in ("collective", "p2p")
+        if (mask := is_own & table.of_kind(kind)).any()
+    }
+    communication[SPAN_CODES["wait"]] = subtract(
+        (columns["start"][moving], ready[moving]), join(*communication.values()) if communication else _NONE
+    )
+    return code, communication
+
+
+def _cover(shares: npt.NDArray[np.float64], left: npt.NDArray[Any], right: npt.NDArray[Any]) -> None:
+    """Add the share of each unit that the intervals from `left` to `right` cover."""
+    width = len(shares)
+    left, right = left.clip(0, width), right.clip(0, width)
+    steps = np.zeros(width + 2)
+    # The area below a point grows by one per unit: its difference from unit to unit is the share.
+    for edges, sign in ((left, 1.0), (right, -1.0)):
+        unit = edges.astype(np.int64)
+        fraction = edges - unit
+        np.add.at(steps, unit, sign * (1 - fraction))
+        np.add.at(steps, unit + 1, sign * fraction)
+    shares += np.cumsum(steps)[:width].clip(0, 1)
+
+
+def _runs(shares: npt.NDArray[np.float64]) -> Iterable[tuple[int, int, int]]:
+    """Yield (left, right, code) of the intervals in which one kind has the largest share."""
+    best = np.where(shares.max(axis=0) > _MIN_SHARE, shares.argmax(axis=0), -1)
+    edges = [0, *(np.flatnonzero(np.diff(best)) + 1).tolist(), len(best)]
+    for left, right in itertools.pairwise(edges):
+        if right > left and best[left] >= 0:
+            yield left, right, int(best[left])
+
+
+def _svg(width: int, height: int, body: Iterable[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'preserveAspectRatio="none">{"".join(body)}</svg>'
+    )
+
+
+def _shape(paint: SpanPaint, boxes: Sequence[_Box]) -> str:
+    color = paint.color.both
+    path = "".join(f"M{x:.4g} {y:g}h{width:.4g}v{height:g}h-{width:.4g}z" for x, y, width, height in boxes)
+    if paint.form == "bubble":
+        lines = "".join(f"M{x:.4g} {y + height / 2:g}h{width:.4g}" for x, y, width, height in boxes)
+        return f'<path d="{lines}" stroke="{color}" stroke-opacity=".5"/>'
+    if paint.form == "wait":
+        feet = "".join(f"M{x:.4g} {y + height - 1:g}h{width:.4g}" for x, y, width, height in boxes)
+        return (
+            f'<path d="{path}" fill="{color}" fill-opacity=".25"/><path d="{feet}" stroke="{color}" stroke-width="2"/>'
+        )
+    return f'<path d="{path}" fill="{color}"/>'
 
 
 def timeline_bundle(
@@ -174,3 +325,146 @@ def _step_html(step: PipelineStep) -> str:
             )
         )
     return f'<div style="margin:6px 0 2px">{escape(describe_step(step).capitalize())}</div>{html.table((), rows)}'
+
+
+def timeline_svg(table: SpanTable, ranks: Sequence[int], *, title: str) -> str:
+    """Return the picture, on white; of more than 64 ranks, the first ones.
+
+    Args:
+        table: The spans.
+        ranks: Rows, from the top.
+        title: What is shown, such as ``In [3]``.
+    """
+    start = int(table.columns["start"].min()) if len(table) else 0
+    seconds = (int(table.columns["end"].max()) - start) / 1e9 if len(table) else 0.0
+    shown = list(ranks)[:MAX_ROWS]
+    notice = summarize(table).notice
+    parts = [_picture_text(f"{title}: {len(ranks)} ranks, {format_duration(seconds)}", 0, 16, weight=600)]
+    top = 28
+    if notice is not None:
+        parts.append(_picture_text(str(notice), 0, 34))
+        top = 50
+    scale = (_PICTURE_WIDTH - _PICTURE_LEFT) / (seconds or 1.0)
+    bottom = top + 14 + len(shown) * (_PICTURE_ROW + _PICTURE_GAP)
+    for at in _ticks(seconds):
+        x = _PICTURE_LEFT + at * scale
+        parts.append(f'<path d="M{x:.1f} {top + 4}V{bottom}" stroke="{INK}" stroke-opacity=".3"/>')
+        anchor = "start" if at == 0 else "middle"
+        parts.append(_picture_text(format_duration(at) if at else "0", x, top, anchor=anchor, size=10, color=INK))
+    for row, rank in enumerate(shown):
+        y = top + 14 + row * (_PICTURE_ROW + _PICTURE_GAP)
+        drawing = rank_svg(table, rank, start, start + max(1, round(seconds * 1e9)), num_rows=1)
+        place = f'<svg x="{_PICTURE_LEFT}" y="{y}" width="{_PICTURE_WIDTH - _PICTURE_LEFT}" height="{_PICTURE_ROW}"'
+        parts += [_picture_text(f"rank {rank}", 0, y + 15), _nested(drawing, place)]
+    parts += _picture_legend(table, bottom + 8)
+    height = bottom + 28
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 -4 {_PICTURE_WIDTH + 16} {height + 8}" '
+        f'width="{_PICTURE_WIDTH + 16}" '
+        f'height="{height + 8}" font-family="Inter, system-ui, sans-serif">'
+        f'<rect x="-8" y="-4" width="{_PICTURE_WIDTH + 16}" height="{height + 8}" fill="#FFFFFF"/>'
+        f"{''.join(parts)}</svg>\n"
+    )
+
+
+def round_step(length: float, count: int) -> float:
+    """Return a step of 1, 2 or 5 times a power of ten of which at most `count` make up a length above 0."""
+    power = 10.0 ** np.floor(np.log10(length / count))
+    return float(next(digit * power for digit in (1, 2, 5, 10) if length / (digit * power) <= count))
+
+
+def _ticks(seconds: float) -> Iterator[float]:
+    if seconds > 0:
+        step = round_step(seconds, _MAX_TICKS)
+        yield from (number * step for number in range(int(seconds / step) + 1))
+
+
+def _picture_legend(table: SpanTable, top: float) -> Iterator[str]:
+    seen = {table.labels[label][0] for label in np.unique(table.columns["label"])}
+    seen |= {"other"} if "cell" in seen else set()
+    seen |= {"wait"} if (table.columns["late"] > 0).any() else set()
+    left = float(_PICTURE_LEFT)
+    for paint in SPAN_PAINTS:
+        if paint.lane < 0 or paint.kind not in seen:
+            continue
+        yield _nested(swatch_svg(paint), f'<svg x="{left:g}" y="{top:g}" width="18" height="10"')
+        yield _picture_text(paint.label, left + 23, top + 9)
+        left += 40 + 6.4 * len(paint.label)
+
+
+def _nested(svg: str, place: str) -> str:
+    """Place a picture within another one."""
+    head, _, rest = svg.partition(">")
+    box = head[head.index("viewBox") : head.index(" width")]
+    return f'{place} {box} preserveAspectRatio="none">{rest}'
+
+
+def _picture_text(
+    text: str,
+    x: float,
+    y: float,
+    *,
+    anchor: str = "start",
+    size: int = 12,
+    weight: int = 400,
+    color: str = _PICTURE_TEXT,
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:g}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" '
+        f'fill="{color}">{escape(text)}</text>'
+    )
+
+
+def comparison_bundle(cells: Sequence[tuple[str, SpanTable]], ranks: Sequence[int]) -> dict[str, str]:
+    """Return two cells side by side as `text/html` and `text/plain`.
+
+    Args:
+        cells: Title, such as ``In [7]``, and the spans of each of the two cells.
+        ranks: Rows, from the top.
+    """
+    titles = [title for title, _ in cells]
+    summaries = [summarize(table) for _, table in cells]
+    heading = f"{titles[0]} compared with {titles[1]}"
+    rows = _compared_rows(*summaries)
+    head = (_COMPARISON_HEAD, *titles, "change")
+    body = html.table(
+        head, (html.table_row(html.row_title(name), html.data_cells(texts, html.NUMBER)) for name, *texts in rows)
+    )
+    length = max(summary.facts.seconds for summary in summaries)
+    for (title, table), summary in zip(cells, summaries, strict=True):
+        start = int(table.columns["start"].min())
+        notice = html.notice(summary.notice.claim, summary.notice.text) if summary.notice is not None else ""
+        drawn = pictures(table, summary, ranks, (start, start + round(length * 1e9)))
+        body += f'<div style="margin:8px 0 2px">{title}</div>{notice}{drawn}'
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    sentences = [f"{title}: {part.notice}" for title, part in zip(titles, summaries, strict=True) if part.notice]
+    return {
+        "text/html": html.figure(body, heading=heading),
+        "text/plain": "\n".join([heading, *lines, *sentences]),
+    }
+
+
+def _compared_rows(first: TimelineSummary, second: TimelineSummary) -> list[tuple[str, str, str, str]]:
+    """Return name, both values and their difference, of each part that either cell has."""
+    rows = []
+    steps = (first.facts.step, second.facts.step)
+    if steps[0] is not None and steps[1] is not None:
+        rows.append(_compared_row("step", steps[0][0], steps[1][0], format_duration))
+    for name, part in _COMPARED_PARTS:
+        before, after = (fmean(map(part, summary.facts.ranks)) for summary in (first, second))
+        if before or after:
+            rows.append(_compared_row(name, before, after, format_duration))
+    hidden = (first.facts.overlap, second.facts.overlap)
+    if hidden[0] is not None and hidden[1] is not None:
+        rows.append(("hidden", f"{hidden[0]:.0%}", f"{hidden[1]:.0%}", f"{hidden[1] - hidden[0]:+.0%}"))
+    before, after = (fmean(rank.bytes for rank in summary.facts.ranks) for summary in (first, second))
+    if before or after:
+        rows.append(_compared_row("moved", before, after, lambda size: format_bytes(round(size))))
+    return rows
+
+
+def _compared_row(name: str, before: float, after: float, text: Callable[[float], str]) -> tuple[str, str, str, str]:
+    sign = "−" if after < before else "+"
+    share = f" ({sign}{abs(after - before) / before:.0%})" if before else ""
+    return name, text(before), text(after), f"{sign}{text(abs(after - before))}{share}"

@@ -1,4 +1,4 @@
-"""What `axon_nb.show.timeline` returns: the ranks' spans, to save as a table, a trace or a page.
+"""What `axon_nb.show.timeline` returns: spans of ranks or of a planned program, to save as a table, a trace or a page.
 
 The page is one HTML file that needs neither a kernel nor a network: it can be zoomed, filtered, and sent to others.
 """
@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import traitlets
 
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.inspection.span_feed import cell_window, save_trace
-from axon_nb.cluster.inspection.span_table import SpanTable
+from axon_nb.cluster.inspection.feeds import cell_window, save_trace
+from axon_nb.cluster.inspection.spans import SpanStore, SpanTable
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
+from axon_nb.records.spans import Span
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.palette import OTHER, SPAN_CODES, paints_for_page
-from axon_nb.widgets.timeline.advice import add_advice
-from axon_nb.widgets.timeline.content import page_facts, summarize
-from axon_nb.widgets.timeline.page import timeline_bundle
-from axon_nb.widgets.timeline.picture import timeline_svg
-from axon_nb.widgets.timeline.wire import pack
+from axon_nb.widgets.html import OTHER, SPAN_CODES, paints_for_page
+from axon_nb.widgets.panel import View
+from axon_nb.widgets.timeline.content import add_advice, page_facts, summarize
+from axon_nb.widgets.timeline.page import timeline_bundle, timeline_svg
+from axon_nb.widgets.timeline.view import pack
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,6 +47,8 @@ _PAGE_CSS = """body { margin: 16px; font-family: system-ui, sans-serif }
 @media (prefers-color-scheme: dark) { body { background: #111; color: #ddd } }
 """
 _SUFFIXES = (".json", ".html", ".csv", ".svg")
+_MAX_SPANS = 30_000
+"""What Jupyter's server lets through at once."""
 
 
 def page_traits(table: SpanTable, ranks: Sequence[int], *, title: str) -> tuple[dict[str, Any], bytes]:
@@ -162,3 +165,58 @@ class Timeline:
 
     def _ipython_display_(self) -> None:
         """Show nothing: the view was shown when this was created."""
+
+
+class FinishedTimelineView(View):
+    """A timeline that gets no more spans.
+
+    Args:
+        table: The spans; of many, the first are shown.
+        ranks: Rows, from the top.
+        title: What is shown.
+    """
+
+    _esm = script("timeline")
+    _css = style("timeline")
+
+    tools = traitlets.Unicode(script("timeline/tools/tools")).tag(sync=True)
+    """The script of features that a page loads only when they are used."""
+    config = traitlets.Dict().tag(sync=True)
+    snapshot = traitlets.Bytes(b"").tag(sync=True)
+
+    def __init__(self, table: SpanTable, ranks: Sequence[int], *, title: str) -> None:
+        config, snapshot = page_traits(table.head(_MAX_SPANS), ranks, title=title)
+        super().__init__(config=config, snapshot=snapshot)
+
+
+class PlannedTimeline(Timeline):
+    """The spans of a planned program, to save or to show.
+
+    Args:
+        spans: The spans of one rank of each kind.
+        title: What is shown.
+    """
+
+    def __init__(self, spans: Sequence[Span], title: str) -> None:
+        store = SpanStore()
+        store.add(sorted(spans, key=lambda span: span.end_ns))
+        self._table = store.table()
+        self._ranks = sorted({span.rank for span in spans})
+        self._title = title
+
+    @property
+    def title(self) -> str:
+        """What was planned."""
+        return self._title
+
+    def table(self) -> SpanTable:
+        """Return the spans."""
+        return self._table
+
+    def view(self) -> FinishedTimelineView:
+        """Return the view for a notebook."""
+        return FinishedTimelineView(self._table, self._ranks, title=self._title)
+
+    def bundle(self) -> dict[str, str]:
+        """Return the spans as `text/html` and `text/plain`, which need neither a kernel nor scripts."""
+        return timeline_bundle(self._table, self._ranks, title=self._title)

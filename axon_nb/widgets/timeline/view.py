@@ -1,30 +1,38 @@
-"""`%timeline`: what each rank does, span by span, live while cells run."""
+"""`%timeline`: what each rank does, span by span, live while cells run and a page shows it.
+
+Spans travel to the browser as bytes, a JSON header and columns, which `static/timeline/store.js` reads.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import traitlets
+from IPython.core.interactiveshell import InteractiveShell
 
-from axon_nb.cluster.inspection.span_feed import SpanFeed
-from axon_nb.cluster.inspection.span_table import SpanTable
+from axon_nb.cluster.cluster import Cluster
+from axon_nb.cluster.inspection.feeds import SpanFeed
+from axon_nb.cluster.inspection.spans import SpanTable
 from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.palette import OTHER, SPAN_CODES, paints_for_page
-from axon_nb.widgets.timeline.advice import add_advice
-from axon_nb.widgets.timeline.content import page_facts, summarize
+from axon_nb.widgets.html import OTHER, SPAN_CODES, paints_for_page
+from axon_nb.widgets.panel import Panel, View
+from axon_nb.widgets.timeline.content import add_advice, page_facts, summarize
 from axon_nb.widgets.timeline.page import timeline_bundle
-from axon_nb.widgets.timeline.wire import BYTES_PER_PATCH, BYTES_PER_SPAN, pack
-from axon_nb.widgets.view import View
 
+BYTES_PER_SPAN = 36
+BYTES_PER_PATCH = 10
 _MAX_BYTES = 48_000
 """Of one message."""
 _MAX_SNAPSHOT = 30_000
@@ -42,6 +50,50 @@ _MAX_FINAL_MESSAGES = 20
 _MIN_FACTS_INTERVAL_S = 3.0
 _FACTS_INTERVAL_FACTOR = 100
 """Computing facts takes at most 1/100 of the time."""
+
+
+def pack(
+    table: SpanTable, header: Mapping[str, Any], *, origin_ns: int, patches: Sequence[Sequence[int]] = ()
+) -> bytes:
+    """Pack spans.
+
+    Args:
+        table: The spans; their numbers continue those that the browser has.
+        header: Sent along; gets `first`, the number of the first span, `count`, and `patched`, the number of patches.
+        origin_ns: The time that is 0 in the browser.
+        patches: Facts learned since about spans that the browser has: number of the span, nanoseconds late, rank that
+            was waited for.
+
+    Returns:
+        Header length (uint32) and 4 zero bytes; the header, padded to 8 bytes; then columns, little-endian: start
+        (float64, seconds), length, bytes, late (float32; seconds, bytes, seconds), sequence (uint32, its low bits),
+        number and late of the patches (uint32, float32), label, rank, line (uint16), stage, microbatch, by (int16),
+        by of the patches (int16).
+    """
+    full_header = {**header, "first": table.first, "count": len(table), "patched": len(patches)}
+    text = json.dumps(full_header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    columns = table.columns
+    patched = np.array(patches, dtype=np.int64).reshape(-1, 3)
+    parts = (
+        _bytes((columns["start"] - origin_ns) / 1e9, "<f8"),
+        _bytes((columns["end"] - columns["start"]) / 1e9, "<f4"),
+        _bytes(columns["bytes"], "<f4"),
+        _bytes(columns["late"] / 1e9, "<f4"),
+        _bytes(columns["sequence"] & 0xFFFFFFFF, "<u4"),
+        _bytes(patched[:, 0], "<u4"),
+        _bytes(patched[:, 1] / 1e9, "<f4"),
+        _bytes(columns["label"], "<u2"),
+        _bytes(columns["rank"], "<u2"),
+        _bytes(columns["line"].clip(0, 65535), "<u2"),
+        *(_bytes(columns[name].clip(-1, 32767), "<i2") for name in ("stage", "microbatch", "by")),
+        _bytes(patched[:, 2], "<i2"),
+    )
+    return struct.pack("<II", len(text), 0) + text + b"".join(parts)
+
+
+def _bytes(column: npt.NDArray[Any], dtype: str) -> bytes:
+    return column.astype(dtype).tobytes()
 
 
 class TimelineView(View):
@@ -282,3 +334,49 @@ def _on_message(view_ref: weakref.ref[TimelineView], message: dict[str, Any]) ->
     view = view_ref()
     if view is not None:
         view.on_message(message)
+
+
+class TimelinePanel(Panel):
+    """A panel that the cluster's span feed keeps up to date.
+
+    Args:
+        cluster: The cluster whose ranks are shown.
+        ranks: Rows, from the top.
+    """
+
+    def __init__(self, cluster: Cluster, ranks: list[int]) -> None:
+        super().__init__()
+        self._cluster = weakref.ref(cluster)
+        self._feed = cluster.spans
+        self._feed.collect(watch_s=5.0)
+        self.view: TimelineView = TimelineView(self._feed, ranks)
+        self._picture: dict[str, str] = {}
+        self._picture_end = -1
+
+    def picture(self) -> dict[str, str]:
+        """Return what the view shows now; made again only if spans were added, because it reads all of them."""
+        if self._feed.store.end != self._picture_end:
+            self._picture_end = self._feed.store.end
+            self._picture = self.view.to_bundle()
+        return self._picture
+
+    def open(self, shell: InteractiveShell) -> None:
+        """Show the panel in the running cell and feed it from now on."""
+        super().open(shell)
+        self._feed.open(self.view)
+
+    def close(self) -> None:
+        """Stop feeding it; what is shown stays."""
+        self._feed.close(self.view)
+        was_open = self._shell is not None
+        super().close()
+        if was_open:
+            self.view.finish()
+
+    def after_cell(self) -> None:
+        """Fetch the last spans, or close the panel if the cluster has stopped."""
+        cluster = self._cluster()
+        if cluster is not None and cluster.running:
+            self._feed.collect(timeout_s=0.3)
+        else:
+            self.close()

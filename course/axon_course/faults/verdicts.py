@@ -138,6 +138,6 @@ def _name(case: int) -> str:
 
 
 def _fault(case: int, journal: Journal) -> Fault:
-    from axon_nb.cluster.session.kept import require
+    from axon_nb.cluster.session.clusters import require
 
     return draw(case, seed=journal.seed, ranks=require("answer(…)").world_size)

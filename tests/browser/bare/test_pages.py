@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.widgets.assets import script
-from axon_nb.widgets.cell.segments import Clock, RankHistory, encode
-from axon_nb.widgets.cell.strip import RankStrip
+from axon_nb.widgets.cell.activity import Clock, RankHistory, encode
+from axon_nb.widgets.cell.views import RankStrip
+from axon_nb.widgets.html import SPAN_CODES, paints_for_page
 from axon_nb.widgets.memory.view import MemoryView
-from axon_nb.widgets.palette import SPAN_CODES, paints_for_page
-from axon_nb.widgets.shards.view import ShardsView
-from axon_nb.widgets.timeline.wire import pack
+from axon_nb.widgets.shards import ShardsView
+from axon_nb.widgets.timeline.view import pack
 from axon_nb.widgets.watch.view import WatchView
 from tests.browser.bare.view_pages import SAMPLES, page_html
 from tests.support.browser.lab_server import LIMIT

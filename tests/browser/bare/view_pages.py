@@ -10,20 +10,20 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.memory import MemoryPrediction, MemorySetup, WhatIfState
 from axon_nb.records.spans import Span
 from axon_nb.records.telemetry import Activity, RankState
-from axon_nb.records.training.pipeline import play
-from axon_nb.records.training.progress import Bar
+from axon_nb.records.training.job import Bar
+from axon_nb.records.training.steps import play
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.cell.segments import Clock, RankHistory, encode
-from axon_nb.widgets.cell.strip import RankStrip
+from axon_nb.widgets.cell.activity import Clock, RankHistory, encode
+from axon_nb.widgets.cell.views import RankStrip
+from axon_nb.widgets.html import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.memory.view import MemoryView
-from axon_nb.widgets.palette import OTHER, SPAN_CODES, paints_for_page
-from axon_nb.widgets.shards.view import ShardsView
+from axon_nb.widgets.shards import ShardsView
 from axon_nb.widgets.timeline.content import page_facts, summarize
-from axon_nb.widgets.timeline.wire import pack
+from axon_nb.widgets.timeline.view import pack
 from axon_nb.widgets.watch.view import WatchView
 from tests.support.records.jobs import answers, report, row
 from tests.support.records.memory_replies import GIB, MIB, use

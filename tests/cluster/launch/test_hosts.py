@@ -6,9 +6,9 @@ import pytest
 
 from axon_nb.cluster.launch.placement import Layout, interface_ip, place_ranks, plan_layout
 from axon_nb.errors import StartError, UsageError
-from axon_nb.records.compatibility import Verdict
-from axon_nb.records.protocol.cluster import EngineInfo
-from axon_nb.records.protocol.version import own_version
+from axon_nb.records.hooks import Verdict
+from axon_nb.records.protocol.agent import EngineInfo
+from axon_nb.records.protocol.wire import own_version
 
 
 def test_interface_is_given_by_name_or_address() -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.cluster.launch.host_programs import ssh_command
-from axon_nb.cluster.launch.hosts import own_address, parse_hosts
+from axon_nb.cluster.launch.hosts import own_address, parse_hosts, ssh_command
 from axon_nb.errors import UsageError
 
 

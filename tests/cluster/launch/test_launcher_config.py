@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.cluster.launch.host_programs import ssh_launcher
+from axon_nb.cluster.launch.hosts import ssh_launcher
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from axon_nb.cluster.launch.placement import explain_number, plan_layout, rank_environment
 from axon_nb.errors import UsageError
-from axon_nb.host.resources.cgroups import usable_cores
+from axon_nb.host.resources import usable_cores
 from tests.support.nvidia_smi import A100X4, MIG, Driver
 
 CORES = usable_cores()

@@ -24,7 +24,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
     folder = tmp_path_factory.mktemp("saved")
     with Script(folder) as script:
         script.ok("import axon_nb\nc = axon_nb.start(4, devices='cpu', name='saved')")
-        script.ok("from axon_nb.cluster.transfer.saved_session import load_session, save_session")
+        script.ok("from axon_nb.cluster.transfer import load_session, save_session")
         script.ok(f"program = open({str(PROGRAM)!r}).read(); c.run(program); expected = dict()")
         for kind in (*KINDS, "fsdp"):
             build = f"build({kind!r}); train(3); squares = (n for n in ())"

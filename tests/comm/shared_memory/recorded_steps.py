@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from axon_nb.comm.errors import CollectiveMismatchError, TensorMismatchError
-from axon_nb.comm.shared_memory.collectives import movement, reduction, rounds
+from axon_nb.comm.shared_memory.collectives import algorithms, rounds
 from axon_nb.comm.shared_memory.segment.memory import SLOTS
 
 N = 3
@@ -106,35 +106,35 @@ class RecordedRounds(rounds.Rounds):
 
 
 def all_reduce(r: Any, recorder: Recorder, pieces: int) -> None:
-    reduction.all_reduce(r, 0, target=None, count=pieces * SLOT // 4, item=4, sums=recorder)  # type: ignore[arg-type]
+    algorithms.all_reduce(r, 0, target=None, count=pieces * SLOT // 4, item=4, sums=recorder)  # type: ignore[arg-type]
 
 
 def small_all_reduce(r: Any, recorder: Recorder, pieces: int) -> None:
-    reduction.all_reduce_small(r, 0, size=SLOT, count=SLOT // 4, sums=recorder, scratch=(None, 0))  # type: ignore[arg-type]
+    algorithms.all_reduce_small(r, 0, size=SLOT, count=SLOT // 4, sums=recorder, scratch=(None, 0))  # type: ignore[arg-type]
 
 
 def all_gather(r: Any, recorder: Recorder, pieces: int) -> None:
-    movement.all_gather(r, 0, pieces * SLOT, [0] * N)
+    algorithms.all_gather(r, 0, pieces * SLOT, [0] * N)
 
 
 def broadcast(r: Any, recorder: Recorder, pieces: int) -> None:
-    movement.broadcast(r, 0, pieces * SLOT, 1)
+    algorithms.broadcast(r, 0, pieces * SLOT, 1)
 
 
 def scatter(r: Any, recorder: Recorder, pieces: int) -> None:
-    movement.scatter(r, [0] * N if r.rank == 2 else None, pieces * PART, 0, 2)
+    algorithms.scatter(r, [0] * N if r.rank == 2 else None, pieces * PART, 0, 2)
 
 
 def gather(r: Any, recorder: Recorder, pieces: int) -> None:
-    movement.gather(r, 0, pieces * SLOT, [0] * N if r.rank == 0 else None, 0)
+    algorithms.gather(r, 0, pieces * SLOT, [0] * N if r.rank == 0 else None, 0)
 
 
 def reduce(r: Any, recorder: Recorder, pieces: int) -> None:
-    reduction.reduce(r, 0, buffer=None, count=pieces * SLOT // 4, item=4, sums=recorder, root=1)  # type: ignore[arg-type]
+    algorithms.reduce(r, 0, buffer=None, count=pieces * SLOT // 4, item=4, sums=recorder, root=1)  # type: ignore[arg-type]
 
 
 def reduce_scatter(r: Any, recorder: Recorder, pieces: int) -> None:
-    reduction.reduce_scatter(r, [0] * N, own_part=b"1", buffer=None, count=pieces * PART // 4, item=4, sums=recorder)  # type: ignore[arg-type]
+    algorithms.reduce_scatter(r, [0] * N, own_part=b"1", buffer=None, count=pieces * PART // 4, item=4, sums=recorder)  # type: ignore[arg-type]
 
 
 SENT = [[PART * (1 + (source + 2 * target) % 3) for target in range(N)] for source in range(N)]
@@ -167,10 +167,10 @@ class Tables:
 def all_to_all(r: Any, recorder: Recorder, pieces: int) -> None:
     """Without pieces, the sizes differ between ranks, which all ranks notice."""
     own, nowhere = r.rank, [0] * N
-    movement.np.differ = not pieces  # type: ignore[attr-defined]
+    algorithms.np.differ = not pieces  # type: ignore[attr-defined]
     taken = [SENT[source][own] for source in range(N)]
     with nullcontext() if pieces else pytest.raises(TensorMismatchError):
-        movement.all_to_all(r, nowhere, SENT[own], nowhere, taken)
+        algorithms.all_to_all(r, nowhere, SENT[own], nowhere, taken)
 
 
 Call = tuple[Callable[[Any, Recorder, int], None], int]
@@ -179,11 +179,11 @@ Call = tuple[Callable[[Any, Recorder, int], None], int]
 def record(calls: list[Call | None], rank: int, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """The steps of one rank; None: a call that does not fit what another rank calls there."""
     recorder = Recorder(rank)
-    for module in (movement, reduction):
+    for module in (algorithms, algorithms):
         monkeypatch.setattr(module, "copy", recorder.copy)
     if any(call and call[0] is all_to_all for call in calls):
         recorder.slot_bytes = recorder.chunk_bytes = PART + SLOT  # behind a table
-        monkeypatch.setattr(movement, "np", Tables(recorder))
+        monkeypatch.setattr(algorithms, "np", Tables(recorder))
     group = RecordedRounds(recorder, 1.0)  # type: ignore[arg-type]
     for number, call in enumerate(calls):
         if call is None:

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from axon_nb.comm.shared_memory.messages import Messages
-from axon_nb.comm.shared_memory.segment.errors import PeerLostError
+from axon_nb.comm.shared_memory.messages import Messages, Receive
 from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
+from axon_nb.comm.shared_memory.segment.pages import PeerLostError
 from axon_nb.comm.shared_memory.segment.progress import SLICE_S, Progress
-from axon_nb.comm.shared_memory.transfers import Receive
 from axon_nb.comm.shared_memory.work import SharedWork
 
 PEER = """

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from axon_nb.comm import World
 from axon_nb.comm.errors import CollectiveMismatchError, CommError, InvalidArgumentError
-from axon_nb.comm.shared_memory.segment.forming import form
-from axon_nb.comm.shared_memory.segment.progress import open_bytes
+from axon_nb.comm.shared_memory.segment.progress import form, open_bytes
 from tests.support.ranks import RankWorld
 
 SOON_S = 5.0

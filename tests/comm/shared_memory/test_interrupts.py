@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from axon_nb.comm import World
-from axon_nb.comm.shared_memory import group, messages, order, work
+from axon_nb.comm.shared_memory import group, messages, work
 from axon_nb.comm.shared_memory.collectives import rounds
-from axon_nb.comm.shared_memory.segment import progress, rings
+from axon_nb.comm.shared_memory.segment import memory, progress
 from tests.support.ranks import RankWorld
 
 LIMIT_S = 60
 """Timeout of the groups: only a wait that nothing ends takes so long."""
-_FILES = {module.__file__ for module in (group, messages, order, work, rounds, progress, rings)}
+_FILES = {module.__file__ for module in (group, messages, work, work, rounds, progress, memory)}
 
 
 class Interrupt:

@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 from axon_nb.comm.errors import TensorMismatchError
-from axon_nb.comm.shared_memory.messages import Messages
-from axon_nb.comm.shared_memory.segment.errors import GroupLeftError
-from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
+from axon_nb.comm.shared_memory.messages import ANY, Messages, Receive
+from axon_nb.comm.shared_memory.segment.memory import InRing, Layout, OutRing, SharedMemory
+from axon_nb.comm.shared_memory.segment.pages import GroupLeftError
 from axon_nb.comm.shared_memory.segment.progress import Progress
-from axon_nb.comm.shared_memory.segment.rings import InRing, OutRing
-from axon_nb.comm.shared_memory.transfers import ANY, Receive
 from axon_nb.comm.shared_memory.work import SharedWork
 
 DTYPE = 1

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from axon_nb.comm.shared_memory import order as order_module
-from axon_nb.comm.shared_memory.order import Order
+from axon_nb.comm.shared_memory import work as order_module
 from axon_nb.comm.shared_memory.segment import pages as pages_module
 from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
 from axon_nb.comm.shared_memory.segment.progress import Progress
-from axon_nb.comm.shared_memory.work import SharedWork
+from axon_nb.comm.shared_memory.work import Order, SharedWork
 
 _MODULES = (order_module.__file__, pages_module.__file__)
 

@@ -27,10 +27,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb.engine.groups import gloo, recovery
-from axon_nb.engine.groups.install import all_groups, init_default_group
-from axon_nb.engine.groups.native import BackendKind, NativeGroups
+from axon_nb.engine.groups.abort import BackendKind, NativeGroups
+from axon_nb.engine.groups.creation import all_groups, init_default_group
+from axon_nb.engine.groups.recovery import reset_wrappers
 from axon_nb.engine.groups.state import current_groups
-from axon_nb.engine.groups.wrapper_reset import reset_wrappers
 from axon_nb.records.protocol.recovery import GroupRecord
 
 CPU = torch.device("cpu")

@@ -16,14 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.device_clock import DeviceClock
+from axon_nb.comm.spans import DeviceClock
 from axon_nb.engine.groups import flight_recorder
 from axon_nb.engine.groups.abort import AbortFlag
+from axon_nb.engine.groups.creation import poll_until
 from axon_nb.engine.groups.flight_recorder import FinishedCalls, native_waits, overdue, synchronizes_in
-from axon_nb.engine.groups.nccl import poll_until
 from axon_nb.records.spans import SpanRing
-from axon_nb.records.waits.calls import GroupWaits, PendingCall, RankWaits
-from axon_nb.records.waits.deadlocks import explain_deadlock
+from axon_nb.records.waits import GroupWaits, PendingCall, RankWaits, explain_deadlock
 from tests.engine.groups.native_ranks import groups_on, run_on_ranks
 from tests.engine.groups.recorded_dump import dump_of, entry
 

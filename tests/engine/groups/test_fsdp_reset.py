@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from axon_nb.comm import World
-from axon_nb.engine.groups import wrapper_reset
+from axon_nb.engine.groups import recovery
 from tests.support.training.models import Block, batch, blocks, loss_of
 
 N = 2
@@ -57,7 +57,7 @@ def _reset(model: Any) -> None:
     fsdp, fsdp1 = (
         [m for m in model.modules() if isinstance(m, kind)] for kind in (FSDPModule, FullyShardedDataParallel)
     )
-    wrapper_reset.reset_modules(fsdp=fsdp, fsdp1=fsdp1)
+    recovery.reset_modules(fsdp=fsdp, fsdp1=fsdp1)
 
 
 def _weights(model: Any) -> list[torch.Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from axon_nb.engine.groups import wrapper_reset
-from axon_nb.engine.groups.wrapper_reset import graphs_to_capture
+from axon_nb.engine.groups import recovery
+from axon_nb.engine.groups.recovery import graphs_to_capture
 from tests.engine.groups.native_ranks import GLOO, join_native, run_on_ranks
 
 
@@ -27,10 +27,9 @@ def test_surviving_cuda_graphs_need_recapture() -> None:
 
 
 def _recovers(rank: int, store: Any) -> list[str]:
-    from axon_nb.engine.groups import recovery
 
     join_native(rank, store, 2, kind=GLOO)
-    wrapper_reset.graphs_to_capture.__defaults__ = (KIND,)
+    recovery.graphs_to_capture.__defaults__ = (KIND,)
     kept = [Graph()] if rank == 0 else []
     said = recovery.recover(3).not_reset
     kept.clear()

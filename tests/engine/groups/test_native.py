@@ -17,11 +17,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from axon_nb.engine.groups import native, nccl, recovery
-from axon_nb.engine.groups.abort import AbortedError, BrokenGroupError
-from axon_nb.engine.groups.native import BackendKind, NativeGroups, wait_for_peers
+from axon_nb.engine.groups import abort, creation, recovery
+from axon_nb.engine.groups.abort import (
+    AbortedError,
+    BackendKind,
+    BrokenGroupError,
+    NativeGroups,
+    connect_in_helper,
+    wait_for_peers,
+)
 from axon_nb.engine.groups.state import current_groups
-from axon_nb.engine.helper_threads import connect_in_helper
 from axon_nb.records.hooks import missing_hooks
 from tests.engine.groups.native_ranks import (
     CPU,
@@ -100,7 +105,7 @@ def _is_replaced(rank: int, store: Any) -> Any:
     join_native(rank, store, 2)
     dist.new_group([0, 1], group_desc="mine")
     dist.new_group([0, 1], backend="gloo", group_desc="beside")
-    groups = nccl.groups()
+    groups = creation.native_groups()
     assert groups is not None
     registry = [dataclasses.asdict(group) for group in recovery.list_groups()]
     if rank == 1:  # from here on another process is rank 1
@@ -199,12 +204,12 @@ def test_group_accepts_249_backends_then_names_the_fix(alone: Any) -> None:
     assert missing_hooks("groups.swap") == []
     group = dist.group.WORLD
     backend = group._get_backend(CPU)
-    for earlier in range(native.MAX_SWAPS):
-        native.swap_backend(group, backend, CPU, earlier=earlier)
+    for earlier in range(abort.MAX_SWAPS):
+        abort.swap_backend(group, backend, CPU, earlier=earlier)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     with pytest.raises(BrokenGroupError, match=r"rebuilt 249 times.*%distributed restart"):
-        native.swap_backend(group, backend, CPU, earlier=native.MAX_SWAPS)
+        abort.swap_backend(group, backend, CPU, earlier=abort.MAX_SWAPS)
 
 
 def test_abort_ends_waits_for_peers_and_connections(alone: Any) -> None:

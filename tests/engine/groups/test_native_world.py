@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from axon_nb.engine.groups import nccl, recovery
-from axon_nb.engine.groups.install import c10d, named_group
+from axon_nb.engine.groups import creation, recovery
+from axon_nb.engine.groups.creation import c10d, named_group
 from axon_nb.engine.groups.recoverable import RecoverableGroup
 from axon_nb.engine.groups.state import current_groups
-from axon_nb.engine.transfer.namespace_pickle import NamespacePickler
+from axon_nb.engine.transfer.namespace import NamespacePickler
 from tests.engine.groups.native_ranks import CPU, GLOO, join_native, run_on_ranks, wait_for_threads
 
 SIZE = 4
@@ -74,7 +74,7 @@ def _lives(rank: int, store: Any) -> dict[str, Any]:
     NamespacePickler(file, lambda _: (0, 0)).dump([world, axes[0], beside])
     found["copied"] = all(map(operator.is_, pickle.loads(file.getvalue()), [world, axes[0], beside]))
     found["later"] = _sum(dist.new_group(list(range(SIZE))))
-    natives = nccl.groups()
+    natives = creation.native_groups()
     found["owns beside"] = natives is not None and beside in natives.all()
     return found
 
@@ -131,7 +131,7 @@ def test_group_variables_are_copied_as_groups(lives: dict[int, dict[str, Any]]) 
 def _is_debugged(rank: int, store: Any) -> Any:
     join_native(rank, store, 2)
     wrapper = type(dist.group.WORLD._get_backend(CPU)).__name__
-    natives = nccl.groups()
+    natives = creation.native_groups()
     assert natives is not None
     owned = natives.all() == [dist.group.WORLD]
     recovery.abort(again=False)
@@ -149,10 +149,10 @@ PROBLEM = "Rank 1 cannot use cuda:0 any more (a lost context). Run `%distributed
 def _loses_its_device(rank: int, store: Any) -> list[Any]:
     join_native(rank, store, SIZE)
     before = recovery.num_calls()
-    nccl.device_problem = lambda *_, rank: PROBLEM if rank == 1 else ""  # type: ignore[assignment]
+    creation.device_problem = lambda *_, rank: PROBLEM if rank == 1 else ""  # type: ignore[assignment]
     lost = recovery.recover(3)
     untouched = recovery.num_calls() == before
-    nccl.device_problem = lambda *_, rank: ""  # type: ignore[assignment]
+    creation.device_problem = lambda *_, rank: ""  # type: ignore[assignment]
     return [lost.groups, lost.lost_device, untouched, recovery.recover(4).groups, _sum()]
 
 

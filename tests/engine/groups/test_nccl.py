@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axon_nb.engine.groups import nccl
+from axon_nb.engine.groups import creation
 from axon_nb.torch_api import torch_api
 from tests.engine.groups.native_ranks import run_on_ranks
 
@@ -23,7 +23,7 @@ MAKE_BACKEND = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
 from axon_nb.engine.groups import nccl
-from axon_nb.engine.groups.native import swap_backend
+from axon_nb.engine.groups.abort import swap_backend
 store, device = dist.HashStore(), torch.device("cuda:0")
 # Such a group connects on request, and not here.
 dist.init_process_group("nccl", store=store, rank=0, world_size=1, enable_reconfigure=True)
@@ -40,9 +40,9 @@ os._exit(0)
 
 def test_required_nccl_variables_are_always_set() -> None:
     environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_FR_BUFFER_SIZE": "7"}
-    nccl.set_environment(environ, one_host=True)
-    assert {name: environ[name] for name in nccl.REQUIRED} == dict.fromkeys(nccl.REQUIRED, "0")
-    assert {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_PROPAGATE_ERROR"} < set(nccl.REQUIRED)
+    creation.set_nccl_environment(environ, one_host=True)
+    assert {name: environ[name] for name in creation.REQUIRED} == dict.fromkeys(creation.REQUIRED, "0")
+    assert {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_PROPAGATE_ERROR"} < set(creation.REQUIRED)
     assert environ["TORCH_FR_BUFFER_SIZE"] == "7"
     assert environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
     assert environ["NCCL_SOCKET_IFNAME"] == "lo"
@@ -50,32 +50,32 @@ def test_required_nccl_variables_are_always_set() -> None:
 
 def test_user_may_request_blocking_connections() -> None:
     environ = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
-    nccl.set_environment(environ, one_host=True)
+    creation.set_nccl_environment(environ, one_host=True)
     assert environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0"
 
 
 def test_user_socket_choice_and_multiple_hosts_are_respected() -> None:
     many: dict[str, str] = {}
-    nccl.set_environment(many, one_host=False)
+    creation.set_nccl_environment(many, one_host=False)
     assert "NCCL_SOCKET_IFNAME" not in many
     wished = {"NCCL_SOCKET_IFNAME": "eth1"}
-    nccl.set_environment(wished, one_host=True)
+    creation.set_nccl_environment(wished, one_host=True)
     assert wished["NCCL_SOCKET_IFNAME"] == "eth1"
 
 
 def test_sockets_use_the_stores_interface() -> None:
     environ: dict[str, str] = {}
-    nccl.set_interface("127.0.0.1", environ)
+    creation.set_nccl_interface("127.0.0.1", environ)
     assert environ == {"NCCL_SOCKET_IFNAME": "=lo"}
     wished = {"NCCL_SOCKET_IFNAME": "eth1"}
-    nccl.set_interface("127.0.0.1", wished)
+    creation.set_nccl_interface("127.0.0.1", wished)
     assert wished == {"NCCL_SOCKET_IFNAME": "eth1"}
 
 
 def test_failed_device_is_reported_with_fix() -> None:
-    assert nccl.device_problem(torch.device("cpu"), rank=1) == ""
-    assert nccl.device_problem(torch.device("cuda", 0), rank=1) == ""  # not in use
-    problem = nccl.device_problem(torch.device("cuda", 0), rank=1, launch=_lost)
+    assert creation.device_problem(torch.device("cpu"), rank=1) == ""
+    assert creation.device_problem(torch.device("cuda", 0), rank=1) == ""  # not in use
+    problem = creation.device_problem(torch.device("cuda", 0), rank=1, launch=_lost)
     assert problem.startswith("Rank 1 cannot use cuda:0 any more (CUDA error: unspecified launch failure). ")
     assert problem.endswith("Run `%distributed repair --ranks 1`.")
 
@@ -85,13 +85,13 @@ def _lost() -> Callable[[], bool]:
 
 
 def test_hung_device_is_lost_and_busy_device_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_BUSY_S", 0.5)
-    monkeypatch.setattr(nccl, "_DEVICE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(creation, "_BUSY_S", 0.5)
+    monkeypatch.setattr(creation, "_DEVICE_TIMEOUT_S", 0.2)
     device = torch.device("cuda", 0)
-    assert nccl.device_problem(device, rank=1, launch=lambda: lambda: False) == ""
-    assert nccl.device_problem(device, rank=1, launch=lambda: lambda: True) == ""
+    assert creation.device_problem(device, rank=1, launch=lambda: lambda: False) == ""
+    assert creation.device_problem(device, rank=1, launch=lambda: lambda: True) == ""
     hang = threading.Event()
-    problem = nccl.device_problem(device, rank=1, launch=lambda: hang.wait)
+    problem = creation.device_problem(device, rank=1, launch=lambda: hang.wait)
     hang.set()
     assert problem.startswith("Rank 1 cannot use cuda:0 any more (it has not answered for ")
 
@@ -102,7 +102,7 @@ def _connects(rank: int, store: Any) -> dict[str, Any]:
     done = threading.Event()
 
     def connect() -> None:
-        nccl.NCCL.start(backend, torch.device("cpu"))
+        creation.NCCL.start(backend, torch.device("cpu"))
         done.set()
 
     if rank == 0:
@@ -121,17 +121,17 @@ def test_connection_completes_once_all_ranks_connect(tmp_path: Path) -> None:
 
 def test_slow_ranks_get_torchs_connection_timeout() -> None:
     environ: dict[str, str] = {}
-    nccl.set_environment(environ, one_host=True)
+    creation.set_nccl_environment(environ, one_host=True)
     assert "TORCH_NCCL_NONBLOCKING_TIMEOUT" not in environ  # 30 min in torch
 
 
 def test_gloo_rank_has_no_nccl_groups() -> None:
-    assert nccl.groups() is None
+    assert creation.native_groups() is None
 
 
 def test_other_backends_are_not_owned() -> None:
-    assert not nccl._owns(None)
-    assert not nccl._owns(dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+    assert not creation._is_nccl(None)
+    assert not creation._is_nccl(dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
 
 
 @pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="this torch has no ProcessGroupNCCL2")

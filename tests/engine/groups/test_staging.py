@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.collectives.point_to_point import recv, send
-from axon_nb.engine.groups.install import init_default_group
+from axon_nb.comm.collectives.movement import recv, send
+from axon_nb.engine.groups.creation import init_default_group
 from tests.engine.groups.native_ranks import run_on_ranks
 from tests.support.fake_device import install
 

@@ -16,10 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from axon_nb.host.link.tcp import link_key
+from axon_nb.host.connections import link_key
 from axon_nb.records.environment import JOIN_KEY
-from axon_nb.records.protocol.agent import Fork, Forked, GetInfo, ServeHosts
-from axon_nb.records.protocol.cluster import HostFacts
+from axon_nb.records.protocol.agent import Fork, Forked, GetInfo, HostFacts, ServeHosts
 from axon_nb.records.protocol.wire import decode
 from tests.support.agents import ENTRY, ROOT, Served, fork_request, serve
 from tests.support.processes import until

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from axon_nb.records.clocks import HostClock
 from axon_nb.records.protocol.agent import GetInfo
+from axon_nb.records.spans import HostClock
 from tests.cluster.launch.second_host import CLOCK_AHEAD_S, IN_OTHER_TIME, one_clock_only
 from tests.host.link.conftest import FAR, IP, Joining
 from tests.support.processes import until

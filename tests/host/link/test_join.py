@@ -16,7 +16,7 @@ from axon_nb.errors import StartError
 from axon_nb.host.joining import join_cluster
 from axon_nb.host.run_dir import RunDir
 from axon_nb.records.protocol.agent import GetInfo, Signal
-from axon_nb.records.protocol.version import PROTOCOL, Version, refuse_host
+from axon_nb.records.protocol.wire import PROTOCOL, Version, refuse_host
 from tests.host.link.conftest import FAR, IP, KEY, Joining, Wiretap, gone, is_alive
 from tests.support.processes import until
 

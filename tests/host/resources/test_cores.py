@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.resources.cgroups import usable_cores
+from axon_nb.host.resources import usable_cores
 from tests.host.resources.cgroups import Cgroups
 from tests.support.agents import ROOT
 
@@ -92,7 +92,7 @@ def test_root_cgroup_applies_if_none_is_listed(tmp_path: Path) -> None:
 def test_affinity_applies_outside_a_container(tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "none") == CORES
     script = (
-        "import os\nfrom pathlib import Path\nfrom axon_nb.host.resources.cgroups import usable_cores\n"
+        "import os\nfrom pathlib import Path\nfrom axon_nb.host.resources import usable_cores\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nprint(usable_cores(Path('/nowhere')))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.resources.gpus import Gpu, list_gpus, mig_instances, visible_gpus
+from axon_nb.host.resources import Gpu, list_gpus, mig_instances, visible_gpus
 from tests.support.nvidia_smi import A100X4, MIG, MIG_R450, MIXED, Driver
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.resources.cgroups import free_memory
+from axon_nb.host.resources import free_memory
 from tests.host.resources.cgroups import Cgroups
 
 MACHINE = 2 << 20

@@ -13,7 +13,7 @@ import pytest
 
 from axon_nb.cluster.launch.placement import Layout, plan_layout
 from axon_nb.errors import UsageError
-from axon_nb.host.resources.gpu_locks import GpuLocks, gpu_owners
+from axon_nb.host.resources import GpuLocks, gpu_owners
 from axon_nb.records.protocol.agent import ReserveGpus
 from tests.support.agents import Served, dead, serve
 from tests.support.nvidia_smi import A100X4, MIG, Driver

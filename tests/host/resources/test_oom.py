@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.host.deaths import OomCounter, counter_file, read_count
+from axon_nb.host.children import OomCounter, counter_file, read_count
 
 EVENTS = "low 0\nhigh 0\nmax 12\noom 2\noom_kill {}\noom_group_kill 0\n"
 CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_nb.engine.groups.store import AgentStore
-from axon_nb.host.link.tcp import NONCE_SIZE, PROOF_SIZE, Handshake, MessageSigner, authenticate, store_key
+from axon_nb.host.connections import NONCE_SIZE, PROOF_SIZE, Handshake, MessageSigner, authenticate, store_key
 from axon_nb.host.store import encode
 from axon_nb.records.protocol.agent import ServeStore
 from tests.support.agents import Served, serve

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.magics.auto import Piece, split_cell
+from axon_nb.magics.input_transformers import Piece, split_cell
 from tests.support.completion import completed, expect_completed, expect_help
 from tests.support.kernel import Kernel
 

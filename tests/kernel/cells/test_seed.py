@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.cluster.failures.hints import shared_draws_hint
+from axon_nb.cluster.failures import shared_draws_hint
 from axon_nb.records.protocol.cells import CellEnd, Draws
 from tests.support.kernel import Kernel
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.magics.cell_options import duration, repeat_lines, time_lines
+from axon_nb.magics.cells import duration, repeat_lines, time_lines
 from tests.support.kernel import Kernel
 
 

@@ -29,7 +29,7 @@ if rank == 0:
     dist.send(torch.ones(4_000_000), 1)"""
 WAITS_IN_A_RING = """%%distributed
 import threading, time
-from axon_nb.engine.kernel.stacks import user_threads
+from axon_nb.engine.kernel.control import user_threads
 from concurrent.futures import ThreadPoolExecutor
 from torch.utils.data import DataLoader
 pool = ThreadPoolExecutor(1)

@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from axon_nb.remote.client import NotebookClient, connect
+from axon_nb.remote.tools import NotebookClient, connect
 from tests.support.completion import plain
 from tests.support.kernel import Kernel, Reply
 from tests.support.processes import until

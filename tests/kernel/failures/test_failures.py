@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.cluster.cells.record import MIME_TYPE
+from axon_nb.cluster.cells.result import MIME_TYPE
 from tests.support.kernel import Kernel
 
 

@@ -85,7 +85,7 @@ def test_start_works_after_kernel_and_agent_kills(new_kernel: MakeKernel) -> Non
 def assert_gone_or_swept(kernel: Kernel, cluster: Footprint) -> None:
     """A killed agent cannot remove its own folder: the next look at what is running does."""
     assert until(cluster.all_ended, timeout=LIMIT_S + KEEP_ALIVE_S)
-    kernel.ok("__import__('axon_nb.cluster.session.discovery', fromlist=['x']).running()")
+    kernel.ok("__import__('axon_nb.cluster.session.clusters', fromlist=['x']).running()")
     assert until(lambda: not cluster.folder.exists(), timeout=LIMIT_S)
 
 

@@ -102,7 +102,7 @@ def test_monitored_barrier_names_missing_ranks_on_a_cluster(pair: Kernel) -> Non
 
 ATTEMPT = """%%distributed
 import warnings
-from axon_nb.engine.collective_names import group_operations
+from axon_nb.engine.frames import group_operations
 warnings.simplefilter("ignore")
 world, one, two, kinds = dist.group.WORLD, torch.ones(1), [torch.zeros(1), torch.zeros(1)], set()
 def attempt(call):

@@ -11,7 +11,7 @@ import pytest
 
 import axon_nb
 from axon_nb.cluster.cluster import Cluster
-from axon_nb.cluster.session import current, start
+from axon_nb.cluster.session import clusters, current
 
 LEAVE = """
 import atexit, gzip, multiprocessing.shared_memory, pathlib
@@ -23,7 +23,7 @@ memory = multiprocessing.shared_memory.SharedMemory(create=True, size=1000, name
 """
 
 
-@pytest.mark.parametrize("end", [Cluster.stop, lambda _: start.restart()], ids=["stop", "restart"])
+@pytest.mark.parametrize("end", [Cluster.stop, lambda _: clusters.restart()], ids=["stop", "restart"])
 def test_exit_handlers_run_and_files_are_written(end: Callable[[Cluster], object], tmp_path: Path) -> None:
     cluster = axon_nb.start(2)
     name = f"axon-test-{os.getpid()}-"

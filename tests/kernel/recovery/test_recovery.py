@@ -189,7 +189,7 @@ def test_rank_that_failed_before_new_group_blocks_nobody(trained: Kernel) -> Non
 
 def test_late_abort_does_not_affect_new_groups(trained: Kernel) -> None:
     trained.ok(
-        "%%distributed\nfrom axon_nb.engine.groups.install import all_groups\n"
+        "%%distributed\nfrom axon_nb.engine.groups.creation import all_groups\n"
         "late = [group.connection_closer() for group in all_groups()]"
     )
     assert "bug" in trained.run("%%distributed\nif rank == 3: raise ValueError('bug')\ndist.barrier()").traceback

@@ -248,7 +248,7 @@ def test_kernel_killed_during_a_recovery(new_kernel: MakeKernel, what: str) -> N
     kernel = new_kernel()
     start(kernel)
     records = (
-        "from axon_nb.records.protocol.aborts import AbortRequest\n"
+        "from axon_nb.records.protocol.cells import AbortRequest\n"
         "from axon_nb.records.protocol.cells import CellsRequest\n"
         "from axon_nb.records.protocol.recovery import RecoverAfterRepair\n"
     )

@@ -27,7 +27,7 @@ def test_ipykernel_and_torch_have_the_hooks_of_ranks(kernel: Kernel) -> None:
 
 def test_restart_and_shutdown_are_distinguished(kernel: Kernel) -> None:
     code = "get_ipython().kernel.do_shutdown.__module__"
-    assert kernel.ok(code).result == "'axon_nb.cluster.session.notebook'"
+    assert kernel.ok(code).result == "'axon_nb.cluster.session.current'"
 
 
 def test_shutdown_stops_the_ranks_without_the_hook(new_kernel: Callable[..., Kernel]) -> None:

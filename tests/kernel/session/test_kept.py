@@ -51,7 +51,7 @@ def test_commands_reconnect_to_kept_ranks(new_kernel: MakeKernel, command: str) 
 
 def footprint_by_agent(kernel: Kernel) -> list[int]:
     """The pids of the ranks that run, without reconnecting."""
-    listed = "__import__('axon_nb.cluster.session.discovery', fromlist=['x']).own_detached()[0]"
+    listed = "__import__('axon_nb.cluster.session.clusters', fromlist=['x']).own_detached()[0]"
     return sorted(kernel.value(f"[info['pid'] for info in {listed}.run_dir.read_info()['rank_info']]"))
 
 

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from axon_nb.doctor.stopping import stop_clusters
+from axon_nb.doctor.clusters import stop_clusters
 from tests.support.kernel import Kernel
 from tests.support.processes import ended, footprint, until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.records.protocol.version import PROTOCOL
+from axon_nb.records.protocol.wire import PROTOCOL
 from tests.support.kernel import Kernel
 from tests.support.processes import footprint
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(600)
 
 MakeKernel = Callable[..., Kernel]
 
-ANOTHER = "import axon_nb.records.protocol.version as t_version\nt_version.PROTOCOL += 1"
+ANOTHER = "import axon_nb.records.protocol.wire as t_version\nt_version.PROTOCOL += 1"
 """From here on this kernel speaks another protocol than the processes that run already."""
 
 

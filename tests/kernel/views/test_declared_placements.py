@@ -27,7 +27,7 @@ cache = declare_placements(torch.zeros(3, 4), mesh, [Shard(0)])
 plain = torch.zeros(3)
 """
 READ = """from axon_nb.cluster.session import current
-from axon_nb.cluster.inspection.shards import request_layouts
+from axon_nb.cluster.inspection.variables import request_layouts
 for shard in sorted(request_layouts(current.require("test").state, {names!r}, gradients=True)[0], key=str):
     print(shard.rank, shard.name, shard.role, *map(tuple, (shard.global_shape, shard.offset, shard.placements)))"""
 

@@ -14,7 +14,7 @@ from tests.support.processes import until
 
 ASK = """import dataclasses, json
 from axon_nb.cluster.session import current
-from axon_nb.cluster.inspection.job import request_job
+from axon_nb.cluster.inspection.status import request_job
 def t_ask(before={}):
     import time
     end = time.monotonic() + 25

@@ -54,7 +54,7 @@ def test_model_on_the_ranks_is_planned_by_name(planner: Kernel) -> None:
 
 @pytest.mark.parametrize(("name", "elements"), [("net", 280), ("trainer.model.module.head", 2112), ("alone", 72)])
 def test_modules_of_every_rank_can_be_named(planner: Kernel, name: str, elements: int) -> None:
-    planner.ok("from axon_nb.plan.named_models import sendable_model")
+    planner.ok("from axon_nb.plan.models import sendable_model")
     factory = pickle.loads(planner.value(f"sendable_model({name!r}).factory"))
     assert sum(parameter.numel() for parameter in factory().parameters()) == elements
 

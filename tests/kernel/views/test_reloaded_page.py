@@ -11,16 +11,16 @@ import pytest
 from tests.support.kernel import Kernel
 
 LIMIT_S = 60.0
-MAX_LOAD_PER_CORE = "__import__('axon_nb.magics.kernel_requests', fromlist=['x'])._MAX_LOAD_PER_CORE"
+MAX_LOAD_PER_CORE = "__import__('axon_nb.magics.extension', fromlist=['x'])._MAX_LOAD_PER_CORE"
 
 
 @pytest.fixture
 def idle(kernel: Kernel) -> Iterator[Kernel]:
     """A kernel that takes its machine for idle, whatever else runs there."""
     before = kernel.value(MAX_LOAD_PER_CORE)
-    kernel.ok("import axon_nb.magics.kernel_requests\naxon_nb.magics.kernel_requests._MAX_LOAD_PER_CORE = 1e9")
+    kernel.ok("import axon_nb.magics.extension\naxon_nb.magics.kernel_requests._MAX_LOAD_PER_CORE = 1e9")
     yield kernel
-    kernel.ok(f"axon_nb.magics.kernel_requests._MAX_LOAD_PER_CORE = {before}")
+    kernel.ok(f"axon_nb.magics.extension._MAX_LOAD_PER_CORE = {before}")
 
 
 def test_kernel_info_and_widget_list_are_served_during_a_cell(idle: Kernel, tmp_path: Path) -> None:
@@ -45,8 +45,8 @@ def test_kernel_info_and_widget_list_are_served_during_a_cell(idle: Kernel, tmp_
 
 
 def test_page_waits_for_the_kernel_on_an_overloaded_machine(idle: Kernel, tmp_path: Path) -> None:
-    """It needs the time for itself: see `axon_nb.magics.kernel_requests`."""
-    idle.ok("axon_nb.magics.kernel_requests._MAX_LOAD_PER_CORE = -1.0")
+    """It needs the time for itself: see `axon_nb.magics.extension`."""
+    idle.ok("axon_nb.magics.extension._MAX_LOAD_PER_CORE = -1.0")
     flag = tmp_path / "flag"
     cell = f"import os, time\nprint('on')\nwhile not os.path.exists({str(flag)!r}):\n    time.sleep(0.01)"
     request = idle.submit(f"%%distributed\n{cell}")

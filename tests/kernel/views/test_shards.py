@@ -33,7 +33,7 @@ own = torch.zeros(rank + 1)
 """
 ASK = """import dataclasses, json
 from axon_nb.cluster.session import current
-from axon_nb.cluster.inspection.shards import request_layouts
+from axon_nb.cluster.inspection.variables import request_layouts
 shards, notes = request_layouts(current.require("test").state, {names!r}, gradients={gradients})
 print(json.dumps([[dataclasses.asdict(shard) for shard in shards], notes]))"""
 
@@ -239,7 +239,7 @@ def test_stages_of_three_dimensions(layers: Kernel) -> None:
 
 def test_unchanged_shards_are_not_resent(ready: Kernel) -> None:
     ready.ok(
-        "from axon_nb.cluster.session import current\nfrom axon_nb.cluster.inspection.shards import LayoutRequest\n"
+        "from axon_nb.cluster.session import current\nfrom axon_nb.cluster.inspection.variables import LayoutRequest\n"
         "t_asked = LayoutRequest(current.require('test').state, ['sharded'])\nt_first = t_asked.send()"
     )
     asked = "t_again = t_asked.send()\n(t_again == t_first, t_asked.has_changed, t_asked.cost_s > 0)"

@@ -46,7 +46,7 @@ def test_unavailable_data_is_explained_in_one_sentence(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     ("command", "place"),
     [
-        ("%shards t_tensor", "axon_nb.widgets.shards.view:ShardsView.to_bundle"),
+        ("%shards t_tensor", "axon_nb.widgets.shards:ShardsView.to_bundle"),
         ("%memory t_layer", "axon_nb.widgets.memory.view:MemoryView.make_content"),
         ("%watch", "axon_nb.widgets.watch.view:WatchView.to_bundle"),
     ],

@@ -10,7 +10,7 @@ from tests.support.processes import until
 
 SEES = """
 import pathlib
-from axon_nb.widgets.cell.strip import RankStrip
+from axon_nb.widgets.cell.views import RankStrip
 t_add = RankStrip.add
 def t_sees(self, states):
     states = list(states)
@@ -95,7 +95,7 @@ def test_result_reopens_its_views(kernel: Kernel) -> None:
 
 def test_failing_view_does_not_break_the_cell(kernel: Kernel) -> None:
     kernel.ok(
-        "from axon_nb.widgets.cell.strip import RankStrip\nt_flush, t_start = RankStrip.flush, RankStrip.start\n"
+        "from axon_nb.widgets.cell.views import RankStrip\nt_flush, t_start = RankStrip.flush, RankStrip.start\n"
         "def t_broken(*_): raise RuntimeError('t_broken')"
     )
     try:

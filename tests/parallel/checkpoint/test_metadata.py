@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from axon_nb.comm import World
 from axon_nb.parallel.checkpoint import Checkpoints, CorruptCheckpointError
-from axon_nb.parallel.checkpoint.metadata import read_metadata
+from axon_nb.parallel.checkpoint.checkpoints import read_metadata
 
 
 class Call:

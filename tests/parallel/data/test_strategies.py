@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from axon_nb.comm import World
 from axon_nb.comm.collectives.reduction import all_reduce_mean
 from axon_nb.parallel import FSDP, CPUOffload, ShardingStrategy, checkpoint_blocks, make_mesh
-from axon_nb.parallel.data.gathering import full_value
+from axon_nb.parallel.data.units import full_value
 from tests.support.ranks import RankWorld
 from tests.support.training.models import Block, batch, blocks, loss_of
 

@@ -11,7 +11,8 @@ from torch import nn
 from axon_nb.comm import World
 from axon_nb.errors import UsageError
 from axon_nb.parallel import Pipeline, PipelineMemoryStats, PipelineSchedule, bubble_fraction, ideal_timeline
-from axon_nb.parallel.pipeline import runner, torch_hooks
+from axon_nb.parallel.pipeline import pipeline
+from axon_nb.parallel.pipeline.schedule import actions, is_prepared
 from axon_nb.records import spans as trace
 from tests.parallel.conftest import make
 from tests.parallel.pipeline.pipelines import CASES, batches, whole
@@ -25,19 +26,19 @@ def test_torch_reports_whether_shapes_are_negotiated(schedule: str) -> None:
     def work(world: World) -> Any:
         pipe = Pipeline.split(whole(), group=world, schedule=schedule, num_microbatches=4, loss=loss_of)
         made: Any = pipe._make_runner()._schedule
-        before = [torch_hooks.is_prepared(made, otherwise) for otherwise in (True, False)]
+        before = [is_prepared(made, otherwise) for otherwise in (True, False)]
         pipe.step(*batches(1, 8)[0])
         used: Any = pipe._runner
-        return before, [torch_hooks.is_prepared(used._schedule, otherwise) for otherwise in (True, False)]
+        return before, [is_prepared(used._schedule, otherwise) for otherwise in (True, False)]
 
     assert World.mock(2).run(work) == [([False, False], [True, True])] * 2
-    assert torch_hooks.is_prepared(object(), True)
+    assert is_prepared(object(), True)
 
 
 @pytest.mark.parametrize("hooks", [True, False], ids=["not wanted", "not there"])
 def test_pipelines_train_without_spans(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hooks:
-        monkeypatch.setattr(runner, "missing_hooks", lambda group: ["schedules._batch_p2p"])
+        monkeypatch.setattr(pipeline, "missing_hooks", lambda group: ["schedules._batch_p2p"])
 
     def work(world: World) -> Any:
         pipe = Pipeline.split(whole(), group=world, num_microbatches=4, loss=loss_of, spans=not hooks)
@@ -58,7 +59,7 @@ def test_pipelines_train_without_spans(hooks: bool, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("schedule", list(PipelineSchedule))
 def test_torch_provides_every_order(schedule: PipelineSchedule) -> None:
     stages = 8 if schedule.has_many_stages else 4
-    orders = torch_hooks.actions(schedule, num_ranks=4, num_stages=stages, num_microbatches=8)
+    orders = actions(schedule, num_ranks=4, num_stages=stages, num_microbatches=8)
     assert len(orders) == 4
     forwards = [(stage, number) for order in orders for action, stage, number in order if action == "F"]
     assert sorted(forwards) == [(stage, number) for stage in range(stages) for number in range(8)]

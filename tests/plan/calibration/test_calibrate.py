@@ -14,8 +14,8 @@ from axon_nb import plan
 from axon_nb.errors import UsageError
 from axon_nb.parallel import make_mesh
 from axon_nb.parallel.models import GPT, GPTConfig, next_byte_loss
-from axon_nb.plan.calibration.collectives import AxisBenchmark
-from axon_nb.plan.hardware.rates import Rates, Work
+from axon_nb.plan.calibration.benchmarks import AxisBenchmark
+from axon_nb.plan.hardware import Rates, Work
 from tests.support.ranks import RankWorld
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from axon_nb import plan
 from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.plan.models import CapturedModel, TensorSpec
-from axon_nb.plan.process.worker import run_in_process
+from axon_nb.plan.process import run_in_process
 from axon_nb.plan.skeleton import capture_or_reason
 from tests.plan.footprint.wrapped import described, plain, seen
 

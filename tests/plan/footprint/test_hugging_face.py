@@ -13,12 +13,11 @@ import torch
 from axon_nb.comm import World
 from axon_nb.parallel import FSDP, Pipeline, checkpoint_blocks
 from axon_nb.parallel.data.units import make_units
-from axon_nb.plan.footprint.pipeline import all_stages
-from axon_nb.plan.footprint.plan import MemoryPlan
-from axon_nb.plan.footprint.request import MemoryRequest
-from axon_nb.plan.hugging_face import HuggingFaceModel, next_token_loss
-from axon_nb.plan.process.worker import run_in_process
-from axon_nb.plan.tracing.model_parts import NamedStage
+from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest
+from axon_nb.plan.footprint.training import all_stages
+from axon_nb.plan.models import HuggingFaceModel, next_token_loss
+from axon_nb.plan.process import run_in_process
+from axon_nb.plan.tracing.subject import NamedStage
 from tests.plan.footprint.allocator import allocated
 from tests.plan.many import plans
 from tests.support.ranks import RankWorld

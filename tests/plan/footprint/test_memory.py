@@ -16,10 +16,9 @@ from torch import nn
 from axon_nb import plan
 from axon_nb.parallel import CPUOffload, ShardingStrategy
 from axon_nb.parallel.models import GPT, Block, GPTConfig
-from axon_nb.plan.footprint.plan import MemoryPlan
-from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest
 from axon_nb.plan.models import CapturedModel, TensorSpec
-from axon_nb.plan.process.worker import run_in_process
+from axon_nb.plan.process import run_in_process
 from tests.plan.many import plans
 
 pytestmark = pytest.mark.timeout(900)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from axon_nb.parallel.models import GPTConfig
-from axon_nb.plan.footprint.plan import MemoryPlan, RankMemory
-from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest, RankMemory
 from axon_nb.plan.models import TensorSpec
-from axon_nb.plan.process.worker import run_in_process
+from axon_nb.plan.process import run_in_process
 from tests.plan.many import plans
 
 pytestmark = pytest.mark.timeout(600)

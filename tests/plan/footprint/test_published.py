@@ -9,10 +9,9 @@ import cloudpickle
 import pytest
 
 from axon_nb import plan
-from axon_nb.plan.footprint.plan import MemoryPlan
-from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest
 from axon_nb.plan.models import TensorSpec
-from axon_nb.plan.process.worker import run_in_process
+from axon_nb.plan.process import run_in_process
 from scripts.published_memory import MixedPrecisionAdam, linear_layers
 from tests.plan.footprint.megatron import Layers
 from tests.plan.many import plans

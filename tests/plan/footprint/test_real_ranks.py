@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from axon_nb.plan.footprint.plan import MemoryPlan
-from axon_nb.plan.process.worker import run_in_process
+from axon_nb.plan.process import run_in_process
 from tests.plan.footprint.training import Case, measured
 from tests.plan.many import plans
 from tests.support.ranks import RankWorld

@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from axon_nb.parallel.models import GPT, GPTConfig
-from axon_nb.plan.footprint.plan import MemoryPlan
-from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.footprint.plan import MemoryPlan, MemoryRequest
 from axon_nb.plan.models import TensorSpec
-from axon_nb.plan.process.worker import run_in_process
-from axon_nb.plan.repetition.alike import ProvenRuns
-from axon_nb.plan.repetition.signature import signatures
+from axon_nb.plan.process import run_in_process
+from axon_nb.plan.repetition import ProvenRuns, signatures
 from tests.plan.footprint.irregular import KINDS, WIDTH, Irregular, Layer, random_model
 from tests.plan.many import plans
 
@@ -70,7 +68,7 @@ def test_every_difference_between_blocks_is_detected(kind: str) -> None:
 
 
 def _shortened(windows: tuple[int, ...], special: dict[int, str], run: Any, depth: int) -> nn.Module:
-    from axon_nb.plan.repetition.alike import shorten
+    from axon_nb.plan.repetition import shorten
 
     made = Irregular(windows, special)
     shorten(made, run, depth)

@@ -23,9 +23,9 @@ from axon_nb.parallel import (
     make_mesh,
     parallelize,
 )
+from axon_nb.parallel.memory import optimizer_states
 from axon_nb.parallel.models import GPT, Block, GPTConfig, next_byte_loss
-from axon_nb.parallel.optimizer_kind import optimizer_states
-from axon_nb.plan.footprint.request import MemoryRequest
+from axon_nb.plan.footprint.plan import MemoryRequest
 from tests.plan.footprint.allocator import allocated
 
 CONFIG = GPTConfig(vocab=509, context=64, hidden=192, heads=4, blocks=3)

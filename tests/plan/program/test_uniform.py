@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from axon_nb.plan.program.record import RankRecord
-from axon_nb.plan.program.uniform import distinct_ranks
+from axon_nb.plan.program.record import RankRecord, distinct_ranks
 
 
 def _found(size: int, kind: Callable[[int], int], groups: tuple[tuple[int, ...], ...]) -> tuple[list[int], int]:

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from axon_nb.cluster.settings import Settings
-from axon_nb.compat import accelerate
-from axon_nb.engine.groups import nccl
+from axon_nb.compat import launchers
+from axon_nb.engine.groups import creation
 from axon_nb.records import environment
 from scripts import settings_table
 from tests.structure.conftest import nodes
@@ -49,8 +49,8 @@ def test_every_variable_that_the_package_reads_is_registered(package_files: list
         read[name] = own | (set() if name.startswith(_TEMPLATES) else read_by_name(path))
     unknown = {name: sorted(found - registered()) for name, found in read.items() if found - registered()}
     assert not unknown, f"not in axon_nb/records/environment.py: {unknown}"
-    assert "RANK" in read["axon_nb/records/training/progress.py"], "reads are found"
-    assert {*nccl.DEFAULTS, *accelerate._PLUGINS} <= registered()
+    assert "RANK" in read["axon_nb/records/training/job.py"], "reads are found"
+    assert {*creation.DEFAULTS, *launchers._ACCELERATE_PLUGINS} <= registered()
 
 
 def test_every_setting_and_variable_has_a_docstring() -> None:

@@ -35,7 +35,7 @@ def test_every_package_has_a_row_and_every_row_names_tests_that_exist() -> None:
             ["tests/kernel/views/test_plan_names.py", "tests/kernel/views/test_what_if.py", "tests/plan"],
         ),
         (["axon_nb/plan/skeleton.py", "magics/pull.py"], ["tests/front_ends", "tests/kernel", "tests/plan"]),
-        (["pyproject.toml", "axon_nb/host/deaths.py"], ["tests"]),
+        (["pyproject.toml", "axon_nb/host/children.py"], ["tests"]),
         (["tests/host/resources/test_oom.py"], ["tests/host/resources/test_oom.py"]),
         (["tests/host/conftest.py"], ["tests/host"]),
         (
@@ -61,7 +61,7 @@ def test_changed_tests_and_short_ones_come_first() -> None:
 
 
 def test_tests_that_share_words_with_a_change_come_before_shorter_ones() -> None:
-    taken, _ = affordable([FAILURES], ["axon_nb/cluster/failures/deaths.py"], float("inf"))
+    taken, _ = affordable([FAILURES], ["axon_nb/cluster/failures.py"], float("inf"))
     assert taken[0] == f"{FAILURES}/test_deaths.py"
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from axon_nb.cluster.inspection.job import JobSnapshot
+from axon_nb.cluster.inspection.status import JobSnapshot
 from axon_nb.records.telemetry import Activity, RankState
-from axon_nb.records.training.job import JobReport, MetricRow
-from axon_nb.records.training.progress import Bar
+from axon_nb.records.training.job import Bar, JobReport, MetricRow
 
 _CLOCK = [0]
 

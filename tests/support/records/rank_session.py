@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from axon_nb.engine.session import RankSession
-from axon_nb.records.protocol.joining import JoinConfig
+from axon_nb.records.protocol.recovery import JoinConfig
 
 
 def session_of_rank(rank: int = 0) -> RankSession:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
-from axon_nb.records.training.pipeline import play
-from axon_nb.records.training.progress import Bar
-from axon_nb.widgets.memory.page import memory_bundle
+from axon_nb.records.training.job import Bar
+from axon_nb.records.training.steps import play
 from axon_nb.widgets.memory.rows import MemoryRows
-from axon_nb.widgets.shards.page import shards_bundle
-from axon_nb.widgets.shards.tensors import merge_shards
+from axon_nb.widgets.memory.view import memory_bundle
+from axon_nb.widgets.shards import merge_shards, shards_bundle
 from axon_nb.widgets.timeline.page import timeline_bundle
-from axon_nb.widgets.watch.page import watch_bundle
 from axon_nb.widgets.watch.store import JobStore
+from axon_nb.widgets.watch.view import watch_bundle
 from tests.support.records.jobs import answers, report, row
 from tests.support.records.memory_replies import SIZES, use
 from tests.support.records.memory_replies import answers as memory_answers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from axon_nb.records.placement import Shard
+from axon_nb.records.telemetry import Shard
 
 
 def split(shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int | None, ...], name: str = "w") -> list[Shard]:

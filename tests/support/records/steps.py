@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from axon_nb.records.performance.replay import Recording
-from axon_nb.records.performance.steps import record_steps
 from axon_nb.records.spans import Span
+from axon_nb.records.training.steps import Recording, record_steps
 from tests.support.records.straggling import MS, span_of
 
 GROUPS = {"0": (0, 1)}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from axon_nb.cluster.divergence.verdict import (
+from axon_nb.cluster.divergence import (
     NumbersVerdict,
     find_difference,
     find_non_finite,
     is_before,
 )
-from axon_nb.records.training.numbers import LAST, NonFinite, StepNumbers
+from axon_nb.records.training.digests import LAST, NonFinite, StepNumbers
 
 NAMES = ("0.weight", "0.bias", "1.weight")
 ALL = ((0, 1, 2, 3), (0, 1, 2))

@@ -12,9 +12,8 @@ import pytest
 
 from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.cluster.session import current
-from axon_nb.cluster.session.notebook import NotebookSession
-from axon_nb.cluster.setting_kinds import Value
-from axon_nb.cluster.settings import Settings
+from axon_nb.cluster.session.current import NotebookSession
+from axon_nb.cluster.settings import Settings, Value
 from axon_nb.errors import NoClusterError
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.cluster.setting_kinds import Value, byte_count, seconds
-from axon_nb.cluster.settings import LiveSettings, Settings
+from axon_nb.cluster.settings import LiveSettings, Settings, Value, byte_count, seconds
 from axon_nb.errors import ClusterLostError, UsageError
 
 

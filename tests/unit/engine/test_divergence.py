@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from axon_nb.engine.divergence.digests import checksum, total_norm
-from axon_nb.engine.divergence.log import NumberLog
-from axon_nb.engine.divergence.origin import LastCalls, Origin
-from axon_nb.engine.divergence.replicas import Replicas
-from axon_nb.records.protocol.contents import NumbersReply
+from axon_nb.engine.divergence import NumberLog, Replicas, checksum, total_norm
+from axon_nb.engine.divergence_origin import LastCalls, Origin
+from axon_nb.records.protocol.inspection import NumbersReply
 from axon_nb.records.protocol.wire import encode
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64]

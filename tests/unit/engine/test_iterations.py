@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from axon_nb.engine.protection.iterations import at_end_of_iteration
+from axon_nb.engine.protection.protection import at_end_of_iteration
 
 FOR = """
 for i in range(3):

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from axon_nb.engine.inspection.job import TqdmBars
 from axon_nb.engine.inspection.memory import capacity
+from axon_nb.engine.inspection.telemetry import TqdmBars
 from axon_nb.engine.live_objects import LiveTensors, storages_of
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from axon_nb.comm.collectives.arrays import prepare_move
-from axon_nb.engine.values.parts import tensor_bytes
-from axon_nb.parallel.checkpoint.safetensors import _bytes
+from axon_nb.comm.collectives.arguments import prepare_move
+from axon_nb.engine.values import tensor_bytes
+from axon_nb.parallel.checkpoint.saving import _bytes
 from axon_nb.shell.value_pickle import pack, unpack
 
 

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from axon_nb.engine.output.budget import OutputBudget
-from axon_nb.engine.output.streams import NativeOutput
+from axon_nb.engine.output import NativeOutput, OutputBudget
 
 
 class _Stream(io.StringIO):

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from axon_nb.engine.debugger.pager import Pager
-from axon_nb.engine.debugger.post_mortem import PostMortem
+from axon_nb.engine.debugger import Pager, PostMortem
 from axon_nb.engine.groups.abort import AbortedError
-from axon_nb.engine.inspection.job import TrainingJob
-from axon_nb.engine.output.nested_errors import NestedErrors
+from axon_nb.engine.inspection.telemetry import TrainingJob
+from axon_nb.engine.output import NestedErrors
 from axon_nb.records.protocol.cells import AbortLocation
 from axon_nb.records.protocol.inspection import FailureRequest
 from tests.support.records.rank_session import session_of_rank

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from axon_nb.engine.snapshot.data_kinds import TensorState
 from axon_nb.engine.snapshot.history import CellSnapshot, History, TooLargeError, is_inert
 from axon_nb.engine.snapshot.memory import HostMemory
 from axon_nb.engine.snapshot.state import State, StateFinder
-from axon_nb.engine.snapshot.tensors import TensorState
 
 ENOUGH = 1 << 30
 NOT_PICKLED = ("__builtins__", "step")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from IPython.core.ultratb import AutoFormattedTB
 
-from axon_nb.engine.kernel.tracebacks import Tracebacks, shorten_traceback
+from axon_nb.engine.kernel.shell import Tracebacks, shorten_traceback
 
 
 def down(n: int) -> None:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from axon_nb.engine.values.digests import Walk
+from axon_nb.engine.inspection.variables import DigestWalk
 from axon_nb.shell.value_pickle import pack, unpack
 from tests.support.cases.value_kinds import KINDS, NOT_SENT, differs, nested
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of kinds that are in beta or deprecated
 
 
-def _walked(value: Any, name: str = "v") -> Walk:
-    walk = Walk(name)
+def _walked(value: Any, name: str = "v") -> DigestWalk:
+    walk = DigestWalk(name)
     walk.run(value)
     return walk
 
@@ -93,17 +93,17 @@ def test_bytes_that_mean_nothing_are_not_compared() -> None:
 
 
 def test_what_is_too_much_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = Walk("v", max_bytes=1000)
+    large = DigestWalk("v", max_bytes=1000)
     large.run([torch.zeros(1000)])
     assert large.skipped == {0: ("v", "more than 0.977 KiB")}
-    late = Walk("v", began=-1000.0)
+    late = DigestWalk("v", began=-1000.0)
     late.run([1])
     assert late.skipped == {0: ("v", "more than 30 s")}
     deep: list[Any] = []
     for _ in range(150):
         deep = [deep]
     assert [why for _, why in _walked(deep).skipped.values()] == ["nested more than 100 levels deep"]
-    monkeypatch.setattr("axon_nb.engine.values.digests._MAX_NODES", 1000)
+    monkeypatch.setattr("axon_nb.engine.inspection.variables._MAX_NODES", 1000)
     assert _walked([[] for _ in range(1001)]).skipped == {0: ("v", "more than 1,000 values")}
 
 

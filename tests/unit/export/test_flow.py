@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from axon_nb.export.effects import effects
-from axon_nb.export.liveness import defining_statements, live_cells
+from axon_nb.export.effects import defining_statements, effects, live_cells
 
 PREDEFINED = ("rank", "torch", "dist", "F")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.export.script import make_script
-from axon_nb.export.translate import guard_group_calls
+from axon_nb.export.translation import guard_group_calls
 from axon_nb.records.history import ExecutedCell, SessionFacts
 
 GUARD = "if not dist.is_initialized():  # this script created the group above\n"

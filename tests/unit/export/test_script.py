@@ -15,7 +15,7 @@ from axon_nb.cluster import history as journal
 from axon_nb.errors import UsageError
 from axon_nb.export import export_history
 from axon_nb.export.script import make_script
-from axon_nb.export.style import apply_ruff
+from axon_nb.export.translation import apply_ruff
 from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
 FACTS = SessionFacts(4, "gloo", threads=3)

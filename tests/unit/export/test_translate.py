@@ -6,8 +6,7 @@ import ast
 
 import pytest
 
-from axon_nb.export.style import indent_code, one_statement_per_line
-from axon_nb.export.translate import parse, translate
+from axon_nb.export.translation import indent_code, one_statement_per_line, parse, translate
 
 
 @pytest.mark.parametrize(

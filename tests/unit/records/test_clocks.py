@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from axon_nb.records.clocks import ClockEstimate
+from axon_nb.records.spans import ClockEstimate
 
 MS = 1_000_000
 

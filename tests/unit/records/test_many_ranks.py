@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from axon_nb.records.ranks import name_ranks
-from axon_nb.records.waits.calls import PendingCall, RankWaits, missing_ranks
-from axon_nb.records.waits.deadlocks import explain_deadlock
-from axon_nb.records.waits.slow_ranks import describe_slow_ranks
+from axon_nb.records.waits import PendingCall, RankWaits, describe_slow_ranks, explain_deadlock, missing_ranks
 
 RANKS = tuple(range(1024))
 MAX_LOOKS = 16

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from axon_nb.records.placement import MeshInfo, MeshSlice
 from axon_nb.records.protocol.wire import decode
+from axon_nb.records.telemetry import MeshInfo, MeshSlice
 
 
 def test_three_axes_are_slices_of_two() -> None:

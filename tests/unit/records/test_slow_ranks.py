@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from axon_nb.records.stacks import RankStack, StackFrame, Stacks
-from axon_nb.records.waits.calls import PendingCall, RankWaits, missing_ranks
-from axon_nb.records.waits.deadlocks import explain_deadlock
-from axon_nb.records.waits.functions import advice_for
-from axon_nb.records.waits.slow_ranks import describe_slow_ranks
+from axon_nb.records.waits import (
+    PendingCall,
+    RankWaits,
+    advice_for,
+    describe_slow_ranks,
+    explain_deadlock,
+    missing_ranks,
+)
 
 
 def waiting(rank: int, *, seconds: float = 3.24, call: str = "all_reduce", via: str = "", **more: object) -> RankWaits:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from axon_nb.records.waits.calls import PendingCall, RankWaits
-from axon_nb.records.waits.deadlocks import explain_deadlock
-from axon_nb.records.waits.started_calls import explain_mismatch
+from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock, explain_mismatch
 
 
 def waiting(rank: int, *, sequence: int = 1, name: str = "allreduce", line: int = 3, **more: object) -> RankWaits:

@@ -7,10 +7,10 @@ from html.parser import HTMLParser
 import pytest
 
 from axon_nb.records.colors import ROLES as ROLE_COLORS
-from axon_nb.widgets.cell.svg import swatch_svg as activity_swatch
-from axon_nb.widgets.memory.page import role_swatch
-from axon_nb.widgets.palette import ACTIVITIES, SPAN_PAINTS, ActivityPaint, SpanPaint
-from axon_nb.widgets.timeline.svg import swatch_svg as span_swatch
+from axon_nb.widgets.cell.activity import swatch_svg as activity_swatch
+from axon_nb.widgets.html import ACTIVITIES, SPAN_PAINTS, ActivityPaint, SpanPaint
+from axon_nb.widgets.memory.view import role_swatch
+from axon_nb.widgets.timeline.page import swatch_svg as span_swatch
 from tests.support.records.saved_views import VIEWS
 
 ROLES = ("parameters", "gradients", "optimizer", "buffers", "activations", "other", "resident")

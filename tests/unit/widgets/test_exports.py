@@ -16,7 +16,7 @@ def test_import_loads_no_widget() -> None:
 
 
 def test_names_are_those_of_their_modules() -> None:
-    from axon_nb.widgets.cell.strip import RankStrip
+    from axon_nb.widgets.cell.views import RankStrip
 
     assert dir(axon_nb.widgets) == sorted(axon_nb.widgets.__all__)
     assert axon_nb.widgets.RankStrip is RankStrip

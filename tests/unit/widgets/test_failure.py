@@ -6,9 +6,8 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 
-from axon_nb.cluster.failures.next_steps import failure_line
-from axon_nb.cluster.failures.report import Failure, Kept, RankError, cell_error
-from axon_nb.widgets.failure import failure_card
+from axon_nb.cluster.failures import Failure, Kept, RankError, cell_error, failure_line
+from axon_nb.widgets.reports import failure_card
 
 CODE = """# %%distributed
 x = torch.ones(3)

@@ -12,7 +12,7 @@ from axon_nb.records.colors import KINDS, RANKS, ROLES, STATES, Color, contrast
 from axon_nb.records.memory import ROLES as MEMORY_ROLES
 from axon_nb.records.telemetry import Activity
 from axon_nb.widgets import assets
-from axon_nb.widgets.palette import ACTIVITIES, ACTIVITY_CODES, SPAN_PAINTS, palette_css, rank_color, text_color
+from axon_nb.widgets.html import ACTIVITIES, ACTIVITY_CODES, SPAN_PAINTS, palette_css, rank_color, text_color
 
 STATIC = Path(assets.__file__).parent / "static"
 PAGES = {"light": ["#FFFFFF"], "dark": ["#111111"], "both": ["#FFFFFF", "#111111"]}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from axon_nb.cluster.comparison.verdict import Finding, Verdict
-from axon_nb.cluster.divergence.verdict import NumbersFinding, NumbersVerdict
-from axon_nb.widgets.comparison import comparison_bundle
-from axon_nb.widgets.divergence import divergence_bundle
+from axon_nb.cluster.comparison import Finding, Verdict
+from axon_nb.cluster.divergence import NumbersFinding, NumbersVerdict
+from axon_nb.widgets.reports import comparison_bundle, divergence_bundle
 
 DIFFERS = NumbersFinding("differs", "weight", "0.bias", "", "", (1,), (0, 2), 0, 3, "line 4", can_undo=True)
 WRONG = Finding("0", "Linear", "the output", "forward", 0, (1,), 0.1, 1e-6, "scaled", "Use `world_size`, not <2>.")

@@ -10,13 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_nb.records.colors import RANKS
-from axon_nb.records.placement import Shard
-from axon_nb.widgets.shards.boxes import draw, drawing_svg
-from axon_nb.widgets.shards.folding import fold
-from axon_nb.widgets.shards.mesh import find_mesh
-from axon_nb.widgets.shards.page import shards_bundle
-from axon_nb.widgets.shards.tensors import bytes_by_rank, describe_placement, merge_shards
-from axon_nb.widgets.shards.view import ShardsView
+from axon_nb.records.telemetry import Shard
+from axon_nb.widgets.shards import (
+    ShardsView,
+    bytes_by_rank,
+    describe_placement,
+    draw,
+    drawing_svg,
+    find_mesh,
+    fold,
+    merge_shards,
+    shards_bundle,
+)
 from tests.support.records.shard_records import split
 
 

@@ -1,26 +1,28 @@
-"""The operations of c10d on tensors as calls of the collectives, in the order of the group, on any thread."""
+"""The operations of c10d on tensors as calls of the collectives, in the order of the group, on any thread.
+
+Tensors are given to them as addresses of contiguous CPU memory; other tensors are copied.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.errors import TensorError
-from axon_nb.comm.shared_memory.collectives import movement, reduction, uneven
-from axon_nb.comm.shared_memory.collectives.arithmetic import Arithmetic
+from axon_nb.comm.errors import TensorError, TensorMismatchError
+from axon_nb.comm.shared_memory.collectives import algorithms
+from axon_nb.comm.shared_memory.collectives.algorithms import Arithmetic
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
-from axon_nb.comm.shared_memory.collectives.staging import Staged, flat_buffer, scratch_buffer, stage, stage_all
-from axon_nb.comm.shared_memory.segment.announcement import REDUCE_OPERATIONS, UNEVEN, fact_of
-from axon_nb.comm.shared_memory.segment.errors import SharedMemoryTimeoutError
+from axon_nb.comm.shared_memory.segment.pages import REDUCE_OPERATIONS, UNEVEN, SharedMemoryTimeoutError, fact_of
 
 Tensor = torch.Tensor
-
 _BLOCKING = frozenset(
     function.__code__
     for function in (getattr(call, "__wrapped__", call) for call in (dist.send, dist.recv))
@@ -42,7 +44,7 @@ def is_waited_for() -> bool:
 
 def _own_part(source: Staged, target: Staged) -> Any:
     """Return a block as a buffer; empty if it is small, or if writing to `target` changes it."""
-    if source.size <= reduction.DIRECT_BYTES:
+    if source.size <= algorithms.DIRECT_BYTES:
         return b""
     is_apart = source.address + source.size <= target.address or target.address + target.size <= source.address
     return flat_buffer(source) if is_apart else b""
@@ -57,7 +59,7 @@ class Calls:
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
-        self._scratch = scratch_buffer(reduction.DIRECT_BYTES)
+        self._scratch = scratch_buffer(algorithms.DIRECT_BYTES)
 
     def all_reduce(self, tensor: Tensor, number: int, sums: Arithmetic, line: int) -> None:
         """Reduce in place."""
@@ -67,11 +69,13 @@ class Calls:
         rounds, staged = self._rounds, stage(tensor, writes=True)
         count, size = staged.count, staged.size
         rounds.begin(fact_of("all_reduce", count, dtype=tensor.dtype, reduce=number), line)
-        if size <= reduction.DIRECT_BYTES and size <= rounds.layout.slot_bytes:
-            reduction.all_reduce_small(rounds, staged.address, size=size, count=count, sums=sums, scratch=self._scratch)
+        if size <= algorithms.DIRECT_BYTES and size <= rounds.layout.slot_bytes:
+            algorithms.all_reduce_small(
+                rounds, staged.address, size=size, count=count, sums=sums, scratch=self._scratch
+            )
         else:
             target, item = flat_buffer(staged), tensor.element_size()
-            reduction.all_reduce(rounds, staged.address, target=target, count=count, item=item, sums=sums)
+            algorithms.all_reduce(rounds, staged.address, target=target, count=count, item=item, sums=sums)
         staged.store()
 
     def _sum_sparse(self, tensor: Tensor, number: int, line: int) -> None:
@@ -106,7 +110,7 @@ class Calls:
         """Copy the root's."""
         staged = stage(tensor, reads=self._rounds.rank == root)
         self._rounds.begin(fact_of("broadcast", staged.count, dtype=tensor.dtype, root=root), line)
-        movement.broadcast(self._rounds, staged.address, staged.size, root)
+        algorithms.broadcast(self._rounds, staged.address, staged.size, root)
         if self._rounds.rank != root:
             staged.store()
 
@@ -117,7 +121,7 @@ class Calls:
         rounds.begin(fact_of("reduce", staged.count, dtype=tensor.dtype, root=root, reduce=number), line)
         buffer = flat_buffer(staged) if rounds.rank == root else None
         item = tensor.element_size()
-        reduction.reduce(rounds, staged.address, buffer=buffer, count=staged.count, item=item, sums=sums, root=root)
+        algorithms.reduce(rounds, staged.address, buffer=buffer, count=staged.count, item=item, sums=sums, root=root)
         if rounds.rank == root:
             staged.store()
 
@@ -125,7 +129,7 @@ class Calls:
         """Copy all to all."""
         staged, targets = stage(tensor), stage_all(list(parts), reads=False)
         self._rounds.begin(fact_of("all_gather", staged.count, dtype=tensor.dtype), line)
-        movement.all_gather(self._rounds, staged.address, staged.size, [target.address for target in targets])
+        algorithms.all_gather(self._rounds, staged.address, staged.size, [target.address for target in targets])
         for target in targets:
             target.store()
 
@@ -137,7 +141,7 @@ class Calls:
         places = (
             range(target.address, target.address + size * self._rounds.size, size) if size else [0] * self._rounds.size
         )
-        movement.all_gather(self._rounds, staged.address, size, places)
+        algorithms.all_gather(self._rounds, staged.address, size, places)
         target.store()
 
     def gather(self, parts: Sequence[Tensor], tensor: Tensor, root: int, line: int) -> None:
@@ -145,7 +149,7 @@ class Calls:
         staged, targets = stage(tensor), stage_all(list(parts), reads=False)
         self._rounds.begin(fact_of("gather", staged.count, dtype=tensor.dtype, root=root), line)
         places = [target.address for target in targets] if targets else None
-        movement.gather(self._rounds, staged.address, staged.size, places, root)
+        algorithms.gather(self._rounds, staged.address, staged.size, places, root)
         for target in targets:
             target.store()
 
@@ -154,7 +158,7 @@ class Calls:
         target, sources = stage(output, reads=False), stage_all(list(parts))
         self._rounds.begin(fact_of("scatter", target.count, dtype=output.dtype, root=root), line)
         places = [source.address for source in sources] if sources else None
-        movement.scatter(self._rounds, places, target.size, target.address, root)
+        algorithms.scatter(self._rounds, places, target.size, target.address, root)
         target.store()
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], number: int, sums: Arithmetic, line: int) -> None:
@@ -166,11 +170,11 @@ class Calls:
         rounds.begin(fact_of("reduce_scatter", count, dtype=output.dtype, root=root, reduce=number), line)
         if is_even:
             own_part = _own_part(sources[rounds.rank], target)
-            reduction.reduce_scatter(
+            algorithms.reduce_scatter(
                 rounds, places, own_part=own_part, buffer=buffer, count=count, item=item, sums=sums
             )
         else:
-            uneven.reduce_scatter(rounds, places, counts, buffer=buffer, item=item, sums=sums)
+            algorithms.reduce_scatter_uneven(rounds, places, counts, buffer=buffer, item=item, sums=sums)
         target.store()
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, number: int, sums: Arithmetic, line: int) -> None:
@@ -180,7 +184,7 @@ class Calls:
         places = [source.address + rank * target.size for rank in range(rounds.size)]
         buffer, item, start = flat_buffer(target), output.element_size(), rounds.rank * target.size
         own_part = _own_part(source, target)[start : start + target.size]
-        reduction.reduce_scatter(
+        algorithms.reduce_scatter(
             rounds, places, own_part=own_part, buffer=buffer, count=target.count, item=item, sums=sums
         )
         target.store()
@@ -189,7 +193,7 @@ class Calls:
         """Exchange tensors."""
         targets, sources = stage_all(list(outputs), reads=False), stage_all(list(inputs))
         self._rounds.begin(fact_of("all_to_all", 0, dtype=outputs[0].dtype), line)
-        movement.all_to_all(
+        algorithms.all_to_all(
             self._rounds,
             [source.address for source in sources],
             [source.size for source in sources],
@@ -207,13 +211,13 @@ class Calls:
         self._rounds.begin(fact_of("all_to_all", 0, dtype=output.dtype), line)
         sources = [source.address + sum(sent[:rank]) for rank in range(len(sent))]
         targets = [target.address + sum(taken[:rank]) for rank in range(len(taken))]
-        movement.all_to_all(self._rounds, sources, sent, targets, taken)
+        algorithms.all_to_all(self._rounds, sources, sent, targets, taken)
         target.store()
 
     def barrier(self, line: int) -> None:
         """Wait for all."""
         self._rounds.begin(fact_of("barrier", 0), line)
-        movement.barrier(self._rounds)
+        algorithms.barrier(self._rounds)
 
     def monitored_barrier(self, seconds: float, line: int) -> None:
         """Wait for all ranks, or name those that do not arrive.
@@ -232,3 +236,160 @@ class Calls:
             ) from None
         finally:
             rounds.timeout_s = normal
+
+
+class Staged:
+    """The elements of a tensor as one contiguous block of memory.
+
+    Args:
+        tensor: The tensor: dense, of a class that holds its elements itself.
+        reads: Whether its current elements are needed.
+
+    Raises:
+        TensorError: it has no memory in this process, or less than its elements take.
+    """
+
+    __slots__ = ("_copy", "_tensor", "address", "count", "size")
+
+    def __init__(self, tensor: torch.Tensor, *, reads: bool) -> None:
+        self._tensor = tensor
+        self._copy: torch.Tensor | None = None
+        self.count = tensor.numel()
+        """Number of elements."""
+        self.size = self.count * tensor.element_size()
+        """Bytes."""
+        if not (tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())):
+            with torch.no_grad():
+                self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                if reads:
+                    self._copy.copy_(tensor)
+            tensor = self._copy
+        self.address = _address(tensor) if self.size else 0
+
+    def store(self) -> None:
+        """Copy the block back into the tensor if it is a copy."""
+        if self._copy is not None:
+            with torch.inference_mode():  # inference tensors can be changed only here
+                self._tensor.copy_(self._copy)
+
+
+def stage(tensor: torch.Tensor, *, reads: bool = True, writes: bool | None = None) -> Staged:
+    """Return the block of memory of a tensor.
+
+    Args:
+        tensor: Any tensor.
+        reads: Whether its current elements are needed.
+        writes: Whether `store` will change it; None: if its elements are not needed.
+
+    Raises:
+        TensorError: it is not dense, has no memory here, or several of its elements share memory that is written to.
+    """
+    if type(tensor) is not torch.Tensor:
+        tensor = _unwrapped(tensor)
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        kind = next((name for name in ("nested", "quantized", "meta") if getattr(tensor, f"is_{name}")), tensor.layout)
+        raise TensorError(f"A tensor must be dense and have memory to be communicated; got a tensor that is {kind}.")
+    if (not reads if writes is None else writes) and not tensor.is_contiguous() and _overlaps(tensor):
+        raise TensorError("Elements of an expanded tensor share memory: communicate a copy, such as x.contiguous().")
+    return Staged(tensor, reads=reads)
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that holds the elements; wait for it if it is the result of a functional collective.
+
+    Raises:
+        TensorError: none does in this process alone, as with a DTensor.
+    """
+    if (wait := getattr(tensor, "trigger_wait", None)) is not None:  # AsyncCollectiveTensor, whose module is private
+        held: torch.Tensor = wait()
+        return held
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return tensor
+    local = " Use .to_local() or .full_tensor()." if hasattr(tensor, "to_local") else ""
+    raise TensorError(f"A {type(tensor).__name__} cannot be communicated: it wraps other tensors.{local}")
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as `expand` makes them; torch checks no more before it copies into a tensor."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a contiguous tensor's first element.
+
+    Raises:
+        TensorError: the tensor has no memory, or its storage was freed or shrunk.
+    """
+    try:
+        address = tensor.data_ptr()
+        held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    except RuntimeError as error:  # such as that of a function that torch.func transforms
+        raise TensorError(f"A {type(tensor).__name__} has no memory that can be communicated: {error}") from None
+    if not address or held < tensor.nbytes:
+        raise TensorError(
+            f"A tensor of {tensor.nbytes:,} bytes has {max(held, 0) if address else 0:,} bytes of memory: its storage "
+            "was freed or resized."
+        )
+    return address
+
+
+def stage_all(tensors: list[torch.Tensor], *, reads: bool = True) -> list[Staged]:
+    """Return the blocks of several tensors."""
+    return [stage(tensor, reads=reads) for tensor in tensors]
+
+
+class _Memory:
+    """An object that NumPy turns into an array without involving torch."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+def flat_buffer(staged: Staged) -> Any:
+    """Return the block as a buffer of bytes; the caller keeps the tensor alive."""
+    return np.asarray(_Memory(staged.address, staged.size)) if staged.size else bytearray()
+
+
+def scratch_buffer(size: int) -> tuple[Any, int]:
+    """Allocate memory in this process: a buffer and its address."""
+    memory = (ctypes.c_char * size)()
+    return memory, ctypes.addressof(memory)
+
+
+def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:
+    """Return the number of bytes per rank in a tensor that is split by rows; without splits, equal parts.
+
+    Raises:
+        TensorMismatchError: the splits do not add up to the tensor's rows.
+    """
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not splits:
+        if rows % ranks:
+            raise TensorMismatchError(f"all_to_all: the number of rows ({rows}) must be divisible by {ranks} ranks.")
+        return [tensor.nbytes // ranks] * ranks
+    if len(splits) != ranks or sum(splits) != rows:
+        raise TensorMismatchError(
+            f"all_to_all: split sizes must be {ranks} numbers with the sum {rows} (rows); got {list(splits)}."
+        )
+    row = tensor.nbytes // rows if rows else 0
+    return [count * row for count in splits]
+
+
+def check_sizes(name: str, parts: Sequence[torch.Tensor], size: int, ranks: int, *, only: int = -1) -> None:
+    """Raise if a list does not have one tensor of `size` bytes per rank; `only`: the tensors of others may differ."""
+    if len(parts) != ranks:
+        raise TensorMismatchError(f"{name} needs {ranks} tensors, one per rank; got {len(parts)}.")
+    for rank, part in enumerate(parts):
+        if part.nbytes != size and only in (-1, rank):
+            raise TensorMismatchError(
+                f"{name}: the tensor for rank {rank} has {part.nbytes:,} bytes; must be {size:,}."
+            )
+
+
+def check_whole(name: str, whole: torch.Tensor, part: torch.Tensor, ranks: int) -> None:
+    """Raise if a tensor does not have `ranks` times the elements of another."""
+    if whole.dtype is not part.dtype:
+        raise TensorError(f"{name}: the tensors must have one dtype; got {whole.dtype} and {part.dtype}.")
+    if whole.numel() != part.numel() * ranks:
+        expected = f"{part.numel() * ranks:,}"
+        raise TensorMismatchError(f"{name}: the large tensor must have {expected} elements; got {whole.numel():,}.")

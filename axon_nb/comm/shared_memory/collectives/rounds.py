@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 
 from axon_nb.comm.errors import CollectiveMismatchError
-from axon_nb.comm.shared_memory.segment.announcement import mismatch, operation_of
 from axon_nb.comm.shared_memory.segment.memory import SLOTS
-from axon_nb.comm.shared_memory.segment.pages import STEPS
+from axon_nb.comm.shared_memory.segment.pages import STEPS, mismatch, operation_of
 from axon_nb.comm.shared_memory.segment.progress import Progress
 from axon_nb.records.ranks import format_ranks
 

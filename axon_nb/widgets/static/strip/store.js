@@ -45,7 +45,7 @@ import { unpack } from "../shared/wire.js";
  */
 
 /**
- * A message of the kernel, packed by axon_nb/widgets/cell/segments.py.
+ * A message of the kernel, packed by axon_nb/widgets/cell/activity.py.
  *
  * @typedef {object} Message
  * @property {{count: number, calls: string[], generations: number[], replaced: number[], now: number, lost: number,

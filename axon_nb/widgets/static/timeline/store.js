@@ -60,7 +60,7 @@ import { updateBlocks } from "./blocks.js";
 /** @typedef {[from: number | null, to: number | null]} Focus the last cell, in seconds; no end: it is running */
 
 /**
- * A message of the kernel, packed by axon_nb/widgets/timeline/wire.py.
+ * A message of the kernel, packed by axon_nb/widgets/timeline/view.py.
  *
  * @typedef {object} Message
  * @property {{count: number, patched: number, first: number, oldest: number, labels: Label[], labelsFrom: number,

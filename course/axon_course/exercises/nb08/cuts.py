@@ -9,9 +9,9 @@ from axon_course.definitions import Exercise, Mistake, Property, Score
 from axon_course.replays import Replay, replay_schedule
 from axon_course.trials import Trial
 from axon_nb.parallel.pipeline import PipelineSchedule
-from axon_nb.parallel.pipeline.torch_hooks import actions
+from axon_nb.parallel.pipeline.schedule import actions
 from axon_nb.records.spans import Span
-from axon_nb.records.training.pipeline import simulate_orders, spans_from_times
+from axon_nb.records.training.steps import simulate_orders, spans_from_times
 
 _RANKS = 4
 _LAYER_MS = (1, *[2] * 24, 11)

@@ -14,7 +14,7 @@ from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.exercises.nb08.stages import run_order
 from axon_course.trials import Trial
 from axon_nb.comm.calls import calls
-from axon_nb.records.training.pipeline import simulate_orders
+from axon_nb.records.training.steps import simulate_orders
 
 Orders = list[list[tuple[str, int]]]
 """What each rank does: (F or B, microbatch)."""

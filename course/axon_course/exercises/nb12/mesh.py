@@ -9,7 +9,7 @@ from typing import Any
 
 from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
-from axon_nb.parallel.mesh import axis_group, make_mesh
+from axon_nb.parallel.three_d import axis_group, make_mesh
 
 Sizes = dict[str, int]
 

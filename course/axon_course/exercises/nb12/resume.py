@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from axon_course.definitions import Exercise, Mistake, Property
 from axon_course.trials import Trial
 from axon_nb.comm import CollectiveMismatchError, DeadlockError
-from axon_nb.parallel.checkpoint.errors import CheckpointWarning
+from axon_nb.parallel.checkpoint.folder import CheckpointWarning
 
 _STEPS, _CUT = 4, 2
 _SAMPLES = 12

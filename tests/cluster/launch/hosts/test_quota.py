@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 import axon_nb
-from axon_nb.cluster.launch.quota import raise_if_over_quota
+from axon_nb.cluster.launch.placement import raise_if_over_quota
 from axon_nb.errors import UsageError
-from axon_nb.records.protocol.agent import SetInfo
-from axon_nb.records.protocol.cluster import ClusterFacts
-from axon_nb.records.protocol.version import own_version
+from axon_nb.records.protocol.agent import ClusterFacts, SetInfo
+from axon_nb.records.protocol.wire import own_version
 from tests.support.agents import Served, serve
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_nb.records.protocol.version import PROTOCOL
+from axon_nb.records.protocol.wire import PROTOCOL
 from tests.cluster.launch.hosts.ssh_server import SshServer
 from tests.cluster.launch.second_host import FAR_HOST, Network
 from tests.support.processes import until

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from axon_nb.comm.shared_memory.collectives import rounds as rounds_module
-from axon_nb.comm.shared_memory.collectives.arithmetic import arithmetic
+from axon_nb.comm.shared_memory.collectives.algorithms import arithmetic, part_bytes, table_bytes
 from axon_nb.comm.shared_memory.collectives.calls import Calls
 from axon_nb.comm.shared_memory.collectives.rounds import Rounds
-from axon_nb.comm.shared_memory.collectives.uneven import part_bytes, table_bytes
-from axon_nb.comm.shared_memory.segment.announcement import MAX_RANKS
 from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
+from axon_nb.comm.shared_memory.segment.pages import MAX_RANKS
 from axon_nb.comm.shared_memory.segment.progress import Progress
 
 PAGE = 4096

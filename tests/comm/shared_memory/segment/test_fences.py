@@ -17,12 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axon_nb.comm.shared_memory.collectives import movement, reduction, uneven
+from axon_nb.comm.shared_memory.collectives import algorithms
 from axon_nb.comm.shared_memory.group import SharedMemoryGroup
-from axon_nb.comm.shared_memory.segment import futex, rings
-from axon_nb.comm.shared_memory.segment.memory import Layout, SharedMemory
+from axon_nb.comm.shared_memory.segment import futex, memory
+from axon_nb.comm.shared_memory.segment.memory import InRing, Layout, OutRing, SharedMemory
 from axon_nb.comm.shared_memory.segment.progress import Progress
-from axon_nb.comm.shared_memory.segment.rings import InRing, OutRing
 
 
 class Words:
@@ -181,7 +180,7 @@ def test_all_calls_have_fences_between_data_and_words(monkeypatch: Any) -> None:
             rank.fence()
         real_fence()
 
-    for module in (movement, reduction, uneven, rings, futex):
+    for module in (algorithms, algorithms, algorithms, memory, futex):
         monkeypatch.setattr(module, "copy", copy)
     monkeypatch.setattr(futex, "fence", fence)
 

@@ -7,19 +7,15 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from axon_nb.cluster.cells.abort import AbortController
-from axon_nb.cluster.cells.deadlock import DeadlockWatch
+from axon_nb.cluster.cells.abort import AbortController, DeadlockWatch
 from axon_nb.cluster.cells.run import CellRun
 from axon_nb.cluster.output import CellOutput
 from axon_nb.cluster.output.sinks import RecordingSink
-from axon_nb.cluster.rpc.answers import Answer
-from axon_nb.records.protocol.aborts import AbortReply, AbortRequest
-from axon_nb.records.protocol.cells import CellOutcome
+from axon_nb.cluster.rpc import Answer
+from axon_nb.records.protocol.cells import AbortReply, AbortRequest, CellOutcome
 from axon_nb.records.protocol.inspection import WaitsReply
-from axon_nb.records.protocol.messages import REPLY, Request
-from axon_nb.records.protocol.wire import encode
-from axon_nb.records.waits.calls import PendingCall, RankWaits
-from axon_nb.records.waits.silent_ranks import PeerCall
+from axon_nb.records.protocol.wire import REPLY, Request, encode
+from axon_nb.records.waits import PeerCall, PendingCall, RankWaits
 
 BARRIER = PendingCall(number=7, name="barrier", group="0", ranks=(0, 1, 2), sequence=1, peer=-1, bytes=0, seconds=2.0)
 

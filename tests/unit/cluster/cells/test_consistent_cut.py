@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from axon_nb.cluster.cells.consistent_cut import cut_sequence_number, progressing_group
-from axon_nb.cluster.recovery.recovery import describe_diverged_steps
-from axon_nb.cluster.transfer.broadcast import plan_sync
+from axon_nb.cluster.cells.abort import cut_sequence_number, progressing_group
+from axon_nb.cluster.recovery.repair import describe_diverged_steps
+from axon_nb.cluster.transfer import plan_sync
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.recovery import OptimizerReport
 from axon_nb.records.protocol.transfer import SyncRecord

@@ -11,10 +11,9 @@ from typing import Any, cast
 import jsonschema
 import pytest
 
-from axon_nb.cluster.cells.record import MAX_RECORD_BYTES, cell_record
-from axon_nb.cluster.cells.result import CellResult
+from axon_nb.cluster.cells.result import MAX_RECORD_BYTES, CellResult, cell_record
 from axon_nb.cluster.cells.run import CellRun
-from axon_nb.cluster.failures.report import RankError, cell_error, interrupt_error
+from axon_nb.cluster.failures import RankError, cell_error, interrupt_error
 from axon_nb.errors import CellError, CellInterrupt
 
 SCHEMA = json.loads((files("axon_nb") / "records" / "cell_result.schema.json").read_text(encoding="utf-8"))

@@ -7,10 +7,10 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.cluster.cells import events
+from axon_nb.cluster.cells import transitions
 from axon_nb.cluster.cells.options import RankProgress
 from axon_nb.cluster.cells.transitions import Cell, State, transition
-from axon_nb.cluster.failures.report import RankError
+from axon_nb.cluster.failures import RankError
 from axon_nb.records.protocol.cells import CellEnd, CellOutcome
 
 OK, RAISED = CellOutcome("ok"), CellOutcome("error", "ValueError", "bad", end=CellEnd(calls=1))
@@ -27,22 +27,22 @@ CELLS = {
 }
 """A cell in each state; rank 0 is the one that events are about. In the last two it was given up."""
 
-EVENTS: dict[str, events.Event] = {
-    "output": events.Output(0, "stream", {"text": "x"}, {}),
-    "processed": events.Processed(5.0, 0),
-    "idle": events.Idle(0),
-    "reply": events.Reply(5.0, 0, OK, aborting=False),
-    "full reply": events.Reply(5.0, 0, OK, aborting=False, idle=True),
-    "failure": events.Reply(5.0, 0, RAISED, aborting=False),
-    "death": events.Death(5.0, 0, "was killed"),
-    "interrupt": events.Interrupt(5.0),
-    "second interrupt": events.Interrupt(5.0),
-    "timeout": events.Timeout(),
-    "aborted": events.Aborted(),
-    "lost": events.Lost("lost its host agent"),
-    "recovered": events.Recovered(),
-    "tick": events.Tick(5.0, aborted_at=4.0, stuck=STUCK),
-    "late tick": events.Tick(20.0, aborted_at=4.0, stuck=STUCK),
+EVENTS: dict[str, transitions.Event] = {
+    "output": transitions.Output(0, "stream", {"text": "x"}, {}),
+    "processed": transitions.Processed(5.0, 0),
+    "idle": transitions.Idle(0),
+    "reply": transitions.Reply(5.0, 0, OK, aborting=False),
+    "full reply": transitions.Reply(5.0, 0, OK, aborting=False, idle=True),
+    "failure": transitions.Reply(5.0, 0, RAISED, aborting=False),
+    "death": transitions.Death(5.0, 0, "was killed"),
+    "interrupt": transitions.Interrupt(5.0),
+    "second interrupt": transitions.Interrupt(5.0),
+    "timeout": transitions.Timeout(),
+    "aborted": transitions.Aborted(),
+    "lost": transitions.Lost("lost its host agent"),
+    "recovered": transitions.Recovered(),
+    "tick": transitions.Tick(5.0, aborted_at=4.0, stuck=STUCK),
+    "late tick": transitions.Tick(20.0, aborted_at=4.0, stuck=STUCK),
 }
 
 # The next state (`=`: the same), the effects, and in brackets which facts of the cell change.
@@ -102,10 +102,10 @@ def describe(state: str, name: str) -> str:
     after, effects = transition(cell, event)
     parts = ["=" if after.state is cell.state else after.state.value]
     for effect in effects:
-        if isinstance(effect, events.RankEnded):
+        if isinstance(effect, transitions.RankEnded):
             parts.append(effect.activity.value)
             continue
-        is_late = isinstance(effect, events.ShowOutput) and effect.is_late
+        is_late = isinstance(effect, transitions.ShowOutput) and effect.is_late
         parts.append("ShowLate" if is_late else type(effect).__name__.removesuffix("Output"))
     changed = [name for name in FACTS if getattr(after, name) != getattr(cell, name)]
     return " ".join(parts) + (f" [{', '.join(changed)}]" if changed else "")
@@ -124,26 +124,26 @@ class Play:
         self.cell = Cell({rank: RankProgress() for rank in range(3)})
         self.now = 100.0
         self.aborted_at: float | None = None
-        self.after_done: list[events.Effect] = []
+        self.after_done: list[transitions.Effect] = []
         self.late: list[int] = []
         self.ends: dict[int, CellEnd] = {}
 
-    def process(self, event: events.Event) -> None:
+    def process(self, event: transitions.Event) -> None:
         was_done = self.cell.state is State.DONE
         self.cell, effects = transition(self.cell, event)
         self.after_done += effects if was_done else ()
         for effect in effects:
-            if isinstance(effect, events.LateReply):
+            if isinstance(effect, transitions.LateReply):
                 self.late.append(effect.rank)
-            if isinstance(effect, events.Abort) and (effect.interrupted or effect.timed_out or effect.failed_at):
+            if isinstance(effect, transitions.Abort) and (effect.interrupted or effect.timed_out or effect.failed_at):
                 self.aborted_at = self.aborted_at or self.now
-                self.process(events.Aborted())
+                self.process(transitions.Aborted())
 
     def reply(self, rank: int, outcome: CellOutcome) -> None:
         if rank in self.ends:  # a rank replies once
             return
         self.ends[rank], gave_up = outcome.end, self.cell.gave_up
-        self.process(events.Reply(self.now, rank, outcome, aborting=self.cell.aborting))
+        self.process(transitions.Reply(self.now, rank, outcome, aborting=self.cell.aborting))
         assert self.cell.ranks[rank].end is outcome.end
         assert rank not in self.cell.unfinished
         assert (rank in self.late) == gave_up
@@ -151,7 +151,7 @@ class Play:
     def tick(self, seconds: float, *, drained: bool = True, acknowledged: bool = True) -> None:
         self.now += seconds
         in_c = frozenset(self.cell.unfinished)
-        self.process(events.Tick(self.now, drained, acknowledged, self.aborted_at, STUCK, unresponsive=in_c))
+        self.process(transitions.Tick(self.now, drained, acknowledged, self.aborted_at, STUCK, unresponsive=in_c))
 
     def act(self, action: str, rank: int, seconds: float) -> None:
         self.now += seconds
@@ -161,18 +161,18 @@ class Play:
             case "failure":
                 self.reply(rank, RAISED)
             case "death":
-                self.process(events.Death(self.now, rank, "was killed"))
+                self.process(transitions.Death(self.now, rank, "was killed"))
             case "interrupt":
-                self.process(events.Interrupt(self.now))
+                self.process(transitions.Interrupt(self.now))
             case "output":
-                self.process(events.Output(rank, "stream", {}, {}))
-                self.process(events.Processed(self.now, rank))
+                self.process(transitions.Output(rank, "stream", {}, {}))
+                self.process(transitions.Processed(self.now, rank))
             case "tick":
                 self.tick(seconds)
             case "slow tick":
                 self.tick(seconds, drained=False, acknowledged=False)
             case name:
-                self.process(EVENTS[name] if rank == 0 or name != "idle" else events.Idle(rank))
+                self.process(EVENTS[name] if rank == 0 or name != "idle" else transitions.Idle(rank))
 
 
 ACTIONS = ["reply", "failure", "death", "interrupt", "output", "idle", "timeout", "lost", "recovered", "tick"]
@@ -184,21 +184,21 @@ def test_runs_end_keep_replies_and_spare_the_next_cell(actions: list[tuple[str, 
     play = Play()
     for action in actions:
         play.act(*action)
-    play.process(events.Interrupt(play.now))
+    play.process(transitions.Interrupt(play.now))
     for _ in range(150):  # 15 s
         play.tick(0.1)
-        play.process(events.Recovered())
+        play.process(transitions.Recovered())
     assert play.cell.state is State.DONE
     for rank in play.cell.unfinished:
         assert play.cell.lost or play.cell.errors[rank].kind == "stuck"
     for rank in range(3):
         play.reply(rank, OK)
-        play.process(events.Output(rank, "stream", {}, {}))
-        play.process(events.Idle(rank))
-    play.process(events.Interrupt(play.now))
+        play.process(transitions.Output(rank, "stream", {}, {}))
+        play.process(transitions.Idle(rank))
+    play.process(transitions.Interrupt(play.now))
     play.tick(20.0)
     assert not play.cell.unfinished
     assert {rank: progress.end for rank, progress in play.cell.ranks.items()} == play.ends
     for effect in play.after_done:  # the ranks run the next cell: nothing is sent to them, nothing shown in this one
-        assert not isinstance(effect, events.Abort | events.ResendAbort | events.Recover)
-        assert not isinstance(effect, events.ShowOutput) or effect.is_late
+        assert not isinstance(effect, transitions.Abort | transitions.ResendAbort | transitions.Recover)
+        assert not isinstance(effect, transitions.ShowOutput) or effect.is_late

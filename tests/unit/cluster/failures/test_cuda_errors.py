@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.cluster.failures.hints import context_hint, hint_for, lost_contexts
-from axon_nb.cluster.failures.report import RankError, cell_error
+from axon_nb.cluster.failures import RankError, cell_error, context_hint, hint_for, lost_contexts
 
 ASSERT = (
     "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"

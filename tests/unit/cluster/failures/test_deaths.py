@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from axon_nb.cluster.failures.deaths import crash_location, describe_death, last_line
-from axon_nb.records.protocol.cluster import Exit
+from axon_nb.cluster.failures import crash_location, describe_death, last_line
+from axon_nb.records.protocol.agent import Exit
 
 CRASH = """Fatal Python error: {what}
 

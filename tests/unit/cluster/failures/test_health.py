@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from axon_nb.cluster.failures.health import Health
-from axon_nb.cluster.failures.report import RankError
+from axon_nb.cluster.failures import RankError
+from axon_nb.cluster.state import Health
 from axon_nb.errors import ClusterLostError
 
 

@@ -7,8 +7,7 @@ from importlib.metadata import requires
 import pytest
 from packaging.requirements import Requirement
 
-from axon_nb.cluster.failures.hints import hint_for, missing_package
-from axon_nb.cluster.failures.report import RankError, cell_error
+from axon_nb.cluster.failures import RankError, cell_error, hint_for, missing_package
 
 
 def raised(text: str, name: str = "ModuleNotFoundError") -> RankError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_nb.cluster.failures.report import RankError, cell_error, interrupt_error
+from axon_nb.cluster.failures import RankError, cell_error, interrupt_error
 
 
 def test_several_equal_deaths_use_the_plural() -> None:

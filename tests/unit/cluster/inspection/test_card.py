@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from axon_nb.cluster.inspection.card import cluster_card
-from axon_nb.cluster.inspection.status import ClusterStatus
+from axon_nb.cluster.inspection.status import ClusterStatus, cluster_card
 from axon_nb.records.telemetry import ClusterInfo, RankInfo
 
 RANKS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.cluster.inspection.completion import NameSnapshot
-from axon_nb.records.protocol.completion import KnownName
+from axon_nb.records.protocol.cells import KnownName
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.cluster.inspection.span_store import CollectiveMatcher, CollectiveWait
+from axon_nb.cluster.inspection.spans import CollectiveMatcher, CollectiveWait
 from axon_nb.records.spans import Span
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from axon_nb.cluster.inspection.memory_what_if import WhatIf
-from axon_nb.engine.inspection.last_call import CallRecorder
-from axon_nb.engine.inspection.memory_plan import Planner
-from axon_nb.engine.inspection.model_facts import model_key
+from axon_nb.cluster.inspection.memory import WhatIf
+from axon_nb.engine.inspection.memory import CallRecorder
+from axon_nb.engine.inspection.memory_plan import Planner, model_key
 from axon_nb.parallel.models import GPT, GPTConfig
 from axon_nb.records.memory import WhatIfState
-from axon_nb.records.protocol.contents import PlanReply
+from axon_nb.records.protocol.inspection import PlanReply
 from tests.support.records.rank_session import session_of_rank
 
 LIMIT_S = 150.0

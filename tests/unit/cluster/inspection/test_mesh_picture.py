@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from axon_nb.cluster.inspection.card import cluster_card
-from axon_nb.records.placement import MeshInfo
-from axon_nb.records.telemetry import ClusterInfo, RankInfo
+from axon_nb.cluster.inspection.status import cluster_card
+from axon_nb.records.telemetry import ClusterInfo, MeshInfo, RankInfo
 
 RANKS = tuple(RankInfo(rank, "h", 100 + rank, "cpu", "gloo", "idle", 2**20, 0, None) for rank in range(4))
 MESH = MeshInfo("mesh", ("dp", "<tp>"), (2, 2), (0, 1, 2, 3))

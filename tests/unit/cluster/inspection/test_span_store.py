@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from axon_nb.cluster.inspection.span_feed import cell_window
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.feeds import cell_window
+from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import Span
 

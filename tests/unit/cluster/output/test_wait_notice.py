@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from axon_nb.cluster.output.wait_notice import WaitNotice
+from axon_nb.cluster.output.sinks import WaitNotice
 
 
 class Page:

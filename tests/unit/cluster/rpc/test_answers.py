@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from ipyparallel.client.futures import MessageFuture
 
-from axon_nb.cluster.rpc.answers import Answer, RefusedError
-from axon_nb.cluster.rpc.requests import request_all
-from axon_nb.records.protocol.errors import ProtocolError
+from axon_nb.cluster.rpc import Answer, RefusedError, request_all
 from axon_nb.records.protocol.inspection import MeshReply, MeshRequest
-from axon_nb.records.protocol.messages import FAILURE, REFUSAL, REPLY, Request
+from axon_nb.records.protocol.wire import FAILURE, REFUSAL, REPLY, ProtocolError, Request
 
 NO_MESH = (REPLY, {"mesh": None})
 ANSWERS: dict[int, tuple[str, dict[str, Any]] | None] = {

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.cluster.transfer.scatter_gather import join_values, split_value
+from axon_nb.cluster.transfer import join_values, split_value
 from axon_nb.errors import UsageError
 
 

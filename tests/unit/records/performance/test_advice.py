@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from axon_nb.records.performance.advice import Advice, advise
-from axon_nb.records.performance.steps import record_steps
-from axon_nb.records.training.pipeline import PipelineStep
+from axon_nb.records.performance import Advice, advise
+from axon_nb.records.training.steps import PipelineStep, record_steps
 from tests.support.records.steps import (
     GROUPS,
     Part,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from axon_nb.errors import UsageError
-from axon_nb.records.performance.slowness import SlowLink, Slowness, collective_delay_s, message_delay_s
 from axon_nb.records.protocol.wire import decode, encode
+from axon_nb.records.slowness import SlowLink, Slowness, collective_delay_s, message_delay_s
 
 LINK = Slowness().with_link(SlowLink((0, 1), 0.005, 100.0))
 ALL = Slowness().with_link(SlowLink((), 0.001))

@@ -15,30 +15,49 @@ import pytest
 
 import axon_nb.records.protocol as room
 from axon_nb.records.protocol import wire
-from axon_nb.records.protocol.aborts import AbortReply, AbortRequest, StopRequest
-from axon_nb.records.protocol.agent import Command, command_kind, command_name
-from axon_nb.records.protocol.cells import KEY, CellEnd, CellOutcome, read_outcome
-from axon_nb.records.protocol.cluster import Closed, ControllerExit, Exit, decode_event, encode_event
-from axon_nb.records.protocol.contents import CaptureModel
-from axon_nb.records.protocol.errors import ProtocolError
-from axon_nb.records.protocol.inspection import DebuggerCommand, StatusRequest, TelemetryEvent
-from axon_nb.records.protocol.messages import (
+from axon_nb.records.protocol.agent import (
+    Closed,
+    Command,
+    ControllerExit,
+    Exit,
+    command_kind,
+    command_name,
+    decode_event,
+    encode_event,
+)
+from axon_nb.records.protocol.cells import (
+    KEY,
+    AbortReply,
+    AbortRequest,
+    CellEnd,
+    CellOutcome,
+    StopRequest,
+    read_outcome,
+)
+from axon_nb.records.protocol.inspection import CaptureModel, DebuggerCommand, StatusRequest, TelemetryEvent
+from axon_nb.records.protocol.recovery import DisableGroups
+from axon_nb.records.protocol.transfer import Seed, SendValue
+from axon_nb.records.protocol.wire import (
+    PROTOCOL,
     Event,
     Expression,
+    ProtocolError,
     RankCall,
     Request,
+    Version,
     arguments_of,
     cell_source,
     decode_reply,
+    encode,
     encode_reply,
     message_type,
+    own_version,
     perform,
+    read_version,
+    refuse_attach,
+    refuse_join,
     reply_type,
 )
-from axon_nb.records.protocol.recovery import DisableGroups
-from axon_nb.records.protocol.transfer import Seed, SendValue
-from axon_nb.records.protocol.version import PROTOCOL, Version, own_version, read_version, refuse_attach, refuse_join
-from axon_nb.records.protocol.wire import encode
 from axon_nb.records.telemetry import Activity, RankState
 
 

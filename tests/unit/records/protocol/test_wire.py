@@ -12,9 +12,7 @@ import pytest
 
 from axon_nb._version import __version__
 from axon_nb.records.protocol.cells import CellFacts, Measurement
-from axon_nb.records.protocol.errors import ProtocolError
-from axon_nb.records.protocol.version import PROTOCOL
-from axon_nb.records.protocol.wire import Packed, decode, encode
+from axon_nb.records.protocol.wire import PROTOCOL, Packed, ProtocolError, decode, encode
 from axon_nb.records.telemetry import Activity, RankState
 
 

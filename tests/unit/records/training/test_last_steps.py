@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_nb.records.spans import Span
-from axon_nb.records.training.pipeline import Action, play
-from axon_nb.records.training.pipeline_steps import last_steps
+from axon_nb.records.training.steps import Action, last_steps, play
 
 LENGTHS = {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01}
 

@@ -15,8 +15,8 @@ import torch
 import axon_nb
 from axon_nb.errors import UsageError
 from axon_nb.records.telemetry import set_cell_source
-from axon_nb.records.training import metrics as module
-from axon_nb.records.training.metrics import Logged, MetricRing
+from axon_nb.records.training import job as module
+from axon_nb.records.training.job import Logged, MetricRing
 
 
 @pytest.fixture

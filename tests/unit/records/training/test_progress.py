@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import axon_nb
-from axon_nb.cluster.output.rows import METER, METER_NAME
+from axon_nb.cluster.output.lines import METER, METER_NAME
 from axon_nb.errors import UsageError
 from axon_nb.records.telemetry import set_cell_source
-from axon_nb.records.training import progress
-from axon_nb.records.training.progress import Bar, bars
+from axon_nb.records.training import job
+from axon_nb.records.training.job import Bar, bars
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """No loop is known yet; the number of the cell that runs."""
     number = [1]
     set_cell_source(lambda: number[0])
-    monkeypatch.setattr(progress, "_loops", progress._OpenLoops())
+    monkeypatch.setattr(job, "_loops", job._OpenLoops())
     yield number
     set_cell_source(lambda: None)
 
@@ -68,7 +68,7 @@ def test_length_and_bad_input() -> None:
 
 
 def test_lines_look_like_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_REDRAW_S", 0.0)
+    monkeypatch.setattr(job, "_REDRAW_S", 0.0)
     for _ in axon_nb.progress(range(2), desc="epochs"):
         list(axon_nb.progress(range(3), desc="batches"))
     written = capsys.readouterr().err

@@ -10,9 +10,7 @@ import pytest
 
 from axon_nb.records.colors import KINDS
 from axon_nb.records.telemetry import Activity, RankState
-from axon_nb.widgets.cell.page import strip_bundle
-from axon_nb.widgets.cell.segments import RankHistory
-from axon_nb.widgets.cell.svg import WIDTH, row_svg
+from axon_nb.widgets.cell.activity import WIDTH, RankHistory, row_svg, strip_bundle
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from axon_nb.records.telemetry import Activity, RankState
-from axon_nb.widgets.cell.segments import SILENCE_S, LongestWait, RankHistory
+from axon_nb.widgets.cell.activity import SILENCE_S, LongestWait, RankHistory
 
 RUNNING, COLLECTIVE, WAITING, DONE = Activity.RUNNING, Activity.COLLECTIVE, Activity.WAITING, Activity.DONE
 

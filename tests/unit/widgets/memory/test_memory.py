@@ -10,10 +10,8 @@ import pytest
 
 from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import ROLES, MemoryUse
-from axon_nb.widgets.memory.page import bar_svg, memory_bundle, role_swatch
-from axon_nb.widgets.memory.rows import MemoryRows
-from axon_nb.widgets.memory.summary import figures, notice
-from axon_nb.widgets.memory.view import MemoryView
+from axon_nb.widgets.memory.rows import MemoryRows, figures, notice
+from axon_nb.widgets.memory.view import MemoryView, bar_svg, memory_bundle, role_swatch
 from tests.support.records.memory_replies import GIB, MIB, SIZES, answers, use
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import MemoryPrediction, MemorySetup, MemoryUse, WhatIfState
-from axon_nb.widgets.memory.view import MemoryView
-from axon_nb.widgets.memory.what_if import describe_setup, prediction_bars, what_if_content, what_if_lines
+from axon_nb.widgets.memory.view import MemoryView, describe_setup, prediction_bars, what_if_content, what_if_lines
 
 MIB = 2**20
 AS_IS = MemorySetup(2, "full_shard", 2, optimizer="lion", batch=4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.widgets.timeline.content import page_facts, summarize
 from axon_nb.widgets.timeline.facts import timeline_facts

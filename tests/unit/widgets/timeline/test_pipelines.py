@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
-from axon_nb.records.training.pipeline import play
-from axon_nb.widgets.timeline.content import page_facts, summarize
+from axon_nb.records.training.steps import play
+from axon_nb.widgets.timeline.content import page_facts, pipeline_steps, summarize
 from axon_nb.widgets.timeline.page import timeline_bundle
-from axon_nb.widgets.timeline.pipelines import pipeline_steps
 
 STEP_NS = 1_000_000_000
 

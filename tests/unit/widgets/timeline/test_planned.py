@@ -11,7 +11,7 @@ import pytest
 
 from axon_nb.records.spans import Span
 from axon_nb.widgets.open import show_planned
-from axon_nb.widgets.timeline.planned import PlannedTimeline
+from axon_nb.widgets.timeline.record import PlannedTimeline
 
 SPANS = [
     Span(rank, kind, name, start, end, group, size)

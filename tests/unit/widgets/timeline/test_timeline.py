@@ -11,17 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.cluster.inspection.span_store import SpanStore
+from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
-from axon_nb.records.training.pipeline import play
-from axon_nb.widgets.palette import SPAN_PAINTS
-from axon_nb.widgets.timeline.comparison import comparison_bundle
+from axon_nb.records.training.steps import play
+from axon_nb.widgets.html import SPAN_PAINTS
 from axon_nb.widgets.timeline.content import figures, page_facts, summarize
 from axon_nb.widgets.timeline.facts import Straggler, timeline_facts
-from axon_nb.widgets.timeline.page import timeline_bundle
-from axon_nb.widgets.timeline.picture import round_step, timeline_svg
+from axon_nb.widgets.timeline.page import (
+    comparison_bundle,
+    rank_svg,
+    round_step,
+    step_svg,
+    timeline_bundle,
+    timeline_svg,
+)
 from axon_nb.widgets.timeline.record import timeline_file
-from axon_nb.widgets.timeline.svg import rank_svg, step_svg
 from tests.support.records.straggling import straggling_spans
 
 MS = 1_000_000

@@ -7,8 +7,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from axon_nb.widgets.watch.chart import chart_html, chart_svg, is_stepped, value_axis
-from axon_nb.widgets.watch.series import Point
+from axon_nb.widgets.watch.store import Point
+from axon_nb.widgets.watch.view import chart_html, chart_svg, is_stepped, value_axis
 
 GIB = 2**30
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from axon_nb.cluster.inspection.job import JobSnapshot, running_cell
-from axon_nb.widgets.watch.page import context, heading
+from axon_nb.cluster.inspection.status import JobSnapshot, running_cell
 from axon_nb.widgets.watch.store import JobStore
+from axon_nb.widgets.watch.view import context, heading
 from tests.support.records.jobs import answers, report
 
 SILENT = {0: "has not answered", 1: "has not answered"}

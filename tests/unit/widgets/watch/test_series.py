@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_nb.widgets.watch.series import MAX_POINTS, Point, Series, pack_points
+from axon_nb.widgets.watch.store import MAX_POINTS, Point, Series, pack_points
 
 
 def test_point_has_minimum_mean_and_maximum_of_a_step() -> None:

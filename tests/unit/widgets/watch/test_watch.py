@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from axon_nb.records.protocol.wire import decode
-from axon_nb.records.training.job import JobReport
-from axon_nb.records.training.progress import Bar
-from axon_nb.widgets import view as live_view
-from axon_nb.widgets.watch.page import watch_bundle
+from axon_nb.records.training.job import Bar, JobReport
+from axon_nb.widgets import panel as live_view
 from axon_nb.widgets.watch.store import JobStore, merge_bars
-from axon_nb.widgets.watch.view import WatchView
+from axon_nb.widgets.watch.view import WatchView, watch_bundle
 from tests.support.records.jobs import answers, report, row
 
 MAX_UPDATE = 50_000

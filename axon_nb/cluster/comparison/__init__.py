@@ -1,1 +1,0 @@
-"""`%%distributed --compare`: a cell on all ranks beside the same cell on one, the first difference, and its cause."""

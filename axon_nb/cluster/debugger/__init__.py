@@ -1,1 +1,0 @@
-"""The notebook's side of the ranks' debuggers: reads commands and sends them to a rank."""

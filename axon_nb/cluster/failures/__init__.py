@@ -1,1 +1,0 @@
-"""How failures are worded, and which ranks are available: deaths, health, hints, reports."""

@@ -1,1 +1,0 @@
-"""Requests to ranks over ipyparallel's channels."""

@@ -1,1 +1,0 @@
-"""Snapshots of all ranks, as the notebook asks for them."""

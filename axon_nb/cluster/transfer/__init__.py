@@ -1,1 +1,0 @@
-"""Moves values between the notebook and the ranks; `axon_nb.engine.transfer` is the other end."""

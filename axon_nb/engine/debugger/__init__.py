@@ -1,1 +1,0 @@
-"""Debuggers of a rank: on its last failure, and where a running cell stops."""

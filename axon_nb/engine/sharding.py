@@ -1,0 +1,222 @@
+"""Recognizes objects that are sharded over ranks, and finds the shards that only certain ranks hold."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from axon_nb.comm.placements import Placed, placed
+from axon_nb.engine.live_objects import live_objects
+from axon_nb.engine.session import current, user_variables
+from axon_nb.records.protocol.recovery import LostShards
+from axon_nb.records.telemetry import MeshInfo
+
+_STAGE = ("torch.distributed.pipelining.stage", "_PipelineStageBase")
+_PIPELINE = ("axon_nb.parallel.pipeline.stages", "HeldStages")
+_THREE_D = ("axon_nb.parallel.three_d", "Parallel3D")
+_FSDP1 = ("torch.distributed.fsdp", "FullyShardedDataParallel")
+_SHARDED = "is sharded over ranks"
+
+
+class _Absent:
+    """A class without instances."""
+
+
+def loaded_class(module: str, name: str) -> type:
+    """Return a class if its module is imported, otherwise a class without instances."""
+    loaded: type = getattr(sys.modules.get(module), name, _Absent)
+    return loaded
+
+
+def device_mesh_type() -> type:
+    """Return torch's DeviceMesh."""
+    return loaded_class("torch.distributed.device_mesh", "DeviceMesh")
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether the value is a distributed tensor."""
+    return isinstance(value, _dtensor_type())
+
+
+def _dtensor_type() -> Any:
+    return loaded_class("torch.distributed.tensor", "DTensor")
+
+
+def is_sharded(obj: Any) -> bool:
+    """Whether the object is a tensor that is laid out over ranks, or a module that FSDP has sharded."""
+    kinds = (loaded_class("torch.distributed.fsdp", "FSDPModule"), loaded_class(*_FSDP1))
+    if issubclass(type(obj), (*kinds, _dtensor_type())):
+        return True
+    found = placed(obj)
+    return found is not None and not found.is_replicated
+
+
+def is_stage(obj: Any) -> bool:
+    """Whether the object is a pipeline stage, or holds this rank's stages of a pipeline."""
+    return issubclass(type(obj), (loaded_class(*_STAGE), loaded_class(*_PIPELINE), loaded_class(*_THREE_D)))
+
+
+def format_placement(placement: Any) -> str:
+    """Format a placement, such as ``Shard(0)``, ``Partial(sum)``, ``Replicate()``."""
+    if (dim := getattr(placement, "dim", None)) is not None:  # a strided shard, too
+        return f"Shard({dim})"
+    if placement.is_partial():
+        return f"Partial({placement.reduce_op})"
+    return "Replicate()" if placement.is_replicate() else str(placement)
+
+
+def local_shard(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a distributed tensor, or the data of a plain one."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, _dtensor_type()) else tensor.data
+    return local
+
+
+def unreplicated_parameters() -> dict[int, str]:
+    """Explain, by `id`, why parameters of FSDP1 modules and pipeline stages are not replicas of other ranks' ones."""
+    fsdp1_modules, stages, pipelines = live_objects(_FSDP1, _STAGE, _PIPELINE)
+    stage_modules = [*(stage.submod for stage in stages), *(pipeline.module for pipeline in pipelines)]
+    reasons = {id(p): "is a pipeline stage" for module in stage_modules for p in module.parameters()}
+    return reasons | {id(p): _SHARDED for module in fsdp1_modules for p in module.parameters()}
+
+
+def unreplicated_reason(tensors: Iterable[Any], in_wrappers: Mapping[int, str] | None = None) -> str:
+    """Explain why these tensors are not replicas of other ranks' ones; empty if nothing indicates that.
+
+    Args:
+        tensors: Usually parameters.
+        in_wrappers: What `unreplicated_parameters` returned, for repeated calls; None: call it here.
+
+    Returns:
+        A text that follows a name, such as ``is sharded over ranks``.
+    """
+    by_id = {id(tensor): tensor for tensor in tensors}
+    flat = loaded_class("torch.distributed.fsdp._flat_param", "FlatParameter")
+    for tensor in by_id.values():
+        if isinstance(tensor, flat):
+            return _SHARDED
+        if (found := placed(tensor)) is not None and not found.is_replicated:
+            return _SHARDED
+    reasons = unreplicated_parameters() if in_wrappers is None else in_wrappers
+    return next((reasons[key] for key in by_id if key in reasons), "")
+
+
+def only_on_ranks(ranks: Iterable[int]) -> list[LostShards]:
+    """List the variables of this rank with shards that only `ranks` hold."""
+    targets = frozenset(ranks)
+    lost, submodules = [], set[int]()
+    for name, value in user_variables(current().kernel.shell).items():
+        record = None
+        with contextlib.suppress(Exception):  # an odd object of the user must not prevent a repair
+            record = _lost_parts(name, value, targets)
+        if record is not None:
+            lost.append((value, record))
+            if isinstance(value, torch.nn.Module):
+                submodules |= {id(module) for module in value.modules() if module is not value}
+    seen = set[int]()
+    records = []
+    for value, record in lost:
+        if id(value) not in submodules and id(value) not in seen:  # not part of another variable, nor a second name
+            seen.add(id(value))
+            records.append(record)
+    return records
+
+
+def _lost_parts(name: str, value: Any, ranks: frozenset[int]) -> LostShards | None:
+    if is_stage(value):
+        indices = {index for index, rank in _stages(value) if rank in ranks}
+        return LostShards(name, "stage", tuple(sorted(indices)), value.num_stages, 0) if indices else None
+    if isinstance(value, torch.nn.Module):
+        kind, tensors = "module", [placed(tensor) for tensor in (*value.parameters(), *value.buffers())]
+    elif isinstance(value, torch.optim.Optimizer):
+        kind, tensors = "optimizer", list(_placed_states(value))
+    elif (found := placed(value)) is not None:
+        kind, tensors = "tensor", [found]
+    else:
+        return None
+    sizes = [_lost_bytes(tensor, ranks) for tensor in tensors]
+    lost = [size for size in sizes if size is not None]
+    return LostShards(name, kind, len(lost), len(tensors), sum(lost)) if lost else None
+
+
+def _placed_states(optimizer: torch.optim.Optimizer) -> Iterator[Placed | None]:
+    """Yield the layout of each state that is a tensor; one of a parameter's shape is laid out as the parameter."""
+    for parameter, entry in optimizer.state.items():
+        of_parameter = placed(parameter)
+        for tensor in _tensors({parameter: entry}):
+            same = of_parameter is not None and tensor.shape == parameter.shape
+            yield placed(tensor) or (replace(of_parameter, local=tensor) if of_parameter and same else None)
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    for entry in state.values():
+        if isinstance(entry, torch.Tensor):
+            yield entry
+        elif isinstance(entry, dict):
+            yield from _tensors(entry)
+
+
+def _lost_bytes(tensor: Placed | None, ranks: frozenset[int]) -> int | None:
+    """Return the bytes of the shards that only `ranks` hold; None if every shard is also elsewhere."""
+    if tensor is None:
+        return None
+    mesh, placements = tensor.mesh.mesh, tensor.placements
+    lost: set[tuple[int, ...]] = set()
+    shard_axes = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    if not shard_axes:
+        return None
+    for rank in ranks:
+        for coordinates in (mesh == rank).nonzero().tolist():
+            holders = mesh
+            for axis in sorted(shard_axes, reverse=True):
+                holders = holders.select(axis, coordinates[axis])
+            if set(holders.flatten().tolist()) <= ranks:
+                lost.add(tuple(coordinates[axis] for axis in shard_axes))
+    if not lost:
+        return None
+    return sum(_shard_bytes(tensor, shard_axes, indices) for indices in lost)
+
+
+def _shard_bytes(tensor: Placed, shard_axes: list[int], indices: tuple[int, ...]) -> int:
+    shape = list(tensor.shape)
+    for axis, index in zip(shard_axes, indices, strict=True):
+        dim, count = tensor.placements[axis].dim, tensor.mesh.size(axis)
+        chunk = -(-shape[dim] // count)  # as torch.chunk splits
+        shape[dim] = max(0, min(chunk, shape[dim] - index * chunk))
+    return int(math.prod(shape) * tensor.local.element_size())
+
+
+def _stages(stage: Any) -> list[tuple[int, int]]:
+    """Return (stage, global rank) for all stages of its pipeline."""
+    if hasattr(stage, "stage_ranks"):
+        return list(stage.stage_ranks().items())
+    ranks = torch.distributed.get_process_group_ranks(stage.group)
+    return [(index, ranks[group_rank]) for index, group_rank in stage.stage_index_to_group_rank.items()]
+
+
+def own_mesh(variables: Mapping[str, Any]) -> MeshInfo | None:
+    """The mesh among the user's variables; None if there is none.
+
+    If there are several: the one named ``mesh``, else the one with the most ranks, else with the most axes.
+    """
+    kind: Any = device_mesh_type()
+    space = list(variables.items())  # a copy: a cell may be adding names
+    meshes: dict[str, Any] = {
+        name: value for name, value in space if isinstance(value, kind) and value.ndim and not name.startswith("_")
+    }
+    if not meshes:
+        return None
+    name = max(meshes, key=lambda key: (key == "mesh", meshes[key].mesh.numel(), meshes[key].mesh.ndim))
+    mesh = meshes[name]
+    axes = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.mesh.ndim))
+    return MeshInfo(
+        name=name,
+        axes=tuple(axes),
+        shape=tuple(int(size) for size in mesh.mesh.shape),
+        ranks=tuple(int(rank) for rank in mesh.mesh.flatten().tolist()),
+    )

@@ -1,1 +1,0 @@
-"""Which shards of a tensor this rank holds."""

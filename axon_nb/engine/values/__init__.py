@@ -1,1 +1,0 @@
-"""What values consist of, and digests of it."""

@@ -1,1 +1,0 @@
-"""Links and rates of known hardware."""

@@ -1,1 +1,0 @@
-"""Predictions in a process of their own."""

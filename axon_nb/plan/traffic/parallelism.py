@@ -1,0 +1,522 @@
+"""What each kind of parallelism sends in a step: data parallelism, pipelines, and tensor parallelism.
+
+Data parallelism (DDP, ZeRO-1, FSDP2 with each strategy) is as in torch 2.11 to 2.13, from the second step on: DDP
+orders its buckets by when gradients became ready. A pipeline also decides which children of the model each of its ranks
+holds.
+
+Tensor parallelism goes by the style of each module. Shoeybi et al., Megatron-LM (2019), section 3: a block's attention
+and its MLP each all-reduce the output once in forward and the input's gradient once in backward. Korthikanti et al.
+(2022), section 4.2.2: with sequence parallelism each all-reduce becomes a reduce_scatter on one side and an all_gather
+on the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from axon_nb.errors import UsageError
+from axon_nb.parallel.memory import ShardingStrategy, partition_parameters
+from axon_nb.parallel.pipeline.schedule import PipelineSchedule, check_counts, default_num_stages, stages_of_rank
+from axon_nb.parallel.pipeline.stages import balance, child_costs, split_sections
+from axon_nb.plan.tracing.subject import owner, part_costs, pipeline_parts
+from axon_nb.plan.tracing.trace import ModelTrace, TensorFacts
+from axon_nb.plan.traffic.plan import Traffic, grouped
+
+_BROADCAST_BYTES = 250 * 1024 * 1024
+"""DDP broadcasts buffers in chunks of about this size."""
+_FACTS = 4
+"""Number of 8-byte integers that ranks exchange before a step."""
+SHARDED_DIM = {"column": 0, "column+gather": 0, "row": 1, "split+row": 1}
+"""The dimension of a linear layer's weight that a style shards."""
+_FORWARD, _BACKWARD = "forward", "backward"
+_NORMS = "gradients of norms"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A parameter or buffer as one data rank holds it before FSDP shards it: its shard over ``tp``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_grad: bool = True
+    """Whether a step gives it a gradient."""
+    requires_grad: bool = True
+    """Whether it can get one."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FSDPUnit:
+    """Parameters that FSDP gathers together."""
+
+    name: str
+    """The module's name; empty: the model itself."""
+    parameters: tuple[LocalTensor, ...]
+    runs_backward: bool = True
+    """Whether its output gets a gradient, so that backward gathers its parameters again."""
+
+
+def fill_buckets(sizes: Iterable[tuple[int, object]], limits: Sequence[int]) -> list[list[int]]:
+    """Assign tensors to buckets as DDP's reducer does.
+
+    A bucket is full when it holds at least its limit; tensors are never split.
+
+    Args:
+        sizes: Bytes of each tensor, and what all tensors of a bucket share, such as the dtype.
+        limits: Bytes of the first bucket of a kind, of the second, and so on; the last limit repeats.
+
+    Returns:
+        Indices into `sizes`, bucket by bucket: full buckets in the order in which they filled up, then the rest.
+    """
+    full: list[list[int]] = []
+    filling: dict[object, list[int]] = {}
+    filled_bytes: dict[object, int] = {}
+    limit: dict[object, int] = {}
+    for index, (size, kind) in enumerate(sizes):
+        filling.setdefault(kind, []).append(index)
+        filled_bytes[kind] = filled_bytes.get(kind, 0) + size
+        next_limit = limit.setdefault(kind, 0)
+        if filled_bytes[kind] >= limits[next_limit]:
+            full.append(filling.pop(kind))
+            filled_bytes[kind] = 0
+            limit[kind] = min(next_limit + 1, len(limits) - 1)
+    return full + list(filling.values())
+
+
+def ddp(
+    ready: Sequence[LocalTensor], buffers: Sequence[LocalTensor], *, axis: str, num_ranks: int, bucket_bytes: float
+) -> Iterator[Traffic]:
+    """Yield what DDP sends.
+
+    Args:
+        ready: Parameters that get gradients, in the order in which they get them.
+        buffers: The model's buffers; rank 0 broadcasts them before each forward.
+        axis: Name of the data axis.
+        num_ranks: Ranks along it.
+        bucket_bytes: Bytes at which a bucket is full.
+    """
+    if buffers:
+        filled = fill_buckets([(tensor.nbytes, tensor.dtype) for tensor in buffers], [_BROADCAST_BYTES])
+        sizes = [sum(buffers[index].nbytes for index in bucket) for bucket in filled]
+        yield Traffic(axis, num_ranks, "broadcast", "forward", "buffers of rank 0", grouped(sizes))
+    filled = fill_buckets([(tensor.nbytes, tensor.dtype) for tensor in ready], [int(bucket_bytes)])
+    sizes = [sum(ready[index].nbytes for index in bucket) for bucket in filled]
+    if sizes[:-1]:
+        yield Traffic(axis, num_ranks, "all_reduce", "backward", "gradients", grouped(sizes[:-1]), "backward")
+    if sizes:
+        yield Traffic(axis, num_ranks, "all_reduce", "backward", "gradients, last bucket", grouped(sizes[-1:]))
+
+
+def zero1(
+    parameters: Sequence[LocalTensor],
+    ready: Sequence[LocalTensor],
+    buffers: Sequence[LocalTensor],
+    *,
+    axis: str,
+    num_ranks: int,
+    bucket_bytes: float,
+    waits: bool,
+) -> Iterator[Traffic]:
+    """Yield what ZeRO-1 sends: as DDP, and in the optimizer's step each rank's parameters to all.
+
+    Args:
+        parameters: All parameters, in the order of the optimizer's one group.
+        ready: The same as in `ddp`.
+        buffers: The same as in `ddp`.
+        axis: The same as in `ddp`.
+        num_ranks: The same as in `ddp`.
+        bucket_bytes: The same as in `ddp`.
+        waits: Whether a barrier precedes the optimizer's step, as on CPUs.
+    """
+    yield from ddp(ready, buffers, axis=axis, num_ranks=num_ranks, bucket_bytes=bucket_bytes)
+    if waits:
+        yield Traffic(axis, num_ranks, "barrier", "optimizer", "before the optimizer's step", ((0, 1),))
+    owned = partition_parameters([math.prod(tensor.shape) for tensor in parameters], num_ranks)
+    empty = torch.get_default_dtype().itemsize  # torch sends one element for a rank without parameters
+    sizes = [sum(parameters[i].nbytes for i in indices if parameters[i].requires_grad) or empty for indices in owned]
+    yield Traffic(axis, num_ranks, "broadcast", "optimizer", "updated parameters", grouped(sizes))
+
+
+def fsdp(
+    units: Sequence[FSDPUnit],
+    strategy: ShardingStrategy,
+    *,
+    shard: tuple[str, int],
+    replicate: tuple[str, int] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Iterator[Traffic]:
+    """Yield what FSDP2 sends.
+
+    Args:
+        units: The model itself, then its units in the order of forward.
+        strategy: What is sharded.
+        shard: Name and size of the shard axis; size 1 with NO_SHARD.
+        replicate: The replica axis, with HYBRID_SHARD and NO_SHARD.
+        param_dtype: The dtype of gathered parameters; None: as they are.
+        reduce_dtype: The dtype of reduced gradients; None: as they are.
+    """
+    axis, num_shards = shard
+    stays_unsharded = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+    units = [unit for unit in units if unit.parameters]
+    if num_shards > 1:
+        unsharded = [
+            sum(_padded(tensor, num_shards) * _width(tensor, param_dtype) for tensor in unit.parameters)
+            for unit in units
+        ]
+        yield Traffic(axis, num_shards, "all_gather", "forward", "parameters, first unit", grouped(unsharded[:1]))
+        if unsharded[1:]:
+            yield Traffic(axis, num_shards, "all_gather", "forward", "parameters", grouped(unsharded[1:]), "forward")
+        regathered = [size for unit, size in zip(units, unsharded, strict=True) if unit.name and unit.runs_backward]
+        if regathered and not stays_unsharded:
+            # Backward prefetches the previous unit while one computes; the first one's gather is not overlapped.
+            yield Traffic(axis, num_shards, "all_gather", "backward", "parameters, last unit", grouped(regathered[-1:]))
+            if regathered[:-1]:
+                yield Traffic(
+                    axis, num_shards, "all_gather", "backward", "parameters", grouped(regathered[-2::-1]), "backward"
+                )
+    sizes = []
+    for unit in reversed(units):
+        trained = [tensor for tensor in unit.parameters if tensor.has_grad]
+        if trained:
+            width = (reduce_dtype or param_dtype or trained[0].dtype).itemsize
+            sizes.append(sum(_padded(tensor, num_shards) for tensor in trained) * width)
+    steps = [("reduce_scatter", axis, num_shards, sizes)] if num_shards > 1 else []
+    if replicate is not None and replicate[1] > 1:
+        steps.append(("all_reduce", *replicate, [size // num_shards for size in sizes]))
+    for operation, name, num_ranks, each in steps:
+        if each[:-1]:
+            yield Traffic(name, num_ranks, operation, "backward", "gradients", grouped(each[:-1]), "backward")
+        if each:
+            yield Traffic(name, num_ranks, operation, "backward", "gradients, last unit", grouped(each[-1:]))
+
+
+def _padded(tensor: LocalTensor, num_ranks: int) -> int:
+    """Elements of a parameter whose first dimension is padded to a multiple of the ranks."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    if not rows:
+        return 0
+    return -(-rows // num_ranks) * num_ranks * (math.prod(tensor.shape) // rows)
+
+
+def _width(tensor: LocalTensor, dtype: torch.dtype | None) -> int:
+    return (dtype or tensor.dtype).itemsize
+
+
+def group_into_units(
+    inner: Sequence[str], parameters: Sequence[LocalTensor], backward: Collection[str] | None
+) -> list[FSDPUnit]:
+    """Group parameters into units, in module order; the model's own unit comes first.
+
+    Args:
+        inner: Names of the modules that are units of their own, in module order.
+        parameters: One rank's parameters.
+        backward: Names of the modules whose outputs need a gradient; None: all.
+    """
+    members: dict[str, list[LocalTensor]] = {name: [] for name in inner}
+    root: list[LocalTensor] = []
+    for tensor in parameters:
+        path = owner(tensor.name, members)
+        (members[path] if path else root).append(tensor)
+    made = [FSDPUnit(name, tuple(tensor), backward is None or name in backward) for name, tensor in members.items()]
+    return [FSDPUnit("", tuple(root)), *made]
+
+
+@dataclass(frozen=True)
+class StageAssignment:
+    """How a model is split into stages, and which rank has which."""
+
+    schedule: PipelineSchedule
+    num_ranks: int
+    num_microbatches: int
+    children: tuple[tuple[str, ...], ...]
+    """Names of the model's children, per stage; in a model that is not a Sequential, of its `pipeline_parts`."""
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.children)
+
+    def on_rank(self, rank: int) -> list[int]:
+        """StageAssignment of a rank."""
+        return stages_of_rank(self.schedule, rank, num_ranks=self.num_ranks, num_stages=self.num_stages)
+
+    @cached_property
+    def rank_of_stage(self) -> dict[int, int]:
+        """The rank of each stage."""
+        return {stage: rank for rank in range(self.num_ranks) for stage in self.on_rank(rank)}
+
+    @cached_property
+    def _stage_of_child(self) -> dict[str, int]:
+        return {name: stage for stage, names in enumerate(self.children) for name in names}
+
+    def stage_of(self, path: str) -> int:
+        """The stage that holds a module or parameter; the last one for what is in none."""
+        return self._stage_of_child.get(owner(path, self._stage_of_child), self.num_stages - 1)
+
+    def rank_of(self, path: str) -> int:
+        """The rank of that stage."""
+        return self.rank_of_stage[self.stage_of(path)]
+
+
+def assign_stages(
+    trace: ModelTrace,
+    *,
+    num_ranks: int,
+    schedule: PipelineSchedule | str,
+    num_microbatches: int | None,
+    num_stages: int | None,
+    at: Sequence[str] | None,
+) -> StageAssignment:
+    """Split a Sequential as `Pipeline.split` does, and other models into their `pipeline_parts`.
+
+    Args:
+        trace: The model's trace.
+        num_ranks: Pipeline ranks.
+        schedule: Its name.
+        num_microbatches: None: one per stage.
+        num_stages: None: one per rank, or two where the schedule has several.
+        at: Children of a Sequential that start a stage; None: stages of about equal parameter counts.
+
+    Raises:
+        UsageError: the model has no equal blocks and is not a Sequential, or the numbers do not fit the schedule.
+    """
+    kind = PipelineSchedule.of(schedule)
+    count = default_num_stages(kind, num_ranks) if num_stages is None else num_stages
+    at = [at] if isinstance(at, str) else at
+    names = _split_at(trace, at) if at is not None else trace.cached(("stages", count), lambda: _balanced(trace, count))
+    microbatches = len(names) if num_microbatches is None else num_microbatches
+    check_counts(kind, num_ranks=num_ranks, num_stages=len(names), num_microbatches=microbatches)
+    return StageAssignment(kind, num_ranks, microbatches, names)
+
+
+def _balanced(trace: ModelTrace, count: int) -> tuple[tuple[str, ...], ...]:
+    costs: dict[str, float] = trace.cached("costs of stages' parts", lambda: _part_costs(trace))
+    names, starts = list(costs), balance(list(costs.values()), count)
+    return tuple(tuple(names[first:second]) for first, second in pairwise([*starts, len(names)]))
+
+
+def _part_costs(trace: ModelTrace) -> dict[str, float]:
+    parts = pipeline_parts(trace.model)
+    return part_costs(trace.model, parts) if parts else child_costs(trace.model, "params")
+
+
+def _split_at(trace: ModelTrace, at: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(name for name, _ in part.named_children()) for part in split_sections(trace.model, at))
+
+
+def boundaries(
+    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None
+) -> list[tuple[int, int]]:
+    """Return the bytes of one microbatch that a rank sends over each stage boundary: (forward, backward).
+
+    Args:
+        trace: The model's trace with one rank's batch.
+        stages: How it is split.
+        shares: Children whose output is sharded over this many ``tp`` ranks.
+
+    Raises:
+        UsageError: the batch is not divisible into microbatches.
+    """
+    sizes = []
+    for names in stages.children[:-1]:
+        facts = trace.outputs[names[-1]]
+        rows = facts[0].shape[0] if facts and facts[0].shape else 0
+        if not rows or rows % stages.num_microbatches:
+            raise UsageError(
+                f"The batch ({rows} samples) must be divisible by num_microbatches ({stages.num_microbatches}): change "
+                "one of them."
+            )
+        parts = stages.num_microbatches * (shares or {}).get(names[-1], 1)
+        forward = sum(fact.nbytes for fact in facts)
+        backward = sum(fact.nbytes for fact in facts if fact.requires_grad)
+        sizes.append((forward // parts, backward // parts))
+    return sizes
+
+
+def pipeline_traffic(
+    trace: ModelTrace, stages: StageAssignment, *, shares: Mapping[str, int] | None = None
+) -> Iterator[Traffic]:
+    """Yield what each pipeline rank sends and receives; stages on the same rank exchange no messages.
+
+    Args:
+        trace: The same as for `boundaries`.
+        stages: The same.
+        shares: The same.
+    """
+    ranks, count, num_ranks = stages.rank_of_stage, stages.num_microbatches, stages.num_ranks
+    for pp_rank in range(num_ranks):
+        yield Traffic(
+            "pp",
+            num_ranks,
+            "all_gather",
+            "forward",
+            "batch check",
+            ((num_ranks * _FACTS * 8, 1),),
+            pp_rank=pp_rank,
+        )
+        yield Traffic("pp", num_ranks, "barrier", "backward", "end of the step", ((0, 1),), pp_rank=pp_rank)
+    for stage, (forward, backward) in enumerate(boundaries(trace, stages, shares=shares)):
+        first, second = ranks[stage], ranks[stage + 1]
+        if first == second:
+            continue
+        for phase, size, source, target in (("forward", forward, first, second), ("backward", backward, second, first)):
+            if size:
+                what = f"{'activations' if phase == 'forward' else 'gradients'} between stages {stage} and {stage + 1}"
+                messages = ((size, count),)
+                yield Traffic("pp", num_ranks, "send", phase, what, messages, phase, source)
+                yield Traffic("pp", num_ranks, "recv", phase, what, messages, phase, target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    phase: str
+    operation: str
+    purpose: str
+    size: int
+
+
+def tensor_parallel_traffic(
+    trace: ModelTrace,
+    styles: Mapping[str, str],
+    *,
+    num_ranks: int,
+    sequence: bool,
+    parallel_loss: bool,
+    parts: int = 1,
+    stages: StageAssignment | None = None,
+    axis: str = "tp",
+) -> Iterator[Traffic]:
+    """Yield what ranks along the axis send each other.
+
+    Args:
+        trace: The whole model's trace with one rank's batch.
+        styles: The styles by module name, as `parallelize` takes them.
+        num_ranks: Along the axis.
+        sequence: Whether activations between blocks are sharded along the sequence.
+        parallel_loss: Whether the loss takes logits sharded over the vocabulary.
+        parts: Number of microbatches.
+        stages: How the model is split over ``pp``; None: it is not.
+        axis: Its name.
+    """
+    calls: dict[tuple[int, str, str, str], list[int]] = {}
+    for name, style in styles.items():
+        pp_rank = 0 if stages is None else stages.rank_of(name)
+        for call in _calls(trace, name, style, styles, sequence=sequence):
+            once = call.purpose == _NORMS
+            sizes = [call.size] if once else [call.size // parts] * parts
+            calls.setdefault((pp_rank, call.phase, call.operation, call.purpose), []).extend(sizes)
+    if parallel_loss:
+        pp_rank = 0 if stages is None else stages.rank_of("")
+        tokens = _tokens(trace)
+        for size in (tokens * 4, 2 * tokens * 4):
+            key = (pp_rank, _FORWARD, "all_reduce", "loss of sharded logits")
+            calls.setdefault(key, []).extend([size // parts] * parts)
+    for (pp_rank, phase, operation, purpose), sizes in calls.items():
+        yield Traffic(axis, num_ranks, operation, phase, purpose, grouped(sizes), pp_rank=pp_rank)
+
+
+def _calls(trace: ModelTrace, name: str, style: str, styles: Mapping[str, str], *, sequence: bool) -> Iterator[_Call]:
+    input_, output = _first(trace.inputs.get(name, ())), _first(trace.outputs.get(name, ()))
+    if input_ is None or output is None:
+        return
+    module = trace.model.get_submodule(name)
+    is_nested = any(styles.get(above) in ("share", "gather") for above in _above(name))
+    yield from _of_input(input_, style, is_nested=is_nested, sequence=sequence and not isinstance(module, nn.Embedding))
+    if style in ("row", "split+row"):
+        yield _Call(_FORWARD, "reduce_scatter" if sequence else "all_reduce", "sum of the output", output.nbytes)
+    if style == "column+gather":
+        yield _Call(_FORWARD, "all_gather", "features of the output", output.nbytes)
+    if (style in ("row", "split+row") and sequence) or (style == "split" and output.requires_grad):
+        yield _Call(_BACKWARD, "all_gather", "gradient of the output", output.nbytes)
+    if style in ("sequence", "heads"):
+        # DTensor keeps them as partial sums and all-reduces them each time that they are read.
+        for leaf, parameter in module.named_parameters():
+            size = parameter.numel() * parameter.dtype.itemsize
+            for _ in range(trace.grad_uses.get(f"{name}.{leaf}", 1)):
+                yield _Call("optimizer", "all_reduce", _NORMS, size)
+
+
+def _of_input(input_: TensorFacts, style: str, *, is_nested: bool, sequence: bool) -> Iterator[_Call]:
+    """What a module's input and its gradient send."""
+    gathers_input = style in ("column", "column+gather") and not is_nested
+    backward = ""
+    if style == "gather" or (gathers_input and sequence):
+        yield _Call(_FORWARD, "all_gather", "positions of the input", input_.nbytes)
+        backward = "reduce_scatter"
+    elif style == "share" or gathers_input:
+        backward = "all_reduce"
+    elif style == "split+row":
+        backward = "all_gather"
+    if backward and input_.requires_grad:
+        yield _Call(_BACKWARD, backward, "gradient of the input", input_.nbytes)
+
+
+def _above(name: str) -> Iterator[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _first(facts: tuple[TensorFacts, ...]) -> TensorFacts | None:
+    return facts[0] if facts else None
+
+
+def _tokens(trace: ModelTrace) -> int:
+    """Number of tokens: elements of the model's output without its last dimension."""
+    logits = trace.outputs[""][0]
+    return TensorFacts(logits.shape[:-1], torch.uint8, False).nbytes
+
+
+def local_parameters(trace: ModelTrace, styles: Mapping[str, str], num_ranks: int) -> list[LocalTensor]:
+    """Return each parameter as one rank of the axis holds it.
+
+    Args:
+        trace: The whole model's trace.
+        styles: The styles by module name.
+        num_ranks: Along ``tp``.
+    """
+    parameters: list[LocalTensor] = trace.cached(
+        ("local parameters", num_ranks, tuple(styles.items())), lambda: _local_parameters(trace, styles, num_ranks)
+    )
+    return parameters
+
+
+def _local_parameters(trace: ModelTrace, styles: Mapping[str, str], num_ranks: int) -> list[LocalTensor]:
+    ready = set(trace.ready) if trace.has_inputs else None
+    parameters = []
+    for name, parameter in trace.parameters:
+        path, _, leaf = name.rpartition(".")
+        shape = list(parameter.shape)
+        style = styles.get(path, "")
+        if num_ranks > 1 and style in SHARDED_DIM:
+            dim = _sharded_dim(trace.model.get_submodule(path), style, leaf)
+            if dim is not None:
+                shape[dim] //= num_ranks
+        has_grad = parameter.requires_grad if ready is None else name in ready
+        parameters.append(LocalTensor(name, tuple(shape), parameter.dtype, has_grad, parameter.requires_grad))
+    return parameters
+
+
+def _sharded_dim(module: nn.Module, style: str, leaf: str) -> int | None:
+    if isinstance(module, nn.Embedding):
+        return 1 - SHARDED_DIM[style]
+    if leaf == "weight":
+        return SHARDED_DIM[style]
+    return 0 if SHARDED_DIM[style] == 0 else None

@@ -1,0 +1,273 @@
+"""Reports of finished cells: the card of a failure, the table of `--branch`, first differences, non-finite numbers.
+
+The card of a failed cell appears above the plain text, the only part that terminals and programs show. Whatever ranks
+report is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from html import escape
+
+from axon_nb.cluster.branches import Branch, Branches
+from axon_nb.cluster.comparison import Verdict
+from axon_nb.cluster.divergence import NumbersVerdict
+from axon_nb.cluster.failures import Failure, RankError, agree, failure_line, next_commands
+from axon_nb.records.colors import KINDS, STATES
+from axon_nb.records.ranks import format_ranks, name_ranks
+from axon_nb.records.units import format_bytes, format_seconds
+from axon_nb.widgets.html import (
+    CELL,
+    CODE,
+    MUTED,
+    NUMBER,
+    WRAPPED_CELL,
+    data_cells,
+    figure,
+    figures,
+    note_lines,
+    notice,
+    prose,
+    row_title,
+    svg_uri,
+    table,
+    table_row,
+)
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_QUOTED = re.compile(r"'(\w[\w.]*)'")
+_AROUND = 2
+"""Lines of code shown before and after the one that failed."""
+_MAX_MESSAGE = 600
+_ERROR = STATES["error"][0].both
+_MARK = f"background:{_ERROR}2E;color:inherit;border-radius:2px"
+_CURVE_WIDTH, _CURVE_HEIGHT = 90, 24
+_MAX_METRICS = 4
+_STATES = {"ok": "finished", "timed_out": "timed out"}
+
+
+def failure_card(failure: Failure, *, code: str, cell: int, ranks: Sequence[int]) -> str:
+    """Return the card as HTML that needs neither scripts nor a style sheet.
+
+    Args:
+        failure: What happened.
+        code: The cell, as ranks ran it: its first line is line 1.
+        cell: Its number.
+        ranks: The ranks that ran it.
+    """
+    claim, message = _claim(failure)
+    return (
+        f'<figure style="margin:4px 0;padding:6px 12px;border-left:4px solid {_ERROR};overflow-x:auto;'
+        'font-size:var(--jp-ui-font-size1, 13px);color:var(--jp-ui-font-color1, inherit)">'
+        f'<figcaption style="margin:0"><b style="font-weight:600">{escape(claim)}</b></figcaption>'
+        f'<div style="margin:2px 0 6px;white-space:pre-wrap">{escape(_shortened(message))}</div>'
+        f"{_failed_lines(failure, code, cell)}{_fates(failure, ranks)}"
+        f'<div style="margin:6px 0 0">{prose(_kept_variables(failure, ranks))}</div>'
+        f"{_next_steps(failure, ranks)}</figure>"
+    )
+
+
+def _claim(failure: Failure) -> tuple[str, str]:
+    """Return what happened in a few words, and the message."""
+    who = name_ranks(failure.alike).capitalize()
+    cause = failure.cause
+    if failure.explanation:
+        return "The ranks could not finish the cell", failure.explanation
+    if cause.kind == "raised":
+        is_key = cause.ename == "KeyError"  # whose message is the key alone
+        return f"{who} raised {cause.ename}", f"KeyError: {cause.evalue}" if is_key else cause.evalue
+    verbs = {"died": "died", "stuck": "did not stop", "aborted": "did not finish"}
+    return f"{who} {verbs[cause.kind]}", f"{who} {agree(cause.evalue, len(failure.alike))}."
+
+
+def _shortened(text: str) -> str:
+    text = _ANSI.sub("", text)
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"
+
+
+def _failed_lines(failure: Failure, code: str, cell: int) -> str:
+    """Return the line that failed with its neighbours; empty if it is not in this cell."""
+    place = failure_line(failure.cause, cell)
+    lines = code.splitlines()
+    if place is None or not 1 <= place[0] <= len(lines):
+        return ""
+    failed, called = place
+    first = 2 if lines[0].startswith("# %%") else 1
+    shown = range(max(first, failed - _AROUND), min(len(lines), failed + _AROUND) + 1)
+    width = len(str(shown.stop))
+    rows = "".join(
+        f'<div style="{CODE}"><span style="{MUTED};user-select:none">{number:>{width}}  </span>'
+        f"{_marked(lines[number - 1], failure.cause) if number == failed else escape(lines[number - 1])}</div>"
+        for number in shown
+    )
+    caller = f'<div style="margin:0 0 4px;{MUTED}">called at line {called}</div>' if called != failed else ""
+    return f'<pre style="margin:0 0 6px;padding:0;background:none;white-space:pre">{rows}</pre>{caller}'
+
+
+def _marked(line: str, cause: RankError) -> str:
+    """Mark the names that the error is about, or else the whole statement."""
+    names = {name for name in _QUOTED.findall(cause.evalue) if re.search(rf"\b{re.escape(name)}\b", line)}
+    if not names:
+        indent = line[: len(line) - len(line.lstrip())]
+        return f'{indent}<mark style="{_MARK}">{escape(line.strip())}</mark>'
+    pattern = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in sorted(names, key=len, reverse=True)))
+    parts, at = [], 0
+    for match in pattern.finditer(line):
+        parts += [escape(line[at : match.start()]), f'<mark style="{_MARK}">{escape(match[0])}</mark>']
+        at = match.end()
+    return "".join([*parts, escape(line[at:])])
+
+
+def _fates(failure: Failure, ranks: Sequence[int]) -> str:
+    """Return a table of what each rank did; ranks that did the same share a row."""
+    shown = failure.alike if failure.cause.kind == "raised" and not failure.explanation else ()
+    groups: dict[str, list[int]] = {}
+    for rank in sorted({*ranks, *failure.errors}):
+        text = f"raised {failure.cause.ename}" if rank in shown else _fate(failure.errors.get(rank))
+        groups.setdefault(text, []).append(rank)
+    if len(groups) == 1 and not failure.explanation:
+        return ""
+    rows = (
+        table_row(
+            row_title(escape(name_ranks(sharing))),
+            f'<td style="{WRAPPED_CELL}">{escape(agree(text, len(sharing)))}</td>',
+        )
+        for text, sharing in sorted(groups.items(), key=lambda group: failure.cause.rank not in group[1])
+    )
+    return table((), rows)
+
+
+def _fate(error: RankError | None) -> str:
+    if error is None:
+        return "finished the cell"
+    text = f"raised {error}" if error.kind == "raised" else error.evalue
+    return _shortened(text.splitlines()[0] if text else error.kind)
+
+
+def _kept_variables(failure: Failure, ranks: Sequence[int]) -> str:
+    dead = sorted(rank for rank, error in failure.errors.items() if error.kind == "died")
+    if not dead:
+        return "All ranks keep their variables."
+    if failure.kept.step is not None:
+        return failure.kept.text
+    are_all_dead = len(dead) >= len(set(ranks))
+    if failure.kept.text:
+        return failure.kept.text + ("" if are_all_dead else " All other ranks keep their variables.")
+    return f"The variables of {name_ranks(dead)} are lost{'' if are_all_dead else '; all other ranks keep theirs'}."
+
+
+def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
+    """Return commands to run next, each with what it does; a click selects a command."""
+    rows = "".join(
+        table_row(
+            f'<td style="{CELL}"><code style="{CODE};user-select:all">{escape(command)}</code></td>',
+            f'<td style="{WRAPPED_CELL};{MUTED}">{escape(text)}</td>',
+        )
+        for command, text in next_commands(failure, ranks)
+    )
+    hint = f'<div style="margin:4px 0 0">{prose(failure.hint)}</div>' if failure.hint else ""
+    return hint + (table((), [rows]) if rows else "")
+
+
+def branches_bundle(branches: Branches) -> dict[str, str]:
+    """Return the table as a MIME bundle: `text/html` without scripts, `text/plain`."""
+    metrics = branches.metrics[:_MAX_METRICS]
+    ranges = {metric: _branch_range([row.curves.get(metric, ()) for row in branches.rows]) for metric in metrics}
+    rows = [_branch_row(row, metrics, ranges, is_kept=row.value == branches.kept) for row in branches.rows]
+    titles = [branches.name, "", *(title for metric in metrics for title in (metric, "")), "time", "peak memory"]
+    frame = branches.to_frame()
+    return {"text/html": table(titles, rows), "text/plain": frame.to_string(index=False)}
+
+
+def _branch_row(row: Branch, metrics: Sequence[str], ranges: dict[str, tuple[float, float]], *, is_kept: bool) -> str:
+    state = _STATES.get(row.state, row.state)
+    if is_kept:
+        state += ", kept"
+    error = f"<br>{escape(row.error)}" if row.error else ""
+    cells = [row_title(escape(row.value)), f'<td style="{WRAPPED_CELL}">{escape(state)}{error}</td>']
+    for metric in metrics:
+        last = row.last(metric)
+        cells.append(data_cells(["" if last is None else f"{last:.4g}"], NUMBER))
+        cells.append(f'<td style="{CELL}">{_sparkline(metric, row.curves.get(metric, ()), ranges[metric])}</td>')
+    has_run = row.state != "not run"
+    figures = [format_seconds(row.seconds), format_bytes(row.peak_bytes)] if has_run else ["", ""]
+    return table_row(*cells, data_cells(figures, NUMBER))
+
+
+def _branch_range(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, float]:
+    values = [value for curve in curves for _, value in curve if math.isfinite(value)]
+    return (min(values), max(values)) if values else (0.0, 0.0)
+
+
+def _sparkline(metric: str, curve: Sequence[tuple[int, float]], limits: tuple[float, float]) -> str:
+    """Draw a curve; all rows of a metric share their range."""
+    finite = [(step, value) for step, value in curve if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    low, high = limits
+    first, width = finite[0][0], max(1, finite[-1][0] - finite[0][0])
+    points = " ".join(
+        f"{1 + (step - first) / width * (_CURVE_WIDTH - 2):.1f},"
+        f"{_CURVE_HEIGHT - 2 - (value - low) / ((high - low) or 1.0) * (_CURVE_HEIGHT - 4):.1f}"
+        for step, value in finite
+    )
+    size, color = f'width="{_CURVE_WIDTH}" height="{_CURVE_HEIGHT}"', KINDS["forward"].both
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_CURVE_WIDTH} {_CURVE_HEIGHT}" {size}>'
+        f'<polyline points="{points}" '
+        f'fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round"/></svg>'
+    )
+    what = f"{metric} from {finite[0][1]:.3g} to {finite[-1][1]:.3g}"
+    return f'<img alt="{escape(what)}" src="{svg_uri(svg)}" {size} style="margin:0;max-width:none">'
+
+
+def comparison_bundle(verdict: Verdict) -> dict[str, str]:
+    """Return the report as a MIME bundle: `text/html` without scripts, `text/plain`."""
+    return {"text/html": _comparison_html(verdict), "text/plain": str(verdict)}
+
+
+def _comparison_html(verdict: Verdict) -> str:
+    found = verdict.finding
+    if found is None:
+        top = f"<div>{escape(verdict.sentence)}</div>"
+    else:
+        kind = f" ({found.module})" if found.module else ""
+        what = f"{found.what} of {found.name or 'the model'}{kind}"
+        top = notice(f"First difference: {what}.", found.explanation) + figures(
+            [
+                ("phase", found.phase, f"call {found.call + 1}"),
+                ("ranks", format_ranks(found.ranks), ""),
+                ("relative error", f"{found.relative:.2g}", f"allowed {found.allowed:.2g}"),
+                ("cause", found.cause or "unknown", ""),
+            ]
+        )
+    rows = [
+        table_row(row_title(escape(what), WRAPPED_CELL), data_cells([str(total), str(wrong)], NUMBER))
+        for what, (total, wrong) in ((key.removeprefix("the "), counts) for key, counts in verdict.counts.items())
+    ]
+    counts = table(["compared", "tensors", "differ"], rows)
+    return figure(top + counts + note_lines(verdict.notes), heading="All ranks compared with one rank")
+
+
+def divergence_bundle(verdict: NumbersVerdict) -> dict[str, str]:
+    """Return the report as a MIME bundle: `text/html` without scripts, `text/plain`."""
+    return {"text/html": _divergence_html(verdict), "text/plain": str(verdict)}
+
+
+def _divergence_html(verdict: NumbersVerdict) -> str:
+    found = verdict.finding
+    if found is None:
+        top = f"<div>{escape(verdict.sentence)}</div>"
+    else:
+        entries = [
+            ("ranks", format_ranks(found.ranks), ""),
+            ("when", found.when, ""),
+            ("equal", format_ranks(found.others), "ranks"),
+            ("also different", str(len(found.more)), "parameters"),
+            ("computed by", found.operation, ""),
+        ]
+        shown = [entry for entry in entries if entry[1] not in ("", "0")]
+        top = notice(found.claim, found.advice) + figures(shown)
+    return figure(top + note_lines(verdict.notes[found is not None :]), heading="Numbers of all ranks")
