@@ -111,7 +111,7 @@ class CallCounts:
         """Return the rows as a table."""
         import pandas as pd
 
-        return pd.DataFrame(self.rows, columns=list(OperationCount._fields))
+        return pd.DataFrame(self.rows, columns=list(OperationCount.__annotations__))
 
     def __repr__(self) -> str:
         rows = self.rows

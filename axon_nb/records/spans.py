@@ -1,4 +1,4 @@
-"""Spans: times that a rank spent on one action, in a bounded ring that is always on; and the clocks they are told by.
+"""Spans: times that a rank spent on one action, in a bounded ring that is always on; and the clocks that time them.
 
 Clocks of hosts differ. Messages between them narrow down an interval for the difference.
 """

@@ -1,7 +1,7 @@
 """Every capability that the self-test checks and every private hook: what it does, and what is lost without it.
 
 The check itself is the function of the same name in `checks` or, for a single rank, in `runner`. Walking the register
-of hooks tells which of them the installed versions lack.
+of hooks shows which of them the installed versions lack.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A fake world of ranks without data: its private torch hooks, and a log of all storages that is replayed later.
 
 The log has when each storage is made, resized and freed, in which phase, by which module and by which of torch's
-buffers; the replay tells what is held when, and for what purpose.
+buffers; the replay says what is held when, and for what purpose.
 
 The hooks are written against torch 2.13.0, and torch.distributed 2.11.0 and 2.12.0. The register lists them as
 `plan.simulation`; if a torch lacks one, nothing is simulated, and closed-form plans still work.

@@ -61,7 +61,7 @@ def test_changed_tests_and_short_ones_come_first() -> None:
 
 
 def test_tests_that_share_words_with_a_change_come_before_shorter_ones() -> None:
-    taken, _ = affordable([FAILURES], ["axon_nb/cluster/failures.py"], float("inf"))
+    taken, _ = affordable([FAILURES], ["axon_nb/host/deaths.py"], float("inf"))
     assert taken[0] == f"{FAILURES}/test_deaths.py"
 
 
