@@ -264,9 +264,7 @@ def _parse(word: str, rest: list[str]) -> argparse.Namespace:
             raise UsageError(f"{_PROGRAM} has no {word!r}{nearest_option(word, ['--help', '--version'])}")
         raise unknown_command(_PROGRAM, word, _COMMANDS)
     command = _COMMANDS[word]
-    parser = CommandParser(
-        prog=f"{_PROGRAM} {word}", description=command.description.replace("%", "%%"), allow_abbrev=False
-    )
+    parser = CommandParser(prog=f"{_PROGRAM} {word}", description=command.description, allow_abbrev=False)
     command.add_arguments(parser)
     options, unknown = parser.parse_known_args(rest)
     for item in unknown:

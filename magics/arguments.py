@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from axon_nb.errors import UsageError
+from axon_nb.records.commands import COMMANDS
 from axon_nb.usage import nearest_option
 
 EXAMPLES = {
@@ -28,25 +29,25 @@ EXAMPLES = {
     "cancel": "%distributed cancel                  interrupts a cell that was started with --noblock",
     "config": "%distributed config keep_alive=10min  without key=value: shows all settings",
     "debug": "%distributed debug --ranks 2         after a cell failed on rank 2; `p loss` shows a variable",
-    "diff": "%distributed diff model --from 0     shows where other ranks' model differs from that of rank 0",
     "doctor": "%distributed doctor                  attach its output to bug reports",
     "export": "%distributed export train.py         writes the cells that ran as a script for torchrun",
     "import": "%distributed import train.py         writes train.ipynb; `axon-nb import` does the same",
     "load": "%distributed load run7              on as many ranks: everything; on others: models and optimizers",
-    "repair": "%distributed repair --from 0         replaces a dead rank, with the variables of rank 0",
     "resize": "%distributed resize 4                grows or shrinks the world to 4 ranks; training goes on",
     "restart": "%distributed restart                 starts as many new ranks as before",
     "run": "%distributed run train.py --epochs 3   shows its ranks in all views, and keeps its variables",
     "save": "%distributed save run7              writes the state of all ranks to the folder run7",
     "seed": "%distributed seed 0 --per-rank       seed 0 on rank 0, 1 on rank 1, and so on",
     "slow": "%distributed slow --ranks 2 --factor 2  rank 2 computes half as fast, until `%distributed slow off`",
-    "stacks": "%distributed stacks --ranks 1        shows where rank 1 is, even while it is stuck",
     "start": "%distributed start -n 4 --backend gloo",
-    "status": "%distributed status                  one row per rank",
     "stop": "%distributed stop                    stops all ranks; nothing is left behind",
     "sync": "%distributed sync model optimizer    copies them from rank 0 to all ranks",
     "undo": "%distributed undo 2                  takes back the last two cells, on all their ranks",
-    "vars": "%distributed vars                    one row per variable of the ranks",
+} | {
+    name: f"{f'%distributed {name} {words}'.rstrip():<36} {effect}"
+    for name, (words, _, effect) in (
+        (name, one.example.partition("  ")) for name, one in COMMANDS.items() if one.in_notebook
+    )
 }
 _HELP = ("--help", "?", "??")
 

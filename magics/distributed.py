@@ -14,6 +14,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.display import display
 
 from axon_nb.cluster.cells.driver import CellHandle
+from axon_nb.cluster.commands import perform
 from axon_nb.cluster.debugger import PostMortem
 from axon_nb.cluster.inspection.status import ClusterStatus
 from axon_nb.cluster.inspection.variables import summary_of
@@ -24,6 +25,7 @@ from axon_nb.cluster.settings import seconds
 from axon_nb.cluster.transfer import load_session, save_session, seed
 from axon_nb.errors import AxonError, CellInterrupt, UsageError
 from axon_nb.magics.arguments import LineParser, command, raw_command
+from axon_nb.records.commands import COMMANDS
 from axon_nb.records.ranks import name_ranks, resolve_ranks
 from axon_nb.records.slowness import SlowLink, Slowness
 from axon_nb.troubleshooting import explain
@@ -317,29 +319,6 @@ def _config_parser() -> LineParser:
     return parser
 
 
-def _diff_parser() -> LineParser:
-    parser = LineParser("%distributed diff", "Show where a variable differs between ranks.")
-    parser.add_argument("name", metavar="NAME")
-    help_text = "the rank to compare with (default: 0)"
-    parser.add_argument("--from", dest="source", type=_number, default=0, metavar="R", help=help_text)
-    return parser
-
-
-def _stacks_parser() -> LineParser:
-    parser = LineParser("%distributed stacks", "Show where each rank is.")
-    parser.add_argument("--ranks", default=None, help="which ranks (default: all)")
-    return parser
-
-
-def _repair_parser() -> LineParser:
-    parser = LineParser("%distributed repair", "Replace dead ranks; all others keep their state.")
-    parser.add_argument("--ranks", default=None, help="which ranks (default: those that are dead)")
-    parser.add_argument("--from", dest="source", type=_number, default=None, metavar="R", help="copy R's variables")
-    parser.add_argument("--on", dest="host", default=None, metavar="HOST", help="where (default: where they were)")
-    parser.add_argument("names", nargs="*", help="which variables (default: all that can be copied)")
-    return parser
-
-
 def _resize_parser() -> LineParser:
     parser = LineParser("%distributed resize", "Change the number of ranks; models and variables are carried over.")
     parser.add_argument("n", type=_number, metavar="N", help="number of ranks afterwards")
@@ -359,6 +338,24 @@ def _sync_parser() -> LineParser:
     return parser
 
 
+def _shared_parser(name: str) -> LineParser:
+    entry = COMMANDS[name]
+    parser = LineParser(f"%distributed {name}", f"{entry.summary[0].upper()}{entry.summary[1:]}.")
+    for option in entry.options:
+        option.add_to(parser)
+    return parser
+
+
+def _shared(name: str) -> Callable[..., None]:
+    """Return a command that programs have, too; it prints their text."""
+
+    @command(lambda: _shared_parser(name))
+    def run(options: argparse.Namespace) -> None:
+        print(perform(clusters.require(f"%distributed {name}"), name, **vars(options))["text"])
+
+    return run
+
+
 @magics_class
 class DistributedMagics(Magics):
     """The subcommands of `%distributed`."""
@@ -374,7 +371,8 @@ class DistributedMagics(Magics):
         undo [K]: take back the last K cells (large models: after `config undo_memory=1GiB`)
         save NAME · load NAME: write the state of all ranks to a folder; load it, on any number of ranks
         resize N: grow or shrink to N ranks; models, optimizers and samplers are carried over
-        repair [--ranks R] [--from R [names …]] [--on HOST] · stacks [--ranks R] · attach [NAME] · cancel
+        repair [--ranks R] [--from R [names …]] [--on HOST] · attach [NAME] · rename NEW · cancel
+        stacks [--ranks R]: where each rank is · explain: which rank the others wait for
         config [key=value …]
         run train.py [arguments]: run a script on the ranks, as torchrun would; its variables stay
         import train.py [-o NOTEBOOK] [--args WORDS] [--force]: cut a script into the cells of a notebook
@@ -406,11 +404,10 @@ class DistributedMagics(Magics):
     def commands(self) -> dict[str, Callable[[list[str]], Any]]:
         """Return the functions of the commands by name; each takes the command's arguments."""
         return {
+            **{name: _shared(name) for name, entry in COMMANDS.items() if entry.in_notebook},
             "start": self._start,
             "status": self._status,
-            "stacks": self._stacks,
             "stop": self._stop,
-            "repair": self._repair,
             "resize": self._resize,
             "restart": self._restart,
             "attach": self._attach,
@@ -445,24 +442,20 @@ class DistributedMagics(Magics):
             print(reason)
         display(cluster)
 
-    @command(lambda: LineParser("%distributed status", "Show the ranks."))
+    @command(lambda: _shared_parser("status"))
     def _status(self, options: argparse.Namespace) -> Any:
         return ClusterStatus(clusters.require("%distributed status").info())
 
-    @command(lambda: LineParser("%distributed vars", "Show the variables of the ranks."))
+    @command(lambda: _shared_parser("vars"))
     def _vars(self, options: argparse.Namespace) -> Any:
         return clusters.require("%distributed vars").variables()
 
-    @command(_diff_parser)
+    @command(lambda: _shared_parser("diff"))
     def _diff(self, options: argparse.Namespace) -> Any:
-        differences = clusters.require("%distributed diff").diff(options.name, options.source)
+        differences = clusters.require("%distributed diff").diff(options.name, options.from_rank)
         if summary := summary_of(options.name, differences):
             print(summary)
         return None if differences.empty else differences
-
-    @command(_stacks_parser)
-    def _stacks(self, options: argparse.Namespace) -> None:
-        print(clusters.require("%distributed stacks").stacks(options.ranks))
 
     @command(lambda: LineParser("%distributed stop", "Stop the cluster."))
     def _stop(self, options: argparse.Namespace) -> None:
@@ -481,11 +474,6 @@ class DistributedMagics(Magics):
     def _restart(self, options: argparse.Namespace) -> None:
         clusters.require("%distributed restart")
         display(clusters.restart())
-
-    @command(_repair_parser)
-    def _repair(self, options: argparse.Namespace) -> None:
-        cluster = clusters.require("%distributed repair")
-        print(cluster.repair(options.ranks, from_rank=options.source, names=options.names, host=options.host))
 
     @command(_resize_parser)
     def _resize(self, options: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from axon_nb.magics.data import DataMagics
 from axon_nb.magics.distributed import DistributedMagics
 from axon_nb.magics.plan import plan_parser
 from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
-from axon_nb.remote.tools import TOOLS, WRITING, Tools
+from axon_nb.remote.tools import TOOLS, WRITING, Limits, Tools
 from scripts.generated_page import ROOT
 
 _MAGICS = (DataMagics, ViewMagics, JobViewMagics, TimelineMagics)
@@ -106,15 +106,20 @@ def tools_section() -> str:
     """Return the tools of `axon-nb mcp`, from their definitions."""
     entries = []
     for name in TOOLS:
-        tool = getattr(Tools, name)
+        tool = Tools(Limits(), can_run=True).function(name)
         parameters = [each for key, each in inspect.signature(tool).parameters.items() if key != "self"]
         note = "\n\nNeeds `--allow-run`." if name in WRITING else ""
         arguments = ", ".join(
-            f"{each.name}: {each.annotation}" + ("" if each.default is each.empty else f" = {each.default!r}")
+            f"{each.name}: {_annotation(each)}" + ("" if each.default is each.empty else f" = {each.default!r}")
             for each in parameters
         )
         entries.append(f"### `{name}`\n\n```text\n{name}({arguments})\n\n{inspect.getdoc(tool)}\n```{note}\n")
     return "\n".join(["## Tools of `axon-nb mcp`\n", *entries])
+
+
+def _annotation(parameter: inspect.Parameter) -> str:
+    found = parameter.annotation
+    return found if isinstance(found, str) else inspect.formatannotation(found)
 
 
 @contextlib.contextmanager

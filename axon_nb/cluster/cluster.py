@@ -51,7 +51,6 @@ class Cluster:
         self.completion = CompletionClient(state)
         """Requests completions and help from the ranks."""
         self._history = history
-        self.name = state.name
         self.backend = state.backend
         self.engines = state.engines
         """Name of the ipyparallel launcher that runs the ranks; ``axon``: forked from the host agent."""
@@ -69,6 +68,11 @@ class Cluster:
 
         # The export of a saved notebook needs these facts.
         return cluster_card(self.info()), {"axon_nb": session_facts(self.state).to_json()}
+
+    @property
+    def name(self) -> str:
+        """The name by which `%distributed attach` and `axon-nb` find it."""
+        return self.state.name
 
     @property
     def client(self) -> Any:

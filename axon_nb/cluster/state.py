@@ -206,6 +206,11 @@ class ClusterState:
             )
         self._store(dataclasses.replace(self._facts, slowness=slowness))
 
+    def rename(self, name: str) -> None:
+        """Give the cluster another name, by which other notebooks and programs find it."""
+        self._store(dataclasses.replace(self._facts, name=name))
+        self.health.name = name
+
     def _store(self, facts: ClusterFacts) -> None:
         self.connection.agent.call(SetInfo(facts))
         self._facts = facts
@@ -246,7 +251,7 @@ class Health:
     """
 
     def __init__(self, name: str, runs: Callable[[], list[ActiveCell]], *, remedy: str = REPAIR_HINT) -> None:
-        self._name = name
+        self.name = name
         self._runs = runs
         self.remedy = remedy
         """How to get a dead or stuck rank back, as a sentence."""
@@ -339,7 +344,7 @@ class Health:
         """
         if self.disconnect_reason:
             raise ClusterLostError(
-                f"The cluster {self._name!r} {self.disconnect_reason}. Run `%distributed start` to start a new one."
+                f"The cluster {self.name!r} {self.disconnect_reason}. Run `%distributed start` to start a new one."
             )
         dead = [rank for rank in ranks if rank in self.dead]
         if dead:

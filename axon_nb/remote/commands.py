@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.errors import AxonError, UsageError
+from axon_nb.records.commands import COMMANDS, ClusterCommand
 from axon_nb.records.endpoint import EndpointError, ErrorCode
 from axon_nb.usage import CommandParser, ProgramCommand
 
@@ -38,6 +39,7 @@ SIZES: Mapping[str, tuple[int, int, int]] = {
 """Hidden size, heads and blocks of GPTs by number of parameters: table 1 of the OPT paper, arXiv:2205.01068."""
 _VOCAB = 50304
 _MIN_CHARS = 500
+_WHICH = "the cluster; default: the only one"
 
 
 def connect(name: str | None) -> NotebookClient:
@@ -52,12 +54,12 @@ def _common(parser: CommandParser) -> None:
 
 
 def _named(parser: CommandParser) -> None:
-    parser.add_argument("name", nargs="?", default=None, metavar="NAME", help="the cluster; default: the only one")
+    parser.add_argument("cluster", nargs="?", default=None, metavar="NAME", help=_WHICH)
     _common(parser)
 
 
 def _with_option(parser: CommandParser) -> None:
-    parser.add_argument("--cluster", default=None, metavar="NAME", help="the cluster; default: the only one")
+    parser.add_argument("--cluster", default=None, metavar="NAME", help=_WHICH)
     parser.add_argument("--ranks", default=None, metavar="RANKS", help="which ranks: 0 or 0,2-3 (default: all)")
     _common(parser)
 
@@ -74,18 +76,25 @@ def _line(value: Mapping[str, Any]) -> None:
     print(json.dumps(value), flush=True)
 
 
-def _observe(request: str) -> Callable[[argparse.Namespace], int]:
-    """Return a command that prints the reply to a request without arguments."""
-    return lambda options: _print(options, connect(options.name).request(request))
+def _shared(name: str, command: ClusterCommand) -> ProgramCommand:
+    """Return `axon-nb NAME` for a command that notebooks share."""
+    on_named = all(option.flag for option in command.options)
 
+    def add_arguments(parser: CommandParser) -> None:
+        for option in command.options:
+            option.add_to(parser)
+        if on_named:  # nothing else stands without an option
+            _named(parser)
+        else:
+            parser.add_argument("--cluster", dest="cluster", default=None, metavar="NAME", help=_WHICH)
+            _common(parser)
 
-def _stacks_arguments(parser: CommandParser) -> None:
-    parser.add_argument("--ranks", default=None, metavar="RANKS", help="which ranks: 0 or 0,2-3 (default: all)")
-    _named(parser)
+    def run(options: argparse.Namespace) -> int:
+        given = {option.name: getattr(options, option.name) for option in command.options}
+        return _print(options, connect(options.cluster).request(name, timeout_s=command.timeout_s, **given))
 
-
-def _stacks(options: argparse.Namespace) -> int:
-    return _print(options, connect(options.name).request("stacks", ranks=options.ranks))
+    example = f"axon-nb {name} {command.example.partition('  ')[0]}".rstrip()
+    return _command(command.summary, example, add_arguments, run, needs_share=command.changes)
 
 
 def _logs_arguments(parser: CommandParser) -> None:
@@ -94,7 +103,7 @@ def _logs_arguments(parser: CommandParser) -> None:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    client = connect(options.name)
+    client = connect(options.cluster)
     reply = client.request("logs")
     _print(options, reply)
     while options.follow and reply["running"]:
@@ -158,16 +167,6 @@ def _failure(result: Mapping[str, Any]) -> str:
     where = f" ({cause['file']}, line {cause['line']})" if cause["file"] else ""
     what = f"{cause['type']}: {cause['message']}" if cause["type"] else cause["message"]
     return f"axon-nb: the cell {result['state']} on ranks {cause['ranks']}: {what}{where}"
-
-
-def _repair_arguments(parser: CommandParser) -> None:
-    parser.add_argument("--from", dest="source", type=int, default=None, metavar="R", help="copy R's variables")
-    _with_option(parser)
-
-
-def _repair(options: argparse.Namespace) -> int:
-    client = connect(options.cluster)
-    return _print(options, client.request("repair", timeout_s=_LONG_S, ranks=options.ranks, from_rank=options.source))
 
 
 def _push_arguments(parser: CommandParser) -> None:
@@ -257,18 +256,8 @@ def _command(
 
 
 REMOTE_COMMANDS: Mapping[str, ProgramCommand] = {
-    "status": _command("show what each rank is doing", "axon-nb status --json", _named, _observe("status")),
-    "stacks": _command("show where each rank is", "axon-nb stacks --ranks 2", _stacks_arguments, _stacks),
-    "explain": _command(
-        "say which rank the others wait for, and why", "axon-nb explain --json", _named, _observe("explain")
-    ),
-    "vars": _command(
-        "show the variables of all ranks and which differ", "axon-nb vars --json", _named, _observe("variables")
-    ),
+    **{name: _shared(name, command) for name, command in COMMANDS.items()},
     "logs": _command("show what the ranks printed", "axon-nb logs --follow --json", _logs_arguments, _logs),
-    "interrupt": _command(
-        "interrupt the running cell, as the stop button does", "axon-nb interrupt digits", _named, _observe("interrupt")
-    ),
     "run": _command(
         "run a cell on ranks, and show what it prints",
         "axon-nb run 'print(rank)' --json",
@@ -276,7 +265,6 @@ REMOTE_COMMANDS: Mapping[str, ProgramCommand] = {
         _run,
         needs_share=True,
     ),
-    "repair": _command("replace dead ranks", "axon-nb repair --from 0", _repair_arguments, _repair, needs_share=True),
     "push": _command("set variables on ranks", "axon-nb push lr=0.1", _push_arguments, _push, needs_share=True),
     "pull": _command(
         "show the value of a name or an expression on ranks",

@@ -25,6 +25,7 @@ from typing import Any
 from axon_nb._version import __version__
 from axon_nb.doctor.clusters import FoundCluster, find_clusters
 from axon_nb.errors import AxonError, UsageError
+from axon_nb.records.commands import COMMANDS
 from axon_nb.records.endpoint import EndpointError, ErrorCode
 
 _TIMEOUT_S = 60.0
@@ -33,11 +34,7 @@ _CUTS = ((64, 4000), (32, 1500), (16, 600), (8, 240), (4, 100), (2, 40))
 """Entries of a list and characters of a text that are kept; the next step applies while the reply is too large."""
 TOOLS = (
     "clusters",
-    "status",
-    "explain",
-    "stacks",
-    "vars",
-    "compare",
+    *COMMANDS,
     "timeline",
     "logs",
     "plan",
@@ -48,10 +45,10 @@ TOOLS = (
     "run_poll",
     "run_tail",
     "run_cancel",
-    "interrupt",
-    "repair",
 )
-WRITING = frozenset({"start", "stop", "run_start", "run_poll", "run_tail", "run_cancel", "interrupt", "repair"})
+WRITING = frozenset({"start", "stop", "run_start", "run_poll", "run_tail", "run_cancel", "interrupt"}) | {
+    name for name, command in COMMANDS.items() if command.changes
+}
 """Tools that are refused without ``--allow-run``."""
 
 
@@ -199,12 +196,28 @@ class Tools:
                 raise EndpointError(
                     ErrorCode.REFUSED, f"{name} is not allowed: the server runs without --allow-run, so it only reads."
                 )
-            reply = getattr(self, name)(**arguments)
+            reply = self.function(name)(**arguments)
         except EndpointError as error:
             reply = error.to_json()
         except (AxonError, OSError) as error:
             reply = EndpointError(ErrorCode.FAILED, str(error)).to_json()
         return within(reply, self._limits.characters)
+
+    def function(self, name: str) -> Callable[..., dict[str, Any]]:
+        """Return the function of a tool; its docstring and its signature are what a model reads."""
+        if (command := COMMANDS.get(name)) is None:
+            method: Callable[..., dict[str, Any]] = getattr(self, name)
+            return method
+
+        def ask(cluster: str | None = None, **options: Any) -> dict[str, Any]:
+            return self._ask(cluster, name, **options)
+
+        which = inspect.Parameter("cluster", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
+        signature = inspect.Signature([*command.parameters, which], return_annotation=dict[str, Any])
+        annotations = {key: each.annotation for key, each in signature.parameters.items()}
+        ask.__name__, ask.__doc__, ask.__annotations__ = name, command.tool, annotations
+        vars(ask)["__signature__"] = signature
+        return ask
 
     def _ask(self, cluster: str | None, operation: str, /, **arguments: Any) -> dict[str, Any]:
         reply = connect(cluster).request(operation, timeout_s=self._limits.seconds, **arguments)
@@ -215,26 +228,6 @@ class Tools:
         keys = ("name", "state", "num_ranks", "backend", "keep_alive_left_s")
         clusters = [one.to_json() for one in find_clusters()]
         return {"clusters": [{key: one[key] for key in keys} for one in clusters]}
-
-    def status(self, cluster: str | None = None) -> dict[str, Any]:
-        """Show what each rank is doing, its memory, which ranks are busy, and the result of the last cell."""
-        return self._ask(cluster, "status")
-
-    def explain(self, cluster: str | None = None) -> dict[str, Any]:
-        """Say why a cell hangs: which rank the others wait for and where, or the deadlock. Use it first."""
-        return self._ask(cluster, "explain")
-
-    def stacks(self, ranks: str | None = None, cluster: str | None = None) -> dict[str, Any]:
-        """Show the Python stack of each rank; ranks at the same place share an entry. ranks: such as "0,2-3"."""
-        return self._ask(cluster, "stacks", ranks=ranks)
-
-    def vars(self, cluster: str | None = None) -> dict[str, Any]:
-        """List the variables on the ranks: type, shape, bytes, whether ranks agree. Names and types while busy."""
-        return self._ask(cluster, "variables")
-
-    def compare(self, name: str, from_rank: int = 0, cluster: str | None = None) -> dict[str, Any]:
-        """Show where a variable (tensor, model, array, table) differs from that of from_rank: values and shapes."""
-        return self._ask(cluster, "difference", name=name, from_rank=from_rank)
 
     def timeline(self, limit: int = 20, cluster: str | None = None) -> dict[str, Any]:
         """Summarize where time went by call: seconds over all ranks, time spent waiting, the rank waited for."""
@@ -317,18 +310,6 @@ class Tools:
         """Interrupt a run; the ranks and their variables stay."""
         return self._ask(cluster, "cancel", run=run)
 
-    def interrupt(self, cluster: str | None = None) -> dict[str, Any]:
-        """Interrupt whatever cell runs, as the notebook's stop button does."""
-        return self._ask(cluster, "interrupt")
-
-    def repair(self, from_rank: int | None = None, cluster: str | None = None) -> dict[str, Any]:
-        """Replace the ranks that died; the others keep their variables.
-
-        from_rank: a rank whose variables the new ones get, as replicas have them (DDP); else they start empty.
-        """
-        reply = connect(cluster).request("repair", timeout_s=self._limits.seconds, from_rank=from_rank)
-        return {"repaired": reply["text"]}
-
     def _program(self, *words: str) -> dict[str, Any]:
         """Run a command of `axon-nb` in another process, which the limit of time can end."""
         try:
@@ -382,7 +363,7 @@ def serve(limits: Limits, *, can_run: bool) -> None:
     tools = Tools(limits, can_run=can_run)
     server: Any = MCPServer("axon_nb", version=__version__, instructions=skill(), log_level="WARNING")
     for name in TOOLS:
-        method = getattr(tools, name)
+        method = tools.function(name)
         server.tool(
             name=name,
             description=inspect.getdoc(method),

@@ -92,6 +92,18 @@ def test_what_changes_something_needs_permission(owner: Owner) -> None:
         assert "config share=on" in message
 
 
+def test_renamed_cluster_has_its_new_name_everywhere(owner: Owner) -> None:
+    assert owner.error("rename", "physics")[1] == "refused"
+    owner.share(on=True)
+    try:
+        assert owner.json("rename", "physics") == {"name": "physics"}
+        assert owner.json("status", "physics")["name"] == "physics"
+        assert owner.error("status", "lab")[1] == "no_cluster"
+        assert owner.json("rename", "lab", "--cluster", "physics") == {"name": "lab"}
+    finally:
+        owner.share(on=False)
+
+
 def test_bad_input_is_one_error_with_a_code(owner: Owner) -> None:
     assert owner.error("status", "nobody") == (
         3,

@@ -75,7 +75,7 @@ def test_agent_that_may_only_look_finds_the_rank_that_hangs(owner: Owner) -> Non
         for name, arguments in {"interrupt": {}, "run_start": {"code": "1"}, "start": {"n": 2}}.items():
             assert (await ask(name, **arguments))["error"]["code"] == "refused"
         assert (await ask("status", cluster="nobody"))["error"]["code"] == "no_cluster"
-        assert (await ask("compare", name="done_waiting"))["error"]["code"] == "busy"
+        assert (await ask("diff", name="done_waiting"))["error"]["code"] == "busy"
 
     owner.hang()
     try:
@@ -94,10 +94,10 @@ def test_agent_that_may_run_debugs_by_tool_calls_alone(owner: Owner) -> None:
         await finished(ask, "w = torch.ones(4, 3 if rank == 2 else 2)")
         (row,) = (row for row in (await ask("vars"))["variables"] if row["name"] == "w")
         assert row["ranks"] == "differs on rank 2"
-        assert "4 × 3" in (await ask("compare", name="w"))["differences"][0]["values"]
+        assert "4 × 3" in (await ask("diff", name="w"))["differences"][0]["values"]
         # name the value that differs
         await finished(ask, "v = torch.zeros(5)\nif rank == 1:\n    v[3] = 7.0")
-        (where,) = (await ask("compare", name="v"))["differences"]
+        (where,) = (await ask("diff", name="v"))["differences"]
         assert (where["rank"], where["first at"], where["largest difference"]) == (1, "[3]", 7.0)
         # which rank failed first, and where
         failed = await finished(ask, "x = [1, 2]\nx[rank]\ndist.barrier()")

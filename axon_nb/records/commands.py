@@ -1,0 +1,163 @@
+"""The commands on a cluster that notebooks, `axon-nb` and agents share, each as one entry.
+
+`%distributed NAME` with its help and completion, `axon-nb NAME [--json]`, the request to a notebook's endpoint and the
+tool of `axon-nb mcp` follow from the entry. What a command does is the function of that name in `cluster/commands.py`:
+it takes the cluster and the options, and returns plain JSON values; `text` is what people read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+REQUIRED: Any = object()
+"""The default of an option that must be given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a command; the function has a parameter of that name."""
+
+    name: str
+    help: str
+    default: Any = None
+    type: type = str
+    flag: str = ""
+    """Such as ``--from``; empty: it stands without one."""
+    metavar: str = ""
+    many: bool = False
+
+    @property
+    def annotation(self) -> Any:
+        """Its type, as a program that calls the tool sees it."""
+        if self.many:
+            return list[str]
+        return self.type | None if self.default is None else self.type
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Let a command line accept it."""
+        options: dict[str, Any] = {
+            "metavar": self.metavar or None,
+            "type": _integer if self.type is int else self.type,
+            "help": self.help,
+        }
+        if self.flag:
+            parser.add_argument(self.flag, dest=self.name, default=self.default, **options)
+        elif self.many:
+            parser.add_argument(self.name, nargs="*", **options)
+        elif self.default is REQUIRED:
+            parser.add_argument(self.name, **options)
+        else:
+            parser.add_argument(self.name, nargs="?", default=self.default, **options)
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer; got {text!r}") from None
+
+
+RANKS = Option("ranks", "which ranks: 0 or 0,2-3 (default: all)", flag="--ranks", metavar="RANKS")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCommand:
+    """What all programs need to know of a command."""
+
+    summary: str
+    """Such as ``show where each rank is``."""
+    example: str
+    """Its arguments in an example, and behind two spaces what they do."""
+    options: tuple[Option, ...] = ()
+    changes: bool = False
+    """Whether it can change something on the ranks, and so is refused unless the notebook has set ``share=on``."""
+    needs_idle: bool = False
+    """Whether it is refused while a cell runs."""
+    in_notebook: bool = True
+    """Whether there is a `%distributed NAME`."""
+    tool: str = ""
+    """What a model reads of it."""
+    timeout_s: float = 60.0
+    """How long a program waits for the reply, in seconds."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options that may be left out."""
+        return {option.name: option.default for option in self.options if option.default is not REQUIRED}
+
+    @property
+    def parameters(self) -> list[inspect.Parameter]:
+        """The options as parameters of a function."""
+        empty, kind = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
+        return [
+            inspect.Parameter(one.name, kind, default=self.defaults.get(one.name, empty), annotation=one.annotation)
+            for one in self.options
+        ]
+
+
+COMMANDS: Mapping[str, ClusterCommand] = {
+    "status": ClusterCommand(
+        "show what each rank is doing",
+        "  one row per rank",
+        tool="Show what each rank is doing, its memory, which ranks are busy, and the result of the last cell.",
+    ),
+    "stacks": ClusterCommand(
+        "show where each rank is",
+        "--ranks 1  shows where rank 1 is, even while it is stuck",
+        (RANKS,),
+        tool='Show the Python stack of each rank; ranks at the same place share an entry. ranks: such as "0,2-3".',
+    ),
+    "explain": ClusterCommand(
+        "say which rank the others wait for, and why",
+        "  while a cell hangs: which rank the others wait for",
+        tool="Say why a cell hangs: which rank the others wait for and where, or the deadlock. Use it first.",
+    ),
+    "vars": ClusterCommand(
+        "show the variables of all ranks and which differ",
+        "  one row per variable of the ranks",
+        tool="List the variables on the ranks: type, shape, bytes, whether ranks agree. Names and types while busy.",
+    ),
+    "diff": ClusterCommand(
+        "show where a variable differs between ranks",
+        "model --from 0  shows where other ranks' model differs from that of rank 0",
+        (
+            Option("name", "a variable", REQUIRED, metavar="NAME"),
+            Option("from_rank", "the rank to compare with (default: 0)", 0, int, "--from", "R"),
+        ),
+        needs_idle=True,
+        tool="Show where a variable (tensor, model, array, table) differs from that of from_rank: values and shapes.",
+    ),
+    "rename": ClusterCommand(
+        "give the cluster another name",
+        "digits  `%distributed attach digits` finds it from then on",
+        (Option("new_name", "its name from now on", REQUIRED, metavar="NEW"),),
+        changes=True,
+        tool="Give the cluster another name, for its user and for `cluster` in these tools.",
+    ),
+    "interrupt": ClusterCommand(
+        "interrupt the running cell, as the stop button does",
+        "",
+        in_notebook=False,
+        tool="Interrupt whatever cell runs, as the notebook's stop button does.",
+    ),
+    "repair": ClusterCommand(
+        "replace dead ranks; all others keep their state",
+        "--from 0  replaces a dead rank, with the variables of rank 0",
+        (
+            Option("ranks", "which ranks (default: those that are dead)", flag="--ranks", metavar="RANKS"),
+            Option("from_rank", "copy R's variables", None, int, "--from", "R"),
+            Option("host", "where (default: where they were)", flag="--on", metavar="HOST"),
+            Option("names", "which variables (default: all that can be copied)", (), many=True),
+        ),
+        changes=True,
+        needs_idle=True,
+        tool="Replace the ranks that died; the others keep their variables. from_rank: a rank whose variables the new "
+        "ones get, as replicas have them (DDP); else they start empty.",
+        timeout_s=600.0,
+    ),
+}
+"""By name."""
