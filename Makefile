@@ -9,7 +9,7 @@ FOR_DEMO := $(firstword $(wildcard $(INSTALLED) $(VENV)/.installed-lab) $(VENV)/
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab quick test test-all soak versions docs site-notebooks floors gpu-report check coverage fix fuzz bench bench-core notebooks dist clean
+.PHONY: help install demo lab quick test test-all soak versions platforms docs site-notebooks floors gpu-report check coverage fix fuzz bench bench-core notebooks dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 12
@@ -99,6 +99,9 @@ notebooks: $(INSTALLED)  ## write examples/*.ipynb and course/student/*.ipynb fr
 TORCH ?= 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0
 versions: $(INSTALLED)  ## test with several versions of torch: TORCH="2.14.1 2.15.0", PYTHON=python3.13; writes docs/versions.md
 	$(VENV)/bin/python scripts/versions.py $(TORCH) --python $(PYTHON)
+
+platforms:  ## try hosted platforms' packages, with this Python and a small torch, and print a table: ONLY="colab kaggle"
+	$(PYTHON) scripts/platforms.py $(ONLY)
 
 gpu-report:  ## on a machine with GPUs, with the Python that is there: tests, drills and figures, into docs/gpu_reports
 	$(PYTHON) scripts/gpu_box.py --out out/gpu_report; status=$$?; \

@@ -15,8 +15,6 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["TorchApi", "adapter_for", "torch_api"]
-
 _FIELDS_TO_CLEAR = (
     "_all_gather_result",
     "_all_reduce_state",

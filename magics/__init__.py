@@ -11,7 +11,17 @@ __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Register the magics and start warming up in the background."""
+    """Register the magics and start warming up in the background.
+
+    Raises:
+        UsageError: A package is too old.
+    """
+    from axon_nb.records.floors import unmet_floor
+
+    if problem := unmet_floor():
+        from axon_nb.errors import UsageError
+
+        raise UsageError(problem)
     from axon_nb.magics import extension
 
     extension.load(ipython)

@@ -25,9 +25,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar, copy_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.tokenutil import token_at_cursor
@@ -50,8 +49,13 @@ from axon_nb.magics.input_transformers import (
     target_rank,
 )
 from axon_nb.magics.plan import PlanMagics
+from axon_nb.magics.side_requests import SideRequests
 from axon_nb.magics.views import JobViewMagics, TimelineMagics, ViewMagics
-from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.hooks import hook, missing_hooks
+from axon_nb.shell.completers import add_matcher, remove_matcher, simple_completion
+
+if TYPE_CHECKING:
+    from IPython.core.completer import CompletionContext, SimpleMatcherResult
 
 _CLASSES = (
     AutoMagics,
@@ -104,7 +108,7 @@ class Extension:
         """Add it."""
         shell, session = self._shell, self._session
         shell.input_transformers_cleanup.extend(_TRANSFORMERS)
-        shell.Completer.custom_matchers.append(rank_matcher)
+        add_matcher(shell, rank_matcher)
         shell.events.register("post_run_cell", self._refresh.after_cell)
         shell.events.register("post_run_cell", session.history.record_cell)
         self._requests = install_request_handler(session)
@@ -117,7 +121,7 @@ class Extension:
         shell, session = self._shell, self._session
         for transformer in _TRANSFORMERS:
             shell.input_transformers_cleanup.remove(transformer)
-        shell.Completer.custom_matchers.remove(rank_matcher)
+        remove_matcher(shell, rank_matcher)
         shell.events.unregister("post_run_cell", self._refresh.after_cell)
         shell.events.unregister("post_run_cell", session.history.record_cell)
         self._refresh.cancel()
@@ -190,7 +194,7 @@ def rank_matcher(context: CompletionContext) -> SimpleMatcherResult:
     if match is None:
         return {"completions": [], "suppress": False}
     fragment, texts, kind = match
-    completions = [SimpleCompletion(text=text, type=kind) for text in texts]
+    completions = [simple_completion(text, kind) for text in texts]
     return {"completions": completions, "matched_fragment": fragment, "suppress": bool(texts)}
 
 
@@ -315,6 +319,7 @@ class RequestHandler:
         self._kernel_set_parent: Any = getattr(kernel, "set_parent", None)
         self.answers_during_cells = False
         """Whether it also answers while a cell runs."""
+        self._side: SideRequests | None = None
         self._cell: dict[str, Any] = {}
         """The message of the last cell."""
 
@@ -325,17 +330,27 @@ class RequestHandler:
         if not missing_hooks("front_end.metadata", kernel=self._kernel):
             self._kernel.finish_metadata = self._finish_metadata
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and not missing_hooks("front_end.requests", kernel=self._kernel):
+        if is_main and not hook("front_end.requests").is_used:
+            self._install_side_requests()
+        elif is_main and not missing_hooks("front_end.requests", kernel=self._kernel):
             self.answers_during_cells = True
             self._on_cell_start()  # the cell that runs `install`
             self._kernel.set_parent = self._set_parent
             self._kernel.shell.events.register("pre_execute", self._on_cell_start)
             self._kernel.shell_channel_thread.manager.set_on_recv_callback(self._shell_main)
 
+    def _install_side_requests(self) -> None:
+        """Answer while a cell runs on kernels that hold back widgets' messages, too."""
+        self._side = SideRequests(self._kernel, self._waits_for_ranks, _is_side)
+        if not self._side.install():
+            self._side = None
+
     def uninstall(self) -> None:
         """Remove the hooks."""
         vars(self._kernel).pop("do_inspect", None)
         vars(self._kernel).pop("finish_metadata", None)
+        if self._side is not None:
+            self._side.uninstall()
         if self.answers_during_cells:
             del self._kernel.set_parent
             self._kernel.shell.events.unregister("pre_execute", self._on_cell_start)
@@ -368,7 +383,7 @@ class RequestHandler:
             return
         header = self._header(msg)
         kind = header.get("msg_type")
-        if kind not in _SIDE_REQUESTS or (kind == "kernel_info_request" and _is_overloaded()):
+        if not _is_side(kind):
             await kernel.shell_main(subshell_id, msg)
             return
         # As `shell_main` does for widgets' messages. The front end waits for "idle"; "busy" then says that the cell
@@ -404,6 +419,10 @@ class RequestHandler:
         except Exception:  # ipykernel reports it
             return {}
         return header
+
+
+def _is_side(kind: str | None) -> bool:
+    return kind in _SIDE_REQUESTS and not (kind == "kernel_info_request" and _is_overloaded())
 
 
 def _is_overloaded() -> bool:

@@ -30,8 +30,6 @@ from torch._C._distributed_c10d import Work
 
 from axon_nb.comm.errors import InvalidRankError, NcclError
 
-__all__ = ["NcclBackend", "NcclUniqueId", "devices", "is_available", "nccl_version", "unavailable_reason"]
-
 _CAPSULE = b"torch.cuda.nccl.Communicator"
 _LIBRARY = "libnccl.so.2"
 _UINT8 = 1

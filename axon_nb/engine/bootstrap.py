@@ -42,6 +42,7 @@ from axon_nb.engine.inspection.telemetry import Sampler, Telemetry, TrainingJob
 from axon_nb.engine.kernel import hooks
 from axon_nb.engine.kernel.cells import CellLog, CellRunner
 from axon_nb.engine.kernel.control import VIEWS, CompletionService, control_handlers
+from axon_nb.engine.kernel.control_thread import install_control_thread
 from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler, OptimizerSteps
 from axon_nb.engine.kernel.shell import (
     Tracebacks,
@@ -99,6 +100,7 @@ def run_engine(argv: list[str]) -> None:
     enable_crash_reports()
     # A kernel imports debugpy for a front end that debugs it, which takes each rank 120 modules; a rank has none.
     sys.modules.setdefault("debugpy", None)  # type: ignore[arg-type]
+    install_control_thread()
     IPEngine.launch_instance(argv=argv, out_stream_factory=RankStream)
 
 

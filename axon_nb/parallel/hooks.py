@@ -21,8 +21,6 @@ from axon_nb.comm.group import resolve
 from axon_nb.comm.spans import now, record
 from axon_nb.errors import UsageError
 
-__all__ = ["BF16", "FP16", "CommHook", "Hierarchical", "HookStats", "PowerSGD", "TopK"]
-
 
 @dataclass
 class HookStats:

@@ -24,9 +24,9 @@ from packaging.version import InvalidVersion, Version
 
 TESTED = {
     "torch": ("2.11", "2.16"),
-    "ipykernel": ("7.4", "8"),
-    "ipython": ("9.13", "10"),
-    "ipyparallel": ("9.1", "10"),
+    "ipykernel": ("6.17", "8"),
+    "ipython": ("7.34", "10"),
+    "ipyparallel": ("8.8", "10"),
 }
 """By package: the lowest version that passed the tests, and the first version above the tested range."""
 REGISTER = Path(__file__).with_name("hooks.toml")

@@ -288,9 +288,9 @@ class CompletionService:
     def _inspect(self, request: InspectRequest) -> InspectReply:
         def work() -> InspectReply:
             try:
-                bundle = self._shell.object_inspect_mime(
-                    request.name, detail_level=request.detail, omit_sections=request.omit
-                )
+                # IPython 7 has no `omit_sections`; what asks for them came later, too.
+                omitted = {"omit_sections": request.omit} if request.omit else {}
+                bundle = self._shell.object_inspect_mime(request.name, detail_level=request.detail, **omitted)
             except KeyError:
                 return InspectReply(False, {})
             if not self._shell.enable_html_pager:

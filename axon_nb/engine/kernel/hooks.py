@@ -29,7 +29,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from axon_nb.errors import UsageError
 from axon_nb.records.environment import HOST_NAME
-from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.hooks import hook, missing_hooks
 from axon_nb.records.protocol.cells import KEY
 from axon_nb.records.protocol.recovery import DirectRequest
 from axon_nb.records.protocol.wire import FAILURE, REFUSAL, REPLY, Request, decode, encode_reply, message_type
@@ -296,7 +296,8 @@ class DirectChannel:
     def connect(self, request: DirectRequest) -> None:
         """Connect when no cell runs; a notebook on another host is not reached this way. Call it from any thread."""
         is_here = request.host == (HOST_NAME.get() or socket.gethostname()) and Path(request.path).exists()
-        if is_here and not missing_hooks("kernel.direct", kernel=self._kernel):
+        group = "kernel.direct" if hook("kernel.direct").is_used else "kernel.direct_queue"
+        if is_here and not missing_hooks(group, kernel=self._kernel):
             self._kernel.io_loop.add_callback(self._connect, request)
 
     def _connect(self, request: DirectRequest) -> None:
@@ -315,9 +316,16 @@ class DirectChannel:
 
     async def _receive(self, frames: list[Any]) -> None:
         kernel = self._kernel
+        if not hook("kernel.direct").is_used:  # ipykernel 6 queues what is to run
+            kernel.schedule_dispatch(self._dispatch, frames)
+            return
         async with kernel._main_asyncio_lock:
-            stream, kernel.shell_stream = kernel.shell_stream, self._stream
-            try:
-                await kernel.dispatch_shell(frames)
-            finally:
-                kernel.shell_stream = stream
+            await self._dispatch(frames)
+
+    async def _dispatch(self, frames: list[Any]) -> None:
+        kernel = self._kernel
+        stream, kernel.shell_stream = kernel.shell_stream, self._stream
+        try:
+            await kernel.dispatch_shell(frames)
+        finally:
+            kernel.shell_stream = stream

@@ -46,7 +46,7 @@ from axon_nb.engine.groups.creation import c10d, named_group
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.output import NestedErrors
 from axon_nb.engine.session import RankSession
-from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.hooks import hook, missing_hooks
 from axon_nb.records.protocol.cells import AbortLocation
 from axon_nb.records.stacks import library_of
 from axon_nb.shell import RUN_CODE, cell_of_file, describe_inner
@@ -156,7 +156,7 @@ class Tracebacks:
             type(shell)._showtraceback = property(lambda _: save, set_hook, set_hook)
             self._nested.install(shell)
             shell.events.register("post_run_cell", functools.partial(self._complete_reply, shell))
-        if not missing_hooks("kernel.frames", shell=shell):
+        if hook("kernel.frames").is_used and not missing_hooks("kernel.frames", shell=shell):
             module: Any = ultratb
             module.get_line_number_of_frame = _without_analysis(module.get_line_number_of_frame)
             _release_frames(shell.InteractiveTB)

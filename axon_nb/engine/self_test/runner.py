@@ -168,7 +168,7 @@ def kernel_hooks(_: CheckProcess) -> None:
     """Find everything in an engine's kernel that axon_nb replaces."""
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
-    _raise_if_missing("kernel.cells", kernel=IPythonParallelKernel())
+    _raise_if_missing("kernel.cells", "kernel.subshells", kernel=IPythonParallelKernel())
 
 
 def short_tracebacks(_: CheckProcess) -> None:

@@ -45,7 +45,9 @@ _NODE_BYTES = 120
 """Of a tuple that holds kind, object and state, and of what finds it again."""
 _Learned = weakref.WeakKeyDictionary[type, tuple[tuple[Kind, ...], str]]
 """What is known of types: the kinds of their objects' state, and what these are if they cannot be restored."""
-_OF_IPYTHON = re.compile(r"_+|_\d+|_i+|_i\d+|_[dio]h|__\w+__|In|Out|exit|quit|get_ipython|open")
+_OF_CALLS = r"_[0-9a-f]{16,}_\d+_\d+_(?:f|args|kwargs|result)"
+"""Names of ipyparallel, for the call that runs: it removes them, and version 8 fails if they are gone."""
+_OF_IPYTHON = re.compile(rf"_+|_\d+|_i+|_i\d+|_[dio]h|__\w+__|In|Out|exit|quit|get_ipython|open|{_OF_CALLS}")
 _NAMED_ONCE = (type, types.FunctionType, enum.Enum)
 """What libraries share between variables that have nothing to do with each other, though it has a state."""
 _WITH_STORAGE = (TensorState, ArrayState)
@@ -150,7 +152,7 @@ def _facts(tensor: torch.Tensor) -> tuple[int | None, int]:
 
 @functools.lru_cache(maxsize=4096)
 def is_bound_by_user(name: str) -> bool:
-    """Whether cells bind this name, rather than IPython."""
+    """Whether cells bind this name, rather than IPython or ipyparallel."""
     return not _OF_IPYTHON.fullmatch(name)
 
 

@@ -1,0 +1,172 @@
+"""Try axon_nb in environments with the packages of hosted platforms, and print a table of what works there.
+
+    python scripts/platforms.py                  # all of tests/platforms
+    python scripts/platforms.py colab kaggle     # these
+
+For each, an environment gets the platform's pins and the torch of constraints.txt, then the wheel of this checkout. It
+fails if that changes a version that was there; else `platform_paths.py` drives a kernel of it. An environment runs on
+the platform's own Python where a small torch for it can be installed, else on this one: the table names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PLATFORMS = ROOT / "tests" / "platforms"
+FOLDER = ROOT / "build" / "platforms"
+INSTALLATION = "`pip install`"
+KEPT_TORCH = "keeps the platform's torch"
+_LIMIT_S = 900
+
+
+@dataclass
+class Outcome:
+    """What became of one platform."""
+
+    title: str
+    python: str = ""
+    own_python: str = ""
+    """The platform's."""
+    torch: str = ""
+    own_torch: str = ""
+    """The platform's; empty if its version is not public."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """By path, why it did not hold; empty if it did."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether some path did not hold."""
+        return not self.paths or any(self.paths.values())
+
+
+def main() -> int:
+    """Try the platforms and print the table; return 1 if something failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("platforms", nargs="*", help="names of files in tests/platforms, such as colab; default: all")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter for the environments")
+    parser.add_argument("--torch", default=_torch(), help="what pip installs as torch, such as torch==2.14.1")
+    options = parser.parse_args()
+    known = sorted(path.stem for path in PLATFORMS.glob("*.toml"))
+    if unknown := set(options.platforms) - set(known):
+        parser.error(f"no such platform: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    wheel = build_wheel()
+    outcomes = [try_platform(name, wheel, options.python, options.torch) for name in options.platforms or known]
+    print(table(outcomes))
+    return int(any(outcome.failed for outcome in outcomes))
+
+
+def _torch() -> str:
+    return next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+
+
+def build_wheel() -> Path:
+    """The wheel of this checkout."""
+    place = FOLDER / "wheel"
+    for old in place.glob("*.whl"):
+        old.unlink()
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "-w", place]
+    subprocess.run([*command, ROOT], check=True)
+    return next(place.glob("*.whl"))
+
+
+def try_platform(name: str, wheel: Path, python: str, torch: str) -> Outcome:
+    """Make the environment of a platform, install the wheel, and drive a kernel of it."""
+    facts = tomllib.loads((PLATFORMS / f"{name}.toml").read_text(encoding="utf-8"))
+    outcome = Outcome(facts["title"], own_python=facts["python"], own_torch=facts.get("torch", ""))
+    print(f"== {name}", file=sys.stderr, flush=True)
+    place = FOLDER / name
+    found = place / "bin" / "python"
+    subprocess.run([python, "-m", "venv", "--clear", place], check=True)
+    pins = [f"{package}=={version}" for package, version in facts["pins"].items()]
+    if why := _install(found, torch, *pins, *facts.get("packages", ())):
+        outcome.paths["the platform's own packages"] = why
+        return outcome
+    before = _versions(found)
+    outcome.python, outcome.torch = _python(found), before["torch"]
+    outcome.paths[INSTALLATION] = _install(found, str(wheel), obeys=before if facts.get("constrained") else {})
+    after = _versions(found)
+    changed = [f"{name} {old} → {after.get(name)}" for name, old in before.items() if after.get(name) != old]
+    if changed:
+        outcome.paths[INSTALLATION] = f"changes {', '.join(changed)}"
+    outcome.paths[KEPT_TORCH] = _replaces_torch(outcome.own_torch)
+    if not outcome.paths[INSTALLATION]:
+        outcome.paths |= _drive(found, place / "work")
+    return outcome
+
+
+def _replaces_torch(version: str) -> str:
+    """Why pip would replace the platform's own torch, which is not the one that is installed here."""
+    required = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    numbers = [
+        [int(part) for part in re.findall(r"\d+", text)[:2]] for text in (version, required[1] if required else "")
+    ]
+    return f"{version} is below torch>={required[1]}" if version and required and numbers[0] < numbers[1] else ""
+
+
+def _install(python: Path, *what: str, obeys: dict[str, str] | None = None) -> str:
+    """Install; return pip's reason why not."""
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", *what]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("".join(f"{package}=={version}\n" for package, version in (obeys or {}).items()))
+        constraints.flush()
+        command += ["--constraint", constraints.name] if obeys else []
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    errors = [line for line in done.stdout.splitlines() if line.startswith("ERROR:")]
+    return (errors[0] if errors else "pip failed") if done.returncode else ""
+
+
+def _versions(python: Path) -> dict[str, str]:
+    command = [python, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"]
+    listed = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return {entry["name"].lower(): entry["version"] for entry in listed}
+
+
+def _python(python: Path) -> str:
+    code = "import platform; print(platform.python_version())"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _drive(python: Path, work: Path) -> dict[str, str]:
+    home = work.with_name("home")  # settings and caches of this user would be the environment's, too
+    home.mkdir(exist_ok=True)
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("JUPYTER", "IPYTHON", "PYTHON"))}
+    command = [python, ROOT / "scripts" / "platform_paths.py", work]
+    done = subprocess.run(
+        command, env={**env, "HOME": str(home)}, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=False
+    )
+    try:
+        outcomes: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"a kernel": f"no result, exit status {done.returncode}"}
+    return outcomes
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Render a row for each path and a column for each platform."""
+    rows: list[list[Any]] = [["", *(outcome.title for outcome in outcomes)], ["---"] * (len(outcomes) + 1)]
+    rows.append(["Python (the platform's)", *(f"{item.python} ({item.own_python})" for item in outcomes)])
+    rows.append(["torch (the platform's)", *(f"{item.torch} ({item.own_torch or 'unknown'})" for item in outcomes)])
+    paths = dict.fromkeys(path for item in outcomes for path in item.paths)
+    rows += [[path, *(_cell(item.paths.get(path)) for item in outcomes)] for path in paths]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _cell(why: str | None) -> str:
+    if why is None:
+        return "not run"
+    return f"**fails**: {re.sub(r'[|]', '/', why)}" if why else "yes"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
