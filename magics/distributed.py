@@ -404,8 +404,8 @@ class DistributedMagics(Magics):
     def commands(self) -> dict[str, Callable[[list[str]], Any]]:
         """Return the functions of the commands by name; each takes the command's arguments."""
         return {
-            **{name: _shared(name) for name, entry in COMMANDS.items() if entry.in_notebook},
             "start": self._start,
+            **{name: _shared(name) for name, entry in COMMANDS.items() if entry.in_notebook},
             "status": self._status,
             "stop": self._stop,
             "resize": self._resize,

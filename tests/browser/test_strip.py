@@ -152,7 +152,7 @@ def test_strip_returns_after_reload_during_a_cell(page: LabPage, running: Path) 
     wait_until_later(page, 3)
     page.save()
     before = int(page.page.locator(CANVAS).get_attribute("data-segments") or 0)
-    reload_until_shown(page, CANVAS)  # of Python alone; what a cell for ranks lets through is in `kernel_requests`
+    reload_until_shown(page, CANVAS)  # of Python alone; what a cell for ranks lets through is in `magics/extension.py`
     page.wait_until(f"(count) => Number(document.querySelector('{CANVAS}').dataset.segments) > count", before)
     running.touch()
     page.page.locator(f"{STRIP} .axon-view-state", has_text="ended").wait_for()

@@ -31,8 +31,8 @@ ENGINE = Path(axon_nb.__file__).parent / "engine"
 def walked() -> dict[str, Any]:
     """The register, checked in a process of its own: packages print messages, and change torch, when imported."""
     script = (
-        "import json\nfrom axon_nb.engine.self_test.catalog import walk\n"
-        "found = walk(with_optional=True)\nprint()\nprint(json.dumps(found))"
+        "import json\nfrom axon_nb.engine.self_test.catalog import walk_hooks\n"
+        "found = walk_hooks(with_optional=True)\nprint()\nprint(json.dumps(found))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

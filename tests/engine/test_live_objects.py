@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from axon_nb.engine import live_objects as searched
-from axon_nb.engine.groups import wrapper_reset as wrappers
+from axon_nb.engine.groups import recovery as wrappers
 from axon_nb.records.hooks import missing_hooks
 
 kinds = {"ddp": wrappers._DDP, "fsdp": wrappers._FSDP, "schedules": wrappers._SCHEDULES}

@@ -10,8 +10,8 @@ from tests.support.script import Script
 PLAN = """
 import axon_nb
 from axon_nb.cluster.launch.placement import Layout
-from axon_nb.cluster.session import start
-start.plan_layout = lambda *_, **__: Layout(2, "gloo", ("cpu", "cpu"), "MIG-a,MIG-b", 1, (), ("MIG-a", "MIG-b"))
+from axon_nb.cluster.session import clusters
+clusters.plan_layout = lambda *_, **__: Layout(2, "gloo", ("cpu", "cpu"), "MIG-a,MIG-b", 1, (), ("MIG-a", "MIG-b"))
 """
 SEEN = "import os\nos.environ['CUDA_VISIBLE_DEVICES']"
 

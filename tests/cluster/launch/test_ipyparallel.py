@@ -81,7 +81,7 @@ print(client.ids, client[0].apply_sync(lambda: "alive"))
 def test_engines_of_another_program_are_not_attachable() -> None:
     code = """
 import axon_nb
-from axon_nb.cluster.session import discovery as kept
+from axon_nb.cluster.session import clusters as kept
 for name in (None, kept.running()[0].name):
     try:
         axon_nb.attach(name)

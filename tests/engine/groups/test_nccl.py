@@ -22,18 +22,18 @@ from tests.engine.groups.native_ranks import run_on_ranks
 MAKE_BACKEND = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
-from axon_nb.engine.groups import nccl
+from axon_nb.engine.groups import creation
 from axon_nb.engine.groups.abort import swap_backend
 store, device = dist.HashStore(), torch.device("cuda:0")
 # Such a group connects on request, and not here.
 dist.init_process_group("nccl", store=store, rank=0, world_size=1, enable_reconfigure=True)
 group = dist.group.WORLD
 first = group._get_backend(torch.device("cuda"))
-owned = nccl.install_native_groups(store, device=device, timeout=timedelta(seconds=5)).all() == [group]
-second = nccl._make(type(first), store, group, first.options, device)
+owned = creation.install_native_groups(store, device=device, timeout=timedelta(seconds=5)).all() == [group]
+second = creation._make_nccl(type(first), store, group, first.options, device)
 swap_backend(group, second, device)
 replaced = group._get_backend(torch.device("cuda")) is second
-print(second.name(), owned, replaced, nccl._owns(second), isinstance(second, dist.ProcessGroupNCCL), flush=True)
+print(second.name(), owned, replaced, creation._is_nccl(second), isinstance(second, dist.ProcessGroupNCCL), flush=True)
 os._exit(0)
 """
 

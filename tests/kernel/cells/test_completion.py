@@ -156,7 +156,7 @@ def answered_while(kernel: Kernel, flag: Path, *, wait: bool) -> list[str]:
 
 
 def test_missing_hook_keeps_help_and_delays_completions(typed: Kernel, tmp_path: Path) -> None:
-    change = "%unload_ext axon_nb\nfrom axon_nb.magics import kernel_requests as front_end\n{}\n%load_ext axon_nb"
+    change = "%unload_ext axon_nb\nfrom axon_nb.magics import extension as front_end\n{}\n%load_ext axon_nb"
     lacking = "front_end.missing_hooks = lambda group, **_: ['gone'] if group == 'front_end.requests' else []"
     typed.ok(change.format(lacking))
     assert answered_while(typed, tmp_path / "flag", wait=False) == ["execute_reply", "complete_reply"]

@@ -173,7 +173,7 @@ def test_ddp_forward_is_not_described_as_fsdp(ranks: Kernel) -> None:
     )
     reply = ranks.run("%%distributed\nif rank == 1:\n    t_ddp(torch.ones(4, 2))")
     assert "rank 1 waits in the forward pass of a DDP model at line 3" in reply.traceback
-    assert "The forward pass of a DDP model synchronizes buffers with all ranks: run the model" in reply.traceback
+    assert "The forward pass of a DDP model synchronizes buffers with all ranks: run the same model" in reply.traceback
     still_works(ranks)
 
 

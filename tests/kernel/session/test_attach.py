@@ -235,7 +235,7 @@ HALF_WAY = {
     "an abort": "for rank in (0, 1): cluster.client.request(rank, AbortRequest()).result()",
     "an abort on one rank": "cluster.client.request(0, AbortRequest()).result()",
     "a rebuild on one rank": (
-        "import time\nfrom axon_nb.cluster.rpc import requests as remote\n"
+        "import time\nfrom axon_nb.cluster import rpc as remote\n"
         "remote.call(cluster.client, 1, RecoverAfterRepair(int(time.time()) + 9, replaced=False))\n"
         "while not cluster.client.request(1, CellsRequest()).result().rebuilding: pass"
     ),

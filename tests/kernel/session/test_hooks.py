@@ -18,9 +18,9 @@ def test_notebook_kernel_has_the_hooks(kernel: Kernel) -> None:
 def test_ipykernel_and_torch_have_the_hooks_of_ranks(kernel: Kernel) -> None:
     reply = kernel.ok(
         "%%distributed --ranks 0\n"
-        "from axon_nb.records.hooks import missing_hooks\nfrom axon_nb.engine import collective_names\n"
+        "from axon_nb.records.hooks import missing_hooks\nfrom axon_nb.engine import frames\n"
         "print(missing_hooks('kernel.cells', kernel=get_ipython().kernel), missing_hooks('groups.install'))\n"
-        "print(type(dist.group.WORLD).__name__, 'allreduce' in collective_names.group_operations(), dist.get_backend())"
+        "print(type(dist.group.WORLD).__name__, 'allreduce' in frames.group_operations(), dist.get_backend())"
     )
     assert reply.lines() == ["[rank 0] [] []", "[rank 0] RecoverableGroup True gloo"]
 

@@ -18,7 +18,7 @@ MAX_LOAD_PER_CORE = "__import__('axon_nb.magics.extension', fromlist=['x'])._MAX
 def idle(kernel: Kernel) -> Iterator[Kernel]:
     """A kernel that takes its machine for idle, whatever else runs there."""
     before = kernel.value(MAX_LOAD_PER_CORE)
-    kernel.ok("import axon_nb.magics.extension\naxon_nb.magics.kernel_requests._MAX_LOAD_PER_CORE = 1e9")
+    kernel.ok("import axon_nb.magics.extension\naxon_nb.magics.extension._MAX_LOAD_PER_CORE = 1e9")
     yield kernel
     kernel.ok(f"axon_nb.magics.extension._MAX_LOAD_PER_CORE = {before}")
 
