@@ -11,7 +11,7 @@ from pathlib import Path
 
 from axon_nb._version import __version__
 from axon_nb.errors import AxonError, UsageError
-from axon_nb.records.endpoint import EndpointError, ErrorCode
+from axon_nb.records.commands import EndpointError, ErrorCode
 from axon_nb.remote.commands import AGENT_COMMANDS, REMOTE_COMMANDS
 from axon_nb.troubleshooting import explain, more
 from axon_nb.usage import CommandParser, ProgramCommand, nearest_option, unknown_command

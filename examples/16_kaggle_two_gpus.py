@@ -32,8 +32,8 @@
 
 # %% [markdown]
 # The table shows which device each rank has. If both say `cpu`, the session has no accelerator. With a single card,
-# such as a P100, both ranks share it and communicate through the host's memory: everything below works, more slowly than
-# one rank alone. `%distributed start -n 2 --devices cpu` leaves cards to other notebooks.
+# such as a P100, both ranks share it and communicate through the host's memory: everything below works, but more slowly
+# than on one rank. `%distributed start -n 2 --devices cpu` leaves cards to other notebooks.
 
 # %%
 # %%distributed
@@ -85,7 +85,9 @@ for number in range(60):
     dist.all_reduce(loss, op=dist.ReduceOp.SUM)
     losses.append(loss.item() / world_size)
     if rank == 0 and number % 20 == 19:
-        print(f"step {number + 1}: loss {losses[-1]:.2f}, {(time.perf_counter() - begin) / len(losses) * 1e3:.0f} ms each")
+        print(
+            f"step {number + 1}: loss {losses[-1]:.2f}, {(time.perf_counter() - begin) / len(losses) * 1e3:.0f} ms each"
+        )
 
 # %% [markdown]
 # ## Who holds what
@@ -112,8 +114,8 @@ print(f"loss {step().item():.2f}")
 # %% [markdown]
 # ## Save, or take it along
 #
-# *Save & Run All* runs the notebook again without a browser, and stops at a cell that fails: remove the one above. Views
-# are saved as pictures. The same training as a script for `torchrun --nproc-per-node 2`:
+# *Save & Run All* runs the notebook again without a browser, and stops at a cell that fails: remove the one above.
+# Views are saved as pictures. The same training as a script for `torchrun --nproc-per-node 2`:
 
 # %%
 # %distributed export /tmp/two_gpus.py --force

@@ -16,7 +16,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     Raises:
         UsageError: A package is too old.
     """
-    from axon_nb.records.floors import unmet_floor
+    from axon_nb.records.hooks import unmet_floor
 
     if problem := unmet_floor():
         from axon_nb.errors import UsageError

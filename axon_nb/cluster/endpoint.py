@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.commands import described, folded, logs, perform, timeline
 from axon_nb.errors import AxonError, CellError, CellInterrupt, ClusterLostError, UsageError
-from axon_nb.records.commands import COMMANDS, ClusterCommand
-from axon_nb.records.endpoint import EndpointError, ErrorCode
+from axon_nb.records.commands import COMMANDS, ClusterCommand, EndpointError, ErrorCode
 from axon_nb.records.protocol.agent import AgentEvent, Closed
 from axon_nb.records.ranks import name_ranks
 
@@ -40,7 +39,7 @@ _MAX_PRINTED = 32_000
 
 
 class Endpoint:
-    """Answers the requests of `axon_nb.records.endpoint` until the cluster is stopped, detached or lost.
+    """Answers the requests of `axon_nb.records.commands` until the cluster is stopped, detached or lost.
 
     Args:
         cluster: The cluster.

@@ -1,7 +1,7 @@
 """The Jupyter server extension behind the panel: which clusters there are, what they do, and requests to them.
 
 It asks the same sockets as `axon-nb status`, so that it works while the kernel is busy. Each reply has the form of
-`axon_nb.records.endpoint`, ``{"ok": …}`` or ``{"error": …}``, with HTTP status 200: a notebook that does not reply is
+`axon_nb.records.commands`, ``{"ok": …}`` or ``{"error": …}``, with HTTP status 200: a notebook that does not reply is
 a state that the panel shows, and not a line in the server's log every two seconds.
 """
 
@@ -18,7 +18,7 @@ from tornado import web
 
 from axon_nb.doctor.clusters import FoundCluster, find_clusters, stop_clusters
 from axon_nb.errors import AxonError
-from axon_nb.records.endpoint import EndpointError, ErrorCode
+from axon_nb.records.commands import EndpointError, ErrorCode
 from axon_nb.remote.tools import NotebookClient, connect
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
-"""What axon_nb needs of other packages: tested versions, the register of private hooks, and the self-test's results.
+"""What axon_nb needs of other packages: lowest and tested versions, the register of private hooks, self-test results.
 
 `hooks.toml` beside this file lists what axon_nb uses without a promise that it stays; `missing_hooks` says which of
 that the installed versions lack. Every fallback asks it, and so do the self-test, `axon-nb doctor` and one test that
-walks them all.
+walks them all. `%load_ext axon_nb` asks for the lowest versions before it imports anything else, so that an older
+package is a sentence and no traceback.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -32,6 +34,23 @@ TESTED = {
 REGISTER = Path(__file__).with_name("hooks.toml")
 """The data file; its first lines explain the fields."""
 _ABSENT = object()
+FLOORS = {
+    "ipython": "7.34",
+    "ipykernel": "6.17",
+    "jupyter_client": "7.4",
+    "traitlets": "5.7",
+    "pyzmq": "26.0",
+    "ipyparallel": "8.8",
+    "ipywidgets": "7.7",
+    "anywidget": "0.9",
+    "plotly": "5.24",
+    "pandas": "2.2",
+    "psutil": "5.9",
+    "numpy": "1.26",
+}
+"""By distribution, as in pyproject.toml."""
+_KERNEL = {"ipython": "IPython", "ipykernel": "ipykernel"}
+"""Packages that a kernel has loaded, by their modules: to load the rest from another version fails in any way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,3 +331,28 @@ def _exists(module: str) -> bool:
     with contextlib.suppress(ImportError, ValueError):
         return module in sys.modules or importlib.util.find_spec(module) is not None
     return False
+
+
+def unmet_floor() -> str:
+    """What to do about the first package that is missing, too old, or loaded in another version than is installed."""
+    for package, lowest in FLOORS.items():
+        try:
+            installed = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return f'axon_nb needs {package}, which is not installed. Run `%pip install "{package}>={lowest}"`.'
+        if _release(installed) < _release(lowest):
+            return (
+                f"axon_nb needs {package} {lowest} or newer; got {installed}. "
+                f'Run `%pip install "{package}>={lowest}"`, then restart the kernel.'
+            )
+        loaded = getattr(sys.modules.get(_KERNEL.get(package, "")), "__version__", installed)
+        if _release(loaded) != _release(installed):
+            return f"This kernel runs {package} {loaded}, and {installed} is installed: restart the kernel."
+    return ""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    try:
+        return Version(version).release
+    except InvalidVersion:  # of a build of its own
+        return (sys.maxsize,)

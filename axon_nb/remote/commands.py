@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from axon_nb.errors import AxonError, UsageError
-from axon_nb.records.commands import COMMANDS, ClusterCommand
-from axon_nb.records.endpoint import EndpointError, ErrorCode
+from axon_nb.records.commands import COMMANDS, ClusterCommand, EndpointError, ErrorCode
 from axon_nb.usage import CommandParser, ProgramCommand
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from typing import Any
 from axon_nb._version import __version__
 from axon_nb.doctor.clusters import FoundCluster, find_clusters
 from axon_nb.errors import AxonError, UsageError
-from axon_nb.records.commands import COMMANDS
-from axon_nb.records.endpoint import EndpointError, ErrorCode
+from axon_nb.records.commands import COMMANDS, EndpointError, ErrorCode
 
 _TIMEOUT_S = 60.0
 """A notebook replies within seconds, unless its kernel is in C code that holds the GIL."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from axon_nb.records.endpoint import ErrorCode
+from axon_nb.records.commands import ErrorCode
 from axon_nb.remote.commands import REMOTE_COMMANDS
 from tests.doctor.command import ROOT, axon_nb
 from tests.remote.conftest import Owner
