@@ -8,14 +8,14 @@ LATE = "all_reduce has been in progress for 1801 s, and its group's timeout is 1
 # As a rank on NCCL reports it; groups on CPUs end at their timeout by themselves.
 REPORT = f"""
 from axon_nb.engine.groups.state import current_groups
-from axon_nb.engine.kernel import control
+from axon_nb.engine.groups import flight_recorder
 class NoGroups:
     rebuilt_at_ns = 0
     def __getattr__(self, name):
         return lambda *arguments, **options: [] if name in ("all", "abort") else 0
 if rank == 1:
     current_groups().native = NoGroups()
-control.overdue = lambda native, content: {LATE!r} if late else ""
+flight_recorder.overdue = lambda native, content: {LATE!r} if late else ""
 late = False
 """
 
