@@ -325,5 +325,12 @@ def _combine(values: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 def _combine_over_ranks(values: list[torch.Tensor], op: ReduceOp, group: ProcessGroup) -> torch.Tensor:
     device = torch.device("cuda", torch.cuda.current_device()) if group.backend is Backend.NCCL else torch.device("cpu")
-    total: torch.Tensor = all_reduce(torch.stack(_to_one_device(values, device)), op, group=group)
-    return total
+    own = torch.stack(_to_one_device(values, device))
+    if op is not ReduceOp.MAX:
+        total: torch.Tensor = all_reduce(own, op, group=group)
+        return total
+    # Gloo's maximum forgets the NaN of some ranks: findings/gloo-maximum-forgets-nan.sh.
+    is_nan = own.isnan()
+    largest, any_nan = all_reduce(torch.stack([own.masked_fill(is_nan, 0.0), is_nan.to(own)]), op, group=group)
+    norms: torch.Tensor = largest.masked_fill(any_nan > 0, math.nan)
+    return norms

@@ -185,6 +185,20 @@ def test_small_gradients_are_unchanged_and_nan_raises() -> None:
         grad_norm(model, norm_type=0)
 
 
+def test_nan_of_any_rank_is_in_the_largest_norm(gloo: Any) -> None:
+    def work(world: World) -> list[float]:
+        parameter, three = nn.Parameter(torch.zeros(3)), torch.distributed.new_group([0, 1, 2], backend="gloo")
+        norms = []
+        for with_nan in (0, 1, 2, None) if world.rank() < 3 else ():
+            parameter.grad = torch.full((3,), math.nan if world.rank() == with_nan else 1.0 + world.rank())
+            norms.append(grad_norm([parameter], norm_type=math.inf, groups=three))
+        return norms
+
+    for *norms, whole in gloo(4).run(work)[:3]:
+        assert all(map(math.isnan, norms)), norms
+        assert whole == 3.0
+
+
 def test_bfloat16_is_summed_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(10_000, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 0.01)
