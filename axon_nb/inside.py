@@ -40,7 +40,9 @@ _PROJECTIONS = ("o_proj", "out_proj", "out", "c_proj", "dense", "wo")
 """Names of an attention's output projection."""
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _LIMIT = 1 << 30
-_TOLD_FROM = 16 << 20
+_taps: WeakKeyDictionary[nn.Module, _Tap] = WeakKeyDictionary()
+"""The hooks of contexts that are entered now, by module."""
+_REPORTED_FROM = 16 << 20
 """Bytes from which on a recording says that it moves them."""
 
 
@@ -84,9 +86,6 @@ class _Tap:
         for act in (*self.changes, *self.records):
             output = act("output", output)
         return output
-
-
-_taps: WeakKeyDictionary[nn.Module, _Tap] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -250,7 +249,7 @@ class _Recorder:
         """Join what was kept, one tensor at a time."""
         here = self.to is None or not dist.is_initialized() or dist.get_rank() == self.to
         seen.where = "" if here else f"they are on rank {self.to}"
-        if self.split >= _TOLD_FROM and (not dist.is_initialized() or dist.get_rank() == (self.to or 0)):
+        if self.split >= _REPORTED_FROM and (not dist.is_initialized() or dist.get_rank() == (self.to or 0)):
             where = "on all ranks" if self.to is None else f"on rank {self.to}"
             print(f"inside.record: joins {format_bytes(self.split)} of {format_bytes(self.total)} {where}", flush=True)
         gradients: dict[str, list[torch.Tensor]] = {}
@@ -421,7 +420,7 @@ def _matches(plain: Sequence[str], wanted: Sequence[str]) -> bool:
 def _place(name: str, module: nn.Module, parent: nn.Module, slot: str) -> _Place:
     if slot != "heads":
         return _Place(name if slot == "output" else f"{name}:{slot}", module, parent, slot)
-    projection: Any = next((child for child in map(module._modules.get, _PROJECTIONS) if child is not None), None)
+    projection: Any = next(filter(None, (getattr(module, name, None) for name in _PROJECTIONS)), None)
     features = getattr(projection, "in_features", None)
     size = head_size(module, features) if features else None
     if size is None:

@@ -29,7 +29,7 @@ _TOLERANCE = 0.02
 """Of a norm, by which activations may differ: ranks round alike, dropout changes much more."""
 
 Where = Callable[[], tuple[object, str]]
-"""Tells which cell runs, as any object, and where in it, such as `` at line 3``."""
+"""Returns the cell that runs, as any object, and the line, such as `` at line 3``."""
 
 
 def compare_inputs(tensor_parallel: ModuleType, *, where: Where) -> None:
@@ -37,7 +37,7 @@ def compare_inputs(tensor_parallel: ModuleType, *, where: Where) -> None:
 
     Args:
         tensor_parallel: The module `MODULE`, just imported.
-        where: Tells where the model is called.
+        where: Says where the model is called.
     """
     if not CHECK_INPUTS.is_enabled() or missing_hooks("transformers.split", tensor_parallel=tensor_parallel):
         return
@@ -60,7 +60,7 @@ def watch_inputs(model: torch.nn.Module, mesh: Any, split: Mapping[str, str], wh
         model: The model.
         mesh: torch's mesh of the ranks that share it, with one axis.
         split: The names of its split modules, in any order.
-        where: Tells where the model is called.
+        where: Says where the model is called.
     """
     checks = _Checks(type(model).__name__, mesh, where)
     # Closures: a copy of the model shares what they hold, as it shares the groups of its layers.
@@ -87,8 +87,8 @@ class _Checks:
         self._calls = 0
         self._noted: tuple[str, torch.Tensor] | None = None
         self._pending: Callable[[], None] | None = None
-        self._told: object = self
-        """The cell in which a difference was told last."""
+        self._reported: object = self
+        """The cell that showed a difference last."""
 
     def begin(self, inputs: tuple[Any, ...]) -> None:
         """Compare the inputs of a call that begins."""
@@ -109,7 +109,7 @@ class _Checks:
         if not both.is_cuda:
             self._compare(both, name)
             return
-        # The device is not waited for: what it finds is told in the next call.
+        # The device is not waited for: the next call reports what it finds.
         found = both.to("cpu", non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
@@ -140,9 +140,9 @@ class _Checks:
 
     def _tell(self, what: str, when: str, reason: str) -> None:
         cell, place = self._where()
-        if self._told == cell:
+        if self._reported == cell:
             return
-        self._told = cell
+        self._reported = cell
         if self._mesh.get_local_rank() == 0:
             ranks = name_ranks(dist.get_process_group_ranks(self._mesh.get_group()))
             print(

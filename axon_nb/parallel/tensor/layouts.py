@@ -130,7 +130,7 @@ class Known:
     def before(cls, model: nn.Module, parent: nn.Module | None) -> Known:
         """Return what is known of a module in `parent` before it is called."""
         own = () if parent is None else parent.parameters(recurse=False)
-        parts = (_split(parameter, -2) for parameter in own if parameter.ndim == 3)
+        parts = (_split(parameter, 1, of=3) for parameter in own)
         return cls(experts=tuple(part for part in parts if part is not None), positions=_sequence_mesh(model))
 
     def checked(self, value: torch.Tensor, layout: Layout) -> Layout:
@@ -215,25 +215,22 @@ def _mesh(group: ProcessGroup, device: str) -> DeviceMesh:
     return DeviceMesh.from_group(group.torch_group, device)
 
 
-def _split(weight: Any, dim: int) -> _Part | None:
-    """Return how a weight is split along a dimension, which may count from the end."""
-    if not isinstance(weight, DTensor) or weight.ndim < 2 or not (dim := dim % weight.ndim) < weight.ndim:
+def _split(weight: Any, dim: int, *, of: int) -> _Part | None:
+    """Return how a weight with `of` dimensions is split along one of them; None if it is not, or has others."""
+    if not isinstance(weight, DTensor) or weight.ndim != of or weight.device_mesh.ndim > 1:
         return None
-    kinds = [kind for kind in weight.placements if not kind.is_replicate()]
-    if len(kinds) != 1 or getattr(kinds[0], "dim", None) not in (dim, dim - weight.ndim) or weight.device_mesh.ndim > 1:
+    (kind,) = weight.placements
+    if getattr(kind, "dim", None) not in (dim, dim - of):
         return None
-    factor = int(getattr(kinds[0], "split_factor", 1))
-    return _Part(weight.shape[dim], weight.device_mesh, tuple(weight.placements), factor)
+    return _Part(weight.shape[dim], weight.device_mesh, (kind,), int(getattr(kind, "split_factor", 1)))
 
 
 def _own_columns(module: nn.Module) -> _Part | None:
-    weight = module._parameters.get("weight")
-    return _split(weight, 0) if weight is not None and weight.ndim == 2 else None
+    return _split(getattr(module, "weight", None), 0, of=2)
 
 
 def _rows(module: nn.Module) -> _Part | None:
-    weight = module._parameters.get("weight")
-    return _split(weight, -1) if weight is not None and weight.ndim == 2 else None
+    return _split(getattr(module, "weight", None), 1, of=2)
 
 
 def _columns(module: nn.Module) -> Iterator[_Part]:
