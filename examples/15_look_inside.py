@@ -15,8 +15,9 @@
 # # Look inside a model that is split over ranks
 #
 # A model that one card cannot hold is split over several, and a hook then sees a part of everything. Here a tiny
-# language model that has learned to copy runs on two ranks: generate with it, find the head that it
-# needs for it, switch it off, and see the text change. Nothing is downloaded: the model is made on the spot. This needs `pip install transformers`.
+# language model that has learned to copy runs on two ranks: generate with it, find the heads that it needs, switch them
+# off, and see the text change. Nothing is downloaded: the model is made on the spot. This needs
+# `pip install transformers`.
 
 # %%
 # %load_ext axon_nb
@@ -94,69 +95,47 @@ def continued():
 continued()
 
 # %% [markdown]
-# ## Which head does it need?
+# ## Which heads look at the letter before?
 #
-# `:heads` is what the heads of a layer give to its output projection: (batch, positions, heads, head size). A function
-# gets all of it on each rank, though each rank computes two of the four heads, and changes it. Switch off one head after
-# another, and count how many letters of the second half the model still gets right.
+# A model that copies must find the same letter earlier in the text, and then what followed it. So some of its heads must
+# look one letter back. `inside.record` keeps the attention maps, and joins the heads of both ranks.
 
 # %%
 # %%distributed
 from axon_nb import inside
 
 torch.manual_seed(1)
-examples = texts(64)
-
-
-def without(head):
-    """Return a function that switches a head off."""
-
-    def switch_off(value):
-        value[:, :, head] = 0
-
-    return switch_off
-
-
-@torch.no_grad()
-def right():
-    """Return the share of letters in the second half that the model expects."""
-    return (model(examples).logits[:, 7:-1].argmax(-1) == examples[:, 8:]).double().mean().item()
-
-
-still_right = {}
-for layer in range(2):
-    for head in range(4):
-        with inside.replace(model, {f"layers.{layer}.self_attn:heads": without(head)}):
-            still_right[layer, head] = right()
-needed = min(still_right, key=still_right.get)
-print(f"all heads: {right():.0%}; without head {needed[1]} of layer {needed[0]}: {still_right[needed]:.0%}")
+with torch.no_grad(), inside.record(model, "layers.*.self_attn:attention") as seen:
+    model(texts(64))
+maps = torch.stack([calls[0].mean(0) for calls in seen.values()])
+maps.shape  # layers, heads, positions, positions
 
 # %% [markdown]
-# ## What does it look at?
+# The notebook gets them as one tensor.
+
+# %%
+# %pull maps --ranks 0
+one_back = maps.diagonal(-1, dim1=-2, dim2=-1)[..., 1:].mean(-1)
+one_back.round(decimals=2)
+
+# %% [markdown]
+# ## Switch them off
 #
-# `inside.record` keeps the attention maps of that layer, and joins the heads of both ranks. The notebook gets them as one
-# tensor.
+# `:heads` is what the heads of a layer give to its output projection: (batch, positions, heads, head size). A function
+# gets all of it on each rank, though each rank computes two of the four heads, and changes it.
+
+# %%
+# %push one_back
+
 
 # %%
 # %%distributed
-layer, head = needed
-with torch.no_grad(), inside.record(model, f"layers.{layer}.self_attn:attention") as seen:
-    model(examples)
-attention = seen[f"layers.{layer}.self_attn:attention"][0].mean(0)
-attention.shape
+def switch_off(value):
+    """Switch off the heads of the first layer that look one letter back."""
+    value[:, :, one_back[0] > 0.5] = 0
 
-# %%
-# %pull attention head --ranks 0
-by_distance = [attention[head].diagonal(-distance)[1:].mean().item() for distance in range(3)]
-for distance, share in enumerate(by_distance):
-    print(f"{distance} back: {share:.0%} of its attention")
 
-# %% [markdown]
-# It looks at the letter before, so that later heads know what followed the last "a". Without it, the text goes wrong.
-
-# %%
-# %%distributed
-with inside.replace(model, {f"layers.{layer}.self_attn:heads": without(head)}):
+with inside.replace(model, {"layers.0.self_attn:heads": switch_off}):
     changed = continued()
 print(f"with    {continued()}\nwithout {changed}")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -72,7 +73,7 @@ def watch_inputs(model: torch.nn.Module, mesh: Any, split: Mapping[str, str], wh
     # The input of a split layer that takes whole ones: of the first beside the last, such as q_proj or gate_proj.
     whole = next((name for name in names if last and split[name].startswith("colwise") and _near(name, last)), None)
     if whole is not None:
-        model.get_submodule(whole).register_forward_pre_hook(lambda module, args: checks.note(whole, args[0]))
+        model.get_submodule(whole).register_forward_pre_hook(lambda module, args: checks.note(whole, module, args[0]))
 
 
 def _near(name: str, other: str) -> bool:
@@ -100,10 +101,10 @@ class _Checks:
         if not tensors:
             return
         self._calls += 1
-        name, noted = self._noted or ("", torch.zeros(2, device=tensors[0].device, dtype=torch.float64))
+        name, noted = self._noted or ("", torch.zeros(2, dtype=torch.float64))
         self._noted = None
-        calls = torch.full((1,), self._calls, device=noted.device, dtype=torch.float64)
-        own = torch.cat([_numbers(tensors, noted.device), noted, calls])
+        numbers = _numbers(tensors)
+        own = torch.cat([numbers, noted.to(numbers), numbers.new_full((1,), self._calls)])
         both = torch.cat([own, -own])
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._mesh.get_group())
         if not both.is_cuda:
@@ -120,9 +121,9 @@ class _Checks:
 
         self._pending = compare_later
 
-    def note(self, name: str, value: Any) -> None:
-        """Keep numbers of a split layer's input, which must be equal on all ranks, for the next call."""
-        if isinstance(value, torch.Tensor) and not torch.compiler.is_compiling():
+    def note(self, name: str, module: torch.nn.Module, value: Any) -> None:
+        """Keep numbers of a split layer's input, which must be equal on all ranks, for the next call in training."""
+        if module.training and isinstance(value, torch.Tensor) and not torch.compiler.is_compiling():
             self._noted = (name, sample(value))
 
     def _compare(self, both: torch.Tensor, name: str) -> None:
@@ -154,14 +155,18 @@ class _Checks:
             )
 
 
-def _numbers(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _numbers(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return a hash of the integers in some tensors, and a sample of their fractions: three numbers in float64."""
-    total = torch.zeros(1, device=device, dtype=torch.int64)
-    fractions = torch.zeros(2, device=device, dtype=torch.float64)
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            fractions += sample(tensor).to(device)
-        elif not tensor.is_complex():
-            flat = tensor.reshape(-1).to(device=device, dtype=torch.int64)
-            total = total * 31 + (flat * torch.arange(1, 2 * flat.numel(), 2, device=device)).sum() + flat.numel()
-    return torch.cat([(total % (1 << 40)).double(), fractions])
+    fractions = [sample(tensor) for tensor in tensors if tensor.is_floating_point()]
+    integers = [tensor for tensor in tensors if not tensor.is_floating_point() and not tensor.is_complex()]
+    device = tensors[0].device
+    if device.type == "cpu":
+        total = functools.reduce(lambda before, tensor: zlib.crc32(tensor.numpy(force=True), before), integers, 0)
+        hashed = torch.tensor([total], dtype=torch.float64)
+    else:  # without waiting for the device
+        number = torch.zeros(1, device=device, dtype=torch.int64)
+        for tensor in integers:
+            flat = tensor.reshape(-1).to(number)
+            number = number * 31 + (flat * torch.arange(1, 2 * flat.numel(), 2, device=device)).sum() + flat.numel()
+        hashed = (number % (1 << 40)).double()
+    return torch.cat([hashed, torch.stack(fractions).sum(0) if fractions else hashed.new_zeros(2)])

@@ -47,13 +47,14 @@ drawn.tolist()
 def test_unseeded_dropout_is_reported(two: Kernel) -> None:
     two.ok(MODEL)
     reply = two.ok("""%%distributed
-hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: torch.dropout(output, 0.5, True))
+drop = nn.Dropout(0.5)
+hook = model.train().model.layers[0].mlp.register_forward_hook(lambda module, args, output: drop(output))
 torch.manual_seed(rank)
 for _ in range(3):
     model(tokens)
 hook.remove()
 """)
-    wanted = "the inputs of lm_head in LlamaForCausalLM differ between ranks 0-1 since call 1 at line 5"
+    wanted = "the inputs of lm_head in LlamaForCausalLM differ between ranks 0-1 since call 1 at line 6"
     assert reply.shown().count(wanted) == 1
 
 
