@@ -97,8 +97,8 @@ continued()
 # %% [markdown]
 # ## Which heads look at the letter before?
 #
-# A model that copies must find the same letter earlier in the text, and then what followed it. So some of its heads must
-# look one letter back. `inside.record` keeps the attention maps, and joins the heads of both ranks.
+# A model that copies must find the same letter earlier in the text, and then what followed it. So some of its heads
+# must look one letter back. `inside.record` keeps the attention maps, and joins the heads of both ranks.
 
 # %%
 # %%distributed

@@ -148,8 +148,8 @@ class _Checks:
             ranks = name_ranks(dist.get_process_group_ranks(self._mesh.get_group()))
             print(
                 f"axon_nb: {what} differ between {ranks} {when}{place}{reason}, so each rank computes a part of "
-                "another result. Run `%distributed seed 0`, or torch.manual_seed(0) on all ranks, and pass all the "
-                "same inputs.",
+                "another result. Run `%distributed seed 0`, or torch.manual_seed(0) on all ranks, and pass the "
+                "same inputs to all.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -161,7 +161,7 @@ def _numbers(tensors: list[torch.Tensor]) -> torch.Tensor:
     integers = [tensor for tensor in tensors if not tensor.is_floating_point() and not tensor.is_complex()]
     device = tensors[0].device
     if device.type == "cpu":
-        total = functools.reduce(lambda before, tensor: zlib.crc32(tensor.numpy(force=True), before), integers, 0)
+        total = functools.reduce(lambda before, tensor: zlib.crc32(tensor.numpy(force=True).tobytes(), before), integers, 0)
         hashed = torch.tensor([total], dtype=torch.float64)
     else:  # without waiting for the device
         number = torch.zeros(1, device=device, dtype=torch.int64)
