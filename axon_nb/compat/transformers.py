@@ -24,8 +24,6 @@ from axon_nb.records.environment import CHECK_INPUTS
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.ranks import name_ranks
 
-MODULE = "transformers.distributed.tensor_parallel"
-"""Splits models; imported with the first model that is to be split."""
 _TOLERANCE = 0.02
 """Of a norm, by which activations may differ: ranks round alike, dropout changes much more."""
 
@@ -37,7 +35,7 @@ def compare_inputs(tensor_parallel: ModuleType, *, where: Where) -> None:
     """Make models compare their inputs between ranks from the moment they are split.
 
     Args:
-        tensor_parallel: The module `MODULE`, just imported.
+        tensor_parallel: The module ``transformers.distributed.tensor_parallel``, just imported.
         where: Says where the model is called.
     """
     if not CHECK_INPUTS.is_enabled() or missing_hooks("transformers.split", tensor_parallel=tensor_parallel):
@@ -161,7 +159,9 @@ def _numbers(tensors: list[torch.Tensor]) -> torch.Tensor:
     integers = [tensor for tensor in tensors if not tensor.is_floating_point() and not tensor.is_complex()]
     device = tensors[0].device
     if device.type == "cpu":
-        total = functools.reduce(lambda before, tensor: zlib.crc32(tensor.numpy(force=True).tobytes(), before), integers, 0)
+        total = 0
+        for tensor in integers:
+            total = zlib.crc32(tensor.numpy(force=True).tobytes(), total)
         hashed = torch.tensor([total], dtype=torch.float64)
     else:  # without waiting for the device
         number = torch.zeros(1, device=device, dtype=torch.int64)

@@ -31,11 +31,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from IPython.core.getipython import get_ipython
 
-from axon_nb.compat import deepspeed, environment, launchers, transformers
+from axon_nb.compat import deepspeed, environment, launchers
 from axon_nb.compat import environment as dynamo_rules
 from axon_nb.compat.environment import after_import, install_text_bars
 from axon_nb.engine.debugger import Breakpoints, Pager, PostMortem
-from axon_nb.engine.frames import cell_line
 from axon_nb.engine.groups import creation, init_default_group, recovery
 from axon_nb.engine.groups.gloo import LOOPBACK
 from axon_nb.engine.groups.store import AgentStore, install_store_waits, interruptible_init_rpc
@@ -252,7 +251,7 @@ def install_frameworks(session: RankSession) -> None:
     for name in launchers.LIGHTNING_LAUNCHERS:
         after_import(name, launchers.call_on_rank)
     after_import("ignite.distributed.comp_models.native", launchers.attach_ignite)
-    after_import(transformers.MODULE, functools.partial(transformers.compare_inputs, where=cell_line))
+    after_import("transformers.distributed.tensor_parallel", _compare_inputs)
     after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
@@ -260,6 +259,13 @@ def install_frameworks(session: RankSession) -> None:
         recovery.track_engines()
 
     after_import("deepspeed.runtime.engine", prepare_engine)
+
+
+def _compare_inputs(tensor_parallel: ModuleType) -> None:
+    from axon_nb.compat import transformers  # only ranks that split a model need it
+    from axon_nb.engine.frames import cell_line
+
+    transformers.compare_inputs(tensor_parallel, where=cell_line)
 
 
 def install_dist_hooks() -> None:
