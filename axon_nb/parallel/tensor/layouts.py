@@ -274,14 +274,9 @@ def _between(module: nn.Module, parent: nn.Module | None, value: torch.Tensor, k
     if parent is None or value.ndim < 2:
         return None
     parts = [*_columns(parent), *known.experts]
-    for part in parts:
-        if value.shape[-1] == part.local:
-            return known.checked(value, part.on(-1, value.shape))
-        if part.factor > 1 and value.shape[-1] * part.factor == part.local:
-            return known.checked(value, part.on(-1, value.shape, whole=part.whole // part.factor, plain=True))
     choices: dict[int, Layout] = {}
     for part, (local, whole, size) in ((part, heads) for part in parts if (heads := _heads(parent, part))):
-        for dim in range(1, value.ndim - 1):
+        for dim in range(1, value.ndim - 1) if value.ndim > 3 else ():
             if value.shape[-1] == size and value.shape[dim] == local:
                 choices.setdefault(dim, part.on(dim, value.shape, whole=whole, plain=True))
     # Heads lie beside each other in the projection's output, of which the value is usually a view.
@@ -290,12 +285,17 @@ def _between(module: nn.Module, parent: nn.Module | None, value: torch.Tensor, k
         if len(dims) == 1 and dims[0] in choices:
             known.dim = dims[0]
             return known.checked(value, choices[dims[0]])
-    if not choices:
-        return None
-    raise UsageError(
-        f"a {type(module).__name__} has {value.shape[1]} heads and as many positions on this rank, so nothing tells "
-        "them apart; use a text of another length."
-    )
+    if choices:
+        raise UsageError(
+            f"a {type(module).__name__} has {value.shape[1]} heads and as many positions on this rank, so nothing "
+            "tells them apart; use a text of another length."
+        )
+    for part in parts:
+        if value.shape[-1] == part.local:
+            return known.checked(value, part.on(-1, value.shape))
+        if part.factor > 1 and value.shape[-1] * part.factor == part.local:
+            return known.checked(value, part.on(-1, value.shape, whole=part.whole // part.factor, plain=True))
+    return None
 
 
 def _by_position(value: torch.Tensor, known: Known) -> Layout:
