@@ -41,7 +41,7 @@ letters = "abcdefghijklmnopqrstuvwxyz"
 
 def texts(rows):
     """Return eight random letters twice, in rows of numbers."""
-    half = torch.randint(26, (rows, 8))
+    half = torch.randint(26, (rows, 8), device=device)
     return torch.cat([half, half], 1)
 
 
@@ -49,7 +49,7 @@ if rank == 0:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    small = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=26, **sizes, **ends))
+    small = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=26, **sizes, **ends)).to(device)
     optimizer = torch.optim.AdamW(small.parameters(), lr=3e-3)
     for _ in range(250):
         batch = texts(32)
@@ -83,7 +83,7 @@ print(model.model.layers[0].self_attn.q_proj.weight.to_local().shape)
 
 # %%
 # %%distributed
-prompt = torch.tensor([[letters.index(letter) for letter in "parallelpa"]])
+prompt = torch.tensor([[letters.index(letter) for letter in "parallelpa"]], device=device)
 
 
 def continued():
