@@ -129,6 +129,10 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "Checkpoints": ("Checkpoints", "Resumed", "load_checkpoint", "save_on_main", "export_safetensors"),
         },
     ),
+    "axon_nb.inside": (
+        "Record and change inputs and outputs of modules, whole, in models that are split over ranks.",
+        {"Look": ("record", "Recording"), "Change": ("replace", "add")},
+    ),
     "axon_nb.plan": (
         "Predict memory, communication and time before you have ranks: `from axon_nb import plan`.",
         {

@@ -253,6 +253,7 @@ def install_frameworks(session: RankSession) -> None:
     for name in launchers.LIGHTNING_LAUNCHERS:
         after_import(name, launchers.call_on_rank)
     after_import("ignite.distributed.comp_models.native", launchers.attach_ignite)
+    after_import("transformers.distributed.tensor_parallel", _compare_inputs)
     after_import("deepspeed.comm.torch", deepspeed.skip_shm_all_reduce)
 
     def prepare_engine(module: ModuleType) -> None:
@@ -260,6 +261,13 @@ def install_frameworks(session: RankSession) -> None:
         recovery.track_engines()
 
     after_import("deepspeed.runtime.engine", prepare_engine)
+
+
+def _compare_inputs(tensor_parallel: ModuleType) -> None:
+    from axon_nb.compat import transformers  # only ranks that split a model need it
+    from axon_nb.engine.frames import cell_line
+
+    transformers.compare_inputs(tensor_parallel, where=cell_line)
 
 
 def install_dist_hooks() -> None:

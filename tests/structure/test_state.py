@@ -29,6 +29,7 @@ ALLOWED = {
     "axon_nb.comm.shared_memory.segment.progress:_open_groups": "slot: what this process closes when it exits",
     "axon_nb.comm.placements:_declared": "slot: the placements that were declared of this process's tensors, weakly",
     "axon_nb.compat.horovod.collectives:_states": "slot: Horovod's state of a default group, which torch keeps",
+    "axon_nb.inside:_taps": "slot: the hooks of contexts that are entered now, weakly",
     "axon_nb.engine.frames:_pause_lock": "lock: one thread at a time pauses the process's garbage collector",
     "axon_nb.engine.groups.state:_current": "slot: the state of the groups that torch creates",
     "axon_nb.engine.live_objects:_tracked": "slot: the objects of classes of torch that register them, once a process",

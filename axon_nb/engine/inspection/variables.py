@@ -357,7 +357,7 @@ class _TensorInfo:
     unsharded: dict[int, Any] = field(default_factory=dict)
     """The DTensor behind a parameter that is currently unsharded."""
     replicated: dict[int, Any] = field(default_factory=dict)
-    """The process group over which DDP replicates it."""
+    """The process group over which DDP, or a plan of transformers, replicates it."""
     cut: dict[int, LayerSharding] = field(default_factory=dict)
     """How a tensor-parallel layer shards it."""
 
@@ -365,7 +365,7 @@ class _TensorInfo:
     def by(module: torch.nn.Module) -> _TensorInfo:
         """Collect it from a module and its submodules."""
         modules = list(module.modules())
-        return _TensorInfo(torch_api().fsdp_unsharded(modules), _ddp_groups(modules), layer_shardings(modules))
+        return _TensorInfo(torch_api().fsdp_unsharded(modules), _replica_groups(modules), layer_shardings(modules))
 
     def of(self, tensor: Any, *, shape_of: Any = None) -> dict[str, Any]:
         """What is known about one parameter or buffer.
@@ -422,8 +422,8 @@ def _of_gradients(
     return reader.read(("layouts", *map(id, tensors)), tensors, make, default=none)
 
 
-def _ddp_groups(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
-    """The process group over which DDP replicates a tensor, by the tensor's `id`."""
+def _replica_groups(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
+    """The process group over which a wrapper or a plan replicates a tensor, by the tensor's `id`."""
     groups: dict[int, Any] = {}
     for module in modules:
         wrapper: Any = module
@@ -432,7 +432,21 @@ def _ddp_groups(modules: Iterable[torch.nn.Module]) -> dict[int, Any]:
         if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
             group: Any = wrapper.process_group
             groups |= {id(tensor): group for tensor in [*wrapper.parameters(), *wrapper.buffers()]}
+        elif issubclass(type(wrapper), loaded_class("transformers.modeling_utils", "PreTrainedModel")):
+            groups |= _beside_parts(wrapper)
     return groups
+
+
+def _beside_parts(module: torch.nn.Module) -> dict[int, Any]:
+    """The group that shares a model by a plan of transformers, by the `id` of what is not split: all ranks have it."""
+    parameters = list(module.parameters())
+    meshes = {found.mesh for parameter in parameters if (found := placed(parameter)) is not None}
+    whole = [tensor for tensor in [*parameters, *module.buffers()] if placed(tensor) is None]
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    # FSDP leaves no parameter whole, and buffers to the program.
+    if mesh is None or mesh.ndim != 1 or not any(isinstance(tensor, torch.nn.Parameter) for tensor in whole):
+        return {}
+    return {id(tensor): mesh.get_group() for tensor in whole}
 
 
 def _of_optimizer(optimizer: Optimizer, space: dict[str, Any]) -> Iterator[Shard]:

@@ -33,6 +33,7 @@ from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.errors import UsageError
 from axon_nb.parallel.models import GPT, Attention, Block, Embedding, Head
 from axon_nb.parallel.tensor.functions import split_sequence
+from axon_nb.parallel.tensor.layouts import HEAD_COUNTS, HEAD_SIZES
 from axon_nb.records.units import format_bytes
 
 Style = str | ParallelStyle
@@ -50,8 +51,6 @@ STYLES = {
 }
 """Names of the styles, and what each does."""
 _SHARD_DIM = {"column": 0, "column+gather": 0, "row": 1, "split+row": 1}
-_HEAD_SIZES = ("head_size", "head_dim", "attention_head_size")
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _POSITIONS = Shard(1)
 """Layout of activations sharded by position: (batch, positions, features)."""
 _ELEMENTWISE = (
@@ -392,10 +391,10 @@ def check_divisible(path: str, module: nn.Module, style: str, *, parent: nn.Modu
 
 
 def _heads(parent: nn.Module | None, features: int) -> int | None:
-    for name in _HEAD_SIZES:
+    for name in HEAD_SIZES:
         if isinstance(size := getattr(parent, name, None), int) and size > 0:
             return features // size
-    for name in _HEAD_COUNTS:
+    for name in HEAD_COUNTS:
         if isinstance(count := getattr(parent, name, None), int) and count > 0:
             return count
     return None

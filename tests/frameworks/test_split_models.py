@@ -1,0 +1,131 @@
+"""A model that transformers splits over ranks, in cells, and what its ranks say when they get other inputs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+pytestmark = pytest.mark.needs("transformers")
+
+MODEL = """%%distributed
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.distributed import DistributedConfig
+
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, pad_token_id=0, eos_token_id=None)
+AutoModelForCausalLM.from_config(config).save_pretrained("tiny")  # only rank 0 writes
+dist.barrier()
+split = DistributedConfig(tp_size=world_size, tp_plan="auto")
+model = AutoModelForCausalLM.from_pretrained("tiny", distributed_config=split)
+tokens = torch.tensor([[5, 6, 7]])
+"""
+
+
+def test_ranks_that_draw_other_tokens_are_reported_once(two: Kernel) -> None:
+    two.ok(MODEL)
+    reply = two.ok("""%%distributed
+torch.manual_seed(rank)
+drawn = model.generate(tokens, do_sample=True, max_new_tokens=8)
+drawn = model.generate(tokens, do_sample=True, max_new_tokens=8)
+""")
+    assert reply.shown().count("axon_nb: the inputs of LlamaForCausalLM differ between ranks 0-1 in call") == 1
+    assert "at line 3" in reply.shown()
+    assert "Run `%distributed seed 0`" in reply.shown()
+    reply = two.ok("%%distributed\nmodel(tokens + rank).logits.shape")
+    assert "differ between ranks 0-1 in call" in reply.shown(), "once in each cell"
+    two.ok("%distributed seed 0")
+    reply = two.ok("""%%distributed
+drawn = model.generate(tokens, do_sample=True, max_new_tokens=8)
+drawn.tolist()
+""")
+    assert "differ" not in reply.shown()
+    assert "[ranks 0-1] [[5, 6, 7" in reply.shown()
+
+
+def test_unseeded_dropout_is_reported(two: Kernel) -> None:
+    two.ok(MODEL)
+    reply = two.ok("""%%distributed
+drop = nn.Dropout(0.5)
+hook = model.train().model.layers[0].mlp.register_forward_hook(lambda module, args, output: drop(output))
+torch.manual_seed(rank)
+for _ in range(3):
+    model(tokens)
+hook.remove()
+""")
+    wanted = "the inputs of lm_head in LlamaForCausalLM differ between ranks 0-1 since call 1 at line 6"
+    assert reply.shown().count(wanted) == 1
+
+
+def test_data_parallel_models_are_not_compared(two: Kernel) -> None:
+    two.ok(MODEL)
+    reply = two.ok("""%%distributed
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+torch.manual_seed(0)
+own = AutoModelForCausalLM.from_config(model.config)
+for wrapped in (DDP(copy.deepcopy(own)), fully_shard(copy.deepcopy(own))):
+    for _ in range(2):
+        wrapped(input_ids=tokens + rank).logits.sum().backward()
+""")
+    assert "differ" not in reply.shown()
+
+
+def test_aborted_call_raises_no_false_alarm(two: Kernel) -> None:
+    two.ok(MODEL)
+    reply = two.run("""%%distributed
+model(tokens)
+if rank == 1:
+    raise ValueError("not called on this rank")
+model(tokens)
+""")
+    assert not reply.ok
+    reply = two.ok("%%distributed\nfor _ in range(3):\n    model(tokens)\n")
+    assert "differ" not in reply.shown()
+    reply = two.ok("%%distributed\nfor _ in range(3):\n    model(tokens + rank)\n")
+    assert "differ between ranks 0-1" in reply.shown()
+
+
+def test_norms_are_drawn_as_copies(two: Kernel) -> None:
+    two.ok(MODEL)
+    (shown,) = (text for display in two.ok("%shards model").displays if "tensors on 2 ranks" in (text := str(display)))
+    rows = {name: row for row in shown.split("\\n") if (name := row.strip().partition(" ")[0])}
+    assert "copies over replica (2)" in rows["model.norm.weight"]
+    assert "copies over replica (2)" in rows["model.rotary_emb.inv_freq"]
+    assert "rows over tp (2)" in rows["lm_head.weight"]
+
+
+def test_recorded_values_are_pulled_whole(two: Kernel) -> None:
+    two.ok(MODEL)
+    reply = two.ok("""%%distributed
+from axon_nb import inside
+
+alone = AutoModelForCausalLM.from_pretrained("tiny")
+with torch.no_grad(), inside.record(model, "layers.1.self_attn.q_proj", "layers.1.mlp.act_fn") as seen:
+    model.generate(tokens, max_new_tokens=3, do_sample=False)
+with torch.no_grad(), inside.record(alone, "layers.1.self_attn.q_proj", "layers.1.mlp.act_fn") as wanted:
+    alone.generate(tokens, max_new_tokens=3, do_sample=False)
+assert [value.shape for value in seen["layers.1.mlp.act_fn"]] == [(1, 3, 64), (1, 1, 64), (1, 1, 64)]
+query = torch.cat(seen["layers.1.self_attn.q_proj"], 1)
+wanted = torch.cat(wanted["layers.1.self_attn.q_proj"], 1)
+seen
+""")
+    assert "[ranks 0-1] <Recording of 2 places, " in reply.shown()
+    two.ok("%pull query wanted --ranks 0\nassert query.shape == (1, 5, 32) and (query - wanted).abs().max() < 1e-5")
+    two.ok(
+        "%pull seen --ranks 0\nassert list(seen) == ['model.layers.1.self_attn.q_proj', 'model.layers.1.mlp.act_fn']"
+    )
+
+
+def test_wrong_name_ends_the_cell_with_one_sentence(two: Kernel) -> None:
+    two.ok(MODEL)
+    reply = two.run("""%%distributed
+from axon_nb import inside
+
+with inside.replace(model, {"layers.*.self_atn": 0.0}):
+    model(tokens)
+""")
+    assert not reply.ok
+    assert "UsageError: no module of this rank is named 'layers.*.self_atn'; there are" in reply.shown()
