@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -52,10 +53,10 @@ def rename(cluster: Cluster, new_name: str) -> dict[str, Any]:
     """Give the cluster another name.
 
     Raises:
-        UsageError: the name is empty, or another cluster has it.
+        UsageError: it is no name, or another cluster has it.
     """
-    if not new_name.strip():
-        raise UsageError("A cluster's name must not be empty.")
+    if not re.fullmatch(r"[\w.-]+", new_name):
+        raise UsageError(f"A cluster's name takes letters, digits, `.`, `_` and `-`; got {new_name!r}.")
     old, own = cluster.name, cluster.connection.run_dir.path
     if any(one.read_info().get("name") == new_name for one in list_run_dirs() if one.path != own):
         raise UsageError(f"You have a cluster {new_name!r} already: choose another name.")
