@@ -151,6 +151,23 @@ def test_timeline_is_live_responds_to_keys_and_survives_reload(lab: LabServer, p
     page.run_and_wait(4)
 
 
+def test_live_view_of_a_cell_begins_at_its_cell_also_the_second_time(lab: LabServer, page: LabPage) -> None:
+    sleep = "%%distributed --watch\nimport time\ntime.sleep(4)"
+    lab.write_notebook("again.ipynb", ["%load_ext axon_nb\n%distributed start -n 2", sleep, sleep])
+    page.open_notebook("again.ipynb")
+    for i in (0, 1):
+        page.run_and_wait(i)
+    page.page.wait_for_timeout(6000)  # idle: no part of any cell
+    page.run_cell(2)
+    page.page.wait_for_selector(CANVAS)
+    page.page.wait_for_timeout(1500)
+    view = "document.querySelector('.axon-timeline-canvas').dataset.view.split(',').map(Number)"
+    start, end = page.page.evaluate(view)
+    assert page.is_running(2)
+    assert end - start < 6, "the axis is that of the cell alone"
+    page.wait_done(2)
+
+
 def _html_of(cell: Any) -> str:
     bundles = [output["data"] for output in cell.outputs if output.output_type == "display_data"]
     return "".join("".join(bundle.get("text/html", "")) for bundle in bundles)

@@ -241,7 +241,7 @@ def _open(cluster: Cluster, ranks: Sequence[int], title: str, cleanup: contextli
         cleanup.callback(feed.collect, timeout_s=0.5)
         cleanup.callback(feed.close, reader)
         return
-    view = TimelineView(feed, ranks, title=title, begin=feed.store.end)
+    view = TimelineView(feed, ranks, title=title, begin=feed.store.end, since_ns=time.monotonic_ns())
     handle = display(view, display_id=True)
     feed.open(view)
 
