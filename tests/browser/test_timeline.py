@@ -131,13 +131,17 @@ def test_timeline_is_live_responds_to_keys_and_survives_reload(lab: LabServer, p
     _use_keys_and_filter(page)
     stop.touch()
     page.wait_done(2)
-    page.output(1).locator("details").get_by_text("the same as a picture").click()
+    caption = page.output(1).locator("details.axon-picture > summary")
+    caption.get_by_text("Timeline of In [3]: 4 ranks, ").wait_for()
+    page.wait_until("() => !document.querySelector('details.axon-picture').open")  # the live view is above it
+    caption.click()
     _picture(page, "timeline-saved", cell=1)
     saved = page.save()
     assert len(nbformat.writes(saved)) < 600_000
     html = _html_of(saved.cells[1])
     assert "data:image/svg+xml;base64," in html
     assert "8 microbatches" in html
+    assert "<details open " in html
 
     stop.unlink()
     spans = _number(page, "end")

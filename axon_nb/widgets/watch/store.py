@@ -208,6 +208,8 @@ class JobStore:
         """Measured values, over the seconds since the first report."""
         self.cell: int | None = None
         """The running cell; None: no cell runs; 0: its number is unknown."""
+        self.last_cell = 0
+        """The running cell, or the last one; 0: its number is unknown."""
         self.lost = 0
         """Calls of `log` that were dropped before they were read."""
         self.slowed = ""
@@ -233,6 +235,7 @@ class JobStore:
         self._states, self.slowed = replies.descriptions, replies.slowed
         # Ranks that are too busy to reply still run the cell that they ran before.
         self.cell = self.cell or 0 if replies.cell == 0 else replies.cell
+        self.last_cell = self.cell or self.last_cell
         restarts = [row.run for report in replies.reports.values() for row in report.rows if not row.is_first]
         if restarts and (self._run is None or max(restarts) > self._run):
             self._start_run(max(restarts))
