@@ -138,8 +138,8 @@ export async function loadModule(text) {
 }
 
 /**
- * Fold the pictures of views in the same output: a notebook saves them open. One that is drawn again stays as the reader
- * left the last one. Returns a function that stops it.
+ * Fold the pictures of views in the same output: a notebook saves them open. One that is drawn again stays as the
+ * reader left the last one. Returns a function that stops it.
  *
  * @param {Element} root of a live view
  */
