@@ -169,6 +169,7 @@ def test_live_view_of_a_cell_begins_at_its_cell_also_the_second_time(lab: LabSer
     start, end = page.page.evaluate(view)
     assert page.is_running(2)
     assert end - start < 6, "the axis is that of the cell alone"
+    assert not page.page.locator(".axon-timeline .axon-view-notice").count(), "no step is complete"
     page.wait_done(2)
 
 

@@ -28,7 +28,7 @@ from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.html import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.panel import Panel, View
-from axon_nb.widgets.timeline.content import add_advice, page_facts, summarize
+from axon_nb.widgets.timeline.content import page_facts, summarize
 from axon_nb.widgets.timeline.page import timeline_bundle
 
 BYTES_PER_SPAN = 36
@@ -324,7 +324,7 @@ class TimelineView(View):
         self._facts_state = state
         start, end = self._focus_ns()
         summary = summarize(self._focused_spans(), start if end is None else None)
-        self._facts = add_advice(page_facts(summary, self._ranks), self._focused_spans())
+        self._facts = page_facts(summary, self._ranks)
         self._facts_due = now + max(_MIN_FACTS_INTERVAL_S, _FACTS_INTERVAL_FACTOR * (time.thread_time() - start_s))
         return self._facts
 
