@@ -527,4 +527,4 @@ class DistributedMagics(Magics):
     @command(_config_parser)
     def _config(self, options: argparse.Namespace) -> None:
         settings = current.session().settings
-        print("\n".join(settings.set(" ".join(options.assignments)) or settings.lines()))
+        print("\n".join(settings.set(" ".join(options.assignments)) or settings.described()))
