@@ -16,7 +16,7 @@
 #
 # Four views show a distributed job while it runs: `%watch` the training, `%timeline` what each rank does, millisecond
 # by millisecond, `%shards` where every tensor is, `%memory` what it costs. Open each view once, in a line of its own:
-# it follows all cells that run after it. Below each is a folded picture of it, which is saved with the notebook and
+# it follows all cells that run after it. Below each is its picture, folded for now; it is saved with the notebook and
 # needs no kernel.
 #
 # Run the cells one by one, and watch the views while the cells below them run.

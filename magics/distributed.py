@@ -391,6 +391,8 @@ class DistributedMagics(Magics):
         """
         commands = self.commands()
         word, *rest = line.split() or [""]
+        if not word:
+            return self._overview()
         if word == "help" and rest:
             print(explain(rest))
             return None
@@ -441,6 +443,15 @@ class DistributedMagics(Magics):
         if options.n is None and (reason := explain_number(cluster.state.layout)):
             print(reason)
         display(cluster)
+
+    def _overview(self) -> Any:
+        """Say what there is, and what to type next."""
+        if current.get() is None:
+            lost = current.session().loss or "No cluster is running."
+            print(f"{lost} `%distributed start -n 4` starts one; `%distributed help` lists all commands.")
+            return None
+        print("`%%distributed` runs a cell on all ranks; `%distributed help` lists all commands.")
+        return self._status([])
 
     @command(lambda: _shared_parser("status"))
     def _status(self, options: argparse.Namespace) -> Any:
@@ -516,4 +527,4 @@ class DistributedMagics(Magics):
     @command(_config_parser)
     def _config(self, options: argparse.Namespace) -> None:
         settings = current.session().settings
-        print("\n".join(settings.set(" ".join(options.assignments)) or settings.lines()))
+        print("\n".join(settings.set(" ".join(options.assignments)) or settings.described()))

@@ -23,7 +23,7 @@ VARIABLES = ROOT / "axon_nb" / "records" / "environment.py"
 HEAD = """\
 # Settings
 
-`%distributed config` lists all settings and marks those whose value differs in the running cluster.
+`%distributed config` lists all settings with what each does, and marks those whose value differs in the cluster.
 `%distributed config keep_alive=10min output_limit=4MiB` changes settings; if one value is wrong, none changes. The
 output says what is now set and, while a cluster is running, when it takes effect.
 

@@ -35,6 +35,7 @@ NUMBER = "padding:2px 14px 2px 0;text-align:right;vertical-align:middle;border:n
 """Style of a table's cell with a number."""
 _SMALL = f"font-size:85%;{MUTED}"
 _WARN = "#C78100"
+_CAPTION = re.compile(r"<figcaption[^>]*>(.*?)</figcaption>", re.DOTALL)
 _QUOTED = re.compile("`([^`]+)`")
 
 
@@ -276,6 +277,8 @@ def figure(body: str, *, heading: str, beside: str = "") -> str:
     )
 
 
-def folded(body: str, *, summary: str = "the same as a picture, which stays in the saved notebook") -> str:
-    """Return HTML below a line of text; a click opens it."""
-    return f"<details><summary>{escape(summary)}</summary>{body}</details>"
+def foldable(body: str) -> str:
+    """Return an open picture whose first caption folds it; `static/shared/wire.js` does so while a view is live."""
+    caption = _CAPTION.search(body)
+    summary = caption[1] if caption else "picture"
+    return f'<details open class="axon-picture"><summary>{summary}</summary>{_CAPTION.sub("", body, count=1)}</details>'

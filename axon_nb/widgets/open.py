@@ -17,7 +17,7 @@ from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.variables import request_layouts
 from axon_nb.cluster.session import current
 from axon_nb.records.spans import Span
-from axon_nb.widgets.html import folded
+from axon_nb.widgets.html import foldable
 from axon_nb.widgets.panel import Panel
 from axon_nb.widgets.shards import merge_shards, shards_bundle
 from axon_nb.widgets.timeline.content import advice_bundle, require_advice
@@ -149,7 +149,7 @@ def show_planned(spans: Sequence[Span], title: str) -> PlannedTimeline:
     else:
         display(timeline.view())
         bundle = timeline.bundle()
-        display({**bundle, "text/html": folded(bundle["text/html"])}, raw=True)
+        display({**bundle, "text/html": foldable(bundle["text/html"])}, raw=True)
     return timeline
 
 

@@ -1,4 +1,4 @@
-"""Base classes of live views, and panels: a view in one output, and in a second a folded picture, which is saved.
+"""Base classes of live views, and panels: a view in one output, and in a second its picture, which is saved.
 
 A view is a widget with one script and one style, described in one line where widgets are not shown. A `LiveView` draws
 one record, which a panel keeps up to date and which is sent only while a page shows it.
@@ -24,7 +24,7 @@ from IPython.display import DisplayHandle, display
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.records.telemetry import TICK_S, seconds_to_tick
-from axon_nb.widgets.html import folded
+from axon_nb.widgets.html import foldable
 
 _HEARTBEAT_TIMEOUT_S = 12.0
 _log = logging.getLogger("axon_nb.panels")
@@ -119,7 +119,7 @@ def _on_message(view_ref: weakref.ref[LiveView], message: dict[str, Any]) -> Non
 
 
 class Panel(ABC):
-    """A view and its folded picture, which is redrawn after each cell."""
+    """A view and its picture, which is redrawn after each cell, and folded while the view is shown."""
 
     view: Any
     """The widget."""
@@ -141,7 +141,7 @@ class Panel(ABC):
     def open(self, shell: InteractiveShell) -> None:
         """Show the panel in the running cell and update it from now on."""
         display(self.view)
-        self._saved = display(self._folded_picture(), raw=True, display_id=True)
+        self._saved = display(self._foldable_picture(), raw=True, display_id=True)
         self._shell = shell
         shell.events.register("post_run_cell", self._after_cell)
 
@@ -155,16 +155,16 @@ class Panel(ABC):
         try:
             self.after_cell()
             before = self._saved_html
-            bundle = self._folded_picture()
+            bundle = self._foldable_picture()
             if self._saved is not None and self._saved_html != before:
                 self._saved.update(bundle, raw=True)
         except Exception:  # a view must not fail a cell
             _log.warning("The saved picture of a panel could not be updated.", exc_info=True)
 
-    def _folded_picture(self) -> dict[str, str]:
+    def _foldable_picture(self) -> dict[str, str]:
         bundle = self.picture()
         self._saved_html = bundle["text/html"]
-        return {**bundle, "text/html": folded(self._saved_html)}
+        return {**bundle, "text/html": foldable(self._saved_html)}
 
 
 class PollSchedule:

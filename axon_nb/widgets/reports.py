@@ -182,11 +182,11 @@ def branches_bundle(branches: Branches) -> dict[str, str]:
 
 
 def _branch_row(row: Branch, metrics: Sequence[str], ranges: dict[str, tuple[float, float]], *, is_kept: bool) -> str:
-    state = _STATES.get(row.state, row.state)
-    if is_kept:
-        state += ", kept"
+    state = "diverged" if row.state == "ok" and _has_diverged(row) else _STATES.get(row.state, row.state)
+    shown = f'<b style="font-weight:600">{escape(state)}, kept</b>' if is_kept else escape(state)
     error = f"<br>{escape(row.error)}" if row.error else ""
-    cells = [row_title(escape(row.value)), f'<td style="{WRAPPED_CELL}">{escape(state)}{error}</td>']
+    title = row_title(f"{'✓ ' if is_kept else ''}{escape(row.value)}")
+    cells = [title, f'<td style="{WRAPPED_CELL}">{shown}{error}</td>']
     for metric in metrics:
         last = row.last(metric)
         cells.append(data_cells(["" if last is None else f"{last:.4g}"], NUMBER))
@@ -196,13 +196,19 @@ def _branch_row(row: Branch, metrics: Sequence[str], ranges: dict[str, tuple[flo
     return table_row(*cells, data_cells(figures, NUMBER))
 
 
+def _has_diverged(row: Branch) -> bool:
+    return any(not math.isfinite(curve[-1][1]) for curve in row.curves.values() if curve)
+
+
 def _branch_range(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, float]:
-    values = [value for curve in curves for _, value in curve if math.isfinite(value)]
+    """Return the lowest and the highest value of the curves that stay finite, if there are any, else of all."""
+    finite = [curve for curve in curves if curve and all(math.isfinite(value) for _, value in curve)]
+    values = [value for curve in finite or curves for _, value in curve if math.isfinite(value)]
     return (min(values), max(values)) if values else (0.0, 0.0)
 
 
 def _sparkline(metric: str, curve: Sequence[tuple[int, float]], limits: tuple[float, float]) -> str:
-    """Draw a curve; all rows of a metric share their range."""
+    """Draw a curve; all rows of a metric share their range, which one that diverges leaves with an arrow."""
     finite = [(step, value) for step, value in curve if math.isfinite(value)]
     if len(finite) < 2:
         return ""
@@ -210,16 +216,19 @@ def _sparkline(metric: str, curve: Sequence[tuple[int, float]], limits: tuple[fl
     first, width = finite[0][0], max(1, finite[-1][0] - finite[0][0])
     points = " ".join(
         f"{1 + (step - first) / width * (_CURVE_WIDTH - 2):.1f},"
-        f"{_CURVE_HEIGHT - 2 - (value - low) / ((high - low) or 1.0) * (_CURVE_HEIGHT - 4):.1f}"
+        f"{_CURVE_HEIGHT - 2 - (min(max(value, low), high) - low) / ((high - low) or 1.0) * (_CURVE_HEIGHT - 4):.1f}"
         for step, value in finite
     )
+    out = next((step for step, value in curve if not low <= value <= high), None)
+    x = 0.0 if out is None else min(_CURVE_WIDTH - 5.0, max(4.0, 1 + (out - first) / width * (_CURVE_WIDTH - 2)))
+    arrow = "" if out is None else f'<path d="M{x - 3:.1f} 5l3-5l3 5z" fill="{_ERROR}"/>'
     size, color = f'width="{_CURVE_WIDTH}" height="{_CURVE_HEIGHT}"', KINDS["forward"].both
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_CURVE_WIDTH} {_CURVE_HEIGHT}" {size}>'
         f'<polyline points="{points}" '
-        f'fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round"/></svg>'
+        f'fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round"/>{arrow}</svg>'
     )
-    what = f"{metric} from {finite[0][1]:.3g} to {finite[-1][1]:.3g}"
+    what = f"{metric} from {finite[0][1]:.3g} to {curve[-1][1]:.3g}"
     return f'<img alt="{escape(what)}" src="{svg_uri(svg)}" {size} style="margin:0;max-width:none">'
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
+from axon_nb.widgets.html import foldable
 from tests.support.browser.lab_server import LIMIT
 from tests.support.records.saved_views import VIEWS
 
@@ -25,13 +27,13 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def notebook_with_views() -> Any:
-    """As a session leaves it: of each view the widget, whose model is gone, and the folded picture."""
+    """As a session leaves it: of each view the widget, whose model is gone, and the picture."""
     notebook = nbformat.v4.new_notebook()
     for view in sorted(VIEWS):
         bundle = VIEWS[view]()
         model = {"model_id": f"{view}-is-gone", "version_major": 2, "version_minor": 0}
         shown = nbformat.v4.new_output("display_data", {WIDGET: model, "text/plain": "A live view"})
-        folded = {**bundle, "text/html": f"<details><summary>a picture</summary>{bundle['text/html']}</details>"}
+        folded = {**bundle, "text/html": foldable(bundle["text/html"])}
         cell = nbformat.v4.new_code_cell(f"%{view}", id=view, execution_count=1)
         cell.outputs = [shown, nbformat.v4.new_output("display_data", folded)]
         notebook.cells.append(cell)
@@ -39,17 +41,18 @@ def notebook_with_views() -> Any:
 
 
 def look_at(output: Locator, view: str) -> None:
-    """Unfold what is saved: all pictures are there, and a table."""
-    output.locator("details > summary").click()
+    """All pictures are there, open, and a table, below a caption."""
     pictures = output.locator("details img")
-    pictures.first.wait_for()
+    pictures.first.wait_for(state="visible")
     assert pictures.count() > 0, view
     # One that cannot be shown is refused here: `decode` ends when the picture is there, or cannot be.
     drawn = "(all) => Promise.all(all.map((image) => image.decode().then(() => image.naturalWidth > 0, () => false)))"
     assert all(pictures.evaluate_all(drawn)), view
     output.locator("details table").first.wait_for()
     heading = VIEWS[view]()["text/plain"].splitlines()[0]
-    assert heading[:20] in output.locator("details").inner_text(), view
+    caption = output.locator("details > summary").inner_text()
+    assert heading[:20] in caption, view
+    assert re.search(r"\b\d ranks?\b", caption), view
 
 
 def test_saved_views_render_without_a_kernel(lab: LabServer, page: LabPage) -> None:

@@ -131,13 +131,17 @@ def test_timeline_is_live_responds_to_keys_and_survives_reload(lab: LabServer, p
     _use_keys_and_filter(page)
     stop.touch()
     page.wait_done(2)
-    page.output(1).locator("details").get_by_text("the same as a picture").click()
+    caption = page.output(1).locator("details.axon-picture > summary")
+    caption.get_by_text("Timeline of In [3]: 4 ranks, ").wait_for()
+    page.wait_until("() => !document.querySelector('details.axon-picture').open")  # the live view is above it
+    caption.click()
     _picture(page, "timeline-saved", cell=1)
     saved = page.save()
     assert len(nbformat.writes(saved)) < 600_000
     html = _html_of(saved.cells[1])
     assert "data:image/svg+xml;base64," in html
     assert "8 microbatches" in html
+    assert "<details open " in html
 
     stop.unlink()
     spans = _number(page, "end")
@@ -149,6 +153,24 @@ def test_timeline_is_live_responds_to_keys_and_survives_reload(lab: LabServer, p
     _wait_more(page, "end", spans)
     stop.touch()
     page.run_and_wait(4)
+
+
+def test_live_view_of_a_cell_begins_at_its_cell_also_the_second_time(lab: LabServer, page: LabPage) -> None:
+    sleep = "%%distributed --watch\nimport time\ntime.sleep(4)"
+    lab.write_notebook("again.ipynb", ["%load_ext axon_nb\n%distributed start -n 2", sleep, sleep])
+    page.open_notebook("again.ipynb")
+    for i in (0, 1):
+        page.run_and_wait(i)
+    page.page.wait_for_timeout(6000)  # idle: no part of any cell
+    page.run_cell(2)
+    page.page.wait_for_selector(CANVAS)
+    page.page.wait_for_timeout(1500)
+    view = "document.querySelector('.axon-timeline-canvas').dataset.view.split(',').map(Number)"
+    start, end = page.page.evaluate(view)
+    assert page.is_running(2)
+    assert end - start < 6, "the axis is that of the cell alone"
+    assert not page.page.locator(".axon-timeline .axon-view-notice").count(), "no step is complete"
+    page.wait_done(2)
 
 
 def _html_of(cell: Any) -> str:

@@ -137,7 +137,7 @@ class SpanFeed:
             with self._lock:
                 state = self._state()
                 if not self._views or state is None or not state.running:
-                    self._thread = None
+                    self._thread = self.running_since = None
                     return
                 views = list(self._views)
                 try:

@@ -23,7 +23,7 @@ from axon_nb.cluster.inspection.spans import SpanTable
 from axon_nb.records.telemetry import RankState
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.cell.activity import SILENCE_S, TERMINAL, Clock, RankHistory, encode, strip_bundle
-from axon_nb.widgets.html import ACTIVITIES, folded
+from axon_nb.widgets.html import ACTIVITIES, foldable
 from axon_nb.widgets.panel import View
 from axon_nb.widgets.timeline.page import timeline_bundle
 from axon_nb.widgets.timeline.view import TimelineView
@@ -241,7 +241,7 @@ def _open(cluster: Cluster, ranks: Sequence[int], title: str, cleanup: contextli
         cleanup.callback(feed.collect, timeout_s=0.5)
         cleanup.callback(feed.close, reader)
         return
-    view = TimelineView(feed, ranks, title=title, begin=feed.store.end)
+    view = TimelineView(feed, ranks, title=title, begin=feed.store.end, since_ns=time.monotonic_ns())
     handle = display(view, display_id=True)
     feed.open(view)
 
@@ -352,7 +352,7 @@ class CellViews:
         self._feed, self._first, self._time_ns = feed, first, (start_ns, end_ns)
 
     def show(self) -> None:
-        """Open both views again: widgets with a folded picture in a notebook, text elsewhere."""
+        """Open both views again: widgets above their pictures in a notebook, text elsewhere."""
         spans = self._saved_spans()
         bundles = [self._strip.to_bundle()]
         if spans is not None:
@@ -365,8 +365,7 @@ class CellViews:
             _show_timeline(spans, self._ranks, self._title)
         pictures = "".join(bundle["text/html"] for bundle in bundles)
         text = "\n".join(bundle["text/plain"] for bundle in bundles)
-        html = folded(pictures, summary="the same as pictures, which stay in the saved notebook")
-        display({"text/html": html, "text/plain": text}, raw=True)
+        display({"text/html": foldable(pictures), "text/plain": text}, raw=True)
 
     def _saved_spans(self) -> SavedSpans | None:
         """Return the cell's spans, as far as the notebook still has them."""

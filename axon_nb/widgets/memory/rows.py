@@ -19,8 +19,12 @@ NEAR = 0.9
 """Share of its capacity from which a rank is flagged."""
 ODD = 0.02
 """Share of the axis by which a role must exceed that of the rank with the least to stand out."""
+_ALWAYS = ("parameters", "gradients", "optimizer")
+"""Roles with a column of the table, however small."""
 _SMALL = 0.02
-"""Roles below this share of the axis on all ranks are one column of the table."""
+"""Other roles below this share of the axis on all ranks are in the column ``rest``."""
+_REST = {"copies": "copies for undo and protection", "other": "all other tensors"}
+"""Roles that are always in ``rest``, with what they are."""
 SOURCES = {
     "storages": "storages of live tensors",
     "allocator": "CUDA's allocator, with the storages of live tensors",
@@ -223,18 +227,24 @@ class MemoryRows:
 
     @property
     def columns(self) -> list[str]:
-        """Titles of the table: the larger roles, the rest, the total, the estimate and the process."""
+        """Titles of the table: model and optimizer, the larger roles, the rest, the total, estimate and process."""
         estimates = ["estimate"] if self.estimates else []
-        small = [role for role in self.roles if role not in self._large_roles]
-        uses = self._replies.measured.values()
-        rest = ["rest"] if any(use.by_role.get(role) for use in uses for role in small) else []
-        return [*self._large_roles, *rest, "total", *estimates, "process"]
+        return [*self._shown_roles, *(["rest"] if self.rest else []), "total", *estimates, "process"]
 
     @property
-    def _large_roles(self) -> list[str]:
+    def rest(self) -> str:
+        """What the column ``rest`` has, at most on any rank; empty: there is no such column."""
+        uses = self._replies.measured.values()
+        most = {role: max((use.by_role.get(role, 0) for use in uses), default=0) for role in self.roles}
+        small = [role for role, size in most.items() if size and role not in self._shown_roles]
+        return ", ".join(f"{_REST.get(role, role)} up to {format_bytes(most[role])}" for role in small)
+
+    @property
+    def _shown_roles(self) -> list[str]:
         least = _SMALL * self.scale.end
         uses = self._replies.measured.values()
-        return [role for role in self.roles if any(use.by_role.get(role, 0) >= least for use in uses)]
+        large = {role for role in self.roles if any(use.by_role.get(role, 0) >= least for use in uses)}
+        return [role for role in ROLES if role in _ALWAYS or role in large - _REST.keys()]
 
     def rows(self) -> list[MemoryRow]:
         """Return one row per rank."""
@@ -279,13 +289,13 @@ class MemoryRows:
         return Bar((("resident", use.resident / end),), peak, capacity, _process_text(use, on_device=on_device))
 
     def _cells(self, use: MemoryUse, estimate: MemoryUse | None, scale: Scale) -> Iterator[Cell]:
-        for role in self._large_roles:
+        for role in self._shown_roles:
             sizes = [other.by_role.get(role, 0) for other in self._replies.measured.values()]
             size = use.by_role.get(role, 0)
             odd = size == max(sizes) and size - min(sizes) > ODD * scale.end
             yield Cell(scale.number(size), flagged=odd)
         if "rest" in self.columns:
-            yield Cell(scale.number(sum(size for role, size in use.by_role.items() if role not in self._large_roles)))
+            yield Cell(scale.number(sum(size for role, size in use.by_role.items() if role not in self._shown_roles)))
         yield Cell(scale.number(use.total))
         if self.estimates:
             yield Cell("–" if estimate is None else scale.number(estimate.peak or estimate.total))

@@ -304,7 +304,7 @@ def _page_text(rows: MemoryRows) -> str:
 def _page_html(rows: MemoryRows, roles: Sequence[str], what_if: str) -> str:
     samples = html.legend([(role_swatch(role), role) for role in roles], width=12, height=12, margin="right")
     shown = rows.rows()
-    notes = rows.notes()
+    notes = [*([f"rest: {rows.rest}"] if rows.rest else []), *rows.notes()]
     if len(shown) > _MAX_PAGE_RANKS:
         notes.append(f"{len(shown) - _MAX_PAGE_RANKS} more ranks are left out here.")
     numbers = html.figures((figure["name"], figure["value"], figure["remark"]) for figure in figures(rows))
@@ -418,6 +418,7 @@ class MemoryView(LiveView):
             "roles": self._rows.roles,
             "ticks": [asdict(tick) for tick in self._rows.scale.ticks],
             "columns": self._rows.columns,
+            "rest": self._rows.rest,
             "unit": self._rows.scale.unit,
             "rows": [_live_row(row) for row in rows[:_MAX_LIVE_RANKS]],
             "notes": [*self._rows.notes(flags=False), *omitted],

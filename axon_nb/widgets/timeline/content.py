@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from axon_nb.cluster.inspection.spans import SpanTable, grouped
+from axon_nb.cluster.inspection.spans import SpanTable
 from axon_nb.errors import UsageError
 from axon_nb.records.performance import Advice, advise
 from axon_nb.records.ranks import name_ranks
@@ -19,7 +20,7 @@ from axon_nb.records.training.steps import PipelineStep, Recording, last_steps, 
 from axon_nb.records.units import format_bytes, format_seconds
 from axon_nb.widgets import html
 from axon_nb.widgets.html import OTHER, SPAN_CODES
-from axon_nb.widgets.timeline.facts import RankFacts, TimelineFacts, subtract, timeline_facts, union_ns
+from axon_nb.widgets.timeline.facts import RankFacts, TimelineFacts, timeline_facts
 
 _LIMITS = (512, 8192)
 """Number of last spans per rank and pipeline that are read: few at first, more if they hold no complete step."""
@@ -42,11 +43,9 @@ MAX_ROWS = 64
 MAX_PIPELINES = 4
 _MAX_BOXES = 1000
 """Of all pipelines together, measured and ideal; they take 35 kB of a message."""
-_MAX_NAMES = 3
+_RANK = re.compile(r"Rank (\d+)")
 _MIN_ABOVE_IDEAL = 1.05
 """Length of a pipeline's step, in ideal steps, from which the difference is reported."""
-_MIN_EXPOSED, _MIN_OWN_CODE = 0.1, 0.25
-"""Shares of the ranks' time from which exposed communication and own code are reported."""
 _MAX_SPANS = 20_000
 """The last ones are read."""
 _MAX_CELLS = 8
@@ -108,8 +107,13 @@ class TimelineSummary:
     facts: TimelineFacts
     steps: tuple[PipelineStep, ...]
     """Last steps, the newest first."""
-    notice: Notice | None
-    """What costs most; None: nothing stands out."""
+    advice: StepAdvice | None
+    """What would shorten a step; None: no training step is complete."""
+
+    @property
+    def notice(self) -> Notice | None:
+        """What costs most; None: nothing stands out, or it is not known yet."""
+        return _notice(self.advice)
 
 
 def summarize(table: SpanTable, running_since: int | None = None) -> TimelineSummary:
@@ -120,48 +124,23 @@ def summarize(table: SpanTable, running_since: int | None = None) -> TimelineSum
         running_since: When the running cell began, in nanoseconds; None: no cell runs.
     """
     facts, steps = timeline_facts(table, running_since), tuple(pipeline_steps(table))
-    return TimelineSummary(facts, steps, _notice(table, facts, steps))
+    return TimelineSummary(facts, steps, step_advice(table))
 
 
-def _notice(table: SpanTable, facts: TimelineFacts, steps: Sequence[PipelineStep]) -> Notice | None:
-    if facts.straggler is not None:
-        rank = facts.straggler.rank
-        return Notice(f"Rank {rank} is late.", facts.straggler.evidence, f"rank:{rank}")
-    if steps and (above := _above_ideal(steps[0])):
-        bubble = f"{steps[0].bubble:.0%}, ideally {steps[0].ideal_bubble:.0%}"
-        text = f"Its last step took {above} longer; its bubble is {bubble}."
-        return Notice("The pipeline is slower than ideal.", text, "waiting")
-    total = sum(rank.known for rank in facts.ranks)
-    exposed = sum(rank.communicating - rank.hidden for rank in facts.ranks)
-    own_code = sum(rank.own_code for rank in facts.ranks)
-    if total and exposed >= _MIN_EXPOSED * total and (name := _most_exposed(table)):
-        return Notice(
-            f"{name} is exposed.",
-            f"Ranks spend {exposed / total:.0%} of their time in communication while they compute nothing.",
-            name,
-        )
-    if total and own_code >= _MIN_OWN_CODE * total:
-        text = f"{own_code / total:.0%} of the ranks' time is spent outside forward, backward and optimizer steps."
-        return Notice("Own code takes a lot of time.", text, "own code")
-    return None
+_SHOWN = {"straggler": "", "own code": "own code", "data loading": "own code", "garbage collection": "garbage"}
+_SHOWN |= {"uneven stages": "waiting", "bubble": "waiting"}
+"""By cause of an advice, the words of the filter that show it; of all others it is communication."""
 
 
-def _most_exposed(table: SpanTable) -> str:
-    """Return the name of the communication that is exposed longest; empty: there is none."""
-    starts, ends, ranks, labels = (table.columns[name] for name in ("start", "end", "rank", "label"))
-    computing = dict(grouped(ranks, table.of_kind("forward", "backward", "optimizer")))
-    totals: dict[str, int] = {}
-    for label, places in grouped(labels, table.of_kind("collective", "p2p")):
-        name = table.labels[label][1]
-        totals[name] = totals.get(name, 0) + int((ends[places] - starts[places]).sum())
-    exposed: dict[str, int] = {}
-    for name in sorted(totals, key=lambda name: totals[name], reverse=True)[:_MAX_NAMES]:
-        is_named = np.array([label[0] in ("collective", "p2p") and label[1] == name for label in table.labels])
-        for rank, calls in grouped(ranks, is_named[labels]):
-            busy = computing.get(rank, np.zeros(0, dtype=np.intp))
-            alone = subtract((starts[calls], ends[calls]), (starts[busy], ends[busy]))
-            exposed[name] = exposed.get(name, 0) + union_ns(alone)
-    return max(exposed, key=lambda name: exposed[name], default="")
+def _notice(found: StepAdvice | None) -> Notice | None:
+    """Return the first advice; None: no step is complete, or nothing would shorten it by 5 %."""
+    if found is None or not found.advice:
+        return None
+    first = found.advice[0]
+    cause = first.cause.partition(":")[0]
+    late = _RANK.match(first.claim) if cause == "straggler" else None
+    words = f"rank:{late[1]}" if late else _SHOWN.get(cause, "collective")
+    return Notice(first.claim, f"{first.change} A step takes {first.gain:.0%} less then.", words)
 
 
 def figures(summary: TimelineSummary) -> list[dict[str, str]]:
@@ -189,10 +168,12 @@ def page_facts(summary: TimelineSummary, ranks: Sequence[int]) -> dict[str, Any]
     """Return the summary as `static/timeline/facts.js` reads it: text, and boxes of pipeline steps in seconds."""
     facts, steps, shown = summary.facts, summary.steps[:MAX_PIPELINES], set(ranks)
     notice = summary.notice
+    more = summary.advice.advice[1:] if summary.advice is not None else ()
     return {
         "facts": {
             "figures": figures(summary),
             "notice": None if notice is None else {"claim": notice.claim, "text": notice.text, "filter": notice.filter},
+            "advice": [str(one) for one in more],
             "shares": _shares(facts.ranks),
             "columns": [{"title": title, "token": token} for title, token in COLUMNS],
             "rows": _rows([rank for rank in facts.ranks if rank.rank in shown][:MAX_ROWS], facts.ranks),
@@ -362,13 +343,6 @@ def step_advice(table: SpanTable) -> StepAdvice | None:
         if recording is not None:
             return StepAdvice(recording, tuple(advise(recording, pipeline_steps(part)))[:_MAX_ADVICE], name)
     return None
-
-
-def add_advice(facts: dict[str, Any], table: SpanTable) -> dict[str, Any]:
-    """Return what `content.page_facts` returned, with the advice that the spans give, for a page."""
-    found = step_advice(table)
-    lines = [] if found is None else [str(one) for one in found.advice]
-    return {**facts, "facts": {**facts["facts"], "advice": lines}}
 
 
 def require_advice(table: SpanTable) -> StepAdvice:

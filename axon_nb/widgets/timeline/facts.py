@@ -13,18 +13,12 @@ import numpy.typing as npt
 from axon_nb.cluster.inspection.spans import CLOCKS, SpanTable, grouped
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.spans import GPU, LAUNCH
-from axon_nb.records.units import format_seconds
 
 Times = npt.NDArray[np.int64]
 Intervals = tuple[Times, Times]
 """Starts and ends in nanoseconds; they may overlap and need no order."""
 _COMPUTING = ("forward", "backward", "optimizer")
 _COMMUNICATING = ("collective", "p2p")
-_MIN_WAITING = 0.02
-"""Share of all ranks' time from which waiting for late ranks is reported."""
-_MIN_COLLECTIVES = 5
-_STRAGGLER_SHARE = 0.5
-"""A rank is a straggler if this share of that waiting was for it, and at least twice an even share."""
 _MIN_STEPS = 2
 _LAUNCHED = "some spans show when work was launched, as no event of the GPU was recorded."
 _ESTIMATED = "the lengths of NCCL's operations are measured, their starts are estimated."
@@ -89,29 +83,6 @@ def tails(backwards: Intervals, communication: Intervals) -> Intervals:
 
 
 @dataclass(frozen=True, slots=True)
-class Straggler:
-    """The rank that others waited for most."""
-
-    rank: int
-    times_last: int
-    """Number of collectives that it started last."""
-    num_collectives: int
-    """Of all ranks."""
-    seconds: float
-    """That the other ranks waited for it, in total."""
-    share: float
-    """Of all waiting for late ranks, 0 to 1."""
-
-    @property
-    def evidence(self) -> str:
-        """What shows it, as a sentence."""
-        return (
-            f"It came last to {self.times_last} of {self.num_collectives} collectives; the other ranks waited "
-            f"{format_seconds(self.seconds)} for it, {self.share:.0%} of all waiting for late ranks."
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class RankFacts:
     """One rank; times in seconds.
 
@@ -135,8 +106,6 @@ class RankFacts:
     waited_for: float
     """Time that the other ranks waited in total because this one started a collective last, each moment of a waiting
     rank counted once."""
-    times_last: int
-    """Number of collectives that it started last."""
     bytes: int
     """Carried by the rank's collectives, sends and recvs."""
 
@@ -160,8 +129,6 @@ class TimelineFacts:
     """From the first start to the last end."""
     num_collectives: int
     """Collectives whose calls are known on all ranks."""
-    straggler: Straggler | None
-    """The rank that others waited for most; None if there is none."""
     step: tuple[float, float] | None
     """Mean length of a training step, and its standard deviation; None: fewer than three optimizer steps in a row."""
     launched: tuple[int, ...] = ()
@@ -205,24 +172,20 @@ def timeline_facts(table: SpanTable, running_since: int | None = None) -> Timeli
     kinds = {kind: table.of_kind(kind) for kind in ("cell", *_COMPUTING, *_COMMUNICATING, "wait")}
     known = kinds["collective"] & (columns["by"] >= 0)
     waits = dict(grouped(columns["by"], known & (columns["by"] != columns["rank"])))
-    times_last = dict(grouped(columns["by"], known & (columns["by"] == columns["rank"])))
     ranks = tuple(
         replace(
             _rank_facts(table, rank, own, kinds, running_since),
             waited_for=_waited_for(table, waits[rank]) if rank in waits else 0.0,
-            times_last=len(times_last.get(rank, ())),
         )
         for rank, own in grouped(columns["rank"])
     )
     seconds = (int(columns["end"].max()) - int(columns["start"].min())) / 1e9 if len(table) else 0.0
     num_collectives = int((known & (columns["by"] == columns["rank"])).sum())
-    straggler = _straggler(ranks, seconds, num_collectives)
     clocks, communicates = columns["clock"], kinds["collective"] | kinds["p2p"]
     return TimelineFacts(
         ranks,
         seconds,
         num_collectives,
-        straggler,
         _step(table),
         launched=_ranks_of(table, clocks == CLOCKS.index(LAUNCH)),
         estimated=_ranks_of(table, communicates & (clocks == CLOCKS.index(GPU))),
@@ -273,7 +236,6 @@ def _rank_facts(
         communicating=float(lengths[is_communicating].sum()) / 1e9,
         hidden=float(lengths[is_communicating & is_computing].sum()) / 1e9,
         waited_for=0.0,
-        times_last=0,
         bytes=int(columns["bytes"][is_kind["collective"] | is_kind["p2p"]].sum()),
     )
 
@@ -306,14 +268,3 @@ def _step(table: SpanTable) -> tuple[float, float] | None:
         lengths.append(np.diff(starts[begins]))
     seconds = np.concatenate(lengths) / 1e9 if lengths else np.zeros(0)
     return (float(seconds.mean()), float(seconds.std())) if len(seconds) >= _MIN_STEPS else None
-
-
-def _straggler(ranks: tuple[RankFacts, ...], seconds: float, num_collectives: int) -> Straggler | None:
-    total = sum(rank.waited_for for rank in ranks)
-    if len(ranks) < 2 or num_collectives < _MIN_COLLECTIVES or total < _MIN_WAITING * seconds * len(ranks):
-        return None
-    worst = max(ranks, key=lambda rank: rank.waited_for)
-    share = worst.waited_for / total
-    if share < max(_STRAGGLER_SHARE, min(2 / len(ranks), 0.75)):
-        return None
-    return Straggler(worst.rank, worst.times_last, num_collectives, worst.waited_for, share)

@@ -201,7 +201,7 @@ def timeline_bundle(
     count = f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
     spans = f"{len(shown)} span{'' if len(shown) == 1 else 's'}"
     slowed = "".join(f", {text}" for text in summary.facts.slowed)
-    heading = f"{title or 'Timeline'}{slowed}: {count}, {format_seconds((end - start) / 1e9)}, {spans}"
+    heading = f"{title or _name(shown)}{slowed}: {count}, {format_seconds((end - start) / 1e9)}, {spans}"
     by_rank = {rank.rank: rank for rank in summary.facts.ranks}
     lines = [heading]
     lines += [f"  rank {rank}: {_describe(by_rank.get(rank))}" for rank in ranks]
@@ -218,6 +218,12 @@ def timeline_bundle(
         "text/html": html.figure(body, heading=heading),
         "text/plain": "\n".join([*lines, *_sentences(summary), *remarks]),
     }
+
+
+def _name(table: SpanTable) -> str:
+    """Return what a timeline without a title is called: after its cell, if it shows only one."""
+    cells = {table.labels[label][1] for label in np.unique(table.columns["label"][table.of_kind("cell")])}
+    return f"Timeline of {cells.pop()}" if len(cells) == 1 else "Timeline"
 
 
 def pictures(

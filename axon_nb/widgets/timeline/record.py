@@ -24,7 +24,7 @@ from axon_nb.records.spans import Span
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.html import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.panel import View
-from axon_nb.widgets.timeline.content import add_advice, page_facts, summarize
+from axon_nb.widgets.timeline.content import page_facts, summarize
 from axon_nb.widgets.timeline.page import timeline_bundle, timeline_svg
 from axon_nb.widgets.timeline.view import pack
 
@@ -71,7 +71,7 @@ def page_traits(table: SpanTable, ranks: Sequence[int], *, title: str) -> tuple[
         "now": (end - origin) / 1e9,
         "focus": [0.0, (end - origin) / 1e9],
         "finished": True,
-        **add_advice(page_facts(summarize(table), ranks), table),
+        **page_facts(summarize(table), ranks),
     }
     config = {"ranks": list(ranks), "title": title, "paints": paints_for_page()}
     return config, pack(table, header, origin_ns=origin)

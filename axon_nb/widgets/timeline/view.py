@@ -28,7 +28,7 @@ from axon_nb.records.ranks import name_ranks
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.html import OTHER, SPAN_CODES, paints_for_page
 from axon_nb.widgets.panel import Panel, View
-from axon_nb.widgets.timeline.content import add_advice, page_facts, summarize
+from axon_nb.widgets.timeline.content import page_facts, summarize
 from axon_nb.widgets.timeline.page import timeline_bundle
 
 BYTES_PER_SPAN = 36
@@ -104,6 +104,7 @@ class TimelineView(View):
         ranks: Rows, from the top.
         title: What is shown, such as ``In [3]``; empty: everything.
         begin: Number of the first span that belongs to it.
+        since_ns: When the cell that it shows began, in nanoseconds; None: it shows all cells.
     """
 
     _esm = script("timeline")
@@ -116,12 +117,15 @@ class TimelineView(View):
     snapshot = traitlets.Bytes(b"").tag(sync=True)
     """The newest spans, for a page that opens later; made on request and empty otherwise."""
 
-    def __init__(self, feed: SpanFeed, ranks: Sequence[int], *, title: str = "", begin: int = 0) -> None:
+    def __init__(
+        self, feed: SpanFeed, ranks: Sequence[int], *, title: str = "", begin: int = 0, since_ns: int | None = None
+    ) -> None:
         self._lock = threading.Lock()  # the base class requests the state while it starts
         self._feed = feed
         self._ranks = list(ranks)
         self._title = title
         self._begin = self._cursor = begin
+        self._since_ns = since_ns
         self._num_labels = 0
         self.reopened = False
         """Whether a page has opened it again, after a reload."""
@@ -305,9 +309,11 @@ class TimelineView(View):
 
     def _focus_ns(self) -> tuple[int | None, int | None]:
         """Return what a page shows at first: start and end of the running cell (end None) or of the last one."""
+        cell = self._feed.store.last_cell
+        if self._since_ns is not None and (self._until_ns is None or cell is None or cell[2] <= self._since_ns):
+            return self._since_ns, self._until_ns  # the last cell of the feed is an earlier one
         if self._feed.running_since is not None and self._until_ns is None:
             return self._feed.running_since, None
-        cell = self._feed.store.last_cell
         return (cell[1], cell[2]) if cell is not None else (None, None)
 
     def _new_facts(self, now: float) -> dict[str, Any]:
@@ -318,7 +324,7 @@ class TimelineView(View):
         self._facts_state = state
         start, end = self._focus_ns()
         summary = summarize(self._focused_spans(), start if end is None else None)
-        self._facts = add_advice(page_facts(summary, self._ranks), self._focused_spans())
+        self._facts = page_facts(summary, self._ranks)
         self._facts_due = now + max(_MIN_FACTS_INTERVAL_S, _FACTS_INTERVAL_FACTOR * (time.thread_time() - start_s))
         return self._facts
 

@@ -133,31 +133,54 @@ def merge_bars(bars: Mapping[int, Sequence[Bar]]) -> list[MergedBar]:
     for rank, rank_bars in sorted(bars.items()):
         for bar in rank_bars:
             groups.setdefault((bar.depth, bar.desc), {})[rank] = bar
-    merged = [_merge(groups[key]) for key in sorted(groups)]
+    merged = [
+        _merge(groups[key], {rank: _outer_loops(bars[rank], key[0]) for rank in groups[key]}) for key in sorted(groups)
+    ]
     return sorted(merged, key=lambda bar: bar.is_over)[:_MAX_BARS]
 
 
-def _merge(bars: Mapping[int, Bar]) -> MergedBar:
+def _outer_loops(bars: Sequence[Bar], depth: int) -> tuple[int, ...]:
+    """Return how far the loops around a loop are, the outermost first; of several at one depth, that which runs."""
+    around = sorted((bar for bar in bars if bar.depth < depth), key=lambda bar: (not bar.is_over, bar.done))
+    return tuple(done for _, done in sorted({bar.depth: bar.done for bar in around}.items()))
+
+
+def _merge(bars: Mapping[int, Bar], outer: Mapping[int, tuple[int, ...]]) -> MergedBar:
     shares = {rank: _share_done(bar) for rank, bar in bars.items()}
-    slowest = min(bars, key=lambda rank: (shares[rank], bars[rank].done))
-    fastest = max(bars, key=lambda rank: (shares[rank], bars[rank].done))
+    slowest = min(bars, key=lambda rank: (outer[rank], shares[rank], bars[rank].done))
+    fastest = max(bars, key=lambda rank: (outer[rank], shares[rank], bars[rank].done))
     slow, fast = bars[slowest], bars[fastest]
+    is_further = outer[fastest] > outer[slowest]
     is_over = all(bar.is_over for bar in bars.values())
     text = count = _count(slow)
-    if _count(fast) != text:
+    if is_further:
+        further = [rank for rank in bars if outer[rank] > outer[slowest]]
+        rest = [rank for rank in bars if rank not in further]
+        text = f"{text} on {name_ranks(rest)}; {name_ranks(further)} began the next loop"
+    elif _count(fast) != text:
         same = [rank for rank, bar in bars.items() if _count(bar) == text]
         text = f"{text} on {name_ranks(same)}, the slowest; {_count(fast)} on rank {fastest}, the fastest"
     elif len(bars) > 1:
         text = f"{text} on {name_ranks(bars)}"
     rate, left = _rate(slow, is_over=is_over)
     text = ", ".join(filter(None, (text, rate, left)))
-    behind = f"rank {slowest} is {fast.done - slow.done} behind" if _is_behind(slow, fast) else ""
-    return MergedBar(slow.desc, shares[slowest], shares[fastest], text, is_over, count, rate, left, behind)
+    distance = _distance(slow, fast, outer[slowest], outer[fastest])
+    behind = f"rank {slowest} is {distance} behind" if distance else ""
+    high = 1.0 if is_further else shares[fastest]
+    return MergedBar(slow.desc, shares[slowest], high, text, is_over, count, rate, left, behind)
 
 
-def _is_behind(slow: Bar, fast: Bar) -> bool:
-    """Whether the slowest rank is clearly behind: by two items, and by 1 % of what the fastest one has done."""
-    return fast.done - slow.done > max(1, fast.done / 100)
+def _distance(slow: Bar, fast: Bar, outer_slow: tuple[int, ...], outer_fast: tuple[int, ...]) -> int:
+    """Return by how many items the slowest rank is behind, if by two and by 1 % of what the fastest one has done.
+
+    0: it is not, or a loop further outside says so.
+    """
+    done = fast.done
+    if outer_slow != outer_fast:
+        if outer_slow[:-1] != outer_fast[:-1] or not slow.total:
+            return 0
+        done += (outer_fast[-1] - outer_slow[-1]) * slow.total
+    return done - slow.done if done - slow.done > max(1, done / 100) else 0
 
 
 def _share_done(bar: Bar) -> float:
@@ -208,6 +231,8 @@ class JobStore:
         """Measured values, over the seconds since the first report."""
         self.cell: int | None = None
         """The running cell; None: no cell runs; 0: its number is unknown."""
+        self.last_cell = 0
+        """The running cell, or the last one; 0: its number is unknown."""
         self.lost = 0
         """Calls of `log` that were dropped before they were read."""
         self.slowed = ""
@@ -233,6 +258,7 @@ class JobStore:
         self._states, self.slowed = replies.descriptions, replies.slowed
         # Ranks that are too busy to reply still run the cell that they ran before.
         self.cell = self.cell or 0 if replies.cell == 0 else replies.cell
+        self.last_cell = self.cell or self.last_cell
         restarts = [row.run for report in replies.reports.values() for row in report.rows if not row.is_first]
         if restarts and (self._run is None or max(restarts) > self._run):
             self._start_run(max(restarts))

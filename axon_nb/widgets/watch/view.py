@@ -191,7 +191,8 @@ def heading(store: JobStore) -> str:
     """Return text such as ``4 ranks, In [5] is running: 12.3 steps/s, 31 % of the time in communication``."""
     count = len(store.rows())
     ranks = f"{count} rank{'' if count == 1 else 's'}"
-    state = f"In [{store.cell}] is running" if store.cell else "no cell is running"
+    ended = f"In [{store.last_cell}] has ended" if store.last_cell else "no cell is running"
+    state = f"In [{store.cell}] is running" if store.cell else ended
     if store.cell == 0:
         state = "a cell is running"
     state += f", slowed: {store.slowed}" if store.slowed else ""
@@ -297,7 +298,7 @@ def _page_html(store: JobStore) -> str:
         f'{table((), [bars]) if bars else ""}<div style="display:flex;flex-wrap:wrap;gap:14px 28px;margin:6px 0">'
         f"{curves}</div>{table(RANK_TITLES, rows, style=table_style(margin='4px 0'))}{note_lines(notes)}"
     )
-    return figure(body, heading=heading(store))
+    return figure(body, heading=f"Job on {heading(store)}")
 
 
 def _curve(series: Series, number: int, *, measured: bool) -> str:

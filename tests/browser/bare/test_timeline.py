@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.browser.bare.test_pages import open_page
-from tests.browser.bare.view_pages import SAMPLES
+from tests.browser.bare.view_pages import SAMPLES, timeline
+from tests.support.records.straggling import straggling_spans
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,15 +27,29 @@ def numbers(page: Page, attribute: str) -> list[float]:
 
 def test_click_toggles_between_late_rank_and_all_ranks(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
-    page.locator(".axon-view-notice", has_text="Rank 2 is late. It came last to 36 of 36 collectives").wait_for()
+    page.locator(
+        ".axon-view-notice", has_text="Rank 2 is a straggler: it runs code of its own, 39.8 ms more per step"
+    ).wait_for()
     figures = page.locator(".axon-view-figures").inner_text().split()
     assert {"step", "computing", "waiting", "hidden"} <= set(figures)
-    every = numbers(page, "found")
+    every, whole = numbers(page, "found"), numbers(page, "view")
     page.get_by_role("button", name="show it").click()
-    page.wait_for_function(
-        "(all) => Number(document.querySelector('.axon-timeline-canvas').dataset.found) === all / 4", arg=every[0]
-    )
+    highlight = page.locator(".axon-timeline-highlight[data-late='2']")
+    highlight.wait_for()
+    start, end = numbers(page, "view")
+    assert 0.1 < end - start < 0.14, "one step of 120 ms"
+    assert numbers(page, "found")[0] >= 4 * 9, "the spans of all ranks"
+    lit = """(canvas) => [0, 1, 2, 3].map((rank) => {
+        const [height, context] = [canvas.height / 4, canvas.getContext("2d")];
+        const { data } = context.getImageData(0, Math.round((rank + 0.5) * height), canvas.width, 1);
+        return data.filter((value, i) => i % 4 === 3 && !value).length / canvas.width;
+    })"""
+    shares = highlight.evaluate(lit)
+    assert shares[2] == 1, "the late rank"
+    assert all(0.1 < share < 0.9 for rank, share in enumerate(shares) if rank != 2), "the waits for it"
     page.get_by_role("button", name="show it").click()
+    page.locator(".axon-timeline-highlight").wait_for(state="hidden")
+    assert numbers(page, "view") == whole
     page.wait_for_function(
         "(all) => Number(document.querySelector('.axon-timeline-canvas').dataset.found) === all", arg=every[0]
     )
@@ -98,7 +113,10 @@ def drag(page: Page, start: float, end: float) -> None:
 
 
 def test_click_pins_span_with_its_line_and_matching_calls(chromium: Browser, tmp_path: Path) -> None:
-    page, errors = open_page(chromium, tmp_path, "timeline", SAMPLES["timeline"][1](4))
+    spans = straggling_spans(4)
+    # The code that waits for a call, of the same name and number, is not another call.
+    waits = [own._replace(kind="wait") for own in spans if own.kind == "collective" and own.rank != 2]
+    page, errors = open_page(chromium, tmp_path, "timeline", timeline(4, [*spans, *waits]))
     canvas = page.locator(".axon-timeline-canvas")
     box = canvas.bounding_box()
     assert box is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from axon_nb.magics.arguments import EXAMPLES
@@ -87,3 +89,13 @@ def test_typo_suggests_the_nearest_name(kernel: Kernel, typed: str, sentence: st
     reply = kernel.run(typed)
     assert reply.ename == "UsageError"
     assert sentence in reply.traceback
+
+
+def test_no_command_shows_the_status_and_what_to_type(kernel: Kernel, new_kernel: Callable[..., Kernel]) -> None:
+    reply = kernel.ok("%distributed")
+    assert reply.stdout == "`%%distributed` runs a cell on all ranks; `%distributed help` lists all commands.\n"
+    assert "running, 4 ranks" in reply.result
+    other = new_kernel()
+    assert other.ok("%load_ext axon_nb\n%distributed").lines() == [
+        "No cluster is running. `%distributed start -n 4` starts one; `%distributed help` lists all commands."
+    ]

@@ -134,7 +134,7 @@ def test_card_shows_the_mesh(ready: Kernel) -> None:
 def test_panel_is_a_view_with_a_saved_picture(ready: Kernel) -> None:
     reply = ready.ok("%watch")
     assert views(reply) == 1
-    assert any("<details>" in bundle.get("text/html", "") for bundle in reply.displays)
+    assert any("<details open " in bundle.get("text/html", "") for bundle in reply.displays)
     ready.ok("%%distributed\naxon_nb.log(t_panel=rank + 0.5, step=3)")
     ready.ok("t_panel = current.session().panels['watch',]")
     words = "t_panel: 2 at step 3 (0.5 on rank 0 to 3.5 on rank 3)"

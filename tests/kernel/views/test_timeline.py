@@ -109,7 +109,7 @@ def test_panel_is_saved_as_picture_after_each_cell(ready: Kernel) -> None:
     def updated() -> dict[str, Any]:
         return ready.ok("%%distributed\ntrain(3)").displays[-1]
 
-    assert updated()["text/html"].startswith("<details>")
+    assert updated()["text/html"].startswith("<details open ")
     assert "data:image/svg+xml;base64," in updated()["text/html"]
     assert until(lambda: "rank 3: forward" in updated()["text/plain"])
     assert ready.ok("1").displays == []

@@ -259,3 +259,12 @@ def test_protection_refuses_what_is_no_number_of_steps() -> None:
     message = "protect must be on, off, or a number such as 10: every tenth optimizer step; got 'sometimes'."
     with pytest.raises(UsageError, match=re.escape(message)):
         own.set("protect=sometimes")
+
+
+def test_list_says_what_each_setting_does() -> None:
+    lines = LiveSettings().described()
+    assert lines[0].startswith("keep_alive = 300 s ")
+    assert "threads = 0" in lines[5]
+    assert lines[5].endswith("  torch's threads per rank; 0: an even share of the cores")
+    assert len(lines) == len(Settings.known())
+    assert max(map(len, lines)) <= 120

@@ -21,6 +21,7 @@ import { WhatIf } from "./what_if.js";
  * @property {string[]} roles
  * @property {Tick[]} ticks
  * @property {string[]} columns of the table
+ * @property {string} rest what the column of this name has
  * @property {string} unit of the table
  * @property {Row[]} rows
  * @property {string[]} notes
@@ -54,7 +55,10 @@ function drawPage(page, data) {
   page.notice.replaceChildren(...(claim ? [makeNotice({ claim, text })] : []));
   page.legend.replaceChildren(...makeLegend(data.roles));
   keepScroll(page.bars, ...data.rows.map(makeRow), makeAxis(data.ticks));
-  const columns = [{ title: data.unit }, ...data.columns.map((title) => ({ title, isNumber: true }))];
+  const columns = [
+    { title: data.unit },
+    ...data.columns.map((title) => ({ title, isNumber: true, ...(title === "rest" && { hint: data.rest }) })),
+  ];
   const rows = data.rows.map(({ rank, cells }) => ({ name: `rank ${rank}`, cells, attributes: { "data-rank": rank } }));
   keepScroll(page.table, makeTable(columns, rows));
   page.notes.replaceChildren(...data.notes.map((note) => element("div", {}, note)));

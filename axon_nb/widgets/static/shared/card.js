@@ -67,12 +67,16 @@ export function makeSwatch(token, form = "solid") {
 }
 
 /**
- * @param {{title: string, isNumber?: boolean}[]} columns the first one holds names
+ * @param {{title: string, isNumber?: boolean, hint?: string}[]} columns the first one holds names; a hint is a tooltip
  * @param {{name: string, cells: (Cell | string)[], attributes?: Record<string, string | number>}[]} rows
  */
 export function makeTable(columns, rows) {
-  const heads = columns.map(({ title, isNumber }) =>
-    element("th", { scope: "col", ...(isNumber ? { class: "axon-view-number" } : {}) }, title),
+  const heads = columns.map(({ title, isNumber, hint }) =>
+    element(
+      "th",
+      { scope: "col", ...(isNumber && { class: "axon-view-number" }), ...(hint && { title: hint }) },
+      title,
+    ),
   );
   const lines = rows.map(({ name, cells, attributes = {} }) => {
     const data = cells.map((cell, i) => {

@@ -137,10 +137,39 @@ export async function loadModule(text) {
   }
 }
 
+/**
+ * Fold the pictures of views in the same output: a notebook saves them open. One that is drawn again stays as the
+ * reader left the last one. Returns a function that stops it.
+ *
+ * @param {Element} root of a live view
+ */
+function foldPictures(root) {
+  const area = root.closest(".jp-OutputArea");
+  if (!area) return () => {};
+  /** @type {WeakSet<HTMLDetailsElement>} */
+  const known = new WeakSet();
+  let isOpen = false;
+  const fold = () => {
+    for (const picture of /** @type {NodeListOf<HTMLDetailsElement>} */ (area.querySelectorAll(".axon-picture"))) {
+      if (known.has(picture)) continue;
+      known.add(picture);
+      picture.open = isOpen;
+      picture.addEventListener("toggle", () => {
+        isOpen = picture.open;
+      });
+    }
+  };
+  const observer = new MutationObserver(fold);
+  observer.observe(area, { childList: true, subtree: true });
+  fold();
+  return () => observer.disconnect();
+}
+
 const HEARTBEAT_MS = 4000;
 
 /**
- * Report to the kernel every few seconds that a page shows this view. Returns a function that stops it.
+ * Report to the kernel every few seconds that a page shows this view, whose picture is folded meanwhile. Returns a
+ * function that stops it.
  *
  * @param {Model} model
  * @param {Element} root
@@ -152,9 +181,16 @@ export function sendHeartbeats(model, root, isNeeded = () => true) {
   };
   const timer = setInterval(sendIfVisible, HEARTBEAT_MS);
   document.addEventListener("visibilitychange", sendIfVisible);
-  requestAnimationFrame(sendIfVisible); // the root is part of the page only then
+  let stopFolding = () => {};
+  // The root is part of the page only then.
+  const frame = requestAnimationFrame(() => {
+    sendIfVisible();
+    stopFolding = foldPictures(root);
+  });
   sendIfVisible();
   return () => {
+    cancelAnimationFrame(frame);
+    stopFolding();
     clearInterval(timer);
     document.removeEventListener("visibilitychange", sendIfVisible);
   };

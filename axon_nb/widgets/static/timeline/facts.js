@@ -28,13 +28,13 @@ export function lateRanks(facts) {
 }
 
 /**
- * What would shorten a step, behind a button.
+ * What else would shorten a step, behind a button.
  *
  * @param {string[]} advice
  */
 function makeAdvice(advice) {
   const items = advice.map((text) => element("li", {}, text));
-  return element("details", { class: "axon-advice" }, element("summary", {}, "advice"), element("ol", {}, ...items));
+  return element("details", { class: "axon-advice" }, element("summary", {}, "more advice"), element("ol", {}, ...items));
 }
 
 /** The facts of a timeline, above and below its rows. */

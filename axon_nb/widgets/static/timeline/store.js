@@ -41,7 +41,7 @@ import { updateBlocks } from "./blocks.js";
  * @property {{title: string, token: string}[]} columns of the table
  * @property {{rank: number, cells: Cell[]}[]} rows
  * @property {string[]} notes
- * @property {string[]} [advice] what would shorten a step, most first
+ * @property {string[]} [advice] what else would shorten a step, most first
  */
 
 /** @typedef {[row: number, start: number, length: number, code: number, stage: number, microbatch: number,

@@ -111,11 +111,18 @@ class TimelineView extends TimeView {
   }
 
   /**
-   * Filter by words; or show all spans, if they are the filter already.
+   * Show the step in which a rank is late; or filter by words. If that is shown already, show everything.
    *
    * @param {string} words
    */
   #showOnly(words) {
+    const [, late] = /^rank:(\d+)$/.exec(words) ?? [];
+    if (late) {
+      this.loadTools(({ selection }) => {
+        this.#zoom = selection.toggleLate(Number(late));
+      });
+      return;
+    }
     const { filter } = this.parts;
     filter.value = filter.value === words ? "" : words;
     this.request();
@@ -234,6 +241,7 @@ class TimelineView extends TimeView {
     });
     const until = store.focus[1] ?? Infinity;
     drawTimeAxis(this.parts.axis, width, { range, zero, until, steps: derived.steps, theme });
+    if (this.tools?.selection.late) this.tools.selection.dim();
     this.overview.draw(width, { whole: this.#whole(range), range, selection, theme });
     if (store.labels.some(([code]) => code === 0)) drawn.add(0);
     showLegend(this.parts.keys, this.config, drawn, store.facts?.shares ?? {});

@@ -72,13 +72,26 @@ def test_numbers_are_aligned_and_outliers_highlighted() -> None:
         return use(rank, source="allocator", by_role=roles, peak=60 * GIB, capacity=80 * GIB, occupied=60 * GIB)
 
     made = rows_of(answers(gpu(0, 20), gpu(1, 20), gpu(2, 45)))
-    assert made.columns == ["parameters", "activations", "rest", "total", "process"]
-    assert [[cell.text for cell in row.cells[:4]] for row in made.rows()] == [
-        ["6", "20", "0.137", "26.1"], ["6", "20", "0.137", "26.1"], ["6", "45", "0.137", "51.1"]
+    titles = ["parameters", "gradients", "optimizer", "activations", "rest", "total", "process"]
+    assert made.columns == titles
+    assert [[cell.text for cell in row.cells[:6]] for row in made.rows()] == [
+        ["6", "0", "0", activations, "0.137", total]
+        for activations, total in (("20", "26.1"), ("20", "26.1"), ("45", "51.1"))
+    ]
+    assert [[title for title, cell in zip(titles, row.cells, strict=True) if cell.flagged] for row in made.rows()] == [
+        [], [], ["activations"]
     ]  # fmt: skip
-    assert [[cell.flagged for cell in row.cells[:2]] for row in made.rows()] == [
-        [False, False], [False, False], [False, True]
-    ]  # fmt: skip
+    assert made.rest == "buffers up to 50.0 MiB, all other tensors up to 90.0 MiB"
+
+
+def test_small_parameters_have_a_column_and_large_leftovers_have_none() -> None:
+    roles = {"parameters": MIB // 4, "optimizer": MIB // 2, "copies": 20 * MIB, "other": 80 * MIB}
+    made = rows_of(answers(use(by_role=roles)))
+    assert made.columns[:4] == ["parameters", "gradients", "optimizer", "rest"]
+    (row,) = made.rows()
+    assert [cell.text for cell in row.cells[:4]] == ["0.25", "0", "0.5", "100"]
+    page = memory_bundle(made)["text/html"]
+    assert "rest: copies for undo and protection up to 20.0 MiB, all other tensors up to 80.0 MiB" in page
 
 
 def test_fullest_rank_is_named_with_its_largest_role() -> None:

@@ -127,3 +127,20 @@ def test_slow_page_delays_further_messages(page: Page, feed: Any, monkeypatch: p
     page.pump()
     assert sum(header_of(message)["count"] for message in page.sent) == 4
     assert len(page.sent) <= number + 1
+
+
+def test_view_of_a_cell_begins_at_the_cell(feed: Any) -> None:
+    feed.store.add([span(0, 0, 5, "cell", name="In [1]"), span(1, 0, 5, "cell", name="In [1]")])
+    feed.running_since = 5_000_000  # as the feed may still have it of an earlier cell
+    made = Page(feed, [0, 1], begin=feed.store.end, since_ns=30_000_000)
+    made.sent = []
+    made.on_message({"op": "heartbeat"})
+    feed.store.add([span(0, 31, 32, "forward")])
+    made.pump()
+    origin = made._origin_ns
+    assert header_of(made.sent[-1])["focus"] == [(30_000_000 - origin) / 1e9, None]
+    feed.store.add([span(0, 30, 40, "cell", name="In [2]")])
+    made.finish()
+    start, end = header_of(made.sent[-1])["focus"]
+    assert end - start == pytest.approx(0.01)
+    made.close()

@@ -36,7 +36,7 @@ def test_cell_number_is_kept_while_ranks_are_silent() -> None:
     store.add(JobSnapshot({}, SILENT, 0), 2.0)
     assert heading(store).startswith("2 ranks, In [5] is running")
     store.add(JobSnapshot({}, SILENT, None), 3.0)
-    assert heading(store).startswith("2 ranks, no cell is running")
+    assert heading(store).startswith("2 ranks, In [5] has ended")
 
 
 def test_deliberate_slowness_is_in_the_heading() -> None:

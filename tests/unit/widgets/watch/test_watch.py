@@ -62,6 +62,20 @@ def test_one_bar_over_ranks_names_the_slowest() -> None:
     assert over[0].text == "4/10 on ranks 0-1, stopped after 2.0 s"
 
 
+def test_rank_that_began_the_next_loop_is_ahead() -> None:
+    def nested(epoch: int, step: int) -> list[Bar]:
+        return [Bar("epochs", 0, epoch, 5, 9.0, False), Bar("steps", 1, step, 50, 4.9, False)]
+
+    epochs, steps = merge_bars({0: nested(3, 0), 1: nested(2, 49), 2: nested(2, 49)})
+    assert (epochs.behind, steps.behind) == ("", "")
+    assert steps.text == "49/50 on ranks 1-2; rank 0 began the next loop, 10 it/s, 0.10 s left"
+    assert (steps.low, steps.high) == (0.98, 1.0)
+    _, steps = merge_bars({0: nested(3, 9), 1: nested(2, 49), 2: nested(3, 9)})
+    assert steps.behind == "rank 1 is 10 behind"
+    _, steps = merge_bars({0: nested(3, 20), 1: nested(3, 9)})
+    assert steps.behind == "rank 1 is 11 behind"
+
+
 def test_running_loops_precede_finished_ones() -> None:
     bars = {0: [Bar("done", 0, 1, 1, 1.0, True), Bar("outer", 0, 1, 2, 1.0, False), Bar("inner", 1, 0, 2, 0.0, False)]}
     assert [bar.desc for bar in merge_bars(bars)] == ["outer", "inner", "done"]

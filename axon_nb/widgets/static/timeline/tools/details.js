@@ -104,7 +104,8 @@ export class Details {
     const from = Math.min(...family.map((i) => start[i]));
     const to = Math.max(...family.map((i) => start[i] + length[i]));
     const isCollective = microbatch[index] < 0;
-    const latest = [...family].sort((a, b) => start[b] - start[a]).slice(0, MAX_CALLS);
+    const calls = isCollective ? this.#onePerRank(family) : family;
+    const latest = [...calls].sort((a, b) => start[b] - start[a]).slice(0, MAX_CALLS);
     const place = (/** @type {number} */ time) => `${((100 * (time - from)) / (to - from || 1)).toFixed(2)}%`;
     const rows = latest
       .sort((a, b) => (isCollective ? rank[a] - rank[b] : start[a] - start[b]))
@@ -127,9 +128,21 @@ export class Details {
         const words = element("span", isLast ? { class: "axon-view-flagged" } : {}, isLast ? "came last" : took);
         return element("li", {}, element("span", {}, `rank ${rank[i]}`), bar, words);
       });
-    const omitted = family.length - latest.length;
+    const omitted = calls.length - latest.length;
     const more = omitted ? [element("li", { class: "axon-view-muted" }, `${omitted} that came earlier`)] : [];
     return element("ul", { class: "axon-timeline-calls" }, ...rows, ...more);
+  }
+
+  /**
+   * The call of each rank: not the span of its code that waits for it, which has the same name.
+   *
+   * @param {number[]} family
+   */
+  #onePerRank(family) {
+    const { store, config } = this.view;
+    const { rank, label } = store.columns;
+    const laneOf = (/** @type {number} */ i) => config.paints[store.labels[label[i]][0]].lane;
+    return [...new Map([...family].sort((a, b) => laneOf(a) - laneOf(b)).map((i) => [rank[i], i])).values()];
   }
 
   /** @param {TimeRange} range */

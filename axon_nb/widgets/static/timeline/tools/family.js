@@ -41,7 +41,42 @@ export function familyOf(store, index, steps) {
   return found.length > 1 ? found : [];
 }
 
-/** A canvas above the rows that dims all but a family. */
+/**
+ * A step in which others waited for a rank, and when each of them did, in seconds.
+ *
+ * @typedef {{rank: number, range: TimeRange, waits: {rank: number, from: number, to: number}[]}} LateStep
+ */
+
+/**
+ * The step of the shown cell in which others waited longest for a rank; null: they never did.
+ *
+ * @param {Store} store
+ * @param {number[]} steps when steps ended, in seconds
+ * @param {number} late the rank
+ * @returns {LateStep | null}
+ */
+export function worstStep(store, steps, late) {
+  const { start, duration: length, late: waited, by, rank } = store.columns;
+  const [first, last] = [store.focus[0] ?? -Infinity, store.focus[1] ?? Infinity];
+  /** @type {Map<number, LateStep["waits"]>} */
+  const found = new Map();
+  for (let i = store.skip; i < store.count; i++) {
+    if (by[i] !== late || rank[i] === late || !(waited[i] > 0) || start[i] < first || start[i] > last) continue;
+    const ready = start[i] + Math.min(waited[i], length[i]);
+    const step = steps.findIndex((end) => end >= ready);
+    found.set(step, [...(found.get(step) ?? []), { rank: rank[i], from: start[i], to: ready }]);
+  }
+  const cost = (/** @type {LateStep["waits"]} */ waits) => waits.reduce((sum, { from, to }) => sum + to - from, 0);
+  const [worst] = [...found].sort(([, a], [, b]) => cost(b) - cost(a));
+  if (!worst) return null;
+  const [step, waits] = worst;
+  const [begins, ends] = [waits.map(({ from }) => from), waits.map(({ to }) => to)];
+  const from = Math.max(first, Math.min(steps[step - 1] ?? -Infinity, ...begins));
+  const to = Math.min(last, steps[step] ?? Math.max(...ends));
+  return { rank: late, range: { from: Number.isFinite(from) ? from : Math.min(...begins), to }, waits };
+}
+
+/** A canvas above the rows that dims all but a family, or all but a late rank and the waits for it. */
 export class Highlight {
   /**
    * @param {HTMLCanvasElement} canvas
@@ -65,14 +100,7 @@ export class Highlight {
     canvas.hidden = !family.length;
     canvas.dataset.family = String(family.length);
     if (!family.length) return;
-    const height = rows.list.length * geometry.height;
-    const ratio = resizeCanvas(canvas, canvas.clientWidth, height);
-    const context = getContext(canvas);
-    context.clearRect(0, 0, canvas.width, canvas.height);
-    context.globalAlpha = 0.62;
-    context.fillStyle = theme.of("page");
-    context.fillRect(0, 0, canvas.width, canvas.height);
-    context.globalAlpha = 1;
+    const { context, ratio } = this.#dim(rows, geometry, theme);
     const { start, duration: length, rank, label } = store.columns;
     const scale = canvas.width / (to - from);
     for (const index of family) {
@@ -95,5 +123,41 @@ export class Highlight {
     context.setLineDash([3 * ratio, 3 * ratio]);
     context.strokeRect(last, -ratio, 0, canvas.height + 2 * ratio);
     context.setLineDash([]);
+  }
+
+  /**
+   * Dim all but a rank and the times in which others wait for it.
+   *
+   * @param {LateStep} step
+   * @param {{range: TimeRange, rows: Rows, geometry: Geometry, theme: Theme}} frame
+   */
+  showLate({ rank, waits }, { range: { from, to }, rows, geometry, theme }) {
+    const { canvas } = this;
+    canvas.hidden = false;
+    canvas.dataset.late = String(rank);
+    const { context, ratio } = this.#dim(rows, geometry, theme);
+    const scale = canvas.width / (to - from);
+    for (const lit of [{ rank, from, to }, ...waits]) {
+      const row = rows.rowOf[lit.rank] ?? -1;
+      const [left, width] = [(lit.from - from) * scale, Math.max(2, (lit.to - lit.from) * scale)];
+      context.clearRect(left, row * geometry.height * ratio, width, geometry.height * ratio);
+    }
+  }
+
+  /**
+   * @param {Rows} rows
+   * @param {Geometry} geometry
+   * @param {Theme} theme
+   */
+  #dim(rows, geometry, theme) {
+    const { canvas } = this;
+    const ratio = resizeCanvas(canvas, canvas.clientWidth, rows.list.length * geometry.height);
+    const context = getContext(canvas);
+    context.clearRect(0, 0, canvas.width, canvas.height);
+    context.globalAlpha = 0.62;
+    context.fillStyle = theme.of("page");
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.globalAlpha = 1;
+    return { context, ratio };
   }
 }

@@ -5,7 +5,7 @@ import { makePairs } from "../../shared/card.js";
 import { formatDuration } from "../../shared/format.js";
 import { Cursor } from "./cursor.js";
 import { Details } from "./details.js";
-import { familyOf, Highlight } from "./family.js";
+import { familyOf, Highlight, worstStep } from "./family.js";
 import { ownCodeAt, spanAt } from "./search.js";
 import { describe, spanFacts } from "./text.js";
 
@@ -16,6 +16,7 @@ import { describe, spanFacts } from "./text.js";
 /** @import { SpanSelection } from "../filter.js" */
 /** @import { Geometry } from "../layout.js" */
 /** @import { Rows } from "../rows.js" */
+/** @import { LateStep } from "./family.js" */
 
 /**
  * What a selection needs of its timeline.
@@ -47,6 +48,8 @@ import { describe, spanFacts } from "./text.js";
 export class Selection {
   /** @type {TimeRange[]} */
   measured = [];
+  /** @type {LateStep | null} */
+  late = null;
 
   /** @param {SelectionView} view */
   constructor(view) {
@@ -65,16 +68,43 @@ export class Selection {
 
   /** Whether anything is selected. */
   get isOn() {
-    return Boolean(this.cursor.mark) || this.measured.length > 0;
+    return Boolean(this.cursor.mark ?? this.late) || this.measured.length > 0;
   }
 
   clear() {
     this.measured = [];
+    this.late = null;
+    this.dim();
     this.cursor.clear();
     this.details.close();
     this.view.parts.canvas.focus();
     this.view.showText("");
     this.view.request();
+  }
+
+  /**
+   * Show the step in which others waited longest for a rank, and dim the rest; or everything, if it is shown already.
+   * Returns the range to show.
+   *
+   * @param {number} rank
+   */
+  toggleLate(rank) {
+    const { store, derived } = this.view;
+    this.late = this.late?.rank === rank ? null : worstStep(store, derived.steps, rank);
+    this.dim();
+    return this.late?.range ?? null;
+  }
+
+  /**
+   * Dim all but some spans that belong together, or what is shown of a late rank.
+   *
+   * @param {number[]} family
+   */
+  dim(family = []) {
+    const { range, rows, geometry, theme } = this.view;
+    const frame = { range, rows, geometry, theme };
+    if (this.late && !family.length) this.highlight.showLate(this.late, frame);
+    else this.highlight.show(family, frame);
   }
 
   /**
@@ -168,10 +198,10 @@ export class Selection {
    * @param {number} time in seconds
    */
   describeAt(position, time) {
-    const { store, config, derived, range, rows, geometry, theme, drawn, parts } = this.view;
+    const { store, config, derived, rows, drawn, parts } = this.view;
     const { row, lane, index } = position ? this.#spanBelow(position, time) : { row: -1, lane: 0, index: -1 };
     const family = index < 0 ? [] : familyOf(store, index, derived.steps);
-    this.highlight.show(family, { range, rows, geometry, theme });
+    this.dim(family);
     if (index >= 0 && this.cursor.mark?.index === index && parts.details.childElementCount) return ""; // shown there
     if (index >= 0) {
       const { title, pairs } = spanFacts(store, index, config, this.view.zero(), derived.tailOf(store.first + index));
