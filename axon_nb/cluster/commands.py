@@ -53,7 +53,7 @@ def rename(cluster: Cluster, new_name: str) -> dict[str, Any]:
     """Give the cluster another name.
 
     Raises:
-        UsageError: it is no name, or another cluster has it.
+        UsageError: the name has other characters, or another cluster has it.
     """
     if not re.fullmatch(r"[\w.-]+", new_name):
         raise UsageError(f"A cluster's name takes letters, digits, `.`, `_` and `-`; got {new_name!r}.")
