@@ -31,6 +31,24 @@ _TRACKERS = {
 _MAX_FREQUENCY = 1 << 30
 _MAX_VALUE = 48
 """Letters of a value in a list of all settings; longer ones move what is behind them."""
+_IN_FEW_WORDS = {
+    "keep_alive": "how long ranks wait for a new kernel after a restart",
+    "idle_stop": "stop the cluster after so long without a cell; 0: never",
+    "warm_up": "prepare the first start in the background",
+    "output_limit": "how much text a cell shows",
+    "collective_timeout": "how long a collective waits for other ranks",
+    "threads": "torch's threads per rank; 0: an even share of the cores",
+    "group_memory": "shared memory of process groups, at most; 0: the usual size",
+    "share": "let other programs run cells and set variables",
+    "auto_repair": "replace dead ranks before the next cell",
+    "undo_memory": "memory per rank for `%distributed undo`; 0: no undo",
+    "log_to": "tracker that gets what `axon_nb.log` reports",
+    "protect": "keep every step, or every K-th, for ranks that die",
+    "watch_numbers": "report the first number that differs or is not finite",
+    "debug": "keep the frames of a failed cell for `%distributed debug`",
+    "start_timeout": "how long a start may take",
+}
+"""What each setting does, for a list of all; their docstrings say more."""
 _TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BINARY = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 _SIZE_UNITS = {
@@ -245,26 +263,6 @@ class Setting:
 
 def _setting(default: Any, kind: Kind, takes_effect: TakesEffect, *, per_cluster: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"setting": Setting(kind, takes_effect, per_cluster)})
-
-
-_IN_FEW_WORDS = {
-    "keep_alive": "how long ranks wait for a new kernel after a restart",
-    "idle_stop": "stop the cluster after so long without a cell; 0: never",
-    "warm_up": "prepare the first start in the background",
-    "output_limit": "how much text a cell shows",
-    "collective_timeout": "how long a collective waits for other ranks",
-    "threads": "torch's threads per rank; 0: an even share of the cores",
-    "group_memory": "shared memory of process groups, at most; 0: the usual size",
-    "share": "let other programs run cells and set variables",
-    "auto_repair": "replace dead ranks before the next cell",
-    "undo_memory": "memory per rank for `%distributed undo`; 0: no undo",
-    "log_to": "tracker that gets what `axon_nb.log` reports",
-    "protect": "keep every step, or every K-th, for ranks that die",
-    "watch_numbers": "report the first number that differs or is not finite",
-    "debug": "keep the frames of a failed cell for `%distributed debug`",
-    "start_timeout": "how long a start may take",
-}
-"""What each setting does, for a list of all; their docstrings say more."""
 
 
 @dataclass

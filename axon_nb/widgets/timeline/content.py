@@ -43,6 +43,9 @@ MAX_ROWS = 64
 MAX_PIPELINES = 4
 _MAX_BOXES = 1000
 """Of all pipelines together, measured and ideal; they take 35 kB of a message."""
+_SHOWN = {"straggler": "", "own code": "own code", "data loading": "own code", "garbage collection": "garbage"}
+_SHOWN |= {"uneven stages": "waiting", "bubble": "waiting"}
+"""By cause of an advice, the words of the filter that show it; of all others it is communication."""
 _RANK = re.compile(r"Rank (\d+)")
 _MIN_ABOVE_IDEAL = 1.05
 """Length of a pipeline's step, in ideal steps, from which the difference is reported."""
@@ -125,11 +128,6 @@ def summarize(table: SpanTable, running_since: int | None = None) -> TimelineSum
     """
     facts, steps = timeline_facts(table, running_since), tuple(pipeline_steps(table))
     return TimelineSummary(facts, steps, step_advice(table))
-
-
-_SHOWN = {"straggler": "", "own code": "own code", "data loading": "own code", "garbage collection": "garbage"}
-_SHOWN |= {"uneven stages": "waiting", "bubble": "waiting"}
-"""By cause of an advice, the words of the filter that show it; of all others it is communication."""
 
 
 def _notice(found: StepAdvice | None) -> Notice | None:

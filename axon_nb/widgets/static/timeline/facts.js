@@ -34,7 +34,12 @@ export function lateRanks(facts) {
  */
 function makeAdvice(advice) {
   const items = advice.map((text) => element("li", {}, text));
-  return element("details", { class: "axon-advice" }, element("summary", {}, "more advice"), element("ol", {}, ...items));
+  return element(
+    "details",
+    { class: "axon-advice" },
+    element("summary", {}, "more advice"),
+    element("ol", {}, ...items),
+  );
 }
 
 /** The facts of a timeline, above and below its rows. */
