@@ -311,16 +311,16 @@ class DirectChannel:
         dealer.setsockopt(zmq.IDENTITY, request.identity.encode())
         dealer.connect(f"ipc://{request.path}")
         self._stream = ZMQStream(dealer)
-        self._stream.on_recv(self._receive, copy=False)
+        self._stream.on_recv(self._receive if hook("kernel.direct").is_used else self._queue, copy=False)
         dealer.send(b"")
 
     async def _receive(self, frames: list[Any]) -> None:
-        kernel = self._kernel
-        if not hook("kernel.direct").is_used:  # ipykernel 6 queues what is to run
-            kernel.schedule_dispatch(self._dispatch, frames)
-            return
-        async with kernel._main_asyncio_lock:
+        async with self._kernel._main_asyncio_lock:
             await self._dispatch(frames)
+
+    def _queue(self, frames: list[Any]) -> None:
+        """Let ipykernel 6 run it, which queues what is to run."""
+        self._kernel.schedule_dispatch(self._dispatch, frames)
 
     async def _dispatch(self, frames: list[Any]) -> None:
         kernel = self._kernel
