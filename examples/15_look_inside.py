@@ -107,15 +107,15 @@ from axon_nb import inside
 torch.manual_seed(1)
 with torch.no_grad(), inside.record(model, "layers.*.self_attn:attention") as seen:
     model(texts(64))
-maps = torch.stack([calls[0].mean(0) for calls in seen.values()])
-maps.shape  # layers, heads, positions, positions
+maps = torch.stack([calls[0].mean(0) for calls in seen.values()])  # layers, heads, positions, positions
+one_back = maps.diagonal(-1, dim1=-2, dim2=-1)[..., 1:].mean(-1)
+maps.shape
 
 # %% [markdown]
-# The notebook gets them as one tensor.
+# The notebook gets what a head gives to the letter before it as one tensor, a row for each layer.
 
 # %%
-# %pull maps --ranks 0
-one_back = maps.diagonal(-1, dim1=-2, dim2=-1)[..., 1:].mean(-1)
+# %pull one_back --ranks 0
 one_back.round(decimals=2)
 
 # %% [markdown]
@@ -123,9 +123,6 @@ one_back.round(decimals=2)
 #
 # `:heads` is what the heads of a layer give to its output projection: (batch, positions, heads, head size). A function
 # gets all of it on each rank, though each rank computes two of the four heads, and changes it.
-
-# %%
-# %push one_back
 
 
 # %%

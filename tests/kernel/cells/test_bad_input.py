@@ -17,7 +17,6 @@ CASES = [
     ("%%distributed --timeout soon\n1", "--timeout"),
     ("%%distributed --out 3x\n1", "not a valid variable name"),
     ("%%distributed --out 'a\n1", "No closing quotation"),
-    ("%distributed", "needs a command"),
     ("%distributed begin", "has no command 'begin': use one of start"),
     ("%distributed start", "is running. Run `%distributed stop` to stop it"),
     ("%distributed status now", "has no 'now'"),
