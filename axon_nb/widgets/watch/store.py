@@ -302,8 +302,8 @@ class JobStore:
         self._seen: set[int] = set()
         """Ranks that reported twice in the running cell."""
         self._omitted_names: set[str] = set()
-        self._clock, self._updated = 0.0, 0.0
-        """Seconds of cells so far, and when that was."""
+        self._clock, self._updated, self._begun = 0.0, 0.0, 0.0
+        """Seconds of cells so far, when that was, and how many there were as the last cell began."""
 
     @property
     def metrics(self) -> dict[str, Series]:
@@ -350,6 +350,7 @@ class JobStore:
             self.measured.append(Run((cell, 0), VITALS))
         self._items.clear()
         self._seen.clear()
+        self._begun = self._clock
 
     def _add_row(self, rank: int, row: MetricRow) -> None:
         run = next((run for run in self.logged if run.number == row.run), None)
@@ -408,6 +409,11 @@ class JobStore:
             shares[rank][1] if rank in shares else None,
             memory_of(report) if report else 0,
         )
+
+    @property
+    def cell_seconds(self) -> float:
+        """Seconds for which the running cell, or the last one, was seen to run."""
+        return self._clock - self._begun
 
     @property
     def steps_per_s(self) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.status import JobSnapshot, request_job
 from axon_nb.records.colors import INK, KINDS, RANKS
-from axon_nb.records.units import format_bytes
+from axon_nb.records.units import format_bytes, format_seconds
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.html import (
     CELL,
@@ -222,7 +222,8 @@ def heading(store: JobStore) -> str:
     """Return text such as ``4 ranks, In [5] is running: 12.3 steps/s, 31 % of the time in communication``."""
     count = len(store.rows())
     ranks = f"{count} rank{'' if count == 1 else 's'}"
-    ended = f"In [{store.last_cell}] has ended" if store.last_cell else "no cell is running"
+    after = f" after {format_seconds(store.cell_seconds)}" if store.cell_seconds else ""
+    ended = f"In [{store.last_cell}] has ended{after}" if store.last_cell else "no cell is running"
     state = f"In [{store.cell}] is running" if store.cell else ended
     if store.cell == 0:
         state = "a cell is running"
