@@ -7,7 +7,7 @@ import inspect
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.magic import Magics, line_magic, magics_class
@@ -31,6 +31,9 @@ from axon_nb.records.ranks import name_ranks, resolve_ranks
 from axon_nb.records.slowness import SlowLink, Slowness
 from axon_nb.troubleshooting import explain
 from axon_nb.usage import unknown_command
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def _auto_parser() -> LineParser:
@@ -357,6 +360,12 @@ def _shared(name: str) -> Callable[..., None]:
     return run
 
 
+def _shown_as(frame: pd.DataFrame, html: str) -> pd.DataFrame:
+    """Return a frame that notebooks show as a table of ours."""
+    object.__setattr__(frame, "_repr_html_", lambda: html)
+    return frame
+
+
 class _Progress:
     """A line in the output that says how far a start is, until its result replaces it."""
 
@@ -503,14 +512,21 @@ class DistributedMagics(Magics):
 
     @command(lambda: _shared_parser("vars"))
     def _vars(self, options: argparse.Namespace) -> Any:
-        return clusters.require("%distributed vars").variables()
+        from axon_nb.widgets.reports import variables_html
+
+        frame = clusters.require("%distributed vars").variables()
+        return _shown_as(frame, variables_html(frame))
 
     @command(lambda: _shared_parser("diff"))
     def _diff(self, options: argparse.Namespace) -> Any:
         differences = clusters.require("%distributed diff").diff(options.name, options.from_rank)
         if summary := summary_of(options.name, differences):
             print(summary)
-        return None if differences.empty else differences
+        if differences.empty:
+            return None
+        from axon_nb.widgets.reports import difference_html
+
+        return _shown_as(differences, difference_html(differences, options.from_rank))
 
     @command(lambda: LineParser("%distributed stop", "Stop the cluster."))
     def _stop(self, options: argparse.Namespace) -> None:
