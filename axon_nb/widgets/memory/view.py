@@ -30,6 +30,7 @@ from axon_nb.widgets.memory.rows import (
     MemoryRows,
     Scale,
     Tick,
+    bars_legend,
     describe_roles,
     figures,
     notice,
@@ -314,10 +315,9 @@ def _page_html(rows: MemoryRows, roles: Sequence[str], what_if: str) -> str:
     table = html.table(
         (f"rank, {rows.scale.unit}", *rows.columns), map(_number_row, shown[:_MAX_PAGE_RANKS]), cell=html.NUMBER
     )
-    body = (
-        f"{numbers}{html.notice(*warning) if warning else ''}<div>{samples}</div>{bars}{table}{html.note_lines(notes)}"
-        f"{what_if}"
-    )
+    legend = f'<div>{samples}<span style="{html.MUTED}">{bars_legend(rows)}</span></div>'
+    warned = html.notice(*warning) if warning else ""
+    body = f"{numbers}{warned}{legend}{bars}{table}{html.note_lines(notes)}{what_if}"
     return html.figure(body, heading=rows.heading)
 
 
@@ -415,6 +415,7 @@ class MemoryView(LiveView):
             "context": self._rows.context,
             "figures": figures(self._rows),
             "notice": notice(self._rows),
+            "legend": bars_legend(self._rows),
             "roles": self._rows.roles,
             "ticks": [asdict(tick) for tick in self._rows.scale.ticks],
             "columns": self._rows.columns,
