@@ -323,7 +323,7 @@ def _comparison_html(verdict: Verdict) -> str:
                 ("phase", found.phase, f"call {found.call + 1}"),
                 ("ranks", format_ranks(found.ranks), ""),
                 ("relative error", f"{found.relative:.2g}", f"allowed {found.allowed:.2g}"),
-                ("cause", found.cause or "unknown", ""),
+                *([("cause", found.cause, "")] if found.cause else []),
             ]
         )
     rows = [

@@ -174,7 +174,8 @@ export function showStatus(parts, { store, range: { from, to }, found, ranks, is
   showState(parts.state, store.finished ? "ended" : live);
   const who = `${ranks.length} rank${ranks.length === 1 ? "" : "s"}`;
   const none = spans && !found ? " · nothing matches here" : "";
-  setText(parts.elapsed, `${who} · ${formatDuration(to - from)}${none}`);
+  const cell = store.cell && !isRunning(store) ? `${store.cell} · ` : "";
+  setText(parts.elapsed, `${cell}${who} · ${formatDuration(to - from)}${none}`);
   setText(parts.losses, losses(store));
   const { canvas } = parts;
   const label = `Timeline of ${who}. Plus and minus zoom, left and right move, up and down choose a row, n and p go from span to span, Enter pins a span, Home shows the last cell, a everything.`;
