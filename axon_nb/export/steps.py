@@ -9,9 +9,11 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from axon_nb.cluster.branches import read_plan
 from axon_nb.cluster.history import failed_line
@@ -32,8 +34,7 @@ _AUTO_STARTED = re.compile(r"^Started (\d+) ranks? \((\w+)\)[;.]", re.MULTILINE)
 """Printed by a cell that started ranks automatically."""
 
 
-@dataclass
-class CellStep:
+class CellStep(Struct):
     """A cell that ran on ranks."""
 
     cell: ExecutedCell
@@ -50,8 +51,7 @@ class CellStep:
     """The part of the cell that is not run, as comments; may be empty."""
 
 
-@dataclass
-class ValueStep:
+class ValueStep(Struct):
     """A variable that the notebook pushed."""
 
     name: str
@@ -64,8 +64,7 @@ class ValueStep:
     imports: tuple[str, ...] = ()
 
 
-@dataclass
-class SeedStep:
+class SeedStep(Struct):
     """`%distributed seed`."""
 
     value: int
@@ -75,8 +74,7 @@ class SeedStep:
 Step = CellStep | ValueStep | SeedStep
 
 
-@dataclass
-class _Context:
+class _Context(Struct):
     facts: SessionFacts
     values: frozenset[str]
     """Names of pushed values that still exist and can be written to a file."""

@@ -16,12 +16,13 @@ import inspect
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 from packaging.version import InvalidVersion, Version
 
 TESTED = {
@@ -53,8 +54,7 @@ _KERNEL = {"ipython": "IPython", "ipykernel": "ipykernel"}
 """Packages that a kernel has loaded, by their modules: to load the rest from another version fails in any way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Capability:
+class Capability(Struct, frozen=True):
     """A feature that relies on private APIs of other packages, and whether it works here."""
 
     name: str
@@ -70,8 +70,7 @@ class Capability:
     """Command that restores it; empty if it works."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """Result of the self-test."""
 
     torch: str
@@ -92,7 +91,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Return a plain dictionary for JSON."""
-        return {**asdict(self), "capabilities": [asdict(capability) for capability in self.capabilities]}
+        return to_builtins(self)  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Verdict:
@@ -133,8 +132,7 @@ def install_command(package: str) -> str:
     return f'pip install "{package}>={lowest},<{above}"'
 
 
-@dataclass(frozen=True, slots=True)
-class Hook:
+class Hook(Struct, frozen=True):
     """One private hook, or several with the same fallback."""
 
     group: str

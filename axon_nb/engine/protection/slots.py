@@ -19,10 +19,10 @@ import pickle
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct, to_builtins
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -61,8 +61,7 @@ _Whole = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides of the whole tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """What one slot holds."""
 
     run: str
@@ -83,9 +82,6 @@ class SlotMemory:
     """Allocates memory in the file of this rank; an `Allocator` of snapshots.
 
     The end of the file when this begins is kept, so that a replacement can copy what its predecessor left there first.
-
-    Args:
-        fd: The file.
     """
 
     def __init__(self, fd: int) -> None:
@@ -150,7 +146,7 @@ class SlotMemory:
 
     def publish(self, index: int, header: Header) -> None:
         """Say that a slot, 0 or 1, is complete."""
-        record, start = json.dumps(asdict(header)).encode(), index * _HEADER_BYTES
+        record, start = json.dumps(to_builtins(header)).encode(), index * _HEADER_BYTES
         begin = start + _NUMBER.size + _LENGTHS.size
         self._headers[begin : begin + len(record)] = record
         _LENGTHS.pack_into(self._headers, start + _NUMBER.size, len(record), zlib.crc32(record))
@@ -304,8 +300,7 @@ def _make_dtensor(local: torch.Tensor, split: _Split, whole: _Whole, kind: tuple
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-@dataclass(frozen=True, slots=True)
-class Shards:
+class Shards(Struct, frozen=True):
     """What this rank holds of the parameters that FSDP2 manages."""
 
     split: dict[int, Any]
