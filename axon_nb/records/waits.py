@@ -151,7 +151,7 @@ class GroupWaits(Struct, frozen=True):
 
 
 class Arrivals:
-    """Which ranks have reached the calls that others wait in; a collective is looked at once, not for each of its ranks."""
+    """Which ranks have reached calls that others wait in; a collective is looked at once, not for each rank in it."""
 
     def __init__(self, reports: Mapping[int, RankWaits]) -> None:
         self._reports = reports
