@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -341,7 +342,7 @@ def _facts_from_outputs(cell: dict[str, Any], before: SessionFacts) -> SessionFa
     """Update the facts about the ranks from a cell's outputs."""
     for output in cell.get("outputs", ()):
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            before = SessionFacts.from_json(output["metadata"]["axon_nb"])
+            before = msgspec.convert(output["metadata"]["axon_nb"], SessionFacts, strict=False)
         if match := _AUTO_STARTED.search("".join(output.get("text", ""))):
             before = SessionFacts(int(match[1]), match[2], before.threads, match[2] == "nccl")
     return before

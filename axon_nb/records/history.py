@@ -26,17 +26,6 @@ class SessionFacts(Struct, frozen=True):
         """Return plain JSON values; the seed as text, as it may exceed JavaScript's exact integers."""
         return {**to_builtins(self), "seed": None if self.seed is None else str(self.seed)}
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> SessionFacts:
-        """Restore from the result of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: the data is invalid.
-        """
-        seed = None if content["seed"] is None else int(content["seed"])
-        threads, on_gpus = int(content["threads"]), bool(content["on_gpus"])
-        return cls(int(content["num_ranks"]), str(content["backend"]), threads, on_gpus, seed)
-
 
 class ExecutedCell(Struct, frozen=True):
     """One executed cell."""

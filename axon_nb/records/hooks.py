@@ -15,13 +15,13 @@ import importlib.util
 import inspect
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, convert, field
 from msgspec.structs import replace
 from packaging.version import InvalidVersion, Version
 
@@ -89,26 +89,6 @@ class Verdict(Struct, frozen=True):
         """Return a copy with only the capabilities that do not work."""
         return replace(self, capabilities=tuple(self.lost))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a plain dictionary for JSON."""
-        return to_builtins(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Verdict:
-        """Restore from the result of `to_json`.
-
-        Raises:
-            KeyError: a field is missing.
-            TypeError: a field is unknown or has the wrong type.
-        """
-        capabilities: Sequence[Mapping[str, Any]] = content["capabilities"]
-        return cls(
-            torch=str(content["torch"]),
-            python=str(content["python"]),
-            seconds=float(content["seconds"]),
-            capabilities=tuple(Capability(**capability) for capability in capabilities),
-        )
-
 
 def are_tested(versions: Mapping[str, str]) -> bool:
     """Whether all these versions, by package, are in the tested ranges."""
@@ -132,7 +112,7 @@ def install_command(package: str) -> str:
     return f'pip install "{package}>={lowest},<{above}"'
 
 
-class Hook(Struct, frozen=True):
+class Hook(Struct, frozen=True, forbid_unknown_fields=True):
     """One private hook, or several with the same fallback."""
 
     group: str
@@ -209,11 +189,9 @@ def hook(group: str) -> Hook:
 
     Raises:
         KeyError: the register has no hook of this name.
-        TypeError: its table has an unknown field, or lacks one.
+        ValidationError: its table has an unknown field, or lacks one.
     """
-    table = _tables()[group]
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
-    return Hook(**values)
+    return convert(_tables()[group], Hook)
 
 
 @functools.cache

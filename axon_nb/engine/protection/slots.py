@@ -12,7 +12,6 @@ calls of `fully_shard`, and then gets the shards that were there. Process groups
 from __future__ import annotations
 
 import functools
-import json
 import mmap
 import os
 import pickle
@@ -21,8 +20,9 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -146,7 +146,7 @@ class SlotMemory:
 
     def publish(self, index: int, header: Header) -> None:
         """Say that a slot, 0 or 1, is complete."""
-        record, start = json.dumps(to_builtins(header)).encode(), index * _HEADER_BYTES
+        record, start = msgspec.json.encode(header), index * _HEADER_BYTES
         begin = start + _NUMBER.size + _LENGTHS.size
         self._headers[begin : begin + len(record)] = record
         _LENGTHS.pack_into(self._headers, start + _NUMBER.size, len(record), zlib.crc32(record))
@@ -197,12 +197,8 @@ def read_headers(fd: int) -> dict[int, Header]:
         begin = start + _NUMBER.size + _LENGTHS.size
         record = page[begin : begin + length]
         if record and zlib.crc32(record) == checksum:
-            found.append((number, index, _header(json.loads(record))))
+            found.append((number, index, msgspec.json.decode(record, type=Header)))
     return {index: header for _, index, header in sorted(found, reverse=True, key=lambda one: one[0])}
-
-
-def _header(fields: dict[str, Any]) -> Header:
-    return Header(**{**fields, "fence": tuple(fields["fence"])})
 
 
 def read_bytes(fd: int, offset: int, size: int) -> bytearray:
