@@ -18,13 +18,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct, field
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -194,8 +194,7 @@ class Recording(Mapping[str, tuple[torch.Tensor, ...]]):
         return f"<Recording of {len(self)} places, {format_bytes(self.nbytes)}{f'; {self.where}' * bool(self.where)}>"
 
 
-@dataclass
-class _Recorder:
+class _Recorder(Struct):
     """Keeps this rank's parts while the model runs, and joins them afterwards."""
 
     names: Sequence[str]

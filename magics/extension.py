@@ -91,12 +91,7 @@ _is_side_request: ContextVar[bool] = ContextVar("axon_nb_is_side_request", defau
 
 
 class Extension:
-    """What `%load_ext axon_nb` adds to a notebook's shell besides magics.
-
-    Args:
-        shell: The shell.
-        session: The notebook's session.
-    """
+    """What `%load_ext axon_nb` adds to a notebook's shell besides magics."""
 
     def __init__(self, shell: InteractiveShell, session: NotebookSession) -> None:
         self._shell = shell

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import BeginComparison, CompareRanks, EndComparison, PrepareComparison
 from axon_nb.records.protocol.wire import cell_source
@@ -86,8 +88,7 @@ async def compare(cluster: Cluster, run: RunsCell, code: str, options: dict[str,
     return verdict(result, 1 if plain else state.world_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """The first difference."""
 
     name: str
@@ -515,8 +516,7 @@ def _of_weight(entry: Entry, judged: Mapping[int, Judged], comparison: Compariso
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(Struct, frozen=True):
     """One tensor on one rank: its error, and what is allowed, in the unit of its norm."""
 
     error: float

@@ -6,12 +6,12 @@ import os
 import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from types import ModuleType
 from typing import NamedTuple
 
 from IPython.core.getipython import get_ipython
+from msgspec import Struct
 
 from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError
 from axon_nb.records.protocol.agent import ControllerExit, Exit
@@ -74,8 +74,7 @@ _STICKY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RankError:
+class RankError(Struct, frozen=True):
     """How a cell failed on one rank."""
 
     rank: int
@@ -94,8 +93,7 @@ class RankError:
         return f"{self.ename}: {self.evalue}" if self.ename else self.evalue
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """What is kept of ranks that died."""
 
     remedy: str = REPAIR_HINT
@@ -106,8 +104,7 @@ class Kept:
     """The last optimizer step to which a repair may bring all ranks back; None: it can bring them to none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """How a cell failed, by rank."""
 
     cause: RankError
@@ -473,11 +470,7 @@ def _capacity(folder: str) -> str:
 
 
 def shortage_hint(reports: Mapping[int, CellEnd]) -> str:
-    """Return what filled the memory of a rank that ran out of it, and what would take less; empty if none did.
-
-    Args:
-        reports: What each rank reported at the end of the cell.
-    """
+    """Return what filled the memory of a rank that ran out of it, and what would take less; empty if none did."""
     short = {rank: end.shortage for rank, end in reports.items() if end.shortage is not None}
     if not short:
         return ""

@@ -12,9 +12,10 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from axon_nb.cluster import rpc
 from axon_nb.cluster.cells.manager import CellManager
@@ -429,8 +430,7 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, (pandas.DataFrame, pandas.Series, pandas.Index, pandas.api.extensions.ExtensionArray))
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
+class SyncReport(Struct, frozen=True):
     """What `Cluster.sync` copied, and what it could not copy; prints as sentences."""
 
     source: int

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from axon_nb.errors import UsageError
@@ -25,8 +25,7 @@ _declared: Any = WeakTensorKeyDictionary()
 """Shape, mesh and placements of declared tensors, by tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """A tensor that is laid out over the ranks of a mesh, seen from one of them."""
 
     local: torch.Tensor

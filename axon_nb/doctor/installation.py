@@ -17,11 +17,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, field
 from packaging.requirements import InvalidRequirement, Requirement
 
 from axon_nb._version import __version__
@@ -53,8 +53,7 @@ _ENVIRONMENT = re.compile(r"(AXON_NB|CUDA|GLOO|NCCL|OMP|MKL|NVIDIA_VISIBLE|PYTOR
 _HOOKS_TITLE = "private hooks"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """Result of a child process."""
 
     content: dict[str, Any] = field(default_factory=dict)

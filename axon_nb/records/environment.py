@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _ON = ("1", "on", "true", "yes")
 _OFF = ("0", "off", "false", "no")
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(Struct, frozen=True):
     """One environment variable."""
 
     name: str
@@ -31,8 +31,7 @@ class Variable:
         return text in _ON if self.default.lower() in _OFF else text not in _OFF
 
 
-@dataclass(frozen=True, slots=True)
-class Variables:
+class Variables(Struct, frozen=True):
     """A set of related environment variables."""
 
     names: tuple[str, ...]

@@ -40,11 +40,11 @@ from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.snapshot import Trials, begin_trials
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
-from axon_nb.records.protocol.cells import CellFacts, Measurement, Pauses
+from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.ranks import name_ranks, resolve_ranks
-from axon_nb.records.slowness import Slowness
 
+_DEFAULTS = CellFacts()
 _TIMEOUT_S = 2.0
 """Idle ranks reply in milliseconds, unless the machine is busy."""
 LEFT_RUNNING = "was left running"
@@ -189,13 +189,13 @@ class CellManager:
             exclusive=exclusive,
             keep_failure=self.settings.debug and not is_debugger,
             is_debugger=is_debugger,
-            pauses=options.get("pauses", Pauses()),
+            pauses=options.get("pauses", _DEFAULTS.pauses),
             output_limit=state.settings.output_limit,
-            measurement=options.get("measurement", Measurement()),
+            measurement=options.get("measurement", _DEFAULTS.measurement),
             log_to=self.settings.log_to,
             undo_memory=self.settings.undo_memory if is_undoable else None,
             protect=self.settings.protect if is_undoable else None,
-            slowness=state.slowness if options.get("undoable", False) else Slowness(),
+            slowness=state.slowness if options.get("undoable", False) else _DEFAULTS.slowness,
             watch_numbers=self.settings.watch_numbers if options.get("undoable", False) else "",
         )
         if mode := facts.watch_numbers:

@@ -6,13 +6,14 @@ share a row.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
 
 from axon_nb.cluster.rpc import RankClient, request_all, request_each, request_waits
 from axon_nb.errors import ClusterLostError
@@ -143,8 +144,7 @@ def _gpu_use(state: ClusterState) -> tuple[GpuUse, ...]:
         return ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClusterStatus:
+class ClusterStatus(Struct, frozen=True):
     """What `%distributed status` returns: shown as a card, with units that people read."""
 
     info: ClusterInfo
@@ -203,14 +203,13 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
         else:
             state = replies[rank].state
             # Without the time, which differs between ranks: ranks with the same description are shown together.
-            text = describe_state(dataclasses.replace(state, since_ns=state.time_ns), late.get(rank, ()), paused)
+            text = describe_state(msgspec.structs.replace(state, since_ns=state.time_ns), late.get(rank, ()), paused)
             seconds = (state.time_ns - state.since_ns) / 1e9 if state.activity is Activity.WAITING else 0.0
             stacks[rank] = RankStack(text.rstrip(","), replies[rank].frames, state.cell, seconds)
     return Stacks(stacks)
 
 
-@dataclass(frozen=True, slots=True)
-class JobSnapshot:
+class JobSnapshot(Struct, frozen=True):
     """The job on all ranks at one moment."""
 
     reports: Mapping[int, JobReport]

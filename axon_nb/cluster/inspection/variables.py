@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from axon_nb.cluster import rpc
 from axon_nb.cluster.rpc import Replies, request_each
@@ -114,11 +115,6 @@ def agreement(facts: Mapping[int, VariableFacts], ranks: Sequence[int]) -> str:
 
 def difference_frame(state: ClusterState, name: str, reference: int = 0) -> pd.DataFrame:
     """Compare a variable on all ranks with that of rank `reference`; empty if all of it is the same.
-
-    Args:
-        state: The cluster.
-        name: The variable.
-        reference: The rank to compare with.
 
     Returns:
         One row for each part and rank that differ: what leads to the part, the number of differing elements, their

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import zmq
 
 from axon_nb.cluster.launch.placement import Layout
@@ -62,7 +62,7 @@ def can_recover(rank_info: Iterable[EngineInfo], backend: str) -> bool:
 def with_possible_backend(layout: Layout, rank_info: Iterable[EngineInfo]) -> Layout:
     """Return the layout that works with the installed versions: Gloo replaces shared memory that does not."""
     if layout.backend == "shm" and not can_recover(rank_info, "shm"):
-        return dataclasses.replace(layout, backend="gloo")
+        return msgspec.structs.replace(layout, backend="gloo")
     return layout
 
 

@@ -12,8 +12,9 @@ import functools
 import os
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.endpoint import Endpoint
@@ -303,8 +304,7 @@ def restart() -> Cluster:
     return start(old.world_size, **options)
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterEntry:
+class ClusterEntry(Struct, frozen=True):
     """A running cluster of this user, in whichever notebook it is used."""
 
     run_dir: RunDir

@@ -18,12 +18,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from json import loads  # by name: a cell may replace functions of the module
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from torch import nn
 
 from axon_nb.engine.debugger import Breakpoints, PostMortem
@@ -79,8 +79,7 @@ _MAX_VALUES = 16
 _NOTHING_MEASURED = Measurement()
 
 
-@dataclass(slots=True)
-class _Message:
+class _Message(Struct):
     number: int
     kind: str
     content: dict[str, Any] | bytes
@@ -88,8 +87,7 @@ class _Message:
     size: int
 
 
-@dataclass(slots=True)
-class _Omitted:
+class _Omitted(Struct):
     """How much output was discarded."""
 
     lines: int = 0
@@ -97,8 +95,7 @@ class _Omitted:
     displays: int = 0
 
 
-@dataclass(slots=True)
-class _CellRecord:
+class _CellRecord(Struct):
     """One cell."""
 
     facts: CellFacts

@@ -79,11 +79,7 @@ class Manifest:
 
 
 class CheckpointFolder:
-    """Checkpoints on disk; one rank writes, all can read.
-
-    Args:
-        path: The folder.
-    """
+    """Checkpoints on disk; one rank writes, all can read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -178,11 +178,7 @@ def distinct_ranks(size: int, run: Run) -> list[Lane]:
 
 
 def merged(records: Mapping[int, RankRecord]) -> list[Lane]:
-    """Group ranks by what they did, in the order of their first ranks.
-
-    Args:
-        records: The records by rank.
-    """
+    """Group ranks by what they did, in the order of their first ranks."""
     members: dict[int, list[int]] = {}
     for rank, record in records.items():
         members.setdefault(record.signature, []).append(rank)

@@ -298,9 +298,6 @@ def pipeline_parts(model: nn.Module) -> tuple[str, ...]:
 
     They are those of the model's own plan (`pp_plan` of transformers), else its equal blocks and what stands before and
     after the blocks. A list of blocks counts as its blocks.
-
-    Args:
-        model: The model.
     """
     if isinstance(model, nn.Sequential):
         return ()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from axon_nb.cluster.inspection.status import JobSnapshot
 from axon_nb.records.ranks import name_ranks
@@ -100,8 +101,7 @@ def _clamp(value: float) -> float:
     return max(-3.4e38, min(3.4e38, value))
 
 
-@dataclass(frozen=True, slots=True)
-class MergedBar:
+class MergedBar(Struct, frozen=True):
     """One loop of all ranks that run it."""
 
     desc: str
@@ -124,11 +124,7 @@ class MergedBar:
 
 
 def merge_bars(bars: Mapping[int, Sequence[Bar]]) -> list[MergedBar]:
-    """Merge loops of the same name and depth; outer ones come first, those that ended on all ranks last.
-
-    Args:
-        bars: The loops of each rank.
-    """
+    """Merge loops of the same name and depth; outer ones come first, those that ended on all ranks last."""
     groups: dict[tuple[int, str], dict[int, Bar]] = {}
     for rank, rank_bars in sorted(bars.items()):
         for bar in rank_bars:
@@ -203,8 +199,7 @@ def _rate(bar: Bar, *, is_over: bool) -> tuple[str, str]:
     return f"{rate:.3g} {bar.unit}/s", left
 
 
-@dataclass(frozen=True, slots=True)
-class RankRow:
+class RankRow(Struct, frozen=True):
     """One rank, as the table shows it."""
 
     rank: int

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from html import escape
 from itertools import pairwise
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.status import JobSnapshot, request_job
@@ -52,8 +53,7 @@ _MIN_INTERVAL_S = 2.0
 _MAX_REQUESTS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(Struct, frozen=True):
     """The vertical axis, from tick to tick."""
 
     low: float
@@ -401,7 +401,7 @@ class WatchView(LiveView):
             "heading": heading(store),
             "context": context(store),
             "running": store.cell is not None,
-            "bars": [asdict(bar) for bar in store.bars()],
+            "bars": [to_builtins(bar) for bar in store.bars()],
             "charts": charts,
             "titles": list(RANK_TITLES),
             "ranks": [_live_row(row, most_memory) for row in rows[:_MAX_LIVE_RANKS]],
