@@ -110,7 +110,7 @@ def declare_placements(
                 whole[kind.dim] *= size
     else:
         whole = list(shape)
-        part = _part(whole, kinds, mesh.shape, coordinates)
+        part = part_shape(whole, kinds, mesh.shape, coordinates)
     if part != list(tensor.shape):
         raise UsageError(
             f"shape {tuple(whole)} with {kinds} gives this rank a part of shape {tuple(part)}, but the tensor has "
@@ -120,7 +120,7 @@ def declare_placements(
     return tensor
 
 
-def _part(shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], at: Sequence[int]) -> list[int]:
+def part_shape(shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], at: Sequence[int]) -> list[int]:
     """Return the shape of a rank's part, as `torch.chunk` splits."""
     part = list(shape)
     for kind, size, index in zip(placements, sizes, at, strict=True):
