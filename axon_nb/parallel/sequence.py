@@ -29,6 +29,9 @@ from axon_nb.records.hooks import missing_hooks
 
 Chunk = tuple[int, int]
 """First position, and the one after the last."""
+_EXCHANGES = ("ring", "all_to_all")
+_ROWS = 1024
+"""Queries whose scores are held at a time where no fused kernel returns the log-sum-exp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,6 @@ class _Block:
     mask: torch.Tensor | None
     """Which scores count, shape (batch or 1, 1, queries, keys); None: all, but for `triangle`."""
     scale: float
-
-
-_EXCHANGES = ("ring", "all_to_all")
-_ROWS = 1024
-"""Queries whose scores are held at a time where no fused kernel returns the log-sum-exp."""
 
 
 class ContextParallel:
