@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from axon_nb.comm import InvalidArgumentError, TensorError, World
@@ -151,3 +152,40 @@ def test_what_cannot_be_split_is_refused(two: Any) -> None:
             functional.scaled_dot_product_attention(part, part, part, dropout_p=0.5)
 
     two.run(work)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_model_of_transformers_needs_no_change_under_fsdp2(gloo: Any, batch: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.randint(50, (batch, 38), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+    )
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).double()
+
+    def work(world: World) -> Any:
+        own = model()
+        for layer in own.model.layers:
+            fully_shard(layer)
+        fully_shard(own)
+        with ContextParallel(inputs.shape[1]) as context:
+            logits = own(context.split(inputs), position_ids=context.positions()[None]).logits
+            losses = functional.cross_entropy(logits.transpose(1, 2), context.split(targets), reduction="none")
+            context.mean(losses).backward()
+        return [parameter.grad.full_tensor() for parameter in own.parameters()]
+
+    whole = model()
+    functional.cross_entropy(whole(inputs).logits.transpose(1, 2), targets).backward()
+    for gradients in gloo(2).run(work):
+        for (name, parameter), gradient in zip(whole.named_parameters(), gradients, strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-12, msg=_naming(name))
