@@ -165,7 +165,8 @@ def _of_spmd_types(tensor: Any) -> Placed | None:
     if any(list(entry) != [axis for axis in axes if axis in entry] for entry in spec if entry != (None,)):
         return None
     dims = {axis: dim for dim, entry in enumerate(spec) for axis in entry}
-    shape, placements = list(tensor.shape), []
+    placements: list[Any] = []
+    shape = list(tensor.shape)
     for axis in axes:
         if axis in dims:
             shape[dims[axis]] *= axis.size()
@@ -186,7 +187,7 @@ def _mesh_of(axes: tuple[Any, ...], device: str) -> DeviceMesh | None:
         return None
     groups = list(dist.distributed_c10d._world.pg_map)
     spmd_axis = type(axes[0])
-    found = [next((group for group in groups if spmd_axis.of(group) == axis), None) for axis in axes]
+    found: list[Any] = [next((group for group in groups if spmd_axis.of(group) == axis), None) for axis in axes]
     if None in found:
         return None
     key = (device, *map(id, found))
@@ -199,7 +200,8 @@ def _mesh_of(axes: tuple[Any, ...], device: str) -> DeviceMesh | None:
         ranks = ranks + dist.get_rank()
         # The groups are kept with the mesh, so their ids stay theirs.
         _meshes[key] = DeviceMesh.from_group(found, device, mesh=ranks, mesh_dim_names=names), found
-    return _meshes[key][0]
+    mesh: DeviceMesh = _meshes[key][0]
+    return mesh
 
 
 _READERS = (_of_dtensor, _of_declared, _of_spmd_types)

@@ -19,6 +19,9 @@ from axon_nb.errors import UsageError
 from axon_nb.parallel import Checkpoints, clip_grad_norm, make_mesh
 from tests.support.ranks import RankWorld
 
+types: Any = spmd_types
+"""As it exports its names in a way that type checkers do not follow."""
+
 
 def _refusal(*arguments: Any, **keywords: Any) -> str:
     with pytest.raises(UsageError) as error:
@@ -70,17 +73,17 @@ def test_types_of_plain_tensors_are_read() -> None:
     def look(world: World) -> list[Any]:
         mesh = make_mesh(dp=2, tp=2, device="cpu")
         dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
-        spec = spmd_types.PartitionSpec
+        spec = types.PartitionSpec
         typed = []
         for kinds, where in [
-            ({dp: spmd_types.R, tp: spmd_types.V}, spec(None, tp)),
-            ({dp: spmd_types.V, tp: spmd_types.V}, spec((dp, tp), None)),
-            ({dp: spmd_types.I, tp: spmd_types.P}, None),
-            ({dp: spmd_types.V, tp: spmd_types.V}, spec((tp, dp), None)),  # no placements say this
-            ({dp: spmd_types.R, tp: spmd_types.V}, None),  # of what, nobody knows
-            ({tp: spmd_types.S(0)}, None),
+            ({dp: types.R, tp: types.V}, spec(None, tp)),
+            ({dp: types.V, tp: types.V}, spec((dp, tp), None)),
+            ({dp: types.I, tp: types.P}, None),
+            ({dp: types.V, tp: types.V}, spec((tp, dp), None)),  # no placements say this
+            ({dp: types.R, tp: types.V}, None),  # of what, nobody knows
+            ({tp: types.S(0)}, None),
         ]:
-            typed.append(spmd_types.assert_type(torch.zeros(4, 3), kinds, *([] if where is None else [where])))
+            typed.append(types.assert_type(torch.zeros(4, 3), kinds, *([] if where is None else [where])))
         found = [placed(tensor) for tensor in (*typed, torch.zeros(4, 3))]
         own = [None if one is None else (one.shape, one.placements, one.mesh.mesh.tolist()) for one in found]
         assert found[0] is not None
@@ -108,7 +111,7 @@ def test_a_model_of_typed_parts_is_clipped_and_saved_as_a_whole(tmp_path: Path) 
         mesh = make_mesh(tp=world.world_size(), device="cpu")
         layer = torch.nn.Linear(3, 8 // world.world_size(), bias=False)
         layer.weight.data = whole.chunk(world.world_size())[world.rank()].clone()
-        spmd_types.assert_type(layer.weight, {mesh.get_group("tp"): spmd_types.S(0)})
+        types.assert_type(layer.weight, {mesh.get_group("tp"): types.S(0)})
         return layer
 
     def save(world: World) -> float:
