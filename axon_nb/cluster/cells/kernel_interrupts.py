@@ -36,6 +36,8 @@ _SUBSHELL_NOTE = (
     "This cell runs on a subshell, which the stop button does not reach. To interrupt it, press Interrupt in the "
     "panel, or run `%distributed cancel` in the notebook."
 )
+_GUARDED = (signal.SIGALRM, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals whose handlers may raise while an awaited cell waits."""
 _CATCHING = ("IPython.", "ipykernel.", "axon_nb.magics.")
 """Packages whose tasks run cells and requests, and catch KeyboardInterrupt."""
 
@@ -51,6 +53,8 @@ class InterruptQueue:
     def __init__(self, has_cancelled: Callable[[], bool] = lambda: False, *, in_task: bool = False) -> None:
         self.has_cancelled, self.in_task = has_cancelled, in_task
         self.count = 0
+        self.raised: BaseException | None = None
+        """What the handler of another signal raised in the event loop while this cell was awaited."""
         self._callback: Callable[[], None] | None = None
 
     def forward_to(self, callback: Callable[[], None]) -> None:
@@ -215,23 +219,60 @@ class KernelInterrupts:
         self._previous: Any = None
         self._handler: KernelInterruptHandler | None = None
         self._has_noted_subshell = False
+        self._awaited: list[InterruptQueue] = []
+        self._guarded: dict[signal.Signals, Any] = {}
+        """The user's handlers of other signals, by number, while a cell was last awaited."""
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[InterruptQueue]:
+    def capture(self, *, awaited: bool = False) -> Iterator[InterruptQueue]:
         """Send interrupts to the cell only; outside the main thread there are none.
+
+        Args:
+            awaited: Whether the event loop runs meanwhile: what a signal's handler raises there goes to the cell.
 
         Raises:
             KeyboardInterrupt: at the end, if there was an interrupt and the body did not raise.
             CancelledError: instead, in a task of the user's own: a KeyboardInterrupt there ends the event loop.
         """
         in_task = _is_in_users_task()
+        ends_loop = (KeyboardInterrupt, SystemExit) if self._handler is not None else KeyboardInterrupt
         try:
-            with self._captured(in_task=in_task) as interrupts:
+            with self._captured(in_task=in_task) as interrupts, self._guarding(interrupts if awaited else None):
                 yield interrupts
-        except KeyboardInterrupt as error:
+        except ends_loop as error:
             if in_task:
                 raise asyncio.CancelledError(str(error)) from error
             raise
+
+    @contextlib.contextmanager
+    def _guarding(self, interrupts: InterruptQueue | None) -> Iterator[None]:
+        """Raise in the awaited cell what handlers of signals raise in the event loop, which would end the kernel."""
+        if interrupts is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if not self._awaited:
+            for number in _GUARDED:
+                handler = signal.getsignal(number)
+                if callable(handler) and handler != self._on_other:
+                    self._guarded[number] = handler
+                    signal.signal(number, self._on_other)
+        self._awaited.append(interrupts)
+        try:
+            yield
+        finally:
+            self._awaited.remove(interrupts)
+            for number, handler in self._guarded.items() if not self._awaited else ():
+                if signal.getsignal(number) == self._on_other:
+                    signal.signal(number, handler)
+
+    def _on_other(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._guarded[signal.Signals(number)](number, frame)
+        except BaseException as error:
+            if not self._awaited or _is_in_users_task():  # whose own error it is
+                raise
+            for interrupts in self._awaited:
+                interrupts.raised = error
 
     @contextlib.contextmanager
     def _captured(self, *, in_task: bool) -> Iterator[InterruptQueue]:
