@@ -23,6 +23,7 @@ def test_failed_rank_and_user_line_come_first(kernel: Kernel) -> None:
     assert "axon_nb/" not in reply.traceback
     (card,) = reply.displays
     assert set(card) == {"text/html", MIME_TYPE}, "front ends without HTML show the traceback alone"
+    assert card[MIME_TYPE] == {**reply.record, "seconds": None}, "equal runs save equal outputs"
     assert "Rank 2 raised ValueError" in card["text/html"]
     assert ">raise ValueError(f&#x27;bad value on {rank}&#x27;)</mark>" in card["text/html"]
     assert "%distributed debug --ranks 2" in card["text/html"]
