@@ -17,10 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
+from axon_nb.errors import AxonError, CellInterrupt
 from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.stacks import library_of
 from axon_nb.shell import user_frame
 
 _INTERRUPT_LINE = "raise KeyboardInterrupt  # the cell was interrupted before its first line"
@@ -157,14 +159,12 @@ class KernelInterruptHandler:
         return await self._run_code(code, result, async_=async_)
 
     def _show(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Show a traceback as IPython does, without the frame of the handler that raised in the user's code."""
+        """Show a traceback as IPython does, without our frames below the user's code."""
         error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
-        call = error.__traceback__ if isinstance(error, KeyboardInterrupt) else None
-        while call is not None and call.tb_next is not None:
-            if call.tb_next.tb_frame.f_code is KernelInterruptHandler._on_interrupt.__code__:
-                call.tb_next = None
-            else:
-                call = call.tb_next
+        if isinstance(error, (AxonError, CellInterrupt)):  # rich.traceback ignores how they render themselves
+            _cut_after_last(error, lambda code: not library_of(code.co_filename))
+        elif isinstance(error, KeyboardInterrupt):
+            _cut_after_last(error, lambda code: code is not KernelInterruptHandler._on_interrupt.__code__)
         self._showtraceback(exc_tuple, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -184,6 +184,15 @@ class KernelInterruptHandler:
             finally:
                 if not _succeeded(future):
                     self._pending_at = None
+
+
+def _cut_after_last(error: BaseException, is_kept: Callable[[CodeType], bool]) -> None:
+    """Leave out the frames of a traceback below the last one that is kept."""
+    last, call = None, error.__traceback__
+    while call is not None:
+        last, call = (call if is_kept(call.tb_frame.f_code) else last), call.tb_next
+    if last is not None:
+        last.tb_next = None
 
 
 def _is_in_users_task() -> bool:

@@ -294,6 +294,24 @@ def test_errors_shown_by_other_code(kernel: Kernel, what: str, tmp_path: Path) -
     assert "line 3, in boom()" in kernel.run(f"%%distributed --ranks 1\n{failing}").traceback
 
 
+def test_errors_shown_by_rich_in_the_notebook_are_without_our_frames(kernel: Kernel) -> None:
+    pytest.importorskip("rich")
+    kernel.ok(
+        "t_shell = get_ipython()\nfrom rich.traceback import install\n"
+        "t_kept = {t_n: vars(t_shell).get(t_n) for t_n in ('_showtraceback', 'showtraceback', 'showsyntaxerror')}\n"
+        "_ = install()"
+    )
+    replies = [kernel.run(cell) for cell in ("%%distributed\n1 / 0", "%pull nothing_there --ranks 0")]
+    kernel.ok(
+        "for t_n, t_value in t_kept.items():\n    delattr(t_shell, t_n)\n"
+        "    if t_value is not None: setattr(t_shell, t_n, t_value)"
+    )
+    for reply, kind in zip(replies, ("CellError", "UsageError"), strict=True):
+        shown = "\n".join(data.get("text/plain", "") for data in reply.displays)
+        assert kind in shown
+        assert "axon_nb/" not in shown, "only the line of the cell"
+
+
 def test_exit_with_which_a_library_answers_an_abort_is_the_abort(kernel: Kernel) -> None:
     reply = kernel.run(
         "%%distributed\nimport time\ndef fit():\n    try:\n        while True: time.sleep(0.01)\n"
