@@ -124,7 +124,7 @@ class CellManager:
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """See `Cluster.run_async`."""
-        with self._interrupts.capture() as interrupts:
+        with self._interrupts.capture(awaited=True) as interrupts:
             run = self._start(code, options)
             return await run_to_completion_async(run, interrupts, lambda: self.finish(run, options))
 
