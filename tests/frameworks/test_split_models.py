@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support.kernel import Kernel
@@ -30,11 +32,18 @@ torch.manual_seed(rank)
 drawn = model.generate(tokens, do_sample=True, max_new_tokens=8)
 drawn = model.generate(tokens, do_sample=True, max_new_tokens=8)
 """)
-    assert reply.shown().count("axon_nb: the inputs of LlamaForCausalLM differ between ranks 0-1 in call") == 1
-    assert "at line 3" in reply.shown()
+    wanted = r"axon_nb: the inputs of LlamaForCausalLM differ between ranks 0-1 since call \d at line 3, so each rank"
+    assert len(re.findall(wanted, reply.shown())) == 1
     assert "Run `%distributed seed 0`" in reply.shown()
     reply = two.ok("%%distributed\nmodel(tokens + rank).logits.shape")
-    assert "differ between ranks 0-1 in call" in reply.shown(), "once in each cell"
+    assert "differ between ranks 0-1 since call 1 at line 2" in reply.shown(), "once in each cell"
+    reply = two.ok("""%%distributed
+for step in range(100):
+    model(tokens + rank * (step == 80))
+""")
+    assert "differ between ranks 0-1 since one of the calls 65 to 100 at line 3" in reply.shown(), "one call was enough"
+    reply = two.ok("%%distributed\nmodel(inputs_embeds=torch.ones(1, 3, 32) * (1 + rank)).logits.shape")
+    assert "differ between ranks 0-1 since call 1 at line 2" in reply.shown()
     two.ok("%distributed seed 0")
     reply = two.ok("""%%distributed
 drawn = model.generate(tokens, do_sample=True, max_new_tokens=8)
@@ -85,7 +94,7 @@ model(tokens)
     reply = two.ok("%%distributed\nfor _ in range(3):\n    model(tokens)\n")
     assert "differ" not in reply.shown()
     reply = two.ok("%%distributed\nfor _ in range(3):\n    model(tokens + rank)\n")
-    assert "differ between ranks 0-1" in reply.shown()
+    assert "differ between ranks 0-1 since call 1 at line 3" in reply.shown()
 
 
 def test_norms_are_drawn_as_copies(two: Kernel) -> None:

@@ -124,6 +124,32 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
+class NotedInput:
+    """Numbers of what a module was called with, which ranks that share the model should have alike."""
+
+    module: str
+    """Empty: the model itself."""
+    line: str
+    """Of the cell, such as `` at line 3``."""
+    call: int
+    """Of the model in this cell, from 1."""
+    number: float
+    norm: float
+    """By a fraction of which `number` may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCalls:
+    """What a cell called a tensor-parallel model with."""
+
+    model: str
+    """Its class."""
+    ranks: tuple[int, ...]
+    """The ranks that share it."""
+    inputs: tuple[NotedInput, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ProfiledOperation:
     """One operation in a profile; times are sums over its calls, in milliseconds."""
 
@@ -159,6 +185,7 @@ class CellEnd:
     has_value: bool = False
     """Whether the last expression has a value to fetch."""
     draws: Draws | None = None
+    model_calls: tuple[ModelCalls, ...] = ()
     cpu_seconds: float | None = None
     """CPU time of all threads; None if the cell failed."""
     repetitions: tuple[float, ...] | None = None
