@@ -128,6 +128,41 @@ seen
     )
 
 
+LOOK = """%%distributed
+from axon_nb import inside
+
+model.set_attn_implementation("eager")
+places = ("layers.*", "layers.*.self_attn:heads", "layers.0.self_attn:attention", "lm_head")
+with torch.no_grad(), inside.record(model, *places) as seen:
+    drawn = model.generate(tokens, max_new_tokens=3, do_sample=False)
+    best = model(drawn[:, :-1]).logits[0].argmax(-1)
+"""
+
+
+def test_recording_is_shown_and_redrawn(two: Kernel) -> None:
+    two.ok(MODEL)
+    two.ok(LOOK)
+    (bundle,) = two.ok("%inside seen").displays
+    text, page = bundle["text/plain"], bundle["text/html"]
+    assert text.startswith("seen: 6 places on 2 ranks\n")
+    assert "model.layers.0.self_attn:heads: (1, 3, 4, 8), heads split over ranks 0-1; norms" in text
+    assert "model.layers.1: (1, 3, 32), whole on each rank; norms" in text
+    assert "lens" not in text
+    maps = page.split("attention of head ")[1:]
+    assert [one.split('title="')[1][: len("rank 0")] for one in maps] == ["rank 0", "rank 0", "rank 1", "rank 1"]
+    assert "<script" not in page
+    (bundle,) = two.ok("""%%distributed
+found = inside.lens(model, seen, lambda token: f"<{token}>")
+assert torch.equal(found["model.layers.1"][0][0, -5:], best), "the last block's words are the model's"
+""").displays
+    assert re.search(r"model.layers.1: .* lens <\d+> <\d+>", bundle["text/plain"]), "the picture is redrawn"
+    assert "&lt;5&gt;" in bundle["text/html"], "words are text"
+    for name, problem in {"nothing": "does not exist", "tokens": r"\(type Tensor\) is not a recording"}.items():
+        reply = two.run(f"%inside {name}")
+        assert not reply.ok
+        assert re.search(f"UsageError: '{name}' {problem}", reply.shown())
+
+
 def test_wrong_name_ends_the_cell_with_one_sentence(two: Kernel) -> None:
     two.ok(MODEL)
     reply = two.run("""%%distributed
