@@ -23,6 +23,7 @@ from axon_nb.cluster.failures import (
     Kept,
     cell_error,
     context_hint,
+    different_inputs_hint,
     hint_for,
     interrupt_error,
     left_calls_hint,
@@ -294,8 +295,8 @@ class CellManager:
             raise ClusterLostError(f"The cluster {state.name!r} {run.cell.lost} {when}. {hint}")
         state.health.track_stuck(run)
         replaced = replace_stuck(state, run.cell.to_replace)
-        if left := left_calls_hint(run.cell.ends):
-            print(left, file=sys.stderr)
+        for hint in filter(None, (left_calls_hint(run.cell.ends), different_inputs_hint(run.cell.ends))):
+            print(hint, file=sys.stderr)
         numbers = run.abort.judge_numbers(failed=any(error.kind == "raised" for error in run.errors.values()))
         failure = failure_of(run, replaced, kept_of(state, self.settings.protect, run.errors.values()))
         record = cell_record(run, failure)

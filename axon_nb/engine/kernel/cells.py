@@ -64,6 +64,8 @@ _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _MAX_MODULES = 5000
 _NUMPY_SEEDS = 1 << 32
+_SPLIT_MODELS = "axon_nb.compat.transformers"
+"""Loaded once transformers has split a model over ranks."""
 FEATURES = {
     "log_to": "axon_nb.engine.trackers:MetricsWriter",
     "protect": "axon_nb.engine.protection.protection:Protection",
@@ -453,6 +455,7 @@ class CellRunner:
             aborted_at=aborted_at,
             has_value=has_value,
             draws=draws.report(shell) if communicated > 0 else None,
+            model_calls=() if (split_models := sys.modules.get(_SPLIT_MODELS)) is None else split_models.take_calls(),
             threads=() if is_ok else session.groups.calls.calling_threads(),
             left=session.groups.calls.left(),
             shortage=None if is_ok else memory_shortage(session, reply["ename"], reply["evalue"]),
