@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from axon_nb.wrong_numbers import listing
-
 PAGE = "docs/help/troubleshooting.md"
 """The page's file in the repository; a wheel has it next to this module."""
 MORE = "More: "
@@ -86,8 +84,12 @@ def explain(words: Sequence[str]) -> str:
     known, typed = entries(), " ".join(words)
     exact = [entry for entry in known if entry.name in (typed, name_of(typed))]
     found = exact or [entry for entry in known if typed.lower() in f"{entry.name} {entry}".lower()]
+    if [entry.name for entry in found] == ["wrong-numbers"]:
+        from axon_nb.wrong_numbers import listing  # no start needs it
+
+        return f"{found[0]}\n\n{listing()}"
     if len(found) == 1:
-        return "\n\n".join([str(found[0]), *([listing()] if found[0].name == "wrong-numbers" else [])])
+        return str(found[0])
     width = max((len(entry.name) for entry in known), default=0)
     head = "" if found or not typed else f"No entry contains {typed!r}. These are all:\n"
     return head + "\n".join(f"{entry.name:<{width}}  {entry.message.strip()}" for entry in found or known)

@@ -14,7 +14,6 @@ from axon_nb.cluster.settings import Settings
 from axon_nb.records.environment import USER_CACHE
 from axon_nb.records.hooks import Capability, install_command, missing_hooks
 from axon_nb.records.protocol.agent import EngineInfo
-from axon_nb.wrong_numbers import note
 
 RESTART = "Run `%distributed restart` to start all ranks again."
 """How to get back a dead or stuck rank that cannot be replaced."""
@@ -126,6 +125,8 @@ def _wrong_numbers(version: str, backend: str) -> str:
         return ""
     with contextlib.suppress(OSError):  # the self-test has made the folder, unless there is no place for it
         mark.touch()
+    from axon_nb.wrong_numbers import note  # once per version
+
     return note(version, backend)
 
 
