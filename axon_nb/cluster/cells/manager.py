@@ -178,6 +178,9 @@ class CellManager:
         self.add(run)
         if not quiet and (note := self._interrupts.subshell_note()):
             print(note)
+        if not quiet and cell_code.DEPRECATED.search(code):
+            for line in cell_code.deprecations(code):
+                print(line, file=sys.stderr)
         if ahead and not quiet:
             print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
         exclusive = options.get("exclusive", False) and is_exclusive(state, run)
