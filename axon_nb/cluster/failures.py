@@ -37,6 +37,7 @@ _OUT_OF_MEMORY = {True: ": out of memory", None: " (out of memory?)", False: ""}
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _CELL_FRAME = re.compile(r"Cell In\[(?P<cell>\d+)\], line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?")
 _ANY_FRAME = re.compile(r"^(?:(?P<cell>Cell In\[\d+\]), line |File (?P<file>[^\n]+?):)(?P<line>\d+)", re.MULTILINE)
+_WAITED_IN = re.compile(r"\b(?:waits?|is|are) in (\w+) at line ")
 _WAITED_AT = re.compile(r" at line (\d+)")
 _DISTRIBUTIONS = {
     "accelerate": "accelerate",
@@ -357,7 +358,10 @@ def next_commands(failure: Failure, ranks: Sequence[int]) -> Iterator[tuple[str,
     """
     kinds = {error.kind for error in failure.errors.values()}
     stuck = sorted(rank for rank, error in failure.errors.items() if error.kind == "stuck")
-    if failure.cause.kind == "raised":
+    if failure.explanation and (call := _WAITED_IN.search(failure.explanation)):
+        yield f"%%distributed --break {call[1]}", f"in the cell, pauses each rank before {call[1]}, to see who comes"
+        yield "%distributed help waiting-for", "explains hangs"
+    elif failure.cause.kind == "raised":
         rank = failure.alike[0]
         yield f"%distributed debug --ranks {rank}", f"opens the debugger where rank {rank} failed"
         yield "%distributed vars", "shows the variables of all ranks, and which differ"

@@ -6,6 +6,7 @@ Checks that may crash or hang run in child processes: each has a time limit, and
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -241,7 +242,7 @@ def wrong_numbers(build: Answer) -> Section:
     """
     found = [one for one in faults_of(_version("torch") or "") if build.content.get("gpus") or not one.gpus]
     findings = tuple(Finding(one.name, f"{one} ({one.source})") for one in found)
-    data = {"faults": [asdict(one) for one in found]}
+    data = {"faults": [dataclasses.asdict(one) for one in found]}
     return Section("wrong without an error", findings or (Finding("torch", "nothing known"),), data)
 
 

@@ -84,8 +84,8 @@ def describe_state(state: RankState | None, late: Sequence[int] = (), paused: Co
     if state is None:
         return "does not reply"
     if state.activity not in (Activity.COLLECTIVE, Activity.WAITING):
-        is_at_line = state.line and state.activity in (Activity.RUNNING, Activity.PAUSED)
-        return state.activity.value + (f" line {state.line}" if is_at_line else "")
+        where = {Activity.RUNNING: f" line {state.line}", Activity.PAUSED: f" at line {state.line}"}
+        return state.activity.value + (where.get(state.activity, "") if state.line else "")
     seconds = (state.time_ns - state.since_ns) / 1e9
     at = f" at line {state.line}" if state.line else ""
     verb = "waiting in" if state.activity is Activity.WAITING else "in"
@@ -325,7 +325,7 @@ def cluster_card(info: ClusterInfo, *, measured: bool = True) -> dict[str, str]:
         info: The cluster.
         measured: Whether to show process ids, memory and GPUs' figures, which are others in each run of a notebook.
     """
-    info = info if measured else dataclasses.replace(info, gpus=())
+    info = info if measured else msgspec.structs.replace(info, gpus=())
     rows = _card_rows(info)
     columns = _card_columns(info, rows[:_MAX_ROWS], measured=measured)
     return {"text/html": _card_html(info, rows, columns), "text/plain": _card_text(info, rows, columns)}

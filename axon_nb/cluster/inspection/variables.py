@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
 _TIMEOUT_S = 60.0
-_VARIABLE_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
+_VARIABLE_COLUMNS = ("name", "ranks", "type", "shape", "dtype", "bytes", "device", "placements")
 _MERGED_COLUMNS = {"type": "type", "shape": "shape", "dtype": "dtype", "device": "device", "placements": "where"}
 """By column, the key of the ranks' reports."""
 PREDEFINED = frozenset({
