@@ -50,7 +50,7 @@ class _Bucket(NamedTuple):
     low: float
     total: float
     high: float
-    count: int
+    size: int
     step: float
     last_total: float
     last_count: int
@@ -92,7 +92,7 @@ class Series:
             last = max(old, new, key=lambda bucket: bucket.step)[4:]
             if old.step == new.step:
                 last = (new.step, old.last_total + new.last_total, old.last_count + new.last_count)
-            new = _Bucket(low, old.total + new.total, high, old.count + new.count, *last)
+            new = _Bucket(low, old.total + new.total, high, old.size + new.size, *last)
         self._points[index] = new
 
     def _double_stride(self) -> None:
@@ -108,7 +108,7 @@ class Series:
             Point(
                 index * self.stride,
                 bucket.low,
-                bucket.last_total / bucket.last_count if is_stepped else bucket.total / bucket.count,
+                bucket.last_total / bucket.last_count if is_stepped else bucket.total / bucket.size,
                 bucket.high,
             )
             for index, bucket in sorted(self._points.items())

@@ -151,8 +151,8 @@ def chart_svg(points: Sequence[Point], axis: Axis, color: str, earlier: Sequence
     if len(points) > 1:
         mean = f'<path d="M{line}" fill="none" stroke="{color}" stroke-width="1.75"/>'
     elif points:
-        x, y = place(points[0].step, points[0].mean).split()
-        mean = f'<circle cx="{max(3.0, float(x))}" cy="{y}" r="2.5" fill="{color}"/>'
+        left, top = place(points[0].step, points[0].mean).split()
+        mean = f'<circle cx="{max(3.0, float(left))}" cy="{top}" r="2.5" fill="{color}"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {WIDTH + 2} {HEIGHT + 2}" width="{WIDTH}" '
         f'height="{HEIGHT}" preserveAspectRatio="none"><path d="{grid}" stroke="{INK}" stroke-opacity=".3"/>'
