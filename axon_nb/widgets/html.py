@@ -9,9 +9,10 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from html import escape
 from typing import Literal
+
+from msgspec import Struct
 
 from axon_nb.records.colors import KINDS, RANKS, ROLES, STATES, Color, contrast
 from axon_nb.records.telemetry import Activity
@@ -58,8 +59,7 @@ def rank_color(rank: int) -> Color:
 # ---- activities and kinds of spans -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ActivityPaint:
+class ActivityPaint(Struct, frozen=True):
     """How one activity is drawn, and its label."""
 
     activity: Activity
@@ -88,8 +88,7 @@ ACTIVITIES = (
 ACTIVITY_CODES = {paint.activity: code for code, paint in enumerate(ACTIVITIES)}
 
 
-@dataclass(frozen=True, slots=True)
-class SpanPaint:
+class SpanPaint(Struct, frozen=True):
     """How one kind of span is drawn, and its label."""
 
     kind: str

@@ -121,8 +121,8 @@ def _on_message(view_ref: weakref.ref[LiveView], message: dict[str, Any]) -> Non
 class Panel(ABC):
     """A view and its picture, which is redrawn after each cell, and folded while the view is shown."""
 
-    view: Any
-    """The widget."""
+    view: Any = None
+    """The widget; None: there is a picture only."""
 
     def __init__(self) -> None:
         self._saved: DisplayHandle | None = None
@@ -140,7 +140,8 @@ class Panel(ABC):
 
     def open(self, shell: InteractiveShell) -> None:
         """Show the panel in the running cell and update it from now on."""
-        display(self.view)
+        if self.view is not None:
+            display(self.view)
         self._shell = shell
         self._saved = display(self._foldable_picture(shell), raw=True, display_id=True)
         shell.events.register("post_run_cell", self._after_cell)

@@ -11,9 +11,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any, Literal
+
+from msgspec import Struct, to_builtins
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.variables import LayoutRequest
@@ -58,8 +59,7 @@ _MAX_TENSORS = 2000
 _MIN_INTERVAL_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """One region of a tensor, and the ranks that hold it."""
 
     ranks: tuple[int, ...]
@@ -76,8 +76,7 @@ class Part:
         return 0 in self.shape
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedTensor:
+class PlacedTensor(Struct, frozen=True):
     """A tensor and where its parts are."""
 
     name: str
@@ -182,8 +181,7 @@ def describe_placement(tensor: PlacedTensor) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class Alike:
+class Alike(Struct, frozen=True):
     """Tensors that differ by one number in their names only."""
 
     name: str
@@ -218,8 +216,7 @@ def _folded_name(group: Sequence[PlacedTensor]) -> str:
     return f"{name[: match.start()]}{format_ranks(numbers)}{name[match.end() :]}"
 
 
-@dataclass(frozen=True, slots=True)
-class Mesh:
+class Mesh(Struct, frozen=True):
     """Ranks row by row; the last axis goes from left to right."""
 
     title: str
@@ -258,8 +255,7 @@ def _sizes(axes: Sequence[str], shape: Sequence[int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in zip(axes, shape, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(Struct, frozen=True):
     """One part as a rectangle, in units of the drawing."""
 
     x: float
@@ -276,8 +272,7 @@ class Box:
     """Description for a tooltip, a screen reader, or a table."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
+class Drawing(Struct, frozen=True):
     """A tensor as boxes."""
 
     width: float
@@ -534,7 +529,7 @@ def _first_tensors(shards: Sequence[Shard], notes: Sequence[str]) -> tuple[list[
 
 
 def _live_row(tensor: PlacedTensor, drawings: dict[str, int]) -> dict[str, Any]:
-    drawing = asdict(draw(tensor))
+    drawing = to_builtins(draw(tensor))
     return {
         "name": tensor.name,
         "role": tensor.role,

@@ -6,7 +6,6 @@ Once all are registered, each gets its placement, joins the world and passes one
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import socket
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import ipyparallel as ipp
 import psutil
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher
+from msgspec.structs import asdict
 from traitlets.config import Config
 
 from axon_nb.cluster import rpc
@@ -307,7 +307,7 @@ def join_config(
 ) -> JoinConfig:
     """Return how `rank` joins."""
     return JoinConfig(
-        **dataclasses.asdict(placement),
+        **asdict(placement),
         rank=rank,
         world_size=layout.num_ranks,
         backend=layout.backend,

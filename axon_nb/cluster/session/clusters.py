@@ -13,8 +13,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.endpoint import Endpoint
@@ -318,8 +319,7 @@ def restart(on_progress: Callable[[str], None] = lambda _: None) -> Cluster:
     return start(old.world_size, **options, on_progress=on_progress)
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterEntry:
+class ClusterEntry(Struct, frozen=True):
     """A running cluster of this user, in whichever notebook it is used."""
 
     run_dir: RunDir

@@ -15,8 +15,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar
+
+from msgspec import Struct
 
 from axon_nb.errors import UsageError
 from axon_nb.records.environment import RUN_ID
@@ -32,8 +33,7 @@ _MAX_FINISHED = 16
 _WIDTH = 10
 
 
-@dataclass(frozen=True, slots=True)
-class MetricRow:
+class MetricRow(Struct, frozen=True):
     """One call of `axon_nb.log`."""
 
     step: int
@@ -44,8 +44,7 @@ class MetricRow:
     values: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class JobReport:
+class JobReport(Struct, frozen=True):
     """Snapshot of one rank's job."""
 
     rank: int
@@ -71,8 +70,7 @@ class JobReport:
     bars: tuple[Bar, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Throughput:
+class Throughput(Struct, frozen=True):
     """Steps and items per second; None if unknown."""
 
     steps_per_s: float | None = None
@@ -289,8 +287,7 @@ def _number(name: str, value: Any) -> Any:
         raise refused from None
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(Struct, frozen=True):
     """State of one loop on one rank."""
 
     desc: str

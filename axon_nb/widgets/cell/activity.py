@@ -11,8 +11,9 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
+
+from msgspec import Struct
 
 from axon_nb.records.telemetry import Activity, RankState
 from axon_nb.records.units import format_seconds
@@ -48,8 +49,7 @@ _MEASURED = (("running", (Activity.RUNNING,)), ("in collectives", (Activity.COLL
 """Times by name. Samples do not tell a transfer from the wait for the last rank, as a timeline does."""
 
 
-@dataclass(slots=True)
-class Segment:
+class Segment(Struct):
     """A period of one activity; all times in seconds since the cell's start."""
 
     start: float
@@ -81,8 +81,7 @@ class Segment:
             self.low, self.high = min(self.low or line, line), max(self.high, line)
 
 
-@dataclass(frozen=True, slots=True)
-class LongestWait:
+class LongestWait(Struct, frozen=True):
     """The longest time that a rank was in one communication call."""
 
     seconds: float
@@ -183,8 +182,7 @@ def _merge(first: Segment, second: Segment) -> Segment:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
+class Clock(Struct, frozen=True):
     """What a message says about the whole strip."""
 
     now: float

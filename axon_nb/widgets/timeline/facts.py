@@ -6,10 +6,11 @@ They rest on arithmetic on many intervals of time: unions, and what several sets
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from axon_nb.cluster.inspection.spans import CLOCKS, SpanTable, grouped
 from axon_nb.records.ranks import name_ranks
@@ -83,8 +84,7 @@ def tails(backwards: Intervals, communication: Intervals) -> Intervals:
     return starts[last[inside]], np.minimum(ends[last[inside]], backwards[1][inside])
 
 
-@dataclass(frozen=True, slots=True)
-class RankFacts:
+class RankFacts(Struct, frozen=True):
     """One rank; times in seconds.
 
     `forward`, `backward`, `optimizer`, `own_code` and `waiting` exclude each other: within cells they add up to `cell`.
@@ -121,8 +121,7 @@ class RankFacts:
         return self.computing + self.own_code + self.waiting
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineFacts:
+class TimelineFacts(Struct, frozen=True):
     """All ranks; times in seconds."""
 
     ranks: tuple[RankFacts, ...]

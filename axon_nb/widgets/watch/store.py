@@ -10,8 +10,9 @@ import math
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from axon_nb.cluster.inspection.status import JobSnapshot
 from axon_nb.records.ranks import name_ranks
@@ -49,7 +50,7 @@ class _Bucket(NamedTuple):
     low: float
     total: float
     high: float
-    count: int
+    size: int
     step: float
     last_total: float
     last_count: int
@@ -91,7 +92,7 @@ class Series:
             last = max(old, new, key=lambda bucket: bucket.step)[4:]
             if old.step == new.step:
                 last = (new.step, old.last_total + new.last_total, old.last_count + new.last_count)
-            new = _Bucket(low, old.total + new.total, high, old.count + new.count, *last)
+            new = _Bucket(low, old.total + new.total, high, old.size + new.size, *last)
         self._points[index] = new
 
     def _double_stride(self) -> None:
@@ -107,7 +108,7 @@ class Series:
             Point(
                 index * self.stride,
                 bucket.low,
-                bucket.last_total / bucket.last_count if is_stepped else bucket.total / bucket.count,
+                bucket.last_total / bucket.last_count if is_stepped else bucket.total / bucket.size,
                 bucket.high,
             )
             for index, bucket in sorted(self._points.items())
@@ -138,8 +139,7 @@ def _clamp(value: float) -> float:
     return max(-3.4e38, min(3.4e38, value))
 
 
-@dataclass(frozen=True, slots=True)
-class MergedBar:
+class MergedBar(Struct, frozen=True):
     """One loop of all ranks that run it."""
 
     desc: str
@@ -162,11 +162,7 @@ class MergedBar:
 
 
 def merge_bars(bars: Mapping[int, Sequence[Bar]]) -> list[MergedBar]:
-    """Merge loops of the same name and depth; outer ones come first, those that ended on all ranks last.
-
-    Args:
-        bars: The loops of each rank.
-    """
+    """Merge loops of the same name and depth; outer ones come first, those that ended on all ranks last."""
     groups: dict[tuple[int, str], dict[int, Bar]] = {}
     for rank, rank_bars in sorted(bars.items()):
         for bar in rank_bars:
@@ -246,8 +242,7 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 99.95 else f"{rate:.3g}"
 
 
-@dataclass(frozen=True, slots=True)
-class RankRow:
+class RankRow(Struct, frozen=True):
     """One rank, as the table shows it."""
 
     rank: int

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from html import escape
 from itertools import pairwise
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.status import JobSnapshot, request_job
@@ -61,8 +62,7 @@ _MIN_INTERVAL_S = 2.0
 _MAX_REQUESTS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(Struct, frozen=True):
     """The vertical axis, from tick to tick."""
 
     low: float
@@ -151,8 +151,8 @@ def chart_svg(points: Sequence[Point], axis: Axis, color: str, earlier: Sequence
     if len(points) > 1:
         mean = f'<path d="M{line}" fill="none" stroke="{color}" stroke-width="1.75"/>'
     elif points:
-        x, y = place(points[0].step, points[0].mean).split()
-        mean = f'<circle cx="{max(3.0, float(x))}" cy="{y}" r="2.5" fill="{color}"/>'
+        left, top = place(points[0].step, points[0].mean).split()
+        mean = f'<circle cx="{max(3.0, float(left))}" cy="{top}" r="2.5" fill="{color}"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {WIDTH + 2} {HEIGHT + 2}" width="{WIDTH}" '
         f'height="{HEIGHT}" preserveAspectRatio="none"><path d="{grid}" stroke="{INK}" stroke-opacity=".3"/>'
@@ -442,7 +442,7 @@ class WatchView(LiveView):
             "heading": heading(store),
             "context": context(store),
             "running": store.cell is not None,
-            "bars": [asdict(bar) for bar in store.bars()],
+            "bars": [to_builtins(bar) for bar in store.bars()],
             "charts": charts,
             "titles": list(RANK_TITLES),
             "ranks": [_live_row(row, most_memory) for row in rows[:_MAX_LIVE_RANKS]],

@@ -245,7 +245,7 @@ def test_report_is_read_from_json() -> None:
     answer = {
         "rank": 1,
         "state": {"rank": 1, "activity": "running", "time_ns": 5},
-        "rows": [{"step": 3, "run": [7, 0], "is_first": True, "values": {"loss": "nan", "lr": 0.5}}],
+        "rows": [{"step": 3, "run": [7, 0], "is_first": True, "values": {"loss": math.nan, "lr": 0.5}}],
         "bars": [{"desc": "x", "depth": 0, "done": 1, "total": None, "seconds": 0.5, "is_over": False, "unit": "it"}],
         **dict.fromkeys(("pid", "position", "lost", "steps", "span_position"), 1),
         **dict.fromkeys(("steps_per_s", "items_per_s", "communication")),
