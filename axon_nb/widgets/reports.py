@@ -86,7 +86,10 @@ def _claim(failure: Failure) -> tuple[str, str]:
         return f"{who} {agree(cause.evalue, len(failure.alike))}", ""
     if cause.kind == "raised":
         is_key = cause.ename == "KeyError"  # whose message is the key alone
-        return f"{who} raised {cause.ename}", f"KeyError: {cause.evalue}" if is_key else cause.evalue
+        others = [rank for rank, error in failure.errors.items() if error.kind == "raised"]
+        others = [rank for rank in others if rank not in failure.alike]
+        also = f"; {name_ranks(others)} failed, too" if others else ""
+        return f"{who} raised {cause.ename}{also}", f"KeyError: {cause.evalue}" if is_key else cause.evalue
     verbs = {"died": "died", "stuck": "did not stop", "aborted": "did not finish"}
     return f"{who} {verbs[cause.kind]}", f"{who} {agree(cause.evalue, len(failure.alike))}."
 
