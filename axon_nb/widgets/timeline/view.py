@@ -365,7 +365,9 @@ class TimelinePanel(Panel):
         self._cluster = weakref.ref(cluster)
         self._feed = cluster.spans
         self._feed.collect(watch_s=5.0)
-        self.view: TimelineView = TimelineView(self._feed, ranks)
+        # Before the first cell there is only what the ranks did to start.
+        begin = 0 if self._feed.store.last_cell is not None else self._feed.store.end
+        self.view: TimelineView = TimelineView(self._feed, ranks, begin=begin)
         self._picture: dict[str, str] = {}
         self._picture_end = -1
 
