@@ -47,6 +47,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": ("adam", "adamw", "sgd", WITH_MOMENTUM, "adagrad", "rmsprop"),
     "cpu_offload": ("none", "params", "optimizer_states", "full"),
 }
+_ALSO = {"full_shard": "ZeRO-3", "shard_grad_op": "ZeRO-2", "optimizer_state": "ZeRO-1"}
+"""Other names of strategies."""
 _LABELS = {
     "world_size": "ranks",
     "strategy": "strategy",
@@ -114,7 +116,8 @@ def _what_if_fields(current: MemorySetup, proposed: MemorySetup) -> list[dict[st
         control = {"name": name, "label": _LABELS[name], "current": now, "value": value}
         if name in _CHOICES:
             choices = dict.fromkeys((*_CHOICES[name], now, value))
-            control["choices"] = [[choice, choice or _EMPTY[name]] for choice in choices]
+            also = {choice: f"{choice} ({_ALSO[choice]})" for choice in choices if choice in _ALSO}
+            control["choices"] = [[choice, also.get(choice, choice) or _EMPTY[name]] for choice in choices]
         controls.append(control)
     return controls
 
