@@ -198,7 +198,8 @@ def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
         )
         for command, text in next_commands(failure, ranks)
     )
-    hint = f'<div style="margin:4px 0 0">{prose(failure.hint)}</div>' if failure.hint else ""
+    words = failure.hint.replace(failure.kept.remedy, "").strip() if rows else failure.hint
+    hint = f'<div style="margin:4px 0 0">{prose(words)}</div>' if words else ""
     return hint + (table((), [rows]) if rows else "")
 
 

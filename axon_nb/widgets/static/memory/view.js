@@ -54,7 +54,10 @@ function drawPage(page, data) {
   page.figures.replaceChildren(...(data.figures.length ? [makeFigures(data.figures)] : []));
   const [claim, text] = data.notice ?? ["", ""];
   page.notice.replaceChildren(...(claim ? [makeNotice({ claim, text })] : []));
-  page.legend.replaceChildren(...makeLegend(data.roles), element("span", { class: "axon-view-muted" }, data.legend));
+  page.legend.replaceChildren(
+    ...makeLegend(data.roles),
+    element("span", { class: "axon-view-key axon-view-muted" }, data.legend),
+  );
   keepScroll(page.bars, ...data.rows.map(makeRow), makeAxis(data.ticks));
   const columns = [
     { title: data.unit },

@@ -35,7 +35,7 @@ function buildHead(title) {
   const { head, state, context, tools } = makeHead("Timeline");
   const elapsed = create("span", "axon-timeline-elapsed");
   context.append(title && title !== "Timeline" ? `${title} · ` : "", elapsed);
-  const placeholder = "filter, such as all_reduce rank:2";
+  const placeholder = "filter: all_reduce rank:2";
   const filter = create("input", "axon-view-search", { type: "search", placeholder, ariaLabel: "filter spans" });
   tools.append(filter);
   for (const [textContent, value, hint] of BUTTONS) {
