@@ -175,7 +175,7 @@ def _torch(build: Answer) -> Finding:
         return Finding("torch", value)
     if _version("torch") is None:
         return Finding(
-            "torch", "missing", "problem", "Ranks cannot start without it.", f'Run `{pip()} install "torch>=2.11"`.'
+            "torch", "missing", "problem", "Ranks cannot start without it.", f'Run `{pip()} install "torch>=2.8"`.'
         )
     return Finding(
         "torch", f"{_version('torch')}, cannot be imported: {build.failure}", "problem", "Ranks cannot start.",
