@@ -207,7 +207,7 @@ def describe_call(name: str) -> str:
 
 def cell_line() -> tuple[object, str]:
     """Return what tells cells apart, and the line of the running one, such as `` at line 3``; empty outside."""
-    user = user_frame(sys._getframe(1))
+    user = user_frame(sys._getframe(1)) or user_frame(main_frame())  # a backward pass on a GPU has a thread of its own
     return (None, "") if user is None else (user.f_code.co_filename, f" at line {user.f_lineno}")
 
 
