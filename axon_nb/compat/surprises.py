@@ -30,7 +30,7 @@ from axon_nb.compat.environment import SURPRISES
 from axon_nb.records.hooks import missing_hooks
 
 where: Callable[[], tuple[object, str]] | None = None
-"""Returns the cell that runs, as any object, and the line, such as `` at line 3``."""
+"""Returns the number of the cell that runs, None outside, and the line, such as `` at line 3``."""
 _FIRST_STATE: Mapping[str, float] = {"step": 0.0, "mu_product": 1.0, "exp_inf": 0.0}
 """States that a step without gradients changes, and their values before the first step."""
 _MEAN = 1

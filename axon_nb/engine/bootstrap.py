@@ -11,7 +11,6 @@ torch.multiprocessing, in rank processes only.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import gc
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -54,7 +54,7 @@ from axon_nb.engine.kernel.shell import (
 )
 from axon_nb.engine.output import NativeOutput, OutputBudget, RankStream, enable_crash_reports, install_fork_defaults
 from axon_nb.engine.self_test import start_in_child, startup_verdict
-from axon_nb.engine.session import RankSession, inject_names, set_current, set_environment
+from axon_nb.engine.session import RankSession, current, inject_names, set_current, set_environment
 from axon_nb.engine.snapshot.history import History
 from axon_nb.engine.snapshot.memory import HostMemory
 from axon_nb.errors import UsageError
@@ -178,7 +178,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()
     recovery.track_wrappers()
-    return dataclasses.replace(describe(), device=str(device), seed=torch.initial_seed())
+    return msgspec.structs.replace(describe(), device=str(device), seed=torch.initial_seed())
 
 
 def _raise_file_limit() -> None:
@@ -269,7 +269,7 @@ def _surprises() -> Any:
     from axon_nb.compat import surprises  # only ranks that may meet one need it
     from axon_nb.engine.frames import cell_line
 
-    surprises.where = cell_line
+    surprises.where = lambda: (current().cell, cell_line())
     return surprises
 
 

@@ -431,6 +431,8 @@ class RecoverableGroup(PythonProcessGroup):
         calls, abort, slowdown = self._calls, self._abort, self.state.slowdown
         abort.raise_if_set(name)
         slowdown.sleep()
+        if self.memory is None and _is_meta(args):  # torch returns at once, and sends nothing
+            return operation(self._inner, *args, **kwargs)
         point_to_point = name in _POINT_TO_POINT
         peer = peer_of(name, args) if point_to_point else -1
         refusal = calls.refusal_reason(self, name, peer) if calls.exclusive is not None else ""
@@ -551,6 +553,14 @@ def _count_change(name: str, args: tuple[Any, ...], rank: int) -> None:
     for tensor in [args[0]] if isinstance(args[0], torch.Tensor) else args[0]:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
+
+
+def _is_meta(args: tuple[Any, ...]) -> bool:
+    """Whether an operation's tensors have no memory."""
+    first = args[0] if args else None
+    while isinstance(first, list) and first:
+        first = first[0]
+    return isinstance(first, torch.Tensor) and first.is_meta
 
 
 def _lost_peer(error: BaseException) -> str:
