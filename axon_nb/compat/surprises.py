@@ -180,8 +180,8 @@ def _check_muon(optimizer: Any) -> None:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if any(one.is_shard() for parameter in parameters for one in getattr(parameter, "placements", ())):
         tell(
-            "torch.optim.Muon{place} works on sharded matrices in bfloat16, in parts: its updates differ by up to some "
-            "percent from those of whole matrices."
+            "torch.optim.Muon{place} works on sharded matrices in bfloat16, in parts: its updates may differ by some "
+            "percent from those of whole matrices. Use axon_nb.parallel.Muon."
         )
 
 
@@ -403,9 +403,10 @@ def prepare_sampler(module: ModuleType) -> None:
 
 
 def prepare_tensordict(module: ModuleType) -> None:
+    """Look for text in what is received or reduced."""
+
     def look(own: Any, *args: Any, **kwargs: Any) -> None:
-        keys = own.keys(include_nested=True, leaves_only=True, is_leaf=module.is_non_tensor)
-        if texts := [key for key in keys if module.is_non_tensor(own.get(key))]:
+        if texts := [key for key, value in own.items(include_nested=True) if module.is_non_tensor(value)]:
             tell(f"recv and all_reduce of a TensorDict{{place}} leave text as it was here, such as {texts[0]!r}.")
 
     for name in ("recv", "irecv", "all_reduce"):
