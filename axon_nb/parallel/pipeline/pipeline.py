@@ -342,6 +342,7 @@ class Runner:
         self._schedule = schedule_class(schedule)(
             stages if schedule.has_many_stages else stages[0], num_microbatches, loss_fn=loss, scale_grads=False
         )
+        self._schedule.restores_buffers = True  # see `_preserve_state`; on ranks, schedules of others get a hint
 
     def step(self, args: tuple[Any, ...], target: Any) -> None:
         """Run forward and backward of one batch.
