@@ -20,10 +20,11 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from axon_nb.engine.frames import gc_paused
 from axon_nb.engine.snapshot.data_kinds import (
@@ -117,8 +118,7 @@ class Components:
         return {component: cost for (component, cost), total in zip(cheapest, totals, strict=True) if total > limit}
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(Struct, frozen=True):
     """A variable whose component does not fit: what can be known of it without keeping it alive."""
 
     why: str
@@ -156,8 +156,7 @@ def is_bound_by_user(name: str) -> bool:
     return not _OF_IPYTHON.fullmatch(name)
 
 
-@dataclass(slots=True)
-class State:
+class State(Struct):
     """The state of a session, without the content of its storages."""
 
     names: dict[str, Any] = field(default_factory=dict)
@@ -247,8 +246,7 @@ class StateFinder:
             return walk.leave_out(self._unvisited)
 
 
-@dataclass(slots=True)
-class _Variable:
+class _Variable(Struct):
     """What a walk has found through one variable first."""
 
     name: str
