@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
+
+from msgspec import Struct
 
 from axon_nb.errors import UsageError
 
@@ -23,8 +24,7 @@ class CommandParser(argparse.ArgumentParser):
         return [option for action in self._actions for option in action.option_strings]
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramCommand:
+class ProgramCommand(Struct, frozen=True):
     """A subcommand of `axon-nb`."""
 
     summary: str

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime as dt
 import functools
 import logging
 import statistics
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.display import display
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from axon_nb.cluster.branches import read_plan, run_branches
 from axon_nb.cluster.cells import source as cell_code
@@ -103,11 +104,7 @@ def _slowest(wall: Mapping[int, float]) -> list[str]:
 
 
 def profile_frame(profiles: Mapping[int, Profile]) -> pd.DataFrame:
-    """Return one row per rank and operation, in milliseconds; those that took longest first.
-
-    Args:
-        profiles: The profiles by rank.
-    """
+    """Return one row per rank and operation, in milliseconds; those that took longest first."""
     import pandas as pd
 
     rows = [{"rank": rank, **asdict(one)} for rank, profile in sorted(profiles.items()) for one in profile.operations]
@@ -129,8 +126,7 @@ def add_measures(parser: LineParser) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Measures:
+class Measures(Struct, frozen=True):
     """What to measure while one cell runs."""
 
     time: bool
@@ -232,8 +228,7 @@ def _call(text: str) -> tuple[str, int]:
     return name, int(number or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class CellRuns:
+class CellRuns(Struct, frozen=True):
     """How a cell runs more than once."""
 
     run: Callable[..., Coroutine[Any, Any, Any]]
@@ -312,8 +307,7 @@ def cell_parser(name: str) -> LineParser:
     return parser
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(Struct, frozen=True):
     cluster: Cluster
     code: str
     noblock: bool
@@ -467,7 +461,7 @@ class CellMagics(Magics):
         with self._explaining(request), _watching(request) as views:
             run = _Run(views.watch if views is not None else None)
             yield run
-        result = dataclasses.replace(run.result, views=views)
+        result = replace(run.result, views=views)
         request.measures.show(result)
         self._attach_record(result.to_dict())
         if request.out:
@@ -512,7 +506,8 @@ def _show_failure(error: CellError | CellInterrupt, request: _Request) -> None:
 
     options = request.options
     card = failure_card(failure, code=request.code, cell=options["cell"], ranks=options["ranks"])
-    display({"text/html": card, MIME_TYPE: error.to_dict()}, raw=True)
+    # Without the time: two equal runs of a notebook save equal outputs.
+    display({"text/html": card, MIME_TYPE: {**error.to_dict(), "seconds": None}}, raw=True)
 
 
 def _prompt(shell: Any) -> int:

@@ -79,7 +79,7 @@ _VALUES = {
 """The possible values of options."""
 _REFRESH_DELAY_S = 0.2
 """Names are fetched this long after the last cell, so that consecutive cells are not delayed."""
-_TAKES_RANK_NAMES = ("diff", "gather", "pull", "repair", "shards", "sync")
+_TAKES_RANK_NAMES = ("diff", "gather", "inside", "pull", "repair", "shards", "sync")
 """Magics and subcommands that accept names of variables on the ranks."""
 Match = tuple[str, list[str], str]
 """(text before the cursor to replace, candidates, the type that a front end shows beside them)"""
@@ -91,12 +91,7 @@ _is_side_request: ContextVar[bool] = ContextVar("axon_nb_is_side_request", defau
 
 
 class Extension:
-    """What `%load_ext axon_nb` adds to a notebook's shell besides magics.
-
-    Args:
-        shell: The shell.
-        session: The notebook's session.
-    """
+    """What `%load_ext axon_nb` adds to a notebook's shell besides magics."""
 
     def __init__(self, shell: InteractiveShell, session: NotebookSession) -> None:
         self._shell = shell

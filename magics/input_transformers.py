@@ -10,12 +10,12 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.getipython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.magic import Magics, cell_magic, magics_class
+from msgspec import Struct
 
 from axon_nb.cluster.cells import source as cell_code
 from axon_nb.cluster.cells.source import RANK_MAGICS
@@ -41,8 +41,7 @@ _NOTEBOOK_MAGICS = ("load_ext", "reload_ext", "unload_ext")
 """IPython's line magics that would be useless on ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class CellHead:
+class CellHead(Struct, frozen=True):
     """The magic of a cell."""
 
     name: str
@@ -149,8 +148,7 @@ def help_requests(lines: list[str]) -> list[str]:
     return [f"{match.group(1)} --help\n" if (match := _HELP_LINE.match(line)) else line for line in lines]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """Consecutive lines of a cell that run in one place."""
 
     magic: str

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from axon_nb.cluster.inspection.status import request_job
 from axon_nb.cluster.recovery.new_ranks import call_all
@@ -27,8 +29,7 @@ _NOT_RUN = "not run"
 _CHOICES: Mapping[str, Callable[..., str]] = {"best": min, "lowest": min, "highest": max}
 
 
-@dataclass(frozen=True, slots=True)
-class BranchPlan:
+class BranchPlan(Struct, frozen=True):
     """What `--branch` and `--keep` say."""
 
     name: str
@@ -39,8 +40,7 @@ class BranchPlan:
     """A value, or ``best:loss``, ``lowest:loss``, ``highest:accuracy``; empty: none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(Struct, frozen=True):
     """One run of the cell."""
 
     value: str
@@ -62,8 +62,7 @@ class Branch:
         return curve[-1][1] if curve else None
 
 
-@dataclass(frozen=True, slots=True)
-class Branches:
+class Branches(Struct, frozen=True):
     """The runs of one cell."""
 
     name: str

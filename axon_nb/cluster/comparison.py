@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
+from axon_nb.cluster.cells import source as cell_code
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import BeginComparison, CompareRanks, EndComparison, PrepareComparison
 from axon_nb.records.protocol.wire import cell_source
@@ -65,6 +68,7 @@ async def compare(cluster: Cluster, run: RunsCell, code: str, options: dict[str,
         raise UsageError("--compare runs the cell on all ranks: leave --ranks out.")
     if plain and not plain.isidentifier():
         raise UsageError(f"--compare {plain}: must be the name of a variable.")
+    cell_code.check(code, name="cell" if options.get("cell") is None else f"Cell In[{options['cell']}]")
     _, newline, body = code.partition("\n")
     options = {**options, "values": False, "show_value": False}
     inside = {**options, "quiet": True, "values": True}
@@ -86,8 +90,7 @@ async def compare(cluster: Cluster, run: RunsCell, code: str, options: dict[str,
     return verdict(result, 1 if plain else state.world_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """The first difference."""
 
     name: str
@@ -515,8 +518,7 @@ def _of_weight(entry: Entry, judged: Mapping[int, Judged], comparison: Compariso
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(Struct, frozen=True):
     """One tensor on one rank: its error, and what is allowed, in the unit of its norm."""
 
     error: float

@@ -9,8 +9,9 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from axon_nb.cluster.rpc import Answer, RankClient, request_each
 from axon_nb.records.protocol.inspection import NumbersReply, NumbersRequest
@@ -195,8 +196,7 @@ def _order(step: int) -> float:
     return float("inf") if step == LAST else step
 
 
-@dataclass(frozen=True, slots=True)
-class NumbersFinding:
+class NumbersFinding(Struct, frozen=True):
     """The first thing that is wrong."""
 
     problem: str
@@ -269,8 +269,7 @@ class NumbersFinding:
         return f"{copy}, or load a checkpoint."
 
 
-@dataclass(frozen=True, slots=True)
-class NumbersVerdict:
+class NumbersVerdict(Struct, frozen=True):
     """What was seen of a cell."""
 
     finding: NumbersFinding | None

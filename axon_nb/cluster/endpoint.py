@@ -15,8 +15,9 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.commands import described, folded, logs, perform, timeline
@@ -141,8 +142,7 @@ class Endpoint:
         return operation.function(**arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(Struct, frozen=True):
     """A request; its function returns plain JSON values."""
 
     function: Callable[..., dict[str, Any]]
@@ -199,11 +199,7 @@ def _function_of(cluster: Cluster, name: str, command: ClusterCommand) -> Callab
 
 
 class SharedCells:
-    """The cells that other programs have started on one cluster.
-
-    Args:
-        cluster: The cluster.
-    """
+    """The cells that other programs have started on one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

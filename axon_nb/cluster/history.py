@@ -7,8 +7,9 @@ import contextlib
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 
@@ -61,8 +62,7 @@ def _one_line(error: BaseException | None) -> str:
     return "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
 
 
-@dataclass(frozen=True, slots=True)
-class RankCell:
+class RankCell(Struct, frozen=True):
     """A cell that is sent to ranks."""
 
     magic: str

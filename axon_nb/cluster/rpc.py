@@ -45,6 +45,7 @@ from axon_nb.records.protocol.wire import (
     decode_reply,
     encode,
     message_type,
+    pack,
     perform,
 )
 from axon_nb.records.ranks import name_ranks
@@ -222,9 +223,9 @@ class RankClient(ipp.Client):
             KeyError: the rank is not registered.
         """
         kind = type(request)
-        return Answer(kind, self._send_control(rank, message_type(kind), encode(request)))
+        return Answer(kind, self._send_control(rank, message_type(kind), pack(encode(request))))
 
-    def _send_control(self, rank: int, msg_type: str, content: dict[str, Any]) -> Any:
+    def _send_control(self, rank: int, msg_type: str, content: dict[str, Any] | bytes) -> Any:
         return self._send(self._control_stream, msg_type, content=content, ident=self._engines[rank].encode())
 
     def ping(self, rank: int, *, handler: CellHandler | None = None) -> Any:

@@ -13,8 +13,10 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from axon_nb.errors import UsageError
 from axon_nb.records.units import exact_bytes
@@ -91,8 +93,7 @@ class Kind(Protocol):
         """Format a value with its unit, such that `read` understands it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Switch:
+class Switch(Struct, frozen=True):
     """On or off."""
 
     unit: str = "on or off"
@@ -109,8 +110,7 @@ class Switch:
         return "on" if value else "off"
 
 
-@dataclass(frozen=True, slots=True)
-class Tracker:
+class Tracker(Struct, frozen=True):
     """An experiment tracker and where it writes, such as ``tensorboard:runs``; empty: none."""
 
     unit: str = "a tracker"
@@ -132,8 +132,7 @@ class Tracker:
         return value or "off"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """Off (empty), on, or a word that says more."""
 
     words: tuple[str, ...]
@@ -157,8 +156,7 @@ class Choice:
         return value or "off"
 
 
-@dataclass(frozen=True, slots=True)
-class Frequency:
+class Frequency(Struct, frozen=True):
     """Off (0), on (1: each time), or every so many times."""
 
     what: str
@@ -183,8 +181,7 @@ class Frequency:
         return str(value) if value > 1 else "on" if value else "off"
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(Struct, frozen=True):
     """A number, with or without a unit."""
 
     unit: str
@@ -251,8 +248,7 @@ def count(expected: str, maximum: int) -> Number:
     return Number("", expected, 0, maximum, is_integer=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Struct, frozen=True):
     """The metadata of a setting."""
 
     kind: Kind

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from axon_nb.cluster.failures import REPAIR_HINT, RankError, describe_death
 from axon_nb.cluster.launch import compatibility
 from axon_nb.cluster.launch.connection import Connection
@@ -152,12 +154,12 @@ class ClusterState:
         self.health.stuck.discard(rank)
         self.health.lost_contexts.discard(rank)
         self.layout = layout
-        self._store(dataclasses.replace(self._facts, layout=encode(layout), rank_info=rank_info))
+        self._store(msgspec.structs.replace(self._facts, layout=encode(layout), rank_info=rank_info))
         self.connection.connect_directly([rank])
 
     def mark_resized(self, layout: Layout, rank_info: tuple[EngineInfo, ...]) -> None:
         """Record that the world has the ranks of `layout` now, which reported `rank_info`."""
-        facts = dataclasses.replace(
+        facts = msgspec.structs.replace(
             self._facts,
             world_size=layout.num_ranks,
             layout=encode(layout),
@@ -172,7 +174,7 @@ class ClusterState:
     def apply_settings(self, changed: Mapping[str, Value]) -> None:
         """Change the cluster's own copy of the settings, also for notebooks that attach later."""
         settings = dataclasses.replace(self.settings, **changed)  # type: ignore[arg-type]
-        self._store(dataclasses.replace(self._facts, **settings_facts(settings)))
+        self._store(msgspec.structs.replace(self._facts, **settings_facts(settings)))
         self.settings = settings
 
     def report_activity(self) -> None:
@@ -204,11 +206,11 @@ class ClusterState:
                 f"Only groups of axon_nb over shared memory or Gloo can be slowed; these are {self.backend} groups of "
                 "torch. Run `%distributed start --backend gloo`."
             )
-        self._store(dataclasses.replace(self._facts, slowness=slowness))
+        self._store(msgspec.structs.replace(self._facts, slowness=slowness))
 
     def rename(self, name: str) -> None:
         """Give the cluster another name, by which other notebooks and programs find it."""
-        self._store(dataclasses.replace(self._facts, name=name))
+        self._store(msgspec.structs.replace(self._facts, name=name))
         self.health.name = name
 
     def _store(self, facts: ClusterFacts) -> None:

@@ -12,9 +12,10 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from axon_nb.cluster import rpc
 from axon_nb.cluster.cells.manager import CellManager
@@ -244,7 +245,13 @@ def _run(
         return undelivered
     cause = root_cause(result.errors)
     if cause.kind != "raised":
-        raise cell_error(result.errors, first=(), hint=hint_for(result.errors.values()))
+        hint = hint_for(result.errors.values())
+        if cause.kind == "aborted" and len(ranks) < cells.state.world_size:
+            hint = (
+                f"{task.removeprefix('send ')} communicates with ranks that do not run it: leave --ranks out, or "
+                "compute it in a cell and pull the result."
+            )
+        raise cell_error(result.errors, first=(), hint=hint)
     reason = cause.evalue if cause.ename == "UsageError" else str(cause)
     raise UsageError(f"Rank {cause.rank} cannot {task}: {reason}")
 
@@ -429,8 +436,7 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, (pandas.DataFrame, pandas.Series, pandas.Index, pandas.api.extensions.ExtensionArray))
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
+class SyncReport(Struct, frozen=True):
     """What `Cluster.sync` copied, and what it could not copy; prints as sentences."""
 
     source: int

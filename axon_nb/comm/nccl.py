@@ -20,12 +20,12 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch._C._distributed_c10d import Work
 
 from axon_nb.comm.errors import InvalidRankError, NcclError
@@ -87,8 +87,7 @@ def devices() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
-@dataclass(frozen=True, slots=True)
-class NcclUniqueId:
+class NcclUniqueId(Struct, frozen=True):
     """The id that all ranks of one NCCL world share; one rank generates it and sends it to the others."""
 
     data: bytes

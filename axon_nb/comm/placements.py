@@ -1,4 +1,4 @@
-"""Placements of tensors on meshes of ranks: of DTensors, and of plain tensors whose placements are declared.
+"""Placements of tensors on meshes of ranks: of DTensors, and of plain tensors that are declared or typed.
 
 Views, the search for lost shards and checkpoints ask `placed`, which asks each of `_READERS`. A library that shards
 plain tensors in its own way gets an entry there, or declares placements.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from msgspec import Struct
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from axon_nb.errors import UsageError
+from axon_nb.records.hooks import missing_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
 
 _declared: Any = WeakTensorKeyDictionary()
 """Shape, mesh and placements of declared tensors, by tensor."""
+_meshes: dict[tuple[Any, ...], Any] = {}
+"""Meshes over the groups of `spmd_types`' axes, by device and groups."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """A tensor that is laid out over the ranks of a mesh, seen from one of them."""
 
     local: torch.Tensor
@@ -110,7 +113,7 @@ def declare_placements(
                 whole[kind.dim] *= size
     else:
         whole = list(shape)
-        part = _part(whole, kinds, mesh.shape, coordinates)
+        part = part_shape(whole, kinds, mesh.shape, coordinates)
     if part != list(tensor.shape):
         raise UsageError(
             f"shape {tuple(whole)} with {kinds} gives this rank a part of shape {tuple(part)}, but the tensor has "
@@ -120,7 +123,7 @@ def declare_placements(
     return tensor
 
 
-def _part(shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], at: Sequence[int]) -> list[int]:
+def part_shape(shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int], at: Sequence[int]) -> list[int]:
     """Return the shape of a rank's part, as `torch.chunk` splits."""
     part = list(shape)
     for kind, size, index in zip(placements, sizes, at, strict=True):
@@ -144,4 +147,60 @@ def _of_declared(tensor: Any) -> Placed | None:
     return Placed(tensor, *known)
 
 
-_READERS = (_of_dtensor, _of_declared)
+def _of_spmd_types(tensor: Any) -> Placed | None:
+    """Read the types that `spmd_types` keeps on plain tensors: R and I are replicas, P a partial sum.
+
+    V says that ranks differ, and the partition spec of which dimension they hold parts. Without one, nobody knows what
+    the whole would be.
+    """
+    spmd = sys.modules.get("spmd_types")
+    if spmd is None or not issubclass(type(tensor), torch.Tensor) or not (kinds := spmd.get_local_type(tensor)):
+        return None
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    axes = sorted(kinds, key=lambda axis: axis.layout.stride, reverse=True)
+    spec = [entry if isinstance(entry, tuple) else (entry,) for entry in spmd.get_partition_spec(tensor) or ()]
+    # Parts of one dimension over several axes nest in the order of the spec; placements nest in that of the mesh.
+    if any(list(entry) != [axis for axis in axes if axis in entry] for entry in spec if entry != (None,)):
+        return None
+    dims = {axis: dim for dim, entry in enumerate(spec) for axis in entry}
+    placements: list[Any] = []
+    shape = list(tensor.shape)
+    for axis in axes:
+        if axis in dims:
+            shape[dims[axis]] *= axis.size()
+            placements.append(Shard(dims[axis]))
+        elif kinds[axis] is spmd.V and axis.size() > 1:
+            return None
+        else:
+            placements.append(Partial() if kinds[axis] is spmd.P else Replicate())
+    mesh = _mesh_of(tuple(axes), tensor.device.type)
+    return None if mesh is None else Placed(tensor, tuple(shape), mesh, tuple(placements))
+
+
+def _mesh_of(axes: tuple[Any, ...], device: str) -> DeviceMesh | None:
+    """Return a mesh with these axes, over the groups that the process has; None if one has no group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if missing_hooks("comm.known_groups"):
+        return None
+    groups = list(dist.distributed_c10d._world.pg_map)
+    spmd_axis = type(axes[0])
+    found: list[Any] = [next((group for group in groups if spmd_axis.of(group) == axis), None) for axis in axes]
+    if None in found:
+        return None
+    key = (device, *map(id, found))
+    if key not in _meshes:
+        ranks = torch.zeros((), dtype=torch.int, device="cpu")
+        for group in found:
+            members = torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int, device="cpu")
+            ranks = ranks[..., None] + members - dist.get_rank()
+        names = tuple(min(axis.names, default=f"axis{place}") for place, axis in enumerate(axes))
+        ranks = ranks + dist.get_rank()
+        # The groups are kept with the mesh, so their ids stay theirs.
+        _meshes[key] = DeviceMesh.from_group(found, device, mesh=ranks, mesh_dim_names=names), found
+    mesh: DeviceMesh = _meshes[key][0]
+    return mesh
+
+
+_READERS = (_of_dtensor, _of_declared, _of_spmd_types)

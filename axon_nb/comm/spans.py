@@ -69,11 +69,7 @@ class _Pending(NamedTuple):
 
 
 class DeviceClock:
-    """Records spans of work on GPUs with the GPU's own times.
-
-    Args:
-        spans: Where spans are recorded.
-    """
+    """Records spans of work on GPUs with the GPU's own times."""
 
     def __init__(self, spans: SpanRing) -> None:
         self._ring = spans

@@ -8,17 +8,17 @@ clusters are in private folders, which only root can read.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
 from axon_nb.doctor.report import Finding, Section
 from axon_nb.errors import AxonError, UsageError
@@ -34,8 +34,7 @@ _FOLDER = "--run-dir="
 _STOP_TIMEOUT_S = 15.0
 
 
-@dataclass(frozen=True, slots=True)
-class FoundCluster:
+class FoundCluster(Struct, frozen=True):
     """A cluster, or the remains of one."""
 
     run_dir: RunDir
@@ -235,8 +234,7 @@ def table(entries: list[FoundCluster]) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class SeenCluster:
+class SeenCluster(Struct, frozen=True):
     """A cluster of any user."""
 
     user: str
@@ -252,7 +250,7 @@ class SeenCluster:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return dataclasses.asdict(self)
+        return to_builtins(self)  # type: ignore[no-any-return]
 
 
 def find_all() -> list[SeenCluster]:

@@ -6,6 +6,7 @@ Checks that may crash or hang run in child processes: each has a time limit, and
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -17,11 +18,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, field
 from packaging.requirements import InvalidRequirement, Requirement
 
 from axon_nb._version import __version__
@@ -54,8 +55,7 @@ _ENVIRONMENT = re.compile(r"(AXON_NB|CUDA|GLOO|NCCL|OMP|MKL|NVIDIA_VISIBLE|PYTOR
 _HOOKS_TITLE = "private hooks"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """Result of a child process."""
 
     content: dict[str, Any] = field(default_factory=dict)
@@ -242,7 +242,7 @@ def wrong_numbers(build: Answer) -> Section:
     """
     found = [one for one in faults_of(_version("torch") or "") if build.content.get("gpus") or not one.gpus]
     findings = tuple(Finding(one.name, f"{one} ({one.source})") for one in found)
-    data = {"faults": [asdict(one) for one in found]}
+    data = {"faults": [dataclasses.asdict(one) for one in found]}
     return Section("wrong without an error", findings or (Finding("torch", "nothing known"),), data)
 
 

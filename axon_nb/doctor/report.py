@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 Severity = Literal["ok", "note", "problem"]
 """``problem``: something fails or will fail here. ``note``: worth knowing, such as leftovers."""
@@ -18,8 +19,7 @@ _ALIGNED_LABEL_WIDTH = 16
 """Labels up to this length are aligned over all sections."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One line of a section."""
 
     label: str
@@ -37,8 +37,7 @@ class Finding:
             raise ValueError(f"{self.label}: a {self.severity} without a fix")
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(Struct, frozen=True):
     """Findings about one subject."""
 
     name: str
@@ -47,8 +46,7 @@ class Section:
     """The same facts as JSON values for programs: sizes in bytes, times in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True):
     """Everything that was checked."""
 
     title: str
@@ -78,7 +76,7 @@ class Report:
             "notes": self._count("note"),
             "sections": {
                 section.name: {
-                    "findings": [dataclasses.asdict(finding) for finding in section.findings],
+                    "findings": [asdict(finding) for finding in section.findings],
                     "data": dict(section.data),
                 }
                 for section in self.sections

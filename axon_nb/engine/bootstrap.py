@@ -11,7 +11,6 @@ torch.multiprocessing, in rank processes only.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import gc
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -178,7 +178,7 @@ def join(config: JoinConfig, *, epoch: int = 0, groups: Sequence[GroupRecord] = 
     # Objects that exist now stay, so garbage collection and the search for wrappers after a failed cell skip them.
     gc.freeze()
     recovery.track_wrappers()
-    return dataclasses.replace(describe(), device=str(device), seed=torch.initial_seed())
+    return msgspec.structs.replace(describe(), device=str(device), seed=torch.initial_seed())
 
 
 def _raise_file_limit() -> None:

@@ -41,7 +41,7 @@ from axon_nb.engine.session import RankSession, current
 from axon_nb.records.environment import PYTHON_BREAKPOINT
 from axon_nb.records.protocol.cells import CellFacts, Pauses
 from axon_nb.records.protocol.inspection import DebuggerLine, FailureReply, FailureRequest, PausedEvent
-from axon_nb.records.protocol.wire import encode, message_type
+from axon_nb.records.protocol.wire import encode, message_type, pack
 from axon_nb.records.stacks import library_of
 from axon_nb.records.waits import PUBLIC_NAMES
 from axon_nb.shell import RUN_CODE, cell_of_file, user_frame
@@ -479,7 +479,7 @@ class Breakpoints:
         kernel.session.send(
             kernel.iopub_socket,
             _PAUSED,
-            encode(event),
+            pack(encode(event)),
             parent=kernel.get_parent("shell"),
             ident=f"engine.{kernel.engine_id}.{_PAUSED}".encode(),
         )

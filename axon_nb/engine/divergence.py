@@ -14,7 +14,6 @@ Private hook: torch has none for a backward as a whole, so `torch.autograd.backw
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import math
@@ -27,12 +26,13 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from msgspec import Struct, field
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -230,8 +230,7 @@ def _split_axes(tensor: Placed) -> Iterator[int]:
             yield axis
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """One step."""
 
     optimizer: int
@@ -311,8 +310,7 @@ def _digest(checksums: Sequence[int], members: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(array("q", chosen).tobytes(), digest_size=6).digest(), "big")
 
 
-@dataclass
-class _Watched:
+class _Watched(Struct):
     """An optimizer in the running cell."""
 
     number: int
@@ -322,8 +320,7 @@ class _Watched:
     place: str = ""
 
 
-@dataclass
-class _Reading:
+class _Reading(Struct):
     """What was read of one step."""
 
     weights: list[int]
@@ -338,11 +335,7 @@ class _Reading:
 
 
 class NumberWatch:
-    """Watches the cells of a rank.
-
-    Args:
-        session: The rank.
-    """
+    """Watches the cells of a rank."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
@@ -526,7 +519,7 @@ class NumberWatch:
 
     @staticmethod
     def _with(found: NonFinite, origin: Origin) -> NonFinite:
-        return dataclasses.replace(found, **dataclasses.asdict(origin) | {"where": origin.where or found.where})
+        return msgspec.structs.replace(found, **msgspec.structs.asdict(origin) | {"where": origin.where or found.where})
 
 
 def _has_replicas(gradient: torch.Tensor | None) -> bool:

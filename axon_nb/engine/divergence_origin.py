@@ -11,14 +11,14 @@ a cell that stops there, and without its backward, which would reduce gradients.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import msgspec
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -28,8 +28,7 @@ from axon_nb.engine.placement import local_tensor
 from axon_nb.shell import inner_function, user_frame
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Struct, frozen=True):
     """Where it arose; the fields are those of `records.training.digests.NonFinite`."""
 
     stage: str
@@ -51,8 +50,7 @@ class _InputHook(UncopiedHook):
             self._keep(module, args, kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class _LastCall:
+class _LastCall(Struct, frozen=True):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_autocast: bool
@@ -146,8 +144,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(Struct, frozen=True):
     """A function that returned a number that is not finite."""
 
     origin: Origin
@@ -158,11 +155,7 @@ class _Call:
 
 
 class _Observer(TorchFunctionMode):
-    """Looks at each call of a function in a forward, and at its part of the backward.
-
-    Args:
-        model: The model that is called.
-    """
+    """Looks at each call of a function in a forward, and at its part of the backward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -198,7 +191,7 @@ class _Observer(TorchFunctionMode):
         outputs = _tensors(output)
         if self.found is None and not all(map(_is_finite, outputs)) and all(map(_is_finite, _tensors(args))):
             cause = _cause(calls, outputs) or Origin("forward", name, type(module).__name__)
-            self.found = dataclasses.replace(cause, order=self._count)
+            self.found = msgspec.structs.replace(cause, order=self._count)
         elif self._stack:
             self._stack[-1][2].extend(calls)
 
@@ -229,7 +222,7 @@ class _Observer(TorchFunctionMode):
         def hook(gradients: tuple[Any, ...], _: tuple[Any, ...]) -> None:
             self._count += 1
             if self.found is None and not all(map(_is_finite, _tensors(gradients))):
-                self.found = dataclasses.replace(origin, stage="backward", order=self._count)
+                self.found = msgspec.structs.replace(origin, stage="backward", order=self._count)
 
         return hook
 

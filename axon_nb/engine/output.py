@@ -31,13 +31,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ipykernel.iostream import OutStream
+from msgspec import Struct
+from msgspec.structs import replace
 
 from axon_nb.engine.groups.abort import AbortedError
 from axon_nb.records.protocol.cells import AbortLocation, Omitted, stream_content
@@ -211,6 +212,9 @@ class OutputBudget:
 
     def begin(self, limit: int | None = None) -> None:
         """Reset the budget for a new cell, to `limit` characters (None: the previous limit)."""
+        for name, limited in self._streams.items():
+            if getattr(sys, name) is not limited.stream:  # ipykernel tells only what `sys` has of the cell
+                limited.stream.set_parent(self._kernel.get_parent("shell"))
         self._send_rest()
         with self._lock:
             self._limit = limit or self._limit
@@ -418,8 +422,7 @@ class _PlainStream:
                 data = data[os.write(self._descriptor, data) :]
 
 
-@dataclass(frozen=True, slots=True)
-class NestedError:
+class NestedError(Struct, frozen=True):
     """The first error of a cell that was shown and swallowed."""
 
     name: str

@@ -10,11 +10,12 @@ import functools
 import importlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
+from msgspec.structs import replace
 
 from axon_nb.comm.placements import Placed, placed
 from axon_nb.engine.sharding import format_placement, loaded_class
@@ -24,8 +25,7 @@ _BLOCK = ("axon_nb.parallel.tensor.layers", "TensorParallelBlock")
 _NORM = ("axon_nb.parallel.tensor.layers", "SequenceParallelNorm")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSharding:
+class LayerSharding(Struct, frozen=True):
     """How a tensor-parallel layer shards one of its parameters."""
 
     group: Any
@@ -54,8 +54,7 @@ def layer_shardings(modules: Iterable[Any]) -> dict[int, LayerSharding]:
     return {key: sharding for key, sharding in shardings.items() if sharding.group.size() > 1}
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPlacement:
+class ShardPlacement(Struct, frozen=True):
     """A tensor on a mesh, seen from one rank; the fields are those of `records.telemetry.Shard`."""
 
     global_shape: tuple[int, ...]

@@ -6,10 +6,10 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from axon_nb.comm.placements import Placed, placed
 from axon_nb.engine.live_objects import live_objects

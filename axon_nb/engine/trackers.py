@@ -141,11 +141,7 @@ _TRACKERS: Mapping[str, Callable[[str, str], _Run]] = {
 
 
 class MetricsWriter:
-    """Writes the metrics of this rank to the tracker that the notebook names.
-
-    Args:
-        session: This rank.
-    """
+    """Writes the metrics of this rank to the tracker that the notebook names."""
 
     def __init__(self, session: RankSession) -> None:
         self._rank = session.config.rank

@@ -6,7 +6,8 @@ import ast
 import builtins
 import symtable
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 _PURE_FUNCTIONS = {
     "abs", "all", "any", "bool", "enumerate", "float", "format", "hasattr", "id", "int", "isinstance", "issubclass",
@@ -33,8 +34,7 @@ _TRAINS = {"backward", "step"}
 _WRITES = ("save", "write", "dump", "to_csv", "to_parquet", "log", "export")
 
 
-@dataclass
-class Effects:
+class Effects(Struct):
     """Effects of statements on names."""
 
     binds: set[str] = field(default_factory=set)

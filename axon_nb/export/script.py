@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
+
+from msgspec import Struct
 
 from axon_nb.errors import UsageError
 from axon_nb.export.effects import effects, live_cells
@@ -269,8 +270,7 @@ def _omit_all(step: CellStep) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in step.code.splitlines()) + step.omitted
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
+class Script(Struct, frozen=True):
     """A generated script."""
 
     text: str

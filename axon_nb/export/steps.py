@@ -9,9 +9,12 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from axon_nb.cluster.branches import read_plan
 from axon_nb.cluster.history import failed_line
@@ -32,8 +35,7 @@ _AUTO_STARTED = re.compile(r"^Started (\d+) ranks? \((\w+)\)[;.]", re.MULTILINE)
 """Printed by a cell that started ranks automatically."""
 
 
-@dataclass
-class CellStep:
+class CellStep(Struct):
     """A cell that ran on ranks."""
 
     cell: ExecutedCell
@@ -50,8 +52,7 @@ class CellStep:
     """The part of the cell that is not run, as comments; may be empty."""
 
 
-@dataclass
-class ValueStep:
+class ValueStep(Struct):
     """A variable that the notebook pushed."""
 
     name: str
@@ -64,8 +65,7 @@ class ValueStep:
     imports: tuple[str, ...] = ()
 
 
-@dataclass
-class SeedStep:
+class SeedStep(Struct):
     """`%distributed seed`."""
 
     value: int
@@ -75,8 +75,7 @@ class SeedStep:
 Step = CellStep | ValueStep | SeedStep
 
 
-@dataclass
-class _Context:
+class _Context(Struct):
     facts: SessionFacts
     values: frozenset[str]
     """Names of pushed values that still exist and can be written to a file."""
@@ -343,7 +342,7 @@ def _facts_from_outputs(cell: dict[str, Any], before: SessionFacts) -> SessionFa
     """Update the facts about the ranks from a cell's outputs."""
     for output in cell.get("outputs", ()):
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            before = SessionFacts.from_json(output["metadata"]["axon_nb"])
+            before = msgspec.convert(output["metadata"]["axon_nb"], SessionFacts, strict=False)
         if match := _AUTO_STARTED.search("".join(output.get("text", ""))):
             before = SessionFacts(int(match[1]), match[2], before.threads, match[2] == "nccl")
     return before

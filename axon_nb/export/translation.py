@@ -19,10 +19,10 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from IPython.core.inputtransformer2 import TransformerManager
+from msgspec import Struct
 
 from axon_nb.export.effects import effects
 
@@ -61,8 +61,7 @@ _SETTINGS = ("os.environ", "sys.path")
 """What imports may depend on: an import after a change of these stays where it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class TranslatedCell:
+class TranslatedCell(Struct, frozen=True):
     """A cell as plain Python."""
 
     code: str

@@ -7,8 +7,10 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from axon_nb.errors import StartError
 from axon_nb.host.children import (
@@ -44,7 +46,6 @@ from axon_nb.records.protocol.agent import (
     Exit,
     IdleStop,
     Stopped,
-    encode_event,
 )
 from axon_nb.records.protocol.wire import ProtocolError, decode, encode
 
@@ -54,8 +55,7 @@ _EXIT_POLL_S = 0.05
 _LONGEST_WAIT_S = 3600.0  # selectors cannot wait as long as a month
 
 
-@dataclass(frozen=True, slots=True)
-class AgentOptions:
+class AgentOptions(Struct, frozen=True):
     """Command-line options of an agent."""
 
     controller: list[str]
@@ -182,7 +182,7 @@ class Agent:
         self._broadcast(event)
 
     def _broadcast(self, event: AgentEvent) -> None:
-        message = encode_event(event)
+        message = encode(event)
         for peer in list(self._peers):
             if isinstance(peer, CommandConnection | MemberConnection) and peer.owner:
                 peer.send_message(message)

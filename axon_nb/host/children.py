@@ -22,9 +22,10 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -136,8 +137,7 @@ class Wakeup:
             self.sockets[0].recv(4096)
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
+class Death(Struct, frozen=True):
     """Exit of one child process."""
 
     pid: int
@@ -147,8 +147,7 @@ class Death:
     """Exit code, or minus the signal number."""
 
 
-@dataclass
-class Children:
+class Children(Struct):
     """Starts, signals and reaps the agent's children."""
 
     ranks: dict[int, int] = field(default_factory=dict)
@@ -251,8 +250,7 @@ def signal_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-@dataclass
-class LastOutput:
+class LastOutput(Struct):
     """Reads what each rank wrote since it started, by the sizes that its files had then."""
 
     _start_sizes: dict[int, tuple[Path, dict[str, int]]] = field(default_factory=dict)

@@ -40,11 +40,10 @@ from axon_nb.records.protocol.agent import (
     Stop,
     command_message,
     command_name,
-    decode_event,
     decode_outcome,
     rejection,
 )
-from axon_nb.records.protocol.wire import ProtocolError
+from axon_nb.records.protocol.wire import ProtocolError, decode
 
 R = TypeVar("R")
 _CONNECT_TIMEOUT_S = 60.0
@@ -202,7 +201,7 @@ class AgentClient:
                 for line in lines:
                     message = json.loads(line)
                     if "event" in message:
-                        event = decode_event(message)
+                        event: AgentEvent = decode(AgentEvent, message)
                         if isinstance(event, ControllerExit):
                             self.end_reason = describe_controller_exit(event.code, event.last_output)
                         elif isinstance(event, Exit):

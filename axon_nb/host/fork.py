@@ -18,9 +18,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from msgspec import Struct
 
 from axon_nb.host.children import Children, LastOutput, set_parent_death_signal
 from axon_nb.host.shared_memory import KeptMemory
@@ -162,8 +163,7 @@ class ForkQueue:
         return dict(encode(Forked(pid)))
 
 
-@dataclass(frozen=True, slots=True)
-class ForkRequest:
+class ForkRequest(Struct, frozen=True):
     """Parameters of a new rank."""
 
     rank: int

@@ -10,7 +10,6 @@ never crosses the network. Whoever starts this agent gives it the key.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -21,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from axon_nb.errors import StartError
 from axon_nb.host.connections import (
@@ -41,6 +42,7 @@ from axon_nb.host.store import encode as encode_parts
 from axon_nb.host.store import receive
 from axon_nb.records.environment import HOST_NAME
 from axon_nb.records.protocol.agent import (
+    AgentEvent,
     AgentState,
     Command,
     Exit,
@@ -53,7 +55,6 @@ from axon_nb.records.protocol.agent import (
     StorePort,
     Welcome,
     command_message,
-    decode_event,
     decode_outcome,
     refusal,
     rejection,
@@ -229,9 +230,9 @@ class Hosts:
         if link.facts is None:
             self._welcome(link, message)
         elif "event" in message:
-            event = decode_event(message)
+            event = decode(AgentEvent, message)
             if isinstance(event, Exit) and link.ranks.pop(event.rank, None) is not None:
-                self._report(dataclasses.replace(event, time_ns=time.monotonic_ns(), host=link.facts.name))
+                self._report(msgspec.structs.replace(event, time_ns=time.monotonic_ns(), host=link.facts.name))
         else:
             link.on_reply(message)
 
@@ -252,7 +253,7 @@ class Hosts:
         names, number = {socket.gethostname(), *self._by_name}, 1
         while (name := facts.name if number == 1 else f"{facts.name}-{number}") in names:
             number += 1
-        link.facts = dataclasses.replace(facts, name=name)
+        link.facts = msgspec.structs.replace(facts, name=name)
         self._by_name[name] = link
         link.send_message(encode(Welcome(name, self._read_engine_file())))
 
@@ -281,7 +282,7 @@ class Hosts:
                 link.ranks[command.rank] = fields["pid"]
             reply(fields)
 
-        link.command(dataclasses.replace(command, host=""), on_reply)
+        link.command(msgspec.structs.replace(command, host=""), on_reply)
 
     def signal(self, command: Signal, reply: Reply) -> bool:
         """Send a signal to a rank; return whether it is on one of these hosts."""
@@ -501,7 +502,7 @@ class Member:
     def localized(self, command: Fork) -> Fork:
         """Return the command with what only this host knows: its environment, folders and modules."""
         folder = command.cwd if Path(command.cwd).is_dir() else str(Path.home())
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             command,
             env={**os.environ, **self._run_dir.ipython_env(), **command.env, HOST_NAME.name: self.name},
             cwd=folder,

@@ -43,7 +43,7 @@ def _report(facts: dict[str, Any]) -> GpuReport:
     uses = []
     for card in facts["gpus"]:
         for one in (card, *card.get("instances", ())):
-            own = {name: one[name] for name in GpuUse.__dataclass_fields__ if one.get(name) is not None}
+            own = {name: one[name] for name in GpuUse.__struct_fields__ if one.get(name) is not None}
             if "uuid" in own:
                 uses.append(GpuUse(**{"name": "GPU", **own, "index": card["index"]}))
     lost = ", ".join(f"GPU {card['index']}: {card['error']}" for card in facts["gpus"] if "error" in card)

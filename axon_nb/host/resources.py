@@ -27,8 +27,9 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from axon_nb.records.environment import RUNTIME_DIR, VISIBLE_GPUS
 from axon_nb.records.protocol.agent import ReserveGpus, TakenGpus
@@ -174,8 +175,7 @@ def container_kind() -> str:
     return "docker" if Path("/.dockerenv").exists() else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(Struct, frozen=True):
     """One GPU of this host."""
 
     index: int
@@ -355,8 +355,7 @@ class ProgramOutput:
         self._on_end(bytes(self._output))
 
 
-@dataclass(frozen=True, slots=True)
-class GpuOwner:
+class GpuOwner(Struct, frozen=True):
     """The cluster that has reserved a GPU."""
 
     name: str

@@ -8,8 +8,9 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 _HEAD = struct.Struct("<II")
 _ITEM = struct.Struct("<I")
@@ -23,8 +24,7 @@ class Reply(Protocol):
     def __call__(self, parts: list[bytes], /) -> None: ...
 
 
-@dataclass(slots=True)
-class _Waiter:
+class _Waiter(Struct):
     keys: list[bytes]
     deadline: float
     reply: Reply

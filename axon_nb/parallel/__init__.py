@@ -7,6 +7,7 @@ from axon_nb.parallel.batch_norm import SyncBatchNorm
 from axon_nb.parallel.checkpoint import Checkpoints, ResumableSampler, Resumed, export_safetensors
 from axon_nb.parallel.data.ddp import DDP, DistributedDataParallel
 from axon_nb.parallel.data.sharded_model import FSDP, FullyShardedDataParallel, ZeRO1
+from axon_nb.parallel.experts import ExpertLoad, Experts, expert_load
 from axon_nb.parallel.hooks import BF16, FP16, CommHook, Hierarchical, HookStats, PowerSGD, TopK
 from axon_nb.parallel.loop import (
     NonFiniteNormError,
@@ -25,6 +26,7 @@ from axon_nb.parallel.memory import (
     checkpoint_blocks,
     model_states,
 )
+from axon_nb.parallel.muon import Muon
 from axon_nb.parallel.pipeline import (
     Pipeline,
     PipelineMemoryStats,
@@ -33,6 +35,7 @@ from axon_nb.parallel.pipeline import (
     bubble_fraction,
     ideal_timeline,
 )
+from axon_nb.parallel.sequence import ContextParallel
 from axon_nb.parallel.tensor import (
     ColumnParallelLinear,
     ParallelMLP,
@@ -53,11 +56,15 @@ __all__ = [
     "Checkpoints",
     "ColumnParallelLinear",
     "CommHook",
+    "ContextParallel",
     "DistributedDataParallel",
+    "ExpertLoad",
+    "Experts",
     "FSDPMemoryStats",
     "FullyShardedDataParallel",
     "Hierarchical",
     "HookStats",
+    "Muon",
     "NonFiniteNormError",
     "OptimizerKind",
     "Parallel3D",
@@ -83,6 +90,7 @@ __all__ = [
     "clip_grad_norm",
     "coordinates",
     "declare_placements",
+    "expert_load",
     "export_safetensors",
     "grad_norm",
     "ideal_timeline",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from axon_nb.records.colors import INK, KINDS, RANKS, ROLES, STATES
 from axon_nb.records.spans import Span
@@ -89,8 +90,7 @@ def _is_number(cell: str) -> bool:
     return not cell or word.replace(".", "", 1).replace("e+", "").replace("e-", "").isdigit()
 
 
-@dataclass(frozen=True, slots=True)
-class SizeUnit:
+class SizeUnit(Struct, frozen=True):
     """A binary unit of size."""
 
     name: str

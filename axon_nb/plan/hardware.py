@@ -220,11 +220,7 @@ class Card:
         return self.rates_with(FITTED)
 
     def rates_with(self, shares: Shares) -> Rates:
-        """Return one rank's rates with other shares than the fitted ones; `achieved` stays.
-
-        Args:
-            shares: The shares.
-        """
+        """Return one rank's rates with other shares than the fitted ones; `achieved` stays."""
         basis = f" ({self.assumption})" if self.assumption else ""
         source = (
             f"{self.achieved:.0%}{basis} of the {self.tera_flops:g} TFLOP/s of NVIDIA's datasheet, {self.what}; "

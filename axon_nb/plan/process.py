@@ -210,11 +210,7 @@ class _Died:
 
 
 class _Fork(Generic[T]):
-    """A forked process that calls one function.
-
-    Args:
-        call: The function.
-    """
+    """A forked process that calls one function."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._pipe, theirs = Pipe(duplex=False)

@@ -14,11 +14,11 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -185,16 +185,14 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Tensor(Struct, frozen=True):
     """A tensor in an operation: its storage, by order of appearance, and which view of it."""
 
     storage: int
     facts: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
+class _Event(Struct, frozen=True):
     """An operation, or the start or end of a block."""
 
     kind: str
@@ -204,8 +202,7 @@ class _Event:
     made: tuple[_Tensor, ...] = ()
 
 
-@dataclass
-class ForwardTrace:
+class ForwardTrace(Struct):
     """The events of a forward."""
 
     events: list[_Event] = field(default_factory=list)
@@ -213,8 +210,7 @@ class ForwardTrace:
     """Names of the storages of parameters and buffers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(Struct, frozen=True):
     """What happens from the end of the block before to the end of this one."""
 
     before: tuple[Any, ...]
@@ -376,8 +372,7 @@ class _Divider:
         return "given", self._given.setdefault(storage, len(self._given))
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRun:
+class BlockRun(Struct, frozen=True):
     """Consecutive blocks of a model, equal except for their weights; or equal groups of blocks."""
 
     names: tuple[str, ...]

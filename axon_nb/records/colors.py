@@ -6,14 +6,13 @@ backward gradients, the optimizer its state, collectives communication buffers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 INK = "#767676"
 """Of lines in saved pictures."""
 
 
-@dataclass(frozen=True, slots=True)
-class Color:
+class Color(Struct, frozen=True):
     """One colour as hex RGB; each has a contrast of at least 3:1 to the pages that it is for."""
 
     light: str

@@ -14,8 +14,9 @@ import argparse
 import enum
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from axon_nb.errors import AxonError
 
@@ -23,8 +24,7 @@ REQUIRED: Any = object()
 """The default of an option that must be given."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(Struct, frozen=True):
     """An option of a command; the function has a parameter of that name."""
 
     name: str
@@ -70,8 +70,7 @@ def _integer(text: str) -> int:
 RANKS = Option("ranks", "which ranks: 0 or 0,2-3 (default: all)", flag="--ranks", metavar="RANKS")
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterCommand:
+class ClusterCommand(Struct, frozen=True):
     """What all programs need to know of a command."""
 
     summary: str

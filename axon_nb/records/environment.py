@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _ON = ("1", "on", "true", "yes")
 _OFF = ("0", "off", "false", "no")
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(Struct, frozen=True):
     """One environment variable."""
 
     name: str
@@ -31,8 +31,7 @@ class Variable:
         return text in _ON if self.default.lower() in _OFF else text not in _OFF
 
 
-@dataclass(frozen=True, slots=True)
-class Variables:
+class Variables(Struct, frozen=True):
     """A set of related environment variables."""
 
     names: tuple[str, ...]
@@ -63,8 +62,8 @@ CHECK = Variable("AXON_NB_CHECK", default="0")
 `checking()` does. Set it before the kernel or the script starts."""
 
 CHECK_INPUTS = Variable("AXON_NB_CHECK_INPUTS", default="1")
-"""`0` turns off what ranks compare before each call of a model that transformers has split over them: its inputs, which
-must be [the same on all of them](howto/inside.md#ranks-must-agree)."""
+"""`0` turns off what the notebook compares after a cell that calls a model that transformers has split over ranks: its
+inputs, which must be [the same on all of them](howto/inside.md#ranks-must-agree)."""
 
 CPU_BACKEND = Variable("AXON_NB_CPU_BACKEND", default="shm")
 """What `--backend auto` chooses for ranks on the CPUs of one host: `shm`, shared memory, or `gloo`, Gloo's sockets. See

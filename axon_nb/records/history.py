@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from msgspec import Struct, field, to_builtins
 
-@dataclass(frozen=True, slots=True)
-class SessionFacts:
+
+class SessionFacts(Struct, frozen=True):
     """Facts about the ranks that cells ran on."""
 
     num_ranks: int = 2
@@ -24,22 +24,10 @@ class SessionFacts:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; the seed as text, as it may exceed JavaScript's exact integers."""
-        return {**asdict(self), "seed": None if self.seed is None else str(self.seed)}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> SessionFacts:
-        """Restore from the result of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: the data is invalid.
-        """
-        seed = None if content["seed"] is None else int(content["seed"])
-        threads, on_gpus = int(content["threads"]), bool(content["on_gpus"])
-        return cls(int(content["num_ranks"]), str(content["backend"]), threads, on_gpus, seed)
+        return {**to_builtins(self), "seed": None if self.seed is None else str(self.seed)}
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutedCell:
+class ExecutedCell(Struct, frozen=True):
     """One executed cell."""
 
     number: int | None
@@ -56,8 +44,7 @@ class ExecutedCell:
     """The exception in one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class PushedValues:
+class PushedValues(Struct, frozen=True):
     """Notebook variables that were sent to ranks."""
 
     names: tuple[str, ...]

@@ -15,13 +15,14 @@ import importlib.util
 import inspect
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+from msgspec import Struct, convert, field
+from msgspec.structs import replace
 from packaging.version import InvalidVersion, Version
 
 TESTED = {
@@ -53,8 +54,7 @@ _KERNEL = {"ipython": "IPython", "ipykernel": "ipykernel"}
 """Packages that a kernel has loaded, by their modules: to load the rest from another version fails in any way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Capability:
+class Capability(Struct, frozen=True):
     """A feature that relies on private APIs of other packages, and whether it works here."""
 
     name: str
@@ -70,8 +70,7 @@ class Capability:
     """Command that restores it; empty if it works."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """Result of the self-test."""
 
     torch: str
@@ -89,26 +88,6 @@ class Verdict:
     def without_passed(self) -> Verdict:
         """Return a copy with only the capabilities that do not work."""
         return replace(self, capabilities=tuple(self.lost))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a plain dictionary for JSON."""
-        return {**asdict(self), "capabilities": [asdict(capability) for capability in self.capabilities]}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Verdict:
-        """Restore from the result of `to_json`.
-
-        Raises:
-            KeyError: a field is missing.
-            TypeError: a field is unknown or has the wrong type.
-        """
-        capabilities: Sequence[Mapping[str, Any]] = content["capabilities"]
-        return cls(
-            torch=str(content["torch"]),
-            python=str(content["python"]),
-            seconds=float(content["seconds"]),
-            capabilities=tuple(Capability(**capability) for capability in capabilities),
-        )
 
 
 def are_tested(versions: Mapping[str, str]) -> bool:
@@ -133,8 +112,7 @@ def install_command(package: str) -> str:
     return f'pip install "{package}>={lowest},<{above}"'
 
 
-@dataclass(frozen=True, slots=True)
-class Hook:
+class Hook(Struct, frozen=True, forbid_unknown_fields=True):
     """One private hook, or several with the same fallback."""
 
     group: str
@@ -211,11 +189,9 @@ def hook(group: str) -> Hook:
 
     Raises:
         KeyError: the register has no hook of this name.
-        TypeError: its table has an unknown field, or lacks one.
+        ValidationError: its table has an unknown field, or lacks one.
     """
-    table = _tables()[group]
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
-    return Hook(**values)
+    return convert(_tables()[group], Hook)
 
 
 @functools.cache

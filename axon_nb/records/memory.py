@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from axon_nb.errors import UsageError
 
@@ -36,8 +38,7 @@ WITH_MOMENTUM = "sgd with momentum"
 """Separate from plain SGD, which has no state: it keeps one state per parameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
+class MemoryUse(Struct, frozen=True):
     """Memory of one rank at one moment, in bytes."""
 
     rank: int
@@ -65,8 +66,7 @@ class MemoryUse:
         return sum(self.by_role.values())
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryShortage:
+class MemoryShortage(Struct, frozen=True):
     """What the memory of a rank held when an allocation failed."""
 
     use: MemoryUse
@@ -77,8 +77,7 @@ class MemoryShortage:
     world_size: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class MemorySetup:
+class MemorySetup(Struct, frozen=True):
     """Arguments for `axon_nb.plan.memory`."""
 
     world_size: int = 1
@@ -152,7 +151,7 @@ def changed(setup: MemorySetup, updates: Mapping[str, Any]) -> MemorySetup:
         UsageError: a number is invalid or not positive, or a field is unknown.
     """
     values: dict[str, Any] = {}
-    known = {item.name for item in fields(MemorySetup)}
+    known = set(MemorySetup.__struct_fields__)
     for name, value in updates.items():
         if name not in known:
             raise UsageError(f"{name!r} is unknown; fields are {', '.join(sorted(known))}.")
@@ -172,8 +171,7 @@ def _number(name: str, value: Any) -> int:
     return number
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPrediction:
+class MemoryPrediction(Struct, frozen=True):
     """Predicted memory of ranks in bytes."""
 
     setup: MemorySetup
@@ -198,8 +196,7 @@ class MemoryPrediction:
         return bool(self.peak)
 
 
-@dataclass(frozen=True, slots=True)
-class WhatIfState:
+class WhatIfState(Struct, frozen=True):
     """Snapshot of a what-if question."""
 
     as_is: MemorySetup | None = None
@@ -222,8 +219,7 @@ class WhatIfState:
     """What is unknown about the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class LazyFunction:
+class LazyFunction(Struct, frozen=True):
     """A function whose module is imported on the first call."""
 
     module: str
@@ -234,8 +230,7 @@ class LazyFunction:
         return getattr(import_module(self.module), self.name)(*args)
 
 
-@dataclass(frozen=True, slots=True)
-class HasClassName:
+class HasClassName(Struct, frozen=True):
     """Predicate: whether an object's class has one of these names."""
 
     names: tuple[str, ...]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from axon_nb.records.spans import Span
 from axon_nb.records.training.steps import Call, Item, Key, PipelineStep, Recording, Run, Start, Wait
@@ -40,8 +42,7 @@ _FIXED_COST_BYTES = 1 << 16
 """Up to here, all of a call's time counts as a fixed cost, unless something shows the two apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(Struct, frozen=True):
     """One change, and what it saves."""
 
     cause: str
@@ -52,7 +53,7 @@ class Advice:
     """What to do, as a sentence."""
     gain: float
     """Share of the step that it saves, 0 to 1, by the replay."""
-    changed: Recording | None = field(default=None, repr=False, compare=False)
+    changed: Recording | None = None
     """What would be recorded with it; None: the gain comes from a pipeline's schedule."""
 
     def __str__(self) -> str:

@@ -6,9 +6,10 @@ one rank to another. So a slow link between ranks that are not neighbours in the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
+from msgspec import Struct
 
 from axon_nb.errors import UsageError
 from axon_nb.records.ranks import name_ranks
@@ -18,8 +19,7 @@ _ALL_REDUCE, _ONE_WAY = ("all_reduce", "barrier"), ("all_gather", "reduce_scatte
 _FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("gather", "reduce")
 
 
-@dataclass(frozen=True, slots=True)
-class SlowRank:
+class SlowRank(Struct, frozen=True):
     """A rank that computes slowly."""
 
     rank: int
@@ -27,8 +27,7 @@ class SlowRank:
     """How many times as long its computing takes; above 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlowLink:
+class SlowLink(Struct, frozen=True):
     """A link between two ranks, in both directions, that carries messages slowly."""
 
     ranks: tuple[int, ...]
@@ -49,8 +48,7 @@ class SlowLink:
         return f"{where}: {', '.join(facts)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Slowness:
+class Slowness(Struct, frozen=True, omit_defaults=True):
     """All that is slowed."""
 
     ranks: tuple[SlowRank, ...] = ()
@@ -80,7 +78,7 @@ class Slowness:
             )
         slow = {known.rank: known for known in self.ranks}
         slow.update({rank: SlowRank(rank, factor) for rank in ranks})
-        return dataclasses.replace(self, ranks=tuple(slow[rank] for rank in sorted(slow)))
+        return msgspec.structs.replace(self, ranks=tuple(slow[rank] for rank in sorted(slow)))
 
     def with_link(self, link: SlowLink) -> Slowness:
         """Return the same with this link slowed; what was set for it before, or for all links, is replaced.
@@ -93,7 +91,7 @@ class Slowness:
         if link.latency_s < 0 or link.mbit_per_s < 0 or not (link.latency_s or link.mbit_per_s):
             raise UsageError("A slow link needs --mbit, --latency or both, above 0: such as --mbit 100 --latency 5ms.")
         others = () if not link.ranks else tuple(other for other in self.links if other.ranks != link.ranks)
-        return dataclasses.replace(self, links=tuple(sorted((*others, link), key=lambda one: one.ranks)))
+        return msgspec.structs.replace(self, links=tuple(sorted((*others, link), key=lambda one: one.ranks)))
 
     def on_world(self, size: int) -> Slowness:
         """Return the part that concerns the ranks of a world of this size."""

@@ -13,9 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 GPU, LAUNCH = "gpu", "launch"
 """Whose times a span has, if not the host's: the GPU's, or those at which the host launched the GPU's work."""
@@ -161,8 +162,7 @@ def covered_ns(intervals: Iterable[tuple[int, int]], begin: int, end: int) -> in
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class HostClock:
+class HostClock(Struct, frozen=True):
     """How the monotonic clock of another host is related to this host's."""
 
     offset_ns: int

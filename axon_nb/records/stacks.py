@@ -9,8 +9,9 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from axon_nb.records.ranks import name_ranks
 
@@ -56,8 +57,7 @@ def _source_folders(package: str) -> tuple[str, ...]:
     return tuple(os.path.join(folder, "") for folder in folders)
 
 
-@dataclass(frozen=True, slots=True)
-class StackFrame:
+class StackFrame(Struct, frozen=True):
     """One frame of user code, or several library frames folded into one."""
 
     place: str
@@ -66,8 +66,7 @@ class StackFrame:
     """The source line; empty if unknown and for folded frames."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankStack:
+class RankStack(Struct, frozen=True):
     """Where one rank is."""
 
     state: str
@@ -81,11 +80,7 @@ class RankStack:
 
 
 class Stacks(Mapping[int, RankStack]):
-    """The stack of each rank; its text shows identical stacks once.
-
-    Args:
-        by_rank: Stacks by rank.
-    """
+    """The stack of each rank; its text shows identical stacks once."""
 
     def __init__(self, by_rank: Mapping[int, RankStack]) -> None:
         self._by_rank = dict(sorted(by_rank.items()))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 TICK_S = 1.0
 """Seconds between two ticks."""
@@ -35,8 +36,7 @@ class Activity(enum.StrEnum):
     """The process has exited."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
+class RankState(Struct, frozen=True):
     """One sample of one rank, taken on the rank and shown in the notebook."""
 
     rank: int
@@ -61,8 +61,7 @@ class RankState:
     """Optimizer steps in the latest state that outlives the rank; None: there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankInfo:
+class RankInfo(Struct, frozen=True):
     """One rank of a cluster."""
 
     rank: int
@@ -85,8 +84,7 @@ class RankInfo:
     """Number of the running notebook cell (its `In [n]`); None when idle."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuUse:
+class GpuUse(Struct, frozen=True, kw_only=True):
     """A GPU of the agent's host, or a MIG instance, as its driver reports it; None: it does not say."""
 
     index: int
@@ -101,8 +99,7 @@ class GpuUse:
     power_w: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterInfo:
+class ClusterInfo(Struct, frozen=True):
     """A cluster: its name, where it runs, and its ranks."""
 
     name: str
@@ -129,8 +126,7 @@ class ClusterInfo:
     """The optimizer step that every live rank holds in memory that outlives it; None: there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuReport:
+class GpuReport(Struct, frozen=True):
     """The GPUs of the agent's host."""
 
     gpus: tuple[GpuUse, ...]
@@ -153,8 +149,7 @@ def running_cell() -> int:
     return (_source[0]() or 0) if _source else 0
 
 
-@dataclass(frozen=True, slots=True)
-class MeshSlice:
+class MeshSlice(Struct, frozen=True):
     """A 2-D slice of a mesh for drawing: its last two axes at fixed coordinates on the others."""
 
     place: str
@@ -163,8 +158,7 @@ class MeshSlice:
     """Ranks: the second-to-last axis from top to bottom, the last from left to right."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeshInfo:
+class MeshInfo(Struct, frozen=True):
     """A device mesh created on the ranks."""
 
     name: str
@@ -198,8 +192,7 @@ class MeshInfo:
         return ", ".join(reversed(places))
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Struct, frozen=True):
     """The part of a tensor that one rank holds."""
 
     name: str

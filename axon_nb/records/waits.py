@@ -10,7 +10,8 @@ ranks that wait for it read its last call from there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import format_seconds
@@ -78,8 +79,7 @@ _USER_THREAD_GRACE_S = 30.0
 """For this long a rank with a user thread running may still communicate, whatever its main thread does."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingCall:
+class PendingCall(Struct, frozen=True):
     """A communication call in progress."""
 
     number: int
@@ -100,8 +100,7 @@ class PendingCall:
     """How long it has been in progress."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankWaits:
+class RankWaits(Struct, frozen=True):
     """What one rank is waiting for."""
 
     rank: int
@@ -137,8 +136,7 @@ class RankWaits:
         return f"{self.via or self.call}{f' at line {self.line}{self.within}' if self.line else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class GroupWaits:
+class GroupWaits(Struct, frozen=True):
     """The communication calls in progress on one rank."""
 
     pending: tuple[PendingCall, ...]
@@ -153,23 +151,14 @@ class GroupWaits:
 
 
 class Arrivals:
-    """Which ranks have reached the calls that others wait in; a collective is looked at once, not for each rank in it.
-
-    Args:
-        reports: The report of each rank.
-    """
+    """Which ranks have reached calls that others wait in; a collective is looked at once, not for each rank in it."""
 
     def __init__(self, reports: Mapping[int, RankWaits]) -> None:
         self._reports = reports
         self._late: dict[tuple[str, int], frozenset[int]] = {}
 
     def missing(self, waiting: RankWaits, call: PendingCall) -> frozenset[int]:
-        """Return the ranks that have not reached a call; ranks that wait in one collective get the same object.
-
-        Args:
-            waiting: The rank that waits.
-            call: Its call.
-        """
+        """Return the ranks that have not reached a call; ranks that wait in one collective get the same object."""
         if call.sequence == 0:
             return self._missing_peer(waiting, call)
         key = call.group, call.sequence
@@ -213,8 +202,7 @@ def advice_for(functions: Iterable[str]) -> str:
     return ""
 
 
-@dataclass
-class _Wait:
+class _Wait(Struct):
     """What some ranks wait for together."""
 
     others: frozenset[int]
@@ -449,8 +437,7 @@ def _where(late: list[RankWaits]) -> str:
     return f" ({places.pop()})" if len(places) == 1 and all(state.running for state in late) else ""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerCall:
+class PeerCall(Struct, frozen=True):
     """What a rank sees of another one that it waits for."""
 
     rank: int

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from axon_nb._version import __version__
 from axon_nb.doctor.clusters import FoundCluster, find_clusters
@@ -52,11 +53,7 @@ WRITING = frozenset({"start", "stop", "run_start", "run_poll", "run_tail", "run_
 
 
 class NotebookClient:
-    """Sends requests to the notebook that uses one cluster; each has a connection of its own.
-
-    Args:
-        cluster: The cluster.
-    """
+    """Sends requests to the notebook that uses one cluster; each has a connection of its own."""
 
     def __init__(self, cluster: FoundCluster) -> None:
         self.name = cluster.name
@@ -167,8 +164,7 @@ def _cut(value: Any, entries: int, length: int) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """What one call of a tool may take."""
 
     seconds: float = 60.0

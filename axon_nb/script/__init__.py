@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import Struct
+
 from axon_nb.errors import UsageError
 from axon_nb.script.course import Block, Course, read_course
 
@@ -84,8 +86,7 @@ def _words(arguments: str) -> list[str]:
         raise UsageError(f"--args: {error} in {arguments!r}.") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Struct, frozen=True):
     """A cell of the notebook."""
 
     kind: str

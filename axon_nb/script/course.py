@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from axon_nb.export.effects import effects, free_names
 from axon_nb.export.translation import lines_in_strings, one_statement_per_line
@@ -29,8 +30,7 @@ _READS_COMMAND_LINE = re.compile(
 _HARMLESS = ("is_initialized", "is_available", "get_world_size", "is_nccl_available", "is_gloo_available")
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(Struct, frozen=True):
     """One statement."""
 
     text: str
@@ -94,8 +94,7 @@ def _dedented(line: str, indent: int) -> str:
     return line[indent:] if not line[:indent].strip() else line.lstrip()
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(Struct, frozen=True):
     """A statement that is a call of a function of the script."""
 
     name: str
@@ -120,12 +119,7 @@ def find_call(statement: ast.stmt) -> Call | None:
 
 
 def is_training(function: Block, names: set[str]) -> bool:
-    """Whether a function is part of the script's course, rather than a helper.
-
-    Args:
-        function: The function.
-        names: Names of the script's functions.
-    """
+    """Whether a function is part of the script's course, rather than a helper."""
     node = function.node
     assert isinstance(node, ast.FunctionDef)
     if node.name == "main" or any(f"{word}(" in function.text for word in (".backward", "process_group")):
@@ -263,8 +257,7 @@ def _reads(before: Sequence[Block], after: Sequence[Block]) -> set[str]:
     return free | total.uses | (total.changes - total.replaces)
 
 
-@dataclass
-class Course:
+class Course(Struct):
     """The statements that cells are made of."""
 
     blocks: list[Block]

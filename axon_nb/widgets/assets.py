@@ -9,10 +9,11 @@ import posixpath
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import takewhile
 from pathlib import Path
+
+from msgspec import Struct
 
 from axon_nb.widgets.html import palette_css
 
@@ -28,8 +29,7 @@ _SPACED = re.compile(r" ?([=,;:?{}()\[\]<>&|*!/]) ?")
 """Punctuation that needs no spaces around it; plus and minus may."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Module:
+class _Module(Struct, frozen=True):
     path: str
     """Below `static/`."""
     imports: dict[str, list[str]]

@@ -223,12 +223,12 @@ def test_push_and_pull_keep_types(script: Script) -> None:
 
 
 def test_push_falls_back_to_messages_without_shared_memory(script: Script) -> None:
-    script.ok("import dataclasses, numpy as np, torch\nb = np.arange(1 << 18)\nplaces = c.rank_info")
+    script.ok("import msgspec, numpy as np, torch\nb = np.arange(1 << 18)\nplaces = c.rank_info")
     script.ok("from axon_nb.host import shared_memory\naddress = shared_memory.SharedBlock.address")
     # As a launcher's rank on another host says.
     elsewhere = (
-        "info = (c.rank_info[0], dataclasses.replace(c.rank_info[1], host='elsewhere'))\n"
-        "c.state._facts = dataclasses.replace(c.state._facts, rank_info=info)"
+        "info = (c.rank_info[0], msgspec.structs.replace(c.rank_info[1], host='elsewhere'))\n"
+        "c.state._facts = msgspec.structs.replace(c.state._facts, rank_info=info)"
     )
     unreachable = (
         "shared_memory.SharedBlock.address = property(lambda self: (('/proc/1/fd/99999', 1),) * 2)"  # as in a container
@@ -243,7 +243,7 @@ def test_push_falls_back_to_messages_without_shared_memory(script: Script) -> No
         answer = script.run("c.pull('nothing_there')")
         assert "Rank 0 cannot send 'nothing_there': NameError" in answer.message
     assert script.value("[v for v in c.client.results.values() if isinstance(v, bytes) and len(v) > 9999]") == []
-    script.ok("c.state._facts = dataclasses.replace(c.state._facts, rank_info=places)")
+    script.ok("c.state._facts = msgspec.structs.replace(c.state._facts, rank_info=places)")
     script.ok("shared_memory.SharedBlock.address = address")
 
 

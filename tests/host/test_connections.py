@@ -26,12 +26,12 @@ REFUSED = [
     ({"cmd": None}, "unknown command None"),
     ({"cmd": []}, "unknown command []"),
     ({"cmd": {"a": 1}}, "unknown command"),
-    ({"cmd": "hello"}, "Hello lacks 'owner'"),
+    ({"cmd": "hello"}, "Hello: Object missing required field `owner`"),
     ({"cmd": "fork"}, "does not fork ranks"),
-    ({"cmd": "signal", "rank": "x", "signal": 9}, "Signal.rank: must be a whole number"),
-    ({"cmd": "signal", "rank": None, "signal": 9}, "Signal.rank: must be a whole number"),
-    ({"cmd": "set_info", "info": 5}, "SetInfo.info: must be the fields of a ClusterFacts; got 5"),
-    ({"cmd": "set_info", "info": {"keep_alive_s": "long"}}, "SetInfo.info.keep_alive_s: must be a number"),
+    ({"cmd": "signal", "rank": "x", "signal": 9}, "Signal: Expected `int`, got `str` - at `$.rank`"),
+    ({"cmd": "signal", "rank": None, "signal": 9}, "Signal: Expected `int`, got `null` - at `$.rank`"),
+    ({"cmd": "set_info", "info": 5}, "SetInfo: Expected `object`, got `int` - at `$.info`"),
+    ({"cmd": "set_info", "info": {"keep_alive_s": "long"}}, "Expected `float`, got `str` - at `$.info.keep_alive_s`"),
 ]
 
 

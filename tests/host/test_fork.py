@@ -157,7 +157,8 @@ def test_incomplete_request_forks_nothing(forking_agent: Served, missing: str) -
     request = fork_request(forking_agent.run_dir, "wait")
     del request[missing]
     with RawPeer(forking_agent.run_dir.agent_socket) as peer:
-        assert peer.command(id=1, cmd="fork", **request)["error"].startswith(f"Fork lacks '{missing}'.")
+        error = peer.command(id=1, cmd="fork", **request)["error"]
+        assert error.startswith(f"Fork: Object missing required field `{missing}`.")
     assert forking_agent.client.call(GetInfo()).ranks == before
 
 

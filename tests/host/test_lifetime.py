@@ -9,11 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from axon_nb.errors import ClusterLostError, StartError
 from axon_nb.host.client import AgentClient, spawn_agent

@@ -15,7 +15,7 @@ from tests.structure.conftest import nodes
 NOTEBOOK_ONLY = {"IPython", "anywidget", "ipykernel", "ipyparallel", "ipywidgets", "plotly"}
 WITHOUT_A_NOTEBOOK = ("comm", "compat", "host", "parallel", "plan", "records", "torch_api")
 STDLIB_ONLY = {"host": {"host", "records", "errors"}, "records": {"_version", "records", "errors"}}
-"""Packages that import only the standard library, `packaging` and NVML, and the siblings that they may import."""
+"""Packages that import only the standard library, msgspec, packaging and NVML, and which siblings they may import."""
 
 
 def loaded_after(code: str) -> set[str]:
@@ -86,6 +86,6 @@ def test_package_imports_only_the_standard_library(package: str, root: Path) -> 
         for name in imported_modules(path):
             first, *rest = name.split(".")
             of_ours = first == "axon_nb" and (not rest or rest[0] in STDLIB_ONLY[package])
-            assert of_ours or first in sys.stdlib_module_names | {"packaging", "pynvml"}, (
+            assert of_ours or first in sys.stdlib_module_names | {"msgspec", "packaging", "pynvml"}, (
                 f"{path.relative_to(root)} imports {name}"
             )

@@ -36,7 +36,6 @@ ALLOWED = {
     "axon_nb.engine.session:_session": "slot: the session of this rank",
     "axon_nb.plan.footprint.memory:_cache": "cache: the last plans",
     "axon_nb.plan.process:_ran_here": "slot: whether forks of this process died, so that it does their work",
-    "axon_nb.records.protocol.wire:_coders": "cache: the coder of each record type",
     "axon_nb.records.spans:ring": "slot: the spans of this process, which under torchrun has no session",
     "axon_nb.records.telemetry:_source": "slot: where this process looks up the running cell",
     "axon_nb.records.training.job:metrics": "slot: what `axon_nb.log` has reported in this process",
@@ -102,8 +101,9 @@ def _bindings(module: ast.Module) -> dict[str, ast.expr]:
 
 
 def _is_frozen(node: ast.ClassDef) -> bool:
-    """Whether instances cannot change: a frozen dataclass, an enumeration, a named tuple, or nothing but methods."""
-    options = [keyword for item in node.decorator_list if isinstance(item, ast.Call) for keyword in item.keywords]
+    """Whether instances cannot change: a frozen record, an enumeration, a named tuple, or nothing but methods."""
+    calls = [item for item in node.decorator_list if isinstance(item, ast.Call)]
+    options = [keyword for item in (node, *calls) for keyword in item.keywords]
     if any(option.arg == "frozen" for option in options):
         return True
     bases = {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
@@ -219,6 +219,7 @@ def test_state_changed_by_another_module_is_detected() -> None:
         "TABLE = {1: 2}\ndef f(): return TABLE[1]",
         "NAMES = ['a']\ndef f():\n    names = []\n    names.append(1)",
         "@dataclass(frozen=True)\nclass Kind:\n    name: str\nKIND = Kind('a')",
+        "class Kind(Struct, frozen=True):\n    name: str\nKIND = Kind('a')",
     ],
 )
 def test_constants_are_not_state(source: str) -> None:

@@ -18,7 +18,8 @@ import psutil
 from axon_nb.host.client import AgentClient, spawn_agent
 from axon_nb.host.run_dir import RunDir
 from axon_nb.host.store import encode, receive
-from axon_nb.records.protocol.agent import ClusterFacts, Fork, encode_event
+from axon_nb.records.protocol import wire
+from axon_nb.records.protocol.agent import ClusterFacts, Fork
 from axon_nb.records.protocol.wire import decode, own_version
 from tests.support.processes import until
 
@@ -85,7 +86,7 @@ def serve(*, entry: str, controller: list[str], owner: str) -> Served:
     process = psutil.Process(pid)
     client = AgentClient(run_dir, owner=owner, agent_pid=pid)
     events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    client.on_event(lambda event: events.put(encode_event(event)))
+    client.on_event(lambda event: events.put(wire.encode(event)))
     return Served(run_dir, client, process, events)
 
 

@@ -7,10 +7,11 @@ cell runs, `DeadlockWatch` observes whether its ranks can still finish, and whic
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+
+import msgspec
 
 from axon_nb.cluster.divergence import DivergenceWatch, NumbersVerdict
 from axon_nb.cluster.failures import RankError
@@ -462,4 +463,4 @@ def _correct_running(report: RankWaits, unfinished: Collection[int]) -> RankWait
     It has not started the cell yet, which takes a while on a busy machine, or its reply is on the way and will arrive
     before the next observation.
     """
-    return dataclasses.replace(report, running=report.running or report.rank in unfinished)
+    return msgspec.structs.replace(report, running=report.running or report.rank in unfinished)

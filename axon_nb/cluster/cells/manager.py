@@ -23,6 +23,7 @@ from axon_nb.cluster.failures import (
     Kept,
     cell_error,
     context_hint,
+    different_inputs_hint,
     hint_for,
     interrupt_error,
     left_calls_hint,
@@ -40,11 +41,11 @@ from axon_nb.cluster.settings import Settings
 from axon_nb.cluster.snapshot import Trials, begin_trials
 from axon_nb.cluster.state import ClusterState
 from axon_nb.errors import CellError, CellInterrupt, ClusterLostError, UsageError
-from axon_nb.records.protocol.cells import CellFacts, Measurement, Pauses
+from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.inspection import WaitsRequest
 from axon_nb.records.ranks import name_ranks, resolve_ranks
-from axon_nb.records.slowness import Slowness
 
+_DEFAULTS = CellFacts()
 _TIMEOUT_S = 2.0
 """Idle ranks reply in milliseconds, unless the machine is busy."""
 LEFT_RUNNING = "was left running"
@@ -124,7 +125,7 @@ class CellManager:
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """See `Cluster.run_async`."""
-        with self._interrupts.capture() as interrupts:
+        with self._interrupts.capture(awaited=True) as interrupts:
             run = self._start(code, options)
             return await run_to_completion_async(run, interrupts, lambda: self.finish(run, options))
 
@@ -192,13 +193,13 @@ class CellManager:
             exclusive=exclusive,
             keep_failure=self.settings.debug and not is_debugger,
             is_debugger=is_debugger,
-            pauses=options.get("pauses", Pauses()),
+            pauses=options.get("pauses", _DEFAULTS.pauses),
             output_limit=state.settings.output_limit,
-            measurement=options.get("measurement", Measurement()),
+            measurement=options.get("measurement", _DEFAULTS.measurement),
             log_to=self.settings.log_to,
             undo_memory=self.settings.undo_memory if is_undoable else None,
             protect=self.settings.protect if is_undoable else None,
-            slowness=state.slowness if options.get("undoable", False) else Slowness(),
+            slowness=state.slowness if options.get("undoable", False) else _DEFAULTS.slowness,
             watch_numbers=self.settings.watch_numbers if options.get("undoable", False) else "",
         )
         if mode := facts.watch_numbers:
@@ -297,8 +298,8 @@ class CellManager:
             raise ClusterLostError(f"The cluster {state.name!r} {run.cell.lost} {when}. {hint}")
         state.health.track_stuck(run)
         replaced = replace_stuck(state, run.cell.to_replace)
-        if left := left_calls_hint(run.cell.ends):
-            print(left, file=sys.stderr)
+        for hint in filter(None, (left_calls_hint(run.cell.ends), different_inputs_hint(run.cell.ends))):
+            print(hint, file=sys.stderr)
         numbers = run.abort.judge_numbers(failed=any(error.kind == "raised" for error in run.errors.values()))
         failure = failure_of(run, replaced, kept_of(state, self.settings.protect, run.errors.values()))
         record = cell_record(run, failure)

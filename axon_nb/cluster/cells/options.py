@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+from msgspec import Struct
 
 from axon_nb.cluster.failures import RankError
 from axon_nb.records.protocol.cells import AbortLocation, CellEnd, Measurement, Pauses
@@ -54,8 +55,7 @@ class CellDebugger(Protocol):
         """Ask the user if a rank waits, on the notebook's thread; return how long that took, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankProgress:
+class RankProgress(Struct, frozen=True):
     """How far one rank is with the cell."""
 
     replied_at: float = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import threading
 import time
@@ -11,6 +10,8 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from axon_nb.cluster.cells import transitions
 from axon_nb.cluster.cells.abort import AbortController
@@ -96,11 +97,11 @@ class CellRun:
         self.token, self._fetch = run, fetch
         self._started_at = time.monotonic() - seconds
         with self._lock:
-            self.cell = dataclasses.replace(self.cell, must_recover=must_recover)
+            self.cell = msgspec.structs.replace(self.cell, must_recover=must_recover)
 
     def send(self, code: str, facts: CellFacts) -> None:
         """Send the cell; fields of `facts` that the run knows itself are filled in here."""
-        facts = dataclasses.replace(
+        facts = msgspec.structs.replace(
             facts,
             run=self.token,
             ranks=tuple(self.ranks),

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from axon_nb.cluster.cells.options import RankProgress, describe_abort, was_aborted
 from axon_nb.cluster.failures import RankError
@@ -28,8 +30,7 @@ _INTERRUPT_DELAY_S, _INTERRUPT_DELAY_TICKS = 0.06, 10
 """Jupyter interrupts a kernel before it restarts it: an interrupt takes effect after this time and number of ticks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(Struct, frozen=True):
     """A rank printed or displayed something."""
 
     rank: int
@@ -38,23 +39,20 @@ class Output:
     metadata: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Processed:
+class Processed(Struct, frozen=True):
     """The notebook has processed a rank's last `Output`: a megabyte of lines takes seconds on a busy machine."""
 
     at: float
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
+class Idle(Struct, frozen=True):
     """A rank has sent all its output."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """A rank has finished the cell; a late one comes after the cell gave the rank up."""
 
     at: float
@@ -66,8 +64,7 @@ class Reply:
     """Whether all its output is here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
+class Death(Struct, frozen=True):
     """A rank's process is gone; `reason` reads after its name."""
 
     at: float
@@ -75,37 +72,31 @@ class Death:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupt:
+class Interrupt(Struct, frozen=True):
     """The user interrupts the cell; a second one, a while later, also replaces ranks that are in C code."""
 
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Timeout:
+class Timeout(Struct, frozen=True):
     """The cell has run for as long as it may."""
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
+class Aborted(Struct, frozen=True):
     """Ranks were asked to stop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(Struct, frozen=True):
     """The whole cluster is gone; `reason` reads after its name."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovered(Struct, frozen=True):
     """The groups were rebuilt, or disabled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed; what can be seen from outside the cell."""
 
     at: float
@@ -126,28 +117,24 @@ class Tick:
 Event = Output | Processed | Idle | Reply | Death | Interrupt | Timeout | Aborted | Lost | Recovered | Tick
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(Struct, frozen=True):
     """The next tick is due now."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShowOutput:
+class ShowOutput(Struct, frozen=True):
     """Show output: as the cell's, or as what came after it."""
 
     output: Output
     is_late: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RankDone:
+class RankDone(Struct, frozen=True):
     """Wait for no more output of a rank."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankEnded:
+class RankEnded(Struct, frozen=True):
     """Show in the live view how the cell ended on a rank."""
 
     rank: int
@@ -156,20 +143,17 @@ class RankEnded:
     """Where its cell was aborted; None if it was not."""
 
 
-@dataclass(frozen=True, slots=True)
-class LateReply:
+class LateReply(Struct, frozen=True):
     """A rank that was reported as stuck is back."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class ResendAbort:
+class ResendAbort(Struct, frozen=True):
     """Send the abort again at the next tick."""
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Struct, frozen=True):
     """Decide whether to abort the unfinished ranks, and abort them."""
 
     failed_at: float | None
@@ -178,8 +162,7 @@ class Abort:
     timed_out: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Recover:
+class Recover(Struct, frozen=True):
     """Show the rest of the output, then rebuild the groups."""
 
 
@@ -204,8 +187,7 @@ class State(Enum):
     DONE = "done"
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Struct, frozen=True):
     """All that is known of a running cell."""
 
     ranks: Mapping[int, RankProgress]

@@ -97,9 +97,6 @@ class CompletionClient:
     """Requests completions and help from a cluster's ranks over the control channel.
 
     A rank has at most one open request of each kind.
-
-    Args:
-        state: The cluster.
     """
 
     def __init__(self, state: ClusterState) -> None:

@@ -6,7 +6,6 @@ The clocks of ranks on other hosts are corrected: what to add to their times, an
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -15,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from axon_nb.cluster.inspection.spans import SpanStore, SpanTable
 from axon_nb.cluster.rpc import Answer, RankClient
@@ -68,9 +69,6 @@ class SpanFeed:
     """Requests new spans from each rank over the control channel, which answers while cells run.
 
     Polling instead of streaming bounds the load: at most one open request per rank, and none while no view is open.
-
-    Args:
-        state: The cluster.
     """
 
     def __init__(self, state: ClusterState) -> None:
@@ -374,7 +372,7 @@ class StateFeed:
         # A sample that was taken before the rank's reply may arrive after it.
         if final is None:
             return state
-        return dataclasses.replace(state, activity=final.activity, call=final.call, line=final.line)
+        return msgspec.structs.replace(state, activity=final.activity, call=final.call, line=final.line)
 
     def flush(self) -> None:
         """Show new samples, and renew the lease if it is due; on the notebook's thread."""

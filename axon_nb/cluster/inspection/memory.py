@@ -12,9 +12,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from axon_nb.cluster.rpc import request_all
 from axon_nb.errors import AxonError, ClusterLostError, UsageError
@@ -49,8 +51,7 @@ The arguments are the changed fields of `MemorySetup` or None, and the key of th
 """
 
 
-@dataclass(frozen=True, slots=True)
-class MemorySnapshot:
+class MemorySnapshot(Struct, frozen=True):
     """The memory of all ranks at one moment."""
 
     measured: Mapping[int, MemoryUse]

@@ -5,16 +5,16 @@ The store matches the calls of a collective on all ranks, to know which rank was
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from axon_nb.records.spans import GPU, LAUNCH, Span
 
@@ -71,8 +71,7 @@ def grouped(
     return list(zip(distinct.tolist(), np.split(order, begins[1:]), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class SpanTable:
+class SpanTable(Struct, frozen=True):
     """Spans in the order in which they arrived; all columns have the same length."""
 
     columns: dict[str, npt.NDArray[np.int64]]
@@ -102,12 +101,12 @@ class SpanTable:
     def pick(self, which: npt.NDArray[np.bool_]) -> SpanTable:
         """Return the spans selected by a mask, numbered from 0."""
         columns = {name: column[which] for name, column in self.columns.items()}
-        return dataclasses.replace(self, columns=columns, first=0)
+        return msgspec.structs.replace(self, columns=columns, first=0)
 
     def head(self, count: int) -> SpanTable:
         """Return the first `count` spans."""
         columns = {name: column[:count] for name, column in self.columns.items()}
-        return dataclasses.replace(self, columns=columns)
+        return msgspec.structs.replace(self, columns=columns)
 
     def between(self, start_ns: int, end_ns: int | None = None) -> SpanTable:
         """Return the spans that end after `start_ns` and, if `end_ns` is given, start before it."""
@@ -158,8 +157,7 @@ class SpanTable:
         return frame.sort_values("start", kind="stable", ignore_index=True)
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveWait:
+class CollectiveWait(Struct, frozen=True):
     """How long one rank's call of a collective waited; known once all ranks' calls are."""
 
     number: int
@@ -170,8 +168,7 @@ class CollectiveWait:
     """The rank that started it last."""
 
 
-@dataclass(slots=True)
-class _OpenCollective:
+class _OpenCollective(Struct):
     name: str
     clock: str
     calls: dict[int, tuple[int, int, int]] = field(default_factory=dict)

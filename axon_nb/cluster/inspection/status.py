@@ -6,13 +6,14 @@ share a row.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
 
 from axon_nb.cluster.rpc import RankClient, request_all, request_each, request_waits
 from axon_nb.errors import ClusterLostError
@@ -39,6 +40,9 @@ _MAX_MESH = 256
 """Largest mesh that is drawn."""
 _MAX_HOSTS = 4
 """Most hosts of which each is named."""
+_Columns = list[tuple[str, bool, list[str]]]
+"""For each column: its title, whether it holds numbers, and one text per row."""
+_MEASURED = ("pid", "memory", "on device")
 _MAX_ROWS = 64
 _SECONDS = re.compile(r",? for ([\d.]+) s$")
 """How long a rank has been in its state, at the end of the text."""
@@ -80,8 +84,8 @@ def describe_state(state: RankState | None, late: Sequence[int] = (), paused: Co
     if state is None:
         return "does not reply"
     if state.activity not in (Activity.COLLECTIVE, Activity.WAITING):
-        is_at_line = state.line and state.activity in (Activity.RUNNING, Activity.PAUSED)
-        return state.activity.value + (f" line {state.line}" if is_at_line else "")
+        where = {Activity.RUNNING: f" line {state.line}", Activity.PAUSED: f" at line {state.line}"}
+        return state.activity.value + (where.get(state.activity, "") if state.line else "")
     seconds = (state.time_ns - state.since_ns) / 1e9
     at = f" at line {state.line}" if state.line else ""
     verb = "waiting in" if state.activity is Activity.WAITING else "in"
@@ -143,8 +147,7 @@ def _gpu_use(state: ClusterState) -> tuple[GpuUse, ...]:
         return ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClusterStatus:
+class ClusterStatus(Struct, frozen=True):
     """What `%distributed status` returns: shown as a card, with units that people read."""
 
     info: ClusterInfo
@@ -203,14 +206,13 @@ def rank_stacks(client: RankClient, ranks: Sequence[int], world: Sequence[int], 
         else:
             state = replies[rank].state
             # Without the time, which differs between ranks: ranks with the same description are shown together.
-            text = describe_state(dataclasses.replace(state, since_ns=state.time_ns), late.get(rank, ()), paused)
+            text = describe_state(msgspec.structs.replace(state, since_ns=state.time_ns), late.get(rank, ()), paused)
             seconds = (state.time_ns - state.since_ns) / 1e9 if state.activity is Activity.WAITING else 0.0
             stacks[rank] = RankStack(text.rstrip(","), replies[rank].frames, state.cell, seconds)
     return Stacks(stacks)
 
 
-@dataclass(frozen=True, slots=True)
-class JobSnapshot:
+class JobSnapshot(Struct, frozen=True):
     """The job on all ranks at one moment."""
 
     reports: Mapping[int, JobReport]
@@ -316,9 +318,17 @@ def mesh_text(mesh: MeshInfo) -> list[str]:
     return lines
 
 
-def cluster_card(info: ClusterInfo) -> dict[str, str]:
-    """Render a cluster and its ranks as `text/html` (no scripts; light and dark themes) and `text/plain`."""
-    return {"text/html": _card_html(info), "text/plain": _card_text(info)}
+def cluster_card(info: ClusterInfo, *, measured: bool = True) -> dict[str, str]:
+    """Render a cluster and its ranks as `text/html` (no scripts; light and dark themes) and `text/plain`.
+
+    Args:
+        info: The cluster.
+        measured: Whether to show process ids, memory and GPUs' figures, which are others in each run of a notebook.
+    """
+    info = info if measured else msgspec.structs.replace(info, gpus=())
+    rows = _card_rows(info)
+    columns = _card_columns(info, rows[:_MAX_ROWS], measured=measured)
+    return {"text/html": _card_html(info, rows, columns), "text/plain": _card_text(info, rows, columns)}
 
 
 def _heading(info: ClusterInfo) -> list[str]:
@@ -343,8 +353,7 @@ def _card_rows(info: ClusterInfo) -> list[Sequence[RankInfo]]:
     return list(groups.values())
 
 
-def _card_columns(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]]) -> list[tuple[str, bool, list[str]]]:
-    """For each column: its title, whether it holds numbers, and one text per row."""
+def _card_columns(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]], *, measured: bool) -> _Columns:
     columns = [
         ("rank", True, [format_ranks(one.rank for one in row) for row in rows]),
         ("host", False, [_hosts(dict.fromkeys(one.host for one in row)) for row in rows]),
@@ -356,7 +365,7 @@ def _card_columns(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]]) -> list
     ]
     if any(row.device_bytes for row in info.ranks):
         columns.append(("on device", True, [_bytes([one.device_bytes for one in row]) for row in rows]))
-    return columns
+    return [column for column in columns if measured or column[0] not in _MEASURED]
 
 
 def _devices(row: Sequence[RankInfo]) -> str:
@@ -400,9 +409,7 @@ def _omitted(rows: Sequence[Sequence[RankInfo]]) -> list[str]:
     return [f"… {count} more ranks in {len(rows) - _MAX_ROWS} more rows"] if count else []
 
 
-def _card_html(info: ClusterInfo) -> str:
-    rows = _card_rows(info)
-    columns = _card_columns(info, rows[:_MAX_ROWS])
+def _card_html(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]], columns: _Columns) -> str:
     head = "".join(
         f'<th scope="col" style="{_NUMBER if number else _CELL};{_RULE};font-weight:normal;{MUTED}">{title}</th>'
         for title, number, _ in columns
@@ -434,9 +441,7 @@ def _card_html(info: ClusterInfo) -> str:
     )
 
 
-def _card_text(info: ClusterInfo) -> str:
-    rows = _card_rows(info)
-    columns = _card_columns(info, rows[:_MAX_ROWS])
+def _card_text(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]], columns: _Columns) -> str:
     widths = [max(len(title), *map(len, text), 0) for title, _, text in columns]
     lines = [
         [title for title, _, _ in columns],

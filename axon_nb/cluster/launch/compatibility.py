@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from axon_nb.cluster.launch.placement import Layout
@@ -65,7 +65,7 @@ def can_recover(rank_info: Iterable[EngineInfo], backend: str) -> bool:
 def with_possible_backend(layout: Layout, rank_info: Iterable[EngineInfo]) -> Layout:
     """Return the layout that works with the installed versions: Gloo replaces shared memory that does not."""
     if layout.backend == "shm" and not can_recover(rank_info, "shm"):
-        return dataclasses.replace(layout, backend="gloo")
+        return msgspec.structs.replace(layout, backend="gloo")
     return layout
 
 

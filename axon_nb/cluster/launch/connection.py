@@ -17,8 +17,9 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from axon_nb.cluster.launch.launchers import controller_command
 from axon_nb.cluster.launch.placement import LOOPBACK
@@ -64,8 +65,7 @@ def default_name() -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", stem)[:32].strip("._-") or "default"
 
 
-@dataclass
-class Connection:
+class Connection(Struct):
     """Open connections to the agent and the controller of one cluster."""
 
     run_dir: RunDir

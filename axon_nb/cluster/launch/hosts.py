@@ -8,7 +8,6 @@ to one process: the key is in no command line. What starts an agent here lives a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shlex
 import socket
@@ -22,8 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+import msgspec
 from ipyparallel.cluster.launcher import SSHEngineSetLauncher
 from IPython.paths import get_ipython_dir
+from msgspec import Struct
 from traitlets.config import Config
 from traitlets.config.loader import ConfigFileNotFound, PyFileConfigLoader
 
@@ -66,8 +67,7 @@ _INSTALL = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class HostsOption:
+class HostsOption(Struct, frozen=True):
     """What `--hosts` asks for."""
 
     text: str
@@ -367,7 +367,7 @@ def await_hosts(connection: Connection, layout: Layout, option: HostsOption, *, 
     """
     joined, others = _start(connection, option, timeout_s=timeout_s), len(option.hosts)
     names = ["", *sorted(joined, key=lambda name: option.hosts.index(name) if name in option.hosts else others)]
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         layout, hosts=tuple(name for name, count in zip(names, option.counts, strict=False) for _ in range(count))
     )
 

@@ -12,9 +12,9 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import psutil
+from msgspec import Struct
 
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.resources import Gpu, container_kind, gpu_owners, list_gpus, unlisted_gpus, usable_cores
@@ -28,8 +28,7 @@ UNLIMITED = resource.RLIM_INFINITY
 _MANY = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """Number, backend and devices of the ranks on the notebook's host."""
 
     num_ranks: int
@@ -215,8 +214,7 @@ def _choose_gpus(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
     return chosen
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """Where one rank runs."""
 
     local_rank: int

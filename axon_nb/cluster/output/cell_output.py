@@ -10,8 +10,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from axon_nb.cluster.output.limits import Budget, Verdict
 from axon_nb.cluster.output.merge import Choice, Item
@@ -256,8 +257,7 @@ class Printer:
             self._pieces = []
 
 
-@dataclass(slots=True)
-class _Entry:
+class _Entry(Struct):
     choice: Choice
     position: float
     """Entries are shown in this order, then in that of their arrival."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 PARTIAL_S = 0.15
 """A line without a newline is shown after this time."""
@@ -272,8 +273,7 @@ def strip_control(text: str) -> str:
     return _ALL_BUT_COLOUR.sub("", text.replace("\r\n", "\n")) if HAS_CONTROL.search(text) else text
 
 
-@dataclass(slots=True, eq=False)
-class Row:
+class Row(Struct, eq=False):
     """A row that is not finished yet."""
 
     number: int

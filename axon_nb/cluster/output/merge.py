@@ -6,17 +6,17 @@ import bisect
 import operator
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 _order = operator.attrgetter("order")
 _OVERHEAD = 350
 """Memory of an item in addition to its text, in bytes."""
 
 
-@dataclass(slots=True)
-class Item:
+class Item(Struct):
     """One line, bar or display of one rank."""
 
     key: Hashable

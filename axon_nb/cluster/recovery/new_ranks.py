@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct, field
 
 from axon_nb.cluster import rpc
 from axon_nb.cluster.failures import REPAIR_HINT, Kept, RankError
@@ -208,8 +209,7 @@ def _latest_common(held: Sequence[Sequence[ProtectedStep]]) -> ProtectedStep | N
     return next((step for step in first if all(step in steps for steps in others)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class LostPart(LostShards):
+class LostPart(LostShards, frozen=True):
     """A variable of which the replaced ranks held a part that no other rank has."""
 
     def __str__(self) -> str:
@@ -220,8 +220,7 @@ class LostPart(LostShards):
         return f"its part of `{self.name}` ({count}{format_bytes(self.bytes)})"
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(Struct, frozen=True):
     """Variables that were copied to the replaced ranks."""
 
     names: tuple[str, ...] = ()
@@ -231,8 +230,7 @@ class Copied:
     """Bytes, to each rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(Struct, frozen=True):
     """The step to which all ranks have returned."""
 
     step: int
@@ -243,8 +241,7 @@ class Returned:
     """By rank, a line for each object that refused its state."""
 
 
-@dataclass(frozen=True, slots=True)
-class RepairReport:
+class RepairReport(Struct, frozen=True):
     """The result of `Cluster.repair`; displays as text."""
 
     ranks: tuple[int, ...]

@@ -8,7 +8,6 @@ as are ranks that an interrupt or a failure left one optimizer step apart.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import signal
 import socket
 import sys
@@ -17,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from axon_nb.cluster import rpc
 from axon_nb.cluster.failures import REPAIR_HINT
@@ -190,7 +191,7 @@ def _moved(state: ClusterState, ranks: Sequence[int], host: str) -> Layout:
     hosts = list(layout.hosts or ("",) * layout.num_ranks)
     for rank in ranks:
         hosts[rank] = "" if host == here else host
-    return dataclasses.replace(layout, hosts=tuple(hosts))
+    return msgspec.structs.replace(layout, hosts=tuple(hosts))
 
 
 def _replace_ranks(

@@ -7,14 +7,15 @@ then whatever fails leaves the old world, and from then on there is only the new
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct, field
 
 from axon_nb.cluster import rpc
 from axon_nb.cluster.launch.compatibility import refusal
@@ -79,7 +80,7 @@ def resize(state: ClusterState, size: int) -> ResizeReport:
     if named := {name: why for found in obstacles.values() for name, why in found.items()}:
         raise UsageError("\n".join(f"`{name}` {why}." for name, why in named.items()))
     layout = _resized(state.layout, size, threads=state.settings.threads)
-    layout = dataclasses.replace(layout, hosts=choose_hosts(state.connection, state.layout, size))
+    layout = msgspec.structs.replace(layout, hosts=choose_hosts(state.connection, state.layout, size))
     with interrupts_deferred() as interrupted:
         change = _Change(state, layout, interrupted)
         try:
@@ -161,7 +162,7 @@ def _resized(layout: Layout, size: int, *, threads: int) -> Layout:
             (*values, *(distinct[rank % len(distinct)] for rank in range(len(values), size)))[:size] if values else ()
         )
 
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         layout,
         num_ranks=size,
         devices=cycled(layout.devices),
@@ -302,8 +303,7 @@ def _count(size: int) -> str:
     return f"{size} rank{'s' * (size != 1)}"
 
 
-@dataclass(frozen=True, slots=True)
-class ResizeReport:
+class ResizeReport(Struct, frozen=True):
     """The result of `Cluster.resize`; displays as text."""
 
     old_size: int

@@ -13,8 +13,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct
 
 from axon_nb.cluster.cells.kernel_interrupts import KernelInterrupts
 from axon_nb.cluster.cells.manager import CellManager
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
 
-@dataclass
-class AutoMode:
+class AutoMode(Struct):
     """Whether plain cells run on ranks; set by `%distributed auto`."""
 
     on: bool = False

@@ -9,12 +9,12 @@ from __future__ import annotations
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct, field
 from torch._C._distributed_c10d import Work
 
 from axon_nb.comm.calls import report_call
@@ -413,8 +413,7 @@ class MockWork(Work):
         return future
 
 
-@dataclass
-class PendingCollective:
+class PendingCollective(Struct):
     """One collective in progress: the arguments of each rank that has called it."""
 
     name: str
@@ -423,8 +422,7 @@ class PendingCollective:
     done: bool = False
 
 
-@dataclass
-class Message:
+class Message(Struct):
     """A tensor on its way."""
 
     tensor: torch.Tensor
@@ -496,8 +494,7 @@ class Hub:
         return None
 
 
-@dataclass
-class _Channel:
+class _Channel(Struct):
     """A one-way channel between two ranks: queued messages and waiting receivers."""
 
     messages: deque[Message] = field(default_factory=deque)

@@ -12,11 +12,11 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct, field
 from torch._C import _distributed_c10d as c_api
 
 from axon_nb.comm.errors import DeadlockError
@@ -41,8 +41,7 @@ class Context(Protocol):
         """Called after the rank has run."""
 
 
-@dataclass
-class _RankState:
+class _RankState(Struct):
     """The state of one rank's thread."""
 
     may_run: threading.Event = field(default_factory=threading.Event)
@@ -55,11 +54,7 @@ class _RankState:
 
 
 class TurnScheduler:
-    """Runs functions as ranks, one thread per rank.
-
-    Args:
-        contexts: One per rank.
-    """
+    """Runs functions as ranks, one thread per rank."""
 
     def __init__(self, contexts: Sequence[Context]) -> None:
         self._contexts = list(contexts)

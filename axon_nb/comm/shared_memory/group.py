@@ -469,11 +469,7 @@ def caller_line() -> int:
 
 
 def register(name: str = BACKEND) -> None:
-    """Register the backend for `dist.init_process_group` and `dist.new_group`.
-
-    Args:
-        name: Name of the backend.
-    """
+    """Register the backend for `dist.init_process_group` and `dist.new_group`."""
     _register(name)
 
 

@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from axon_nb.comm.errors import TensorMismatchError
 from axon_nb.comm.shared_memory.segment import futex
@@ -29,8 +30,7 @@ _HEAD_START_S = 0.002
 _IDLE_S = 3600.0
 
 
-@dataclass(slots=True, eq=False)
-class Send:
+class Send(Struct, eq=False):
     """A message that this rank sends."""
 
     work: SharedWork
@@ -44,8 +44,7 @@ class Send:
     error: BaseException | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Receive:
+class Receive(Struct, eq=False):
     """A receive for which no message has arrived."""
 
     work: SharedWork
@@ -66,8 +65,7 @@ class Receive:
         return head.total <= self.size and head.dtype == self.dtype
 
 
-@dataclass(slots=True, eq=False)
-class Arrival:
+class Arrival(Struct, eq=False):
     """A message that is arriving, or has arrived before its receive."""
 
     source: int

@@ -14,12 +14,12 @@ import socket
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct, field
 from torch._C._distributed_c10d import HashStore
 
 from axon_nb import comm
@@ -48,8 +48,7 @@ class NotOfferedError(UsageError, NotImplementedError):
     """A part of Horovod that is not offered; the message names an alternative."""
 
 
-@dataclass(slots=True)
-class State:
+class State(Struct):
     """Horovod's state on one rank."""
 
     rank: int

@@ -16,11 +16,11 @@ import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
@@ -252,8 +252,7 @@ def step_alone(optimizer: Any, held: Mapping[tuple[int, str], Any]) -> None:
     vars(optimizer)["step"] = alone.step
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """What all ranks must know about a tensor to send it."""
 
     shape: tuple[int, ...]

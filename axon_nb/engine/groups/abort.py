@@ -19,12 +19,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from axon_nb.engine.frames import step_depth
@@ -242,8 +242,7 @@ def swap_backend(group: dist.ProcessGroup, backend: Any, device: torch.device, *
     group._set_group_desc(desc)
 
 
-@dataclass(frozen=True, slots=True)
-class BackendKind:
+class BackendKind(Struct, frozen=True):
     """What differs between backends."""
 
     torch_name: str

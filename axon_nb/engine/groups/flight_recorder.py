@@ -21,12 +21,12 @@ import os
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from msgspec import Struct
 from torch._C import _distributed_c10d
 
 from axon_nb.comm.spans import DeviceClock
@@ -61,8 +61,7 @@ _CALLS_OF_A_POLL = 3
 """How many frames deep a poll may be in a call: it asks the event, or looks for an abort."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
+class Recording(Struct, frozen=True):
     """What the recorder holds on some groups."""
 
     pending: tuple[PendingCall, ...]
@@ -106,10 +105,6 @@ class FinishedCalls:
     torch records when an operation was launched, how long it ran on the GPU if timing is enabled, and when its watchdog
     saw that it was over, which may be a tenth of a second late. When it began is estimated: not before its launch nor
     before the end of the previous one of its group, not too late for its end, and else as the clock of the GPU has it.
-
-    Args:
-        rank: This rank.
-        clock: The clock of its GPU.
     """
 
     def __init__(self, rank: int, clock: DeviceClock) -> None:

@@ -20,13 +20,13 @@ import os
 import resource
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from axon_nb.engine.groups.abort import connect_in_helper
@@ -47,8 +47,7 @@ c10d: Any = dist.distributed_c10d
 _num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)  # private; without it Gloo's own handle is used
 
 
-@dataclass(frozen=True, slots=True)
-class _Socket:
+class _Socket(Struct, frozen=True):
     local: str
     remote: str
     state: str

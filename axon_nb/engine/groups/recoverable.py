@@ -423,6 +423,8 @@ class RecoverableGroup(PythonProcessGroup):
         calls, abort, slowdown = self._calls, self._abort, self.state.slowdown
         abort.raise_if_set(name)
         slowdown.sleep()
+        if self.memory is None and _is_meta(args):  # torch returns at once, and sends nothing
+            return operation(self._inner, *args, **kwargs)
         point_to_point = name in _POINT_TO_POINT
         peer = peer_of(name, args) if point_to_point else -1
         refusal = calls.refusal_reason(self, name, peer) if calls.exclusive is not None else ""
@@ -522,6 +524,14 @@ class RecoverableGroup(PythonProcessGroup):
     def _device_types(self) -> list[torch.device]:
         kinds = {"cpu", self.rank_device.type, *(["cuda"] if torch.cuda.is_available() else [])}
         return [torch.device(kind) for kind in sorted(kinds)]
+
+
+def _is_meta(args: tuple[Any, ...]) -> bool:
+    """Whether an operation's tensors have no memory."""
+    first = args[0] if args else None
+    while isinstance(first, list) and first:
+        first = first[0]
+    return isinstance(first, torch.Tensor) and first.is_meta
 
 
 def _lost_peer(error: BaseException) -> str:

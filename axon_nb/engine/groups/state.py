@@ -23,12 +23,12 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 
 from axon_nb.engine.frames import describe_call, public_call
 from axon_nb.engine.groups.abort import AbortFlag, HelperThreads, NativeGroups
@@ -43,8 +43,7 @@ _SHORTEST_S = 0.001
 """Shorter sleeps are put off: they take longer than asked."""
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(Struct, eq=False):
     """A communication call in progress."""
 
     name: str

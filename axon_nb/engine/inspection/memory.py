@@ -67,11 +67,7 @@ def _noop(*_: Any) -> None:
 
 
 class CallRecorder:
-    """Records how the models of a rank are called.
-
-    Args:
-        session: This rank.
-    """
+    """Records how the models of a rank are called."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
@@ -140,11 +136,7 @@ def _describe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 class GradientReader:
-    """Reads gradients for other threads.
-
-    Args:
-        session: This rank.
-    """
+    """Reads gradients for other threads."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session

@@ -9,13 +9,13 @@ that lacks them, the defaults are assumed.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -420,21 +420,21 @@ class Planner:
             except CaptureError as error:
                 return PlanReply(refused=str(error))
         facts = describe_model(module, optimizers, session, self._calls)
-        facts = dataclasses.replace(facts, device=session.device.type)
+        facts = msgspec.structs.replace(facts, device=session.device.type)
         reply = PlanReply(facts=facts)
         try:
             setup = facts.setup if what_if is None else changed(facts.setup, what_if)
-            reply = dataclasses.replace(reply, setup=setup, key=model_key(module, self._calls))
+            reply = msgspec.structs.replace(reply, setup=setup, key=model_key(module, self._calls))
             if pipeline is not None:
-                return dataclasses.replace(reply, ranks=dict(pipeline.stage_ranks()))
+                return msgspec.structs.replace(reply, ranks=dict(pipeline.stage_ranks()))
             factory = self._skeleton_of(module, reply.key)
             states, host = _estimate_states(factory, setup, facts, session)
             model = None if known_key == reply.key else factory
-            return dataclasses.replace(reply, model=model, states=states, host=host)
+            return msgspec.structs.replace(reply, model=model, states=states, host=host)
         except CaptureError as error:
             return PlanReply(refused=str(error))
         except UsageError as error:
-            return dataclasses.replace(reply, refused=str(error))
+            return msgspec.structs.replace(reply, refused=str(error))
 
     def _skeleton_of(self, module: torch.nn.Module, key: str) -> bytes:
         if self._skeleton[0] != key:

@@ -11,7 +11,6 @@ tqdm when a view asks. If they are missing, `%watch` does not show these bars; t
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import threading
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -32,7 +32,7 @@ from axon_nb.engine.groups.state import current_groups
 from axon_nb.engine.session import RankSession, current
 from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.inspection import JobReply, JobRequest, LayoutsReply, MemoryReply, TelemetryEvent
-from axon_nb.records.protocol.wire import encode, message_type
+from axon_nb.records.protocol.wire import encode, message_type, pack
 from axon_nb.records.spans import covered_ns, ring
 from axon_nb.records.telemetry import Activity, RankState, running_cell, seconds_to_tick
 from axon_nb.records.training.job import Bar, JobReport, MetricRow, RateMeter, bars, metrics
@@ -275,7 +275,7 @@ class Telemetry:
 
     def _send(self, states: list[RankState]) -> None:
         kernel, kind = self._session.kernel, message_type(TelemetryEvent)
-        content = encode(TelemetryEvent(self._session.config.rank, tuple(states)))
+        content = pack(encode(TelemetryEvent(self._session.config.rank, tuple(states))))
         kernel.session.send(kernel.iopub_socket, kind, content, ident=f"engine.{kernel.engine_id}.{kind}".encode())
 
 
@@ -285,7 +285,7 @@ def with_cost(handler: Callable[[RequestT], ReplyT]) -> Callable[[RequestT], Rep
     def answer(request: RequestT) -> ReplyT:
         start = time.thread_time()
         reply = handler(request)
-        return dataclasses.replace(reply, spent_s=time.thread_time() - start)
+        return msgspec.structs.replace(reply, spent_s=time.thread_time() - start)
 
     return answer
 
@@ -344,11 +344,7 @@ def _bar_state(bar: Any, *, is_over: bool) -> Bar:
 
 
 class TrainingJob:
-    """The training progress of a rank.
-
-    Args:
-        session: This rank.
-    """
+    """The training progress of a rank."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
@@ -381,15 +377,14 @@ class TrainingJob:
             request = JobRequest()
         rows, position, lost = metrics.read(request.position, _MAX_ROWS)
         meter = metrics.pace if metrics.pace.steps else self.steps
-        running = state.cell is not None
-        rates = meter.rates(state.time_ns, running=running)
-        logged = rates if meter is metrics.pace else metrics.pace.rates(state.time_ns, running=running)
+        rates = meter.rates(state.time_ns, cell=state.cell)
+        logged = rates if meter is metrics.pace else metrics.pace.rates(state.time_ns, cell=state.cell)
         share, span_position = self._communication_share(state.time_ns, request.span_position, request.since_ns)
         return JobReport(
             rank=state.rank,
             pid=os.getpid(),
             state=state,
-            rows=tuple(MetricRow(row.step, row.run, row.is_first, row.values) for row in rows),
+            rows=tuple(MetricRow(row.shown_step, row.shown_run, row.is_first, row.values) for row in rows),
             position=position,
             lost=lost,
             is_last=len(rows) < _MAX_ROWS,

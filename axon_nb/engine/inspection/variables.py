@@ -16,11 +16,11 @@ import struct
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 from torch.optim import Optimizer
 
 from axon_nb.comm.placements import placed
@@ -350,8 +350,7 @@ def _shards(name: str, value: Any, space: dict[str, Any], *, gradients: Gradient
             yield from _shards(f"{name}[{index}]", item, space, gradients=gradients)
 
 
-@dataclass(frozen=True)
-class _TensorInfo:
+class _TensorInfo(Struct, frozen=True):
     """What modules know about the tensors that they hold, by the tensor's `id`."""
 
     unsharded: dict[int, Any] = field(default_factory=dict)

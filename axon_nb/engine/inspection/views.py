@@ -84,11 +84,7 @@ class _ForwardHook(UncopiedHook):
 
 
 class StepSpans:
-    """Records the outermost forward, backward and optimizer step of this rank's main thread.
-
-    Args:
-        session: The rank.
-    """
+    """Records the outermost forward, backward and optimizer step of this rank's main thread."""
 
     def __init__(self, session: RankSession) -> None:
         self._session, self._rank = session, session.config.rank
@@ -254,11 +250,7 @@ class StepSpans:
 
 
 class SpanReader:
-    """Reads this rank's ring for one notebook.
-
-    Args:
-        session: The rank.
-    """
+    """Reads this rank's ring for one notebook."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
@@ -318,11 +310,7 @@ def _span_row(span: Span) -> list[Any]:
 
 
 class Views:
-    """What views ask of a rank, and what it remembers between two requests.
-
-    Args:
-        session: This rank.
-    """
+    """What views ask of a rank, and what it remembers between two requests."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session

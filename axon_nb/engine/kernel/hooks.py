@@ -32,7 +32,7 @@ from axon_nb.records.environment import HOST_NAME
 from axon_nb.records.hooks import hook, missing_hooks
 from axon_nb.records.protocol.cells import KEY
 from axon_nb.records.protocol.recovery import DirectRequest
-from axon_nb.records.protocol.wire import FAILURE, REFUSAL, REPLY, Request, decode, encode_reply, message_type
+from axon_nb.records.protocol.wire import FAILURE, REFUSAL, REPLY, Request, decode, encode_reply, message_type, pack
 
 _NUM_PARTS, _METADATA = 5, 3
 """Parts of a message without buffers: signature, header, parent, metadata, content."""
@@ -131,7 +131,7 @@ class _RequestHandler:
             reply, content = REFUSAL, {"reason": str(error)}
         except Exception as error:
             reply, content = FAILURE, {"reason": f"{type(error).__name__}: {error}"}
-        self._session.send(stream, reply, content, parent=parent, ident=ident)
+        self._session.send(stream, reply, pack(content), parent=parent, ident=ident)
 
 
 def _reply_directly(kernel: Any) -> None:

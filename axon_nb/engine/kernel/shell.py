@@ -31,7 +31,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -39,6 +38,7 @@ import torch.distributed as dist
 from IPython.core import ultratb
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.error import UsageError
+from msgspec.structs import replace
 
 from axon_nb.engine.frames import is_public_call
 from axon_nb.engine.groups.abort import AbortedError

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct, field
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -289,8 +289,7 @@ class Recorder:
         self.steps += 1
 
 
-@dataclass
-class Pieces:
+class Pieces(Struct):
     """What one rank holds of a model."""
 
     tensors: dict[str, tuple[torch.Tensor, Bounds | None]] = field(default_factory=dict)

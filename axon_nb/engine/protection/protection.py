@@ -19,11 +19,11 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from axon_nb.engine.groups import creation, recovery
 from axon_nb.engine.protection.slots import Header, SlotMemory, pack, read_bytes, read_headers, unpack
@@ -121,8 +121,7 @@ def _loops(code: CodeType) -> tuple[_Loop, ...]:
     return tuple(loops)
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
+class _Slot(Struct, frozen=True):
     """A complete slot of this process."""
 
     header: Header
@@ -139,11 +138,7 @@ class _Slot:
 
 
 class Protection:
-    """Owns the two slots of this rank.
-
-    Args:
-        session: The rank.
-    """
+    """Owns the two slots of this rank."""
 
     def __init__(self, session: RankSession) -> None:
         self._session = session
@@ -245,12 +240,13 @@ class Protection:
     def _fill(self) -> Snapshot:
         assert (memory := self._memory) is not None  # noqa: RUF018
         latest = self._slots[self._latest]
+        state = self._finder.find_again(latest.snapshot.state if latest is not None else None)
         at = self._run, self._fence[0]
         overwrites = latest is None or (latest.header.run, latest.header.fence[0]) == at
         index = self._latest if overwrites else 1 - self._latest
         self._release(index)
         other = self._slots[1 - index]
-        snapshot = Snapshot(self._finder.find())
+        snapshot = Snapshot(state)
         structure: torch.Tensor | None = None
         try:
             changed = snapshot.changed_since(other.snapshot if other is not None else None)

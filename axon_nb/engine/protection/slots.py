@@ -12,17 +12,17 @@ calls of `fully_shard`, and then gets the shards that were there. Process groups
 from __future__ import annotations
 
 import functools
-import json
 import mmap
 import os
 import pickle
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -61,8 +61,7 @@ _Whole = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides of the whole tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """What one slot holds."""
 
     run: str
@@ -83,9 +82,6 @@ class SlotMemory:
     """Allocates memory in the file of this rank; an `Allocator` of snapshots.
 
     The end of the file when this begins is kept, so that a replacement can copy what its predecessor left there first.
-
-    Args:
-        fd: The file.
     """
 
     def __init__(self, fd: int) -> None:
@@ -99,16 +95,17 @@ class SlotMemory:
         self._places: dict[int, tuple[mmap.mmap, int, int, torch.Tensor]] = {}
         """By address of a buffer: its chunk, its position there, the chunk's offset in the file, and all of it."""
         self._free: dict[int, list[torch.Tensor]] = {}
-        self._idle: set[int] = set()
-        """Addresses of free buffers that may have pages."""
+        """By their size class."""
+        self._idle: dict[int, torch.Tensor] = {}
+        """By address, what is free and may have pages, as it was used: mostly it is used for the same storage again."""
 
     def allocate(self, size: int) -> torch.Tensor:
         """See `Allocator`."""
         rounded = _size_class(size)
         if free := self._free.get(rounded):
             buffer = free.pop()
-            self._idle.discard(buffer.data_ptr())
-            return buffer[:size]
+            last = self._idle.pop(buffer.data_ptr(), buffer)
+            return last if last.numel() == size else buffer[:size]
         if self._used + rounded > len(self._chunk):
             self._map(max(rounded, _CHUNK_BYTES))
         buffer = torch.frombuffer(self._chunk, dtype=torch.uint8, count=rounded, offset=self._used)
@@ -124,9 +121,10 @@ class SlotMemory:
 
     def release(self, buffer: torch.Tensor) -> None:
         """See `Allocator`."""
-        whole = self._places[buffer.data_ptr()][-1]
+        address = buffer.data_ptr()
+        whole = self._places[address][-1]
         self._free.setdefault(whole.numel(), []).append(whole)
-        self._idle.add(whole.data_ptr())
+        self._idle[address] = buffer
 
     def buffers(self) -> list[torch.Tensor]:
         """Return all buffers, also those that are free now."""
@@ -150,7 +148,7 @@ class SlotMemory:
 
     def publish(self, index: int, header: Header) -> None:
         """Say that a slot, 0 or 1, is complete."""
-        record, start = json.dumps(asdict(header)).encode(), index * _HEADER_BYTES
+        record, start = msgspec.json.encode(header), index * _HEADER_BYTES
         begin = start + _NUMBER.size + _LENGTHS.size
         self._headers[begin : begin + len(record)] = record
         _LENGTHS.pack_into(self._headers, start + _NUMBER.size, len(record), zlib.crc32(record))
@@ -166,14 +164,12 @@ class SlotMemory:
 
     def trim(self) -> None:
         """Give the pages of free buffers back to the system."""
-        for buffers in self._free.values():
-            for buffer in buffers:
-                if buffer.data_ptr() in self._idle:
-                    chunk, position, *_ = self._places[buffer.data_ptr()]
-                    first = -(-position // _PAGE) * _PAGE
-                    last = (position + buffer.numel()) // _PAGE * _PAGE
-                    if first < last:
-                        chunk.madvise(mmap.MADV_REMOVE, first, last - first)
+        for address in self._idle:
+            chunk, position, _, buffer = self._places[address]
+            first = -(-position // _PAGE) * _PAGE
+            last = (position + buffer.numel()) // _PAGE * _PAGE
+            if first < last:
+                chunk.madvise(mmap.MADV_REMOVE, first, last - first)
         self._idle.clear()
 
     def clear(self) -> None:
@@ -201,12 +197,8 @@ def read_headers(fd: int) -> dict[int, Header]:
         begin = start + _NUMBER.size + _LENGTHS.size
         record = page[begin : begin + length]
         if record and zlib.crc32(record) == checksum:
-            found.append((number, index, _header(json.loads(record))))
+            found.append((number, index, msgspec.json.decode(record, type=Header)))
     return {index: header for _, index, header in sorted(found, reverse=True, key=lambda one: one[0])}
-
-
-def _header(fields: dict[str, Any]) -> Header:
-    return Header(**{**fields, "fence": tuple(fields["fence"])})
 
 
 def read_bytes(fd: int, offset: int, size: int) -> bytearray:
@@ -304,8 +296,7 @@ def _make_dtensor(local: torch.Tensor, split: _Split, whole: _Whole, kind: tuple
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-@dataclass(frozen=True, slots=True)
-class Shards:
+class Shards(Struct, frozen=True):
     """What this rank holds of the parameters that FSDP2 manages."""
 
     split: dict[int, Any]

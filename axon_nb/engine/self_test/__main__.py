@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+import msgspec
+
 from axon_nb.engine.self_test.catalog import CHECKS
 from axon_nb.engine.self_test.verdict import current_verdict, run_and_save, run_checks
 
@@ -26,7 +28,7 @@ def main() -> int:
         verdict = run_and_save() if options.fresh else current_verdict(in_process=True)
     hooks = _hooks() if options.hooks else {}  # after the test, which forks this process
     if options.json:
-        print(json.dumps(verdict.to_json() | hooks))
+        print(json.dumps(msgspec.to_builtins(verdict) | hooks))
     else:
         print(f"torch {verdict.torch}, Python {verdict.python}: {verdict.seconds:.1f} s")
         for capability in verdict.capabilities:

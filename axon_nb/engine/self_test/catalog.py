@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from axon_nb.records.hooks import Capability, Hook, groups, hook, install_command, missing_hooks
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(Struct, frozen=True):
     """One capability, and the number of processes that try it."""
 
     name: str

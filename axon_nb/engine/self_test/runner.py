@@ -16,13 +16,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 import psutil
 import torch
+from msgspec import Struct
 from torch import nn
 
 from axon_nb.engine.self_test.catalog import CHECKS, Check, failed, passed
@@ -44,8 +44,7 @@ _HEAVY = (
 """Modules that the checks import: once here instead of in each of their processes."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckProcess:
+class CheckProcess(Struct, frozen=True):
     """One process of a check."""
 
     DIED_ON_PURPOSE: ClassVar[int] = 77

@@ -20,6 +20,7 @@ from pathlib import Path
 import ipykernel._version
 import ipyparallel
 import IPython
+import msgspec
 import torch
 
 from axon_nb._version import __version__
@@ -71,7 +72,7 @@ def cached_verdict() -> Verdict | None:
     """
     try:
         content = json.loads(_path().read_text())
-        verdict = Verdict.from_json(content["verdict"])
+        verdict = msgspec.convert(content["verdict"], Verdict)
         age_s = time.time() - _path().stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -98,7 +99,7 @@ def run_and_save() -> Verdict:
     # On a starved machine a check times out: that says nothing about versions that are known to work.
     if not (verdict.lost and are_tested(_versions()) and all(is_timeout(item.reason) for item in verdict.lost)):
         with contextlib.suppress(OSError):
-            _write(_path(), json.dumps({"build": _key(), "verdict": verdict.to_json()}))
+            _write(_path(), json.dumps({"build": _key(), "verdict": msgspec.to_builtins(verdict)}))
     return verdict
 
 
@@ -198,8 +199,8 @@ def _run_in_interpreter() -> Verdict:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
-        return Verdict.from_json(json.loads(done.stdout.splitlines()[-1]))
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, IndexError) as error:
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Verdict)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         reason = f"the self-test did not run: {type(error).__name__}: {str(error)[:200]}"
         capabilities: tuple[Capability, ...] = tuple(failed(check, reason) for check in CHECKS)
         return Verdict(str(torch.__version__), platform.python_version(), 0.0, capabilities)

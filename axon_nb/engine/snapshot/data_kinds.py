@@ -14,10 +14,10 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
 
 plain = torch._C.DisableTorchFunctionSubclass
 """Within this context, subclasses of tensors do not see what is done with them."""
@@ -305,8 +305,7 @@ tensor_kind = Kind(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayState:
+class ArrayState(Struct, frozen=True):
     """What a NumPy array or a storage of torch is, besides the content of its memory."""
 
     base: Any

@@ -8,10 +8,10 @@ from __future__ import annotations
 import ast
 import time
 from collections.abc import Iterable, MutableMapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from msgspec import Struct, field
 
 from axon_nb.engine.frames import gc_paused
 from axon_nb.engine.session import current
@@ -47,8 +47,7 @@ class StepCounts(Protocol):
         """Set it."""
 
 
-@dataclass(slots=True)
-class Snapshot:
+class Snapshot(Struct):
     """The state of a session at one time; `save` completes it, and `release` must be called in the end."""
 
     state: State
@@ -150,8 +149,7 @@ def is_inert(code: str) -> bool:
     return all(isinstance(node.value if isinstance(node, ast.Expr) else node, ast.Constant | ast.Pass) for node in body)
 
 
-@dataclass(slots=True, eq=False)
-class CellSnapshot:
+class CellSnapshot(Struct, eq=False):
     """What is kept of the time before one cell."""
 
     run: str

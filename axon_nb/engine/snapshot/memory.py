@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from msgspec import Struct
 
 from axon_nb.host.resources import free_memory
 
@@ -71,8 +71,7 @@ class HostMemory:
                 kept -= buffers.pop().numel()
 
 
-@dataclass(slots=True)
-class Copy:
+class Copy(Struct):
     """The content of a storage at one time; several snapshots share it if the storage did not change in between."""
 
     buffer: torch.Tensor
@@ -83,8 +82,7 @@ class Copy:
     """The number of snapshots with this copy."""
 
 
-@dataclass(slots=True)
-class StorageFacts:
+class StorageFacts(Struct):
     """A storage that belongs to the state."""
 
     storage: Any

@@ -20,10 +20,11 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from axon_nb.engine.frames import gc_paused
 from axon_nb.engine.snapshot.data_kinds import (
@@ -41,6 +42,7 @@ from axon_nb.records.units import format_bytes
 
 STRUCTURE_COST = 32
 """A byte of structure counts as much as so many of a storage, as finding it takes at least 32 times as long."""
+_NO_LIMIT = sys.maxsize
 _NODE_BYTES = 120
 """Of a tuple that holds kind, object and state, and of what finds it again."""
 _Learned = weakref.WeakKeyDictionary[type, tuple[tuple[Kind, ...], str]]
@@ -117,8 +119,7 @@ class Components:
         return {component: cost for (component, cost), total in zip(cheapest, totals, strict=True) if total > limit}
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(Struct, frozen=True):
     """A variable whose component does not fit: what can be known of it without keeping it alive."""
 
     why: str
@@ -156,8 +157,7 @@ def is_bound_by_user(name: str) -> bool:
     return not _OF_IPYTHON.fullmatch(name)
 
 
-@dataclass(slots=True)
-class State:
+class State(Struct):
     """The state of a session, without the content of its storages."""
 
     names: dict[str, Any] = field(default_factory=dict)
@@ -225,6 +225,15 @@ class StateFinder:
             walk.visit_all()
             return walk.finish()
 
+    def find_again(self, previous: State | None) -> State:
+        """Find what it is now; variables whose objects are all still as in `previous`, from here, are not visited."""
+        with gc_paused(on_main=True), plain():
+            walk = _Walk(self._namespace, self._learned, _NO_LIMIT)
+            numbers = [(walk.add(), name, value) for name, value in walk.state.names.items()]
+            for number, name, value in walk.reuse(numbers, previous):
+                walk.visit(number, name, value)
+            return walk.leave_out({}, holds_all=True)
+
     def find_within(self, limit: int, held: Iterable[Any] = (), previous: State | None = None) -> State:
         """Find what fits into a limit; variables that share state are in together, or left out together.
 
@@ -247,8 +256,7 @@ class StateFinder:
             return walk.leave_out(self._unvisited)
 
 
-@dataclass(slots=True)
-class _Variable:
+class _Variable(Struct):
     """What a walk has found through one variable first."""
 
     name: str
@@ -480,8 +488,13 @@ class _Walk:
         state.obstacles = {one.name: one.obstacle for one in variables if one.obstacle and one.name}
         return state
 
-    def leave_out(self, unvisited: Mapping[str, LeftOut]) -> State:
-        """Leave the variables out whose components do not fit into the limit, and those that were not visited."""
+    def leave_out(self, unvisited: Mapping[str, LeftOut], *, holds_all: bool = False) -> State:
+        """Leave the variables out whose components do not fit into the limit, and those that were not visited.
+
+        Args:
+            unvisited: The latter.
+            holds_all: Whether names of what cannot be restored are held as well.
+        """
         above = self._components.above(self._limit)
         loose: set[int] = set()
         left_out, kept = dict(unvisited), dict[int, _Variable]()
@@ -502,7 +515,8 @@ class _Walk:
         self._variables = kept
         state = self.finish()
         state.storages = {key: facts for key, facts in state.storages.items() if self._storage_owners[key] in kept}
-        state.not_held = {name for name, value in state.names.items() if self._obstacles.get(type(value))}
+        if not holds_all:
+            state.not_held = {name for name, value in state.names.items() if self._obstacles.get(type(value))}
         for name in left_out.keys() | state.not_held:
             del state.names[name]
         state.obstacles = obstacles | {name: one.why for name, one in left_out.items()}

@@ -23,11 +23,11 @@ import secrets
 import shutil
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from msgspec import Struct
 
 from axon_nb.comm.group import GroupLike, ProcessGroup, resolve
 from axon_nb.errors import AxonError
@@ -61,8 +61,7 @@ class CheckpointWarning(UserWarning):
     """The run was resumed, but differs from an uninterrupted one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """The description stored in a checkpoint."""
 
     step: int
@@ -79,11 +78,7 @@ class Manifest:
 
 
 class CheckpointFolder:
-    """Checkpoints on disk; one rank writes, all can read.
-
-    Args:
-        path: The folder.
-    """
+    """Checkpoints on disk; one rank writes, all can read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

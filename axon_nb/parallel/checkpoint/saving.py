@@ -21,12 +21,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -208,8 +208,7 @@ def finish_pending(
         raise CheckpointSaveError(f"The background save of step {step} failed: {'; '.join(errors)}. Save again.")
 
 
-@dataclass(frozen=True)
-class Contents:
+class Contents(Struct, frozen=True):
     """The contents of a checkpoint."""
 
     model: nn.Module

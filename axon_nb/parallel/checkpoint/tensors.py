@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -62,8 +62,7 @@ class _StagedPlanner(DefaultSavePlanner):
         return data
 
 
-@dataclass
-class TensorWriter:
+class TensorWriter(Struct):
     """Writes the tensors of one save on one rank."""
 
     draft: Path

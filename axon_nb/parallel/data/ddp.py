@@ -24,6 +24,7 @@ from axon_nb.comm.collectives.reduction import all_reduce_max
 from axon_nb.comm.errors import TensorError, TensorMismatchError
 from axon_nb.comm.gradients import GradSyncStrategy, sync_gradients
 from axon_nb.comm.group import Backend, GroupLike, ProcessGroup, resolve
+from axon_nb.comm.placements import placed
 from axon_nb.errors import UsageError
 from axon_nb.parallel.data.units import on_backward_start
 from axon_nb.parallel.hooks import CommHook
@@ -79,6 +80,8 @@ class DDP(TorchDDP):
         if not isinstance(bucket_size_mb, (int, float)) or not bucket_size_mb > 0:
             raise UsageError(f"bucket_size_mb must be a positive number of MiB; got {bucket_size_mb!r}.")
         strategy = parse_enum(GradSyncStrategy, strategy, "strategy")
+        if isinstance(model, nn.Module):
+            _leave_out_shards(model, resolved)
         check_model(model, resolved)
         super().__init__(
             model,
@@ -256,6 +259,20 @@ def check_model(model: nn.Module, group: ProcessGroup) -> None:
             raise type(other)(f"On rank {rank}: {other}")
     for rank, other in zip(group.ranks, everyone, strict=True):
         _compare(everyone[0], other, group.ranks[0], rank)
+
+
+def _leave_out_shards(model: nn.Module, group: ProcessGroup) -> None:
+    """Let torch's DDP ignore parameters of which ranks of the group hold declared parts, such as experts."""
+    parts = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or (found := placed(parameter)) is None:
+            continue
+        axes = [axis for axis, kind in enumerate(found.placements) if not kind.is_replicate()]
+        if any(len({*resolve(found.mesh.get_group(axis)).ranks} & {*group.ranks}) > 1 for axis in axes):
+            parts.append(name)
+    if parts:
+        before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        model._ddp_params_and_buffers_to_ignore = [*before, *parts]  # type: ignore[assignment]
 
 
 def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -38,8 +38,7 @@ _SEQUENCE = 1
 """Dimension of the positions in (batch, positions, features)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """A tensor over the ranks of a mesh, seen from one of them."""
 
     shape: tuple[int, ...]
@@ -77,8 +76,7 @@ class Layout:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Struct, frozen=True):
     """Features of a layer, of which each rank has a part."""
 
     whole: int
@@ -112,8 +110,7 @@ class _Part:
         return Layout(tuple(size), self.mesh, placements)
 
 
-@dataclass(slots=True)
-class Known:
+class Known(Struct):
     """What earlier values of a module and slot have shown."""
 
     is_split: bool | None = None

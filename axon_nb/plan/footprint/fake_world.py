@@ -16,13 +16,13 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct, field
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -340,8 +340,7 @@ def _role_of(code: CodeType) -> str:
     return ORIGINS.get((code.co_filename, "")) or ORIGINS.get((code.co_filename, code.co_name)) or ""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(Struct, frozen=True):
     """What is held at one moment."""
 
     parts: MemoryParts
@@ -351,8 +350,7 @@ class Moment:
     """By the module whose forward made them."""
 
 
-@dataclass(frozen=True)
-class StepLog:
+class StepLog(Struct, frozen=True):
     """The log of one step.
 
     Args:

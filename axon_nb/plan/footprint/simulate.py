@@ -13,13 +13,13 @@ import re
 import resource
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -65,8 +65,7 @@ ENDS = 2
 """Number of groups of blocks at either end whose moments are distinguished."""
 
 
-@dataclass(frozen=True)
-class _ModelSummary:
+class _ModelSummary(Struct, frozen=True):
     """What is known of the model before anything runs."""
 
     name: str
@@ -83,8 +82,7 @@ class _ModelSummary:
     """Its FSDP units, and how to choose others; empty: there are none."""
 
 
-@dataclass(frozen=True)
-class _RankUsage:
+class _RankUsage(Struct, frozen=True):
     """Memory of one rank."""
 
     persistent: MemoryParts
@@ -273,8 +271,7 @@ def _notes(request: MemoryRequest, summary: _ModelSummary) -> tuple[str, ...]:
     return tuple(notes)
 
 
-@dataclass(frozen=True)
-class StepRun:
+class StepRun(Struct, frozen=True):
     """The logged step of one rank."""
 
     step: StepLog

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,8 +53,7 @@ _PHASES = {
 }
 
 
-@dataclass(frozen=True)
-class RankMeshes:
+class RankMeshes(Struct, frozen=True):
     """The device meshes of data, layers and stages; made outside `fake_tensors`."""
 
     data: DeviceMesh
@@ -77,8 +76,7 @@ class RankMeshes:
         return RankMeshes(data_mesh, layers, stages)
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(Struct, frozen=True):
     """One rank's training state."""
 
     model: nn.Module

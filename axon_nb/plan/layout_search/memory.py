@@ -48,9 +48,6 @@ def estimate_memory(layout: ParallelLayout) -> dict[str, int]:
       its live microbatches.
     - ``temporary``: a gradient of the size of the largest output.
     - ``fragmentation``: an allowance on GPUs.
-
-    Args:
-        layout: The layout.
     """
     return max(
         (_of_pp_rank(layout, parameters, pp_rank) for pp_rank, parameters in enumerate(layout.parameters_by_pp_rank)),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch.optim import Optimizer
 
 from axon_nb.errors import UsageError
@@ -172,8 +173,7 @@ def _stages(candidates: Iterable[Candidate], trace: ModelTrace | None) -> Iterat
         )
 
 
-@dataclass(frozen=True)
-class _Evaluator:
+class _Evaluator(Struct, frozen=True):
     """Evaluates layouts; holds what all of them share."""
 
     source: ModelSource
@@ -269,8 +269,7 @@ class _Evaluator:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateMesh:
+class CandidateMesh(Struct, frozen=True):
     """Ranks along three axes."""
 
     dp: int

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from axon_nb.plan.errors import PlanError
 from axon_nb.plan.hardware import Link
@@ -27,8 +28,7 @@ LinkOf = Callable[[tuple[int, ...]], Link | None]
 """Returns the link between some ranks; None: calls take no time."""
 
 
-@dataclass(frozen=True)
-class _Moment:
+class _Moment(Struct, frozen=True):
     """The end of a step."""
 
     seconds: float
@@ -36,8 +36,7 @@ class _Moment:
     num_calls: int
 
 
-@dataclass
-class LaneTimes:
+class LaneTimes(Struct):
     """What the clock found for one lane."""
 
     lane: Lane
@@ -274,8 +273,7 @@ class _Player:
         self._times.spans.append(Span(self._record.rank, kind, name, *times, group, size, line=line))
 
 
-@dataclass
-class Meeting:
+class Meeting(Struct):
     """A collective of several lanes."""
 
     group: tuple[object, ...]
@@ -289,8 +287,7 @@ class Meeting:
     end: float = 0.0
 
 
-@dataclass
-class Posted:
+class Posted(Struct):
     """A call of one lane."""
 
     call: Call

@@ -21,7 +21,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from types import TracebackType
@@ -30,6 +29,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh, pipelining
@@ -103,8 +103,7 @@ def simulate(task: Mapping[str, Any], report: Report) -> list[Lane]:
         return [Lane(lanes[0].record, (*lanes[0].ranks, *rest)), *lanes[1:]]
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(Struct, frozen=True):
     """What to run."""
 
     function: Callable[..., Any]

@@ -11,9 +11,10 @@ import itertools
 import linecache
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from axon_nb.plan.footprint.fake_world import Change
@@ -51,8 +52,7 @@ class Place(NamedTuple):
         return f"{name}:{self.line}{phase} {code}".rstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """One collective or message."""
 
     name: str
@@ -114,8 +114,7 @@ class Peak(NamedTuple):
         return cls(peak, made_at.get(changes[at].block, 0) if changes else 0, dict(by_place), over)
 
 
-@dataclass(frozen=True)
-class RankRecord:
+class RankRecord(Struct, frozen=True):
     """One rank's run."""
 
     rank: int
@@ -146,8 +145,7 @@ Run = Callable[[Sequence[int]], Mapping[int, RankRecord]]
 """Runs ranks that have not run yet, and returns their records."""
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(Struct, frozen=True):
     """Ranks that do the same work, and the record of one of them."""
 
     record: RankRecord
@@ -178,11 +176,7 @@ def distinct_ranks(size: int, run: Run) -> list[Lane]:
 
 
 def merged(records: Mapping[int, RankRecord]) -> list[Lane]:
-    """Group ranks by what they did, in the order of their first ranks.
-
-    Args:
-        records: The records by rank.
-    """
+    """Group ranks by what they did, in the order of their first ranks."""
     members: dict[int, list[int]] = {}
     for rank, record in records.items():
         members.setdefault(record.signature, []).append(rank)

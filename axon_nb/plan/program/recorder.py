@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -294,8 +294,7 @@ def _group_of(handle: torch.ScriptObject) -> Any:
         return None  # a reduction, or a handle to wait for
 
 
-@dataclass
-class Recording:
+class Recording(Struct):
     """The log of the rank that runs; patches outlive one rank, because programs bind names when they are imported."""
 
     log: ProgramLog | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
@@ -36,8 +37,7 @@ def sum_of(output: Any) -> torch.Tensor:
     return sum(parts[1:], parts[0]) if parts else torch.zeros(())
 
 
-@dataclass(frozen=True)
-class BuiltModel:
+class BuiltModel(Struct, frozen=True):
     """A model, its arguments and its loss function."""
 
     model: nn.Module
@@ -186,8 +186,7 @@ class ModelSource:
         return tensors if isinstance(made, tuple) else tensors[0]
 
 
-@dataclass(frozen=True)
-class _Described:
+class _Described(Struct, frozen=True):
     shape: tuple[int | str, ...]
     dtype: torch.dtype
 
@@ -298,9 +297,6 @@ def pipeline_parts(model: nn.Module) -> tuple[str, ...]:
 
     They are those of the model's own plan (`pp_plan` of transformers), else its equal blocks and what stands before and
     after the blocks. A list of blocks counts as its blocks.
-
-    Args:
-        model: The model.
     """
     if isinstance(model, nn.Sequential):
         return ()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
@@ -27,8 +28,7 @@ from axon_nb.plan.tracing.subject import ModelSource, checked_module_filter, equ
 _Key = TypeVar("_Key")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorFacts(Struct, frozen=True):
     """A tensor's metadata."""
 
     shape: tuple[int, ...]

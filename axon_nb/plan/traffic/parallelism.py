@@ -19,6 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import torch
+from msgspec import Struct
 from torch import nn
 
 from axon_nb.errors import UsageError
@@ -39,8 +40,7 @@ _FORWARD, _BACKWARD = "forward", "backward"
 _NORMS = "gradients of norms"
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(Struct, frozen=True):
     """A parameter or buffer as one data rank holds it before FSDP shards it: its shard over ``tp``."""
 
     name: str
@@ -62,8 +62,7 @@ class LocalTensor:
         return self.elements * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class FSDPUnit:
+class FSDPUnit(Struct, frozen=True):
     """Parameters that FSDP gathers together."""
 
     name: str
@@ -385,8 +384,7 @@ def pipeline_traffic(
                 yield Traffic("pp", num_ranks, "recv", phase, what, messages, phase, target)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(Struct, frozen=True):
     phase: str
     operation: str
     purpose: str

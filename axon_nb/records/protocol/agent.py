@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from msgspec import Struct, field
+
 from axon_nb.records.hooks import Verdict
-from axon_nb.records.protocol.wire import Packed, ProtocolError, Version, decode, encode
+from axon_nb.records.protocol.wire import Packed, Version, decode, encode
 from axon_nb.records.slowness import Slowness
 from axon_nb.records.spans import HostClock
 from axon_nb.records.telemetry import GpuReport
@@ -23,14 +24,11 @@ R_co = TypeVar("R_co", covariant=True)
 _REFUSED, _FAILED = "refused", "error"
 
 
-class Command(Generic[R_co]):
+class Command(Struct, Generic[R_co], frozen=True, forbid_unknown_fields=True):
     """A command of a notebook to the host agent."""
 
-    __slots__ = ()
 
-
-@dataclass(frozen=True, slots=True)
-class AgentState:
+class AgentState(Struct, frozen=True):
     """An agent and its processes."""
 
     pid: int
@@ -66,8 +64,7 @@ class AgentState:
     """When the reply was sent, on the same clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hello(Command[AgentState]):
+class Hello(Command[AgentState], frozen=True):
     """The first command of a connection."""
 
     owner: str
@@ -76,35 +73,30 @@ class Hello(Command[AgentState]):
     """Whether to be refused if a notebook is connected: of two that attach at once, one gets the cluster."""
 
 
-@dataclass(frozen=True, slots=True)
-class GetInfo(Command[AgentState]):
+class GetInfo(Command[AgentState], frozen=True):
     """Request the state."""
 
 
-@dataclass(frozen=True, slots=True)
-class SetInfo(Command[None]):
+class SetInfo(Command[None], frozen=True):
     """Replace what the agent stores about the cluster."""
 
     info: ClusterFacts
 
 
-@dataclass(frozen=True, slots=True)
-class ReportActivity(Command[None]):
+class ReportActivity(Command[None], frozen=True):
     """A cell has started or ended: a cluster without cells may stop itself."""
 
     busy: bool
     """Whether a cell runs now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forked:
+class Forked(Struct, frozen=True):
     """A new rank."""
 
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fork(Command[Forked]):
+class Fork(Command[Forked], frozen=True):
     """Fork a rank; the agent replies once it has."""
 
     rank: int
@@ -122,30 +114,26 @@ class Fork(Command[Forked]):
     """The host; empty: the agent's own. On another, `env`, `cwd` and `path` are added to those of its agent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Signalled:
+class Signalled(Struct, frozen=True):
     """Whether a signal was sent; False if there is no such rank."""
 
     sent: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Signal(Command[Signalled]):
+class Signal(Command[Signalled], frozen=True):
     """Send a signal to a rank."""
 
     rank: int
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
-class StorePort:
+class StorePort(Struct, frozen=True):
     """Where the agent listens."""
 
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class ServeStore(Command[StorePort]):
+class ServeStore(Command[StorePort], frozen=True):
     """Serve the rendezvous store over TCP, too."""
 
     ip: str
@@ -154,8 +142,7 @@ class ServeStore(Command[StorePort]):
     """The key that clients must know, in hexadecimal."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServeHosts(Command[StorePort]):
+class ServeHosts(Command[StorePort], frozen=True):
     """Let the agents of other hosts join over TCP."""
 
     ip: str
@@ -164,21 +151,18 @@ class ServeHosts(Command[StorePort]):
     """The key that they must know, in hexadecimal."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadGpus(Command[GpuReport]):
+class ReadGpus(Command[GpuReport], frozen=True):
     """Ask the driver about its GPUs, not a rank: a rank may hang in CUDA."""
 
 
-@dataclass(frozen=True, slots=True)
-class TakenGpus:
+class TakenGpus(Struct, frozen=True):
     """The GPUs that could not be reserved."""
 
     owners: Mapping[str, str]
     """By GPU, the cluster that has it, as a message names it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReserveGpus(Command[TakenGpus]):
+class ReserveGpus(Command[TakenGpus], frozen=True):
     """Reserve GPUs for the cluster as long as its agent lives."""
 
     gpus: tuple[str, ...]
@@ -187,14 +171,17 @@ class ReserveGpus(Command[TakenGpus]):
     """Name of the cluster."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop(Command[None]):
+class Stop(Command[None], frozen=True):
     """Stop ranks, controller and agent."""
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def command_name(kind: type[Command[Any]]) -> str:
     """The name of a command: ``get_info`` for `GetInfo`."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+    return _snake_case(kind.__name__)
 
 
 _COMMANDS: dict[str, type[Command[Any]]] = {
@@ -252,8 +239,7 @@ def decode_outcome(kind: type[Command[R_co]], fields: Mapping[str, Any]) -> R_co
     return decode(declared, None if declared is type(None) else fields)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
+class EngineInfo(Struct, frozen=True):
     """An engine's host, process and devices, as it reports them."""
 
     host: str
@@ -273,8 +259,7 @@ class EngineInfo:
     """Initial seed of torch; None before it has joined."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostFacts:
+class HostFacts(Struct, frozen=True):
     """A host besides the notebook's, as its agent describes it when it joins."""
 
     name: str
@@ -289,8 +274,7 @@ class HostFacts:
     """Whether it joins only if no other agent has its name: the notebook had it started, or it has joined before."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterFacts:
+class ClusterFacts(Struct, frozen=True):
     """What the host agent stores about a cluster, for a notebook that attaches."""
 
     name: str
@@ -320,8 +304,7 @@ class ClusterFacts:
     """The notebook that connected last; the agent fills it in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Struct, frozen=True):
     """The notebook's agent accepts the agent of another host."""
 
     name: str
@@ -330,8 +313,11 @@ class Welcome:
     """The controller's connection file for engines, without its key, and with that of CURVE encrypted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessExit:
+class _Event(Struct, frozen=True, tag_field="event", tag=_snake_case):
+    pass
+
+
+class ProcessExit(_Event, frozen=True, kw_only=True):
     """A process exited."""
 
     pid: int
@@ -347,8 +333,7 @@ class ProcessExit:
     """Python's report of a crash; only of ranks, may be empty."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exit(ProcessExit):
+class Exit(ProcessExit, frozen=True, kw_only=True):
     """A rank exited."""
 
     rank: int
@@ -358,57 +343,23 @@ class Exit(ProcessExit):
     """The rank's host; empty: the agent's own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerExit(ProcessExit):
+class ControllerExit(ProcessExit, frozen=True, kw_only=True):
     """The ipyparallel controller exited."""
 
 
-@dataclass(frozen=True, slots=True)
-class IdleStop:
+class IdleStop(_Event, frozen=True):
     """The cluster stops itself: no cell ran for too long."""
 
     idle_s: float
     """For how long, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(_Event, frozen=True):
     """The cluster stops because a program asked for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(_Event, frozen=True):
     """The connection is closed, which the client itself reports: the agent is gone."""
 
 
 AgentEvent = Exit | ControllerExit | IdleStop | Stopped | Closed
-
-
-_EVENTS: dict[str, type[AgentEvent]] = {
-    "exit": Exit,
-    "controller_exit": ControllerExit,
-    "idle_stop": IdleStop,
-    "stopped": Stopped,
-    "closed": Closed,
-}
-
-
-_NAMES = {kind: name for name, kind in _EVENTS.items()}
-
-
-def encode_event(event: AgentEvent) -> dict[str, Any]:
-    """Encode an event as the agent sends it."""
-    return {"event": _NAMES[type(event)], **encode(event)}
-
-
-def decode_event(message: Mapping[str, Any]) -> AgentEvent:
-    """Decode what `encode_event` made.
-
-    Raises:
-        ProtocolError: there is no such event, or a field of it does not fit.
-    """
-    fields = dict(message)
-    if (kind := _EVENTS.get(name := fields.pop("event"))) is None:
-        raise ProtocolError(f"The host agent sent an unknown event {name!r}.")
-    event: AgentEvent = decode(kind, fields)
-    return event

@@ -6,8 +6,9 @@ A rank refuses a request of a front end, sent while the user types, that takes t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
+
+from msgspec import Struct, field
 
 from axon_nb.records.memory import MemoryShortage
 from axon_nb.records.protocol.wire import Packed, Request, decode, encode
@@ -29,8 +30,7 @@ def execute_content(code: str, *, silent: bool = False) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(Struct, frozen=True, omit_defaults=True):
     """What to measure of a cell: `--time`, `--repeat`, `--profile`."""
 
     is_timed: bool = False
@@ -43,8 +43,7 @@ class Measurement:
     """The folder for traces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pauses:
+class Pauses(Struct, frozen=True, omit_defaults=True):
     """Where a cell pauses for the debugger."""
 
     possible: bool = False
@@ -57,11 +56,9 @@ class Pauses:
     """Before which of these calls, counted from 1; 0: before each."""
 
 
-@dataclass(frozen=True, slots=True)
-class CellFacts:
+class CellFacts(Struct, frozen=True, omit_defaults=True):
     """The notebook's metadata about a cell. The defaults apply to code that another client of ipyparallel sends."""
 
-    OMITS_DEFAULTS: ClassVar[bool] = True
     run: str = ""
     """Id of the run, the same on all its ranks; empty for a cell of another client."""
     cell: int | None = None
@@ -82,10 +79,10 @@ class CellFacts:
     """Whether to keep a failure for the debugger."""
     is_debugger: bool = False
     """Whether this is a command of the debugger, which needs the saved failure."""
-    pauses: Pauses = field(default_factory=Pauses)
+    pauses: Pauses = Pauses()
     output_limit: int | None = None
     """Bytes of text that the cell may print; excess lines are dropped and counted. None: the rank's own limit."""
-    measurement: Measurement = field(default_factory=Measurement)
+    measurement: Measurement = Measurement()
     log_to: str | None = ""
     """Where `axon_nb.log` also writes, such as ``tensorboard:runs``; empty: nowhere; None: as before."""
     undo_memory: int | None = None
@@ -93,15 +90,14 @@ class CellFacts:
     protect: int | None = 0
     """A rank saves its state after every such number of optimizer steps; 0: never, and it drops what it saved. None:
     this cell is not protected."""
-    slowness: Slowness = field(default_factory=Slowness)
+    slowness: Slowness = Slowness()
     """What is slowed while it runs."""
     watch_numbers: str = ""
     """``on``: a rank takes digests of each optimizer step; ``stop``: it also waits at the first number that is not
     finite; empty: neither."""
 
 
-@dataclass(frozen=True, slots=True)
-class AbortLocation:
+class AbortLocation(Struct, frozen=True):
     """Where a cell was when it was aborted or interrupted."""
 
     line: int | None
@@ -111,8 +107,7 @@ class AbortLocation:
     """The innermost function of the user there, such as `` (step, line 3)``; empty if the cell itself called it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
+class Draws(Struct, frozen=True):
     """Random numbers that a cell drew and that replicas of a model should not share."""
 
     states: tuple[str, str]
@@ -123,8 +118,31 @@ class Draws:
     """Name of a DataLoader that shuffles with the global generator; may be empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProfiledOperation:
+class NotedInput(Struct, frozen=True):
+    """Numbers of what a module was called with, which ranks that share the model should have alike."""
+
+    module: str
+    """Empty: the model itself."""
+    line: str
+    """Of the cell, such as `` at line 3``."""
+    call: int
+    """Of the model in this cell, from 1."""
+    number: float
+    norm: float
+    """By a fraction of which `number` may differ."""
+
+
+class ModelCalls(Struct, frozen=True):
+    """What a cell called a tensor-parallel model with."""
+
+    model: str
+    """Its class."""
+    ranks: tuple[int, ...]
+    """The ranks that share it."""
+    inputs: tuple[NotedInput, ...]
+
+
+class ProfiledOperation(Struct, frozen=True):
     """One operation in a profile; times are sums over its calls, in milliseconds."""
 
     name: str
@@ -136,8 +154,7 @@ class ProfiledOperation:
     """None on a CPU rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Struct, frozen=True):
     """A profile of one rank."""
 
     operations: tuple[ProfiledOperation, ...]
@@ -146,11 +163,9 @@ class Profile:
     """Path of the trace."""
 
 
-@dataclass(frozen=True, slots=True)
-class CellEnd:
+class CellEnd(Struct, frozen=True, omit_defaults=True):
     """What a rank reports at the end of a cell, besides Jupyter's own reply."""
 
-    OMITS_DEFAULTS: ClassVar[bool] = True
     seconds: float = 0.0
     calls: int = 0
     """Number of communication calls that it started."""
@@ -159,6 +174,7 @@ class CellEnd:
     has_value: bool = False
     """Whether the last expression has a value to fetch."""
     draws: Draws | None = None
+    model_calls: tuple[ModelCalls, ...] = ()
     cpu_seconds: float | None = None
     """CPU time of all threads; None if the cell failed."""
     repetitions: tuple[float, ...] | None = None
@@ -174,8 +190,7 @@ class CellEnd:
     """How many messages it has sent on the output channel; None: not known, and an idle status follows them."""
 
 
-@dataclass(frozen=True, slots=True)
-class CellOutcome:
+class CellOutcome(Struct, frozen=True):
     """How a cell ended on a rank: what is used of Jupyter's reply."""
 
     status: str
@@ -197,8 +212,7 @@ def read_outcome(reply: Mapping[str, Any]) -> CellOutcome:
     return CellOutcome(status, ename, evalue, tuple(reply.get("traceback", ())), decode(CellEnd, reply.get(KEY, {})))
 
 
-@dataclass(frozen=True, slots=True)
-class Omitted:
+class Omitted(Struct, frozen=True):
     """Output that a rank has discarded."""
 
     lines: int
@@ -227,8 +241,7 @@ def read_omitted(content: Mapping[str, Any]) -> Omitted | None:
     return decode(Omitted, content[KEY]) if KEY in content else None
 
 
-@dataclass(frozen=True, slots=True)
-class CellReport:
+class CellReport(Struct, frozen=True):
     """One cell, as saved by a rank."""
 
     run: str
@@ -246,8 +259,7 @@ class CellReport:
     """None while it runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class CellsReply:
+class CellsReply(Struct, frozen=True):
     """The cells that a rank has saved, and whether its groups are usable."""
 
     cells: tuple[CellReport, ...]
@@ -266,8 +278,7 @@ class CellsReply:
     """Number of ranks for which shards are staged; 0: none are."""
 
 
-@dataclass(frozen=True, slots=True)
-class CellsRequest(Request[CellsReply]):
+class CellsRequest(Request[CellsReply], frozen=True):
     """Fetch output and outcome of a rank's last cells; a notebook that reattached sends this ten times per second."""
 
     run: str | None = None
@@ -278,8 +289,7 @@ class CellsRequest(Request[CellsReply]):
     """Monotonic time of the rank's host in nanoseconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class AbortReply:
+class AbortReply(Struct, frozen=True):
     """What an abort found."""
 
     interrupted: bool
@@ -290,8 +300,7 @@ class AbortReply:
     """Line of the cell, if there are pending interrupts."""
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRequest(Request[AbortReply]):
+class AbortRequest(Request[AbortReply], frozen=True):
     """Abort the cell, and every wait in a group, until the groups are rebuilt."""
 
     run: str | None = None
@@ -302,8 +311,7 @@ class AbortRequest(Request[AbortReply]):
     """Whether the user interrupted the cell: as in a terminal, its child processes are interrupted too."""
 
 
-@dataclass(frozen=True, slots=True)
-class StopRequest(Request[None]):
+class StopRequest(Request[None], frozen=True):
     """Stop before a certain collective, the same on all ranks: a consistent cut."""
 
     group: str
@@ -312,8 +320,7 @@ class StopRequest(Request[None]):
     """Number of the last collective that may start."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompleteReply:
+class CompleteReply(Struct, frozen=True):
     """Completions at one place."""
 
     fragment: str
@@ -322,8 +329,7 @@ class CompleteReply:
     """The candidates."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompleteRequest(Request[CompleteReply]):
+class CompleteRequest(Request[CompleteReply], frozen=True):
     """Complete a line of code."""
 
     line: str
@@ -331,8 +337,7 @@ class CompleteRequest(Request[CompleteReply]):
     """Column of the cursor."""
 
 
-@dataclass(frozen=True, slots=True)
-class InspectReply:
+class InspectReply(Struct, frozen=True):
     """Help on a name."""
 
     found: bool
@@ -341,8 +346,7 @@ class InspectReply:
     """Text by mime type."""
 
 
-@dataclass(frozen=True, slots=True)
-class InspectRequest(Request[InspectReply]):
+class InspectRequest(Request[InspectReply], frozen=True):
     """Show help on a name, as `x?` and `x??` do."""
 
     name: str
@@ -352,8 +356,7 @@ class InspectRequest(Request[InspectReply]):
     """Sections to leave out."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownName:
+class KnownName(Struct, frozen=True):
     """What can be completed after one variable without another request."""
 
     type: str = ""
@@ -364,8 +367,7 @@ class KnownName:
     """Keys or columns, as Python source."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamesReply:
+class NamesReply(Struct, frozen=True):
     """The names of a rank, small enough to be stored in the notebook."""
 
     names: Mapping[str, KnownName]
@@ -374,8 +376,7 @@ class NamesReply:
     """Attributes by type, for types that the notebook does not know yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamesRequest(Request[NamesReply]):
+class NamesRequest(Request[NamesReply], frozen=True):
     """Request the names after a cell, for completion while the rank does not reply."""
 
     known: tuple[str, ...] = ()

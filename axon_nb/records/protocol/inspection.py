@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from axon_nb.records.memory import MemorySetup, MemoryUse
 from axon_nb.records.protocol.wire import Event, Expression, Packed, RankCall, Request
@@ -15,20 +16,17 @@ from axon_nb.records.training.job import JobReport
 from axon_nb.records.waits import PeerCall, PendingCall, RankWaits
 
 
-@dataclass(frozen=True, slots=True)
-class StatusRequest(Request[RankState]):
+class StatusRequest(Request[RankState], frozen=True):
     """Sample what the main thread does."""
 
 
-@dataclass(frozen=True, slots=True)
-class TakePeak(RankCall[int]):
+class TakePeak(RankCall[int], frozen=True):
     """Return the most memory that the rank has used since the last such call, in bytes: of its GPU, else resident."""
 
     target = "axon_nb.engine.inspection.telemetry:take_peak"
 
 
-@dataclass(frozen=True, slots=True)
-class WatchRequest(Request[None]):
+class WatchRequest(Request[None], frozen=True):
     """Send samples for some time; a new request replaces the last one."""
 
     hz: float
@@ -37,16 +35,14 @@ class WatchRequest(Request[None]):
     """For how long; 0 stops it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TelemetryEvent(Event):
+class TelemetryEvent(Event, frozen=True):
     """The samples of one tick."""
 
     rank: int
     states: tuple[RankState, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WaitsReply:
+class WaitsReply(Struct, frozen=True):
     """What a rank waits for."""
 
     waits: RankWaits
@@ -60,13 +56,11 @@ class WaitsReply:
     """On NCCL: the oldest collectives in progress, wherever the main thread is."""
 
 
-@dataclass(frozen=True, slots=True)
-class WaitsRequest(Request[WaitsReply]):
+class WaitsRequest(Request[WaitsReply], frozen=True):
     """Request the communication calls in progress."""
 
 
-@dataclass(frozen=True, slots=True)
-class StacksReply:
+class StacksReply(Struct, frozen=True):
     """The location of a rank."""
 
     state: RankState
@@ -74,13 +68,11 @@ class StacksReply:
     """Outermost first; empty if no cell runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class StacksRequest(Request[StacksReply]):
+class StacksRequest(Request[StacksReply], frozen=True):
     """Request the Python stack of the cell."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpansReply:
+class SpansReply(Struct, frozen=True):
     """The spans since the last request."""
 
     spans: Packed
@@ -97,8 +89,7 @@ class SpansReply:
     """The rank's pid: a new process restarts the numbering."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpansRequest(Request[SpansReply]):
+class SpansRequest(Request[SpansReply], frozen=True):
     """Fetch spans."""
 
     since: int
@@ -107,8 +98,7 @@ class SpansRequest(Request[SpansReply]):
     """For how many more seconds to record forwards, backwards and optimizer steps; 0: unchanged."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobReply:
+class JobReply(Struct, frozen=True):
     """A rank's running job."""
 
     report: JobReport
@@ -117,8 +107,7 @@ class JobReply:
     """CPU seconds that the reply cost the rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobRequest(Request[JobReply]):
+class JobRequest(Request[JobReply], frozen=True):
     """Request a report on the job, from where the last one ended."""
 
     pid: int = 0
@@ -131,21 +120,18 @@ class JobRequest(Request[JobReply]):
     """Time of this watcher's last request, on the rank's clock; 0: this is the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeshReply:
+class MeshReply(Struct, frozen=True):
     """The device mesh among a rank's variables."""
 
     mesh: MeshInfo | None
     """None if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeshRequest(Request[MeshReply]):
+class MeshRequest(Request[MeshReply], frozen=True):
     """Request the device mesh."""
 
 
-@dataclass(frozen=True, slots=True)
-class VariableFacts:
+class VariableFacts(Struct, frozen=True):
     """One variable of a rank, for a table."""
 
     name: str
@@ -163,15 +149,60 @@ class VariableFacts:
     """What was not compared, and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class DescribeVariables(RankCall[list[VariableFacts]]):
+class DescribeVariables(RankCall[list[VariableFacts]], frozen=True):
     """Describe each of the user's variables."""
 
     target = "axon_nb.engine.inspection.variables:variable_facts"
 
 
-@dataclass(frozen=True, slots=True)
-class VariableTree:
+NOT_COMPUTED = -1.0
+
+
+class RecordedPlace(Struct, frozen=True):
+    """What one place of a recording holds, of the first text of the batch."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the first call's value."""
+    calls: int
+    ranks: tuple[int, ...] = ()
+    """Those that share the work; empty: each does all of it."""
+    split: str = ""
+    """What of it they split, such as ``heads``."""
+    norms: tuple[float, ...] = ()
+    """By position, of all calls; `NOT_COMPUTED` where the place has no value."""
+    maps: Packed = b""
+    """Attention maps of the first call, one byte for each share: (heads, positions, positions)."""
+    map_shape: tuple[int, ...] = ()
+    lens: tuple[tuple[str, float], ...] = ()
+    """Words that a logit lens reads, by position, each with its share."""
+
+
+class RecordingFacts(Struct, frozen=True):
+    """What `%inside` shows of a recording."""
+
+    refused: str = ""
+    """Instead of all else: why there is nothing to show; reads after its name."""
+    key: int = 0
+    """Tells recordings of a rank apart."""
+    words: tuple[str, ...] = ()
+    """The text, by position."""
+    starts: tuple[int, ...] = ()
+    """The positions at which calls begin."""
+    places: tuple[RecordedPlace, ...] = ()
+    omitted: tuple[str, ...] = ()
+    """What is left out, as sentences."""
+
+
+class DescribeRecording(RankCall[RecordingFacts], frozen=True):
+    """Describe a recording of `axon_nb.inside`; nothing if it is still the known one."""
+
+    target = "axon_nb.engine.inspection.recordings:recording_facts"
+    name: str
+    known: int = 0
+
+
+class VariableTree(Struct, frozen=True):
     """Digests of a variable and of its parts, each of which is followed by what it holds."""
 
     digests: Packed = b""
@@ -190,16 +221,14 @@ class VariableTree:
     """Instead of all that: why there is nothing to compare; reads after its name."""
 
 
-@dataclass(frozen=True, slots=True)
-class GetVariableTree(RankCall[VariableTree]):
+class GetVariableTree(RankCall[VariableTree], frozen=True):
     """Return the digests of one variable, for a comparison."""
 
     target = "axon_nb.engine.inspection.variables:variable_tree"
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class VariablePart:
+class VariablePart(Struct, frozen=True):
     """A part of a variable that differs."""
 
     path: str
@@ -212,8 +241,7 @@ class VariablePart:
     """A NumPy array, for numbers; None if it is too large."""
 
 
-@dataclass(frozen=True, slots=True)
-class GetVariableParts(RankCall[Mapping[int, VariablePart]]):
+class GetVariableParts(RankCall[Mapping[int, VariablePart]], frozen=True):
     """Return some parts of one variable, by their numbers in its tree."""
 
     target = "axon_nb.engine.inspection.variables:variable_parts"
@@ -221,36 +249,31 @@ class GetVariableParts(RankCall[Mapping[int, VariablePart]]):
     nodes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FailureReply:
+class FailureReply(Struct, frozen=True):
     """The failure that a rank has saved for the debugger."""
 
     failure: str
     """The error in one line; empty if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class FailureRequest(Request[FailureReply]):
+class FailureRequest(Request[FailureReply], frozen=True):
     """Ask whether there is a failure to debug."""
 
 
-@dataclass(frozen=True, slots=True)
-class DebuggerStart(RankCall[str]):
+class DebuggerStart(RankCall[str], frozen=True):
     """Open the debugger on the saved failure; returns its location."""
 
     target = "axon_nb.engine.debugger:start_post_mortem"
 
 
-@dataclass(frozen=True, slots=True)
-class DebuggerCommand(RankCall[tuple[str, bool]]):
+class DebuggerCommand(RankCall[tuple[str, bool]], frozen=True):
     """Run one command of the debugger; returns its output, and whether the session is over."""
 
     target = "axon_nb.engine.debugger:post_mortem_command"
     line: str
 
 
-@dataclass(frozen=True, slots=True)
-class PausedEvent(Event):
+class PausedEvent(Event, frozen=True):
     """Within a cell, the debugger on a rank's main thread waits for a command."""
 
     number: int
@@ -259,8 +282,7 @@ class PausedEvent(Event):
     """Where the cell is: ``line 3``, or ``train.py line 40``."""
 
 
-@dataclass(frozen=True, slots=True)
-class DebuggerLine(Request[None]):
+class DebuggerLine(Request[None], frozen=True):
     """Send a command to the debugger in a running cell."""
 
     run: str
@@ -270,8 +292,7 @@ class DebuggerLine(Request[None]):
     line: str
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareComparison(RankCall[str]):
+class PrepareComparison(RankCall[str], frozen=True):
     """Gather what the reference of a cell needs; returns why it cannot be compared. Collective."""
 
     target = "axon_nb.engine.parity.comparer:prepare"
@@ -279,29 +300,25 @@ class PrepareComparison(RankCall[str]):
     plain: str
 
 
-@dataclass(frozen=True, slots=True)
-class BeginComparison(RankCall[None]):
+class BeginComparison(RankCall[None], frozen=True):
     """Observe the cell."""
 
     target = "axon_nb.engine.parity.comparer:begin"
 
 
-@dataclass(frozen=True, slots=True)
-class EndComparison(RankCall[None]):
+class EndComparison(RankCall[None], frozen=True):
     """Send what was observed to rank 0; collective."""
 
     target = "axon_nb.engine.parity.comparer:end"
 
 
-@dataclass(frozen=True, slots=True)
-class CompareRanks(RankCall[Comparison]):
+class CompareRanks(RankCall[Comparison], frozen=True):
     """Run the reference on this rank."""
 
     target = "axon_nb.engine.parity.comparer:compare"
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutsReply:
+class LayoutsReply(Struct, frozen=True):
     """The shards of tensors on a rank."""
 
     key: str
@@ -312,8 +329,7 @@ class LayoutsReply:
     """CPU seconds that the reply cost the rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutsRequest(Request[LayoutsReply]):
+class LayoutsRequest(Request[LayoutsReply], frozen=True):
     """Request shards; refused if a variable does not exist or holds no tensor."""
 
     names: tuple[str, ...]
@@ -323,8 +339,7 @@ class LayoutsRequest(Request[LayoutsReply]):
     """Key of the last reply to the same request."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReply:
+class MemoryReply(Struct, frozen=True):
     """The memory of a rank."""
 
     measured: MemoryUse
@@ -340,16 +355,14 @@ class MemoryReply:
     """CPU seconds that the reply cost the rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRequest(Request[MemoryReply]):
+class MemoryRequest(Request[MemoryReply], frozen=True):
     """Request what memory holds; refused if there is no such module or optimizer."""
 
     names: tuple[str, ...] = ()
     """Modules and optimizers; empty: all variables."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelFacts(Struct, frozen=True):
     """How a model is trained, for the planner."""
 
     setup: MemorySetup
@@ -373,8 +386,7 @@ class ModelFacts:
     """Type of the rank's device."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanReply:
+class PlanReply(Struct, frozen=True):
     """What a planner needs; which fields are set depends on the model."""
 
     is_pending: bool = False
@@ -400,8 +412,7 @@ class PlanReply:
     """The skeletons of this rank's stages, pickled, if they were requested."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest(Request[PlanReply]):
+class PlanRequest(Request[PlanReply], frozen=True):
     """Request what a planner needs about one model."""
 
     names: tuple[str, ...]
@@ -414,8 +425,7 @@ class PlanRequest(Request[PlanReply]):
     """For a pipeline: request only this rank's stages."""
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureModel(RankCall[Packed]):
+class CaptureModel(RankCall[Packed], frozen=True):
     """In a cell: capture a model for a plan; returns a `CapturedModel`, or why there is none."""
 
     target = "axon_nb.plan.skeleton:capture_or_reason"
@@ -425,8 +435,7 @@ class CaptureModel(RankCall[Packed]):
     """Its name in messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Calibrate(RankCall[Packed]):
+class Calibrate(RankCall[Packed], frozen=True):
     """In a cell: measure the ranks' hardware; collective. Returns a `Calibration`."""
 
     target = "axon_nb.plan.calibration.calibrate:calibrate_on_rank"
@@ -436,8 +445,7 @@ class Calibrate(RankCall[Packed]):
     """The options, pickled, in base 85."""
 
 
-@dataclass(frozen=True, slots=True)
-class NumbersReply:
+class NumbersReply(Struct, frozen=True):
     """The digests of a cell's steps since the last request."""
 
     rows: Packed
@@ -457,8 +465,7 @@ class NumbersReply:
     ``repeated``: it waits, and knows all; empty: it does not wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class NumbersRequest(Request[NumbersReply]):
+class NumbersRequest(Request[NumbersReply], frozen=True):
     """Fetch what `config watch_numbers` has seen of a cell."""
 
     run: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from axon_nb.records.protocol.agent import EngineInfo
 from axon_nb.records.protocol.wire import RankCall, Request
@@ -12,8 +13,7 @@ ENGINE_ENTRY = "axon_nb.engine.bootstrap:run_engine"
 """Entry point of a forked rank, as ``module:function``."""
 
 
-@dataclass(frozen=True, slots=True)
-class DirectRequest(Request[None]):
+class DirectRequest(Request[None], frozen=True):
     """Take cells and calls also from a socket of the notebook, if it is on the same host."""
 
     path: str
@@ -24,8 +24,7 @@ class DirectRequest(Request[None]):
     """The engine's, in ipyparallel."""
 
 
-@dataclass(frozen=True, slots=True)
-class JoinConfig:
+class JoinConfig(Struct, frozen=True):
     """How a rank joins its world; created in the notebook."""
 
     rank: int
@@ -58,15 +57,13 @@ class JoinConfig:
     """The MASTER_PORT that scripts see; nothing listens there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Describe(RankCall[EngineInfo]):
+class Describe(RankCall[EngineInfo], frozen=True):
     """Have an engine describe itself, before it joins."""
 
     target = "axon_nb.engine.bootstrap:describe"
 
 
-@dataclass(frozen=True, slots=True)
-class Join(RankCall[EngineInfo]):
+class Join(RankCall[EngineInfo], frozen=True):
     """Join the world; collective over all ranks. Returns the description, with device and seed."""
 
     target = "axon_nb.engine.bootstrap:join"
@@ -77,24 +74,21 @@ class Join(RankCall[EngineInfo]):
     """Groups besides the default one that the replaced rank was in."""
 
 
-@dataclass(frozen=True, slots=True)
-class FindObstacles(RankCall[dict[str, str]]):
+class FindObstacles(RankCall[dict[str, str]], frozen=True):
     """Find variables that cannot be resharded; return the reason and the fix by name."""
 
     target = "axon_nb.engine.elastic.resize:find_obstacles"
     new_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class SetWorld(RankCall[None]):
+class SetWorld(RankCall[None], frozen=True):
     """Make this rank one of a world of another size; its groups must be rebuilt afterwards."""
 
     target = "axon_nb.engine.elastic.resize:set_world"
     config: JoinConfig
 
 
-@dataclass(frozen=True, slots=True)
-class StageStates(RankCall[int]):
+class StageStates(RankCall[int], frozen=True):
     """Send shards to where they belong in the new world, beside the old ones; return this rank's bytes.
 
     Collective over the ranks of both worlds.
@@ -105,8 +99,7 @@ class StageStates(RankCall[int]):
     new_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Struct, frozen=True):
     """What was adapted to the new world on one rank."""
 
     models: int
@@ -118,16 +111,14 @@ class Committed:
     """Functions registered with `axon_nb.on_resize`."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommitResize(RankCall[Committed]):
+class CommitResize(RankCall[Committed], frozen=True):
     """Use the staged shards instead of the old ones, and adapt the rest; does not communicate."""
 
     target = "axon_nb.engine.elastic.resize:commit"
     old_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class SettleResize(RankCall[None]):
+class SettleResize(RankCall[None], frozen=True):
     """End a resize that lost its notebook in the world that the host agent knows; does not communicate."""
 
     target = "axon_nb.engine.elastic.resize:settle"
@@ -136,8 +127,7 @@ class SettleResize(RankCall[None]):
     """Number of ranks before; 0: this is the old world."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallResizeFunctions(RankCall[None]):
+class CallResizeFunctions(RankCall[None], frozen=True):
     """In a cell: call the functions registered with `axon_nb.on_resize`."""
 
     target = "axon_nb.engine.elastic.resize:call_functions"
@@ -145,8 +135,7 @@ class CallResizeFunctions(RankCall[None]):
     new_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRecord:
+class GroupRecord(Struct, frozen=True):
     """A process group of a rank, besides the default one."""
 
     name: str
@@ -159,8 +148,7 @@ class GroupRecord:
     """Timeout of its operations; 0: that of the default group."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerReport:
+class OptimizerReport(Struct, frozen=True):
     """How many steps one optimizer of a rank has made."""
 
     number: int
@@ -179,8 +167,7 @@ class OptimizerReport:
     """Whether the last cell communicated."""
 
 
-@dataclass(frozen=True, slots=True)
-class RebuildReport:
+class RebuildReport(Struct, frozen=True):
     """What a rebuild did on one rank."""
 
     groups: int
@@ -195,16 +182,14 @@ class RebuildReport:
     """On NCCL: what to do about this rank's device, which it cannot use any more. No rank has then rebuilt a group."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveryReport:
+class RecoveryReport(Struct, frozen=True):
     """A rebuild after a cell, and the steps of each optimizer."""
 
     rebuilt: RebuildReport
     steps: tuple[OptimizerReport, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Recover(RankCall[RecoveryReport]):
+class Recover(RankCall[RecoveryReport], frozen=True):
     """Rebuild all groups after an aborted cell; collective over all ranks."""
 
     target = "axon_nb.engine.kernel.interrupts:recover"
@@ -212,8 +197,7 @@ class Recover(RankCall[RecoveryReport]):
     """Number of this rebuild, the same on all ranks and higher than any before."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecoverAfterRepair(RankCall[RebuildReport]):
+class RecoverAfterRepair(RankCall[RebuildReport], frozen=True):
     """Rebuild all groups together with the replacement ranks, which are in `Join`."""
 
     target = "axon_nb.engine.groups.recovery:recover"
@@ -222,8 +206,7 @@ class RecoverAfterRepair(RankCall[RebuildReport]):
     replaced: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class DisableGroups(RankCall[None]):
+class DisableGroups(RankCall[None], frozen=True):
     """Refuse communication, because the groups cannot be rebuilt; cells still run."""
 
     target = "axon_nb.engine.groups.recovery:disable_groups"
@@ -231,15 +214,13 @@ class DisableGroups(RankCall[None]):
     """Reads after "communication is not possible:"."""
 
 
-@dataclass(frozen=True, slots=True)
-class ListGroups(RankCall[list[GroupRecord]]):
+class ListGroups(RankCall[list[GroupRecord]], frozen=True):
     """List the groups of a rank besides the default one."""
 
     target = "axon_nb.engine.groups.recovery:list_groups"
 
 
-@dataclass(frozen=True, slots=True)
-class LostShards:
+class LostShards(Struct, frozen=True):
     """A variable of which certain ranks hold shards that no other rank has."""
 
     name: str
@@ -253,16 +234,14 @@ class LostShards:
     """Size of the lost shards."""
 
 
-@dataclass(frozen=True, slots=True)
-class FindLostShards(RankCall[list[LostShards]]):
+class FindLostShards(RankCall[list[LostShards]], frozen=True):
     """Find the shards that only these ranks hold."""
 
     target = "axon_nb.engine.sharding:only_on_ranks"
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ProtectedStep:
+class ProtectedStep(Struct, frozen=True):
     """A state of a rank that outlives the rank."""
 
     run: str
@@ -273,8 +252,7 @@ class ProtectedStep:
     """Steps of the optimizer that has made most."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProtectedSteps:
+class ProtectedSteps(Struct, frozen=True):
     """What is protected of a rank; a replacement reports what its predecessor left."""
 
     held: tuple[ProtectedStep, ...]
@@ -283,23 +261,20 @@ class ProtectedSteps:
     """Steps of the optimizer that has made most, until now."""
 
 
-@dataclass(frozen=True, slots=True)
-class ListProtected(RankCall[ProtectedSteps]):
+class ListProtected(RankCall[ProtectedSteps], frozen=True):
     """List the states that outlive a rank."""
 
     target = "axon_nb.engine.protection.protection:list_protected"
 
 
-@dataclass(frozen=True, slots=True)
-class ListKeptGroups(RankCall[list[GroupRecord]]):
+class ListKeptGroups(RankCall[list[GroupRecord]], frozen=True):
     """List the groups that a rank's predecessor had, besides the default one, before the rank joins."""
 
     target = "axon_nb.engine.protection.slots:kept_groups"
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreProtected(RankCall[list[str]]):
+class RestoreProtected(RankCall[list[str]], frozen=True):
     """Return to such a state; returns a line for each object that refused its part."""
 
     target = "axon_nb.engine.protection.protection:restore"
@@ -307,16 +282,14 @@ class RestoreProtected(RankCall[list[str]]):
     fence: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetProtected(RankCall[None]):
+class ForgetProtected(RankCall[None], frozen=True):
     """Give up what `KeepSnapshot` has kept, unless a protected step has taken its place."""
 
     target = "axon_nb.engine.protection.protection:forget"
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class UndoableCell:
+class UndoableCell(Struct, frozen=True):
     """A cell of which a rank remembers that it ran."""
 
     run: str
@@ -333,8 +306,7 @@ class UndoableCell:
     """By variable, what it is or contains that cannot be restored, such as ``a generator``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Undoable:
+class Undoable(Struct, frozen=True):
     """What a rank can undo."""
 
     since: float
@@ -343,23 +315,20 @@ class Undoable:
     """Oldest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class ListUndoable(RankCall[Undoable]):
+class ListUndoable(RankCall[Undoable], frozen=True):
     """List the cells that a rank can undo."""
 
     target = "axon_nb.engine.snapshot.history:list_undoable"
 
 
-@dataclass(frozen=True, slots=True)
-class UndoCell(RankCall[list[str]]):
+class UndoCell(RankCall[list[str]], frozen=True):
     """Restore the state before a cell; returns a line for each object that refused its state."""
 
     target = "axon_nb.engine.snapshot.history:undo"
     run: str
 
 
-@dataclass(frozen=True, slots=True)
-class HoldSnapshot(RankCall[UndoableCell]):
+class HoldSnapshot(RankCall[UndoableCell], frozen=True):
     """Take a snapshot and keep it under a name, until the next one of that name."""
 
     target = "axon_nb.engine.snapshot.history:hold"
@@ -368,8 +337,7 @@ class HoldSnapshot(RankCall[UndoableCell]):
     """Bytes that it may always take; more, up to half of the memory that is free."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeepSnapshot(RankCall[UndoableCell]):
+class KeepSnapshot(RankCall[UndoableCell], frozen=True):
     """Do the same in memory that outlives the rank, as a protected step: the name is the run, the fence ``(0, 0)``."""
 
     target = "axon_nb.engine.protection.protection:keep"
@@ -378,8 +346,7 @@ class KeepSnapshot(RankCall[UndoableCell]):
     """As for `HoldSnapshot`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreHeld(RankCall[list[str]]):
+class RestoreHeld(RankCall[list[str]], frozen=True):
     """Restore a held snapshot, and forget it; returns a line for each object that refused its state."""
 
     target = "axon_nb.engine.snapshot.history:restore_held"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from axon_nb.records.protocol.wire import Packed, RankCall
 
@@ -11,16 +12,14 @@ Address = tuple[tuple[str, int], tuple[str, int]]
 """A shared-memory block of the notebook or of another rank, as `host.shared_memory.BlockAddress`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Undelivered:
+class Undelivered(Struct, frozen=True):
     """A rank can transfer a value, but not in this way."""
 
     needed: tuple[int, ...] = ()
     """The ranks that must take part, because it is distributed over them; empty: the rank cannot open its block."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveValues(RankCall[Undelivered | None]):
+class ReceiveValues(RankCall[Undelivered | None], frozen=True):
     """In a cell: set the variables that shared-memory blocks on the rank's host hold."""
 
     target = "axon_nb.engine.transfer.variables:receive_block"
@@ -28,8 +27,7 @@ class ReceiveValues(RankCall[Undelivered | None]):
     """By rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendValue(RankCall[Undelivered | None]):
+class SendValue(RankCall[Undelivered | None], frozen=True):
     """In a cell: write an expression's value into the notebook's shared memory, or keep it for `TakePendingValue`."""
 
     target = "axon_nb.engine.transfer.variables:send_value"
@@ -46,8 +44,7 @@ class SendValue(RankCall[Undelivered | None]):
     """Whether arrays of other libraries on a device stay such arrays."""
 
 
-@dataclass(frozen=True, slots=True)
-class SetVariables(RankCall[None]):
+class SetVariables(RankCall[None], frozen=True):
     """Set variables on a rank that shares no memory with the notebook."""
 
     target = "axon_nb.engine.transfer.variables:set_variables"
@@ -55,8 +52,7 @@ class SetVariables(RankCall[None]):
     """Bytes, as `join_parts` makes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class HoldValues(RankCall[Address | None]):
+class HoldValues(RankCall[Address | None], frozen=True):
     """Hold variables in shared memory for the ranks of this host; None: it has no shared memory."""
 
     target = "axon_nb.engine.transfer.variables:hold_block"
@@ -64,22 +60,19 @@ class HoldValues(RankCall[Address | None]):
     """Bytes, as `join_parts` makes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseValues(RankCall[None]):
+class ReleaseValues(RankCall[None], frozen=True):
     """Free what `HoldValues` holds."""
 
     target = "axon_nb.engine.transfer.variables:release_block"
 
 
-@dataclass(frozen=True, slots=True)
-class TakePendingValue(RankCall[Packed]):
+class TakePendingValue(RankCall[Packed], frozen=True):
     """Fetch the bytes that `SendValue` kept, once; empty if another rank sent the value."""
 
     target = "axon_nb.engine.transfer.variables:take_pending_value"
 
 
-@dataclass(frozen=True, slots=True)
-class LastValue(RankCall[tuple[Packed, str]]):
+class LastValue(RankCall[tuple[Packed, str]], frozen=True):
     """Fetch the value of a cell's last expression: its bytes, and its text in case it cannot be loaded.
 
     The bytes are None if they are in the shared-memory block, and empty if the value does not pickle.
@@ -92,15 +85,13 @@ class LastValue(RankCall[tuple[Packed, str]]):
     """A block for a large value; None if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class ListGroupVariables(RankCall[dict[str, str]]):
+class ListGroupVariables(RankCall[dict[str, str]], frozen=True):
     """List the variables that are process groups, with the names of the groups."""
 
     target = "axon_nb.engine.transfer.namespace:group_variables"
 
 
-@dataclass(frozen=True, slots=True)
-class PackedNamespace:
+class PackedNamespace(Struct, frozen=True):
     """The packed variables of a rank, without the payload."""
 
     copied: tuple[str, ...]
@@ -113,8 +104,7 @@ class PackedNamespace:
     """SHA-256, because Gloo's connections are not authenticated."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackNamespace(RankCall[PackedNamespace]):
+class PackNamespace(RankCall[PackedNamespace], frozen=True):
     """Pack variables for `SendNamespace`."""
 
     target = "axon_nb.engine.transfer.namespace:pack"
@@ -122,16 +112,14 @@ class PackNamespace(RankCall[PackedNamespace]):
     """Which; empty: all that can be copied."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendNamespace(RankCall[None]):
+class SendNamespace(RankCall[None], frozen=True):
     """Send the payload of `PackNamespace` to ranks that are in `ReceiveNamespace`."""
 
     target = "axon_nb.engine.transfer.namespace:send"
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveNamespace(RankCall[None]):
+class ReceiveNamespace(RankCall[None], frozen=True):
     """Receive the payload from a rank that is in `SendNamespace`."""
 
     target = "axon_nb.engine.transfer.namespace:receive"
@@ -142,8 +130,7 @@ class ReceiveNamespace(RankCall[None]):
     """Variables that are process groups, with the names of the groups."""
 
 
-@dataclass(frozen=True, slots=True)
-class SyncRecord:
+class SyncRecord(Struct, frozen=True):
     """A model, optimizer or scheduler that could be copied to other ranks."""
 
     kind: str
@@ -157,8 +144,7 @@ class SyncRecord:
     """A variable that holds the same tensors; empty if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class DescribeModels(RankCall[dict[str, SyncRecord]]):
+class DescribeModels(RankCall[dict[str, SyncRecord]], frozen=True):
     """In a cell: describe models, optimizers and schedulers by variable."""
 
     target = "axon_nb.engine.transfer.variables:describe_models"
@@ -166,8 +152,7 @@ class DescribeModels(RankCall[dict[str, SyncRecord]]):
     """Which; empty: all."""
 
 
-@dataclass(frozen=True, slots=True)
-class BroadcastModels(RankCall[None]):
+class BroadcastModels(RankCall[None], frozen=True):
     """In a cell: copy variables of one rank to all others; collective over all ranks."""
 
     target = "axon_nb.engine.transfer.variables:broadcast_models"
@@ -175,8 +160,7 @@ class BroadcastModels(RankCall[None]):
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Seed(RankCall[int]):
+class Seed(RankCall[int], frozen=True):
     """In a cell: seed the random generators; returns the rank's seed."""
 
     target = "axon_nb.engine.kernel.cells:seed"
@@ -185,8 +169,7 @@ class Seed(RankCall[int]):
     """Whether each rank adds its number."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedSession:
+class SavedSession(Struct, frozen=True):
     """What was written of a session."""
 
     bytes: int
@@ -199,8 +182,7 @@ class SavedSession:
     """By model, why only as many ranks can load it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveSession(RankCall[SavedSession]):
+class SaveSession(RankCall[SavedSession], frozen=True):
     """Write the session of all ranks; collective."""
 
     target = "axon_nb.engine.protection.saved_session:save"
@@ -208,8 +190,7 @@ class SaveSession(RankCall[SavedSession]):
     """An absolute path, which all ranks see."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedSession:
+class LoadedSession(Struct, frozen=True):
     """What was loaded of a session."""
 
     world_size: int
@@ -218,8 +199,7 @@ class LoadedSession:
     """Its models that any number of ranks can load."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSession(RankCall[LoadedSession]):
+class LoadSession(RankCall[LoadedSession], frozen=True):
     """Load a session of all ranks; collective."""
 
     target = "axon_nb.engine.protection.saved_session:load"

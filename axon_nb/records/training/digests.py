@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 _MARGIN = 8.0
 """How often the measured noise is allowed: it is one sample of a random error."""
@@ -15,8 +16,7 @@ LAST = -1
 """In place of a step's number: the parameters at the end of the cell."""
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(Struct, frozen=True):
     """A tensor, in constant memory; projections are linear, so those of a sum are the sum of those of its parts."""
 
     norm: float
@@ -27,8 +27,7 @@ class Digest:
     """Products with fixed vectors of random signs: the mean of their squares estimates the square of the norm."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """A rank's part of the global batch, and its index among the ranks with the same part."""
 
     start: int = 0
@@ -38,8 +37,7 @@ class Place:
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(Struct, frozen=True):
     """One tensor as a rank computed it."""
 
     kind: str
@@ -57,8 +55,7 @@ class Observation:
     """This rank's part, if the tensor itself says so; None: it follows from the shapes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """One tensor on all ranks that computed it, beside the same parts of the reference's."""
 
     kind: str
@@ -79,8 +76,7 @@ class Entry:
     """What the part would be with a known mistake, or what would be added to it, by cause."""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """All that was compared, in the order in which the reference computed it."""
 
     entries: list[Entry]
@@ -98,12 +94,7 @@ class Comparison:
 
 
 def allowed_error(entry: Entry, rank: int) -> float:
-    """Return by how much a rank's tensor may be off the reference's, in the unit of its norm.
-
-    Args:
-        entry: The tensor.
-        rank: The rank.
-    """
+    """Return by how much a rank's tensor may be off the reference's, in the unit of its norm."""
     norm, noise = entry.reference[rank].norm, entry.noise.get(rank, 0.0)
     if entry.kind == "start":  # nothing was computed yet: replicas are equal
         return _ROUNDING * norm
@@ -111,8 +102,7 @@ def allowed_error(entry: Entry, rank: int) -> float:
     return margin * noise + (entry.epsilon + _ROUNDING) * norm
 
 
-@dataclass(frozen=True, slots=True)
-class NonFinite:
+class NonFinite(Struct, frozen=True):
     """The first number on a rank that is not finite."""
 
     optimizer: int
@@ -133,8 +123,7 @@ class NonFinite:
     """Within a stage, how much was computed before: a number that is not finite spreads to other ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepNumbers:
+class StepNumbers(Struct, frozen=True):
     """The digests of one optimizer step on a rank, taken before the optimizer uses the gradients."""
 
     optimizer: int

@@ -12,7 +12,9 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from axon_nb.records.spans import Span
 
@@ -200,8 +202,7 @@ def _runs(labelled: Sequence[Span], start: int, end: int, edges: Sequence[int]) 
         yield Run(_label(near, a), (b - a) / 1e9, max(0, _step_of(edges, a)))
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """The rank computes."""
 
     label: str
@@ -211,15 +212,13 @@ class Run:
     """Which of the recorded steps, from 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True):
     """The rank starts a collective."""
 
     key: Key
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """The rank waits for collectives."""
 
     keys: tuple[Key, ...]
@@ -228,8 +227,7 @@ class Wait:
 Item = Run | Start | Wait
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """A collective."""
 
     name: str
@@ -250,8 +248,7 @@ class Call:
         return max(self.seconds.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
+class Recording(Struct, frozen=True):
     """Some steps of all ranks."""
 
     items: Mapping[int, Sequence[Item]]
@@ -424,8 +421,7 @@ def spans_from_times(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineStep:
+class PipelineStep(Struct, frozen=True):
     """A measured pipeline step and its ideal: equal stage times and no communication time."""
 
     group: str
@@ -483,8 +479,7 @@ def play(
     return spans_from_times(orders, times, ranks=ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class _RankStep:
+class _RankStep(Struct, frozen=True):
     """One step on one rank."""
 
     rank: int

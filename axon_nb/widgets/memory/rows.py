@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from axon_nb.cluster.inspection.memory import MemorySnapshot
 from axon_nb.records.memory import ROLES, MemoryPrediction, MemoryUse
@@ -34,8 +36,7 @@ SOURCES = {
 _AS_ESTIMATED = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """A mark of an axis."""
 
     share: float
@@ -43,8 +44,7 @@ class Tick:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(Struct, frozen=True):
     """An axis in bytes that begins at zero."""
 
     end: int
@@ -97,8 +97,7 @@ def _round_step(size: int) -> int:
     return max(1, round(digit * power * unit))
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(Struct, frozen=True):
     """One bar; lengths are shares of the scale, 0 to 1."""
 
     segments: tuple[tuple[str, float], ...]
@@ -130,8 +129,7 @@ def describe_roles(by_role: Mapping[str, int]) -> str:
     return f"{format_bytes(sum(by_role.values()))}{details}"
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Struct, frozen=True):
     """One number of the table."""
 
     text: str
@@ -143,8 +141,7 @@ class Cell:
     """Whether it stands out."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
+class MemoryRow(Struct, frozen=True):
     """One rank."""
 
     rank: int

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from html import escape
 from typing import Any
 
 import traitlets
+from msgspec import Struct, to_builtins
+from msgspec.structs import asdict
 
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.memory import MemorySnapshot, WhatIf, request_memory, request_plan
@@ -69,8 +70,7 @@ _MAX_LIVE_RANKS = 64
 _MIN_INTERVAL_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledBar:
+class LabelledBar(Struct, frozen=True):
     """One bar of a prediction."""
 
     label: str
@@ -95,8 +95,8 @@ def what_if_content(state: WhatIfState, capacity: int | None) -> dict[str, Any]:
         "error": state.error,
         "heading": _what_if_heading(state),
         "verdict": _verdict(state, capacity),
-        "bars": [{"label": labelled.label, **asdict(labelled.bar)} for labelled in bars],
-        "ticks": [asdict(tick) for tick in scale.ticks] if bars else [],
+        "bars": [{"label": labelled.label, **to_builtins(labelled.bar)} for labelled in bars],
+        "ticks": [to_builtins(tick) for tick in scale.ticks] if bars else [],
         "unit": scale.unit,
         "changes": _changes(state, scale),
         "roles": [role for role in ROLES if any(role == name for each in bars for name, _ in each.bar.segments)],
@@ -106,8 +106,7 @@ def what_if_content(state: WhatIfState, capacity: int | None) -> dict[str, Any]:
 
 def _what_if_fields(current: MemorySetup, proposed: MemorySetup) -> list[dict[str, Any]]:
     controls = []
-    for field in fields(MemorySetup):
-        name = field.name
+    for name in MemorySetup.__struct_fields__:
         if name in _PIPELINE_FIELDS and current.pp == 1:
             continue
         now, value = getattr(current, name), getattr(proposed, name)
@@ -416,7 +415,7 @@ class MemoryView(LiveView):
             "figures": figures(self._rows),
             "notice": notice(self._rows),
             "roles": self._rows.roles,
-            "ticks": [asdict(tick) for tick in self._rows.scale.ticks],
+            "ticks": [to_builtins(tick) for tick in self._rows.scale.ticks],
             "columns": self._rows.columns,
             "rest": self._rows.rest,
             "unit": self._rows.scale.unit,
@@ -428,7 +427,7 @@ class MemoryView(LiveView):
 def _live_row(row: MemoryRow) -> dict[str, Any]:
     """Return a row without what is empty, which is most of many ranks."""
     return {
-        **asdict(row),
+        **to_builtins(row),
         "measured": _live_bar(row.measured),
         "estimated": row.estimated and _live_bar(row.estimated),
         "process": {"text": row.process.text},

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from axon_nb.cluster.inspection.spans import SpanTable
 from axon_nb.errors import UsageError
@@ -90,8 +90,7 @@ def _last_of_each(keys: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.boo
     return is_last
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(Struct, frozen=True):
     """What costs most."""
 
     claim: str
@@ -103,8 +102,7 @@ class Notice:
         return f"{self.claim} {self.text}"
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineSummary:
+class TimelineSummary(Struct, frozen=True):
     """Facts and pipeline steps computed from spans."""
 
     facts: TimelineFacts
@@ -303,8 +301,7 @@ def _page_step(step: PipelineStep, max_boxes: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class StepAdvice:
+class StepAdvice(Struct, frozen=True):
     """The advice on some steps."""
 
     recording: Recording

@@ -5,10 +5,12 @@ They rest on arithmetic on many intervals of time: unions, and what several sets
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from axon_nb.cluster.inspection.spans import CLOCKS, SpanTable, grouped
 from axon_nb.records.ranks import name_ranks
@@ -82,8 +84,7 @@ def tails(backwards: Intervals, communication: Intervals) -> Intervals:
     return starts[last[inside]], np.minimum(ends[last[inside]], backwards[1][inside])
 
 
-@dataclass(frozen=True, slots=True)
-class RankFacts:
+class RankFacts(Struct, frozen=True):
     """One rank; times in seconds.
 
     `forward`, `backward`, `optimizer`, `own_code` and `waiting` exclude each other: within cells they add up to `cell`.
@@ -120,8 +121,7 @@ class RankFacts:
         return self.computing + self.own_code + self.waiting
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineFacts:
+class TimelineFacts(Struct, frozen=True):
     """All ranks; times in seconds."""
 
     ranks: tuple[RankFacts, ...]
@@ -253,18 +253,25 @@ def _waited_for(table: SpanTable, waits: npt.NDArray[np.intp]) -> float:
 
 
 def _step(table: SpanTable) -> tuple[float, float] | None:
-    """Return mean and standard deviation of the time from one optimizer step to the next, over all ranks.
+    """Return mean and standard deviation of the time from one optimizer step to the next, over all ranks."""
+    lengths = [np.diff(starts) for starts in optimizer_steps(table, "start")]
+    seconds = np.concatenate(lengths) / 1e9 if lengths else np.zeros(0)
+    return (float(seconds.mean()), float(seconds.std())) if len(seconds) >= _MIN_STEPS else None
 
-    If several optimizers step one after the other, only the first counts.
+
+def optimizer_steps(table: SpanTable, edge: str) -> Iterator[Times]:
+    """Yield the start or the end of the optimizer steps of each rank.
+
+    If several optimizers step one after the other, the first one's start and the last one's end count.
     """
     columns = table.columns
     is_step, is_pass = table.of_kind("optimizer"), table.of_kind("forward", "backward")
-    lengths: list[npt.NDArray[np.int64]] = []
     for _, own in grouped(columns["rank"], is_step | is_pass):
         order = own[np.argsort(columns["start"][own], kind="stable")]
-        starts, steps = columns["start"][order], is_step[order]
-        begins = steps.copy()
-        begins[1:] &= ~steps[:-1]
-        lengths.append(np.diff(starts[begins]))
-    seconds = np.concatenate(lengths) / 1e9 if lengths else np.zeros(0)
-    return (float(seconds.mean()), float(seconds.std())) if len(seconds) >= _MIN_STEPS else None
+        steps = is_step[order]
+        chosen = steps.copy()
+        if edge == "start":
+            chosen[1:] &= ~steps[:-1]
+        else:
+            chosen[:-1] &= ~steps[1:]
+        yield columns[edge][order][chosen]

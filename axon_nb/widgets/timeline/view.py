@@ -266,7 +266,12 @@ class TimelineView(View):
         is_pending = self._restart or self._patches or self._cursor < store.end or self._num_patched < store.num_patched
         if is_pending or self._state() != self._sent_state or now - self._sent_at >= _KEEPALIVE_S:
             return False
-        return self._facts_state == self._current_facts_state() or now < self._facts_due
+        return not self._are_facts_due(now)
+
+    def _are_facts_due(self, now: float) -> bool:
+        """Whether there are new facts to compute: at once after a cell, so that numbers of an idle view are final."""
+        is_idle = self._feed.running_since is None
+        return (is_idle or now >= self._facts_due) and self._facts_state != self._current_facts_state()
 
     def _current_facts_state(self) -> tuple[Any, ...]:
         return (self._feed.store.end, self._feed.store.num_patched, *self._focus_ns())
@@ -317,11 +322,10 @@ class TimelineView(View):
         return (cell[1], cell[2]) if cell is not None else (None, None)
 
     def _new_facts(self, now: float) -> dict[str, Any]:
-        state = self._current_facts_state()
-        if now < self._facts_due or state == self._facts_state:
+        if not self._are_facts_due(now):
             return {}
         start_s = time.thread_time()
-        self._facts_state = state
+        self._facts_state = self._current_facts_state()
         start, end = self._focus_ns()
         summary = summarize(self._focused_spans(), start if end is None else None)
         self._facts = page_facts(summary, self._ranks)

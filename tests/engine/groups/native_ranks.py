@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import importlib
 import os
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed.fsdp import fully_shard
@@ -139,7 +139,7 @@ def be_newcomer(folder: str, groups: str, epoch: str) -> None:
     """
     from torch.testing._internal.distributed import fake_pg  # registers the backend
 
-    kind = dataclasses.replace(
+    kind = replace(
         GLOO,
         torch_name="fake",
         owns=lambda backend: _owns(backend) or isinstance(backend, fake_pg.FakeProcessGroup),
@@ -149,9 +149,7 @@ def be_newcomer(folder: str, groups: str, epoch: str) -> None:
     join_native(1, store, 2, kind=kind, epoch=int(epoch))
     store.set("the newcomer is up", "1")  # which takes longer than the others wait where a machine is busy
     records = [GroupRecord(**group) for group in ast.literal_eval(groups)]
-    fakes = [
-        dataclasses.replace(group, backend="fake") if group.backend == GLOO.torch_name else group for group in records
-    ]
+    fakes = [replace(group, backend="fake") if group.backend == GLOO.torch_name else group for group in records]
     recovery.join_groups(fakes, epoch=int(epoch))
     recovery.sync_group_count()
     print(sums(1), flush=True)

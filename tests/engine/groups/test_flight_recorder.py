@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 import time
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import to_builtins
 
 from axon_nb.comm.spans import DeviceClock
 from axon_nb.engine.groups import flight_recorder
@@ -45,7 +45,7 @@ def _records(rank: int, store: Any) -> dict[str, Any]:
         dist.all_reduce(torch.ones(5))
     for work in works:
         work.wait()
-    return {"answer": asdict(answer), "name": own.group_name, "later": (len(later.pending), dict(later.counts))}
+    return {"answer": to_builtins(answer), "name": own.group_name, "later": (len(later.pending), dict(later.counts))}
 
 
 def test_dump_shows_the_collective_of_each_rank(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def _waits_in_the_fence(rank: int, store: Any) -> dict[str, Any]:
         dist.all_reduce(torch.ones(5))
     else:
         work.wait()
-    return asdict(seen[-1])
+    return to_builtins(seen[-1])
 
 
 def test_step_fence_waits_for_the_rank_that_skipped_a_collective(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ def _is_replaced(rank: int, store: Any) -> Any:
     dist.new_group([0, 1], backend="gloo", group_desc="beside")
     groups = creation.native_groups()
     assert groups is not None
-    registry = [dataclasses.asdict(group) for group in recovery.list_groups()]
+    registry = [msgspec.to_builtins(group) for group in recovery.list_groups()]
     if rank == 1:  # from here on another process is rank 1
         folder = str(Path(store.path).parent)
         code = "import sys; from tests.engine.groups.native_ranks import be_newcomer; be_newcomer(*sys.argv[1:])"

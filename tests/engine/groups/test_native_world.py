@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import operator
 import pickle
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed.device_mesh import init_device_mesh
 
 from axon_nb.engine.groups import creation, recovery
@@ -32,7 +32,7 @@ def _sum(group: Any = None) -> float:
 
 def _lives(rank: int, store: Any) -> dict[str, Any]:
     started: list[Any] = []
-    join_native(rank, store, SIZE, kind=dataclasses.replace(GLOO, start=lambda backend, _: started.append(backend)))
+    join_native(rank, store, SIZE, kind=replace(GLOO, start=lambda backend, _: started.append(backend)))
     world, found = dist.group.WORLD, {}
     found["bound before"] = str(world.bound_device_id)
     found["connected"] = [backend is world._get_backend(CPU) for backend in started]

@@ -12,7 +12,8 @@ from tests.support.browser.page_messages import CLOSE_PANELS, model_of, send_fro
 from tests.support.kernel import Kernel, Reply
 from tests.support.processes import until
 
-ASK = """import dataclasses, json
+ASK = """import json
+from msgspec import to_builtins
 from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.status import request_job
 def t_ask(before={}):
@@ -101,7 +102,7 @@ def test_waiting_ranks_are_reported(ready: Kernel) -> None:
         "    found[rank].startswith('waiting in barrier at line 7 for rank 1, for') for rank in (0, 2, 3))\n"
         "t_found = t_until(t_waiting)"
     )
-    bars = reported(ready, "[dataclasses.asdict(report.bars[0]) for report in t_found.reports.values()]")
+    bars = reported(ready, "[to_builtins(report.bars[0]) for report in t_found.reports.values()]")
     assert [(bar["desc"], bar["done"], bar["total"], bar["is_over"]) for bar in bars] == [("t_loop", 0, 10, False)] * 4
     # Waiting ranks communicate all the time.
     ready.ok("_ = t_until(lambda _: (t_ask(t_found.reports).reports[0].communication or 0) > 0.9)")
@@ -179,7 +180,7 @@ def test_memory_is_measured_by_role_and_estimated_beside(ready: Kernel) -> None:
         assert estimated[rank] == {"parameters": shard, "gradients": shard, "optimizer": 2 * shard}
         assert measured[rank]["parameters"] == shard
         assert 2 * shard <= measured[rank]["optimizer"] <= 2 * shard + 64, "Adam counts its steps, too"
-    uses = reported(ready, "[dataclasses.asdict(use) for use in t_memory.measured.values()]")
+    uses = reported(ready, "[to_builtins(use) for use in t_memory.measured.values()]")
     assert {use["source"] for use in uses} == {"storages"}
     assert all(use["resident_peak"] >= use["resident"] > 0 and use["capacity"] > use["resident"] for use in uses)
 

@@ -31,11 +31,12 @@ _ = fully_shard(both, mesh=grid["dp"])
 summands = {"total": DTensor.from_local(torch.ones(3), grid["tp"], [Partial()])}
 own = torch.zeros(rank + 1)
 """
-ASK = """import dataclasses, json
+ASK = """import json
+from msgspec import to_builtins
 from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.variables import request_layouts
 shards, notes = request_layouts(current.require("test").state, {names!r}, gradients={gradients})
-print(json.dumps([[dataclasses.asdict(shard) for shard in shards], notes]))"""
+print(json.dumps([[to_builtins(shard) for shard in shards], notes]))"""
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,8 @@ t_layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
 t_three_d = Parallel3D(t_layers, make_mesh(pp=2, dp=2), loss=nn.functional.mse_loss)
 t_three_d_steps = torch.optim.AdamW(t_three_d.parameters())
 t_train = lambda: t_gpt(torch.zeros(4, 16, dtype=torch.int64)).mean().backward() or t_gpt_steps.step()"""
-ASK = """import dataclasses, json, time
+ASK = """import json, time
+from msgspec import structs, to_builtins
 from axon_nb.cluster.session import current
 from axon_nb.cluster.inspection.memory import request_memory, request_plan
 def t_plan(*names, asked=None):
@@ -54,7 +55,7 @@ def t_plan(*names, asked=None):
     while (found := request_plan(current.require("test").state, names, asked, "")).is_pending:
         assert time.monotonic() < end
         time.sleep(0.1)
-    return dataclasses.asdict(dataclasses.replace(found, model=None)) | {"sent": len(found.model or b"")}
+    return to_builtins(structs.replace(found, model=None)) | {"sent": len(found.model or b"")}
 def t_until(condition, limit=360):
     end = time.monotonic() + limit
     while not condition():
@@ -62,7 +63,7 @@ def t_until(condition, limit=360):
         time.sleep(0.05)
 def t_wait(reached):
     t_until(lambda: reached(t_panel.what_if.state))
-    return dataclasses.asdict(t_panel.what_if.state)"""
+    return to_builtins(t_panel.what_if.state)"""
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from axon_nb.records.waits import PendingCall, RankWaits, explain_deadlock, explain_mismatch
 

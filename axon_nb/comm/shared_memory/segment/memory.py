@@ -16,8 +16,9 @@ import fcntl
 import mmap
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from axon_nb.comm.shared_memory.segment import futex
 from axon_nb.comm.shared_memory.segment.futex import copy
@@ -70,8 +71,7 @@ def process_state(pid: int) -> str:
     return next(iter(_process_fields(pid)), "")
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """Offsets in bytes."""
 
     size: int
@@ -213,8 +213,7 @@ class SharedMemory:
         return f"/proc/{os.getpid()}/fd/{descriptor}:{os.fstat(descriptor).st_ino}"
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(Struct, frozen=True):
     """What one piece is."""
 
     tag: int

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from concurrent.futures import Future
 from typing import Any
+
+from msgspec.structs import replace
 
 from axon_nb.cluster.cells.abort import AbortController, DeadlockWatch
 from axon_nb.cluster.cells.run import CellRun
@@ -76,10 +77,10 @@ def test_dead_rank_outside_the_cell_is_not_waited_for() -> None:
 def test_suspended_rank_is_named_and_blocks_deadlock_proofs() -> None:
     ranks: Any = Ranks()
     peer = PeerCall(2, "all_reduce", 4, is_waiting=True, is_stopped=True)
-    blocked = dataclasses.replace(BARRIER, seconds=5.0)
+    blocked = replace(BARRIER, seconds=5.0)
     for rank in (0, 1):
-        own = dataclasses.replace(waits(rank).waits, pending=(blocked,))
-        ranks.answers[rank] = dataclasses.replace(waits(rank), waits=own, peers=(peer,))
+        own = replace(waits(rank).waits, pending=(blocked,))
+        ranks.answers[rank] = replace(waits(rank), waits=own, peers=(peer,))
     ranks.silent = {2}
     watch, now = DeadlockWatch(ranks, [0, 1, 2], [0, 1, 2]), time.monotonic()
     assert [watch.step(now + seconds, [0, 1, 2]) for seconds in range(12)] == [""] * 12
@@ -99,7 +100,7 @@ def test_suspended_rank_is_named_and_blocks_deadlock_proofs() -> None:
 def test_timeout_of_a_group_holds_while_a_rank_does_not_reply() -> None:
     ranks: Any = Ranks()
     late = "recv from rank 2 has been in progress for 1801 s, and its group's timeout is 1800 s"
-    ranks.answers = {0: dataclasses.replace(waits(0), overdue=late), 1: waits(1)}
+    ranks.answers = {0: replace(waits(0), overdue=late), 1: waits(1)}
     ranks.silent = {2}
     watch, now = DeadlockWatch(ranks, [0, 1, 2], [0, 1, 2]), time.monotonic()
     reported = [watch.step(now + seconds, [0, 1, 2]) for seconds in range(8)]

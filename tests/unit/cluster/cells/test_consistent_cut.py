@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from axon_nb.cluster.cells.abort import cut_sequence_number, progressing_group
 from axon_nb.cluster.recovery.repair import describe_diverged_steps
@@ -61,7 +61,7 @@ def test_first_step_is_compared_with_the_variable_of_that_name() -> None:
     first, none = optimizer(1, before=0), optimizer(0, before=0, number=-1)
     (line,) = describe_diverged_steps({0: [none, optimizer(0, before=0, number=-1, name="other")], 1: [first]})
     assert line.startswith("Rank 1 is at step 1 of `adam`, rank 0 at 0")
-    assert describe_diverged_steps({0: [dataclasses.replace(none, name="other")], 1: [first]}) == []
+    assert describe_diverged_steps({0: [replace(none, name="other")], 1: [first]}) == []
     assert describe_diverged_steps({0: [none], 1: [none]}) == []
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from axon_nb.cluster.cells import transitions
 from axon_nb.cluster.cells.options import RankProgress
@@ -98,7 +97,7 @@ FACTS = ("failed", "interrupted_at", "second_interrupt_at", "timed_out", "gave_u
 def describe(state: str, name: str) -> str:
     cell, event = CELLS[state], EVENTS[name]
     if name == "second interrupt":
-        cell = dataclasses.replace(cell, interrupted_at=3.0)
+        cell = replace(cell, interrupted_at=3.0)
     after, effects = transition(cell, event)
     parts = ["=" if after.state is cell.state else after.state.value]
     for effect in effects:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from msgspec.structs import replace
 
 from axon_nb.cluster.inspection.status import ClusterStatus, cluster_card
 from axon_nb.records.telemetry import ClusterInfo, RankInfo
@@ -23,9 +23,16 @@ def test_card_as_text() -> None:
     ]
 
 
+def test_card_that_is_saved_is_the_same_in_each_run() -> None:
+    later = tuple(replace(row, pid=row.pid + 1, rss_bytes=row.rss_bytes + 2**20, device_bytes=2**20) for row in RANKS)
+    first, second = (cluster_card(replace(INFO, ranks=ranks), measured=False) for ranks in (RANKS, later))
+    assert first == second
+    assert "   0  node-1  cpu     gloo     idle" in first["text/plain"]
+
+
 def test_device_memory_column_appears_only_with_devices() -> None:
-    on_gpu = dataclasses.replace(RANKS[0], device="cuda:0", device_bytes=3 * 2**30)
-    card = cluster_card(dataclasses.replace(INFO, ranks=(on_gpu, RANKS[1])))
+    on_gpu = replace(RANKS[0], device="cuda:0", device_bytes=3 * 2**30)
+    card = cluster_card(replace(INFO, ranks=(on_gpu, RANKS[1])))
     assert "on device" in card["text/plain"]
     assert "3.00 GiB" in card["text/html"]
     assert "on device" not in cluster_card(INFO)["text/html"]
@@ -39,8 +46,8 @@ def test_html_is_escaped_and_has_no_script() -> None:
 
 
 def test_table_of_many_rows_is_closed() -> None:
-    many = tuple(dataclasses.replace(RANKS[0], rank=rank, state=f"running line {rank}") for rank in range(64))
-    assert "<details><summary>" in cluster_card(dataclasses.replace(INFO, ranks=many, num_ranks=64))["text/html"]
+    many = tuple(replace(RANKS[0], rank=rank, state=f"running line {rank}") for rank in range(64))
+    assert "<details><summary>" in cluster_card(replace(INFO, ranks=many, num_ranks=64))["text/html"]
 
 
 def test_many_ranks_that_do_the_same_share_a_row() -> None:
@@ -48,13 +55,13 @@ def test_many_ranks_that_do_the_same_share_a_row() -> None:
         0, "n", 1, "cuda:0", "nccl", "waiting in all_reduce at line 4 for rank 512,", 1 << 30, 1 << 30, 4
     )
     ranks = [
-        dataclasses.replace(
+        replace(
             waiting, rank=rank, host=f"node{rank // 8:03d}", pid=4000 + rank, device=f"cuda:{rank % 8}",
             state=f"{waiting.state} for {rank % 7}.2 s", rss_bytes=(1 << 30) + (rank << 20),
         )
         for rank in range(1024)
     ]  # fmt: skip
-    ranks[512] = dataclasses.replace(ranks[512], state="running line 7")
+    ranks[512] = replace(ranks[512], state="running line 7")
     hosts = ", ".join(f"node{number:03d}" for number in range(128))
     info = ClusterInfo("large", "nccl", hosts, 1024, True, "axon", tuple(ranks))
     text, same = cluster_card(info)["text/plain"].splitlines(), "cuda:0-7 nccl"
@@ -63,13 +70,13 @@ def test_many_ranks_that_do_the_same_share_a_row() -> None:
         f"0-511,513-1023 128 hosts 1023 pids {same} {waiting.state} for 6.2 s · In [4] 1.00 GiB to 2.00 GiB 1.00 GiB",
         "512 node064 4512 cuda:0 nccl running line 7 · In [4] 1.50 GiB 1.00 GiB",
     ]
-    several = tuple(dataclasses.replace(rank, state=f"running line {rank.rank}") for rank in ranks)
-    for shown in cluster_card(dataclasses.replace(info, ranks=several)).values():
+    several = tuple(replace(rank, state=f"running line {rank.rank}") for rank in ranks)
+    for shown in cluster_card(replace(info, ranks=several)).values():
         assert "… 960 more ranks in 960 more rows" in shown
 
 
 def test_card_of_a_lost_cluster() -> None:
-    card = cluster_card(dataclasses.replace(INFO, running=False, ranks=()))
+    card = cluster_card(replace(INFO, running=False, ranks=()))
     assert card["text/plain"].startswith("default: not running, 2 ranks")
     assert "not running" in card["text/html"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from msgspec.structs import replace
 
 from axon_nb.cluster.inspection.status import cluster_card
 from axon_nb.records.telemetry import ClusterInfo, MeshInfo, RankInfo
@@ -27,14 +27,14 @@ def test_html_has_axes_ranks_and_activities() -> None:
 
 
 def test_lost_rank_is_struck_out() -> None:
-    dead = dataclasses.replace(RANKS[2], state="was killed by SIGKILL", rss_bytes=0)
-    html = cluster_card(dataclasses.replace(INFO, ranks=(*RANKS[:2], dead, RANKS[3])))["text/html"]
+    dead = replace(RANKS[2], state="was killed by SIGKILL", rss_bytes=0)
+    html = cluster_card(replace(INFO, ranks=(*RANKS[:2], dead, RANKS[3])))["text/html"]
     assert html.count("line-through") == 1
     assert 'title="rank 2: gone"' in html
 
 
 def test_large_meshes_are_shown_as_text_only() -> None:
     large = MeshInfo("mesh", ("dp", "tp"), (512, 8), tuple(range(4096)))
-    card = cluster_card(dataclasses.replace(INFO, mesh=large))
+    card = cluster_card(replace(INFO, mesh=large))
     assert "dp 512 × tp 8" in card["text/html"]
     assert len(card["text/html"]) < 20_000

@@ -8,22 +8,20 @@ import inspect
 import json
 import pkgutil
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
 import axon_nb.records.protocol as room
-from axon_nb.records.protocol import wire
 from axon_nb.records.protocol.agent import (
+    AgentEvent,
     Closed,
     Command,
     ControllerExit,
     Exit,
     command_kind,
     command_name,
-    decode_event,
-    encode_event,
 )
 from axon_nb.records.protocol.cells import (
     KEY,
@@ -47,6 +45,7 @@ from axon_nb.records.protocol.wire import (
     Version,
     arguments_of,
     cell_source,
+    decode,
     decode_reply,
     encode,
     encode_reply,
@@ -82,25 +81,24 @@ def test_request_names_are_unique() -> None:
 
 @pytest.mark.parametrize("kind", [*REQUESTS, *CALLS])
 def test_each_message_is_frozen_and_declares_its_reply(kind: Any) -> None:
-    assert is_dataclass(kind)
-    assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert kind.__struct_config__.frozen
     for declared in (kind, reply_type(kind)):
-        wire._coder(declared)  # each field has a type that can be encoded
+        msgspec.inspect.type_info(declared)  # each field has a type that can be encoded
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds(Command)), key=lambda kind: kind.__name__))
 def test_each_command_of_the_agent_is_found_by_its_name(kind: Any) -> None:
     assert command_kind(command_name(kind)) is kind
     assert command_kind([]) is command_kind("dance") is None
-    wire._coder(kind)
+    msgspec.inspect.type_info(kind)
 
 
 def test_agent_events_round_trip() -> None:
     exit_of_rank = Exit(rank=2, pid=7, code=-9, time_ns=5, out_of_memory=None, last_output="last words", crash="crash")
     for event in (exit_of_rank, ControllerExit(pid=7, code=1, time_ns=5), Closed()):
-        assert decode_event(json.loads(json.dumps(encode_event(event)))) == event
-    with pytest.raises(ProtocolError, match="unknown event 'party'"):
-        decode_event({"event": "party"})
+        assert decode(AgentEvent, json.loads(json.dumps(encode(event)))) == event
+    with pytest.raises(ProtocolError, match="Invalid value 'party'"):
+        decode(AgentEvent, {"event": "party"})
 
 
 def test_cell_outcome_is_read_from_the_jupyter_reply() -> None:
@@ -109,7 +107,7 @@ def test_cell_outcome_is_read_from_the_jupyter_reply() -> None:
     assert read_outcome({**failed, KEY: encode(end)}) == CellOutcome("error", "ValueError", "x", ("a", "b"), end)
     assert read_outcome({"status": "aborted"}) == CellOutcome("aborted", evalue="aborted")
     assert read_outcome({"status": "ok"}) == CellOutcome("ok")
-    with pytest.raises(ProtocolError, match=r"CellEnd\.seconds: must be a number"):
+    with pytest.raises(ProtocolError, match=r"CellEnd: Expected `float`, got `str` - at `\$\.seconds`"):
         read_outcome({"status": "ok", KEY: {"seconds": "soon"}})
 
 
@@ -120,7 +118,7 @@ def test_each_call_has_a_function_with_these_arguments(kind: Any) -> None:
     signature = inspect.signature(function)
     taken = {parameter.name for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD}
     needed = {p.name for p in signature.parameters.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD}
-    given = {item.name for item in fields(kind)}
+    given = set(kind.__struct_fields__)
     assert given <= taken, kind
     assert needed <= given, kind
 
@@ -130,9 +128,9 @@ def test_replies_are_validated_on_both_sides() -> None:
     assert decode_reply(AbortRequest, encode_reply(AbortRequest, reply)) == reply
     assert encode_reply(StopRequest, None) == {}
     assert decode_reply(StopRequest, {}) is None
-    with pytest.raises(ProtocolError, match="must be a RankState"):
+    with pytest.raises(ProtocolError, match="RankState: Object missing required field"):
         encode_reply(StatusRequest, reply)
-    with pytest.raises(ProtocolError, match=r"RankState has no field 'interrupted'"):
+    with pytest.raises(ProtocolError, match="RankState: Object missing required field `rank`"):
         decode_reply(StatusRequest, encode(reply))
     state = RankState(1, Activity.IDLE, 5)
     assert decode_reply(StatusRequest, encode_reply(StatusRequest, state)) == state
@@ -141,7 +139,7 @@ def test_replies_are_validated_on_both_sides() -> None:
 def test_call_arguments_are_validated_before_sending() -> None:
     wrong: Any = 7
     assert arguments_of(DisableGroups("rank 1 is dead")) == {"reason": "rank 1 is dead"}
-    with pytest.raises(ProtocolError, match=r"DisableGroups\.reason: must be text; got 7"):
+    with pytest.raises(ProtocolError, match=r"DisableGroups: Expected `str`, got `int` - at `\$\.reason`"):
         arguments_of(DisableGroups(wrong))
 
 
@@ -149,7 +147,7 @@ def test_rank_validates_arguments_and_results() -> None:
     class Length(RankCall[str]):
         target = "builtins:len"
 
-    with pytest.raises(ProtocolError, match=r"DisableGroups\.reason"):
+    with pytest.raises(ProtocolError, match=r"DisableGroups: .*\$\.reason"):
         perform(DisableGroups, {"reason": None})
     with pytest.raises(TypeError, match="reasons"):
         perform(DisableGroups, {"reasons": "x"})

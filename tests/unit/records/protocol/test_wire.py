@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
 from axon_nb._version import __version__
 from axon_nb.records.protocol.cells import CellFacts, Measurement
-from axon_nb.records.protocol.wire import PROTOCOL, Packed, ProtocolError, decode, encode
+from axon_nb.records.protocol.wire import PROTOCOL, Packed, ProtocolError, decode, encode, pack
 from axon_nb.records.telemetry import Activity, RankState
 
 
-@dataclass(frozen=True)
-class Inner:
+class Inner(msgspec.Struct, frozen=True):
     count: int
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Outer:
+class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inner: Inner
     rows: tuple[Inner, ...]
     by_rank: Mapping[int, tuple[str, int] | None]
@@ -58,19 +56,18 @@ def test_records_round_trip() -> None:
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, 1.5, 3])
-def test_non_finite_numbers_round_trip_through_json(number: float) -> None:
-    content = {**encode(OUTER), "share": encode(number, float)}
-    assert decode(Outer, through_json(content)).share == number
-    assert math.isnan(decode(float, through_json(encode(math.nan, float))))
+def test_non_finite_numbers_round_trip_through_a_message(number: float) -> None:
+    content = {**encode(OUTER), "share": number}
+    assert decode(Outer, json.loads(pack(content))).share == number
+    assert math.isnan(decode(Outer, json.loads(pack({**content, "share": math.nan}))).share)
 
 
 def test_foreign_number_types_become_python_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     assert encode(Inner(numpy.int64(3))) == {"count": 3, "name": ""}
     assert type(encode(numpy.float32(0.5), float)) is float
-    assert type(encode(1e3, int)) is int
     for wrong in (1.5, math.inf, math.nan, True):
-        with pytest.raises(ProtocolError, match="must be a whole number"):
+        with pytest.raises(ProtocolError, match="Expected `int`"):
             encode(wrong, int)
 
 
@@ -82,18 +79,18 @@ def test_defaults_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"inner": {"count": "1"}}, r"Outer\.inner\.count: must be a whole number; got '1'\."),
-        ({"inner": {"count": True}}, r"Outer\.inner\.count: must be a whole number; got True\."),
-        ({"rows": [{"count": 1}, {"count": None}]}, r"Outer\.rows\.count: must be a whole number; got None\."),
-        ({"rows": "abc"}, r"Outer\.rows: must be a list; got 'abc'\."),
-        ({"by_rank": {"0": ["a"]}}, r"Outer\.by_rank: must be a row of 2; got \['a'\]\."),
-        ({"by_rank": {"x": None}}, r"Outer\.by_rank: must be a mapping with whole numbers as keys"),
-        ({"data": "?"}, r"Outer\.data: must be base64; got '\?'\."),
-        ({"share": "much"}, r"Outer\.share: must be a number; got 'much'\."),
-        ({"parts": "many"}, r"Outer\.parts: must be int \| tuple\[int, \.\.\.\]; got 'many'\."),
-        ({"activity": "asleep"}, r"Outer\.activity: must be idle or running"),
-        ({"more": 1, "and": 2}, r"Outer has no field 'and', 'more'\."),
-        ({"maybe": {"name": "x"}}, r"Outer\.maybe lacks 'count'\."),
+        ({"inner": {"count": "1"}}, r"Outer: Expected `int`, got `str` - at `\$\.inner\.count`\."),
+        ({"inner": {"count": True}}, r"Outer: Expected `int`, got `bool` - at `\$\.inner\.count`\."),
+        ({"rows": [{"count": 1}, {"count": None}]}, r"Outer: Expected `int`, got `null` - at `\$\.rows\[1\]\.count`\."),
+        ({"rows": "abc"}, r"Outer: Expected `array`, got `str` - at `\$\.rows`\."),
+        ({"by_rank": {"0": ["a"]}}, r"Outer: Expected `array` of length 2, got 1 - at `\$\.by_rank\[\.\.\.\]`\."),
+        ({"by_rank": {"x": None}}, r"Outer: Expected `int`, got `str` - at `key` in `\$\.by_rank`"),
+        ({"data": "?"}, r"Outer: Invalid base64 encoded string - at `\$\.data`\."),
+        ({"share": "much"}, r"Outer: Expected `float`, got `str` - at `\$\.share`\."),
+        ({"parts": "many"}, r"Outer: Expected `int \| array`, got `str` - at `\$\.parts`\."),
+        ({"activity": "asleep"}, r"Outer: Invalid enum value 'asleep' - at `\$\.activity`\."),
+        ({"more": 1}, r"Outer: Object contains unknown field `more`\."),
+        ({"maybe": {"name": "x"}}, r"Outer: Object missing required field `count` - at `\$\.maybe`\."),
     ],
 )
 def test_mismatched_record_is_rejected_by_name(changed: dict[str, Any], says: str) -> None:
@@ -104,24 +101,9 @@ def test_mismatched_record_is_rejected_by_name(changed: dict[str, Any], says: st
 
 def test_invalid_value_is_rejected_before_sending() -> None:
     wrong: Any = "4"
-    with pytest.raises(ProtocolError, match=r"^RankState\.line: must be a whole number; got '4'\.$"):
+    with pytest.raises(ProtocolError, match=r"^RankState: Expected `int \| null`, got `str` - at `\$\.line`\.$"):
         encode(RankState(0, Activity.IDLE, 1, line=wrong))
-    with pytest.raises(ProtocolError, match="a mapping with keys of int"):
-        encode({"0": 1}, Mapping[int, int])
-    with pytest.raises(ProtocolError, match="must be a Inner; got 1"):
+    with pytest.raises(ProtocolError, match="Inner: Expected `object`, got `int`"):
         encode(1, Inner)
-
-
-def test_long_value_is_truncated_in_the_message() -> None:
-    with pytest.raises(ProtocolError) as refused:
-        decode(Inner, {"count": "9" * 10_000})
-    assert len(str(refused.value)) < 200
-
-
-def test_record_with_unsupported_field_type_raises() -> None:
-    @dataclass
-    class Odd:
-        value: set[int]
-
-    with pytest.raises((TypeError, NameError)):
-        encode(Odd({1}))
+    with pytest.raises(ProtocolError, match="Inner: a record cannot hold <object"):
+        encode(Inner(object()))  # type: ignore[arg-type]
