@@ -115,8 +115,8 @@ one_back = maps.diagonal(-1, dim1=-2, dim2=-1)[..., 1:].mean(-1)
 maps.shape
 
 # %% [markdown]
-# `%inside` draws it for the first text: norms, the letters read from each block, and the map of each head, with the rank
-# that computed it.
+# `%inside` draws it for the first text: norms, the letters read from each block, and the map of each head, with the
+# rank that computed it.
 
 # %%
 # %inside seen
