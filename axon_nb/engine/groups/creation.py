@@ -371,8 +371,9 @@ def named_group(name: str) -> Iterator[None]:
     torch names a group that only its members create by the number of groups on the rank. If ranks have different
     numbers of groups, they would wait for each other under different names.
     """
-    original = c10d._process_group_name
-    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    original: Any = c10d._process_group_name
+    chosen: Any = name  # a NewType from torch 2.9 on
+    c10d._process_group_name = lambda ranks, use_hashed_name: chosen
     try:
         yield
     finally:
