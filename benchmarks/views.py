@@ -42,8 +42,9 @@ optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 tokens = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank))
 def block(steps, on):
     if not on:
-        from axon_nb.engine.inspection.views import span_reader
-        span_reader()._steps.watch(0)  # stop at once; ranks would notice only after 5 s that nobody watches
+        from axon_nb.engine.kernel.control import VIEWS
+        from axon_nb.engine.session import current
+        current().part(VIEWS)._spans._steps.watch(0)  # stop at once; ranks would notice only after 5 s
     dist.barrier()
     began = time.perf_counter()
     for _ in axon_nb.progress(range(steps), desc="steps"):
