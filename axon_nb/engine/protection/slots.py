@@ -46,6 +46,7 @@ from axon_nb.engine.transfer.namespace import (
 )
 from axon_nb.host.shared_memory import find_kept_memory
 from axon_nb.records.protocol.recovery import GroupRecord
+from axon_nb.torch_api import torch_api
 
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 1024
@@ -95,17 +96,16 @@ class SlotMemory:
         self._places: dict[int, tuple[mmap.mmap, int, int, torch.Tensor]] = {}
         """By address of a buffer: its chunk, its position there, the chunk's offset in the file, and all of it."""
         self._free: dict[int, list[torch.Tensor]] = {}
-        """By their size class."""
-        self._idle: dict[int, torch.Tensor] = {}
-        """By address, what is free and may have pages, as it was used: mostly it is used for the same storage again."""
+        self._idle: set[int] = set()
+        """Addresses of free buffers that may have pages."""
 
     def allocate(self, size: int) -> torch.Tensor:
         """See `Allocator`."""
         rounded = _size_class(size)
         if free := self._free.get(rounded):
             buffer = free.pop()
-            last = self._idle.pop(buffer.data_ptr(), buffer)
-            return last if last.numel() == size else buffer[:size]
+            self._idle.discard(buffer.data_ptr())
+            return buffer[:size]
         if self._used + rounded > len(self._chunk):
             self._map(max(rounded, _CHUNK_BYTES))
         buffer = torch.frombuffer(self._chunk, dtype=torch.uint8, count=rounded, offset=self._used)
@@ -121,10 +121,9 @@ class SlotMemory:
 
     def release(self, buffer: torch.Tensor) -> None:
         """See `Allocator`."""
-        address = buffer.data_ptr()
-        whole = self._places[address][-1]
+        whole = self._places[buffer.data_ptr()][-1]
         self._free.setdefault(whole.numel(), []).append(whole)
-        self._idle[address] = buffer
+        self._idle.add(whole.data_ptr())
 
     def buffers(self) -> list[torch.Tensor]:
         """Return all buffers, also those that are free now."""
@@ -164,12 +163,14 @@ class SlotMemory:
 
     def trim(self) -> None:
         """Give the pages of free buffers back to the system."""
-        for address in self._idle:
-            chunk, position, _, buffer = self._places[address]
-            first = -(-position // _PAGE) * _PAGE
-            last = (position + buffer.numel()) // _PAGE * _PAGE
-            if first < last:
-                chunk.madvise(mmap.MADV_REMOVE, first, last - first)
+        for buffers in self._free.values():
+            for buffer in buffers:
+                if buffer.data_ptr() in self._idle:
+                    chunk, position, *_ = self._places[buffer.data_ptr()]
+                    first = -(-position // _PAGE) * _PAGE
+                    last = (position + buffer.numel()) // _PAGE * _PAGE
+                    if first < last:
+                        chunk.madvise(mmap.MADV_REMOVE, first, last - first)
         self._idle.clear()
 
     def clear(self) -> None:
@@ -249,7 +250,7 @@ class _Pickler(NamespacePickler):
                 _declare,
             )
         if issubclass(kind, device_mesh_type()):
-            if (root := obj._get_root_mesh()) is not obj and obj.mesh_dim_names:
+            if (root := torch_api().root_mesh(obj)) is not obj and obj.mesh_dim_names:
                 return _slice_mesh, (root, obj.mesh_dim_names)
             groups = [str(group.group_name) for group in obj.get_all_groups()]
             return _make_mesh, (groups, obj.device_type, obj.mesh.tolist(), obj.mesh_dim_names)
@@ -321,7 +322,7 @@ def own_shards(models: Mapping[str, Any]) -> Shards:
 def _split_before(parameter: Any, group: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return mesh and placements of the DTensor that FSDP2 has sharded: those that follow FSDP2's own."""
     mesh, own = parameter.device_mesh, group.mesh_info.mesh.ndim
-    return mesh._get_root_mesh()[mesh.mesh_dim_names[own:]], tuple(parameter.placements[own:])
+    return torch_api().root_mesh(mesh)[mesh.mesh_dim_names[own:]], tuple(parameter.placements[own:])
 
 
 def adopt_shards(pieces: _Pieces) -> None:

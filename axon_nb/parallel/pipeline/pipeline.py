@@ -359,7 +359,7 @@ class Runner:
         prepared = is_prepared(self._schedule, self._has_run)
         with quiet(), contextlib.nullcontext() if prepared else _preserve_state(self._modules, self.unshaped):
             try:
-                self._schedule.step(*args, target=target, return_outputs=False)
+                torch_api().run_schedule(self._schedule, args, target)
             except RuntimeError as error:
                 if (cause := _stage_exception(error)) is None:
                     raise
