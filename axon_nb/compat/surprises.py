@@ -89,6 +89,7 @@ def _after(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 
 def watch_dtensors(module: ModuleType) -> None:
+    """Look at what operations on distributed tensors return."""
     if missing_hooks("surprises.dtensor"):
         return
     aten: Any = torch.ops.aten
@@ -189,6 +190,7 @@ def _check_muon(optimizer: Any) -> None:
 
 
 def prepare_state_dicts(module: ModuleType) -> None:
+    """Take back torch's own step of an optimizer without state, and compare parameter groups."""
     for name in ("set_optimizer_state_dict", "set_state_dict"):
         _before(module, name, _check_groups)
     if missing_hooks("surprises.state_dict"):
@@ -220,6 +222,8 @@ def _check_groups(model: Any, optimizers: Any, optim_state_dict: Any = None, **_
 
 
 def prepare_conversion(module: ModuleType) -> None:
+    """Look for optimizer states, whose numbers become text."""
+
     def look(folder: Any, *args: Any, **kwargs: Any) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -234,6 +238,7 @@ def prepare_conversion(module: ModuleType) -> None:
 
 
 def prepare_safetensors(module: ModuleType) -> None:
+    """Look for a writer of one file for all ranks."""
     signature = inspect.signature(module.HuggingFaceStorageWriter.__init__)
 
     def look(*args: Any, **kwargs: Any) -> None:
@@ -250,6 +255,7 @@ def prepare_safetensors(module: ModuleType) -> None:
 
 
 def prepare_schedules(module: ModuleType) -> None:
+    """Look at the batch and the stages of each step."""
     for kind in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
         _before(kind, "step", _check_step)
 
@@ -295,6 +301,8 @@ def _counts_batches(module: Any) -> bool:
 
 
 def prepare_compiler(module: ModuleType) -> None:
+    """Look for DDP around modules of torch alone."""
+
     def look(_: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         if type(model).__name__ == "DistributedDataParallel" and all(
             type(part).__module__.startswith("torch.nn.") for part in model.modules()
@@ -363,6 +371,8 @@ def _copied(value: Any) -> Any:
 
 
 def prepare_series(module: ModuleType) -> None:
+    """Look for comparisons with tensors, and for torch's warning about an index."""
+
     def look(_: Any, other: Any) -> None:
         if isinstance(other, torch.Tensor) and other.ndim:
             tell("a pandas Series never equals a tensor{place}, whatever they hold: compare with `tensor.numpy()`.")
@@ -380,6 +390,8 @@ def prepare_series(module: ModuleType) -> None:
 
 
 def prepare_fabric(module: ModuleType) -> None:
+    """Look for means of integers."""
+
     def look(_: Any, data: Any, group: Any = None, reduce_op: Any = "mean") -> None:
         if str(reduce_op).lower() in ("mean", "avg") and any(_is_integer(value) for value in tree_leaves(data)):
             tell("Fabric.all_reduce{place} cuts the mean of integers to an integer: pass floats.")
@@ -392,6 +404,8 @@ def _is_integer(value: Any) -> bool:
 
 
 def prepare_sampler(module: ModuleType) -> None:
+    """Look for states of a sampler in epoch 0."""
+
     def look(sampler: Any, state: Any) -> None:
         if sampler.shuffle and not sampler.epoch:
             tell(
@@ -414,6 +428,8 @@ def prepare_tensordict(module: ModuleType) -> None:
 
 
 def prepare_lazy_stacks(module: ModuleType) -> None:
+    """Look for entries that only some elements have."""
+
     def look(stack: Any, *args: Any, **kwargs: Any) -> None:
         each = [set(one.keys(True, True)) for one in stack.tensordicts]
         if missing := set.union(*each) - set.intersection(*each):
