@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from axon_nb.cluster.rpc import Answer, RankClient, request_each
 from axon_nb.records.protocol.inspection import NumbersReply, NumbersRequest
@@ -196,27 +197,14 @@ def _order(step: int) -> float:
     return float("inf") if step == LAST else step
 
 
-class NumbersFinding(Struct, frozen=True):
-    """The first thing that is wrong."""
+class NumbersFinding(NonFinite, frozen=True, kw_only=True):
+    """The first thing that is wrong, and where; its step may be `LAST`: the end of the cell."""
 
     problem: str
     """``differs`` or ``not finite``."""
-    stage: str
-    """``weight``, ``gradient`` and so on, as in `records.training.digests.NonFinite`."""
-    name: str
-    """Path of the parameter or module; may be empty."""
-    module: str
-    """Class of the module; may be empty."""
-    operation: str
-    """The function that computed the number; empty: unknown."""
     ranks: tuple[int, ...]
-    others: tuple[int, ...]
+    others: tuple[int, ...] = ()
     """The replicas that agree with each other; empty: which ranks are right cannot be seen, or none is compared."""
-    optimizer: int
-    step: int
-    """The step before whose optimizer it was seen, counted from 0 in this cell; `LAST`: the end of the cell."""
-    where: str
-    """The line of the cell, such as ``line 7``."""
     more: tuple[str, ...] = ()
     """Other parameters that differ in the same step."""
     can_undo: bool = False
@@ -324,8 +312,17 @@ def find_difference(details: Mapping[int, StepNumbers], *, can_undo: bool = Fals
             where = step.where if stage == "gradient" or not step.before else step.before
             more = tuple(dict.fromkeys(other for other, _ in found if other != name))
             return NumbersFinding(
-                "differs", stage, name, "", "", wrong, right, step.optimizer, step.step, where, more, can_undo
-            )  # fmt: skip
+                stage,
+                name,
+                where=where,
+                optimizer=step.optimizer,
+                step=step.step,
+                problem="differs",
+                ranks=wrong,
+                others=right,
+                more=more,
+                can_undo=can_undo,
+            )
     return None
 
 
@@ -367,10 +364,7 @@ def find_non_finite(found: Mapping[int, NonFinite]) -> NumbersFinding:
 
     first = min(found.values(), key=order)
     ranks = tuple(rank for rank, one in sorted(found.items()) if (order(one), one.name) == (order(first), first.name))
-    return NumbersFinding(
-        "not finite", first.stage, first.name, first.module, first.operation, ranks, (), first.optimizer, first.step,
-        first.where,
-    )  # fmt: skip
+    return NumbersFinding(**asdict(first), problem="not finite", ranks=ranks)
 
 
 def is_before(difference: NumbersFinding, non_finite: NumbersFinding) -> bool:

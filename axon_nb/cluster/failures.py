@@ -436,6 +436,11 @@ def hint_for(errors: Iterable[RankError], *, remedy: str = REPAIR_HINT, threads:
             f"Threads of the ranks ({names}) communicate in the same group as the main thread, in any order: give them "
             "a group with `dist.new_group()`, such as `dcp.async_save(…, process_group=group)`."
         )
+    if any(error.ename == "CheckpointException" for error in all_errors):
+        hints.append(
+            "`except Exception` does not catch a CheckpointException: catch "
+            "`torch.distributed.checkpoint.api.CheckpointException`."
+        )
     if any(_NO_COMPILER.search(error.evalue) for error in all_errors):
         hints.append("This cell compiles C++: install a compiler (`apt install g++`) and ninja (`pip install ninja`).")
     if {error.kind for error in all_errors} & {"died", "stuck"}:
@@ -505,6 +510,11 @@ def shared_draws_hint(reports: Mapping[int, CellEnd], ranks: Sequence[int]) -> s
     first = draws[0] if draws else None
     if len(draws) < 2 or first is None or any(other is None or other.states != first.states for other in draws):
         return ""
+    if first.into_shards:
+        return (
+            f"Hint: {name_ranks(ranks)} drew the same numbers into their shards, so the whole tensors repeat rows: run "
+            "`%distributed seed 0 --per-rank`, then initialize again."
+        )
     reasons = []
     if name := first.dropout:
         reasons.append(f"the dropout masks of `{name}` are the same on all of them")

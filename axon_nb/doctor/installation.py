@@ -181,7 +181,7 @@ def _torch(build: Answer) -> Finding:
         )  # fmt: skip
     if _version("torch") is None:
         return Finding(
-            "torch", "missing", "problem", "Ranks cannot start without it.", f'Run `{pip()} install "torch>=2.11"`.'
+            "torch", "missing", "problem", "Ranks cannot start without it.", f'Run `{pip()} install "torch>=2.8"`.'
         )
     return Finding(
         "torch", f"{_version('torch')}, cannot be imported: {build.failure}", "problem", "Ranks cannot start.",

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axon_nb.comm.placements import Placed, placed
-from axon_nb.engine.divergence_origin import LastCalls, Origin
+from axon_nb.engine.divergence_origin import LastCalls
 from axon_nb.engine.frames import step_depth
 from axon_nb.engine.live_objects import live_objects
 from axon_nb.engine.parity.recorder import named_parameters
@@ -48,7 +48,7 @@ from axon_nb.records.hooks import missing_hooks
 from axon_nb.records.protocol.cells import CellFacts
 from axon_nb.records.protocol.inspection import NumbersReply, NumbersRequest
 from axon_nb.records.ranks import Runs, pack_ranks
-from axon_nb.records.training.digests import LAST, NonFinite, StepNumbers
+from axon_nb.records.training.digests import LAST, NonFinite, Origin, StepNumbers
 from axon_nb.shell import inner_function, user_frame
 
 _WORD_BYTES = 8
@@ -479,21 +479,21 @@ class NumberWatch:
         self, watched: _Watched, reading: _Reading, gradients: Sequence[torch.Tensor | None], place: str
     ) -> NonFinite | None:
         """Say what came first; None: all numbers are finite, and their norm alone is not."""
-        replicas, at = watched.replicas, (watched.number, watched.steps)
+        replicas, optimizer, step = watched.replicas, watched.number, watched.steps
         for name, parameter in zip(replicas.names, watched.parameters, strict=True):
             if not _is_finite(parameter):
-                return NonFinite(*at, "weight", name, where=place)
+                return NonFinite("weight", name, where=place, optimizer=optimizer, step=step)
         origin = None
         with contextlib.suppress(Exception):  # a model that cannot be called twice
             origin = self._last_calls.find()
         if origin is not None:
-            return self._with(NonFinite(*at, "", "", where=place), origin)
+            return self._with(NonFinite("", "", where=place, optimizer=optimizer, step=step), origin)
         if not all(map(math.isfinite, reading.losses)):
-            return NonFinite(*at, "loss", "", where=place)
+            return NonFinite("loss", "", where=place, optimizer=optimizer, step=step)
         # A backward reaches the last parameters first.
         for name, gradient in zip(reversed(replicas.names), reversed(gradients), strict=True):
             if gradient is not None and not _is_finite(gradient):
-                return NonFinite(*at, "gradient", name, where=place)
+                return NonFinite("gradient", name, where=place, optimizer=optimizer, step=step)
         return None
 
     def _stop(self, log: NumberLog, found: NonFinite) -> None:

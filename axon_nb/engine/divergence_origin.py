@@ -25,18 +25,8 @@ from torch.overrides import TorchFunctionMode
 from axon_nb.engine.inspection.memory import UncopiedHook
 from axon_nb.engine.parity.recorder import clean_name, is_whole, is_wrapped_once
 from axon_nb.engine.placement import local_tensor
+from axon_nb.records.training.digests import Origin
 from axon_nb.shell import inner_function, user_frame
-
-
-class Origin(Struct, frozen=True):
-    """Where it arose; the fields are those of `records.training.digests.NonFinite`."""
-
-    stage: str
-    name: str
-    module: str
-    operation: str = ""
-    where: str = ""
-    order: int = 0
 
 
 class _InputHook(UncopiedHook):
@@ -93,7 +83,7 @@ class LastCalls:
         """
         for inner, call in self._of_models(are_alone=True):
             if not call.is_finite:
-                return Origin("input", "", "")
+                return Origin("input", "")
             if (found := _repeat(inner, call)) is not None:
                 return found
         return None
@@ -109,7 +99,7 @@ class LastCalls:
         for inner, call in self._of_models(are_alone=False):
             # No rank may leave before the end: the others would wait for it.
             origin = _repeat(inner, call, with_backward=False)
-            found = found or (origin if call.is_finite else Origin("input", "", ""))
+            found = found or (origin if call.is_finite else Origin("input", ""))
         return found
 
     def _of_models(self, *, are_alone: bool) -> Iterator[tuple[nn.Module, _LastCall]]:

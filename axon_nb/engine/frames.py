@@ -207,7 +207,7 @@ def describe_call(name: str) -> str:
 
 def cell_line() -> str:
     """Return the line of the running cell, such as `` at line 3``; empty outside."""
-    user = user_frame(sys._getframe(1))
+    user = user_frame(sys._getframe(1)) or user_frame(main_frame())  # a backward pass on a GPU has a thread of its own
     return "" if user is None else f" at line {user.f_lineno}"
 
 

@@ -86,7 +86,10 @@ def _claim(failure: Failure) -> tuple[str, str]:
         return f"{who} {agree(cause.evalue, len(failure.alike))}", ""
     if cause.kind == "raised":
         is_key = cause.ename == "KeyError"  # whose message is the key alone
-        return f"{who} raised {cause.ename}", f"KeyError: {cause.evalue}" if is_key else cause.evalue
+        others = [rank for rank, error in failure.errors.items() if error.kind == "raised"]
+        others = [rank for rank in others if rank not in failure.alike]
+        also = f"; {name_ranks(others)} failed, too" if others else ""
+        return f"{who} raised {cause.ename}{also}", f"KeyError: {cause.evalue}" if is_key else cause.evalue
     verbs = {"died": "died", "stuck": "did not stop", "aborted": "did not finish"}
     return f"{who} {verbs[cause.kind]}", f"{who} {agree(cause.evalue, len(failure.alike))}."
 
@@ -195,7 +198,8 @@ def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
         )
         for command, text in next_commands(failure, ranks)
     )
-    hint = f'<div style="margin:4px 0 0">{prose(failure.hint)}</div>' if failure.hint else ""
+    words = failure.hint.replace(failure.kept.remedy, "").strip() if rows else failure.hint
+    hint = f'<div style="margin:4px 0 0">{prose(words)}</div>' if words else ""
     return hint + (table((), [rows]) if rows else "")
 
 
@@ -323,7 +327,7 @@ def _comparison_html(verdict: Verdict) -> str:
                 ("phase", found.phase, f"call {found.call + 1}"),
                 ("ranks", format_ranks(found.ranks), ""),
                 ("relative error", f"{found.relative:.2g}", f"allowed {found.allowed:.2g}"),
-                ("cause", found.cause or "unknown", ""),
+                *([("cause", found.cause, "")] if found.cause else []),
             ]
         )
     rows = [

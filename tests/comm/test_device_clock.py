@@ -33,7 +33,10 @@ class _Queued(nn.Linear):
 
 
 def _session(device: torch.device) -> RankSession:
-    config = JoinConfig(0, 1, 0, 1, 0, "gloo", "", str(device), 1, 60.0, recoverable=True, output_limit=1000)
+    config = JoinConfig(
+        0, 1, 0, str(device), 1, rank=0, world_size=1, backend="gloo", store="", timeout_s=60.0, recoverable=True,
+        output_limit=1000,
+    )  # fmt: skip
     return RankSession(config, None, device)
 
 

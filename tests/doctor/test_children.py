@@ -16,7 +16,7 @@ CAPABILITY = {
     "works": True,
     "reason": "",
     "lost": "a failing rank leaves the others waiting",
-    "fix": 'pip install "torch>=2.11,<2.16"',
+    "fix": 'pip install "torch>=2.8,<2.16"',
 }
 
 
@@ -42,7 +42,7 @@ def test_missing_capability_is_reported_with_consequence_and_fix() -> None:
     assert finding.severity == "problem"
     assert finding.value == "does not work (no attribute _resume)"
     assert finding.message == "Lost: a failing rank leaves the others waiting."
-    assert finding.fix == 'Run `pip install "torch>=2.11,<2.16"`.'
+    assert finding.fix == 'Run `pip install "torch>=2.8,<2.16"`.'
 
 
 @pytest.mark.parametrize(("version", "severity"), [("2.15.0+cu132", "ok"), ("2.99.0", "note")])

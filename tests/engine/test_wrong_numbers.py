@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from axon_nb import wrong_numbers
-from axon_nb.wrong_numbers import Fault, faults, faults_of
+from axon_nb.wrong_numbers import Fault, faults, faults_of, note
 from scripts import versions
 from scripts import wrong_numbers as reproductions
 
@@ -44,3 +44,10 @@ def test_run_of_a_version_is_recorded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_page_has_the_list() -> None:
     assert versions.PAGE.read_text() == versions.page()
+
+
+def test_start_counts_only_what_cells_can_meet() -> None:
+    mended = {one.name for one in faults() if one.mended}
+    assert mended == {"bool_sum", "first_state_dict", "max_of_nan", "memory_layout"}
+    assert mended < {one.name for one in faults_of("2.15.0", "gloo")}
+    assert note("2.15.0", "gloo").startswith("torch 2.15.0 computes 1 thing wrong")

@@ -26,13 +26,13 @@ from axon_nb.cluster.failures import describe_death
 from axon_nb.cluster.launch.compatibility import can_recover, collective_timeout, with_possible_backend
 from axon_nb.cluster.launch.connection import Connection
 from axon_nb.cluster.launch.launchers import AgentControllerLauncher, ForkedEngineSetLauncher, rank_hosts
-from axon_nb.cluster.launch.placement import LOOPBACK, Layout, Placement, place_ranks, rank_environment
+from axon_nb.cluster.launch.placement import LOOPBACK, Layout, place_ranks, rank_environment
 from axon_nb.cluster.rpc import RankClient, handshake
 from axon_nb.cluster.settings import Settings
 from axon_nb.errors import StartError, UsageError
 from axon_nb.host.connections import store_key
 from axon_nb.records.protocol.agent import EngineInfo, Exit, GetInfo, ServeStore
-from axon_nb.records.protocol.recovery import Describe, Join, JoinConfig
+from axon_nb.records.protocol.recovery import Describe, Join, JoinConfig, Placement
 from axon_nb.records.protocol.wire import refuse_join
 from axon_nb.records.ranks import name_ranks
 

@@ -21,6 +21,7 @@ from axon_nb.host.resources import Gpu, container_kind, gpu_owners, list_gpus, u
 from axon_nb.host.run_dir import RunDir, list_run_dirs
 from axon_nb.records.environment import CPU_BACKEND, MAX_RANKS
 from axon_nb.records.protocol.agent import EngineInfo
+from axon_nb.records.protocol.recovery import Placement
 
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 LOOPBACK = "127.0.0.1"
@@ -212,21 +213,6 @@ def _choose_gpus(devices: str, gpus: list[Gpu], notes: list[str]) -> list[Gpu]:
         if gpu.key in owners
     ]
     return chosen
-
-
-class Placement(Struct, frozen=True):
-    """Where one rank runs."""
-
-    local_rank: int
-    """Index among the ranks of its host."""
-    local_world_size: int
-    """Number of ranks on its host."""
-    node_rank: int
-    """Index of its host, in the order of the lowest rank there."""
-    device: str
-    """``cpu`` or ``cuda:<index>``."""
-    threads: int
-    """Intra-op threads of torch."""
 
 
 def interface_ip(wanted: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
+from msgspec.structs import replace
 
 from axon_nb.engine.session import current, user_variables
 from axon_nb.inside import Recording

@@ -8,7 +8,6 @@ could run any code. Here only the records that make up an index are created.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import importlib
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -290,7 +290,7 @@ class Checkpoints:
         *,
         strict: bool,
     ) -> Resumed:
-        manifest = dataclasses.replace(manifest, path=self.folder / manifest.path.name)
+        manifest = msgspec.structs.replace(manifest, path=self.folder / manifest.path.name)
         extra = restore(peers, manifest, model=model, optimizer=optimizer, stateful=stateful, strict=strict)
         if manifest.world_size != peers.size and peers.rank == 0:
             warnings.warn(

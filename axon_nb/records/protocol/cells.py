@@ -116,6 +116,8 @@ class Draws(Struct, frozen=True):
     """Name of a model that trains with dropout; may be empty."""
     loader: str
     """Name of a DataLoader that shuffles with the global generator; may be empty."""
+    into_shards: bool = False
+    """Whether they went into the shards of a tensor; `states` then stand for the last of these draws."""
 
 
 class NotedInput(Struct, frozen=True):

@@ -24,25 +24,30 @@ class DirectRequest(Request[None], frozen=True):
     """The engine's, in ipyparallel."""
 
 
-class JoinConfig(Struct, frozen=True):
+class Placement(Struct, frozen=True):
+    """Where one rank runs."""
+
+    local_rank: int
+    """Index among the ranks of its host."""
+    local_world_size: int
+    """Number of ranks on its host."""
+    node_rank: int
+    """Index of its host, in the order of the lowest rank there."""
+    device: str
+    """``cpu`` or ``cuda:<index>``."""
+    threads: int
+    """Intra-op threads of torch."""
+
+
+class JoinConfig(Placement, frozen=True, kw_only=True):
     """How a rank joins its world; created in the notebook."""
 
     rank: int
     world_size: int
-    local_rank: int
-    """Index among the ranks of this host."""
-    local_world_size: int
-    """Number of ranks on this host."""
-    node_rank: int
-    """Index of this host."""
     backend: str
     """``shm``, ``gloo`` or ``nccl``. torch calls the groups of the first two ``gloo``."""
     store: str
     """Address of the rendezvous store: the path of a Unix socket, or ``tcp:<ip>:<port>``."""
-    device: str
-    """``cpu`` or ``cuda:<index>``."""
-    threads: int
-    """Number of torch's intra-op threads."""
     timeout_s: float
     """Timeout of every collective, in seconds."""
     recoverable: bool

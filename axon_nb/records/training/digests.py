@@ -102,15 +102,12 @@ def allowed_error(entry: Entry, rank: int) -> float:
     return margin * noise + (entry.epsilon + _ROUNDING) * norm
 
 
-class NonFinite(Struct, frozen=True):
-    """The first number on a rank that is not finite."""
+class Origin(Struct, frozen=True):
+    """Where the first number on a rank that is not finite arose."""
 
-    optimizer: int
-    step: int
-    """As in `StepNumbers`."""
     stage: str
-    """Where it arose: in the ``weight`` before the step, the ``input`` of the model, the ``forward``, the ``loss``, the
-    ``backward``, or a ``gradient`` after all of that, such as one that came from another rank."""
+    """In the ``weight`` before the step, the ``input`` of the model, the ``forward``, the ``loss``, the ``backward``,
+    or a ``gradient`` after all that, such as one that came from another rank."""
     name: str
     """Path of the module, or of the parameter in the stages ``weight`` and ``gradient``; may be empty."""
     module: str = ""
@@ -121,6 +118,14 @@ class NonFinite(Struct, frozen=True):
     """The line of the cell, such as ``line 7``: of the operation if that is known, else of the step."""
     order: int = 0
     """Within a stage, how much was computed before: a number that is not finite spreads to other ranks."""
+
+
+class NonFinite(Origin, frozen=True, kw_only=True):
+    """The first number on a rank that is not finite."""
+
+    optimizer: int
+    step: int
+    """As in `StepNumbers`."""
 
 
 class StepNumbers(Struct, frozen=True):

@@ -25,6 +25,7 @@ from axon_nb.widgets.timeline.content import (
     COLUMNS,
     MAX_PIPELINES,
     MAX_ROWS,
+    NOTHING_YET,
     TimelineSummary,
     describe_step,
     figures,
@@ -219,7 +220,8 @@ def timeline_bundle(
     known = [rank for rank in ranks if rank in by_rank][:MAX_ROWS]
     drawn = pictures(shown, summary, ranks, (start, end), running_since=running_since)
     steps = "".join(map(_step_html, summary.steps[:MAX_PIPELINES]))
-    remarks = [*omitted_pipelines(summary), *summary.facts.clock_notes, *_losses(table)]
+    nothing = [] if summary.facts.ranks else [NOTHING_YET]
+    remarks = [*nothing, *omitted_pipelines(summary), *summary.facts.clock_notes, *_losses(table)]
     notice = html.notice(summary.notice.claim, summary.notice.text) if summary.notice is not None else ""
     numbers = html.figures((figure["name"], figure["value"], figure["remark"]) for figure in figures(summary))
     table_html = _table([by_rank[rank] for rank in known])

@@ -310,7 +310,13 @@ class TimelineView(View):
             "now": (time.monotonic_ns() - self._origin_ns) / 1e9,
             "focus": [(time_ns - self._origin_ns) / 1e9 if time_ns is not None else None for time_ns in (start, end)],
             "finished": self._until_ns is not None,
+            "cell": self._cell_name(),
         }
+
+    def _cell_name(self) -> str:
+        """Return the cell that a page shows at first, such as ``In [5]``; empty: the title, one that runs, or none."""
+        last = self._feed.store.last_cell
+        return last[0] if not self._title and last is not None and self._focus_ns() == last[1:] else ""
 
     def _focus_ns(self) -> tuple[int | None, int | None]:
         """Return what a page shows at first: start and end of the running cell (end None) or of the last one."""
@@ -359,7 +365,9 @@ class TimelinePanel(Panel):
         self._cluster = weakref.ref(cluster)
         self._feed = cluster.spans
         self._feed.collect(watch_s=5.0)
-        self.view: TimelineView = TimelineView(self._feed, ranks)
+        # Before the first cell there is only what the ranks did to start.
+        begin = 0 if self._feed.store.last_cell is not None else self._feed.store.end
+        self.view: TimelineView = TimelineView(self._feed, ranks, begin=begin)
         self._picture: dict[str, str] = {}
         self._picture_end = -1
 

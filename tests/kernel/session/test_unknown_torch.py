@@ -131,7 +131,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         assert started.stderr.count(f"Recovery does not work with torch {CHANGED} (TypeError: ") == 1
         assert "the others wait for it for up to 60 s" in started.stderr
         fix, more = started.stderr.splitlines()[1:3]
-        assert fix == 'To get recovery: pip install "torch>=2.11,<2.16"'
+        assert fix == 'To get recovery: pip install "torch>=2.8,<2.16"'
         assert more == "More: `%distributed help recovery-missing`"
         kernel.ok(IMPORTS)
         yield kernel

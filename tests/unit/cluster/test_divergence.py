@@ -71,11 +71,11 @@ def test_sets_that_overlap_are_joined() -> None:
 def test_first_stage_of_the_first_step_wins() -> None:
     found = find_non_finite(
         {
-            0: NonFinite(0, 3, "gradient", "1.weight", where="line 5"),
-            1: NonFinite(0, 3, "forward", "1", "Sqrt", "sqrt", "line 2", order=2),
-            4: NonFinite(0, 3, "forward", "2", "Linear", "linear", "line 2", order=3),
-            2: NonFinite(0, 3, "loss", "", where="line 5"),
-            3: NonFinite(0, 4, "weight", "0.weight", where="line 5"),
+            0: NonFinite("gradient", "1.weight", where="line 5", optimizer=0, step=3),
+            1: NonFinite("forward", "1", "Sqrt", "sqrt", "line 2", order=2, optimizer=0, step=3),
+            4: NonFinite("forward", "2", "Linear", "linear", "line 2", order=3, optimizer=0, step=3),
+            2: NonFinite("loss", "", where="line 5", optimizer=0, step=3),
+            3: NonFinite("weight", "0.weight", where="line 5", optimizer=0, step=4),
         }
     )
     assert (found.ranks, found.stage) == ((1,), "forward")
@@ -95,8 +95,8 @@ def test_different_weights_explain_what_follows_in_the_step_but_no_other_number_
     assert weights is not None
     assert gradients is not None
     assert at_end is not None
-    loss = find_non_finite({2: NonFinite(0, 4, "loss", "")})
-    weight = find_non_finite({2: NonFinite(0, 4, "weight", "0.bias")})
+    loss = find_non_finite({2: NonFinite("loss", "", optimizer=0, step=4)})
+    weight = find_non_finite({2: NonFinite("weight", "0.bias", optimizer=0, step=4)})
     assert is_before(weights, loss)
     assert not is_before(weights, weight)
     assert not is_before(gradients, loss)

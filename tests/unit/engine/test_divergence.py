@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from axon_nb.engine.divergence import NumberLog, Replicas, checksum, total_norm
-from axon_nb.engine.divergence_origin import LastCalls, Origin
+from axon_nb.engine.divergence_origin import LastCalls
 from axon_nb.records.protocol.inspection import NumbersReply
 from axon_nb.records.protocol.wire import encode
+from axon_nb.records.training.digests import Origin
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64]
 
@@ -137,4 +138,4 @@ def test_infinity_that_a_softmax_removes_is_not_named() -> None:
 
 
 def test_input_that_is_not_finite_is_named_before_the_model() -> None:
-    assert origin(torch.tanh, x=torch.full((8, 4), float("nan"))) == Origin("input", "", "")
+    assert origin(torch.tanh, x=torch.full((8, 4), float("nan"))) == Origin("input", "")

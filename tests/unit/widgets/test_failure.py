@@ -85,6 +85,11 @@ def test_ranks_that_share_a_fate_share_a_row_in_the_plural() -> None:
     assert "ranks 0,2 were interrupted at line 5" in text
 
 
+def test_title_counts_all_ranks_that_failed() -> None:
+    other = RankError(2, "raised", "ValueError", "odd")
+    assert card(RAISED, other, WAITED).text[0] == "Rank 1 raised RuntimeError; rank 2 failed, too"
+
+
 def test_names_in_the_error_are_highlighted() -> None:
     traceback = ("Cell In[7], line 2",)
     error = RankError(0, "raised", "NameError", "name 'batches' is not defined", traceback)

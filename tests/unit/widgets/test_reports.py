@@ -11,7 +11,9 @@ from axon_nb.cluster.comparison import Finding, Verdict
 from axon_nb.cluster.divergence import NumbersFinding, NumbersVerdict
 from axon_nb.widgets.reports import branches_bundle, comparison_bundle, divergence_bundle
 
-DIFFERS = NumbersFinding("differs", "weight", "0.bias", "", "", (1,), (0, 2), 0, 3, "line 4", can_undo=True)
+DIFFERS = NumbersFinding(
+    "weight", "0.bias", where="line 4", optimizer=0, step=3, problem="differs", ranks=(1,), others=(0, 2), can_undo=True
+)
 WRONG = Finding("0", "Linear", "the output", "forward", 0, (1,), 0.1, 1e-6, "scaled", "Use `world_size`, not <2>.")
 
 

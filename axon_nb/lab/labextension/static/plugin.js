@@ -217,6 +217,17 @@ function activate({ app, tracker, palette, bar, apputils, services, components, 
     if (!monitor.isInFront) filter.rank = null;
     filter.apply();
   }
+  follow(tracker, monitor, draw);
+}
+
+/**
+ * Have the monitor ask whenever another notebook is in front, and when its kernel becomes busy or idle.
+ *
+ * @param {any} tracker
+ * @param {Monitor} monitor
+ * @param {() => void} draw
+ */
+function follow(tracker, monitor, draw) {
   const refresh = () => void monitor.refresh();
   let timer = 0;
   const refreshSoon = () => {
@@ -236,7 +247,7 @@ function activate({ app, tracker, palette, bar, apputils, services, components, 
     followed?.statusChanged.disconnect(refreshSoon);
     followed?.iopubMessage.disconnect(onOutput);
     monitor.starting = "";
-    followed = session();
+    followed = tracker.currentWidget?.sessionContext;
     followed?.kernelChanged.connect(refresh);
     followed?.statusChanged.connect(refreshSoon);
     followed?.iopubMessage.connect(onOutput);

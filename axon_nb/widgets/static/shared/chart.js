@@ -108,7 +108,7 @@ export class Chart {
     this.words = svgElement("g", { "aria-hidden": "true" });
     this.band = svgElement("path", { class: "axon-view-chart-band" });
     this.raw = svgElement("path", { class: "axon-view-chart-raw" });
-    this.pale = svgElement("path", { class: "axon-view-chart-raw" });
+    this.pale = svgElement("path", { class: "axon-view-chart-earlier" });
     this.start = svgElement("path", { class: "axon-view-chart-start" });
     this.line = svgElement("path", { class: "axon-view-chart-line" });
     this.dot = svgElement("circle", { class: "axon-view-chart-dot", r: 3 });

@@ -88,8 +88,9 @@ def test_numbers_are_final_when_a_cell_has_ended(page: Page, feed: Any) -> None:
     page.pump()
     assert "facts" not in header_of(page.sent[-1]), "while a cell runs, they are computed every few seconds"
     feed.running_since = None
-    feed.store.add([span(0, 18, 27, "forward"), span(0, 0, 30, "cell")])
+    feed.store.add([span(0, 18, 27, "forward"), span(0, 0, 30, "cell", name="In [5]")])
     page.pump()
+    assert header_of(page.sent[-1])["cell"] == "In [5]"
     rows = header_of(page.sent[-1])["facts"]["rows"]
     assert rows[0]["cells"][0]["text"] == "27 ms"
 

@@ -15,7 +15,7 @@ from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.records.training.steps import play
 from axon_nb.widgets.html import SPAN_PAINTS
-from axon_nb.widgets.timeline.content import figures, page_facts, summarize
+from axon_nb.widgets.timeline.content import NOTHING_YET, figures, page_facts, summarize
 from axon_nb.widgets.timeline.facts import timeline_facts
 from axon_nb.widgets.timeline.page import (
     comparison_bundle,
@@ -249,7 +249,8 @@ def test_saved_timeline_marks_steps() -> None:
 
 def test_empty_timeline_is_described() -> None:
     bundle = timeline_bundle(SpanStore().table(), [0], title="")
-    assert bundle["text/plain"].splitlines() == ["Timeline, 1 rank, 0.00 s", "  rank 0: no span"]
+    assert bundle["text/plain"].splitlines() == ["Timeline, 1 rank, 0.00 s", "  rank 0: no span", NOTHING_YET]
+    assert page_facts(summarize(SpanStore().table()), [0])["facts"]["notes"] == [NOTHING_YET]
 
 
 def test_pictures_are_valid_and_show_waiting_in_front_of_a_late_collective() -> None:
