@@ -240,12 +240,13 @@ class Protection:
     def _fill(self) -> Snapshot:
         assert (memory := self._memory) is not None  # noqa: RUF018
         latest = self._slots[self._latest]
+        state = self._finder.find_again(latest.snapshot.state if latest is not None else None)
         at = self._run, self._fence[0]
         overwrites = latest is None or (latest.header.run, latest.header.fence[0]) == at
         index = self._latest if overwrites else 1 - self._latest
         self._release(index)
         other = self._slots[1 - index]
-        snapshot = Snapshot(self._finder.find())
+        snapshot = Snapshot(state)
         structure: torch.Tensor | None = None
         try:
             changed = snapshot.changed_since(other.snapshot if other is not None else None)

@@ -96,16 +96,17 @@ class SlotMemory:
         self._places: dict[int, tuple[mmap.mmap, int, int, torch.Tensor]] = {}
         """By address of a buffer: its chunk, its position there, the chunk's offset in the file, and all of it."""
         self._free: dict[int, list[torch.Tensor]] = {}
-        self._idle: set[int] = set()
-        """Addresses of free buffers that may have pages."""
+        """By their size class."""
+        self._idle: dict[int, torch.Tensor] = {}
+        """By address, what is free and may have pages, as it was used: mostly it is used for the same storage again."""
 
     def allocate(self, size: int) -> torch.Tensor:
         """See `Allocator`."""
         rounded = _size_class(size)
         if free := self._free.get(rounded):
             buffer = free.pop()
-            self._idle.discard(buffer.data_ptr())
-            return buffer[:size]
+            last = self._idle.pop(buffer.data_ptr(), buffer)
+            return last if last.numel() == size else buffer[:size]
         if self._used + rounded > len(self._chunk):
             self._map(max(rounded, _CHUNK_BYTES))
         buffer = torch.frombuffer(self._chunk, dtype=torch.uint8, count=rounded, offset=self._used)
@@ -121,9 +122,10 @@ class SlotMemory:
 
     def release(self, buffer: torch.Tensor) -> None:
         """See `Allocator`."""
-        whole = self._places[buffer.data_ptr()][-1]
+        address = buffer.data_ptr()
+        whole = self._places[address][-1]
         self._free.setdefault(whole.numel(), []).append(whole)
-        self._idle.add(whole.data_ptr())
+        self._idle[address] = buffer
 
     def buffers(self) -> list[torch.Tensor]:
         """Return all buffers, also those that are free now."""
@@ -163,14 +165,12 @@ class SlotMemory:
 
     def trim(self) -> None:
         """Give the pages of free buffers back to the system."""
-        for buffers in self._free.values():
-            for buffer in buffers:
-                if buffer.data_ptr() in self._idle:
-                    chunk, position, *_ = self._places[buffer.data_ptr()]
-                    first = -(-position // _PAGE) * _PAGE
-                    last = (position + buffer.numel()) // _PAGE * _PAGE
-                    if first < last:
-                        chunk.madvise(mmap.MADV_REMOVE, first, last - first)
+        for address in self._idle:
+            chunk, position, _, buffer = self._places[address]
+            first = -(-position // _PAGE) * _PAGE
+            last = (position + buffer.numel()) // _PAGE * _PAGE
+            if first < last:
+                chunk.madvise(mmap.MADV_REMOVE, first, last - first)
         self._idle.clear()
 
     def clear(self) -> None:

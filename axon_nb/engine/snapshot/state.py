@@ -42,6 +42,7 @@ from axon_nb.records.units import format_bytes
 
 STRUCTURE_COST = 32
 """A byte of structure counts as much as so many of a storage, as finding it takes at least 32 times as long."""
+_NO_LIMIT = sys.maxsize
 _NODE_BYTES = 120
 """Of a tuple that holds kind, object and state, and of what finds it again."""
 _Learned = weakref.WeakKeyDictionary[type, tuple[tuple[Kind, ...], str]]
@@ -223,6 +224,15 @@ class StateFinder:
             walk = _Walk(self._namespace, self._learned)
             walk.visit_all()
             return walk.finish()
+
+    def find_again(self, previous: State | None) -> State:
+        """Find what it is now; variables whose objects are all still as in `previous`, from here, are not visited."""
+        with gc_paused(on_main=True), plain():
+            walk = _Walk(self._namespace, self._learned, _NO_LIMIT)
+            numbers = [(walk.add(), name, value) for name, value in walk.state.names.items()]
+            for number, name, value in walk.reuse(numbers, previous):
+                walk.visit(number, name, value)
+            return walk.leave_out({}, holds_all=True)
 
     def find_within(self, limit: int, held: Iterable[Any] = (), previous: State | None = None) -> State:
         """Find what fits into a limit; variables that share state are in together, or left out together.
@@ -478,8 +488,13 @@ class _Walk:
         state.obstacles = {one.name: one.obstacle for one in variables if one.obstacle and one.name}
         return state
 
-    def leave_out(self, unvisited: Mapping[str, LeftOut]) -> State:
-        """Leave the variables out whose components do not fit into the limit, and those that were not visited."""
+    def leave_out(self, unvisited: Mapping[str, LeftOut], *, holds_all: bool = False) -> State:
+        """Leave the variables out whose components do not fit into the limit, and those that were not visited.
+
+        Args:
+            unvisited: The latter.
+            holds_all: Whether names of what cannot be restored are held as well.
+        """
         above = self._components.above(self._limit)
         loose: set[int] = set()
         left_out, kept = dict(unvisited), dict[int, _Variable]()
@@ -500,7 +515,8 @@ class _Walk:
         self._variables = kept
         state = self.finish()
         state.storages = {key: facts for key, facts in state.storages.items() if self._storage_owners[key] in kept}
-        state.not_held = {name for name, value in state.names.items() if self._obstacles.get(type(value))}
+        if not holds_all:
+            state.not_held = {name for name, value in state.names.items() if self._obstacles.get(type(value))}
         for name in left_out.keys() | state.not_held:
             del state.names[name]
         state.obstacles = obstacles | {name: one.why for name, one in left_out.items()}
