@@ -14,6 +14,9 @@ from axon_nb.records.training.digests import Comparison, NonFinite, StepNumbers
 from axon_nb.records.training.job import JobReport
 from axon_nb.records.waits import PeerCall, PendingCall, RankWaits
 
+NOT_COMPUTED = -1.0
+"""The norm of a place that has no value at a position."""
+
 
 @dataclass(frozen=True, slots=True)
 class StatusRequest(Request[RankState]):
@@ -168,9 +171,6 @@ class DescribeVariables(RankCall[list[VariableFacts]]):
     """Describe each of the user's variables."""
 
     target = "axon_nb.engine.inspection.variables:variable_facts"
-
-
-NOT_COMPUTED = -1.0
 
 
 @dataclass(frozen=True, slots=True)
