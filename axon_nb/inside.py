@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.tensor.layouts import Known, Layout, head_size, layout_of
+from axon_nb.records.ranks import name_ranks
 from axon_nb.records.units import exact_bytes, format_bytes
 
 __all__ = ["Recording", "add", "lens", "record", "replace"]
@@ -43,6 +44,8 @@ _HEADS = ("lm_head", "head", "output", "embed_out")
 """Names of the layer that gives logits, where the model does not tell it."""
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_ELSEWHERE = "PipelineIdentityLayer"
+"""Class of transformers that stands for a module which another stage of a pipeline has."""
 _LIMIT = 1 << 30
 _taps: WeakKeyDictionary[nn.Module, _Tap] = WeakKeyDictionary()
 """The hooks of contexts that are entered now, by module."""
@@ -167,8 +170,9 @@ class Recording(Mapping[str, tuple[torch.Tensor, ...]]):
     if they were asked for, likewise: they are there if a backward ran inside the context.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
+    def __init__(self, names: Sequence[str], elsewhere: Mapping[str, Sequence[int]] | None = None) -> None:
+        self._elsewhere = dict(elsewhere or {})
+        self._names = (*names, *self._elsewhere)
         self._values: dict[str, list[torch.Tensor]] = {}
         self.gradients: Mapping[str, tuple[torch.Tensor, ...]] = {}
         self.where = ""
@@ -191,11 +195,20 @@ class Recording(Mapping[str, tuple[torch.Tensor, ...]]):
         if len(found) != 1:
             near = found or difflib.get_close_matches(wanted, self._names, n=3, cutoff=0.3) or self._names[:3]
             raise UsageError(f"{name!r} must be one recorded place; recorded were {', '.join(near)}.")
+        if ranks := self._elsewhere.get(found[0]):
+            raise UsageError(f"{found[0]} has no values here: it runs on {name_ranks(ranks)}.")
         if found[0] not in self._values:
             raise UsageError(
                 f"{found[0]} has no values here: {self.where or 'the module was not called in the context'}."
             )
         return tuple(self._values[found[0]])
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a place, named as for `seen[name]`, has values on this rank."""
+        try:
+            return bool(self[str(name)])
+        except UsageError:
+            return False
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of the places that have values on this rank, in the order of their first calls."""
@@ -329,9 +342,9 @@ def record(
     Raises:
         UsageError: no module has the name, or the recording takes more than `limit`.
     """
-    found = _find(model, places)
+    found, elsewhere = _find(model, places)
     recorder = _Recorder([place.name for place in found], to, limit, dtype, torch.device(device), gradients)
-    seen = Recording([place.name for place in found])
+    seen = Recording([place.name for place in found], elsewhere)
     actions = [(place, recorder.action(model, place), False) for place in found]
     if (
         embedding := next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
@@ -392,10 +405,10 @@ def lens(model: nn.Module, seen: Recording, tokenizer: Any = None) -> dict[str, 
     """
     if seen.where:
         raise UsageError(f"lens needs the values on all ranks, and {seen.where}; record without to=.")
-    base = getattr(model, "base_model", model)
-    norm = next(
-        (found for each in (base, model) for name in _FINAL_NORMS if (found := getattr(each, name, None))), None
-    )
+    if any(type(module).__name__ == _ELSEWHERE for module in model.modules()):
+        raise UsageError("lens needs the last norm and the head beside all blocks; stages of a pipeline have either.")
+    owners = (getattr(model, "base_model", model), model)
+    norm = next((found for each in owners for name in _FINAL_NORMS if (found := getattr(each, name, None))), None)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     head = head or next((found for name in _HEADS if (found := getattr(model, name, None))), None)
     if not isinstance(norm, nn.Module) or not isinstance(head, nn.Module):
@@ -408,7 +421,7 @@ def lens(model: nn.Module, seen: Recording, tokenizer: Any = None) -> dict[str, 
         raise UsageError("lens reads what blocks return, and none was recorded; record a pattern such as 'layers.*'.")
     weight = next(norm.parameters(), next(head.parameters()))
     known = Known()
-    sharded = [module for module in {model, norm, head} if isinstance(module, FSDPModule)]
+    sharded = [module for module in dict.fromkeys((model, norm, head)) if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()
     with torch.no_grad():
@@ -429,7 +442,7 @@ def lens(model: nn.Module, seen: Recording, tokenizer: Any = None) -> dict[str, 
 
 def _each(model: nn.Module, values: Mapping[str, Any]) -> Iterator[tuple[_Place, Any]]:
     for pattern, value in values.items():
-        for place in _find(model, (pattern,)):
+        for place in _find(model, (pattern,))[0]:
             yield place, value
 
 
@@ -464,18 +477,22 @@ def _fitted(place: _Place, value: Any, shape: torch.Size, like: torch.Tensor) ->
         ) from None
 
 
-def _find(model: nn.Module, patterns: Sequence[str]) -> list[_Place]:
-    """Return the places that patterns mean, in the order of the model's modules."""
+def _find(model: nn.Module, patterns: Sequence[str]) -> tuple[list[_Place], dict[str, list[int]]]:
+    """Return the places that patterns mean, in the order of the model's modules, and those of other ranks' stages."""
     modules = dict(model.named_modules())
-    names = {name: _plain(name) for name in modules if name}
+    names = {name: _plain(name) for name, module in modules.items() if name and type(module).__name__ != _ELSEWHERE}
+    others = {} if len(names) == len(modules) - 1 else _owners(names.values())
     found: dict[str, _Place] = {}
+    elsewhere: dict[str, list[int]] = {}
     for pattern in patterns:
         path, colon, slot = pattern.partition(":")
         if colon and slot not in _SLOTS:
             raise UsageError(f"{pattern!r}: {slot!r} must be {', '.join(_SLOTS[:-1])} or {_SLOTS[-1]}.")
         wanted = path.split(".")
         matches = [name for name, plain in names.items() if _matches(plain, wanted)]
-        if not matches:
+        missing = {name: ranks for name, ranks in others.items() if _matches(name.split("."), wanted)}
+        elsewhere.update({f"{name}:{slot}" if slot else name: ranks for name, ranks in missing.items()})
+        if not matches and not missing:
             near = difflib.get_close_matches(path, [".".join(plain) for plain in names.values()], n=3)
             near = near or sorted({plain[-1] for plain in names.values() if not plain[-1].isdigit()})[:8]
             raise UsageError(
@@ -486,7 +503,20 @@ def _find(model: nn.Module, patterns: Sequence[str]) -> list[_Place]:
             parent = modules[name.rpartition(".")[0]]
             place = _place(".".join(names[name]), modules[name], parent, slot or "output")
             found[place.name] = place
-    return list(found.values())
+    return list(found.values()), elsewhere
+
+
+def _owners(own: Iterable[Sequence[str]]) -> dict[str, list[int]]:
+    """Return the ranks of modules that this rank lacks. Collective."""
+    names = {".".join(plain) for plain in own}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, sorted(names))
+    found: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(gathered):
+        for name in theirs:
+            if name not in names:
+                found.setdefault(name, []).append(rank)
+    return found
 
 
 def _plain(name: str) -> list[str]:

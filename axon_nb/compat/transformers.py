@@ -31,6 +31,10 @@ _ALL = 64
 _SAMPLED = 4
 """Likewise where a note takes longer: of fractions, and on GPUs, which are not waited for."""
 
+_order = itertools.count()
+_watched: WeakValueDictionary[int, _Calls] = WeakValueDictionary()
+"""In the order in which models were split, which is the same on all ranks that share them."""
+
 Where = Callable[[], str]
 """Returns the line of the cell that runs, such as `` at line 3``."""
 
@@ -132,11 +136,6 @@ class _Calls:
 
     def _add(self, module: str, sampled: torch.Tensor | None) -> None:
         self._noted.append((module, self._line, self._number, self._digest, sampled))
-
-
-_order = itertools.count()
-_watched: WeakValueDictionary[int, _Calls] = WeakValueDictionary()
-"""In the order in which models were split, which is the same on all ranks that share them."""
 
 
 def take_calls() -> tuple[ModelCalls, ...]:

@@ -128,6 +128,97 @@ seen
     )
 
 
+TOKENIZER = """%%distributed
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import DynamicCache, PreTrainedTokenizerFast, TextStreamer
+
+words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
+
+
+class Paced(TextStreamer):
+    def put(self, value):
+        super().put(value)
+        self.on_finalized_text(" |", stream_end=True)
+        time.sleep(0.05)
+
+
+import time
+"""
+
+
+def test_text_comes_once_and_an_interrupt_keeps_the_model(two: Kernel) -> None:
+    two.ok(MODEL)
+    two.ok(TOKENIZER)
+    two.ok(
+        "%%distributed --out answers\nanswer = model.generate(tokens, max_new_tokens=4, do_sample=False, "
+        "streamer=TextStreamer(tokenizer))\nanswer, tokenizer.decode(answer[0])"
+    )
+    tokens, text = two.value("[answers.values[0][0][0].tolist(), answers.values[0][1]]")
+    assert text == " ".join(f"w{token}" for token in tokens)
+    assert two.value("answers.text[0]").count(text) >= 1
+    request = two.submit("""%%distributed
+cache = DynamicCache()
+model.generate(tokens, max_new_tokens=2000, do_sample=False, past_key_values=cache, streamer=Paced(tokenizer))
+""")
+    two.wait_for_output(request, "|")
+    two.wait_for_output(request, "|")
+    two.interrupt()
+    reply = two.collect(request)
+    assert reply.ename == "CellInterrupt"
+    assert 2 <= reply.stdout.count("|") < 1000, "it had begun, and was shown as it came, once for both"
+    assert "[ranks 0-1] w5 w6  |" in reply.stdout
+    assert "differ" not in reply.shown()
+    reply = two.ok("""%%distributed
+again = [model.generate(tokens, max_new_tokens=4, do_sample=False)]
+again.append(model.generate(tokens, max_new_tokens=4, do_sample=False, past_key_values=DynamicCache()))
+[torch.equal(each, answer) for each in again]
+""")
+    assert "[ranks 0-1] [True, True]" in reply.shown()
+
+
+def test_missing_weights_name_the_rank(two: Kernel) -> None:
+    two.ok(MODEL)
+    reply = two.ok("""%%distributed
+import shutil
+from safetensors.torch import load_file, save_file
+
+if rank == 1:
+    shutil.copytree("tiny", "tiny_part", dirs_exist_ok=True)
+    weights = load_file("tiny_part/model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, "tiny_part/model.safetensors", metadata={"format": "pt"})
+partly = AutoModelForCausalLM.from_pretrained(["tiny", "tiny_part"][rank], distributed_config=split)
+""")
+    lines = [line for line in reply.shown().splitlines() if "MISSING" in line]
+    assert any("model.layers.1.mlp.up_proj.weight" in line for line in lines)
+    assert all(line.startswith("[rank 1]") for line in lines)
+
+
+@pytest.mark.needs("peft")
+def test_adapters_are_loaded_into_a_split_model(two: Kernel) -> None:
+    two.ok(MODEL)
+    reply = two.ok("""%%distributed
+from axon_nb import inside
+from peft import LoraConfig, PeftModel, get_peft_model
+
+lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"], init_lora_weights=False)
+if rank == 0:
+    get_peft_model(AutoModelForCausalLM.from_pretrained("tiny"), lora).save_pretrained("adapter")
+dist.barrier()
+seen, places = [], ("layers.*", "layers.*.self_attn.q_proj", "layers.*.self_attn:heads", "layers.*.mlp.down_proj:input")
+for more in ({}, {"distributed_config": split}):
+    adapted = AutoModelForCausalLM.from_pretrained("tiny", **more)
+    adapted.load_adapter("adapter")
+    with torch.no_grad(), inside.record(adapted, *places) as values:
+        adapted(tokens)
+    seen.append(values)
+max((seen[0][name][0] - seen[1][name][0]).abs().max().item() for name in seen[0]) < 1e-5
+""")
+    assert "[ranks 0-1] True" in reply.shown()
+
+
 LOOK = """%%distributed
 from axon_nb import inside
 

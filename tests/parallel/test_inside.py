@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from axon_nb import inside
@@ -264,6 +266,104 @@ def _data_parallel(world: World) -> None:
 
 def test_data_parallel_ranks_record_their_own_values(worlds: dict[int, RankWorld]) -> None:
     worlds[2].run(_data_parallel)
+
+
+def _other_ways(world: World, folder: str) -> None:
+    """Stages of a pipeline, FSDP2, and torch's own styles, against the model on one process."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    torch.set_num_threads(1)
+    one = AutoModelForCausalLM.from_pretrained(folder)
+    staged = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(pp_size=world.world_size())
+    )
+    sharded = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in (*sharded.model.layers, sharded):
+        fully_shard(layer)
+    register_fsdp_forward_method(sharded, "generate")
+    styled = AutoModelForCausalLM.from_pretrained(folder)
+    mesh = init_device_mesh("cpu", (world.world_size(),))
+    for layer in styled.model.layers:
+        plan = {
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(),
+        }
+        parallelize_module(layer, mesh, plan)
+    tokens = torch.randint(1, 512, (2, 6), generator=torch.Generator().manual_seed(4))
+    places = ("layers.*", "layers.*.mlp", "layers.*.mlp.act_fn", "layers.*.mlp.down_proj:input", "embed_tokens")
+    vector = torch.linspace(-1, 1, 256)
+    found: list[tuple[inside.Recording, torch.Tensor]] = []
+    for model in (one, staged, sharded, styled):
+        changes = {"layers.0.mlp.act_fn": vector, "layers.2": 0.5}
+        with torch.no_grad(), inside.add(model, changes), inside.record(model, *places) as seen:
+            logits = model(tokens, use_cache=False).logits
+        found.append((seen, logits))
+    (wanted, logits), *others = found
+    for seen, theirs in others:
+        assert _apart(logits, theirs) < 1e-5, "the changes have reached the logits"
+        assert max(_apart(value[0], seen[name][0]) for name, value in wanted.items() if name in seen) < 1e-5
+    own, rest = others[0][0], [name for name in wanted if name not in others[0][0]]
+    assert own.keys() | rest == wanted.keys()
+    assert any(name.endswith("layers.0") for name in own) == (world.rank() == 0)
+    with pytest.raises(UsageError, match=rf"^{rest[-1]} has no values here: it runs on rank {1 - world.rank()}\.$"):
+        own[rest[-1]]
+    with (
+        pytest.raises(UsageError, match=r"no module of this rank is named 'layers.9'"),
+        inside.record(staged, "layers.9"),
+    ):
+        pass
+    with pytest.raises(UsageError, match="lens needs the last norm"):
+        inside.lens(staged, own)
+    read = inside.lens(one, wanted)
+    for model, (seen, _) in ((sharded, others[1]), (styled, others[2])):
+        assert all(torch.equal(read[name][0], tokens) for name, (tokens, _) in inside.lens(model, seen).items())
+    answers = [model.generate(tokens, max_new_tokens=3, do_sample=False) for model in (one, staged, sharded)]
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.timeout(600)
+def test_stages_and_shards_and_styles_of_torch(worlds: dict[int, RankWorld], tmp_path: Path) -> None:
+    worlds[2].run(_other_ways, _saved(tmp_path, "Llama"))
+
+
+def _int8(world: World, folder: str) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+    from transformers.distributed import DistributedConfig
+
+    seen = []
+    split = {"distributed_config": DistributedConfig(tp_size=world.world_size(), tp_plan="auto")}
+    for more in ({}, split):
+        config = TorchAoConfig(Int8WeightOnlyConfig())
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **more)
+        with torch.no_grad(), inside.record(model, "layers.*", "layers.*.self_attn:heads", "layers.*.mlp.*") as values:
+            model(torch.arange(7).reshape(1, 7))
+        seen.append(values)
+    assert list(seen[0]) == list(seen[1])
+    assert max(_apart(value[0], seen[1][name][0]) for name, value in seen[0].items()) < 0.1, "each part has its scales"
+
+
+def test_int8_weights_are_joined(worlds: dict[int, RankWorld], tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    worlds[2].run(_int8, _saved(tmp_path, "Llama"))
+
+
+def test_one_process(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(_saved(tmp_path, "Llama"))
+    tokens = torch.arange(6).reshape(1, 6)
+    with torch.no_grad(), inside.record(model, "layers.*") as seen:
+        logits = model(tokens).logits
+    assert torch.equal(inside.lens(model, seen, str)["model.layers.2"][0], logits.argmax(-1))
+    assert seen.words[5] == "5"
+    with torch.no_grad(), inside.replace(model, {"layers.2": seen["layers.2"][0].flip(1)}):
+        assert torch.allclose(model(tokens).logits, logits.flip(1), atol=1e-6)
+    with inside.record(model, "mlp") as few, pytest.raises(UsageError, match="none was recorded"):
+        inside.lens(model, few)
 
 
 def _on_one_rank(world: World) -> None:

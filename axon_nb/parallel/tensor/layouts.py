@@ -34,6 +34,7 @@ from axon_nb.parallel.tensor.layers import (
 
 HEAD_SIZES = ("head_size", "head_dim", "attention_head_size")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+_MATRIX = 2
 _SEQUENCE = 1
 """Dimension of the positions in (batch, positions, features)."""
 
@@ -122,13 +123,18 @@ class Known(Struct):
 
     positions: DeviceMesh | None = None
     """The ranks over which the model's norms are replicated: each may have its positions between blocks."""
+    mesh: DeviceMesh | None = None
+    """The ranks over which the model has a DTensor; quantized weights beside it are plain parts."""
 
     @classmethod
     def before(cls, model: nn.Module, parent: nn.Module | None) -> Known:
         """Return what is known of a module in `parent` before it is called."""
         own = () if parent is None else parent.parameters(recurse=False)
         parts = (_split(parameter, 1, of=3) for parameter in own)
-        return cls(experts=tuple(part for part in parts if part is not None), positions=_sequence_mesh(model))
+        meshes = (each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
+        mesh = next((mesh for mesh in meshes if mesh.ndim == 1), None)
+        experts = tuple(part for part in parts if part is not None)
+        return cls(experts=experts, positions=_sequence_mesh(model), mesh=mesh)
 
     def checked(self, value: torch.Tensor, layout: Layout) -> Layout:
         """Return the layout, or that of a whole value if all ranks have the same. Collective in the first call."""
@@ -158,7 +164,7 @@ def layout_of(module: nn.Module, parent: nn.Module | None, slot: str, value: tor
     whole = Layout(tuple(value.shape))
     if (own := _of_own_layer(module, slot, value)) is not None:
         return own
-    parts = list(_columns(module))
+    parts = list(_columns(module, known))
     if slot == "attention":
         heads = next((found for part in parts if (found := _heads(module, part)) is not None), None)
         if heads is None:
@@ -166,11 +172,11 @@ def layout_of(module: nn.Module, parent: nn.Module | None, slot: str, value: tor
         return known.checked(value, parts[0].on(1, value.shape, whole=heads[1], plain=True))
     if isinstance(module, nn.Embedding):
         return whole
-    if slot == "input" and (rows := _rows(module)) is not None and value.shape[-1] == rows.local:
+    if slot == "input" and (rows := _rows(module, known)) is not None and value.shape[-1] == rows.local:
         return rows.on(-1, value.shape)
-    if (own_part := _own_columns(module)) is not None:
+    if (own_part := _own_columns(module, known)) is not None:
         return own_part.on(-1, value.shape) if slot == "output" and value.shape[-1] == own_part.local else whole
-    if _rows(module) is not None:
+    if _rows(module, known) is not None:
         return whole
     between = None if parts or _holds_parts(module) else _between(module, parent, value, known)
     return between or _by_position(value, known)
@@ -222,22 +228,32 @@ def _split(weight: Any, dim: int, *, of: int) -> _Part | None:
     return _Part(weight.shape[dim], weight.device_mesh, (kind,), int(getattr(kind, "split_factor", 1)))
 
 
-def _own_columns(module: nn.Module) -> _Part | None:
-    return _split(getattr(module, "weight", None), 0, of=2)
+def _own_columns(module: nn.Module, known: Known) -> _Part | None:
+    return _split(getattr(module, "weight", None), 0, of=2) or _plain_part(module, 0, known)
 
 
-def _rows(module: nn.Module) -> _Part | None:
-    return _split(getattr(module, "weight", None), 1, of=2)
+def _rows(module: nn.Module, known: Known) -> _Part | None:
+    return _split(getattr(module, "weight", None), 1, of=2) or _plain_part(module, 1, known)
 
 
-def _columns(module: nn.Module) -> Iterator[_Part]:
+def _plain_part(module: nn.Module, dim: int, known: Known) -> _Part | None:
+    """Return how a linear layer is split whose weight is a part without saying so, as transformers' quantized ones."""
+    if not isinstance(module, nn.Linear) or isinstance(module.weight, DTensor) or module.weight.ndim != _MATRIX:
+        return None
+    whole = (module.out_features, module.in_features)[dim]
+    if known.mesh is None or module.weight.shape[dim] * known.mesh.size() != whole:
+        return None
+    return _Part(whole, known.mesh, (Shard(0),))
+
+
+def _columns(module: nn.Module, known: Known) -> Iterator[_Part]:
     """Yield what the layers directly in a module give in parts, the first of them first."""
     for child in module.children():
         # A part that FSDP manages for itself may be sharded once more just now.
         if isinstance(child, ColumnParallelLinear) and not child.gather_output and child.group.size() > 1:
             mesh = _mesh(child.group, child.weight.device.type)
             yield _Part(child.out_features, mesh, (Shard(0),))
-        elif not isinstance(child, FSDPModule | nn.Embedding) and (part := _own_columns(child)) is not None:
+        elif not isinstance(child, FSDPModule | nn.Embedding) and (part := _own_columns(child, known)) is not None:
             yield part
 
 
@@ -270,7 +286,7 @@ def _between(module: nn.Module, parent: nn.Module | None, value: torch.Tensor, k
     """Lay out a value of a module that has no parts of its own, by its neighbours in the same parent."""
     if parent is None or value.ndim < 2:
         return None
-    parts = [*_columns(parent), *known.experts]
+    parts = [*_columns(parent, known), *known.experts]
     choices: dict[int, Layout] = {}
     for part, (local, whole, size) in ((part, heads) for part in parts if (heads := _heads(parent, part))):
         for dim in range(1, value.ndim - 1) if value.ndim > 3 else ():

@@ -15,6 +15,9 @@ from axon_nb.records.training.digests import Comparison, NonFinite, StepNumbers
 from axon_nb.records.training.job import JobReport
 from axon_nb.records.waits import PeerCall, PendingCall, RankWaits
 
+NOT_COMPUTED = -1.0
+"""The norm of a place that has no value at a position."""
+
 
 class StatusRequest(Request[RankState], frozen=True):
     """Sample what the main thread does."""
@@ -153,9 +156,6 @@ class DescribeVariables(RankCall[list[VariableFacts]], frozen=True):
     """Describe each of the user's variables."""
 
     target = "axon_nb.engine.inspection.variables:variable_facts"
-
-
-NOT_COMPUTED = -1.0
 
 
 class RecordedPlace(Struct, frozen=True):
