@@ -97,7 +97,7 @@ notebooks: $(INSTALLED)  ## write examples/*.ipynb and course/student/*.ipynb fr
 	$(VENV)/bin/python -m scripts.build_course
 
 TORCH ?= 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0
-versions: $(INSTALLED)  ## test with several versions of torch: TORCH="2.14.1 2.15.0", PYTHON=python3.13; writes docs/versions.md
+versions: $(INSTALLED)  ## test with several versions of torch: TORCH="2.14.1 newest", PYTHON=python3.13; writes docs/versions.md
 	$(VENV)/bin/python scripts/versions.py $(TORCH) --python $(PYTHON)
 
 platforms:  ## try hosted platforms' packages, with this Python and a small torch, and print a table: ONLY="colab kaggle"

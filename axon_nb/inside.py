@@ -26,18 +26,22 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct, field
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from axon_nb.errors import UsageError
 from axon_nb.parallel.tensor.layouts import Known, Layout, head_size, layout_of
 from axon_nb.records.units import exact_bytes, format_bytes
 
-__all__ = ["Recording", "add", "record", "replace"]
+__all__ = ["Recording", "add", "lens", "record", "replace"]
 
 Value = torch.Tensor | float | Callable[[torch.Tensor], torch.Tensor | None]
 _SLOTS = ("output", "input", "heads", "attention")
 _PROJECTIONS = ("o_proj", "out_proj", "out", "c_proj", "dense", "wo")
 """Names of an attention's output projection."""
+_HEADS = ("lm_head", "head", "output", "embed_out")
+"""Names of the layer that gives logits, where the model does not tell it."""
+_FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _LIMIT = 1 << 30
 _taps: WeakKeyDictionary[nn.Module, _Tap] = WeakKeyDictionary()
@@ -142,6 +146,15 @@ class _Reader:
     def layout(self, value: torch.Tensor) -> Layout:
         return layout_of(self.place.module, self.place.parent, self.place.slot, value, self._known)
 
+    def split_over(self, layout: Layout) -> tuple[tuple[int, ...], str]:
+        """Return the ranks among which a value is split, and what of it."""
+        if layout.mesh is None or not layout.is_split:
+            return (), ""
+        dims = {kind.dim % len(layout.shape) for kind in layout.placements if hasattr(kind, "dim")}
+        is_last, is_map = dims == {len(layout.shape) - 1}, self.place.slot == "attention"
+        what = "heads" if is_map or (is_last and self.place.heads) else "features" if is_last else "positions"
+        return tuple(layout.mesh.mesh.flatten().tolist()), what if dims else "a sum"
+
     def shown(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the whole value in the shape that users see."""
         return whole if self.place.heads is None else whole.unflatten(-1, (-1, self.place.heads))
@@ -160,6 +173,14 @@ class Recording(Mapping[str, tuple[torch.Tensor, ...]]):
         self.gradients: Mapping[str, tuple[torch.Tensor, ...]] = {}
         self.where = ""
         """The ranks that have the values, if not all."""
+        self.tokens: tuple[torch.Tensor, ...] = ()
+        """What the model's embedding was called with, call by call."""
+        self.lens: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """What `lens` has found: by place, tokens and their shares."""
+        self.words: dict[int, str] = {}
+        """Words of tokens, once `lens` had a tokenizer."""
+        self.computed: dict[str, tuple[tuple[int, ...], str]] = {}
+        """By place, the ranks that share the work and what they split, such as ``heads``; no ranks: each has it all."""
 
     def __getitem__(self, name: str) -> tuple[torch.Tensor, ...]:
         """Return the values of a place, one for each call."""
@@ -183,6 +204,11 @@ class Recording(Mapping[str, tuple[torch.Tensor, ...]]):
     def __len__(self) -> int:
         """Return the number of places that have values on this rank."""
         return len(self._values)
+
+    def _note_tokens(self, side: str, found: Any) -> Any:
+        if side == "input":
+            self.tokens += tuple(value.detach().cpu() for value in found[0][:1] if isinstance(value, torch.Tensor))
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -257,6 +283,7 @@ class _Recorder(Struct):
                 if value is None:
                     continue
                 whole = self._joined(layout, value)
+                seen.computed[reader.place.name] = reader.split_over(layout)
                 if here:
                     kept.setdefault(reader.place.name, []).append(reader.shown(whole))
         self.parts.clear()
@@ -305,7 +332,12 @@ def record(
     found = _find(model, places)
     recorder = _Recorder([place.name for place in found], to, limit, dtype, torch.device(device), gradients)
     seen = Recording([place.name for place in found])
-    with _attached([(place, recorder.action(model, place), False) for place in found]):
+    actions = [(place, recorder.action(model, place), False) for place in found]
+    if (
+        embedding := next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    ) is not None:
+        actions.append((_Place("the embedding", embedding, None, "input"), seen._note_tokens, False))
+    with _attached(actions):
         yield seen
     recorder.finish(seen)
 
@@ -341,6 +373,58 @@ def add(model: nn.Module, values: Mapping[str, torch.Tensor | float]) -> Iterato
     """
     with _attached([(place, _change(model, place, value, True), True) for place, value in _each(model, values)]):
         yield
+
+
+def lens(model: nn.Module, seen: Recording, tokenizer: Any = None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Read what blocks return as the model's last norm and its head would: the logit lens. Collective.
+
+    Args:
+        model: The model, on each rank that shares it.
+        seen: A recording of blocks, such as ``layers.*``, on all ranks.
+        tokenizer: Gives the words that `%inside` shows: a tokenizer with `decode`, or a function of a token.
+
+    Returns:
+        By place, the most likely token after each position and its share, as (batch, positions); of several calls, one
+        behind another. `seen` keeps them, too.
+
+    Raises:
+        UsageError: the recording is not on all ranks, or has no block; or the model's last norm and head are not known.
+    """
+    if seen.where:
+        raise UsageError(f"lens needs the values on all ranks, and {seen.where}; record without to=.")
+    base = getattr(model, "base_model", model)
+    norm = next(
+        (found for each in (base, model) for name in _FINAL_NORMS if (found := getattr(each, name, None))), None
+    )
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = head or next((found for name in _HEADS if (found := getattr(model, name, None))), None)
+    if not isinstance(norm, nn.Module) or not isinstance(head, nn.Module):
+        raise UsageError(
+            f"{type(model).__name__} is not known to have a last norm ({', '.join(_FINAL_NORMS)}) and a head "
+            f"({', '.join(_HEADS)}); call yours on the recorded values."
+        )
+    blocks = [name for name in seen if name.rpartition(".")[2].lstrip("abcdefghijklmnopqrstuvwxyz_").isdigit()]
+    if not blocks:
+        raise UsageError("lens reads what blocks return, and none was recorded; record a pattern such as 'layers.*'.")
+    weight = next(norm.parameters(), next(head.parameters()))
+    known = Known()
+    sharded = [module for module in {model, norm, head} if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    with torch.no_grad():
+        for name in blocks:
+            hidden = torch.cat([value.to(weight.device, weight.dtype) for value in seen[name]], 1)
+            logits = head(norm(hidden))
+            shares = layout_of(head, None, "output", logits, known).join(logits).float().softmax(-1).max(-1)
+            seen.lens[name] = (shares.indices.cpu(), shares.values.cpu())
+    for module in sharded:
+        module.reshard()
+    if tokenizer is not None:
+        decode = getattr(tokenizer, "decode", None)
+        found = {int(token) for tokens, _ in seen.lens.values() for token in tokens.flatten()}
+        found.update(int(token) for tokens in seen.tokens for token in tokens.flatten())
+        seen.words = {token: str(decode([token]) if decode else tokenizer(token)) for token in sorted(found)}
+    return seen.lens
 
 
 def _each(model: nn.Module, values: Mapping[str, Any]) -> Iterator[tuple[_Place, Any]]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from axon_nb.plan.program.run import ProgramPlan
     from axon_nb.widgets.timeline.record import Timeline
 
-__all__ = ["memory", "shards", "timeline", "watch"]
+__all__ = ["inside", "memory", "shards", "timeline", "watch"]
 
 
 def shards(*names: str, gradients: bool = False, cluster: Cluster | None = None) -> None:
@@ -47,6 +47,21 @@ def memory(*names: str, cluster: Cluster | None = None) -> None:
     """
     target = cluster or import_module("axon_nb.cluster.session.clusters").require("axon_nb.show.memory()")
     import_module("axon_nb.widgets.open").show_memory(target, _checked(names))
+
+
+def inside(name: str, cluster: Cluster | None = None) -> None:
+    """Show what `axon_nb.inside` has recorded, as `%inside` does.
+
+    Args:
+        name: Name of a recording on the ranks.
+        cluster: The cluster; None for the current one.
+
+    Raises:
+        NoClusterError: none is running.
+        UsageError: no rank has such a recording, or a cell is running.
+    """
+    target = cluster or import_module("axon_nb.cluster.session.clusters").require("axon_nb.show.inside()")
+    import_module("axon_nb.widgets.open").show_inside(target, *_checked((name,)))
 
 
 def _checked(names: tuple[str, ...]) -> tuple[str, ...]:

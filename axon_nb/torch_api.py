@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -38,6 +40,14 @@ class TorchApi:
     """Name of the ProcessGroup method that reduces one tensor and scatters it."""
     world_fields: Mapping[str, type[Any]] = MappingProxyType({"pg_flight_recorder_hooks": dict})
     """Fields of `distributed_c10d._World` that not every supported torch has: name and type."""
+
+    schedule_flags: tuple[str, ...] = (
+        "_stage_forward_initialized",
+        "_stages_forward_initialized",
+        "_stage_backward_initialized",
+        "_stages_backward_initialized",
+    )
+    """Flags of a pipeline's schedule, as far as it has them, that its stages have exchanged their shapes."""
 
     @property
     def all_gather_single(self) -> Callable[..., Any]:
@@ -136,12 +146,29 @@ class TorchApi:
                 for info in infos:
                     info.buffer = None
 
+    def run_schedule(self, schedule: Any, args: tuple[Any, ...], target: Any) -> None:
+        """Run a step of a pipeline's schedule, without merging its outputs."""
+        schedule.step(*args, target=target, return_outputs=False)
+
     def static_stages(self) -> AbstractContextManager[None]:
         """Make a pipeline in a fake world use the shapes that its stages were given.
 
         torch does so by itself since 2.14.
         """
         return contextlib.nullcontext()
+
+    def forget_placements(self) -> None:
+        """Clear DTensor's cache of placements."""
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+    def root_mesh(self, mesh: Any) -> Any:
+        """Return the mesh of which `mesh` is a slice, or itself."""
+        return mesh._get_root_mesh()
+
+    def prepare_fake_world(self) -> None:
+        """Let torch run collectives on tensors without data; it can since 2.11."""
 
 
 class Torch214(TorchApi):
@@ -240,7 +267,7 @@ class Torch212(Torch213):
 
 
 class Torch211(Torch212):
-    """The adapter for torch 2.11, the oldest supported version."""
+    """The adapter for torch 2.11."""
 
     last = (2, 11)
 
@@ -278,7 +305,51 @@ class Torch211(Torch212):
         yield
 
 
-_OLDER_ADAPTERS: tuple[type[TorchApi], ...] = (Torch211, Torch212, Torch213, Torch214)
+class Torch210(Torch211):
+    """The adapter for torch 2.8 to 2.10; 2.8 is the oldest supported version."""
+
+    last = (2, 10)
+    schedule_flags = ("_stage_initialized", "_stages_initialized", *TorchApi.schedule_flags)
+
+    def prepare_threads(self) -> None:
+        """Set the device guard in this thread, where this torch has one."""
+        import torch
+
+        if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
+            super().prepare_threads()
+
+    def prepare_stage(self, stage: Any) -> None:
+        """Leave out a stage's messages to its own rank, where this torch sends some."""
+        if hasattr(stage, "_get_init_p2p_neighbors_ops"):
+            super().prepare_stage(stage)
+
+    def run_schedule(self, schedule: Any, args: tuple[Any, ...], target: Any) -> None:
+        """Run a step; its outputs are merged where this torch has no option against it."""
+        if "return_outputs" in inspect.signature(schedule.step).parameters:
+            super().run_schedule(schedule, args, target)
+        else:
+            schedule.step(*args, target=target)
+
+    def forget_placements(self) -> None:
+        """Clear the cache, which has no function for it here."""
+        from torch.distributed.tensor import DTensor
+
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+
+    def root_mesh(self, mesh: Any) -> Any:
+        """Look the mesh up in torch's table, where a mesh does not know it."""
+        if hasattr(mesh, "_get_root_mesh"):
+            return super().root_mesh(mesh)
+        from torch.distributed import device_mesh
+
+        return device_mesh._mesh_resources.get_root_mesh(mesh)
+
+    def prepare_fake_world(self) -> None:
+        """Register what torch 2.11 registers by itself: collectives on tensors without data."""
+        importlib.import_module("torch.distributed._tools.fake_collectives")
+
+
+_OLDER_ADAPTERS: tuple[type[TorchApi], ...] = (Torch210, Torch211, Torch212, Torch213, Torch214)
 
 
 def adapter_for(version: str) -> type[TorchApi]:

@@ -84,6 +84,10 @@ def explain(words: Sequence[str]) -> str:
     known, typed = entries(), " ".join(words)
     exact = [entry for entry in known if entry.name in (typed, name_of(typed))]
     found = exact or [entry for entry in known if typed.lower() in f"{entry.name} {entry}".lower()]
+    if [entry.name for entry in found] == ["wrong-numbers"]:
+        from axon_nb.wrong_numbers import listing  # no start needs it
+
+        return f"{found[0]}\n\n{listing()}"
     if len(found) == 1:
         return str(found[0])
     width = max((len(entry.name) for entry in known), default=0)

@@ -9,13 +9,25 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import nbformat
+
+from axon_nb.cluster.inspection.spans import SpanStore
+from axon_nb.records.spans import Span
+from axon_nb.widgets.cell.activity import RankHistory, strip_bundle
+from axon_nb.widgets.html import foldable
+from axon_nb.widgets.timeline.page import timeline_bundle
 from benchmarks.pairs import PairedRow
 from benchmarks.report import Row, write
 from benchmarks.views_page import page_rows
+from tests.browser.bare.view_pages import SAMPLES, page_html
+from tests.browser.conftest import CHROMIUM_NAMES, CHROMIUM_OPTIONS
 from tests.support.kernel import Kernel
+from tests.support.records.saved_views import VIEWS
 
 ROOT = Path(__file__).parents[1]
 STEP, UPDATE_BYTES = 1.02, 50_000
@@ -30,8 +42,9 @@ optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 tokens = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank))
 def block(steps, on):
     if not on:
-        from axon_nb.engine.inspection.views import span_reader
-        span_reader()._steps.watch(0)  # stop at once; ranks would notice only after 5 s that nobody watches
+        from axon_nb.engine.kernel.control import VIEWS
+        from axon_nb.engine.session import current
+        current().part(VIEWS)._spans._steps.watch(0)  # stop at once; ranks would notice only after 5 s
     dist.barrier()
     began = time.perf_counter()
     for _ in axon_nb.progress(range(steps), desc="steps"):
@@ -131,6 +144,99 @@ def cost(kernel: Kernel, *, pairs: int, steps: int) -> list[Row]:
     ]
 
 
+_FRAMES = ("DrawFrame", "Commit")
+"""What Chromium calls a frame in its trace: one that is shown, or, without a screen, one that is handed over."""
+WATCHED = """%%distributed --quiet
+import axon_nb, time
+end = time.monotonic() + {seconds}
+while time.monotonic() < end:
+    axon_nb.log(loss=1.0, items=4)
+    time.sleep(0.01)"""
+
+
+def watch_cost(*, seconds: float) -> list[Row]:
+    """CPU time of the notebook's kernel while `%watch` follows 4 ranks at about 100 steps per second."""
+    with Kernel() as kernel:
+        kernel.ok(
+            "%load_ext axon_nb\n%distributed config threads=1\n%distributed start -n 4 --devices cpu", timeout=120
+        )
+        kernel.ok(PAGE)
+        shares = {}
+        for on in (False, True, False, True):
+            kernel.ok("page.on = True\n%watch" if on else "page.close()")
+            kernel.ok("import time\nbegan = time.process_time(), time.monotonic()")
+            kernel.ok(WATCHED.format(seconds=seconds), timeout=300)
+            used = "(time.process_time() - began[0]) / (time.monotonic() - began[1])"
+            shares[on] = min(shares.get(on, 1.0), float(kernel.value(used)))
+        kernel.ok("page.close()\n%distributed stop")
+    note = f"kernel: {100 * shares[True]:.2f} % with it, {100 * shares[False]:.2f} % without"
+    return [
+        Row(
+            "%watch of 4 ranks at 100 steps/s",
+            100 * (shares[True] - shares[False]),
+            "% of a core",
+            limit=2.0,
+            note=note,
+        )
+    ]
+
+
+def saved_size() -> list[Row]:
+    """Size of a notebook with the pictures of all five views, of a cell with 2,000 spans."""
+    spans = [
+        Span(rank, kind, f"layer{i % 12}", (i * 4 + k) * 1_000_000, (i * 4 + k + 1) * 1_000_000 - rank * 20_000)
+        for rank in range(4)
+        for i in range(125)
+        for k, kind in enumerate(("forward", "collective", "backward", "optimizer"))
+    ]
+    store = SpanStore()
+    store.add(spans)
+    bundles = [make() for name, make in VIEWS.items() if name != "timeline"]
+    bundles += [timeline_bundle(store.table(), range(4), title="In [5]")] * 2  # %timeline, and that of --watch
+    bundles += [strip_bundle([RankHistory(rank) for rank in range(4)], title="In [5]", end=2.0, lost=0)]
+    notebook = nbformat.v4.new_notebook()
+    for bundle in bundles:
+        folded = {**bundle, "text/html": foldable(bundle["text/html"])}
+        notebook.cells.append(nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("display_data", folded)]))
+    size = len(nbformat.writes(notebook)) / 1e3
+    return [Row("saved notebook with all five views of a cell with 2,000 spans", size, "kB", limit=400)]
+
+
+def scrolling(*, seconds: float) -> list[Row]:
+    """Time per frame of Chromium, by its trace, while a page with three views that update is scrolled."""
+    from playwright.sync_api import sync_playwright
+
+    path = next(filter(None, map(shutil.which, CHROMIUM_NAMES)))
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        for name in ("watch", "memory", "timeline"):
+            html = page_html(name, SAMPLES[name][1](4))
+            update = "<script>setInterval(() => Object.values(handlers).forEach((handle) => handle()), 1000)</script>"
+            (Path(folder) / f"{name}.html").write_text(html.replace("</body>", f"{update}</body>"), encoding="utf-8")
+        frames = "".join(
+            f'<iframe src="{name}.html" style="width:100%;height:1100px;border:none"></iframe>'
+            for name in ("watch", "memory", "timeline")
+        )
+        (Path(folder) / "all.html").write_text(frames, encoding="utf-8")
+        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_OPTIONS)
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto((Path(folder) / "all.html").as_uri())
+        page.wait_for_timeout(2000)
+        page.mouse.move(640, 450)
+        browser.start_tracing(
+            page=page, categories=["devtools.timeline.frame", "disabled-by-default-devtools.timeline"]
+        )
+        steps = round(seconds * 60)
+        for step in range(steps):
+            page.mouse.wheel(0, 40 if step % 120 < 60 else -40)
+            page.wait_for_timeout(10)
+        events = json.loads(browser.stop_tracing())["traceEvents"]
+        browser.close()
+    drawn = sorted(event["ts"] for event in events if event["name"] in _FRAMES)
+    took = (drawn[-1] - drawn[0]) / 1e3 / (len(drawn) - 1)
+    note = f"{1e3 / took:.0f} frames per second"
+    return [Row("scrolling a page with three live views", took, "ms per frame", limit=20, note=note)]
+
+
 def main() -> None:
     """Measure on 2 ranks with 1 thread each, then in JupyterLab; print the table and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -148,7 +254,9 @@ def main() -> None:
         kernel.ok(PAGE)
         rows = cost(kernel, pairs=pairs, steps=steps)
         kernel.ok("page.close()\n%distributed stop")
+    rows += [*watch_cost(seconds=4.0 if options.quick else 20.0), *saved_size()]
     if not options.no_page:
+        rows += scrolling(seconds=4.0 if options.quick else 10.0)
         rows += page_rows(seconds=4.0 if options.quick else 20.0)
     print(write("views", rows, options.out))
 

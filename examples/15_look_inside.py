@@ -98,18 +98,28 @@ continued()
 # ## Which heads look at the letter before?
 #
 # A model that copies must find the same letter earlier in the text, and then what followed it. So some of its heads
-# must look one letter back. `inside.record` keeps the attention maps, and joins the heads of both ranks.
+# must look one letter back. `inside.record` keeps the attention maps, and joins the heads of both ranks; `inside.lens`
+# reads what each block returns as the model's head would.
 
 # %%
 # %%distributed
 from axon_nb import inside
 
 torch.manual_seed(1)
-with torch.no_grad(), inside.record(model, "layers.*.self_attn:attention") as seen:
+with torch.no_grad(), inside.record(model, "layers.*", "layers.*.self_attn:attention") as seen:
     model(texts(64))
-maps = torch.stack([calls[0].mean(0) for calls in seen.values()])  # layers, heads, positions, positions
+read = inside.lens(model, seen, letters.__getitem__)
+names = [f"layers.{layer}.self_attn:attention" for layer in range(2)]
+maps = torch.stack([seen[name][0].mean(0) for name in names])  # layers, heads, positions, positions
 one_back = maps.diagonal(-1, dim1=-2, dim2=-1)[..., 1:].mean(-1)
 maps.shape
+
+# %% [markdown]
+# `%inside` draws it for the first text: norms, the letters read from each block, and the map of each head, with the
+# rank that computed it.
+
+# %%
+# %inside seen
 
 # %% [markdown]
 # The notebook gets what a head gives to the letter before it as one tensor, a row for each layer.

@@ -146,9 +146,8 @@ for number in range(40):
 # %%
 # %%distributed
 load = expert_load(model)
-if rank == 0:
-    display(load)
-    print({name: round(ratio, 2) for name, ratio in load.imbalance.items()})
+print({name: round(ratio, 2) for name, ratio in load.imbalance.items()})
+load
 
 # %%
 # %distributed stop

@@ -17,6 +17,7 @@ EXAMPLES = {
     "%%plan": "%%plan -n 64 --card h100             and below it: the code that trains",
     "%%rank": "%%rank 0                             and below it: print(model)",
     "%gather": "%gather predictions --as everyone    joins the parts that %scatter made",
+    "%inside": "%inside seen                         after a cell with `inside.record(...) as seen`",
     "%memory": "%memory model optimizer              without names: everything that the ranks' variables hold",
     "%pull": "%pull losses --ranks 0               fetches the value of rank 0; without --ranks a dict of all",
     "%push": "%push images labels                  sends the notebook's variables to all ranks",

@@ -506,7 +506,8 @@ def _show_failure(error: CellError | CellInterrupt, request: _Request) -> None:
 
     options = request.options
     card = failure_card(failure, code=request.code, cell=options["cell"], ranks=options["ranks"])
-    display({"text/html": card, MIME_TYPE: error.to_dict()}, raw=True)
+    # Without the time: two equal runs of a notebook save equal outputs.
+    display({"text/html": card, MIME_TYPE: {**error.to_dict(), "seconds": None}}, raw=True)
 
 
 def _prompt(shell: Any) -> int:

@@ -7,17 +7,18 @@ import inspect
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.magic import Magics, line_magic, magics_class
-from IPython.display import display
+from IPython.display import DisplayHandle, display
 
 from axon_nb.cluster.cells.driver import CellHandle
 from axon_nb.cluster.commands import perform
 from axon_nb.cluster.debugger import PostMortem
 from axon_nb.cluster.inspection.status import ClusterStatus
 from axon_nb.cluster.inspection.variables import summary_of
+from axon_nb.cluster.launch.connection import in_kernel
 from axon_nb.cluster.launch.placement import explain_number
 from axon_nb.cluster.session import clusters, current
 from axon_nb.cluster.session.clusters import stop_detached
@@ -30,6 +31,9 @@ from axon_nb.records.ranks import name_ranks, resolve_ranks
 from axon_nb.records.slowness import SlowLink, Slowness
 from axon_nb.troubleshooting import explain
 from axon_nb.usage import unknown_command
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def _auto_parser() -> LineParser:
@@ -356,36 +360,83 @@ def _shared(name: str) -> Callable[..., None]:
     return run
 
 
+def _shown_as(frame: pd.DataFrame, html: str) -> pd.DataFrame:
+    """Return a frame that notebooks show as a table of ours."""
+    object.__setattr__(frame, "_repr_html_", lambda: html)
+    return frame
+
+
+class _Progress:
+    """A line in the output that says how far a start is, until its result replaces it."""
+
+    def __init__(self) -> None:
+        self.result: Any = None
+        """What is shown in the end."""
+        self._shown: DisplayHandle | None = None
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown is None:
+            if self.result is not None:
+                display(self.result)
+        elif self.result is not None:
+            self._shown.update(self.result)
+        else:
+            self._shown.update({"text/plain": ""}, raw=True)
+
+    def show(self, text: str) -> None:
+        """Show a state; a panel in JupyterLab shows it, too."""
+        if not in_kernel():
+            return
+        options: dict[str, Any] = {"raw": True, "metadata": {"axon_nb": {"status": text}}}
+        if self._shown is None:
+            self._shown = display({"text/plain": text}, display_id=True, **options)
+        else:
+            self._shown.update({"text/plain": text}, **options)
+
+
 @magics_class
 class DistributedMagics(Magics):
     """The subcommands of `%distributed`."""
 
     @line_magic
     def distributed(self, line: str) -> Any:
-        """`%distributed COMMAND`, such as `%distributed start -n 4`; `%distributed start?` documents one command.
+        """`%distributed COMMAND`; `%distributed start?` lists all options of one command, with an example.
 
-        status · stop · restart, and:
-
-        vars: the ranks' variables, and which differ · diff NAME [--from R]: where one differs
-        sync [--from R] [names …]: copy models and optimizers of rank R (default: 0) to all ranks
-        undo [K]: take back the last K cells (large models: after `config undo_memory=1GiB`)
-        save NAME · load NAME: write the state of all ranks to a folder; load it, on any number of ranks
-        resize N: grow or shrink to N ranks; models, optimizers and samplers are carried over
-        repair [--ranks R] [--from R [names …]] [--on HOST] · attach [NAME] · rename NEW · cancel
-        stacks [--ranks R]: where each rank is · explain: which rank the others wait for
-        config [key=value …]
-        run train.py [arguments]: run a script on the ranks, as torchrun would; its variables stay
-        import train.py [-o NOTEBOOK] [--args WORDS] [--force]: cut a script into the cells of a notebook
-        export FILE [--live-only] [--force]: write the cells that ran on ranks as a script for torchrun
-        start [-n N] [--devices auto|cpu|2,5] [--backend auto|shm|gloo|nccl] [--engines axon|local] [--name NAME]
-              [--protect [K]]: keep every step, or every K-th, for ranks that die
-              [--force]: end ranks that were left even while a cell runs there
-        start -n N --hosts ssh:a,b or mpi:a,b: run ranks there, too · --hosts slurm: on the nodes of the allocation
-        start -n N --hosts join --interface eth0: print a command that lets another host run ranks
-        slow [--ranks R --factor X] [--link A-B|--all-links] [--mbit M] [--latency T] · slow off: ends it
-        auto on|off: run plain cells on ranks · seed 0 [--per-rank] · debug [--ranks 2]: after a failed cell
-        doctor [--json]: check versions, GPUs, limits, network and clusters of this machine; a fix for each problem
-        help [NAME or words of a message]: explain a message
+        Run
+          start -n 4           start 4 ranks; also on other hosts (--hosts), or keeping every step (--protect)
+          stop                 end all ranks
+          restart              end all ranks, and start new ones
+          run train.py         run a script on the ranks, as torchrun would; its variables stay
+          cancel               interrupt cells that run in the background
+          auto on              run plain cells on the ranks, until `auto off`
+        Look
+          status               what each rank does, its device and its memory
+          vars                 the variables of all ranks, and which differ
+          diff NAME            where a variable differs between ranks
+          stacks               where each rank is, also while it hangs
+          explain              which rank the others wait for
+          debug                open the debugger where the last cell failed
+          doctor               check this machine; a fix for each problem
+          help WORDS           explain a message, by words of it
+        Repair
+          undo 2               take back the last 2 cells, bit for bit
+          repair               replace dead ranks; all others keep their state
+          attach               reconnect to ranks that a restarted kernel has left
+          sync                 copy the models and optimizers of one rank to all
+        Move
+          save NAME            write the state of all ranks to a folder
+          load NAME            load it, on any number of ranks
+          resize 8             change the number of ranks; models and optimizers are carried over
+          export train.py      write the cells that ran as a script for torchrun
+          import train.py      cut a script into the cells of a notebook
+        Set
+          config               show the settings and what they do; `config keep_alive=1h` changes one
+          seed 0               seed Python, NumPy and torch on all ranks
+          slow                 slow ranks or links on purpose, to see what a slow one costs
+          rename NEW           give the cluster another name
 
         Example: `%distributed start -n 4`.
         """
@@ -430,19 +481,21 @@ class DistributedMagics(Magics):
     def _start(self, options: argparse.Namespace) -> None:
         if options.protect is not None:
             print("\n".join(current.session().settings.set(f"protect={options.protect}")))
-        cluster = clusters.start(
-            options.n,
-            devices=options.devices,
-            backend=options.backend,
-            engines=options.engines,
-            name=options.name,
-            interface=options.interface,
-            hosts=options.hosts,
-            force=options.force,
-        )
+        with _Progress() as progress:
+            cluster = clusters.start(
+                options.n,
+                devices=options.devices,
+                backend=options.backend,
+                engines=options.engines,
+                name=options.name,
+                interface=options.interface,
+                hosts=options.hosts,
+                force=options.force,
+                on_progress=progress.show,
+            )
+            progress.result = cluster
         if options.n is None and (reason := explain_number(cluster.state.layout)):
             print(reason)
-        display(cluster)
 
     def _overview(self) -> Any:
         """Say what there is, and what to type next."""
@@ -459,14 +512,21 @@ class DistributedMagics(Magics):
 
     @command(lambda: _shared_parser("vars"))
     def _vars(self, options: argparse.Namespace) -> Any:
-        return clusters.require("%distributed vars").variables()
+        from axon_nb.widgets.reports import variables_html
+
+        frame = clusters.require("%distributed vars").variables()
+        return _shown_as(frame, variables_html(frame))
 
     @command(lambda: _shared_parser("diff"))
     def _diff(self, options: argparse.Namespace) -> Any:
         differences = clusters.require("%distributed diff").diff(options.name, options.from_rank)
         if summary := summary_of(options.name, differences):
             print(summary)
-        return None if differences.empty else differences
+        if differences.empty:
+            return None
+        from axon_nb.widgets.reports import difference_html
+
+        return _shown_as(differences, difference_html(differences, options.from_rank))
 
     @command(lambda: LineParser("%distributed stop", "Stop the cluster."))
     def _stop(self, options: argparse.Namespace) -> None:
@@ -484,7 +544,8 @@ class DistributedMagics(Magics):
     @command(lambda: LineParser("%distributed restart", "Stop all ranks and start new ones."))
     def _restart(self, options: argparse.Namespace) -> None:
         clusters.require("%distributed restart")
-        display(clusters.restart())
+        with _Progress() as progress:
+            progress.result = clusters.restart(on_progress=progress.show)
 
     @command(_resize_parser)
     def _resize(self, options: argparse.Namespace) -> None:

@@ -79,7 +79,7 @@ _VALUES = {
 """The possible values of options."""
 _REFRESH_DELAY_S = 0.2
 """Names are fetched this long after the last cell, so that consecutive cells are not delayed."""
-_TAKES_RANK_NAMES = ("diff", "gather", "pull", "repair", "shards", "sync")
+_TAKES_RANK_NAMES = ("diff", "gather", "inside", "pull", "repair", "shards", "sync")
 """Magics and subcommands that accept names of variables on the ranks."""
 Match = tuple[str, list[str], str]
 """(text before the cursor to replace, candidates, the type that a front end shows beside them)"""

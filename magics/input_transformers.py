@@ -29,7 +29,7 @@ from axon_nb.records.ranks import parse_ranks
 from axon_nb.shell import user_frame
 
 _RANKS = re.compile(r"--ranks[\s=]+(\S+)")
-_OURS = "distributed|gather|memory|pull|push|scatter|shards|timeline|watch"
+_OURS = "distributed|gather|inside|memory|pull|push|scatter|shards|timeline|watch"
 _HELP_LINE = re.compile(rf"^(%(?:{_OURS})\s+[^\s?].*?)\s*\?{{1,2}}\s*$")
 _RUN_LINE = re.compile(r"%distributed\s+run\s+(?P<words>[^\s?].*?)\s*")
 _PARAMETERS = re.compile(r"# Parameters\s*$")

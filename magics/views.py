@@ -1,4 +1,4 @@
-"""`%shards`, `%watch`, `%memory` and `%timeline`: live views of the ranks."""
+"""`%shards`, `%inside`, `%watch`, `%memory` and `%timeline`: live views of the ranks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ def _shards_parser() -> LineParser:
     return parser
 
 
+def _inside_parser() -> LineParser:
+    parser = LineParser("%inside", "Show what axon_nb.inside has recorded.")
+    parser.add_argument("name", metavar="NAME")
+    return parser
+
+
 @magics_class
 class ViewMagics(Magics):
     """Views of a cluster."""
@@ -36,6 +42,20 @@ class ViewMagics(Magics):
         from axon_nb.widgets.open import show_shards
 
         show_shards(cluster, options.names, gradients=options.gradients)
+
+    @line_magic
+    @command(_inside_parser)
+    def inside(self, options: argparse.Namespace) -> None:
+        """Show what `axon_nb.inside` has recorded: `%inside seen`; norms, attention maps, what a logit lens reads.
+
+        Example: `%inside seen`, after a cell with `with inside.record(model, "layers.*") as seen:`.
+
+        The picture is redrawn after later cells that record again, until it is opened again for the same name.
+        """
+        cluster = clusters.require("%inside")
+        from axon_nb.widgets.open import show_inside
+
+        show_inside(cluster, options.name)
 
 
 def _memory_parser() -> LineParser:

@@ -43,7 +43,7 @@ class Part:
     items: Sequence[Item]
 
 
-def _tests(file: str, limit_s: float, *, gpus: int = 1, blocking: bool = False) -> Item:
+def _tests(file: str, limit_s: float, *, gpus: int = 1, **env: str) -> Item:
     pytest = (
         "-m",
         "pytest",
@@ -54,18 +54,20 @@ def _tests(file: str, limit_s: float, *, gpus: int = 1, blocking: bool = False) 
         "no:cacheprovider",
         f"--timeout={limit_s / 2:g}",
     )
-    env = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"} if blocking else {}
     return Item(file, (*pytest, f"tests/gpu/{file}.py"), limit_s, gpus, env)
 
 
-def _drill(kind: str, way: str, *, gpus: int = 1) -> Item:
-    return Item(f"{kind}: {way}", ("-m", "tests.gpu.drill", "--kind", kind, "--way", way), 60.0, gpus)
+def _drill(kind: str, way: str, *, gpus: int = 1, **env: str) -> Item:
+    return Item(f"{kind}: {way}", ("-m", "tests.gpu.drill", "--kind", kind, "--way", way), 60.0, gpus, env)
 
 
 def _figures(name: str, *arguments: str, limit_s: float = 60.0) -> Item:
     return Item(name, ("-m", "benchmarks.gpu", "--only", name, *arguments), limit_s, gpus=0)
 
 
+_BLOCKING = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
+_SECOND_CLASS = {"TORCH_DIST_USE_NCCL2": "1"}
+"""Ranks use torch's own default from 2.15 on; without that class, the tests are skipped."""
 _RECOVERY = ("test_nccl_recovery", "test_cuda", "test_nccl_world", "test_offload")
 
 PARTS: tuple[Part, ...] = (
@@ -82,7 +84,15 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("figures", [_figures(name) for name in ("fence", "torchrun", "transfer", "recovery", "collectives")]),
     Part("plans", [_tests("test_plan_memory", 240.0), _figures("calibrate", limit_s=120.0)]),
-    Part("tests, blocking connections", [_tests(file, 120.0, blocking=True) for file in _RECOVERY[:2]]),
+    Part("tests, blocking connections", [_tests(file, 120.0, **_BLOCKING) for file in _RECOVERY[:2]]),
+    Part("tests, torch's second NCCL class", [_tests(file, 120.0, **_SECOND_CLASS) for file in _RECOVERY[:2]]),
+    Part(
+        "drills, torch's second NCCL class",
+        [
+            *(_drill(kind, "abort", **_SECOND_CLASS) for kind in (_CONNECT, _KILLED_WITH_ONE_CARD)),
+            *(_drill(kind, "abort", gpus=2, **_SECOND_CLASS) for kind in _OTHER_HANGS),
+        ],
+    ),
     Part(
         "other drills",
         [_drill(kind, way, gpus=1) for kind in (_CONNECT, _KILLED_WITH_ONE_CARD) for way in ("destroy", "timeout")]

@@ -1,30 +1,33 @@
-"""Try axon_nb in environments with the packages of hosted platforms, and print a table of what works there.
+"""Try axon_nb in environments with the packages of hosted platforms, and say what works there.
 
     python scripts/platforms.py                  # all of tests/platforms
     python scripts/platforms.py colab kaggle     # these
+    python scripts/platforms.py --own sagemaker  # on the platform's Python with its release of torch: 6 GB of packages
 
-For each, an environment gets the platform's pins and the torch of constraints.txt, then the wheel of this checkout. It
-fails if that changes a version that was there; else `platform_paths.py` drives a kernel of it. An environment runs on
-the platform's own Python where a small torch for it can be installed, else on this one: the table names it.
+For each, an environment gets the platform's pins and a torch, else that of constraints.txt, then the wheel of this
+checkout. It fails if that changes a version that was there; else `platform_paths.py` drives a kernel of it. Results add
+up in benchmarks/results/platforms; `python -m scripts.platform_table` writes them into the pages.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PLATFORMS = ROOT / "tests" / "platforms"
 FOLDER = ROOT / "build" / "platforms"
+RESULTS = ROOT / "benchmarks" / "results" / "platforms"
 INSTALLATION = "`pip install`"
 KEPT_TORCH = "keeps the platform's torch"
 _LIMIT_S = 900
@@ -35,12 +38,11 @@ class Outcome:
     """What became of one platform."""
 
     title: str
-    python: str = ""
-    own_python: str = ""
-    """The platform's."""
-    torch: str = ""
-    own_torch: str = ""
-    """The platform's; empty if its version is not public."""
+    date: str = field(default_factory=lambda: dt.date.today().isoformat())
+    versions: dict[str, str] = field(default_factory=dict)
+    """What ran, of Python, torch, ipython and ipykernel."""
+    own: dict[str, str] = field(default_factory=dict)
+    """The platform's Python and torch; without torch if its version is not public."""
     paths: dict[str, str] = field(default_factory=dict)
     """By path, why it did not hold; empty if it did."""
 
@@ -51,19 +53,44 @@ class Outcome:
 
 
 def main() -> int:
-    """Try the platforms and print the table; return 1 if something failed."""
+    """Try the platforms and save what became of each; return 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("platforms", nargs="*", help="names of files in tests/platforms, such as colab; default: all")
+    parser.add_argument(
+        "--own", action="store_true", help="the platform's Python and release of torch, where it is here"
+    )
     parser.add_argument("--python", default=sys.executable, help="the interpreter for the environments")
-    parser.add_argument("--torch", default=_torch(), help="what pip installs as torch, such as torch==2.14.1")
+    parser.add_argument(
+        "--torch", default=_torch(), help="what pip installs as torch, such as torch==2.14.1; or a folder that has one"
+    )
     options = parser.parse_args()
     known = sorted(path.stem for path in PLATFORMS.glob("*.toml"))
     if unknown := set(options.platforms) - set(known):
         parser.error(f"no such platform: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    wheel = build_wheel()
-    outcomes = [try_platform(name, wheel, options.python, options.torch) for name in options.platforms or known]
-    print(table(outcomes))
-    return int(any(outcome.failed for outcome in outcomes))
+    wheel, failed = build_wheel(), False
+    for name in options.platforms or known:
+        python, torch = _own(name, options.torch) if options.own else (options.python, options.torch)
+        outcome = try_platform(name, wheel, python, torch)
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(json.dumps(asdict(outcome), indent=1) + "\n")
+        print("\n".join(f"{name}: {path}: {why or 'yes'}" for path, why in outcome.paths.items()))
+        failed |= outcome.failed
+    print("`python -m scripts.platform_table` writes the pages")
+    return int(failed)
+
+
+def _own(name: str, otherwise: str) -> tuple[str, str]:
+    """The platform's interpreter, as far as PATH or pyenv has it, and its release of torch."""
+    facts = tomllib.loads((PLATFORMS / f"{name}.toml").read_text(encoding="utf-8"))
+    minor = ".".join(facts["python"].split(".")[:2])
+    kept = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{minor}.*/bin/python"))
+    folders = [*(str(path.parent) for path in kept), os.environ["PATH"]]
+    python = shutil.which(f"python{minor}", path=os.pathsep.join(folders))
+    if python is None:
+        raise SystemExit(f"{facts['title']} has Python {minor}, which is not here: use --python")
+    if Path(otherwise).is_dir() or "torch" not in facts:
+        return python, otherwise
+    return python, "torch==" + ".".join(re.findall(r"\d+", facts["torch"])[:3])
 
 
 def _torch() -> str:
@@ -83,23 +110,27 @@ def build_wheel() -> Path:
 def try_platform(name: str, wheel: Path, python: str, torch: str) -> Outcome:
     """Make the environment of a platform, install the wheel, and drive a kernel of it."""
     facts = tomllib.loads((PLATFORMS / f"{name}.toml").read_text(encoding="utf-8"))
-    outcome = Outcome(facts["title"], own_python=facts["python"], own_torch=facts.get("torch", ""))
+    outcome = Outcome(facts["title"], own={key: facts[key] for key in ("python", "torch") if key in facts})
     print(f"== {name}", file=sys.stderr, flush=True)
     place = FOLDER / name
     found = place / "bin" / "python"
     subprocess.run([python, "-m", "venv", "--clear", place], check=True)
     pins = [f"{package}=={version}" for package, version in facts["pins"].items()]
-    if why := _install(found, torch, *pins, *facts.get("packages", ())):
+    if Path(torch).is_dir():
+        next(place.glob("lib/python*/site-packages")).joinpath("torch.pth").write_text(f"{Path(torch).resolve()}\n")
+    else:
+        pins.append(torch)
+    if why := _install(found, *pins, *facts.get("packages", ())):
         outcome.paths["the platform's own packages"] = why
         return outcome
     before = _versions(found)
-    outcome.python, outcome.torch = _python(found), before["torch"]
+    outcome.versions = {"python": _python(found), **{name: before[name] for name in ("torch", "ipython", "ipykernel")}}
     outcome.paths[INSTALLATION] = _install(found, str(wheel), obeys=before if facts.get("constrained") else {})
     after = _versions(found)
     changed = [f"{name} {old} → {after.get(name)}" for name, old in before.items() if after.get(name) != old]
     if changed:
         outcome.paths[INSTALLATION] = f"changes {', '.join(changed)}"
-    outcome.paths[KEPT_TORCH] = _replaces_torch(outcome.own_torch)
+    outcome.paths[KEPT_TORCH] = _replaces_torch(outcome.own.get("torch", ""))
     if not outcome.paths[INSTALLATION]:
         outcome.paths |= _drive(found, place / "work")
     return outcome
@@ -150,22 +181,6 @@ def _drive(python: Path, work: Path) -> dict[str, str]:
     except (IndexError, ValueError):
         return {"a kernel": f"no result, exit status {done.returncode}"}
     return outcomes
-
-
-def table(outcomes: list[Outcome]) -> str:
-    """Render a row for each path and a column for each platform."""
-    rows: list[list[Any]] = [["", *(outcome.title for outcome in outcomes)], ["---"] * (len(outcomes) + 1)]
-    rows.append(["Python (the platform's)", *(f"{item.python} ({item.own_python})" for item in outcomes)])
-    rows.append(["torch (the platform's)", *(f"{item.torch} ({item.own_torch or 'unknown'})" for item in outcomes)])
-    paths = dict.fromkeys(path for item in outcomes for path in item.paths)
-    rows += [[path, *(_cell(item.paths.get(path)) for item in outcomes)] for path in paths]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _cell(why: str | None) -> str:
-    if why is None:
-        return "not run"
-    return f"**fails**: {re.sub(r'[|]', '/', why)}" if why else "yes"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Existing environments are reused. Results are kept per environment, so that runs
 
     python scripts/versions.py 2.11.0 2.15.0            # these versions of torch, with this Python
     python scripts/versions.py 2.15.0 --python python3.13 --only "make test"
+    python scripts/versions.py newest                   # what pip installs, if it is newer than the tested ones
     python scripts/versions.py                          # no run: write the table from the results
 """
 
@@ -23,6 +24,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+from axon_nb.records.hooks import are_tested
+from axon_nb.wrong_numbers import faults
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions"
 PAGE = ROOT / "docs" / "versions.md"
@@ -36,6 +40,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "tests/kernel/session/test_unknown_torch.py",
         "tests/unit/test_torch_api.py",
     ),
+    "wrong numbers": ("tests/engine/test_wrong_numbers.py",),
     "interrupts": ("tests/engine/test_interrupts.py", "tests/kernel/recovery/test_interrupts.py"),
     "recovery": ("tests/kernel/recovery/test_recovery.py", "tests/engine/test_release.py"),
     "deadlocks": ("tests/kernel/failures/test_waits.py",),
@@ -66,14 +71,16 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     ),
 }
 FUZZ = "fuzz"
+_REST = "## Platforms"
 TIER = "make test"
 """The tests of this tier, whatever they are about."""
+NEWEST = "newest"
 
 
 def main() -> int:
     """Run the requested tests and write the page; return 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("torch", nargs="*", help="versions of torch, such as 2.15.0")
+    parser.add_argument("torch", nargs="*", help="versions of torch, such as 2.15.0, or newest")
     parser.add_argument("--python", default=sys.executable, help="the interpreter for the environments")
     parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="folder for the environments")
     parser.add_argument("--faults", type=int, default=200, help="number of fuzz faults per version")
@@ -84,6 +91,9 @@ def main() -> int:
     failed = False
     for version in options.torch:
         python = environment(options.folder, version, options.python)
+        if version == NEWEST and are_tested({"torch": (newest := _torch(python).split()[0])}):
+            print(f"torch {newest} is the newest, and was tested")
+            continue
         result = examine(python, options.faults, options.only)
         failed |= any(counts["failed"] for counts in result["subjects"].values())
     PAGE.write_text(page())
@@ -103,22 +113,22 @@ def environment(folder: Path, version: str, python: str) -> Path:
     pip = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        constraints.write("\n".join([*pins, f"torch=={version}"]))
+        newest = ["--upgrade", "torch"] if version == NEWEST else []
+        constraints.write("\n".join([*pins, *([] if newest else [f"torch=={version}"])]))
         constraints.flush()
-        subprocess.run([*pip, "-c", constraints.name, "-e", f"{ROOT}[dev]"], check=True)
+        subprocess.run([*pip, "-c", constraints.name, "-e", f"{ROOT}[dev]", *newest], check=True)
     return found
 
 
 def examine(python: Path, faults: int, only: str) -> dict[str, Any]:
     """Run the selected tests in one environment and save the results."""
-    facts = "import torch, sys; print(torch.__version__, '%d.%d.%d' % sys.version_info[:3])"
-    reported = subprocess.run([python, "-W", "ignore", "-c", facts], capture_output=True, text=True, check=True)
-    build, interpreter = reported.stdout.split()
+    build, interpreter = _torch(python).split()
     print(f"== torch {build}, Python {interpreter}", flush=True)
     path = RESULTS / f"torch-{build.partition('+')[0]}-py{interpreter.rpartition('.')[0]}.json"
     earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     kept = earlier.get("subjects", {})
     start = time.monotonic()
+    subprocess.run([python, "-m", "scripts.wrong_numbers", "--record"], cwd=ROOT, env=_surroundings(python), check=True)
     if only == TIER:
         kept[TIER] = run_tier(python)
     elif only != FUZZ:
@@ -136,6 +146,11 @@ def examine(python: Path, faults: int, only: str) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _torch(python: Path) -> str:
+    facts = "import torch, sys; print(torch.__version__, '%d.%d.%d' % sys.version_info[:3])"
+    return subprocess.run([python, "-W", "ignore", "-c", facts], capture_output=True, text=True, check=True).stdout
 
 
 def _surroundings(python: Path) -> dict[str, str]:
@@ -213,7 +228,31 @@ def page() -> str:
         [subject, *(_cell(result["subjects"].get(subject)) for result in results)]
         for subject in [*SUBJECTS, FUZZ, TIER]
     ]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
+    _, mark, rest = PAGE.read_text(encoding="utf-8").partition(_REST)  # scripts/platform_table.py writes that
+    table = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*lines, *table, "", *_wrong_numbers(), "", mark + rest])
+
+
+def _wrong_numbers() -> list[str]:
+    lines = [
+        "## Wrong without an error",
+        "",
+        "What these versions of torch compute wrong and do not report. `axon-nb doctor` and `axon-nb help",
+        "wrong-numbers` list what the installed one has; the first start with a new torch says how many of them its",
+        "ranks can meet. The versions are those in which `scripts/wrong_numbers.py` looked for the fault; for what",
+        "only GPUs show, they are those of torch's own report.",
+        "",
+        "| what | where | wrong in | right in | instead |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for one in faults():
+        where = "GPUs, NCCL" if one.gpus else ", ".join(one.on).capitalize() or "everywhere"
+        wrong, right = (", ".join(versions) or "none yet" for versions in (one.wrong, one.right))
+        number = one.source.rpartition("/")[2]
+        link = f"[{f'#{number}' if number.isdecimal() else 'source'}]({one.source})"
+        what = f"{one.what[0].upper()}{one.what[1:]} ({link})"
+        lines.append(f"| {what} | {where} | {wrong} | {right} | {one.instead} |")
+    return lines
 
 
 def _cell(counts: dict[str, int] | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,6 +14,7 @@ import tomllib
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from axon_nb.cluster.launch.compatibility import wrong_numbers_mark
 from scripts.changed_tests import DURATIONS, QUICK, runs_always
 
 RUN_VARIABLE = "AXON_NB_TEST_RUN"
@@ -90,6 +93,12 @@ def pytest_configure(config: pytest.Config) -> None:
         path = folder / variable.lower().removesuffix("_dir").replace("_", "-")
         path.mkdir(mode=0o700)
         os.environ[variable] = str(path)
+    # As for every user but a new one, whose first start says what torch computes wrong.
+    with contextlib.suppress(metadata.PackageNotFoundError, OSError):
+        for backend in ("shm", "gloo", "nccl"):
+            mark = wrong_numbers_mark(metadata.version("torch"), backend)
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
 
 
 def pytest_runtest_setup() -> None:

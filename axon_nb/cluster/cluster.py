@@ -67,7 +67,7 @@ class Cluster:
         from axon_nb.cluster.inspection.status import cluster_card
 
         # The export of a saved notebook needs these facts.
-        return cluster_card(self.info()), {"axon_nb": session_facts(self.state).to_json()}
+        return cluster_card(self.info(), measured=False), {"axon_nb": session_facts(self.state).to_json()}
 
     @property
     def name(self) -> str:

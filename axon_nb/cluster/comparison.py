@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from axon_nb.cluster.cells import source as cell_code
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import BeginComparison, CompareRanks, EndComparison, PrepareComparison
 from axon_nb.records.protocol.wire import cell_source
@@ -67,6 +68,7 @@ async def compare(cluster: Cluster, run: RunsCell, code: str, options: dict[str,
         raise UsageError("--compare runs the cell on all ranks: leave --ranks out.")
     if plain and not plain.isidentifier():
         raise UsageError(f"--compare {plain}: must be the name of a variable.")
+    cell_code.check(code, name="cell" if options.get("cell") is None else f"Cell In[{options['cell']}]")
     _, newline, body = code.partition("\n")
     options = {**options, "values": False, "show_value": False}
     inside = {**options, "quiet": True, "values": True}

@@ -35,6 +35,7 @@ _HELP = (
 )
 _MOVES = frozenset(["n", "next", "s", "step", "c", "cont", "continue", "unt", "until", "r", "return"])
 """Commands of pdb that let the cell go on."""
+_HELP_WORDS = frozenset({"h", "help", "?"})
 _QUIT = frozenset({"q", "quit", "exit"})
 _REPLY_TIMEOUT_S = 10.0
 """Idle ranks answer in milliseconds. On a busy machine, a short timeout would wrongly report that nothing failed."""
@@ -128,6 +129,8 @@ class BreakpointPrompt:
         line = line or self._last
         self._last = line
         word, _, rest = line.partition(" ")
+        if line in _HELP_WORDS:
+            print(_HELP)
         if word in _QUIT:
             run.interrupt()
         elif word == "rank":

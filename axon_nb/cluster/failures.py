@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from axon_nb.errors import CellError, CellInterrupt, CellTimeoutError
 from axon_nb.records.protocol.agent import ControllerExit, Exit
-from axon_nb.records.protocol.cells import CellEnd
+from axon_nb.records.protocol.cells import CellEnd, ModelCalls, NotedInput
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.stacks import library_of
 from axon_nb.records.units import format_bytes
@@ -29,12 +29,15 @@ _FATAL = "Fatal Python error: "
 _CRASH_STACK = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _DECORATORS = ("wrapper", "decorate_context", "inner", "_fn")
 _MAX_LINE = 300
+_INPUT_TOLERANCE = 0.02
+"""Of a norm, by which activations may differ: ranks round alike, dropout changes much more."""
 Frames = list[tuple[str, int, str]]
 """(file, line, function) of a thread's frames, innermost first."""
 _OUT_OF_MEMORY = {True: ": out of memory", None: " (out of memory?)", False: ""}
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _CELL_FRAME = re.compile(r"Cell In\[(?P<cell>\d+)\], line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?")
 _ANY_FRAME = re.compile(r"^(?:(?P<cell>Cell In\[\d+\]), line |File (?P<file>[^\n]+?):)(?P<line>\d+)", re.MULTILINE)
+_WAITED_IN = re.compile(r"\b(?:waits?|is|are) in (\w+) at line ")
 _WAITED_AT = re.compile(r" at line (\d+)")
 _DISTRIBUTIONS = {
     "accelerate": "accelerate",
@@ -355,7 +358,10 @@ def next_commands(failure: Failure, ranks: Sequence[int]) -> Iterator[tuple[str,
     """
     kinds = {error.kind for error in failure.errors.values()}
     stuck = sorted(rank for rank, error in failure.errors.items() if error.kind == "stuck")
-    if failure.cause.kind == "raised":
+    if failure.explanation and (call := _WAITED_IN.search(failure.explanation)):
+        yield f"%%distributed --break {call[1]}", f"in the cell, pauses each rank before {call[1]}, to see who comes"
+        yield "%distributed help waiting-for", "explains hangs"
+    elif failure.cause.kind == "raised":
         rank = failure.alike[0]
         yield f"%distributed debug --ranks {rank}", f"opens the debugger where rank {rank} failed"
         yield "%distributed vars", "shows the variables of all ranks, and which differ"
@@ -430,6 +436,11 @@ def hint_for(errors: Iterable[RankError], *, remedy: str = REPAIR_HINT, threads:
             f"Threads of the ranks ({names}) communicate in the same group as the main thread, in any order: give them "
             "a group with `dist.new_group()`, such as `dcp.async_save(…, process_group=group)`."
         )
+    if any(error.ename == "CheckpointException" for error in all_errors):
+        hints.append(
+            "`except Exception` does not catch a CheckpointException: catch "
+            "`torch.distributed.checkpoint.api.CheckpointException`."
+        )
     if any(_NO_COMPILER.search(error.evalue) for error in all_errors):
         hints.append("This cell compiles C++: install a compiler (`apt install g++`) and ninja (`pip install ninja`).")
     if {error.kind for error in all_errors} & {"died", "stuck"}:
@@ -499,6 +510,11 @@ def shared_draws_hint(reports: Mapping[int, CellEnd], ranks: Sequence[int]) -> s
     first = draws[0] if draws else None
     if len(draws) < 2 or first is None or any(other is None or other.states != first.states for other in draws):
         return ""
+    if first.into_shards:
+        return (
+            f"Hint: {name_ranks(ranks)} drew the same numbers into their shards, so the whole tensors repeat rows: run "
+            "`%distributed seed 0 --per-rank`, then initialize again."
+        )
     reasons = []
     if name := first.dropout:
         reasons.append(f"the dropout masks of `{name}` are the same on all of them")
@@ -510,6 +526,38 @@ def shared_draws_hint(reports: Mapping[int, CellEnd], ranks: Sequence[int]) -> s
         f"Hint: {name_ranks(ranks)} drew the same random numbers: {', and '.join(reasons)}. "
         "Run `%distributed seed 0 --per-rank` to give each rank its own."
     )
+
+
+def different_inputs_hint(reports: Mapping[int, CellEnd]) -> str:
+    """Return where ranks that share a model first called it with different inputs, and the remedy; empty: nowhere.
+
+    Args:
+        reports: What each rank reported at the end of the cell.
+    """
+    found: dict[tuple[str, tuple[int, ...], int], dict[int, ModelCalls]] = {}
+    for rank, end in sorted(reports.items()):
+        for number, calls in enumerate(end.model_calls):
+            found.setdefault((calls.model, calls.ranks, number), {})[rank] = calls
+    for (model, ranks, _), by_rank in found.items():
+        values: dict[tuple[str, int], list[NotedInput]] = {}
+        for calls in by_rank.values():
+            for one in calls.inputs:
+                values.setdefault((one.module, one.call), []).append(one)
+        equal: dict[str, int] = {}
+        for (module, call), noted in values.items():
+            numbers, norms = [each.number for each in noted], [each.norm for each in noted]
+            if max(max(each) - min(each) for each in (numbers, norms)) <= _INPUT_TOLERANCE * max(norms):
+                equal[module] = call
+                continue
+            what, first = f"{module} in {model}" if module else model, equal.get(module, 0) + 1
+            since = f"since call {call}" if call == first else f"since one of the calls {first} to {call}"
+            reason = ", though those of the model do not (unseeded dropout?)" if module else ""
+            return (
+                f"axon_nb: the inputs of {what} differ between {name_ranks(ranks)} {since}{noted[0].line}{reason}, so "
+                "each rank computes a part of another result. Run `%distributed seed 0`, or torch.manual_seed(0) on "
+                "all ranks, and pass the same inputs to all."
+            )
+    return ""
 
 
 def left_calls_hint(reports: Mapping[int, CellEnd]) -> str:

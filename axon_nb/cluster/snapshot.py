@@ -64,7 +64,10 @@ def undo(state: ClusterState, count: int) -> str:
         named: dict[str, str] = {}
         for rank, cell in targets.items():
             named.update(_check(rank, cell, answers[rank]).obstacles)
-        print(describe_obstacles(named))
+        if named:
+            print(describe_obstacles(named))
+        else:
+            state.health.hint(_KEY, describe_obstacles(named))
         refused = restore_all(state, {rank: UndoCell(cell.run) for rank, cell in targets.items()})
     report_refused(refused)
     unlike = ", but for what is named above" if named or any(refused.values()) else ""

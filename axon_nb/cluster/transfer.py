@@ -245,7 +245,13 @@ def _run(
         return undelivered
     cause = root_cause(result.errors)
     if cause.kind != "raised":
-        raise cell_error(result.errors, first=(), hint=hint_for(result.errors.values()))
+        hint = hint_for(result.errors.values())
+        if cause.kind == "aborted" and len(ranks) < cells.state.world_size:
+            hint = (
+                f"{task.removeprefix('send ')} communicates with ranks that do not run it: leave --ranks out, or "
+                "compute it in a cell and pull the result."
+            )
+        raise cell_error(result.errors, first=(), hint=hint)
     reason = cause.evalue if cause.ename == "UsageError" else str(cause)
     raise UsageError(f"Rank {cause.rank} cannot {task}: {reason}")
 

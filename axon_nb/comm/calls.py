@@ -1,8 +1,8 @@
 """Counts of the communication calls and bytes of a block, per operation and peer.
 
 Groups of cells and of mock worlds report each call as they start it, also those that DDP, FSDP or pipelines make.
-torch's own groups, as under torchrun and on NCCL, report none: there only the calls of `axon_nb.comm` are counted,
-without the peer, and those of an all_to_all as if its parts were equal.
+torch's own groups, as under torchrun and on NCCL, do so since torch 2.14 (`group_hooks`). Before, only the calls of
+`axon_nb.comm` are counted there, without the peer. Parts of an all_to_all count as equal on torch's own groups.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _INPUT_SECOND = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter
 _RENAMED = {**PUBLIC_NAMES, "allgather_coalesced": "all_gather", "monitored_barrier": "barrier"}
 _MAX_LOGGED = 1000
 _open: tuple[CallCounts, ...] = ()
+_lock = threading.Lock()
 
 
 class OperationCount(NamedTuple):
@@ -139,7 +140,8 @@ def calls() -> Iterator[CallCounts]:
 
     On a rank, also of a mock world, it counts that rank's calls; around `World.mock(n).run(…)` those of all ranks. A
     call counts when it starts. `send` and `recv` of `axon_nb.comm` make two calls each, unless ``header=False``: the
-    header is a message. Under torchrun and on NCCL, only calls of `axon_nb.comm` are counted.
+    header is a message. Under torchrun and on NCCL, all calls of the groups that exist when the block starts are
+    counted, but before torch 2.14 only those of `axon_nb.comm`.
 
     ============== ========================== ===========================================
     operation      bytes (S)                  sent, by a ring of n ranks
@@ -162,11 +164,18 @@ def calls() -> Iterator[CallCounts]:
     """
     global _open
     counts = CallCounts(dist.get_rank() if dist.is_initialized() else None)
-    _open = (*_open, counts)
+    from axon_nb.comm import group_hooks  # no start needs it
+
+    with _lock:
+        _open = (*_open, counts)
+        group_hooks.watch(report_call)
     try:
         yield counts
     finally:
-        _open = tuple(other for other in _open if other is not counts)
+        with _lock:
+            _open = tuple(other for other in _open if other is not counts)
+            if not _open:
+                group_hooks.unwatch()
 
 
 def report_call(
@@ -201,7 +210,7 @@ def report_call(
         counts.add(ranks[place], operation, ranks[peer] if peer >= 0 else -1, payload, sent)
 
 
-def report_payload(rank: int, operation: str, payload: int, size: int) -> None:
+def report_payload(rank: int, operation: str, payload: int, size: int, group: Any = None) -> None:
     """Count a call whose group does not report it, if a block counts calls.
 
     Args:
@@ -209,7 +218,14 @@ def report_payload(rank: int, operation: str, payload: int, size: int) -> None:
         operation: Its public name.
         payload: Bytes on this rank.
         size: Number of ranks in the group.
+        group: Its group, unless the call went to the group's backend.
     """
+    if not _open:
+        return
+    from axon_nb.comm.group_hooks import is_watched
+
+    if group is not None and is_watched(group):
+        return
     sent = payload * (size - 1) // size if operation == "all_to_all" else _ring(operation, payload, size)
     for counts in _open:
         counts.add(rank, operation, -1, payload, sent)

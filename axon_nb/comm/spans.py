@@ -42,7 +42,7 @@ def record(group: ProcessGroup, name: str, start_ns: int, size: int, *, kind: st
     if not info.emits_spans:
         emit(Span(info.ranks[info.rank], kind, name, start_ns, now(), info.name, size))
         if info.backend is not Backend.MOCK:  # mock groups report their calls
-            report_payload(info.ranks[info.rank], name, size, len(info.ranks))
+            report_payload(info.ranks[info.rank], name, size, len(info.ranks), group.torch_group)
 
 
 class Moment(NamedTuple):

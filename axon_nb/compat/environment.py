@@ -29,6 +29,24 @@ from axon_nb.records.environment import DEEPSPEED_ACCELERATOR
 from axon_nb.records.hooks import missing_hooks
 
 _PACKAGES = ("axon_nb.comm", "axon_nb.engine", "axon_nb.records", "axon_nb.shell")
+SURPRISES = {
+    "accelerate.state": "prepare_accelerate",
+    "lightning.fabric.fabric": "prepare_fabric",
+    "lightning_fabric.fabric": "prepare_fabric",
+    "pandas.core.series": "prepare_series",
+    "tensordict._lazy": "prepare_lazy_stacks",
+    "tensordict.base": "prepare_tensordict",
+    "torch._dynamo.eval_frame": "prepare_compiler",
+    "torch.distributed.checkpoint.format_utils": "prepare_conversion",
+    "torch.distributed.checkpoint.hf_storage": "prepare_safetensors",
+    "torch.distributed.checkpoint.state_dict": "prepare_state_dicts",
+    "torch.distributed.pipelining.schedules": "prepare_schedules",
+    "torch.distributed.tensor": "watch_dtensors",
+    "torch.utils.cpp_extension": "prepare_extensions",
+    "torch.utils.tensorboard.writer": "prepare_tensorboard",
+    "torchdata.stateful_dataloader.sampler": "prepare_sampler",
+}
+"""By module: the function of `axon_nb.compat.surprises` that prepares it after its import."""
 Hook = Callable[[ModuleType], None]
 """Called with the imported module, and again when it is reloaded."""
 
@@ -75,7 +93,7 @@ class _Finder(MetaPathFinder):
     """Delegates to the other finders and hooks the loaders of the specs that they find."""
 
     def __init__(self) -> None:
-        self.hooks: dict[str, Hook] = {}
+        self.hooks: dict[str, list[Hook]] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -95,17 +113,17 @@ class _Finder(MetaPathFinder):
 def after_import(name: str, hook: Hook) -> None:
     """Call `hook` whenever the module `name` has been executed, and at once if it is already imported.
 
-    A failing hook does not fail the import; it warns.
+    A module may have several hooks. A failing hook does not fail the import; it warns.
     """
     finder = next((item for item in sys.meta_path if isinstance(item, _Finder)), None)
     if finder is None:
         sys.meta_path.insert(0, finder := _Finder())
-    finder.hooks[name] = hook
+    finder.hooks.setdefault(name, []).append(hook)
     if name in sys.modules:
         _call(hook, sys.modules[name])
 
 
-def _hook_loader(loader: Any, hook: Hook) -> None:
+def _hook_loader(loader: Any, hooks: Sequence[Hook]) -> None:
     execute = getattr(loader, "exec_module", None)
     if execute is None:
         return
@@ -114,7 +132,8 @@ def _hook_loader(loader: Any, hook: Hook) -> None:
         # Restore the loader: others use it to read the package's sources and files.
         del loader.exec_module
         execute(module)
-        _call(hook, module)
+        for hook in hooks:
+            _call(hook, module)
 
     loader.exec_module = exec_module
 

@@ -10,7 +10,16 @@ from collections.abc import Callable
 from axon_nb._version import __version__
 from axon_nb.cluster.launch.placement import plan_layout
 from axon_nb.doctor.clusters import FoundCluster, clusters, find_clusters, rank_names
-from axon_nb.doctor.installation import SELF_TEST, TORCH_BUILD, Child, environment, private_hooks, self_test, software
+from axon_nb.doctor.installation import (
+    SELF_TEST,
+    TORCH_BUILD,
+    Child,
+    environment,
+    private_hooks,
+    self_test,
+    software,
+    wrong_numbers,
+)
 from axon_nb.doctor.machine import NVML, gpus, host, limits, network
 from axon_nb.doctor.report import Finding, Report, Section
 
@@ -56,6 +65,7 @@ def examine() -> Report:
             _try("software", lambda: software(build)),
             _try("self-test", lambda: self_test(verdict)),
             _try("private hooks", lambda: private_hooks(verdict)),
+            _try("wrong without an error", lambda: wrong_numbers(build)),
             _try("GPUs", lambda: gpus(cards, build, rank_names(entries))),
             *host_sections,
             running,

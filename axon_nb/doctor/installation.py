@@ -6,6 +6,7 @@ Checks that may crash or hang run in child processes: each has a time limit, and
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -26,8 +27,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from axon_nb._version import __version__
 from axon_nb.doctor.report import Finding, Section
-from axon_nb.records.hooks import hook
+from axon_nb.records.hooks import are_tested, hook, install_command
 from axon_nb.records.units import format_seconds
+from axon_nb.wrong_numbers import faults_of
 
 SELF_TEST = ("-m", "axon_nb.engine.self_test", "--json", "--hooks")
 """Arguments of Python for the engine's self-test and its walk through the register of private hooks."""
@@ -171,10 +173,15 @@ def _torch(build: Answer) -> Finding:
                 "torch", value, "problem", "Ranks need Gloo, which this torch build lacks.",
                 f"Install another build of torch: `{pip()} install --force-reinstall torch`.",
             )  # fmt: skip
-        return Finding("torch", value)
+        if are_tested({"torch": str(facts["torch"])}):
+            return Finding("torch", value)
+        return Finding(
+            "torch", value, "note", "This axon_nb was not tested with it: what the self-test cannot confirm is off.",
+            f"If something is missing, run `{install_command('torch')}`.",
+        )  # fmt: skip
     if _version("torch") is None:
         return Finding(
-            "torch", "missing", "problem", "Ranks cannot start without it.", f'Run `{pip()} install "torch>=2.11"`.'
+            "torch", "missing", "problem", "Ranks cannot start without it.", f'Run `{pip()} install "torch>=2.8"`.'
         )
     return Finding(
         "torch", f"{_version('torch')}, cannot be imported: {build.failure}", "problem", "Ranks cannot start.",
@@ -225,6 +232,18 @@ def self_test(answer: Answer) -> Section:
     if isinstance(seconds, int | float):
         title += f" ({format_seconds(seconds)})"
     return Section(title, findings, facts)
+
+
+def wrong_numbers(build: Answer) -> Section:
+    """Report what the installed torch computes wrong without an error.
+
+    Args:
+        build: Result of the child `TORCH_BUILD`.
+    """
+    found = [one for one in faults_of(_version("torch") or "") if build.content.get("gpus") or not one.gpus]
+    findings = tuple(Finding(one.name, f"{one} ({one.source})") for one in found)
+    data = {"faults": [dataclasses.asdict(one) for one in found]}
+    return Section("wrong without an error", findings or (Finding("torch", "nothing known"),), data)
 
 
 def _not_run(why: str) -> Finding:

@@ -58,8 +58,12 @@ _V1_UNLIMITED = 1 << 60
 _COMFORTABLE_FILES = 1024
 NVML = ("-m", "axon_nb.host.nvml")
 """Python arguments of the child that queries the driver."""
-_HANGING_ABORTS = {"2.17.1": "pytorch#119215", "2.25.1": "pytorch#149153"}
-"""Versions of NCCL whose abort is known to hang, with the reports."""
+_NCCL_FAULTS = {
+    "2.17.1": "an abort can hang (pytorch#119215)",
+    "2.25.1": "an abort can hang (pytorch#149153)",
+    **dict.fromkeys((f"2.28.{patch}" for patch in range(3, 9)), "a restart can fail (NVIDIA's resiliency extension)"),
+}
+"""By version of NCCL: why recovery may fail with it."""
 _NO_GPUS = "none; ranks compute on CPUs and communicate through shared memory"
 
 
@@ -482,10 +486,10 @@ def _absent(nvml: Answer) -> Finding:
 def _nccl(version: str | None) -> Finding:
     if version is None:
         return Finding("NCCL", "none in this torch")
-    if issue := _HANGING_ABORTS.get(version):
+    if fault := _NCCL_FAULTS.get(version):
         return Finding(
-            "NCCL", version, "note", f"An abort can hang with this version ({issue}), so `repair` may be needed more "
-            "often.", "Install a torch with another version of NCCL.",
+            "NCCL", version, "note", f"With this version {fault}, so `repair` may be needed more often.",
+            "Install a torch with another version of NCCL.",
         )  # fmt: skip
     return Finding("NCCL", version)
 

@@ -54,7 +54,7 @@ from axon_nb.engine.kernel.shell import (
 )
 from axon_nb.engine.output import NativeOutput, OutputBudget, RankStream, enable_crash_reports, install_fork_defaults
 from axon_nb.engine.self_test import start_in_child, startup_verdict
-from axon_nb.engine.session import RankSession, inject_names, set_current, set_environment
+from axon_nb.engine.session import RankSession, current, inject_names, set_current, set_environment
 from axon_nb.engine.snapshot.history import History
 from axon_nb.engine.snapshot.memory import HostMemory
 from axon_nb.errors import UsageError
@@ -261,6 +261,16 @@ def install_frameworks(session: RankSession) -> None:
         recovery.track_engines()
 
     after_import("deepspeed.runtime.engine", prepare_engine)
+    for name in environment.SURPRISES:
+        after_import(name, lambda module: _surprises().prepare(module))
+
+
+def _surprises() -> Any:
+    from axon_nb.compat import surprises  # only ranks that may meet one need it
+    from axon_nb.engine.frames import cell_line
+
+    surprises.where = lambda: (current().cell, cell_line())
+    return surprises
 
 
 def _compare_inputs(tensor_parallel: ModuleType) -> None:
@@ -280,6 +290,8 @@ def install_dist_hooks() -> None:
     install_store_waits()
     after_import("torch.distributed.rpc", lambda rpc: vars(rpc).update(init_rpc=interruptible_init_rpc(rpc.init_rpc)))
     vars(mp).update(spawn=_call_on_rank("spawn"), start_processes=_call_on_rank("start_processes"))
+    for ask in (dist.get_process_group_ranks, dist.get_global_rank):
+        vars(dist)[ask.__name__] = _ask_of_member(ask)
 
 
 def _attach_or_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -312,6 +324,21 @@ def _refuse_default_destroy(original: Callable[..., None]) -> Callable[..., None
         return None
 
     return destroy_process_group
+
+
+def _ask_of_member(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Say so when a rank asks for the ranks of a group that it is not in: torch knows them of the last such group."""
+
+    @functools.wraps(original)
+    def ask(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            _surprises().tell(
+                f"{original.__name__}{{place}} was asked of a group without this rank, and torch answers for the last "
+                "group of others that was created: keep the list of ranks that you passed to new_group."
+            )
+        return original(group, *args, **kwargs)
+
+    return ask
 
 
 def _call_on_rank(name: str) -> Callable[..., None]:

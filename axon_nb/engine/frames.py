@@ -205,10 +205,10 @@ def describe_call(name: str) -> str:
     return f"{call} at line {user.f_lineno}{inner_function(frame, user)}" if user is not None else call
 
 
-def cell_line() -> tuple[object, str]:
-    """Return what tells cells apart, and the line of the running one, such as `` at line 3``; empty outside."""
-    user = user_frame(sys._getframe(1))
-    return (None, "") if user is None else (user.f_code.co_filename, f" at line {user.f_lineno}")
+def cell_line() -> str:
+    """Return the line of the running cell, such as `` at line 3``; empty outside."""
+    user = user_frame(sys._getframe(1)) or user_frame(main_frame())  # a backward pass on a GPU has a thread of its own
+    return "" if user is None else f" at line {user.f_lineno}"
 
 
 def group_operations() -> list[str]:

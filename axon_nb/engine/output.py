@@ -212,6 +212,9 @@ class OutputBudget:
 
     def begin(self, limit: int | None = None) -> None:
         """Reset the budget for a new cell, to `limit` characters (None: the previous limit)."""
+        for name, limited in self._streams.items():
+            if getattr(sys, name) is not limited.stream:  # ipykernel tells only what `sys` has of the cell
+                limited.stream.set_parent(self._kernel.get_parent("shell"))
         self._send_rest()
         with self._lock:
             self._limit = limit or self._limit

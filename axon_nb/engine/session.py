@@ -83,6 +83,13 @@ def set_world_environment(config: JoinConfig) -> None:
     )
 
 
+def overwritten_variables(config: JoinConfig) -> dict[str, str]:
+    """Return those variables that the user's code has set otherwise, as a recipe for one process does."""
+    own = {"RANK": config.rank, "LOCAL_RANK": config.local_rank, "WORLD_SIZE": config.world_size}
+    found = {name: os.environ.get(name, "") for name in own}
+    return {name: text for name, text in found.items() if text != str(own[name])}
+
+
 def resolve_variable(name: str, space: dict[str, Any]) -> Any:
     """Look up a variable, optionally followed by ``.attributes`` and constant ``[indices]``.
 

@@ -25,7 +25,7 @@ from axon_nb.records.history import ExecutedCell, PushedValues, SessionFacts
 from axon_nb.records.ranks import parse_ranks
 
 History = Sequence[ExecutedCell | PushedValues]
-_NOTEBOOK_COMMANDS = re.compile(r"%(distributed|gather|memory|pull|push|scatter|shards|timeline|watch)\b")
+_NOTEBOOK_COMMANDS = re.compile(r"%(distributed|gather|inside|memory|pull|push|scatter|shards|timeline|watch)\b")
 """Commands that run in the notebook, even in auto mode: a cell with only such lines did not run on any rank."""
 _ON_RANKS = ("distributed", "rank")
 _INTERRUPTED = ("CellInterrupt", "KeyboardInterrupt")

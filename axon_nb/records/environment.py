@@ -62,8 +62,8 @@ CHECK = Variable("AXON_NB_CHECK", default="0")
 `checking()` does. Set it before the kernel or the script starts."""
 
 CHECK_INPUTS = Variable("AXON_NB_CHECK_INPUTS", default="1")
-"""`0` turns off what ranks compare before each call of a model that transformers has split over them: its inputs, which
-must be [the same on all of them](howto/inside.md#ranks-must-agree)."""
+"""`0` turns off what the notebook compares after a cell that calls a model that transformers has split over ranks: its
+inputs, which must be [the same on all of them](howto/inside.md#ranks-must-agree)."""
 
 CPU_BACKEND = Variable("AXON_NB_CPU_BACKEND", default="shm")
 """What `--backend auto` chooses for ranks on the CPUs of one host: `shm`, shared memory, or `gloo`, Gloo's sockets. See

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from packaging.version import InvalidVersion, Version
 
 TESTED = {
-    "torch": ("2.11", "2.16"),
+    "torch": ("2.8", "2.16"),
     "ipykernel": ("6.17", "8"),
     "ipython": ("7.34", "10"),
     "ipyparallel": ("8.8", "10"),

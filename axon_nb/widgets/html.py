@@ -36,6 +36,12 @@ NUMBER = "padding:2px 14px 2px 0;text-align:right;vertical-align:middle;border:n
 """Style of a table's cell with a number."""
 _SMALL = f"font-size:85%;{MUTED}"
 _WARN = "#C78100"
+_TICKS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30),
+    *(60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400),
+)
+"""Steps of a time axis, in seconds."""
+_MIN_SEGMENT = 0.06
 _CAPTION = re.compile(r"<figcaption[^>]*>(.*?)</figcaption>", re.DOTALL)
 _QUOTED = re.compile("`([^`]+)`")
 
@@ -69,7 +75,7 @@ ACTIVITIES = (
     ActivityPaint(Activity.IDLE, "idle", "kind-other", KINDS["other"], "line"),
     ActivityPaint(Activity.RUNNING, "running", "kind-forward", KINDS["forward"], "solid"),
     ActivityPaint(Activity.COLLECTIVE, "in a collective", "kind-collective", KINDS["collective"], "solid"),
-    ActivityPaint(Activity.WAITING, "waiting", "kind-wait", KINDS["wait"], "wait"),
+    ActivityPaint(Activity.WAITING, "there for 0.25 s or more", "kind-wait", KINDS["wait"], "wait"),
     ActivityPaint(Activity.DONE, "done", "kind-other", KINDS["other"], "hollow"),
     ActivityPaint(Activity.PAUSED, "paused", "kind-wait", KINDS["wait"], "hollow"),
     ActivityPaint(Activity.FAILED, "failed", "error", STATES["error"][0], "solid"),
@@ -276,8 +282,52 @@ def figure(body: str, *, heading: str, beside: str = "") -> str:
     )
 
 
-def foldable(body: str) -> str:
-    """Return an open picture whose first caption folds it; `static/shared/wire.js` does so while a view is live."""
+def time_axis(end: float) -> str:
+    """Return the ticks of a time axis from 0 to `end` seconds, as wide as the page."""
+    step = next((step for step in _TICKS if end / step <= 6), 86400.0)
+    count = max(1, int(end / step + 1e-9))
+    ticks = [(i * step, step) for i in range(count)]
+    if (rest := end - count * step) > step / 1000:
+        ticks.append((count * step, rest))
+    return _axis_row(
+        (width / end if end else 1.0, _tick(at) if width > 0.4 * step or not at else "") for at, width in ticks
+    )
+
+
+def segments(parts: Iterable[tuple[float, str]]) -> str:
+    """Return parts of a time axis side by side.
+
+    Args:
+        parts: Share of the width, 0 to 1, and text of each; there is no text where it does not fit.
+    """
+    return _axis_row((share, text if share >= _MIN_SEGMENT else "") for share, text in parts)
+
+
+def _axis_row(parts: Iterable[tuple[float, str]]) -> str:
+    """Return cells with left borders, whose text takes the page's colours and needs no script."""
+    style = f"padding:0 0 0 3px;text-align:left;border:none;border-left:1px solid;white-space:nowrap;{MUTED}"
+    cells = "".join(f'<td style="{style};width:{100 * share:.2f}%">{escape(text)}</td>' for share, text in parts)
+    axis_style = (
+        "border-collapse:collapse;border:none;table-layout:fixed;width:100%;margin:0;font-size:smaller;color:inherit"
+    )
+    return table((), [table_row(cells)], style=axis_style)
+
+
+def _tick(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def foldable(body: str, *, after: str = "") -> str:
+    """Return an open picture whose first caption folds it; `static/shared/wire.js` does so while a view is live.
+
+    Args:
+        body: The picture.
+        after: The cell after which it is, for a caption that names none.
+    """
     caption = _CAPTION.search(body)
     summary = caption[1] if caption else "picture"
+    summary += f" · after {after}" if after and "In [" not in summary else ""
     return f'<details open class="axon-picture"><summary>{summary}</summary>{_CAPTION.sub("", body, count=1)}</details>'

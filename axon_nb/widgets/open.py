@@ -91,6 +91,22 @@ def show_shards(cluster: Cluster, names: Sequence[str], *, gradients: bool = Fal
     _open(ShardsPanel(cluster, names, gradients=gradients), shell, "shards", *names)
 
 
+def show_inside(cluster: Cluster, name: str) -> None:
+    """Show a recording of `axon_nb.inside`: a picture that later cells redraw in a notebook, text elsewhere.
+
+    Raises:
+        UsageError: No rank has a recording of that name, or a cell is running.
+    """
+    from axon_nb.widgets.inside import InsidePanel
+
+    panel = InsidePanel(cluster, name)
+    shell = _notebook_shell()
+    if shell is None:
+        print(panel.picture()["text/plain"])
+    else:
+        _open(panel, shell, "inside", name)
+
+
 def show_timeline(cluster: Cluster, ranks: Sequence[int], *, cell: int | None = None) -> Timeline:
     """Show the ranks' spans, from now on and as far back as they are stored; each cluster has one panel.
 

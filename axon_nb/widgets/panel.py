@@ -121,8 +121,8 @@ def _on_message(view_ref: weakref.ref[LiveView], message: dict[str, Any]) -> Non
 class Panel(ABC):
     """A view and its picture, which is redrawn after each cell, and folded while the view is shown."""
 
-    view: Any
-    """The widget."""
+    view: Any = None
+    """The widget; None: there is a picture only."""
 
     def __init__(self) -> None:
         self._saved: DisplayHandle | None = None
@@ -140,9 +140,10 @@ class Panel(ABC):
 
     def open(self, shell: InteractiveShell) -> None:
         """Show the panel in the running cell and update it from now on."""
-        display(self.view)
-        self._saved = display(self._foldable_picture(), raw=True, display_id=True)
+        if self.view is not None:
+            display(self.view)
         self._shell = shell
+        self._saved = display(self._foldable_picture(shell), raw=True, display_id=True)
         shell.events.register("post_run_cell", self._after_cell)
 
     def close(self) -> None:
@@ -155,16 +156,18 @@ class Panel(ABC):
         try:
             self.after_cell()
             before = self._saved_html
-            bundle = self._foldable_picture()
+            bundle = self._foldable_picture(self._shell)
             if self._saved is not None and self._saved_html != before:
                 self._saved.update(bundle, raw=True)
         except Exception:  # a view must not fail a cell
             _log.warning("The saved picture of a panel could not be updated.", exc_info=True)
 
-    def _foldable_picture(self) -> dict[str, str]:
+    def _foldable_picture(self, shell: InteractiveShell | None) -> dict[str, str]:
         bundle = self.picture()
         self._saved_html = bundle["text/html"]
-        return {**bundle, "text/html": foldable(self._saved_html)}
+        history = getattr(shell, "history_manager", None)
+        after = f"In [{len(history.input_hist_parsed) - 1}]" if history is not None else ""
+        return {**bundle, "text/html": foldable(self._saved_html, after=after)}
 
 
 class PollSchedule:

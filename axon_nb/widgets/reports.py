@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING, Any
 
 from axon_nb.cluster.branches import Branch, Branches
 from axon_nb.cluster.comparison import Verdict
@@ -36,8 +37,14 @@ from axon_nb.widgets.html import (
     table_row,
 )
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _QUOTED = re.compile(r"'(\w[\w.]*)'")
+_CALL_AT = re.compile(r"(\w+)(?: \([^)]*\))? at line (\d+)")
+_MAX_PLACES = 2
+_COMMAND = f"{CODE};white-space:nowrap;user-select:all"
 _AROUND = 2
 """Lines of code shown before and after the one that failed."""
 _MAX_MESSAGE = 600
@@ -58,12 +65,12 @@ def failure_card(failure: Failure, *, code: str, cell: int, ranks: Sequence[int]
         ranks: The ranks that ran it.
     """
     claim, message = _claim(failure)
+    words = f'<div style="margin:2px 0 6px;white-space:pre-wrap">{escape(_shortened(message))}</div>' if message else ""
     return (
         f'<figure style="margin:4px 0;padding:6px 12px;border-left:4px solid {_ERROR};overflow-x:auto;'
         'font-size:var(--jp-ui-font-size1, 13px);color:var(--jp-ui-font-color1, inherit)">'
         f'<figcaption style="margin:0"><b style="font-weight:600">{escape(claim)}</b></figcaption>'
-        f'<div style="margin:2px 0 6px;white-space:pre-wrap">{escape(_shortened(message))}</div>'
-        f"{_failed_lines(failure, code, cell)}{_fates(failure, ranks)}"
+        f"{words}{_failed_lines(failure, code, cell)}{_fates(failure, ranks)}"
         f'<div style="margin:6px 0 0">{prose(_kept_variables(failure, ranks))}</div>'
         f"{_next_steps(failure, ranks)}</figure>"
     )
@@ -74,10 +81,15 @@ def _claim(failure: Failure) -> tuple[str, str]:
     who = name_ranks(failure.alike).capitalize()
     cause = failure.cause
     if failure.explanation:
-        return "The ranks could not finish the cell", failure.explanation
+        return "The ranks could not finish the cell", failure.explanation[0].upper() + failure.explanation[1:]
+    if cause.kind == "died" and cause.evalue.startswith("was "):
+        return f"{who} {agree(cause.evalue, len(failure.alike))}", ""
     if cause.kind == "raised":
         is_key = cause.ename == "KeyError"  # whose message is the key alone
-        return f"{who} raised {cause.ename}", f"KeyError: {cause.evalue}" if is_key else cause.evalue
+        others = [rank for rank, error in failure.errors.items() if error.kind == "raised"]
+        others = [rank for rank in others if rank not in failure.alike]
+        also = f"; {name_ranks(others)} failed, too" if others else ""
+        return f"{who} raised {cause.ename}{also}", f"KeyError: {cause.evalue}" if is_key else cause.evalue
     verbs = {"died": "died", "stuck": "did not stop", "aborted": "did not finish"}
     return f"{who} {verbs[cause.kind]}", f"{who} {agree(cause.evalue, len(failure.alike))}."
 
@@ -88,27 +100,43 @@ def _shortened(text: str) -> str:
 
 
 def _failed_lines(failure: Failure, code: str, cell: int) -> str:
-    """Return the line that failed with its neighbours; empty if it is not in this cell."""
+    """Return the line that failed, or those in which ranks waited, with their neighbours; empty if none is known."""
     place = failure_line(failure.cause, cell)
     lines = code.splitlines()
-    if place is None or not 1 <= place[0] <= len(lines):
+    first = 2 if lines and lines[0].startswith("# %%") else 1
+    calls = _calls(failure) if place is None else {place[0]: ""}
+    marked = [number for number in sorted(calls) if first <= number <= len(lines)][:_MAX_PLACES]
+    if not marked:
         return ""
-    failed, called = place
-    first = 2 if lines[0].startswith("# %%") else 1
-    shown = range(max(first, failed - _AROUND), min(len(lines), failed + _AROUND) + 1)
-    width = len(str(shown.stop))
+    around = {number + step for number in marked for step in range(-_AROUND, _AROUND + 1)}
+    shown = sorted(number for number in around if first <= number <= len(lines))
+    width = len(str(shown[-1] + 1))
     rows = "".join(
         f'<div style="{CODE}"><span style="{MUTED};user-select:none">{number:>{width}}  </span>'
-        f"{_marked(lines[number - 1], failure.cause) if number == failed else escape(lines[number - 1])}</div>"
+        f"{_marked(lines[number - 1], failure.cause, calls[number]) if number in marked else escape(lines[number - 1])}"
+        "</div>"
         for number in shown
     )
-    caller = f'<div style="margin:0 0 4px;{MUTED}">called at line {called}</div>' if called != failed else ""
+    caller = ""
+    if place is not None and place[1] != place[0]:
+        caller = f'<div style="margin:0 0 4px;{MUTED}">called at line {place[1]}</div>'
     return f'<pre style="margin:0 0 6px;padding:0;background:none;white-space:pre">{rows}</pre>{caller}'
 
 
-def _marked(line: str, cause: RankError) -> str:
-    """Mark the names that the error is about, or else the whole statement."""
-    names = {name for name in _QUOTED.findall(cause.evalue) if re.search(rf"\b{re.escape(name)}\b", line)}
+def _calls(failure: Failure) -> dict[int, str]:
+    """Return the calls in which ranks waited, or that did not match, by their lines."""
+    texts = [*(error.evalue for error in failure.errors.values()), failure.explanation]
+    return {int(line): call for text in texts for call, line in _CALL_AT.findall(text)}
+
+
+def _marked(line: str, cause: RankError, call: str = "") -> str:
+    """Mark the call, or the names that the error is about, or else the whole statement."""
+    dotted = re.search(rf"(?:\w+\.)*\b{re.escape(call)}\b", line) if call else None
+    names = (
+        {dotted[0]}
+        if dotted
+        else {name for name in _QUOTED.findall(cause.evalue) if re.search(rf"\b{re.escape(name)}\b", line)}
+    )
     if not names:
         indent = line[: len(line) - len(line.lstrip())]
         return f'{indent}<mark style="{_MARK}">{escape(line.strip())}</mark>'
@@ -123,9 +151,12 @@ def _marked(line: str, cause: RankError) -> str:
 def _fates(failure: Failure, ranks: Sequence[int]) -> str:
     """Return a table of what each rank did; ranks that did the same share a row."""
     shown = failure.alike if failure.cause.kind == "raised" and not failure.explanation else ()
+    missed: list[str] = []
+    if " finished the cell" in failure.explanation:  # they are known to be waited for
+        missed = [f"{call} at line {line}" for line, call in _calls(failure).items()]
     groups: dict[str, list[int]] = {}
     for rank in sorted({*ranks, *failure.errors}):
-        text = f"raised {failure.cause.ename}" if rank in shown else _fate(failure.errors.get(rank))
+        text = f"raised {failure.cause.ename}" if rank in shown else _fate(failure.errors.get(rank), missed)
         groups.setdefault(text, []).append(rank)
     if len(groups) == 1 and not failure.explanation:
         return ""
@@ -139,9 +170,9 @@ def _fates(failure: Failure, ranks: Sequence[int]) -> str:
     return table((), rows)
 
 
-def _fate(error: RankError | None) -> str:
+def _fate(error: RankError | None, missed: Sequence[str] = ()) -> str:
     if error is None:
-        return "finished the cell"
+        return "finished the cell" + (f", and did not join {missed[0]}" if len(missed) == 1 else "")
     text = f"raised {error}" if error.kind == "raised" else error.evalue
     return _shortened(text.splitlines()[0] if text else error.kind)
 
@@ -162,13 +193,60 @@ def _next_steps(failure: Failure, ranks: Sequence[int]) -> str:
     """Return commands to run next, each with what it does; a click selects a command."""
     rows = "".join(
         table_row(
-            f'<td style="{CELL}"><code style="{CODE};user-select:all">{escape(command)}</code></td>',
-            f'<td style="{WRAPPED_CELL};{MUTED}">{escape(text)}</td>',
+            f'<td style="{WRAPPED_CELL}"><code style="{_COMMAND}">{escape(command)}</code>'
+            f' <span style="display:inline-block;{MUTED}">{escape(text)}</span></td>'
         )
         for command, text in next_commands(failure, ranks)
     )
-    hint = f'<div style="margin:4px 0 0">{prose(failure.hint)}</div>' if failure.hint else ""
+    words = failure.hint.replace(failure.kept.remedy, "").strip() if rows else failure.hint
+    hint = f'<div style="margin:4px 0 0">{prose(words)}</div>' if words else ""
     return hint + (table((), [rows]) if rows else "")
+
+
+def variables_html(frame: pd.DataFrame) -> str:
+    """Return what `Cluster.variables` has found as a table, without columns that say nothing."""
+    return _frame_html({name: [_cell(name, value) for value in frame[name]] for name in frame.columns})
+
+
+def difference_html(frame: pd.DataFrame, reference: int) -> str:
+    """Return what `Cluster.diff` has found as a table; `reference` is the rank that the others are compared with."""
+    columns = {name: [_cell(name, value) for value in frame[name]] for name in frame.columns}
+    pairs = zip(columns.pop("rank"), columns.pop("values"), strict=True)
+    return _frame_html({"differs": [_by_rank(reference, rank, both) for rank, both in pairs], **columns})
+
+
+def _by_rank(reference: int, rank: str, values: str) -> str:
+    ours, slash, theirs = values.partition(" / ")
+    if not slash:
+        return f"rank {rank}: {values}"
+    short = _shortest(ours), _shortest(theirs)
+    if short[0] != short[1]:
+        ours, theirs = short
+    return f"rank {reference}: {ours}, rank {rank}: {theirs}"
+
+
+def _shortest(text: str) -> str:
+    try:
+        return f"{float(text):.4g}" if "." in text or "e" in text else text
+    except ValueError:
+        return text
+
+
+def _frame_html(columns: dict[str, list[str]]) -> str:
+    shown = {name: texts for name, texts in columns.items() if any(texts)}
+    rows = (
+        table_row(row_title(escape(first), WRAPPED_CELL), data_cells(rest, WRAPPED_CELL))
+        for first, *rest in zip(*shown.values(), strict=True)
+    )
+    return f'<div style="overflow-x:auto">{table(list(shown), rows)}</div>'
+
+
+def _cell(column: str, value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if column == "bytes":
+        return format_bytes(int(value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def branches_bundle(branches: Branches) -> dict[str, str]:
@@ -249,7 +327,7 @@ def _comparison_html(verdict: Verdict) -> str:
                 ("phase", found.phase, f"call {found.call + 1}"),
                 ("ranks", format_ranks(found.ranks), ""),
                 ("relative error", f"{found.relative:.2g}", f"allowed {found.allowed:.2g}"),
-                ("cause", found.cause or "unknown", ""),
+                *([("cause", found.cause, "")] if found.cause else []),
             ]
         )
     rows = [

@@ -25,8 +25,8 @@ from axon_nb.records.units import format_bytes
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.html import (
     CELL,
+    MUTED,
     WRAPPED_CELL,
-    data_cells,
     figure,
     note_lines,
     rank_color,
@@ -51,7 +51,9 @@ _AREA = 3000.0
 _CHAR_WIDTH = 6.2
 _PALE = 0.55
 """Opacity of the colours in every second group of eight ranks."""
-_TITLES = ("tensor", "", "shape", "where", "per rank", "parts by rank")
+_TITLES = ("tensor", "parts by rank")
+UNNAMED = "axis 0"
+"""The first axis of a mesh without names."""
 _MAX_ROWS = 60
 _MAX_TENSORS = 2000
 _MIN_INTERVAL_S = 2.0
@@ -160,10 +162,10 @@ def describe_placement(tensor: PlacedTensor) -> str:
     """Describe where a tensor's parts are, such as ``rows over dp (4)`` or ``copies over dp (2)``."""
     ranks = name_ranks(tensor.ranks)
     if tensor.kind == "own":
-        return f"{ranks}: each its own" if len(tensor.ranks) > 1 else f"{ranks} alone"
+        return f"whole on each of {ranks}, not declared" if len(tensor.ranks) > 1 else f"{ranks} alone"
     parts = []
     for placement, axis, count in zip(tensor.placements, tensor.axes, tensor.mesh_shape, strict=True):
-        over = f"{axis} ({count})"
+        over = f"{count} ranks" if axis == UNNAMED and len(tensor.axes) == 1 else f"{axis} ({count})"
         if placement.startswith("Shard"):
             dim = int(placement[6:-1])
             parts.append(f"{_DIM_NAMES.get(len(tensor.shape), {}).get(dim, f'dim {dim}')} over {over}")
@@ -248,6 +250,8 @@ def find_mesh(shards: Sequence[Shard]) -> Mesh:
 
 
 def _sizes(axes: Sequence[str], shape: Sequence[int]) -> str:
+    if tuple(axes) == (UNNAMED,):
+        return f"{shape[0]} ranks"
     return " × ".join(f"{axis} {size}" for axis, size in zip(axes, shape, strict=True))
 
 
@@ -451,9 +455,12 @@ def _page_row(row: Alike) -> str:
         f'<img alt="{text}" title="{text}" src="{svg_uri(drawing_svg(drawing))}" width="{drawing.width + 2:g}" '
         f'height="{drawing.height + 2:g}" style="display:block;margin:0;max-width:none">'
     )
+    role, shape, where, sizes = map(escape, _page_cells(tensor))
+    words = (
+        f'<div style="font-weight:400;{MUTED}">{role}, {shape}, {sizes}</div><div style="font-weight:400">{where}</div>'
+    )
     return table_row(
-        row_title(escape(_shown_name(row))),
-        data_cells(_page_cells(tensor), WRAPPED_CELL),
+        row_title(f"{escape(_shown_name(row))}{words}", f"{WRAPPED_CELL};overflow-wrap:anywhere"),
         f'<td style="{CELL}">{picture}</td>',
     )
 

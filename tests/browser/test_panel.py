@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -53,7 +54,11 @@ def test_hanging_cell_is_explained_and_interrupted(lab: LabServer, page: LabPage
     lab.write_notebook("hanging.ipynb", [START, HANG, say])
     page.open_notebook("hanging.ipynb")
     assert page.page.locator(".axon-status-item").is_hidden()
-    page.run_and_wait(0)
+    page.run_cell(0)
+    page.page.locator(".axon-status-item", has_text="Starting 2 ranks …").wait_for()
+    page.output(0).get_by_text("Starting 2 ranks …").wait_for()
+    page.wait_done(0)
+    assert "Starting" not in page.output(0).inner_text(), "the card of the ranks replaces it"
     wait_status(page, "2 ranks, idle")
     ranks = panel(page)
     assert ranks.locator("tbody tr").count() == 2
@@ -62,13 +67,16 @@ def test_hanging_cell_is_explained_and_interrupted(lab: LabServer, page: LabPage
     page.run_cell(1)
     wait_status(page, "2 ranks, running In [2]")
     ranks.get_by_text("Waiting for rank 1 (line 3): rank 0 has been in all_reduce").wait_for()
+    ranks.locator("tbody").get_by_text(re.compile(r"^waits for rank 1 · [\d.]+\ss$")).wait_for()
     press(ranks, "Stacks")
     ranks.locator("pre", has_text="while rank == 1").wait_for()
+    assert ranks.locator("pre").evaluate("(stacks) => stacks.scrollWidth - stacks.clientWidth") <= 0
     assert page.is_running(1), "nothing of this disturbs the cell"
     press(ranks, "Interrupt")
     page.wait_done(1)
     page.wait_text(1, "[rank 1] was interrupted at line 3")
     wait_status(page, "2 ranks, idle")
+    assert ranks.locator("tbody").get_by_text("waits for").count() == 0, "the panel is as late as the status bar"
 
     page.run_and_wait(2)
     ranks.locator("tbody button", has_text="1").click()

@@ -72,10 +72,15 @@ def test_page_with_saved_views_needs_no_network(chromium: Browser, tmp_path: Pat
     body, _ = HTMLExporter().from_notebook_node(notebook_with_views())
     path = tmp_path / "views.html"
     path.write_text(body, encoding="utf-8")
-    shown = chromium.new_page(offline=True)
+    shown = chromium.new_page(offline=True, viewport={"width": 800, "height": 900})
     shown.set_default_timeout(LIMIT * 1000)
     shown.goto(path.as_uri(), wait_until="domcontentloaded")
     cells = shown.locator(".jp-CodeCell")
     for i, view in enumerate(sorted(VIEWS)):
         look_at(cells.nth(i), view)
+        if view == "timeline":
+            cells.nth(i).get_by_text("0.05 s", exact=True).wait_for()
+        if view == "shards":
+            cut = "(figure) => figure.scrollWidth - figure.clientWidth"
+            assert cells.nth(i).locator("details > figure").evaluate(cut) <= 0, "pictures are cut at 800 px"
     shown.close()

@@ -117,7 +117,7 @@ def test_strip_moves_while_the_cell_runs(page: LabPage, running: Path) -> None:
     waits = r"/waiting in all_reduce, line 4, \d\.\d+ s/"
     page.wait_until(f"() => [...document.querySelectorAll('{STATES}')].some((one) => {waits}.test(one.textContent))")
     keys = "[...document.querySelectorAll('.axon-strip-key')].filter((key) => !key.hidden).map((key) => key.innerText)"
-    page.wait_until(f"(all) => {keys}.join() === all", "running,in a collective,waiting,failed")
+    page.wait_until(f"(all) => {keys}.join() === all", "running,in a collective,there for 0.25 s or more,failed")
     page.wait_until(f"() => document.querySelector('{STRIP} [aria-live=polite]').textContent !== ''")
     running.touch()
     page.wait_done(1)
@@ -133,7 +133,7 @@ def test_finished_strip_is_saved_as_picture(page: LabPage, running: Path, lab: L
     (output,) = saved.cells[1].outputs
     assert set(output.data) == {"text/html", "text/plain"}
     assert "data:image/svg+xml;base64," in output.data["text/html"]
-    assert output.data["text/plain"].startswith("In [1]: 4 ranks, ")
+    assert output.data["text/plain"].startswith("Activity, In [1], 4 ranks, ")
     assert FAILED in output.data["text/plain"]
 
     # Opened by somebody else: without a kernel, and not trusted.

@@ -132,7 +132,7 @@ def test_timeline_is_live_responds_to_keys_and_survives_reload(lab: LabServer, p
     stop.touch()
     page.wait_done(2)
     caption = page.output(1).locator("details.axon-picture > summary")
-    caption.get_by_text("Timeline of In [3]: 4 ranks, ").wait_for()
+    caption.get_by_text("Timeline, In [3], 4 ranks, ").wait_for()
     page.wait_until("() => !document.querySelector('details.axon-picture').open")  # the live view is above it
     caption.click()
     _picture(page, "timeline-saved", cell=1)

@@ -35,7 +35,7 @@ run("distributed", "stop")
 def missing_words(view: str, text: str) -> list[str]:
     """What each view says of two ranks, and this text does not."""
     words = {
-        "timeline": ("Timeline: 2 ranks, ", "  rank 1: ", "communicating "),
+        "timeline": ("Timeline, 2 ranks, ", "  rank 1: ", "communicating "),
         "watch": ("2 ranks, no cell is running", "  rank 1: idle; "),
         "memory": ("model, optimizer: memory of 2 ranks", "  rank 1: "),
         "shards": ("model: ", "weight"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib import metadata
 
 import pytest
 
@@ -11,6 +12,7 @@ from axon_nb import cli
 from axon_nb.cluster.failures import RankError, cell_error
 from axon_nb.errors import ClusterLostError, UsageError
 from axon_nb.troubleshooting import MORE, PAGE, Entry, entries, explain, more, name_of
+from axon_nb.wrong_numbers import faults_of
 from scripts.generated_page import ROOT
 from scripts.site_reference import template
 
@@ -91,6 +93,12 @@ def test_entries_are_found_by_name_by_message_and_by_words() -> None:
     assert explain(["SIGSEGV"]) == by_name
     assert len(explain(["GPU"]).splitlines()) > 3
     assert explain(["unicorn"]).startswith("No entry contains 'unicorn'.")
+
+
+def test_wrong_numbers_are_those_of_the_installed_torch() -> None:
+    shown = explain(["wrong-numbers"])
+    assert f"torch {metadata.version('torch')}, which is installed:" in shown
+    assert all(str(fault) in shown for fault in faults_of(metadata.version("torch")))
 
 
 @pytest.mark.parametrize("words", [["help", "died"], ["help", "was", "killed", "by"]])

@@ -7,7 +7,7 @@ import os
 import psutil
 import pytest
 
-from axon_nb.doctor.installation import Answer, Child, self_test
+from axon_nb.doctor.installation import Answer, Child, self_test, software
 from tests.support.processes import ended, until
 
 CAPABILITY = {
@@ -16,7 +16,7 @@ CAPABILITY = {
     "works": True,
     "reason": "",
     "lost": "a failing rank leaves the others waiting",
-    "fix": 'pip install "torch>=2.11,<2.16"',
+    "fix": 'pip install "torch>=2.8,<2.16"',
 }
 
 
@@ -42,7 +42,15 @@ def test_missing_capability_is_reported_with_consequence_and_fix() -> None:
     assert finding.severity == "problem"
     assert finding.value == "does not work (no attribute _resume)"
     assert finding.message == "Lost: a failing rank leaves the others waiting."
-    assert finding.fix == 'Run `pip install "torch>=2.11,<2.16"`.'
+    assert finding.fix == 'Run `pip install "torch>=2.8,<2.16"`.'
+
+
+@pytest.mark.parametrize(("version", "severity"), [("2.15.0+cu132", "ok"), ("2.99.0", "note")])
+def test_torch_that_nobody_tested_is_named_with_what_to_pin(version: str, severity: str) -> None:
+    build = Answer({"torch": version, "cuda": None, "hip": None, "nccl": None, "backends": ["gloo"]})
+    (finding,) = [one for one in software(build).findings if one.label == "torch"]
+    assert finding.severity == severity
+    assert ('`pip install "torch>=2.11,<2.16"`' in finding.fix) is (severity == "note")
 
 
 FAILURES = {

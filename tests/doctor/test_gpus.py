@@ -15,7 +15,7 @@ from axon_nb.doctor.machine import NVML, gpus
 from axon_nb.doctor.report import Finding
 from tests.support.nvidia_smi import A100X4, Driver, build_library
 
-CUDA = Answer({"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.3", "backends": ["gloo", "nccl"], "gpus": 4})
+CUDA = Answer({"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "backends": ["gloo", "nccl"], "gpus": 4})
 CPU = Answer({"torch": "2.13.0+cpu", "cuda": None, "nccl": None, "backends": ["gloo"], "gpus": 0})
 
 needs_nvml = pytest.mark.skipif(find_spec("pynvml") is None, reason="needs nvidia-ml-py")
@@ -59,7 +59,7 @@ def test_memory_processes_and_instances_of_each_gpu(
     section = gpus(ask(monkeypatch, library, FAKE_NVML_PID=str(user)), CUDA, {})
     found = by_label(section.findings)
     assert found["driver"].value == "580.95.05 (CUDA up to 13.0)"
-    assert found["NCCL"].value == "2.28.3"
+    assert found["NCCL"].value == "2.28.9"
     assert found["GPU 0"] == Finding("GPU 0", "NVIDIA H100 80GB HBM3, 1.00 MiB of 80.0 GiB used")
     busy = found["GPU 1"]
     assert busy.severity == "note"
@@ -166,7 +166,7 @@ def test_real_check_process_works_without_a_driver(monkeypatch: pytest.MonkeyPat
     assert sys.modules.get("pynvml") is before
 
 
-@pytest.mark.parametrize(("version", "severity"), [("2.25.1", "note"), ("2.28.3", "ok")])
+@pytest.mark.parametrize(("version", "severity"), [("2.25.1", "note"), ("2.28.8", "note"), ("2.28.9", "ok")])
 def test_nccl_version_with_hanging_abort_is_reported(smi: Driver, version: str, severity: str) -> None:
     found = by_label(gpus(Answer({"package": False}), Answer(CUDA.content | {"nccl": version}), {}).findings)
     assert (found["NCCL"].value, found["NCCL"].severity) == (version, severity)

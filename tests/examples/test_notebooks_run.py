@@ -29,6 +29,7 @@ LOSSES = {
     "05_tensor_parallel": "losses, thrifty_losses",
     "06_pipeline": "history",
     "07_three_d": "first, last",
+    "15_look_inside": "changed, continued(), one_back.tolist()",
     "11_the_guide": "losses, reference_loss.item(), result, loss.item(), compressed, plain, right",
 }
 """Every loss that an example has at its end, as an expression on its ranks."""

@@ -177,3 +177,14 @@ fresh()
         "axon_nb: debug_launcher(4 processes) runs on the 2 ranks of this cell.",
         "debug 2 no",
     }
+
+
+def test_dict_that_is_split_between_processes_stays_whole(two: Kernel) -> None:
+    reply = two.ok("""%%distributed
+from accelerate import PartialState
+state, data = PartialState(), {"x": [1, 2, 3, 4]}
+for _ in range(2):
+    with state.split_between_processes(data) as part:
+        print(len(part["x"]), data)
+""")
+    assert reply.lines() == ["[ranks 0-1] 2 {'x': [1, 2, 3, 4]}"] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support.kernel import Kernel
@@ -30,11 +32,18 @@ torch.manual_seed(rank)
 drawn = model.generate(tokens, do_sample=True, max_new_tokens=8)
 drawn = model.generate(tokens, do_sample=True, max_new_tokens=8)
 """)
-    assert reply.shown().count("axon_nb: the inputs of LlamaForCausalLM differ between ranks 0-1 in call") == 1
-    assert "at line 3" in reply.shown()
+    wanted = r"axon_nb: the inputs of LlamaForCausalLM differ between ranks 0-1 since call \d at line 3, so each rank"
+    assert len(re.findall(wanted, reply.shown())) == 1
     assert "Run `%distributed seed 0`" in reply.shown()
     reply = two.ok("%%distributed\nmodel(tokens + rank).logits.shape")
-    assert "differ between ranks 0-1 in call" in reply.shown(), "once in each cell"
+    assert "differ between ranks 0-1 since call 1 at line 2" in reply.shown(), "once in each cell"
+    reply = two.ok("""%%distributed
+for step in range(100):
+    model(tokens + rank * (step == 80))
+""")
+    assert "differ between ranks 0-1 since one of the calls 65 to 100 at line 3" in reply.shown(), "one call was enough"
+    reply = two.ok("%%distributed\nmodel(inputs_embeds=torch.ones(1, 3, 32) * (1 + rank)).logits.shape")
+    assert "differ between ranks 0-1 since call 1 at line 2" in reply.shown()
     two.ok("%distributed seed 0")
     reply = two.ok("""%%distributed
 drawn = model.generate(tokens, do_sample=True, max_new_tokens=8)
@@ -85,7 +94,7 @@ model(tokens)
     reply = two.ok("%%distributed\nfor _ in range(3):\n    model(tokens)\n")
     assert "differ" not in reply.shown()
     reply = two.ok("%%distributed\nfor _ in range(3):\n    model(tokens + rank)\n")
-    assert "differ between ranks 0-1" in reply.shown()
+    assert "differ between ranks 0-1 since call 1 at line 3" in reply.shown()
 
 
 def test_norms_are_drawn_as_copies(two: Kernel) -> None:
@@ -117,6 +126,41 @@ seen
     two.ok(
         "%pull seen --ranks 0\nassert list(seen) == ['model.layers.1.self_attn.q_proj', 'model.layers.1.mlp.act_fn']"
     )
+
+
+LOOK = """%%distributed
+from axon_nb import inside
+
+model.set_attn_implementation("eager")
+places = ("layers.*", "layers.*.self_attn:heads", "layers.0.self_attn:attention", "lm_head")
+with torch.no_grad(), inside.record(model, *places) as seen:
+    drawn = model.generate(tokens, max_new_tokens=3, do_sample=False)
+    best = model(drawn[:, :-1]).logits[0].argmax(-1)
+"""
+
+
+def test_recording_is_shown_and_redrawn(two: Kernel) -> None:
+    two.ok(MODEL)
+    two.ok(LOOK)
+    (bundle,) = two.ok("%inside seen").displays
+    text, page = bundle["text/plain"], bundle["text/html"]
+    assert text.startswith("seen: 6 places on 2 ranks\n")
+    assert "model.layers.0.self_attn:heads: (1, 3, 4, 8), heads split over ranks 0-1; norms" in text
+    assert "model.layers.1: (1, 3, 32), whole on each rank; norms" in text
+    assert "lens" not in text
+    maps = page.split("attention of head ")[1:]
+    assert [one.split('title="')[1][: len("rank 0")] for one in maps] == ["rank 0", "rank 0", "rank 1", "rank 1"]
+    assert "<script" not in page
+    (bundle,) = two.ok("""%%distributed
+found = inside.lens(model, seen, lambda token: f"<{token}>")
+assert torch.equal(found["model.layers.1"][0][0, -5:], best), "the last block's words are the model's"
+""").displays
+    assert re.search(r"model.layers.1: .* lens <\d+> <\d+>", bundle["text/plain"]), "the picture is redrawn"
+    assert "&lt;5&gt;" in bundle["text/html"], "words are text"
+    for name, problem in {"nothing": "does not exist", "tokens": r"\(type Tensor\) is not a recording"}.items():
+        reply = two.run(f"%inside {name}")
+        assert not reply.ok
+        assert re.search(f"UsageError: '{name}' {problem}", reply.shown())
 
 
 def test_wrong_name_ends_the_cell_with_one_sentence(two: Kernel) -> None:

@@ -104,3 +104,18 @@ with profile(
         names = {event.get("name") for event in events}
         assert "aten::addmm" in names
         assert names & {"shm:all_reduce", "gloo:all_reduce"}
+
+
+def test_compiled_ddp_of_library_modules_is_named(two: Kernel) -> None:
+    two.ok(TRAIN)
+    sentence = "torch.compile(DDP(Sequential)) at line 2 compiles nothing, as torch skips modules of torch.nn there"
+    assert sentence in two.ok("%%distributed\ncompiled = torch.compile(DDP(net()))").shown()
+    reply = two.ok("""%%distributed
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+compiled = torch.compile(DDP(Own())), DDP(torch.compile(net()))
+""")
+    assert "compiles nothing" not in reply.shown()

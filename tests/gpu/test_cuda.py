@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from axon_nb.records.hooks import hook
 from tests.support.script import Script
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +86,12 @@ def test_timeline_has_the_gpus_own_times(nccl: Script) -> None:
     assert backward[3] >= forward[3] + forward[4] - 1e-5  # the queue is in order
     assert total[4] > 0
     assert total[3] >= backward[3]
+
+
+@pytest.mark.skipif(not hook("comm.group_hooks").is_used, reason="torch's groups have hooks since 2.14")
+def test_calls_of_torchs_own_groups_are_counted(nccl: Script) -> None:
+    count = "import axon_nb\nwith axon_nb.calls() as counted: dist.all_reduce(torch.ones(4, device=device))\n"
+    assert nccl.value(f"c.run({count + 'tuple(counted.of()[2:4])'!r})[0]") == (1, 16)
 
 
 def test_ddp_step_on_nccl(nccl: Script) -> None:

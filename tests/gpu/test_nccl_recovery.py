@@ -5,14 +5,17 @@ What takes two GPUs is not here: an abort of a collective that waits for a peer,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.script import Script
 
 pytestmark = pytest.mark.gpu
 
+SECOND_CLASS = os.environ.get("TORCH_DIST_USE_NCCL2") == "1"
 TRAIN = """
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -34,7 +37,9 @@ def weights():
 
 @pytest.fixture(scope="module")
 def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
-    """A script with one rank on NCCL."""
+    """A script with one rank on NCCL; with TORCH_DIST_USE_NCCL2=1, on torch's second class."""
+    if SECOND_CLASS and not hasattr(dist, "ProcessGroupNCCL2"):
+        pytest.skip("this torch has no ProcessGroupNCCL2")
     with Script(tmp_path_factory.mktemp("nccl")) as script:
         script.ok("import signal, axon_nb\nc = axon_nb.start(1, backend='nccl')", timeout=120)
         yield script
@@ -61,6 +66,20 @@ def test_ddp_object_trains_on_a_fresh_communicator(nccl: Script) -> None:
     assert nccl.value("c.run('step(2); step(3)\\nweights()')[0]") == undisturbed
     assert nccl.value("c.run('dist.barrier()\\ndist.get_backend()')[0]") == "nccl"
     assert nccl.value("c.run('t = torch.ones(2, device=device); dist.all_reduce(t)\\nt.tolist()')[0]") == [1.0, 1.0]
+
+
+def test_class_of_the_communicator_is_the_one_asked_for(nccl: Script) -> None:
+    name = nccl.value("c.run('type(dist.group.WORLD._get_backend(device)).__name__')[0]")
+    assert name == ("ProcessGroupNCCL2" if SECOND_CLASS else "ProcessGroupNCCL")
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="this torch has no nccl-legacy")
+def test_group_of_the_older_class_keeps_it(nccl: Script) -> None:
+    nccl.ok("c.run('legacy = dist.new_group([0], backend=\"nccl-legacy\")')")
+    assert nccl.run("c.run('dist.all_reduce(torch.ones(1, device=device), group=legacy)\nraise ValueError()')").kinds
+    cell = "t = torch.ones(1, device=device); dist.all_reduce(t, group=legacy)\n"
+    kind = "type(legacy._get_backend(device)).__name__"
+    assert nccl.value(f"c.run({cell + f'({kind}, t.item())'!r})[0]") == ("ProcessGroupNCCL", 1.0)
 
 
 CAPTURE = """

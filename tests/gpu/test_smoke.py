@@ -163,7 +163,7 @@ def test_killed_rank_is_replaced_with_a_peers_variables(card: Script) -> None:
 
 def test_views_have_data(card: Script) -> None:
     values(card, DDP)
-    words = {"memory": "model", "shards": "weight", "timeline": f"Timeline: {RANKS} ranks", "watch": f"{RANKS} ranks"}
+    words = {"memory": "model", "shards": "weight", "timeline": f"Timeline, {RANKS} ranks", "watch": f"{RANKS} ranks"}
     for view, word in words.items():
         names = "'model', " if view in ("memory", "shards") else ""
         assert until(lambda v=view, n=names, w=word: w in card.ok(f"_ = axon_nb.show.{v}({n}cluster=c)").out), view

@@ -27,6 +27,22 @@ test("a state is a few words", () => {
   assert.equal(summarize({ ...cluster, state: "detached" }, null), "4 ranks, detached");
 });
 
+test("a rank at a breakpoint is paused, and does not run", () => {
+  const paused = status([20, 20], { busy: "0-1" });
+  paused.ranks[1].state = "paused at line 5";
+  assert.equal(words.summarize(cluster, paused), "4 ranks, In [20] is paused");
+  assert.ok(words.isPaused(paused));
+});
+
+test("rows of waiting ranks are short, and their length does not change with the seconds", () => {
+  const short = (seconds) => words.shortState(`waiting in all_reduce at line 4 for rank 2, for ${seconds} s`);
+  assert.equal(short("2.1"), "waits for rank 2 · 2.1\u00a0s");
+  assert.equal(short("11.0"), "waits for rank 2 · 11\u00a0s");
+  assert.ok(short("11.0").length <= short("9.9").length);
+  assert.equal(words.shortState("running line 4"), "running line 4");
+  assert.equal(words.unbroken("Interrupted the cell on ranks 0-3."), "Interrupted the cell on ranks 0\u20113.");
+});
+
 test("ranks are counted out", () => {
   assert.deepEqual(words.expandRanks("0,2-4"), [0, 2, 3, 4]);
   assert.deepEqual(words.expandRanks(""), []);

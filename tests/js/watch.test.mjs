@@ -103,6 +103,16 @@ test("paths go from the left to the right edge, lows below highs", () => {
   assert.deepEqual(watch.paths(watch.decode(), [], span, FRAME, false), { line: "", band: "" });
 });
 
+test("curves of several cells share one axis", () => {
+  const [early, late] = [flat(1, 2), { ...flat(3, 4, 5), steps: [4, 5, 8] }];
+  assert.deepEqual(watch.extentOf([late, early]), { first: 0, last: 8 });
+  assert.deepEqual(watch.extentOf([flat()]), { first: 0, last: 1 });
+  const span = { low: 0, high: 10, logarithmic: false };
+  const { line } = watch.paths(late, late.means, span, FRAME, false, watch.extentOf([early, late]));
+  assert.ok(line.startsWith("M50.0 "), "it begins where its cell begins");
+  assert.deepEqual(ends(watch.valueSpan(watch.joined([early, late]), "number")), [0, 5]);
+});
+
 test("a value that steps is drawn in steps, and nothing else is", () => {
   const rate = flat(...[4, 4, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1]);
   assert.ok(watch.isStepped(rate));
@@ -128,8 +138,8 @@ test("smoothing keeps the level and forgets noise", () => {
 
 test("steps are labelled at round numbers, seconds as a clock", () => {
   const labels = (steps, axis) => watch.xTicks(steps, axis, 4).map(({ label }) => label);
-  assert.deepEqual(labels([0, 412], "steps"), ["0", "100", "200", "300", "400"]);
-  assert.deepEqual(labels([0, 3], "steps"), ["0", "1", "2", "3"]);
+  assert.deepEqual(labels([0, 412], "steps"), ["step 0", "100", "200", "300", "400"]);
+  assert.deepEqual(labels([0, 3], "steps"), ["step 0", "1", "2", "3"]);
   assert.deepEqual(labels([0, 190], "seconds"), ["0:00", "1:00", "2:00", "3:00"]);
   assert.deepEqual(labels([7], "steps"), ["7"]);
 });

@@ -28,10 +28,6 @@ PUBLIC = {
 NOT_IN_TEXT = {
     "_WORLD_GROUP": "the code matches names by their ends",
     "_register_process_group": "torch's own code calls it, for our groups",
-    "_stage_backward_initialized": "the code composes it",
-    "_stage_forward_initialized": "the code composes it",
-    "_stages_backward_initialized": "the code composes it",
-    "_stages_forward_initialized": "the code composes it",
 }
 """Names that the files of their hook do not show, each with the reason."""
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from axon_nb.torch_api import Torch211, Torch212, Torch213, Torch214, TorchApi, adapter_for, torch_api
+from axon_nb.torch_api import Torch210, Torch211, Torch212, Torch213, Torch214, TorchApi, adapter_for, torch_api
 
 
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
+        ("2.8.0+cu128", Torch210),
+        ("2.10.0a0+b4e4ee81d3", Torch210),
         ("2.11.0", Torch211),
         ("2.11.1+cu130", Torch211),
         ("2.12.0a0+git123", Torch212),

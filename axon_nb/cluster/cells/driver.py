@@ -51,6 +51,8 @@ async def run_to_completion_async(
             finally:
                 timer.cancel()
             woken.clear()
+            if interrupts.raised is not None:
+                raise interrupts.raised
     except BaseException as error:
         handle = _interrupted(run, finish)
         while not (handle.done() or isinstance(error, GeneratorExit)):

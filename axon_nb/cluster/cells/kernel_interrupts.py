@@ -17,10 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
+from axon_nb.errors import AxonError, CellInterrupt
 from axon_nb.records.hooks import missing_hooks
+from axon_nb.records.stacks import library_of
 from axon_nb.shell import user_frame
 
 _INTERRUPT_LINE = "raise KeyboardInterrupt  # the cell was interrupted before its first line"
@@ -36,6 +38,8 @@ _SUBSHELL_NOTE = (
     "This cell runs on a subshell, which the stop button does not reach. To interrupt it, press Interrupt in the "
     "panel, or run `%distributed cancel` in the notebook."
 )
+_GUARDED = (signal.SIGALRM, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals whose handlers may raise while an awaited cell waits."""
 _CATCHING = ("IPython.", "ipykernel.", "axon_nb.magics.")
 """Packages whose tasks run cells and requests, and catch KeyboardInterrupt."""
 
@@ -51,6 +55,8 @@ class InterruptQueue:
     def __init__(self, has_cancelled: Callable[[], bool] = lambda: False, *, in_task: bool = False) -> None:
         self.has_cancelled, self.in_task = has_cancelled, in_task
         self.count = 0
+        self.raised: BaseException | None = None
+        """What the handler of another signal raised in the event loop while this cell was awaited."""
         self._callback: Callable[[], None] | None = None
 
     def forward_to(self, callback: Callable[[], None]) -> None:
@@ -153,14 +159,12 @@ class KernelInterruptHandler:
         return await self._run_code(code, result, async_=async_)
 
     def _show(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Show a traceback as IPython does, without the frame of the handler that raised in the user's code."""
+        """Show a traceback as IPython does, without our frames below the user's code."""
         error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
-        call = error.__traceback__ if isinstance(error, KeyboardInterrupt) else None
-        while call is not None and call.tb_next is not None:
-            if call.tb_next.tb_frame.f_code is KernelInterruptHandler._on_interrupt.__code__:
-                call.tb_next = None
-            else:
-                call = call.tb_next
+        if isinstance(error, (AxonError, CellInterrupt)):  # rich.traceback ignores how they render themselves
+            _cut_after_last(error, lambda code: not library_of(code.co_filename))
+        elif isinstance(error, KeyboardInterrupt):
+            _cut_after_last(error, lambda code: code is not KernelInterruptHandler._on_interrupt.__code__)
         self._showtraceback(exc_tuple, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -180,6 +184,15 @@ class KernelInterruptHandler:
             finally:
                 if not _succeeded(future):
                     self._pending_at = None
+
+
+def _cut_after_last(error: BaseException, is_kept: Callable[[CodeType], bool]) -> None:
+    """Leave out the frames of a traceback below the last one that is kept."""
+    last, call = None, error.__traceback__
+    while call is not None:
+        last, call = (call if is_kept(call.tb_frame.f_code) else last), call.tb_next
+    if last is not None:
+        last.tb_next = None
 
 
 def _is_in_users_task() -> bool:
@@ -215,23 +228,60 @@ class KernelInterrupts:
         self._previous: Any = None
         self._handler: KernelInterruptHandler | None = None
         self._has_noted_subshell = False
+        self._awaited: list[InterruptQueue] = []
+        self._guarded: dict[signal.Signals, Any] = {}
+        """The user's handlers of other signals, by number, while a cell was last awaited."""
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[InterruptQueue]:
+    def capture(self, *, awaited: bool = False) -> Iterator[InterruptQueue]:
         """Send interrupts to the cell only; outside the main thread there are none.
+
+        Args:
+            awaited: Whether the event loop runs meanwhile: what a signal's handler raises there goes to the cell.
 
         Raises:
             KeyboardInterrupt: at the end, if there was an interrupt and the body did not raise.
             CancelledError: instead, in a task of the user's own: a KeyboardInterrupt there ends the event loop.
         """
         in_task = _is_in_users_task()
+        ends_loop = (KeyboardInterrupt, SystemExit) if self._handler is not None else KeyboardInterrupt
         try:
-            with self._captured(in_task=in_task) as interrupts:
+            with self._captured(in_task=in_task) as interrupts, self._guarding(interrupts if awaited else None):
                 yield interrupts
-        except KeyboardInterrupt as error:
+        except ends_loop as error:
             if in_task:
                 raise asyncio.CancelledError(str(error)) from error
             raise
+
+    @contextlib.contextmanager
+    def _guarding(self, interrupts: InterruptQueue | None) -> Iterator[None]:
+        """Raise in the awaited cell what handlers of signals raise in the event loop, which would end the kernel."""
+        if interrupts is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if not self._awaited:
+            for number in _GUARDED:
+                handler = signal.getsignal(number)
+                if callable(handler) and handler != self._on_other:
+                    self._guarded[number] = handler
+                    signal.signal(number, self._on_other)
+        self._awaited.append(interrupts)
+        try:
+            yield
+        finally:
+            self._awaited.remove(interrupts)
+            for number, handler in self._guarded.items() if not self._awaited else ():
+                if signal.getsignal(number) == self._on_other:
+                    signal.signal(number, handler)
+
+    def _on_other(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._guarded[signal.Signals(number)](number, frame)
+        except BaseException as error:
+            if not self._awaited or _is_in_users_task():  # whose own error it is
+                raise
+            for interrupts in self._awaited:
+                interrupts.raised = error
 
     @contextlib.contextmanager
     def _captured(self, *, in_task: bool) -> Iterator[InterruptQueue]:

@@ -23,6 +23,7 @@ from axon_nb.cluster.failures import (
     Kept,
     cell_error,
     context_hint,
+    different_inputs_hint,
     hint_for,
     interrupt_error,
     left_calls_hint,
@@ -124,7 +125,7 @@ class CellManager:
 
     async def run_async(self, code: str, **options: Unpack[CellOptions]) -> CellResult:
         """See `Cluster.run_async`."""
-        with self._interrupts.capture() as interrupts:
+        with self._interrupts.capture(awaited=True) as interrupts:
             run = self._start(code, options)
             return await run_to_completion_async(run, interrupts, lambda: self.finish(run, options))
 
@@ -177,6 +178,9 @@ class CellManager:
         self.add(run)
         if not quiet and (note := self._interrupts.subshell_note()):
             print(note)
+        if not quiet and cell_code.DEPRECATED.search(code):
+            for line in cell_code.deprecations(code):
+                print(line, file=sys.stderr)
         if ahead and not quiet:
             print(f"Queued behind the cell that is running on {name_ranks(ahead)}.")
         exclusive = options.get("exclusive", False) and is_exclusive(state, run)
@@ -294,8 +298,8 @@ class CellManager:
             raise ClusterLostError(f"The cluster {state.name!r} {run.cell.lost} {when}. {hint}")
         state.health.track_stuck(run)
         replaced = replace_stuck(state, run.cell.to_replace)
-        if left := left_calls_hint(run.cell.ends):
-            print(left, file=sys.stderr)
+        for hint in filter(None, (left_calls_hint(run.cell.ends), different_inputs_hint(run.cell.ends))):
+            print(hint, file=sys.stderr)
         numbers = run.abort.judge_numbers(failed=any(error.kind == "raised" for error in run.errors.values()))
         failure = failure_of(run, replaced, kept_of(state, self.settings.protect, run.errors.values()))
         record = cell_record(run, failure)

@@ -12,6 +12,20 @@ from axon_nb.errors import UsageError
 
 RANK_MAGICS = ("distributed", "rank")
 """The cell magics that send a cell to ranks."""
+_DTENSOR = "`torch.distributed.tensor`"
+_REPLACEMENTS = {
+    "FullyShardedDataParallel": "`torch.distributed.fsdp.fully_shard`",
+    "_composable.fsdp": "`torch.distributed.fsdp`",
+    "_shard": _DTENSOR,
+    "_sharded_tensor": _DTENSOR,
+    "_tensor": _DTENSOR,
+}
+DEPRECATED = re.compile(
+    r"\bFullyShardedDataParallel\b"
+    r"|\btorch\.distributed(?:\.| import )(_composable\.fsdp|_shard|_sharded_tensor|_tensor)\b"
+)
+"""Finds names that torch has replaced and says nothing about when they are used."""
+_noted: set[str] = set()
 
 
 class CellSyntaxError(UsageError):
@@ -64,6 +78,17 @@ def check(code: str, *, name: str = "cell") -> None:
 def mentions(code: str, name: str) -> bool:
     """Whether the code may read the variable `name`, because it contains the word."""
     return re.search(rf"\b{name}\b", code) is not None
+
+
+def deprecations(code: str) -> list[str]:
+    """Return a line for each name that torch has replaced, with what to use; for each once in this notebook."""
+    statements = "\n".join(line.partition("#")[0] for line in code.splitlines())
+    found = {match[0].replace(" import ", "."): match[1] or match[0] for match in DEPRECATED.finditer(statements)}
+    lines = [
+        f"torch has deprecated `{name}`: use {_REPLACEMENTS[key]}." for name, key in found.items() if name not in _noted
+    ]
+    _noted.update(found)
+    return lines
 
 
 def is_empty(body: str) -> bool:

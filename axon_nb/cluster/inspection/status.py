@@ -40,6 +40,9 @@ _MAX_MESH = 256
 """Largest mesh that is drawn."""
 _MAX_HOSTS = 4
 """Most hosts of which each is named."""
+_Columns = list[tuple[str, bool, list[str]]]
+"""For each column: its title, whether it holds numbers, and one text per row."""
+_MEASURED = ("pid", "memory", "on device")
 _MAX_ROWS = 64
 _SECONDS = re.compile(r",? for ([\d.]+) s$")
 """How long a rank has been in its state, at the end of the text."""
@@ -81,8 +84,8 @@ def describe_state(state: RankState | None, late: Sequence[int] = (), paused: Co
     if state is None:
         return "does not reply"
     if state.activity not in (Activity.COLLECTIVE, Activity.WAITING):
-        is_at_line = state.line and state.activity in (Activity.RUNNING, Activity.PAUSED)
-        return state.activity.value + (f" line {state.line}" if is_at_line else "")
+        where = {Activity.RUNNING: f" line {state.line}", Activity.PAUSED: f" at line {state.line}"}
+        return state.activity.value + (where.get(state.activity, "") if state.line else "")
     seconds = (state.time_ns - state.since_ns) / 1e9
     at = f" at line {state.line}" if state.line else ""
     verb = "waiting in" if state.activity is Activity.WAITING else "in"
@@ -315,9 +318,17 @@ def mesh_text(mesh: MeshInfo) -> list[str]:
     return lines
 
 
-def cluster_card(info: ClusterInfo) -> dict[str, str]:
-    """Render a cluster and its ranks as `text/html` (no scripts; light and dark themes) and `text/plain`."""
-    return {"text/html": _card_html(info), "text/plain": _card_text(info)}
+def cluster_card(info: ClusterInfo, *, measured: bool = True) -> dict[str, str]:
+    """Render a cluster and its ranks as `text/html` (no scripts; light and dark themes) and `text/plain`.
+
+    Args:
+        info: The cluster.
+        measured: Whether to show process ids, memory and GPUs' figures, which are others in each run of a notebook.
+    """
+    info = info if measured else msgspec.structs.replace(info, gpus=())
+    rows = _card_rows(info)
+    columns = _card_columns(info, rows[:_MAX_ROWS], measured=measured)
+    return {"text/html": _card_html(info, rows, columns), "text/plain": _card_text(info, rows, columns)}
 
 
 def _heading(info: ClusterInfo) -> list[str]:
@@ -342,8 +353,7 @@ def _card_rows(info: ClusterInfo) -> list[Sequence[RankInfo]]:
     return list(groups.values())
 
 
-def _card_columns(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]]) -> list[tuple[str, bool, list[str]]]:
-    """For each column: its title, whether it holds numbers, and one text per row."""
+def _card_columns(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]], *, measured: bool) -> _Columns:
     columns = [
         ("rank", True, [format_ranks(one.rank for one in row) for row in rows]),
         ("host", False, [_hosts(dict.fromkeys(one.host for one in row)) for row in rows]),
@@ -355,7 +365,7 @@ def _card_columns(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]]) -> list
     ]
     if any(row.device_bytes for row in info.ranks):
         columns.append(("on device", True, [_bytes([one.device_bytes for one in row]) for row in rows]))
-    return columns
+    return [column for column in columns if measured or column[0] not in _MEASURED]
 
 
 def _devices(row: Sequence[RankInfo]) -> str:
@@ -399,9 +409,7 @@ def _omitted(rows: Sequence[Sequence[RankInfo]]) -> list[str]:
     return [f"… {count} more ranks in {len(rows) - _MAX_ROWS} more rows"] if count else []
 
 
-def _card_html(info: ClusterInfo) -> str:
-    rows = _card_rows(info)
-    columns = _card_columns(info, rows[:_MAX_ROWS])
+def _card_html(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]], columns: _Columns) -> str:
     head = "".join(
         f'<th scope="col" style="{_NUMBER if number else _CELL};{_RULE};font-weight:normal;{MUTED}">{title}</th>'
         for title, number, _ in columns
@@ -433,9 +441,7 @@ def _card_html(info: ClusterInfo) -> str:
     )
 
 
-def _card_text(info: ClusterInfo) -> str:
-    rows = _card_rows(info)
-    columns = _card_columns(info, rows[:_MAX_ROWS])
+def _card_text(info: ClusterInfo, rows: Sequence[Sequence[RankInfo]], columns: _Columns) -> str:
     widths = [max(len(title), *map(len, text), 0) for title, _, text in columns]
     lines = [
         [title for title, _, _ in columns],

@@ -12,11 +12,13 @@ from axon_nb.cluster import rpc
 from axon_nb.cluster.rpc import Replies, request_each
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.protocol.inspection import (
+    DescribeRecording,
     DescribeVariables,
     GetVariableParts,
     GetVariableTree,
     LayoutsReply,
     LayoutsRequest,
+    RecordingFacts,
     VariableFacts,
     VariablePart,
     VariableTree,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
 _TIMEOUT_S = 60.0
-_VARIABLE_COLUMNS = ("name", "type", "shape", "dtype", "device", "placements", "bytes", "ranks")
+_VARIABLE_COLUMNS = ("name", "ranks", "type", "shape", "dtype", "bytes", "device", "placements")
 _MERGED_COLUMNS = {"type": "type", "shape": "shape", "dtype": "dtype", "device": "device", "placements": "where"}
 """By column, the key of the ranks' reports."""
 PREDEFINED = frozenset({
@@ -272,6 +274,27 @@ def _difference_row(
     values: str,
 ) -> dict[str, Any]:
     return dict(zip(_DIFFERENCE_COLUMNS, (part, rank, differing, of, at, largest, values), strict=True))
+
+
+def request_recording(state: ClusterState, name: str, known: Mapping[int, RecordingFacts]) -> dict[int, RecordingFacts]:
+    """Request what the ranks' recordings of that name hold; the known ones where they have not changed.
+
+    Raises:
+        UsageError: no rank has such a recording, or a cell is running.
+    """
+    if state.busy:
+        raise UsageError(f"A cell is running on {name_ranks(state.busy)}: look inside when it has finished.")
+    calls = {rank: DescribeRecording(name, known[rank].key if rank in known else 0) for rank in state.live_ranks}
+    found = {
+        rank: known[rank] if rank in known and not facts.refused and facts.key == known[rank].key else facts
+        for rank, facts in _call_all(state, calls).items()
+    }
+    kept = {rank: facts for rank, facts in found.items() if not facts.refused}
+    if not kept:
+        raise UsageError(
+            f"{name!r} {next(iter(found.values())).refused}: give what `inside.record(...) as seen` names."
+        )
+    return kept
 
 
 class LayoutRequest:

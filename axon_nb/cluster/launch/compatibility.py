@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from axon_nb.cluster.launch.placement import Layout
 from axon_nb.cluster.settings import Settings
+from axon_nb.records.environment import USER_CACHE
 from axon_nb.records.hooks import Capability, install_command, missing_hooks
 from axon_nb.records.protocol.agent import EngineInfo
 
@@ -106,7 +109,25 @@ def at_start(rank_info: AllRankInfo, backend: str, *, timeout_s: float) -> list[
             f"This ipyparallel lacks {', '.join(absent)}: starts and cells are slower.\n"
             f"To get it: {install_command('ipyparallel')}"
         )
+    if wrong := _wrong_numbers(rank_info[0].self_test.torch, backend):
+        notes.append(wrong)
     return notes
+
+
+def wrong_numbers_mark(version: str, backend: str) -> Path:
+    """The file that exists once a start has shown this user how much a torch computes wrong on a backend."""
+    name = f"shown-torch-{version.partition('+')[0]}-{backend}"
+    return Path(USER_CACHE.get()).expanduser() / "axon_nb" / name
+
+
+def _wrong_numbers(version: str, backend: str) -> str:
+    if (mark := wrong_numbers_mark(version, backend)).exists():
+        return ""
+    with contextlib.suppress(OSError):  # the self-test has made the folder, unless there is no place for it
+        mark.touch()
+    from axon_nb.wrong_numbers import note  # once per version
+
+    return note(version, backend)
 
 
 def after_failure(rank_info: AllRankInfo, backend: str, *, timeout_s: float) -> str:

@@ -49,8 +49,12 @@ lingers forever; seen with 9.1), so a busy machine gets time.
 R = TypeVar("R")
 
 
-def launch_engines(connection: Connection, layout: Layout, *, engines: str, timeout_s: float) -> ipp.Cluster:
+def launch_engines(
+    connection: Connection, layout: Layout, *, engines: str, timeout_s: float, on_registered: Callable[[int], None]
+) -> ipp.Cluster:
     """Launch one engine per rank with the launcher called `engines`, and wait until all are registered.
+
+    `on_registered` is called with their number so far.
 
     Raises:
         StartError: one exited or did not register within `timeout_s` seconds; the message has its last lines.
@@ -91,7 +95,8 @@ def launch_engines(connection: Connection, layout: Layout, *, engines: str, time
     try:
         _start_engines(cluster, layout.num_ranks, options, name=engines)
         timeout_s = max(1.0, end - time.monotonic())
-        _await_engines(connection, cluster, set(range(layout.num_ranks)), exit_codes=exit_codes, timeout_s=timeout_s)
+        wanted = set(range(layout.num_ranks))
+        _await_engines(connection, cluster, wanted, on_registered, exit_codes=exit_codes, timeout_s=timeout_s)
     except BaseException:
         stop_engines(cluster, engines)
         raise
@@ -106,10 +111,18 @@ def _start_engines(cluster: ipp.Cluster, num_ranks: int, options: dict[str, Any]
 
 
 def _await_engines(
-    connection: Connection, cluster: ipp.Cluster, wanted: set[int], *, exit_codes: dict[int, int], timeout_s: float
+    connection: Connection,
+    cluster: ipp.Cluster,
+    wanted: set[int],
+    on_registered: Callable[[int], None],
+    *,
+    exit_codes: dict[int, int],
+    timeout_s: float,
 ) -> None:
-    end = time.monotonic() + timeout_s
+    end, known = time.monotonic() + timeout_s, 0
     while not connection.client.wait_registered(wanted, 0.1):
+        if (count := len(connection.client.registered)) > known:
+            on_registered(known := count)
         _raise_if_dead(connection, exit_codes)
         _raise_if_engine_exited(cluster.engines["ranks"])
         if time.monotonic() > end:

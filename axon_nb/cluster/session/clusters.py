@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
@@ -86,6 +87,7 @@ def start(
     interface: str | None = None,
     hosts: str | None = None,
     force: bool = False,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> Cluster:
     """Start a cluster and make it the current one. Returns once every rank is in the group and has passed a barrier.
 
@@ -100,6 +102,7 @@ def start(
         hosts: Other hosts that run ranks, too: ``ssh:a,b``, ``slurm`` or ``slurm:JOB``, ``join`` or ``join:2``; None:
             there are none.
         force: Whether to stop ranks that this notebook left running even while a cell runs there.
+        on_progress: Called with texts such as ``Starting 4 ranks … 3 of 4``.
 
     Raises:
         UsageError: the request cannot be satisfied, or a cell runs on ranks that this notebook left running.
@@ -124,6 +127,8 @@ def start(
     raise_if_over_quota(layout.num_ranks)
     for note in layout.notes:
         print(note)
+    starting = f"Starting {'1 rank' if layout.num_ranks == 1 else f'{layout.num_ranks} ranks'} …"
+    on_progress(starting)
     if not several_hosts:
         connection = session.prewarm.take(chosen_settings.start_timeout)
     else:
@@ -139,7 +144,13 @@ def start(
         if others is not None:
             layout = await_hosts(connection, layout, others, timeout_s=chosen_settings.start_timeout)
         end = time.monotonic() + chosen_settings.start_timeout
-        launched = launch_engines(connection, layout, engines=launcher, timeout_s=chosen_settings.start_timeout)
+        launched = launch_engines(
+            connection,
+            layout,
+            engines=launcher,
+            timeout_s=chosen_settings.start_timeout,
+            on_registered=lambda count: on_progress(f"{starting} {count} of {layout.num_ranks}"),
+        )
         rank_info = join_world(connection, layout, chosen_settings, timeout_s=max(1.0, end - time.monotonic()))
         layout = compatibility.with_possible_backend(layout, rank_info)
         timeout_s = compatibility.collective_timeout(chosen_settings, recoverable=False)
@@ -283,8 +294,12 @@ def _live_ranks(connection: Connection, engines: str, num_ranks: int) -> set[int
     return live_ranks
 
 
-def restart() -> Cluster:
-    """Stop the current cluster and start one with the same options; variables on ranks are lost."""
+def restart(on_progress: Callable[[str], None] = lambda _: None) -> Cluster:
+    """Stop the current cluster and start one with the same options; variables on ranks are lost.
+
+    Args:
+        on_progress: As that of `start`.
+    """
     session = current.session()
     old = session.require("restart")
     options: dict[str, Any] = {
@@ -301,7 +316,7 @@ def restart() -> Cluster:
         session.prewarm.start()  # the next agent starts while the old one stops
     old.stop()
     session.drop(old)
-    return start(old.world_size, **options)
+    return start(old.world_size, **options, on_progress=on_progress)
 
 
 class ClusterEntry(Struct, frozen=True):

@@ -147,7 +147,7 @@ class _FastPath:
         """Record the span of a finished call."""
         if self.records_spans:
             emit(span_of((self.global_rank, "collective", name, start_ns, now(), self.name, size, -1, -1, 0, 0)))
-            report_payload(self.global_rank, name, size, self.size)
+            report_payload(self.global_rank, name, size, self.size, None if self.calls_backend else self.group())
 
 
 def _fast_path(tensor: Any, group: Any) -> _FastPath | None:

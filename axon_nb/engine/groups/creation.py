@@ -360,10 +360,8 @@ def forget_equal_meshes() -> None:
     """
     # Whatever makes a DTensor imports torch._dynamo. To import it here would cost each rank a second when it starts.
     if "torch.distributed.tensor" in sys.modules and "torch._dynamo" in sys.modules:
-        with contextlib.suppress(ImportError):
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            _clear_sharding_prop_cache()
+        with contextlib.suppress(ImportError, AttributeError):
+            torch_api().forget_placements()
 
 
 @contextlib.contextmanager
@@ -373,8 +371,9 @@ def named_group(name: str) -> Iterator[None]:
     torch names a group that only its members create by the number of groups on the rank. If ranks have different
     numbers of groups, they would wait for each other under different names.
     """
-    original = c10d._process_group_name
-    c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(name)
+    original: Any = c10d._process_group_name
+    chosen: Any = name  # a NewType from torch 2.9 on
+    c10d._process_group_name = lambda ranks, use_hashed_name: chosen
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, Work
+from torch.utils._pytree import tree_leaves
 
 from axon_nb.comm.calls import report_call
 from axon_nb.comm.errors import CommError, TensorError, TensorMismatchError
@@ -33,6 +34,7 @@ from axon_nb.engine.groups.gloo import (
     close_connections,
     reduce_scatter_via_all_reduce,
 )
+from axon_nb.engine.groups.gloo_arguments import exact_arguments
 from axon_nb.engine.groups.state import Call, GroupsState, payload_bytes, peer_of
 from axon_nb.engine.groups.store import rendezvous
 from axon_nb.errors import UsageError
@@ -50,6 +52,7 @@ _GLOO = dist.ProcessGroup.BackendType.GLOO
 _CPU = torch.device("cpu")
 _POINT_TO_POINT = {"recv", "recv_anysource", "send"}
 _SCATTERING = {"_reduce_scatter_base", "reduce_scatter_single"}
+_CHANGING = {"allreduce", "broadcast", "reduce"}
 # For these, Gloo returns a work whose wait accepts a timeout and can be repeated. The others lose their connection when
 # a wait times out (send, recv) or ignore the timeout (reduce_scatter).
 _SLICED = frozenset({
@@ -76,6 +79,7 @@ class RecoverableWork(Work):
             connection, and reduce_scatter ignores the timeout: those are waited for in a helper thread.
         keep_alive: Objects that must live as long as the operation runs.
         on_finish: Called once with `call` when the operation has finished.
+        results: The output tensors if `on_finish` stores into them; None: the inner work has them.
     """
 
     _done = False
@@ -90,9 +94,11 @@ class RecoverableWork(Work):
         sliced: bool,
         keep_alive: Any,
         on_finish: Callable[[Call], None],
+        results: Any = None,
     ) -> None:
         super().__init__()
         self._inner = inner
+        self._results = results
         self._call = call
         self._group = group
         self._state = group.state
@@ -214,7 +220,8 @@ class RecoverableWork(Work):
                 if self._failed:
                     raise AbortedError(f"aborted while waiting in {self._call.name}")
                 try:
-                    return inner.value()
+                    value = inner.value()
+                    return value if self._results is None else tree_leaves(self._results)
                 except RuntimeError as error:
                     if GroupLeftError.__name__ in str(error) or isinstance(error, GroupLeftError):
                         raise AbortedError(f"lost a peer while waiting in {self._call.name}: {error}") from None
@@ -247,7 +254,8 @@ class RecoverableWork(Work):
             self._on_finish(self._call)
         if self._done or not self._inner.is_completed():
             return self._done
-        if self._call.sequence == 0 and not self._call.refusal:  # it may have to be copied back from host memory
+        copies = self._call.sequence == 0 or self._results is not None  # from host memory, or from another layout
+        if copies and not self._call.refusal:
             with contextlib.suppress(RuntimeError):  # `wait` raises it again
                 self.wait()
         return True
@@ -262,7 +270,7 @@ class RecoverableWork(Work):
 
     def result(self) -> Any:
         """Return its output tensors."""
-        return self._inner.result()
+        return self._inner.result() if self._results is None else tree_leaves(self._results)
 
     def synchronize(self) -> None:
         """Do nothing: results on the CPU are complete after the wait."""
@@ -423,6 +431,8 @@ class RecoverableGroup(PythonProcessGroup):
         calls, abort, slowdown = self._calls, self._abort, self.state.slowdown
         abort.raise_if_set(name)
         slowdown.sleep()
+        if self.memory is None and _is_meta(args):  # torch returns at once, and sends nothing
+            return operation(self._inner, *args, **kwargs)
         point_to_point = name in _POINT_TO_POINT
         peer = peer_of(name, args) if point_to_point else -1
         refusal = calls.refusal_reason(self, name, peer) if calls.exclusive is not None else ""
@@ -445,10 +455,13 @@ class RecoverableGroup(PythonProcessGroup):
             if ring.watched and (frame := user_frame(sys._getframe())) is not None:
                 call.line = frame.f_lineno
             call.refusal = refusal
+            _count_change(name, args, self._own_rank)
+            exact = args
             if self.memory is not None and operation is not MonitoredBarrier:
                 work, sliced = getattr(self.memory, name)(*args, **kwargs), True
             else:
-                work = operation(self._inner, *args, **kwargs)
+                exact, finished = exact_arguments(name, args, finished, rank=self._own_rank)
+                work = operation(self._inner, *exact, **kwargs)
                 sliced = name in _SLICED or type(work) is ReduceScatterWork
         except BaseException as error:
             self.retract(call, sequence)
@@ -457,7 +470,10 @@ class RecoverableGroup(PythonProcessGroup):
             raise
         late = slowdown.late(work, name, args, self, call.bytes)
         sliced = sliced or late is not work
-        return RecoverableWork(late, call, group=self, sliced=sliced, keep_alive=args, on_finish=finished)
+        results = None if exact is args else args[0]
+        return RecoverableWork(
+            late, call, group=self, sliced=sliced, keep_alive=(args, exact), on_finish=finished, results=results
+        )
 
     def retract(self, call: Call | None, sequence: int) -> None:
         """Do not count an operation that failed before it began, on this rank only."""
@@ -522,6 +538,29 @@ class RecoverableGroup(PythonProcessGroup):
     def _device_types(self) -> list[torch.device]:
         kinds = {"cpu", self.rank_device.type, *(["cuda"] if torch.cuda.is_available() else [])}
         return [torch.device(kind) for kind in sorted(kinds)]
+
+
+def _count_change(name: str, args: tuple[Any, ...], rank: int) -> None:
+    """Have autograd refuse a backward pass that needs what a tensor held before, as after any change in place.
+
+    Not for the other operations: FSDP1 gathers again into what the forward pass has saved.
+    """
+    if name not in _CHANGING or (
+        # The root of a broadcast keeps its values, as all others do in a reduce.
+        name != "allreduce" and (name == "reduce") != (getattr(args[-1], "rootRank", rank) == rank)
+    ):
+        return
+    for tensor in [args[0]] if isinstance(args[0], torch.Tensor) else args[0]:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _is_meta(args: tuple[Any, ...]) -> bool:
+    """Whether an operation's tensors have no memory."""
+    first = args[0] if args else None
+    while isinstance(first, list) and first:
+        first = first[0]
+    return isinstance(first, torch.Tensor) and first.is_meta
 
 
 def _lost_peer(error: BaseException) -> str:

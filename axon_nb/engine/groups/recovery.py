@@ -6,7 +6,6 @@ aborted. Private hooks into torch; each comment says what goes wrong without the
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
@@ -181,8 +180,8 @@ def _reset_schedule(schedule: Any) -> None:
             getattr(schedule, name).clear()
     # Stages agree on shapes in their first step. If it was aborted, or a rank was replaced, only some have: the next
     # step would hang. And a receive in progress holds the buffers; they are created again with the rest.
-    for stages, direction in itertools.product(("stage", "stages"), ("forward", "backward")):
-        if hasattr(schedule, name := f"_{stages}_{direction}_initialized"):
+    for name in torch_api().schedule_flags:
+        if hasattr(schedule, name):
             setattr(schedule, name, False)
     for stage in [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages:
         torch_api().reset_stage(stage)

@@ -377,15 +377,14 @@ class TrainingJob:
             request = JobRequest()
         rows, position, lost = metrics.read(request.position, _MAX_ROWS)
         meter = metrics.pace if metrics.pace.steps else self.steps
-        running = state.cell is not None
-        rates = meter.rates(state.time_ns, running=running)
-        logged = rates if meter is metrics.pace else metrics.pace.rates(state.time_ns, running=running)
+        rates = meter.rates(state.time_ns, cell=state.cell)
+        logged = rates if meter is metrics.pace else metrics.pace.rates(state.time_ns, cell=state.cell)
         share, span_position = self._communication_share(state.time_ns, request.span_position, request.since_ns)
         return JobReport(
             rank=state.rank,
             pid=os.getpid(),
             state=state,
-            rows=tuple(MetricRow(row.step, row.run, row.is_first, row.values) for row in rows),
+            rows=tuple(MetricRow(row.shown_step, row.shown_run, row.is_first, row.values) for row in rows),
             position=position,
             lost=lost,
             is_last=len(rows) < _MAX_ROWS,

@@ -31,7 +31,7 @@ from axon_nb.engine.groups import recovery
 from axon_nb.engine.kernel.interrupts import InterruptHandler
 from axon_nb.engine.kernel.shell import Tracebacks, bind_subgroup, describe_exit
 from axon_nb.engine.output import OutputBudget
-from axon_nb.engine.session import CellFeature, RankSession, current, user_variables
+from axon_nb.engine.session import CellFeature, RankSession, current, overwritten_variables, user_variables
 from axon_nb.engine.sharding import loaded_class
 from axon_nb.records.memory import MemoryShortage
 from axon_nb.records.protocol.cells import (
@@ -60,10 +60,13 @@ _DELIMITER = b"<IDS|MSG>"
 _NAMES = frozenset({"MemoryError", "OutOfMemoryError"})
 _TEXT = re.compile(r"can't allocate memory|not enough memory")
 """In a RuntimeError of torch's allocator for CPUs."""
+_SURPRISES = "axon_nb.compat.surprises"
 _DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _MAX_MODULES = 5000
 _NUMPY_SEEDS = 1 << 32
+_SPLIT_MODELS = "axon_nb.compat.transformers"
+"""Loaded once transformers has split a model over ranks."""
 FEATURES = {
     "log_to": "axon_nb.engine.trackers:MetricsWriter",
     "protect": "axon_nb.engine.protection.protection:Protection",
@@ -77,6 +80,8 @@ _MAX_TRACEBACK = 200_000
 _MAX_VALUES = 16
 """Number of cells whose values are kept until they are fetched; the oldest are dropped first."""
 _NOTHING_MEASURED = Measurement()
+_SETS_VARIABLES = ("RANK", "WORLD_SIZE", "env", "%run")
+"""Words of cells that may set a launcher's variables; only these cells are checked for it."""
 
 
 class _Message(Struct):
@@ -311,11 +316,21 @@ class RandomDraws:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = self._state()
+        if (surprises := sys.modules.get(_SURPRISES)) is not None:
+            vars(surprises)["shard_draw"] = ""
 
-    def report(self, shell: Any) -> Draws | None:
-        """Report at the end of the cell; None if nothing was drawn, or no model here is replicated."""
+    def report(self, shell: Any, *, communicated: bool) -> Draws | None:
+        """Report at the end of the cell; None if nothing was drawn, or no model here is sharded or replicated.
+
+        Args:
+            shell: The rank's shell.
+            communicated: Whether the cell communicated; its models may be replicas only then.
+        """
+        digest = getattr(sys.modules.get(_SURPRISES), "shard_draw", "")
+        if digest:
+            return Draws((digest, digest), "", "", into_shards=True)
         try:
-            return self._find_shared_draws(shell)
+            return self._find_shared_draws(shell) if communicated else None
         except Exception:  # a hint must never fail a cell
             return None
 
@@ -394,6 +409,7 @@ class CellRunner:
         self._post_mortem = post_mortem
         self._breakpoints = breakpoints
         self._values: dict[str, Any] = {}
+        self._overwritten: dict[str, str] = {}
 
     async def run(self, metadata: dict[str, Any], execute: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """Run one request; the reply says whether there is a value to fetch, and how long the cell took in seconds."""
@@ -433,6 +449,8 @@ class CellRunner:
             session.cell = None
             for feature in features:
                 feature.end_cell(is_ok=is_ok)
+            if any(word in code for word in _SETS_VARIABLES):
+                self._note_overwritten()
             self._budget.end()
             slowed = f"slowed: {facts.slowness}" if facts.slowness else ""
             emit(Span(session.config.rank, "cell", f"In [{cell}]", start, end, slowed))
@@ -447,7 +465,8 @@ class CellRunner:
             calls=max(0, communicated),
             aborted_at=aborted_at,
             has_value=has_value,
-            draws=draws.report(shell) if communicated > 0 else None,
+            draws=draws.report(shell, communicated=communicated > 0),
+            model_calls=() if (split_models := sys.modules.get(_SPLIT_MODELS)) is None else split_models.take_calls(),
             threads=() if is_ok else session.groups.calls.calling_threads(),
             left=session.groups.calls.left(),
             shortage=None if is_ok else memory_shortage(session, reply["ename"], reply["evalue"]),
@@ -462,6 +481,19 @@ class CellRunner:
                 keep_text=reply["evalue"] if facts.keep_failure else None,
             )
         return self._end(message_id, _limit_reply(reply), end_report)
+
+    def _note_overwritten(self) -> None:
+        """Say once which variables of a launcher the cell has set: libraries then take this rank for another."""
+        found = overwritten_variables(self._session.config)
+        if found and found != self._overwritten:
+            own = "RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(world_size)"
+            with contextlib.suppress(Exception):  # the cell may have replaced what prints
+                print(
+                    f"axon_nb: the cell has set {', '.join(f'{name}={text}' for name, text in found.items())}, which "
+                    "misleads libraries: leave such lines out, as each rank has its own values. "
+                    f"`os.environ.update({own})` restores them."
+                )
+        self._overwritten = found
 
     def _end(self, message_id: str, reply: dict[str, Any], report: CellEnd) -> dict[str, Any]:
         reply[KEY] = encode(report)

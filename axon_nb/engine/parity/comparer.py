@@ -268,7 +268,7 @@ class Comparer:
 
     def __init__(self, code: str, plain: str, namespace: dict[str, Any]) -> None:
         self._code, self._plain, self._namespace = code, plain, namespace
-        self._names = mentioned_names(code, namespace)
+        self._names = mentioned_names(current().kernel.shell.transform_cell(code), namespace)
         self._observations: list[Observation] = []
         self._projector = Projector()
         self._recorder: Recorder | None = None

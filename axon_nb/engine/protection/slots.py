@@ -46,6 +46,7 @@ from axon_nb.engine.transfer.namespace import (
 )
 from axon_nb.host.shared_memory import find_kept_memory
 from axon_nb.records.protocol.recovery import GroupRecord
+from axon_nb.torch_api import torch_api
 
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 1024
@@ -249,7 +250,7 @@ class _Pickler(NamespacePickler):
                 _declare,
             )
         if issubclass(kind, device_mesh_type()):
-            if (root := obj._get_root_mesh()) is not obj and obj.mesh_dim_names:
+            if (root := torch_api().root_mesh(obj)) is not obj and obj.mesh_dim_names:
                 return _slice_mesh, (root, obj.mesh_dim_names)
             groups = [str(group.group_name) for group in obj.get_all_groups()]
             return _make_mesh, (groups, obj.device_type, obj.mesh.tolist(), obj.mesh_dim_names)
@@ -321,7 +322,7 @@ def own_shards(models: Mapping[str, Any]) -> Shards:
 def _split_before(parameter: Any, group: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return mesh and placements of the DTensor that FSDP2 has sharded: those that follow FSDP2's own."""
     mesh, own = parameter.device_mesh, group.mesh_info.mesh.ndim
-    return mesh._get_root_mesh()[mesh.mesh_dim_names[own:]], tuple(parameter.placements[own:])
+    return torch_api().root_mesh(mesh)[mesh.mesh_dim_names[own:]], tuple(parameter.placements[own:])
 
 
 def adopt_shards(pieces: _Pieces) -> None:

@@ -524,6 +524,18 @@ _WITHOUT_ATTRIBUTES: dict[Any, Kind] = {
     ),
     _ITERATORS: _POSITION,
 }
+
+
+def _logger_kind(*names: str) -> Kind:
+    members = _members_kind(lambda _: names)
+
+    def restore(value: Any, saved: list[Any]) -> None:
+        members.restore(value, saved)
+        value.setLevel(value.level)  # loggers keep what they have looked up
+
+    return Kind(members.save, restore, members.children, members.same)
+
+
 _LOADED: dict[tuple[str, str], Kind | list[Kind]] = {
     ("numpy", "ndarray"): array_kind,
     ("numpy", "void"): [leaf(lambda value: value.copy(), _set_fields), _refers(lambda value, _: (value.base,))],
@@ -544,6 +556,8 @@ _LOADED: dict[tuple[str, str], Kind | list[Kind]] = {
     ("pandas._libs.arrays", "NDArrayBacked"): Kind(
         _save_blocks, _set_blocks, within, lambda value, saved: all_same(_save_blocks(value), saved)
     ),
+    ("logging", "Logger"): _logger_kind("level", "disabled", "propagate", "handlers", "filters"),
+    ("logging", "Handler"): _logger_kind("level", "formatter", "filters"),
     ("functools", "_lru_cache_wrapper"): leaf(_save_cache, _set_cache),
     ("_thread", "_local"): Kind(
         lambda value: dict(value.__dict__),

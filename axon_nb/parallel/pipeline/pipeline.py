@@ -342,6 +342,7 @@ class Runner:
         self._schedule = schedule_class(schedule)(
             stages if schedule.has_many_stages else stages[0], num_microbatches, loss_fn=loss, scale_grads=False
         )
+        self._schedule.restores_buffers = True  # see `_preserve_state`; on ranks, schedules of others get a hint
 
     def step(self, args: tuple[Any, ...], target: Any) -> None:
         """Run forward and backward of one batch.
@@ -358,7 +359,7 @@ class Runner:
         prepared = is_prepared(self._schedule, self._has_run)
         with quiet(), contextlib.nullcontext() if prepared else _preserve_state(self._modules, self.unshaped):
             try:
-                self._schedule.step(*args, target=target, return_outputs=False)
+                torch_api().run_schedule(self._schedule, args, target)
             except RuntimeError as error:
                 if (cause := _stage_exception(error)) is None:
                     raise

@@ -22,6 +22,7 @@ from axon_nb.comm.spans import device_clock, now
 from axon_nb.errors import UsageError
 from axon_nb.records.spans import Span, emit, suppress_spans
 from axon_nb.records.training.steps import Order, play
+from axon_nb.torch_api import torch_api
 
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 _MESSAGES = {
@@ -319,8 +320,7 @@ def is_prepared(schedule: Any, otherwise: bool) -> bool:
         schedule: torch's schedule.
         otherwise: The answer if this torch does not say.
     """
-    names = ("_stage_forward_initialized", "_stages_forward_initialized")
-    flags = [getattr(schedule, name) for name in names if hasattr(schedule, name)]
+    flags = [getattr(schedule, name) for name in torch_api().schedule_flags if hasattr(schedule, name)]
     return any(flags) if flags else otherwise
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -241,7 +242,7 @@ class HeldStages(nn.Module):
         wrap: Called with each of this rank's stages; returns the module that computes.
 
     Raises:
-        UsageError: a stage is in DDP, and the schedule computes its gradients without DDP's hooks.
+        UsageError: a stage is in DDP or FSDP, and the schedule computes its gradients without their hooks.
     """
 
     def __init__(
@@ -268,10 +269,10 @@ class HeldStages(nn.Module):
             for name, child in stage.named_children() if isinstance(stage, Section) else [(str(index), stage)]:
                 self.module.add_module(name, child)
             self._stage_modules[index] = stage if wrap is None else wrap(stage)
-            if schedule.splits_backward and isinstance(self._stage_modules[index], DistributedDataParallel):
+            if schedule.splits_backward and (kind := _kind_with_hooks(self._stage_modules[index])):
                 raise UsageError(
-                    f"{schedule.value} computes weight gradients without the hooks in which DDP averages; use "
-                    "fully_shard instead of DDP, or a schedule with undivided backwards, such as Interleaved1F1B."
+                    f"{schedule.value} computes weight gradients without the hooks of {kind}; use torch's fully_shard "
+                    "on the whole stage, or a schedule with undivided backwards, such as Interleaved1F1B."
                 )
 
     @property
@@ -341,6 +342,14 @@ class HeldStages(nn.Module):
 
     def _rank_of(self, stage: int) -> int:
         return next(rank for rank in range(self._group.size()) if stage in self._stages_on(rank))
+
+
+def _kind_with_hooks(stage: nn.Module) -> str:
+    """Name what averages this stage's gradients in hooks; empty: nothing, or torch's FSDP2, which pipelines know."""
+    if isinstance(stage, DistributedDataParallel):
+        return "DDP"
+    is_inside = not isinstance(stage, FSDPModule) and any(isinstance(part, FSDPModule) for part in stage.modules())
+    return "FSDP inside a module" if is_inside else ""
 
 
 def as_args(x: Any) -> tuple[Any, ...]:

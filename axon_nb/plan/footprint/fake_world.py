@@ -38,6 +38,7 @@ from axon_nb.plan.footprint.plan import MemoryParts
 from axon_nb.plan.tracing.fake_tensors import as_with_data, lazy_chunks, patched_apply, skip_init
 from axon_nb.plan.tracing.operations import CallStack
 from axon_nb.records.hooks import missing_hooks
+from axon_nb.torch_api import torch_api
 
 _DISTRIBUTED = Path(torch.__file__).parent / "distributed"
 _FSDP = _DISTRIBUTED / "fsdp" / "_fully_shard"
@@ -103,6 +104,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
             f"The simulator needs {', '.join(missing)}, which torch {torch.__version__} lacks: use "
             "method='closed_form'."
         )
+    torch_api().prepare_fake_world()
     store: Any = importlib.import_module(_FAKE_GROUP).FakeStore()
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     try:

@@ -307,7 +307,7 @@ def make_pipeline_training(setup: TrainingSetup, model: nn.Module, meshes: RankM
     def compute(on_phase_start: PhaseCallback) -> None:
         on_phase[:] = [on_phase_start]
         with torch_api().static_stages():
-            driver.step(*stage_inputs, target=stage_target, return_outputs=False)
+            torch_api().run_schedule(driver, stage_inputs, stage_target)
 
     return Training(part, optimizer, compute, (stage_inputs, stage_target))
 

@@ -116,6 +116,32 @@ class Draws(Struct, frozen=True):
     """Name of a model that trains with dropout; may be empty."""
     loader: str
     """Name of a DataLoader that shuffles with the global generator; may be empty."""
+    into_shards: bool = False
+    """Whether they went into the shards of a tensor; `states` then stand for the last of these draws."""
+
+
+class NotedInput(Struct, frozen=True):
+    """Numbers of what a module was called with, which ranks that share the model should have alike."""
+
+    module: str
+    """Empty: the model itself."""
+    line: str
+    """Of the cell, such as `` at line 3``."""
+    call: int
+    """Of the model in this cell, from 1."""
+    number: float
+    norm: float
+    """By a fraction of which `number` may differ."""
+
+
+class ModelCalls(Struct, frozen=True):
+    """What a cell called a tensor-parallel model with."""
+
+    model: str
+    """Its class."""
+    ranks: tuple[int, ...]
+    """The ranks that share it."""
+    inputs: tuple[NotedInput, ...]
 
 
 class ProfiledOperation(Struct, frozen=True):
@@ -150,6 +176,7 @@ class CellEnd(Struct, frozen=True, omit_defaults=True):
     has_value: bool = False
     """Whether the last expression has a value to fetch."""
     draws: Draws | None = None
+    model_calls: tuple[ModelCalls, ...] = ()
     cpu_seconds: float | None = None
     """CPU time of all threads; None if the cell failed."""
     repetitions: tuple[float, ...] | None = None

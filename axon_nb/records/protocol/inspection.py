@@ -155,6 +155,53 @@ class DescribeVariables(RankCall[list[VariableFacts]], frozen=True):
     target = "axon_nb.engine.inspection.variables:variable_facts"
 
 
+NOT_COMPUTED = -1.0
+
+
+class RecordedPlace(Struct, frozen=True):
+    """What one place of a recording holds, of the first text of the batch."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the first call's value."""
+    calls: int
+    ranks: tuple[int, ...] = ()
+    """Those that share the work; empty: each does all of it."""
+    split: str = ""
+    """What of it they split, such as ``heads``."""
+    norms: tuple[float, ...] = ()
+    """By position, of all calls; `NOT_COMPUTED` where the place has no value."""
+    maps: Packed = b""
+    """Attention maps of the first call, one byte for each share: (heads, positions, positions)."""
+    map_shape: tuple[int, ...] = ()
+    lens: tuple[tuple[str, float], ...] = ()
+    """Words that a logit lens reads, by position, each with its share."""
+
+
+class RecordingFacts(Struct, frozen=True):
+    """What `%inside` shows of a recording."""
+
+    refused: str = ""
+    """Instead of all else: why there is nothing to show; reads after its name."""
+    key: int = 0
+    """Tells recordings of a rank apart."""
+    words: tuple[str, ...] = ()
+    """The text, by position."""
+    starts: tuple[int, ...] = ()
+    """The positions at which calls begin."""
+    places: tuple[RecordedPlace, ...] = ()
+    omitted: tuple[str, ...] = ()
+    """What is left out, as sentences."""
+
+
+class DescribeRecording(RankCall[RecordingFacts], frozen=True):
+    """Describe a recording of `axon_nb.inside`; nothing if it is still the known one."""
+
+    target = "axon_nb.engine.inspection.recordings:recording_facts"
+    name: str
+    known: int = 0
+
+
 class VariableTree(Struct, frozen=True):
     """Digests of a variable and of its parts, each of which is followed by what it holds."""
 

@@ -37,8 +37,9 @@ class MetricRow(Struct, frozen=True):
     """One call of `axon_nb.log`."""
 
     step: int
+    """As given, or counted from the start of the cell."""
     run: tuple[int, int]
-    """Training run; see `records.metrics.Logged`."""
+    """The cell, and a count within it; see `Logged.shown_run`."""
     is_first: bool
     values: Mapping[str, float]
 
@@ -83,6 +84,7 @@ class RateMeter:
         self._marks: deque[tuple[int, int, float]] = deque(maxlen=capacity)
         self._steps = 0
         self._items = 0.0
+        self._cell = 0
 
     @property
     def steps(self) -> int:
@@ -90,26 +92,29 @@ class RateMeter:
         return self._steps
 
     def mark(self, now_ns: int, *, steps: int = 1, items: float = 0.0) -> None:
-        """Record that `steps` more steps with `items` items have finished."""
+        """Record that `steps` more steps with `items` items have finished in the running cell."""
+        if (cell := running_cell()) != self._cell:
+            self._cell = cell
+            self._marks.clear()
         self._steps += steps
         self._items += items
         self._marks.append((now_ns, self._steps, self._items))
 
-    def rates(self, now_ns: int, *, running: bool) -> Throughput:
+    def rates(self, now_ns: int, *, cell: int | None) -> Throughput:
         """Throughput over the last ten seconds with steps, or over the last step if it took longer.
 
         Args:
             now_ns: Current time in nanoseconds, on the clock of the marks.
-            running: Whether a cell is running; if so, a slow unfinished step counts.
+            cell: The running cell, of which a slow unfinished step counts; None: the last one with steps.
         """
         marks = list(self._marks)
-        if len(marks) < 2:
+        if len(marks) < 2 or cell not in (None, self._cell):
             return Throughput()
         last = marks[-1]
         recent = [mark for mark in marks if last[0] - mark[0] <= _WINDOW_NS]
         first = (recent if len(recent) > 1 else marks[-2:])[0]
         took, steps, items = last[0] - first[0], last[1] - first[1], last[2] - first[2]
-        if running and now_ns - last[0] > _SLOW_FACTOR * took / max(1, steps):
+        if cell is not None and now_ns - last[0] > _SLOW_FACTOR * took / max(1, steps):
             took = now_ns - first[0]
         if took <= 0:
             return Throughput()
@@ -127,6 +132,10 @@ class Logged(NamedTuple):
     """Whether this is the process's first run."""
     values: dict[str, Any]
     """Numbers by name; values on other devices than the CPU stay tensors until read."""
+    shown_step: int
+    """As given, or counted per name from the start of the cell."""
+    shown_run: tuple[int, int]
+    """As `run`, but each cell is one."""
 
 
 class MetricRing:
@@ -141,28 +150,45 @@ class MetricRing:
         self._last: dict[str, int] = {}
         self._ahead: dict[str, int] = {}
         self._run, self._is_first = (0, 0), True
+        self._cell, self._shown_run, self._has_shown = 0, (0, 0), False
+        self._begin: dict[str, int] = {}
+        """The first step of each name in the running cell, if it was counted."""
 
     def add(self, values: dict[str, Any], *, step: int | None = None, items: float = 0.0) -> None:
         """Add the numbers of one step; takes the arguments of `log`."""
         with self._lock:
+            if (cell := running_cell()) != self._cell:
+                self._start_cell(cell)
             if not self._last and self._is_first:
-                self._run = (running_cell(), 0)
+                self._run = (cell, 0)
             if step is None:
                 step = max((self._last.get(name, -1) + 1 for name in values), default=0)
-            elif any(step < self._last.get(name, step) for name in values):
-                self._start_run()
+                begin = max((self._begin.get(name, 0) for name in values), default=0)
+            else:
+                if any(step < self._last.get(name, step) for name in values):
+                    self._start_run(cell)
+                begin = 0
+                self._begin.update(dict.fromkeys(values, 0))
             self._count(values, step, items)
             if values:
-                self._records.append(Logged(step, self._run, self._is_first, values))
+                shown = step - begin, self._shown_run
+                self._has_shown = True
+                self._records.append(Logged(step, self._run, self._is_first, values, *shown))
                 self._next += 1
 
-    def _start_run(self) -> None:
-        cell = running_cell()
-        # Never decreases: cell numbers restart with the kernel while ranks keep running.
-        self._run = (cell, 0) if cell > self._run[0] else (self._run[0], self._run[1] + 1)
+    def _start_cell(self, cell: int) -> None:
+        self._cell, self._shown_run = cell, _next_run(self._shown_run, cell)
+        self._begin = {name: last + 1 for name, last in self._last.items()}
+        self._has_shown = False
+
+    def _start_run(self, cell: int) -> None:
+        self._run = _next_run(self._run, cell)
+        if self._has_shown:
+            self._shown_run = _next_run(self._shown_run, cell)
         self._is_first = False
         self._last.clear()
         self._ahead.clear()
+        self._begin.clear()
 
     def _count(self, values: dict[str, Any], step: int, items: float) -> None:
         before = max(self._ahead.values(), default=0)
@@ -193,6 +219,11 @@ class MetricRing:
         return records, begin + len(records), begin - position
 
 
+def _next_run(run: tuple[int, int], cell: int) -> tuple[int, int]:
+    # Never decreases: cell numbers restart with the kernel while ranks keep running.
+    return (cell, 0) if cell > run[0] else (run[0], run[1] + 1)
+
+
 metrics = MetricRing()
 """The ring of this process."""
 
@@ -205,7 +236,8 @@ def log(*, step: int | None = None, items: float = 0, **values: Any) -> None:
     it.
 
     Args:
-        step: Step number, 0 or above; None counts steps per name. A lower number than before starts new curves.
+        step: Step number, 0 or above; None counts steps per name; `%watch` counts them from the start of the
+            cell. A lower number than before starts new curves.
         items: Number of samples or tokens that this rank processed in the step, for the throughput.
         **values: Numbers or one-element tensors, by name.
 

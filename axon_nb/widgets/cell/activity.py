@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from msgspec import Struct
@@ -21,7 +21,6 @@ from axon_nb.widgets.html import (
     ACTIVITIES,
     ACTIVITY_CODES,
     CELL,
-    MUTED,
     ActivityPaint,
     data_cells,
     figure,
@@ -32,6 +31,7 @@ from axon_nb.widgets.html import (
     table,
     table_row,
     table_style,
+    time_axis,
 )
 
 SILENCE_S = 2.0
@@ -42,11 +42,11 @@ _IN_CALL = frozenset({Activity.COLLECTIVE, Activity.WAITING})
 WIDTH = 600
 """Width of a row's picture, in units; nothing shorter than one unit is drawn."""
 _ROW_HEIGHT = 16
-_TITLES = ("", "", "at the end", "running", "in collectives", "waiting", "longest wait")
+_TITLES = ("", "", "at the end", "running", "in collectives", "longest call")
 _PICTURE = "display:block;width:100%;min-width:200px;max-width:none;height:16px;margin:0"
-_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 _MAX_ROWS = 64
-_MEASURED = (Activity.RUNNING, Activity.COLLECTIVE, Activity.WAITING)
+_MEASURED = (("running", (Activity.RUNNING,)), ("in collectives", (Activity.COLLECTIVE, Activity.WAITING)))
+"""Times by name. Samples do not tell a transfer from the wait for the last rank, as a timeline does."""
 
 
 class Segment(Struct):
@@ -322,7 +322,7 @@ def strip_bundle(histories: Sequence[RankHistory], *, title: str, end: float, lo
         A MIME bundle: `text/html` without scripts or references, `text/plain`.
     """
     count = f"{len(histories)} rank{'' if len(histories) == 1 else 's'}"
-    heading = f"{f'{title}: ' if title else ''}{count}, {format_seconds(end)}"
+    heading = ", ".join(filter(None, ("Activity", title, count, format_seconds(end))))
     shown = _standing_out(histories)
     notes = [*_omitted(histories, shown), *_notes(histories, lost)]
     summaries = (f"  rank {history.rank}: {_summary(history, end)}" for history in shown)
@@ -383,17 +383,17 @@ def end_text(history: RankHistory, end: float) -> str:
 
 def _summary(history: RankHistory, end: float) -> str:
     parts = [
-        f"{label} {_total(history, activity)}"
-        for activity, label in zip(_MEASURED, ("running", "in collectives", "waiting"), strict=True)
-        if history.totals.get(activity)
+        f"{label} {_total(history, activities)}"
+        for label, activities in _MEASURED
+        if any(history.totals.get(activity) for activity in activities)
     ]
     if history.longest_wait:
-        parts.append(f"longest wait {_longest_wait(history)}")
+        parts.append(f"longest call {_longest_wait(history)}")
     return "; ".join([end_text(history, end), *parts])
 
 
-def _total(history: RankHistory, activity: Activity) -> str:
-    seconds = history.totals.get(activity, 0.0)
+def _total(history: RankHistory, activities: Iterable[Activity]) -> str:
+    seconds = sum(history.totals.get(activity, 0.0) for activity in activities)
     return format_seconds(seconds) if seconds else "–"
 
 
@@ -416,7 +416,7 @@ def _notes(histories: Sequence[RankHistory], lost: int) -> list[str]:
 
 def _page_html(histories: Sequence[RankHistory], heading: str, notes: Sequence[str], end: float) -> str:
     rest = f'<td colspan="{len(_TITLES) - 2}" style="{CELL}"></td>'
-    axis = table_row(f'<td style="{CELL}"></td><td style="{CELL}">{_axis(end)}</td>{rest}')
+    axis = table_row(f'<td style="{CELL}"></td><td style="{CELL}">{time_axis(end)}</td>{rest}')
     rows = [*(_page_row(history, end) for history in histories), axis]
     ranks = table(_TITLES, rows, style=table_style(widths=(720, 1200)))
     return figure(f"{ranks}{note_lines(notes)}", heading=heading, beside=_legend(histories))
@@ -428,7 +428,11 @@ def _legend(histories: Sequence[RankHistory]) -> str:
 
 
 def _page_row(history: RankHistory, end: float) -> str:
-    cells = (end_text(history, end), *(_total(history, activity) for activity in _MEASURED), _longest_wait(history))
+    cells = (
+        end_text(history, end),
+        *(_total(history, activities) for _, activities in _MEASURED),
+        _longest_wait(history),
+    )
     text = f"rank {history.rank}: {_summary(history, end)}"
     return table_row(
         row_title(f"rank {history.rank}"),
@@ -436,29 +440,3 @@ def _page_row(history: RankHistory, end: float) -> str:
         f'width="{WIDTH}" height="16" style="{_PICTURE}"></td>',
         data_cells(cells),
     )
-
-
-def _axis(end: float) -> str:
-    """Return ticks as left borders of table cells, whose text takes the page's colours and needs no script."""
-    step = next((step for step in _TICKS if end / step <= 6), 86400.0)
-    count = max(1, int(end / step + 1e-9))
-    ticks = [(i * step, step) for i in range(count)]
-    if (rest := end - count * step) > step / 1000:
-        ticks.append((count * step, rest))
-    style = f"padding:0 0 0 3px;text-align:left;border:none;border-left:1px solid;white-space:nowrap;{MUTED}"
-    cells = "".join(
-        f'<td style="{style};width:{100 * width / end if end else 100:.2f}%">'
-        f"{_tick(at) if width > 0.4 * step or not at else ''}</td>"
-        for at, width in ticks
-    )
-    axis_style = (
-        "border-collapse:collapse;border:none;table-layout:fixed;width:100%;margin:0;font-size:smaller;color:inherit"
-    )
-    return table((), [table_row(cells)], style=axis_style)
-
-
-def _tick(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -355,7 +355,8 @@ def _remark(use: MemoryUse, estimate: MemoryUse | None) -> str:
     more = ((use.peak if has_peaks else use.total) or 0) - planned
     if abs(more) <= _AS_ESTIMATED * planned:
         return "as estimated"
-    return f"{'+' if more > 0 else '−'}{format_bytes(abs(more))}"
+    what = "estimated peak" if has_peaks else "estimate"
+    return f"{100 * abs(more) / planned:.0f} % {'above' if more > 0 else 'below'} the {what}"
 
 
 def describe_fullness(use: MemoryUse) -> str:
@@ -380,12 +381,21 @@ def figures(rows: MemoryRows) -> list[dict[str, str]]:
     if on_device and fullest.capacity:
         left = fullest.capacity - rows.peak_of(fullest)
         entries.append(("left there", format_bytes(left), f"{100 * left / fullest.capacity:.0f} %"))
-    if others:
+    if others and format_bytes(max(others)) != entries[0][1]:
         entries.append(("others", format_bytes(max(others)), "at most"))
     planned = [use.peak or use.total for use in rows.estimates.values()]
     if planned:
-        entries.append(("estimate", format_bytes(max(planned)), SOURCES[next(iter(rows.estimates.values())).source]))
+        name = "estimated peak" if any(use.peak for use in rows.estimates.values()) else "estimate after a step"
+        entries.append((name, format_bytes(max(planned)), SOURCES[next(iter(rows.estimates.values())).source]))
     return [{"name": name, "value": value, "remark": remark} for name, value, remark in entries]
+
+
+def bars_legend(rows: MemoryRows) -> str:
+    """Say what the bars of a rank are; empty: there is one."""
+    if not rows.estimates:
+        return ""
+    peak = ", with a mark at the predicted peak" if any(use.peak for use in rows.estimates.values()) else ""
+    return f"thick bar: measured · thin bar: predicted after a step{peak}"
 
 
 def notice(rows: MemoryRows) -> tuple[str, str] | None:

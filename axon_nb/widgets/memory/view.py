@@ -31,6 +31,7 @@ from axon_nb.widgets.memory.rows import (
     MemoryRows,
     Scale,
     Tick,
+    bars_legend,
     describe_roles,
     figures,
     notice,
@@ -46,6 +47,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": ("adam", "adamw", "sgd", WITH_MOMENTUM, "adagrad", "rmsprop"),
     "cpu_offload": ("none", "params", "optimizer_states", "full"),
 }
+_ALSO = {"full_shard": "ZeRO-3", "shard_grad_op": "ZeRO-2", "optimizer_state": "ZeRO-1"}
+"""Other names of strategies."""
 _LABELS = {
     "world_size": "ranks",
     "strategy": "strategy",
@@ -113,7 +116,8 @@ def _what_if_fields(current: MemorySetup, proposed: MemorySetup) -> list[dict[st
         control = {"name": name, "label": _LABELS[name], "current": now, "value": value}
         if name in _CHOICES:
             choices = dict.fromkeys((*_CHOICES[name], now, value))
-            control["choices"] = [[choice, choice or _EMPTY[name]] for choice in choices]
+            also = {choice: f"{choice} ({_ALSO[choice]})" for choice in choices if choice in _ALSO}
+            control["choices"] = [[choice, also.get(choice, choice) or _EMPTY[name]] for choice in choices]
         controls.append(control)
     return controls
 
@@ -313,10 +317,9 @@ def _page_html(rows: MemoryRows, roles: Sequence[str], what_if: str) -> str:
     table = html.table(
         (f"rank, {rows.scale.unit}", *rows.columns), map(_number_row, shown[:_MAX_PAGE_RANKS]), cell=html.NUMBER
     )
-    body = (
-        f"{numbers}{html.notice(*warning) if warning else ''}<div>{samples}</div>{bars}{table}{html.note_lines(notes)}"
-        f"{what_if}"
-    )
+    legend = f'<div>{samples}<span style="{html.MUTED}">{bars_legend(rows)}</span></div>'
+    warned = html.notice(*warning) if warning else ""
+    body = f"{numbers}{warned}{legend}{bars}{table}{html.note_lines(notes)}{what_if}"
     return html.figure(body, heading=rows.heading)
 
 
@@ -414,6 +417,7 @@ class MemoryView(LiveView):
             "context": self._rows.context,
             "figures": figures(self._rows),
             "notice": notice(self._rows),
+            "legend": bars_legend(self._rows),
             "roles": self._rows.roles,
             "ticks": [to_builtins(tick) for tick in self._rows.scale.ticks],
             "columns": self._rows.columns,

@@ -39,6 +39,7 @@ COLUMNS = (
 
 `hidden`: share of communication behind computation; `waited for`: time other ranks waited for it.
 """
+NOTHING_YET = "Run a %%distributed cell: what its ranks do appears here."
 MAX_ROWS = 64
 MAX_PIPELINES = 4
 _MAX_BOXES = 1000
@@ -173,7 +174,7 @@ def page_facts(summary: TimelineSummary, ranks: Sequence[int]) -> dict[str, Any]
             "shares": _shares(facts.ranks),
             "columns": [{"title": title, "token": token} for title, token in COLUMNS],
             "rows": _rows([rank for rank in facts.ranks if rank.rank in shown][:MAX_ROWS], facts.ranks),
-            "notes": [*omitted_pipelines(summary), *facts.clock_notes],
+            "notes": [*([] if facts.ranks else [NOTHING_YET]), *omitted_pipelines(summary), *facts.clock_notes],
         },
         "pipelines": [_page_step(step, _MAX_BOXES // (2 * len(steps))) for step in steps],
     }

@@ -5,6 +5,8 @@ They rest on arithmetic on many intervals of time: unions, and what several sets
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
@@ -251,18 +253,25 @@ def _waited_for(table: SpanTable, waits: npt.NDArray[np.intp]) -> float:
 
 
 def _step(table: SpanTable) -> tuple[float, float] | None:
-    """Return mean and standard deviation of the time from one optimizer step to the next, over all ranks.
+    """Return mean and standard deviation of the time from one optimizer step to the next, over all ranks."""
+    lengths = [np.diff(starts) for starts in optimizer_steps(table, "start")]
+    seconds = np.concatenate(lengths) / 1e9 if lengths else np.zeros(0)
+    return (float(seconds.mean()), float(seconds.std())) if len(seconds) >= _MIN_STEPS else None
 
-    If several optimizers step one after the other, only the first counts.
+
+def optimizer_steps(table: SpanTable, edge: str) -> Iterator[Times]:
+    """Yield the start or the end of the optimizer steps of each rank.
+
+    If several optimizers step one after the other, the first one's start and the last one's end count.
     """
     columns = table.columns
     is_step, is_pass = table.of_kind("optimizer"), table.of_kind("forward", "backward")
-    lengths: list[npt.NDArray[np.int64]] = []
     for _, own in grouped(columns["rank"], is_step | is_pass):
         order = own[np.argsort(columns["start"][own], kind="stable")]
-        starts, steps = columns["start"][order], is_step[order]
-        begins = steps.copy()
-        begins[1:] &= ~steps[:-1]
-        lengths.append(np.diff(starts[begins]))
-    seconds = np.concatenate(lengths) / 1e9 if lengths else np.zeros(0)
-    return (float(seconds.mean()), float(seconds.std())) if len(seconds) >= _MIN_STEPS else None
+        steps = is_step[order]
+        chosen = steps.copy()
+        if edge == "start":
+            chosen[1:] &= ~steps[:-1]
+        else:
+            chosen[:-1] &= ~steps[1:]
+        yield columns[edge][order][chosen]

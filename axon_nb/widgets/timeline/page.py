@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from axon_nb.cluster.inspection.spans import SpanTable
 from axon_nb.records.colors import INK
-from axon_nb.records.ranks import name_ranks
 from axon_nb.records.spans import Span
 from axon_nb.records.training.steps import PipelineStep
 from axon_nb.records.units import format_bytes, format_seconds
@@ -26,6 +25,7 @@ from axon_nb.widgets.timeline.content import (
     COLUMNS,
     MAX_PIPELINES,
     MAX_ROWS,
+    NOTHING_YET,
     TimelineSummary,
     describe_step,
     figures,
@@ -35,7 +35,16 @@ from axon_nb.widgets.timeline.content import (
     step_seconds,
     summarize,
 )
-from axon_nb.widgets.timeline.facts import Intervals, RankFacts, join, running_cell, subtract, tails, union
+from axon_nb.widgets.timeline.facts import (
+    Intervals,
+    RankFacts,
+    join,
+    optimizer_steps,
+    running_cell,
+    subtract,
+    tails,
+    union,
+)
 
 _WIDTHS = ((8, 600), (24, 360), (1 << 30, 200))
 """(largest number of rows, width of each in units); narrow for many rows, as pictures are saved with the notebook."""
@@ -52,6 +61,8 @@ _WIDE = html.table_style(widths=(480, 1400))
 _PICTURE_WIDTH, _PICTURE_LEFT, _PICTURE_ROW, _PICTURE_GAP = 960, 72, 30, 4
 _PICTURE_TEXT = "#212529"
 _MAX_TICKS = 10
+_MAX_STEPS = 60
+"""With a mark each."""
 _COMPARED_PARTS: tuple[tuple[str, Callable[[RankFacts], float]], ...] = (
     ("cell", lambda rank: rank.cell),
     ("forward", lambda rank: rank.forward),
@@ -199,9 +210,9 @@ def timeline_bundle(
     summary = summarize(shown, running_since)
     start, end = _extent(shown, focus)
     count = f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
-    spans = f"{len(shown)} span{'' if len(shown) == 1 else 's'}"
     slowed = "".join(f", {text}" for text in summary.facts.slowed)
-    heading = f"{title or _name(shown)}{slowed}: {count}, {format_seconds((end - start) / 1e9)}, {spans}"
+    name = f"Timeline, {title}" if title else _name(shown)
+    heading = f"{name}{slowed}, {count}, {format_seconds((end - start) / 1e9)}"
     by_rank = {rank.rank: rank for rank in summary.facts.ranks}
     lines = [heading]
     lines += [f"  rank {rank}: {_describe(by_rank.get(rank))}" for rank in ranks]
@@ -209,7 +220,8 @@ def timeline_bundle(
     known = [rank for rank in ranks if rank in by_rank][:MAX_ROWS]
     drawn = pictures(shown, summary, ranks, (start, end), running_since=running_since)
     steps = "".join(map(_step_html, summary.steps[:MAX_PIPELINES]))
-    remarks = [*omitted_pipelines(summary), *summary.facts.clock_notes, *_losses(table)]
+    nothing = [] if summary.facts.ranks else [NOTHING_YET]
+    remarks = [*nothing, *omitted_pipelines(summary), *summary.facts.clock_notes, *_losses(table)]
     notice = html.notice(summary.notice.claim, summary.notice.text) if summary.notice is not None else ""
     numbers = html.figures((figure["name"], figure["value"], figure["remark"]) for figure in figures(summary))
     table_html = _table([by_rank[rank] for rank in known])
@@ -223,7 +235,7 @@ def timeline_bundle(
 def _name(table: SpanTable) -> str:
     """Return what a timeline without a title is called: after its cell, if it shows only one."""
     cells = {table.labels[label][1] for label in np.unique(table.columns["label"][table.of_kind("cell")])}
-    return f"Timeline of {cells.pop()}" if len(cells) == 1 else "Timeline"
+    return f"Timeline, {cells.pop()}" if len(cells) == 1 else "Timeline"
 
 
 def pictures(
@@ -245,8 +257,28 @@ def pictures(
     """
     by_rank = {rank.rank: rank for rank in summary.facts.ranks}
     known = [rank for rank in ranks if rank in by_rank][:MAX_ROWS]
-    rows = (_picture(table, by_rank[rank], extent, num_rows=len(known), running_since=running_since) for rank in known)
-    return html.table((), ["".join(rows)], style=_WIDE)
+    rows = [_picture(table, by_rank[rank], extent, num_rows=len(known), running_since=running_since) for rank in known]
+    seconds = (extent[1] - extent[0]) / 1e9
+    if known and seconds > 0:
+        axes = (("steps", _step_axis(table, known[0], extent)), ("", html.time_axis(seconds)))
+        rows += [_axis_row(title, drawn) for title, drawn in axes if drawn]
+    return html.table((), rows, style=_WIDE)
+
+
+def _step_axis(table: SpanTable, rank: int, extent: tuple[int, int]) -> str:
+    """Return where the steps of a rank are, each of which ends with the optimizer; empty: it has none, or many."""
+    ends = next(optimizer_steps(table.pick(table.columns["rank"] == rank), "end"), np.zeros(0, dtype=np.int64))
+    ends = ends[(ends > extent[0]) & (ends <= extent[1])]
+    if not 0 < len(ends) <= _MAX_STEPS:
+        return ""
+    edges = [extent[0], *ends.tolist(), extent[1]]
+    shares = [(after - before) / (extent[1] - extent[0]) for before, after in itertools.pairwise(edges)]
+    return html.segments((share, f"step {i}" if i < len(ends) else "") for i, share in enumerate(shares))
+
+
+def _axis_row(title: str, drawn: str) -> str:
+    muted = f'<td style="{html.CELL};{html.MUTED}">{title}</td>'
+    return html.table_row(muted, f'<td style="{html.CELL};width:94%">{drawn}</td>')
 
 
 def _extent(table: SpanTable, focus: tuple[int | None, int | None]) -> tuple[int, int]:
@@ -323,14 +355,14 @@ def _step_html(step: PipelineStep) -> str:
         text = f"{title}: {format_duration(step_seconds(spans))}, a bubble of {bubble:.0%}"
         rows.append(
             html.table_row(
-                html.row_title(f"{title}<br>{name_ranks(ranks)}"),
-                f'<td style="{html.CELL}"><img alt="{text}" title="{text}" '
+                html.row_title(f"{title}<br>bubble {bubble:.0%}"),
+                f'<td style="{html.CELL};width:94%"><img alt="{text}" title="{text}" '
                 f'src="{html.svg_uri(step_svg(spans, ranks, seconds))}" width="600" height="{18 * len(ranks)}" '
-                'style="display:block;margin:2px 0;max-width:none"></td>',
-                html.data_cells([f"bubble {bubble:.0%}"]),
+                f'style="display:block;width:100%;height:{18 * len(ranks)}px;margin:2px 0;max-width:none"></td>',
             )
         )
-    return f'<div style="margin:6px 0 2px">{escape(describe_step(step).capitalize())}</div>{html.table((), rows)}'
+    words = f'<div style="margin:6px 0 2px">{escape(describe_step(step).capitalize())}</div>'
+    return words + html.table((), rows, style=_WIDE)
 
 
 def timeline_svg(table: SpanTable, ranks: Sequence[int], *, title: str) -> str:

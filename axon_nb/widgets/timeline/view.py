@@ -266,7 +266,12 @@ class TimelineView(View):
         is_pending = self._restart or self._patches or self._cursor < store.end or self._num_patched < store.num_patched
         if is_pending or self._state() != self._sent_state or now - self._sent_at >= _KEEPALIVE_S:
             return False
-        return self._facts_state == self._current_facts_state() or now < self._facts_due
+        return not self._are_facts_due(now)
+
+    def _are_facts_due(self, now: float) -> bool:
+        """Whether there are new facts to compute: at once after a cell, so that numbers of an idle view are final."""
+        is_idle = self._feed.running_since is None
+        return (is_idle or now >= self._facts_due) and self._facts_state != self._current_facts_state()
 
     def _current_facts_state(self) -> tuple[Any, ...]:
         return (self._feed.store.end, self._feed.store.num_patched, *self._focus_ns())
@@ -305,7 +310,13 @@ class TimelineView(View):
             "now": (time.monotonic_ns() - self._origin_ns) / 1e9,
             "focus": [(time_ns - self._origin_ns) / 1e9 if time_ns is not None else None for time_ns in (start, end)],
             "finished": self._until_ns is not None,
+            "cell": self._cell_name(),
         }
+
+    def _cell_name(self) -> str:
+        """Return the cell that a page shows at first, such as ``In [5]``; empty: the title, one that runs, or none."""
+        last = self._feed.store.last_cell
+        return last[0] if not self._title and last is not None and self._focus_ns() == last[1:] else ""
 
     def _focus_ns(self) -> tuple[int | None, int | None]:
         """Return what a page shows at first: start and end of the running cell (end None) or of the last one."""
@@ -317,11 +328,10 @@ class TimelineView(View):
         return (cell[1], cell[2]) if cell is not None else (None, None)
 
     def _new_facts(self, now: float) -> dict[str, Any]:
-        state = self._current_facts_state()
-        if now < self._facts_due or state == self._facts_state:
+        if not self._are_facts_due(now):
             return {}
         start_s = time.thread_time()
-        self._facts_state = state
+        self._facts_state = self._current_facts_state()
         start, end = self._focus_ns()
         summary = summarize(self._focused_spans(), start if end is None else None)
         self._facts = page_facts(summary, self._ranks)
@@ -355,7 +365,9 @@ class TimelinePanel(Panel):
         self._cluster = weakref.ref(cluster)
         self._feed = cluster.spans
         self._feed.collect(watch_s=5.0)
-        self.view: TimelineView = TimelineView(self._feed, ranks)
+        # Before the first cell there is only what the ranks did to start.
+        begin = 0 if self._feed.store.last_cell is not None else self._feed.store.end
+        self.view: TimelineView = TimelineView(self._feed, ranks, begin=begin)
         self._picture: dict[str, str] = {}
         self._picture_end = -1
 

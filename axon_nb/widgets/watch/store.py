@@ -1,13 +1,14 @@
 """What is known of a running job: curves, rates, loops and states, merged from the ranks' reports.
 
-A curve has the lowest, mean and highest value at each step, bounded however long the job runs. The same loop on several
-ranks is one bar, which names the slowest and the fastest rank.
+A curve has the lowest, mean and highest value at each step, bounded however long the job runs. Each cell is a run, with
+curves of its own. The same loop on several ranks is one bar, which names the slowest and the fastest rank.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,12 @@ MAX_POINTS = 160
 _MAX_BARS = 12
 MAX_CURVES = 8
 """The first metrics have a curve each."""
+MAX_OUTLINE = 40
+"""Points of the curve of an earlier cell."""
+MAX_RUNS = 4
+"""Cells with curves: the current one, and those before it, which are drawn pale."""
+VITALS = ("steps/s", "communication", "memory")
+"""What is measured."""
 _MAX_NAMES = 64
 _MAX_LISTED = 12
 
@@ -37,6 +44,18 @@ class Point(NamedTuple):
     high: float
 
 
+class _Bucket(NamedTuple):
+    """What is merged into one point: all of it, and what the ranks logged at the last of its steps."""
+
+    low: float
+    total: float
+    high: float
+    size: int
+    step: float
+    last_total: float
+    last_count: int
+
+
 class Series:
     """The points of one name. Not thread-safe: its owner holds a lock."""
 
@@ -49,37 +68,56 @@ class Series:
         self.not_finite: dict[int, float] = {}
         """Ranks with a value that is not finite, and the step of the first such value."""
         self._limit = limit
-        self._points: dict[int, tuple[float, float, float, int]] = {}
+        self._points: dict[int, _Bucket] = {}
+        self._added = self._changed = 0
 
     def add(self, rank: int, step: float, value: float) -> None:
         """Add one value; one that is not finite is noted separately."""
+        _, before = self.latest.get(rank, (step, value))
         if rank not in self.latest or step >= self.latest[rank][0]:
             self.latest[rank] = (step, value)
         if not math.isfinite(value):
             self.not_finite.setdefault(rank, step)
             return
-        self._merge(int(step // self.stride), value, value, value, 1)
+        self._added += 1
+        self._changed += value != before
+        self._merge(int(step // self.stride), _Bucket(value, value, value, 1, step, value, 1))
         while len(self._points) > self._limit:
             self._double_stride()
 
-    def _merge(self, index: int, low: float, total: float, high: float, count: int) -> None:
-        if (earlier := self._points.get(index)) is not None:
-            low, high = min(low, earlier[0]), max(high, earlier[2])
-            total, count = total + earlier[1], count + earlier[3]
-        self._points[index] = (low, total, high, count)
+    def _merge(self, index: int, new: _Bucket) -> None:
+        old = self._points.get(index)
+        if old is not None:
+            low, high = min(old.low, new.low), max(old.high, new.high)
+            last = max(old, new, key=lambda bucket: bucket.step)[4:]
+            if old.step == new.step:
+                last = (new.step, old.last_total + new.last_total, old.last_count + new.last_count)
+            new = _Bucket(low, old.total + new.total, high, old.size + new.size, *last)
+        self._points[index] = new
 
     def _double_stride(self) -> None:
         old, self._points = self._points, {}
         self.stride *= 2
-        for index, (low, total, high, count) in old.items():
-            self._merge(index // 2, low, total, high, count)
+        for index, bucket in old.items():
+            self._merge(index // 2, bucket)
 
     def points(self) -> list[Point]:
-        """Return the points in the order of steps."""
+        """Return the points in the order of steps; a value that holds for several steps is never between two."""
+        is_stepped = 0 < self._changed <= self._added / 3
         return [
-            Point(index * self.stride, low, total / count, high)
-            for index, (low, total, high, count) in sorted(self._points.items())
+            Point(
+                index * self.stride,
+                bucket.low,
+                bucket.last_total / bucket.last_count if is_stepped else bucket.total / bucket.size,
+                bucket.high,
+            )
+            for index, bucket in sorted(self._points.items())
         ]
+
+    def outline(self) -> list[Point]:
+        """Return at most `MAX_OUTLINE` of the points."""
+        points = self.points()
+        return points[:: math.ceil(len(points) / MAX_OUTLINE) or 1]
 
     @property
     def now(self) -> Point | None:
@@ -196,7 +234,12 @@ def _rate(bar: Bar, *, is_over: bool) -> tuple[str, str]:
     if not rate:
         return "", ""
     left = f"{format_seconds((bar.total - bar.done) / rate)} left" if bar.total and bar.total >= bar.done else ""
-    return f"{rate:.3g} {bar.unit}/s", left
+    return f"{format_rate(rate)} {bar.unit}/s" if rate >= 1 else f"{format_rate(1 / rate)} s/{bar.unit}", left
+
+
+def format_rate(rate: float) -> str:
+    """Format a rate with three digits, or more if it has them before the point: ``12.3``, ``1,170``."""
+    return f"{rate:,.0f}" if rate >= 99.95 else f"{rate:.3g}"
 
 
 class RankRow(Struct, frozen=True):
@@ -214,16 +257,33 @@ class RankRow(Struct, frozen=True):
     """Bytes: on its accelerator if it has one, else resident."""
 
 
+class Run:
+    """The curves of one cell."""
+
+    def __init__(self, number: tuple[int, int], names: Sequence[str] = ()) -> None:
+        self.number = number
+        """The cell, 0 if it has none, and a count of runs within it; increases."""
+        self.series = {name: Series(name) for name in names}
+        """By name."""
+
+    @property
+    def name(self) -> str:
+        """Text such as ``In [5]``."""
+        cell, count = self.number
+        again = f", run {count + 1}" if count else ""
+        return f"In [{cell}]{again}" if cell else f"a cell{again}"
+
+
 class JobStore:
     """What all ranks reported, bounded. Not thread-safe: its owner holds a lock."""
 
     def __init__(self) -> None:
         self.reports: dict[int, JobReport] = {}
         """The last report of each rank."""
-        self.metrics: dict[str, Series] = {}
-        """Logged values, over steps."""
-        self.vitals = {name: Series(name) for name in ("steps/s", "communication", "memory")}
-        """Measured values, over the seconds since the first report."""
+        self.logged = deque([Run((0, 0))], maxlen=MAX_RUNS)
+        """Logged values, over the steps of each cell that logged any; the last is the current one."""
+        self.measured = deque([Run((0, 0), VITALS)], maxlen=MAX_RUNS)
+        """Measured values of the last cells, over the seconds of all cells together."""
         self.cell: int | None = None
         """The running cell; None: no cell runs; 0: its number is unknown."""
         self.last_cell = 0
@@ -233,11 +293,22 @@ class JobStore:
         self.slowed = ""
         """What is slowed on purpose; empty: nothing."""
         self._states: Mapping[int, str] = {}
-        self._run: tuple[int, int] | None = None
-        self._has_earlier_run = False
-        self._shares: dict[int, float] = {}
+        self._items: dict[int, float] = {}
+        self._seen: set[int] = set()
+        """Ranks that reported twice in the running cell."""
         self._omitted_names: set[str] = set()
-        self._start: float | None = None
+        self._clock, self._updated, self._begun = 0.0, 0.0, 0.0
+        """Seconds of cells so far, when that was, and how many there were as the last cell began."""
+
+    @property
+    def metrics(self) -> dict[str, Series]:
+        """What the current run has logged."""
+        return self.logged[-1].series
+
+    @property
+    def vitals(self) -> dict[str, Series]:
+        """What was measured in the running cell, or the last one."""
+        return self.measured[-1].series
 
     def stop(self) -> None:
         """Record that the cluster has stopped; the ranks' last states stay, in the past tense."""
@@ -249,46 +320,73 @@ class JobStore:
 
     def add(self, replies: JobSnapshot, now: float) -> None:
         """Add the reports of all ranks at `now`, in seconds of any clock."""
-        self._start = now if self._start is None else self._start
-        self._states, self.slowed = replies.descriptions, replies.slowed
+        before, self.slowed, self._states = self.cell, replies.slowed, replies.descriptions
         # Ranks that are too busy to reply still run the cell that they ran before.
         self.cell = self.cell or 0 if replies.cell == 0 else replies.cell
         self.last_cell = self.cell or self.last_cell
-        restarts = [row.run for report in replies.reports.values() for row in report.rows if not row.is_first]
-        if restarts and (self._run is None or max(restarts) > self._run):
-            self._start_run(max(restarts))
+        is_another = before is None or (self.cell and before and self.cell != before)
+        if self.cell is not None and is_another:
+            self._begin_cell(self.cell)
+        elif before is not None:
+            self._clock += now - self._updated
+        self._updated = now
+        if self.cell and not self.measured[-1].number[0]:
+            self.measured[-1].number = (self.cell, 0)
         for rank, report in sorted(replies.reports.items()):
             self.reports[rank] = report
             self.lost += report.lost
             for row in report.rows:
                 self._add_row(rank, row)
             if report.state.cell is not None:
-                self._add_vitals(rank, report, now - self._start)
+                self._add_vitals(rank, report)
 
-    def _start_run(self, run: tuple[int, int]) -> None:
-        self._has_earlier_run = self._has_earlier_run or bool(self.metrics)
-        self._run = run
-        self.metrics.clear()
+    def _begin_cell(self, cell: int) -> None:
+        if any(series.latest for series in self.vitals.values()):
+            self.measured.append(Run((cell, 0), VITALS))
+        self._items.clear()
+        self._seen.clear()
+        self._begun = self._clock
 
     def _add_row(self, rank: int, row: MetricRow) -> None:
-        self._run = self._run or row.run
-        if row.run < self._run:
-            self._has_earlier_run = True
-            return
-        # A later run is that of a replaced rank, which knows no steps from before it started.
+        run = next((run for run in self.logged if run.number == row.run), None)
+        if run is None and not self.metrics:
+            run = self.logged[-1]
+            run.number = row.run
+        elif run is None and row.run > self.logged[-1].number:
+            run = Run(row.run)
+            self.logged.append(run)
+        elif run is None:
+            # Cell numbers start again with the kernel: those of a replaced rank are lower than those of the others.
+            if not row.is_first:
+                return
+            run = self.logged[-1]
         for name, value in row.values.items():
-            if name not in self.metrics and len(self.metrics) >= _MAX_NAMES:
+            if name not in run.series and len(run.series) >= _MAX_NAMES:
                 self._omitted_names.add(name)
                 continue
-            self.metrics.setdefault(name, Series(name)).add(rank, row.step, value)
+            run.series.setdefault(name, Series(name)).add(rank, row.step, value)
 
-    def _add_vitals(self, rank: int, report: JobReport, seconds: float) -> None:
+    def _add_vitals(self, rank: int, report: JobReport) -> None:
         if report.steps_per_s is not None:
-            self.vitals["steps/s"].add(rank, seconds, report.steps_per_s)
-        if report.communication is not None:
-            self._shares[rank] = report.communication
-            self.vitals["communication"].add(rank, seconds, report.communication)
-        self.vitals["memory"].add(rank, seconds, memory_of(report))
+            self.vitals["steps/s"].add(rank, self._clock, report.steps_per_s)
+        if report.items_per_s is not None:
+            self._items[rank] = report.items_per_s
+        # The share is that of the time since the report before, which may have been before the cell.
+        if report.communication is not None and rank in self._seen:
+            self.vitals["communication"].add(rank, self._clock, report.communication)
+        self._seen.add(rank)
+        self.vitals["memory"].add(rank, self._clock, memory_of(report))
+
+    def mark(self, *, measured: bool) -> str:
+        """Return the name of the current run if the panel's head does not say it; else an empty string."""
+        runs = self.measured if measured else self.logged
+        number = runs[-1].number
+        return runs[-1].name if len(runs) > 1 or number[1] or number[0] not in (0, self.last_cell) else ""
+
+    def earlier(self, name: str, *, measured: bool) -> list[Series]:
+        """Return the curves of a name in earlier cells, the last one last."""
+        runs = list(self.measured if measured else self.logged)[:-1]
+        return [run.series[name] for run in runs if name in run.series and run.series[name].latest]
 
     def rows(self) -> list[RankRow]:
         """Return one row per rank."""
@@ -297,32 +395,36 @@ class JobStore:
     def _row(self, rank: int, state: str) -> RankRow:
         report = self.reports.get(rank)
         steps = [series.latest[rank][0] for series in self.metrics.values() if rank in series.latest]
+        rates, shares = self.vitals["steps/s"].latest, self.vitals["communication"].latest
         return RankRow(
             rank,
             state,
             int(max(steps)) if steps else None,
-            report.steps_per_s if report else None,
-            self._shares.get(rank),
+            rates[rank][1] if rank in rates else None,
+            shares[rank][1] if rank in shares else None,
             memory_of(report) if report else 0,
         )
 
     @property
+    def cell_seconds(self) -> float:
+        """Seconds for which the running cell, or the last one, was seen to run."""
+        return self._clock - self._begun
+
+    @property
     def steps_per_s(self) -> float | None:
         """Steps per second of the slowest rank."""
-        rates = [report.steps_per_s for report in self.reports.values() if report.steps_per_s is not None]
-        return min(rates, default=None)
+        return min((rate for _, rate in self.vitals["steps/s"].latest.values()), default=None)
 
     @property
     def items_per_s(self) -> float | None:
         """Items per second of all ranks together."""
-        rates = [report.items_per_s for report in self.reports.values() if report.items_per_s is not None]
-        return sum(rates) if rates else None
+        return sum(self._items.values()) if self._items else None
 
     @property
     def communication(self) -> float | None:
         """Mean share over ranks, 0 to 1."""
-        shares = list(self._shares.values())
-        return sum(shares) / len(shares) if shares else None
+        now = self.vitals["communication"].now
+        return now.mean if now else None
 
     def bars(self) -> list[MergedBar]:
         """Return the loops of all ranks."""
@@ -338,8 +440,8 @@ class JobStore:
         if more := list(self.metrics)[MAX_CURVES:]:
             rest = f" and {len(more) - _MAX_LISTED} more" if len(more) > _MAX_LISTED else ""
             lines.append(f"Only {MAX_CURVES} metrics have a curve; not shown: {', '.join(more[:_MAX_LISTED])}{rest}.")
-        if self._has_earlier_run:
-            lines.append("Steps started again: the curves show the last run.")
+        if any(self.earlier(name, measured=False) for name in self.metrics):
+            lines.append(f"Pale curves: {', '.join(run.name for run in list(self.logged)[:-1])}.")
         if self._omitted_names:
             lines.append(f"Only {_MAX_NAMES} metrics are stored; {len(self._omitted_names)} more were dropped.")
         if self.lost:

@@ -18,7 +18,7 @@ from msgspec import Struct, to_builtins
 from axon_nb.cluster.cluster import Cluster
 from axon_nb.cluster.inspection.status import JobSnapshot, request_job
 from axon_nb.records.colors import INK, KINDS, RANKS
-from axon_nb.records.units import format_bytes
+from axon_nb.records.units import format_bytes, format_seconds
 from axon_nb.widgets.assets import script, style
 from axon_nb.widgets.html import (
     CELL,
@@ -35,7 +35,16 @@ from axon_nb.widgets.html import (
     table_style,
 )
 from axon_nb.widgets.panel import LivePanel, LiveView
-from axon_nb.widgets.watch.store import MAX_CURVES, JobStore, MergedBar, Point, RankRow, Series, pack_points
+from axon_nb.widgets.watch.store import (
+    MAX_CURVES,
+    JobStore,
+    MergedBar,
+    Point,
+    RankRow,
+    Series,
+    format_rate,
+    pack_points,
+)
 
 WIDTH, HEIGHT = 300, 90
 """Of the picture, in units."""
@@ -112,9 +121,9 @@ def is_stepped(points: Sequence[Point]) -> bool:
     return len(points) > 3 and 0 < changes <= len(points) / 3
 
 
-def chart_svg(points: Sequence[Point], axis: Axis, color: str) -> str:
-    """Draw the mean as a line, with a band around it from the lowest to the highest rank."""
-    first, last = (points[0].step, points[-1].step) if points else (0.0, 1.0)
+def chart_svg(points: Sequence[Point], axis: Axis, color: str, earlier: Sequence[Sequence[Point]] = ()) -> str:
+    """Draw the mean as a line, with a band around it from the lowest to the highest rank, and earlier lines pale."""
+    first, last = _ends([points, *earlier])
     length = (last - first) or 1.0
     stepped = is_stepped(points)
 
@@ -123,6 +132,14 @@ def chart_svg(points: Sequence[Point], axis: Axis, color: str) -> str:
 
     grid = "".join(f"M0 {HEIGHT * (1 - axis.place(tick)):.1f}h{WIDTH}" for tick in axis.ticks)
     band = mean = ""
+    pale = "".join(
+        f'<path d="M{"L".join(place(p.step, p.mean) for p in line)}" fill="none" stroke="{color}" '
+        'stroke-opacity=".45" stroke-width="1.25"/>'
+        for line in earlier
+    )
+    if pale and points:
+        start = place(points[0].step, axis.low).split()[0]
+        pale += f'<path d="M{start} 0v{HEIGHT}" stroke="{INK}" stroke-opacity=".6" stroke-dasharray="3 3"/>'
     if len(points) > 1 and stepped:
         x = [f"{WIDTH * (p.step - first) / length:.1f}" for p in points]
         y = [f"{HEIGHT * (1 - axis.place(p.mean)):.1f}" for p in points]
@@ -134,21 +151,35 @@ def chart_svg(points: Sequence[Point], axis: Axis, color: str) -> str:
     if len(points) > 1:
         mean = f'<path d="M{line}" fill="none" stroke="{color}" stroke-width="1.75"/>'
     elif points:
-        mean = f'<circle cx="3" cy="{HEIGHT * (1 - axis.place(points[0].mean)):.1f}" r="2.5" fill="{color}"/>'
+        left, top = place(points[0].step, points[0].mean).split()
+        mean = f'<circle cx="{max(3.0, float(left))}" cy="{top}" r="2.5" fill="{color}"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {WIDTH + 2} {HEIGHT + 2}" width="{WIDTH}" '
         f'height="{HEIGHT}" preserveAspectRatio="none"><path d="{grid}" stroke="{INK}" stroke-opacity=".3"/>'
-        f"{band}{mean}</svg>"
+        f"{pale}{band}{mean}</svg>"
     )
 
 
+def _ends(lines: Sequence[Sequence[Point]]) -> tuple[float, float]:
+    steps = [end.step for line in lines for end in (*line[:1], *line[-1:])]
+    return (min(steps), max(steps)) if steps else (0.0, 1.0)
+
+
 def chart_html(
-    points: Sequence[Point], axis: Axis, color: str, *, alt: str, y_text: Callable[[float], str], x_texts: Sequence[str]
+    points: Sequence[Point],
+    axis: Axis,
+    color: str,
+    *,
+    alt: str,
+    y_text: Callable[[float], str],
+    x_texts: Sequence[str],
+    earlier: Sequence[Sequence[Point]] = (),
 ) -> str:
     """Return the picture with its labels.
 
     Args:
         points: The curve.
+        earlier: Those of earlier cells.
         axis: A result of `value_axis`.
         color: Hex RGB.
         alt: What the picture shows, in words.
@@ -162,7 +193,7 @@ def chart_html(
     return (
         f'<div style="display:flex;gap:6px"><div style="{column};height:{HEIGHT + 10}px;min-width:3em;margin-top:-5px">'
         f'{labels}</div><div style="flex:1"><img alt="{escape(alt)}" title="{escape(alt)}" '
-        f'src="{svg_uri(chart_svg(points, axis, color))}" width="{WIDTH}" height="{HEIGHT}" '
+        f'src="{svg_uri(chart_svg(points, axis, color, earlier))}" width="{WIDTH}" height="{HEIGHT}" '
         'style="display:block;margin:0;width:100%;max-width:none">'
         f'<div style="display:flex;justify-content:space-between;margin-top:4px;{small}">{ends}</div></div></div>'
     )
@@ -182,7 +213,7 @@ def _format_share(value: float) -> str:
 FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "communication": ("share", _format_share),
     "memory": ("bytes", lambda value: format_bytes(int(value))),
-    "steps/s": ("rate", lambda value: f"{value:.3g}"),
+    "steps/s": ("rate", format_rate),
 }
 """How measured numbers are formatted: the kind, as JavaScript knows it, and a function. Others are plain numbers."""
 
@@ -191,16 +222,17 @@ def heading(store: JobStore) -> str:
     """Return text such as ``4 ranks, In [5] is running: 12.3 steps/s, 31 % of the time in communication``."""
     count = len(store.rows())
     ranks = f"{count} rank{'' if count == 1 else 's'}"
-    ended = f"In [{store.last_cell}] has ended" if store.last_cell else "no cell is running"
+    after = f" after {format_seconds(store.cell_seconds)}" if store.cell_seconds else ""
+    ended = f"In [{store.last_cell}] has ended{after}" if store.last_cell else "no cell is running"
     state = f"In [{store.cell}] is running" if store.cell else ended
     if store.cell == 0:
         state = "a cell is running"
     state += f", slowed: {store.slowed}" if store.slowed else ""
     facts = []
     if store.steps_per_s is not None:
-        facts.append(f"{store.steps_per_s:.3g} steps/s")
+        facts.append(f"{format_rate(store.steps_per_s)} steps/s")
     if store.items_per_s is not None:
-        facts.append(f"{store.items_per_s:.3g} items/s")
+        facts.append(f"{format_rate(store.items_per_s)} items/s")
     if store.communication is not None:
         facts.append(f"{_format_share(store.communication)} of the time in communication")
     return f"{ranks}, {state}{': ' if facts else ''}{', '.join(facts)}"
@@ -212,7 +244,7 @@ def context(store: JobStore) -> str:
     parts = [f"In [{store.cell}]" if store.cell else "a cell" if store.cell == 0 else "no cell is running"]
     parts.append(f"{count} rank{'' if count == 1 else 's'}")
     if store.items_per_s is not None:
-        parts.append(f"{store.items_per_s:.3g} items/s")
+        parts.append(f"{format_rate(store.items_per_s)} items/s")
     if store.slowed:
         parts.append(f"slowed: {store.slowed}")
     return " · ".join(parts)
@@ -225,7 +257,7 @@ def series_value(series: Series, *, measured: bool) -> tuple[str, str]:
         return "–", ""
     formatted = FORMATS[series.name][1] if measured else format_number
     low, high = formatted(now.low), formatted(now.high)
-    return formatted(now.mean), "" if low == high else f"{low} – {high}"
+    return formatted(now.mean), "" if low == high else f"ranks {low} – {high}"
 
 
 def series_text(series: Series, *, measured: bool) -> str:
@@ -250,7 +282,7 @@ def rank_cells(row: RankRow) -> tuple[str, str, str, str, str]:
     return (
         row.text,
         "–" if row.step is None else str(row.step),
-        "–" if row.steps_per_s is None else f"{row.steps_per_s:.3g}",
+        "–" if row.steps_per_s is None else format_rate(row.steps_per_s),
         "–" if row.communication is None else _format_share(row.communication),
         format_bytes(row.memory) if row.memory else "–",
     )
@@ -281,7 +313,8 @@ def _page_text(store: JobStore) -> str:
 
 def _page_html(store: JobStore) -> str:
     curves = "".join(
-        _curve(series, number, measured=measured) for number, (series, measured) in enumerate(shown_series(store))
+        _curve(series, number, store, measured=measured)
+        for number, (series, measured) in enumerate(shown_series(store))
     )
     bars = "".join(map(_bar, store.bars()))
     shown = store.rows()[:_MAX_PAGE_RANKS]
@@ -301,20 +334,28 @@ def _page_html(store: JobStore) -> str:
     return figure(body, heading=f"Job on {heading(store)}")
 
 
-def _curve(series: Series, number: int, *, measured: bool) -> str:
-    points = series.points()
+def _curve(series: Series, number: int, store: JobStore, *, measured: bool) -> str:
+    points, mark = series.points(), store.mark(measured=measured)
+    earlier = [line.outline() for line in store.earlier(series.name, measured=measured)]
     text = series_text(series, measured=measured)
     kind, formatted = FORMATS[series.name] if measured else ("number", format_number)
     color = KINDS[_MEASURED_COLORS[series.name]] if measured else RANKS[number % len(RANKS)]
     value, spread = series_value(series, measured=measured)
-    unit = "s" if measured else "step"
-    ends = [f"{point.step:g} {unit}" if measured else f"{unit} {point.step:g}" for point in points[:1] + points[-1:]]
+    first, last = _ends([points, *earlier])
+    ends = [f"{end:.3g} s" if measured else f"step {end:g}" for end in dict.fromkeys((first, last))]
     alt = f"{series.name}: {text}; {' to '.join(ends)}"
     chart = chart_html(
-        points, value_axis(points, kind), color.both, alt=alt, y_text=lambda tick: _tick(tick, formatted), x_texts=ends
+        points,
+        value_axis([point for line in (points, *earlier) for point in line], kind),
+        color.both,
+        alt=alt,
+        y_text=lambda tick: _tick(tick, formatted),
+        x_texts=ends,
+        earlier=earlier,
     )
     return (
-        f'<div style="width:360px"><div style="{MUTED}">{escape(series.name)}</div><div style="margin-bottom:8px">'
+        f'<div style="width:360px"><div style="{MUTED}">{escape(" · ".join(filter(None, (series.name, mark))))}</div>'
+        '<div style="margin-bottom:8px">'
         f'<b style="font-size:140%;font-weight:600">{escape(value)}</b> <span style="{MUTED}">{escape(spread)}</span>'
         f"</div>{chart}</div>"
     )
@@ -394,7 +435,7 @@ class WatchView(LiveView):
         omitted = [f"{num_omitted} more ranks are left out of the table."] if num_omitted > 0 else []
         most_memory = max((row.memory for row in rows), default=0) or 1
         charts = [
-            _live_chart(series, number, measured=measured)
+            _live_chart(series, number, store, measured=measured)
             for number, (series, measured) in enumerate(shown_series(store))
         ]
         return {
@@ -418,7 +459,7 @@ def _live_row(row: RankRow, most_memory: int) -> dict[str, Any]:
     return {"rank": row.rank, "cells": cells}
 
 
-def _live_chart(series: Series, number: int, *, measured: bool) -> dict[str, Any]:
+def _live_chart(series: Series, number: int, store: JobStore, *, measured: bool) -> dict[str, Any]:
     value, spread = series_value(series, measured=measured)
     color = SERIES_TOKENS[series.name] if measured else f"rank-{number % len(RANKS)}"
     return {
@@ -430,6 +471,8 @@ def _live_chart(series: Series, number: int, *, measured: bool) -> dict[str, Any
         "kind": FORMATS[series.name][0] if measured else "number",
         "axis": "seconds" if measured else "steps",
         "points": pack_points(series.points()),
+        "earlier": [pack_points(line.outline()) for line in store.earlier(series.name, measured=measured)],
+        "mark": store.mark(measured=measured),
     }
 
 

@@ -20,6 +20,9 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 def test_cursor_is_shared_by_curves_of_an_axis(chromium: Browser, tmp_path: Path) -> None:
     page, errors = open_page(chromium, tmp_path, "watch", SAMPLES["watch"][1](4))
     loss = page.locator("svg[aria-label^='loss:']")
+    assert loss.get_attribute("data-earlier") == "1"
+    assert loss.locator("text", has_text="In [4]").count() == 1, "a run is marked where it begins"
+    assert page.locator("svg[aria-label^='accuracy:']").count() == 0, "only an earlier run has logged it"
     loss.hover(position={"x": 200, "y": 60})
     tip = page.locator(".axon-watch .axon-view-tip")
     tip.wait_for()

@@ -134,13 +134,18 @@ def watch(ranks: int) -> dict[str, Any]:
     """A job that has run for some minutes."""
     view, noise = WatchView(lambda: None), random.Random(3)
     words = dict.fromkeys(range(ranks - 1), f"waiting in all_reduce at line 6 for rank {ranks - 1}, for 0.3 s")
+    for second in range(40):  # an earlier cell, which has also logged an accuracy
+        logged = row(4 * second, (2, 0), loss=3 + 9 * math.exp(-second / 20), accuracy=second / 50)
+        earlier = [report(rank, [logged], cell=2, steps_per_s=4.0, communication=0.2) for rank in range(ranks)]
+        view.add([answers(*earlier)], second - 700.0)
+    view.add([answers(*(report(rank, cell=None) for rank in range(ranks)))], -650.0)
     for second in range(200):
         steps = range(2 * second, 2 * second + 2)
         slow = 1.5 if 130 < second < 150 else 2.3
         reported = []
         for rank in range(ranks):
             rows = [
-                row(step, loss=2.6 + 9 * math.exp(-step / 18) + noise.random() / 5,
+                row(step, (4, 0), loss=2.6 + 9 * math.exp(-step / 18) + noise.random() / 5,
                     grad_norm=0.6 + 3 * math.exp(-step / 25) + noise.random() / 20 + (9 if step == 231 else 0),
                     lr=3e-4 * 0.5 ** (step // 100))
                 for step in steps

@@ -180,9 +180,7 @@ def test_what_gloo_does_otherwise_is_documented_and_said_once() -> None:
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    said = Counter(
-        re.findall(r"^axon_nb: (.+) works over shared memory, but torchrun's Gloo", done.stderr, re.MULTILINE)
-    )
+    said = Counter(re.findall(r"^axon_nb: (.+) works on these ranks, but torchrun's Gloo", done.stderr, re.MULTILINE))
     assert set(said.values()) == {2}, "one line per rank"
     assert {"communication of int16", "AVG of int64", "PREMUL_SUM of float32", "SUM of bool"} <= set(said)
     assert not {"SUM of float32", "SUM of int64", "communication of float32", "AVG of float32"} & set(said)

@@ -62,6 +62,19 @@ def test_await_shell_and_magic_lines(kernel: Kernel, tmp_path: Path) -> None:
     assert "[ranks 0-1] 'end'" in reply.lines()
 
 
+def test_name_that_torch_has_deprecated_is_noted_once_with_what_to_use(kernel: Kernel) -> None:
+    unused = "%%distributed --ranks 0\n# not FullyShardedDataParallel\nif False:\n    {}"
+    imports = "from torch.distributed import _tensor, _shard\n    from torch.distributed._tensor import DTensor"
+    reply = kernel.ok(unused.format(imports))
+    assert reply.stderr.splitlines() == [
+        "torch has deprecated `torch.distributed._tensor`: use `torch.distributed.tensor`."
+    ]
+    reply = kernel.ok(unused.format(f"{imports}\n    FullyShardedDataParallel(model)"))
+    assert reply.stderr.splitlines() == [
+        "torch has deprecated `FullyShardedDataParallel`: use `torch.distributed.fsdp.fully_shard`."
+    ]
+
+
 def test_syntax_error_is_reported_before_ranks_run(kernel: Kernel) -> None:
     kernel.ok("%%distributed\ncount = 0")
     reply = kernel.run("%%distributed\ncount += 1\ndef broken(:\n    pass")

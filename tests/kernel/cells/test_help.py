@@ -59,6 +59,14 @@ def test_question_mark_shows_help(kernel: Kernel, code: str, said: str) -> None:
     assert said in kernel.ok(code).stdout
 
 
+def test_help_lists_each_command_in_one_of_five_groups(kernel: Kernel) -> None:
+    lines = kernel.ok("%distributed help").stdout.splitlines()
+    assert [line for line in lines if line and " " not in line] == ["Run", "Look", "Repair", "Move", "Set"]
+    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert sorted(listed) == sorted({*_commands(kernel), "help"})
+    assert listed[0] == "start"
+
+
 def test_every_magic_has_a_docstring_with_an_example(kernel: Kernel) -> None:
     line, cell = _magics(kernel, "line"), _magics(kernel, "cell")
     assert {"distributed", "gather", "memory", "pull", "push", "scatter", "shards", "timeline", "watch"} <= set(line)

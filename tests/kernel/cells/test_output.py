@@ -160,3 +160,10 @@ def test_what_is_printed_through_an_own_stdout_appears_in_its_cell(kernel: Kerne
     )
     then = kernel.ok("%%distributed --ranks 0-1\nprint('then')\nsys.stdout = t_stdout")
     assert (reply.lines(), then.lines()) == (["[ranks 0-1] now"], ["[ranks 0-1] then"])
+    for mute in ("sys.stdout = open('/dev/null', 'w')", "sys.stdout = sys.stderr = sys.__stdout__"):
+        kernel.run(f"%%distributed --ranks 0-1\nimport os\nt_stderr = sys.stderr\n{mute}\nif rank: 1 / 0")
+        back = kernel.ok(
+            "%%distributed --ranks 0-1\nos.system('echo child; sleep 0.3')\n"
+            "sys.stdout, sys.stderr = t_stdout, t_stderr; print('back')"
+        )
+        assert back.lines() == ["[ranks 0-1] child", "[ranks 0-1] back"], mute

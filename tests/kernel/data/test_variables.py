@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,11 @@ def test_variables_are_described(rows: dict[str, dict[str, object]]) -> None:
 def test_vars_command_shows_the_table(shared_kernel: Kernel, rows: dict[str, dict[str, object]]) -> None:
     # Cells of other tests leave variables, too: pandas shortens a long table.
     assert "differs on rank 2" in shared_kernel.ok("t_vars = %distributed vars\nprint(t_vars.to_string())").stdout
+    html = shared_kernel.value("t_vars._repr_html_()")
+    cells = re.findall(r">([^<]+)</t[hd]>", html)
+    assert cells[:3] == ["name", "ranks", "type"], "the answer is beside the name"
+    assert re.search(">odd</th><td[^>]*>differs on rank 2<", html)
+    assert "96 B" in cells
 
 
 def test_vars_command_mentions_a_running_cell(shared_kernel: Kernel, tmp_path: Path) -> None:
@@ -143,6 +149,8 @@ def test_diff_locates_the_difference(
 
 
 def test_diff_of_shapes_texts_and_incomparable_values(shared_kernel: Kernel, rows: object) -> None:
+    shared_kernel.ok("t_diff = %distributed diff odd")
+    assert "rank 0: 0, rank 2: 1" in shared_kernel.value("t_diff._repr_html_()")
     assert "1 float32 / 2 float32" in shared_kernel.ok("%distributed diff ranked").result
     assert "'hello from 0' / 'hello from 1'" in shared_kernel.ok("%distributed diff text").result
     assert "has no such variable" in shared_kernel.ok("%distributed diff few").result

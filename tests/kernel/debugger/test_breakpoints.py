@@ -84,13 +84,14 @@ def _states(notebook: NotebookClient) -> list[str]:
 
 
 def test_all_ranks_pause_and_move_together(kernel: Kernel) -> None:
-    commands = ["p y.item()", "rank 2", "p y.item()", "rank 9", "all p rank * 11", "n", "n", "p y.item()", "c"]
+    commands = ["h", "p y.item()", "rank 2", "p y.item()", "rank 9", "all p rank * 11", "n", "n", "p y.item()", "c"]
     reply = _drive(kernel, STEP, commands)
     assert reply.ok, reply.traceback
     lines = reply.lines()
     assert "Ranks 0-3 paused at line 4. " in reply.stdout
     for line in ("[rank 0] 1.0", "[rank 2] 3.0", "[rank 3] 33", "[rank 2] 10.0", "[ranks 0-3] total 10.0"):
         assert line in lines
+    assert reply.stdout.count("`all p x` asks each") == 2, "`h` says what pdb's own help does not"
     assert "rank 9: choose one of the paused ranks, 0, 1, 2, 3." in lines
     assert "Ranks 0-3 paused at line 6." in lines
     assert not any("skipped" in line for line in lines)
@@ -137,7 +138,7 @@ def test_others_see_who_is_paused_and_who_waits_for_the_debugger(kernel: Kernel)
     # longer than the group's timeout
     assert until(lambda: re.search(r"the debugger on rank 1, for [3-9]\.", _states(notebook)[0]))
     states = _states(notebook)
-    assert states[1] == "paused line 5"
+    assert states[1] == "paused at line 5"
     assert states[0].startswith("waiting in all_reduce at line 6 for the debugger on rank 1")
     why = notebook.request("explain")
     assert (why["kind"], why["waited_for"]) == ("paused", "1")

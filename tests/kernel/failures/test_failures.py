@@ -23,6 +23,7 @@ def test_failed_rank_and_user_line_come_first(kernel: Kernel) -> None:
     assert "axon_nb/" not in reply.traceback
     (card,) = reply.displays
     assert set(card) == {"text/html", MIME_TYPE}, "front ends without HTML show the traceback alone"
+    assert card[MIME_TYPE] == {**reply.record, "seconds": None}, "equal runs save equal outputs"
     assert "Rank 2 raised ValueError" in card["text/html"]
     assert ">raise ValueError(f&#x27;bad value on {rank}&#x27;)</mark>" in card["text/html"]
     assert "%distributed debug --ranks 2" in card["text/html"]
@@ -291,6 +292,24 @@ def test_errors_shown_by_other_code(kernel: Kernel, what: str, tmp_path: Path) -
     if what != "IPython's own method":  # `%run` calls nothing else
         assert "[ranks 0,2-3] waited in barrier at line 5" in nested.traceback
     assert "line 3, in boom()" in kernel.run(f"%%distributed --ranks 1\n{failing}").traceback
+
+
+def test_errors_shown_by_rich_in_the_notebook_are_without_our_frames(kernel: Kernel) -> None:
+    pytest.importorskip("rich")
+    kernel.ok(
+        "t_shell = get_ipython()\nfrom rich.traceback import install\n"
+        "t_kept = {t_n: vars(t_shell).get(t_n) for t_n in ('_showtraceback', 'showtraceback', 'showsyntaxerror')}\n"
+        "_ = install()"
+    )
+    replies = [kernel.run(cell) for cell in ("%%distributed\n1 / 0", "%pull nothing_there --ranks 0")]
+    kernel.ok(
+        "for t_n, t_value in t_kept.items():\n    delattr(t_shell, t_n)\n"
+        "    if t_value is not None: setattr(t_shell, t_n, t_value)"
+    )
+    for reply, kind in zip(replies, ("CellError", "UsageError"), strict=True):
+        shown = "\n".join(data.get("text/plain", "") for data in reply.displays)
+        assert kind in shown
+        assert "axon_nb/" not in shown, "only the line of the cell"
 
 
 def test_exit_with_which_a_library_answers_an_abort_is_the_abort(kernel: Kernel) -> None:

@@ -122,6 +122,8 @@ FAILING = """if rank == 0:
         lambda: dist.all_gather_into_tensor(torch.ones(5), one),
         lambda: dist.all_reduce(torch.ones(3).to_sparse(), op=dist.ReduceOp.MAX),
         lambda: dist.all_reduce(torch.nested.nested_tensor([torch.ones(2)])),
+        lambda: dist.all_reduce(one.to("meta")),
+        lambda: dist.broadcast(one.to("meta"), 0, async_op=True).wait(),
         lambda: dist.all_to_all(two, [*two, one]),
         lambda: dist.all_to_all_single(one, torch.ones(5), [1], [5]),
         lambda: dist.gather(one, [one], dst=0),

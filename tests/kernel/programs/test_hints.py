@@ -28,6 +28,32 @@ def test_function_can_be_pushed(kernel: Kernel) -> None:
     assert kernel.ok("%%rank 1\npushed(4)").lines() == ["[rank 1] 8"]
 
 
+def test_pulled_call_that_communicates_with_other_ranks(kernel: Kernel) -> None:
+    kernel.ok("%%distributed\ndef total():\n    t = torch.ones(1)\n    dist.all_reduce(t)\n    return t.item()")
+    reply = kernel.run("%pull total() --ranks 0 --as summed")
+    assert "rank 0 waited in all_reduce at line 1 (total, Cell In[" in reply.evalue
+    assert "'total()' communicates with ranks that do not run it: leave --ranks out" in reply.traceback
+    kernel.ok("%pull total() --as summed")
+    assert kernel.value("summed") == dict.fromkeys(range(4), 4.0)
+
+
+def test_variables_of_a_launcher_set_by_a_pasted_recipe(kernel: Kernel) -> None:
+    recipe = "import os\nos.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1')"
+    told = kernel.ok(f"%%distributed --ranks 0-1\n{recipe}").stdout
+    assert "[rank 0] axon_nb: the cell has set WORLD_SIZE=1, which misleads libraries" in told
+    assert "[rank 1] axon_nb: the cell has set RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, which" in told
+    assert kernel.ok("%%distributed --ranks 0-1\nos.environ['RANK']").lines() == ["[ranks 0-1] '0'"], "said once"
+    (restoring,) = {line.partition("`")[2].partition("`")[0] for line in told.splitlines()}
+    assert kernel.ok(f"%%distributed\nimport os\n{restoring}\nos.environ['RANK'] == str(rank)").lines() == [
+        "[ranks 0-3] True"
+    ]
+    assert (
+        "[ranks 0-1] axon_nb: the cell has set WORLD_SIZE=1"
+        in kernel.ok("%%distributed --ranks 0-1\n%env WORLD_SIZE=1").stdout
+    )
+    kernel.ok(f"%%distributed\n{restoring}")
+
+
 def test_sync_batch_norm_on_cpus(kernel: Kernel) -> None:
     reply = kernel.run("%%distributed\ntorch.nn.SyncBatchNorm(3)(torch.ones(2, 3))")
     assert "use `axon_nb.parallel.SyncBatchNorm`" in reply.traceback

@@ -129,6 +129,28 @@ def test_interrupt_ends_cells_in_tasks_and_keeps_the_kernel(pair: Kernel) -> Non
     assert check_next_cell(pair) == ""
 
 
+def test_error_of_a_signal_handler_ends_an_awaited_cell(pair: Kernel) -> None:
+    """As of `signal.alarm` or pytest-timeout: in the event loop it would end the kernel."""
+    pair.ok("import asyncio, axon_nb, signal\ndef limit(*_): raise LookupError('limit')")
+    pair.ok("def alarm(): signal.setitimer(signal.ITIMER_REAL, 0.3)\nbefore = signal.signal(signal.SIGALRM, limit)")
+    endless = "axon_nb.current_cluster().run_async('while True: pass')"
+    for cell in (
+        "alarm()\nget_ipython().run_cell_magic('distributed', '', 'while True: pass')",
+        f"alarm()\nawait {endless}",
+        f"alarm()\nawait asyncio.wait_for({endless}, 60)",
+    ):
+        reply = pair.run(cell)
+        assert (reply.ename, reply.evalue) == ("LookupError", "limit"), cell
+        assert check_next_cell(pair) == "", cell
+    pair.ok("alarm()")
+    assert pair.run("%%distributed\nwhile True: pass").ename == "LookupError"
+    assert check_next_cell(pair) == ""
+    pair.ok("import sys\n_ = signal.signal(signal.SIGALRM, lambda *_: sys.exit(3))")
+    assert pair.run(f"alarm()\nawait asyncio.wait_for({endless}, 60)").ename == "CancelledError"
+    assert check_next_cell(pair) == ""
+    assert pair.value("signal.signal(signal.SIGALRM, before).__name__") == "<lambda>"
+
+
 def test_interrupts_do_not_stop_cells_of_subshells(pair: Kernel) -> None:
     """An interrupt of the idle kernel is none of theirs; the panel and `cancel` stop those on ranks."""
     channel = pair.client.session

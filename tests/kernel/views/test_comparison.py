@@ -206,6 +206,8 @@ def test_planted_faults_are_named_with_module_and_cause(programs: Kernel, progra
         ("--compare cmp_x\ncmp_model(cmp_x)", "must be a variable of the ranks that holds the plain model."),
         ("--compare\ncmp_model(cmp_x + torch.rand_like(cmp_x))", "draws random numbers, so no two runs are alike"),
         ("--compare\ncmp_model(cmp_x)\ntorch.save(1, '/tmp/cmp.pt')", "The cell writes /tmp/cmp.pt, which the"),
+        ("--compare\ndef cmp_f(:\n    pass", "SyntaxError: invalid syntax\nNo rank has run the cell."),
+        ("--compare\n!true\ncmp_z = 1", "--compare found no model: the cell must use a variable"),
         ("--compare --try\npass", "--compare does not go with --try."),
     ],
 )

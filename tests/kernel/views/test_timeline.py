@@ -177,7 +177,7 @@ def test_timeline_of_one_cell_and_some_ranks(ready: Kernel, tmp_path: Path) -> N
     assert until(lambda: counts(ready) and ready.value("int((t_frame.name == t_last).sum())") == 4)
     number = ready.value("int(t_last[4:-1])")
     reply = ready.ok(f"%timeline --cell {number} --ranks 1,2")
-    assert reply.displays[0]["text/plain"].splitlines()[0].startswith(f"In [{number}]: 2 ranks, ")
+    assert reply.displays[0]["text/plain"].splitlines()[0].startswith(f"Timeline, In [{number}], 2 ranks, ")
     both = ready.ok(f"%timeline --cell {number},{number} --ranks 1,2").displays[0]["text/plain"].splitlines()
     assert both[0] == f"In [{number}] compared with In [{number}]"
     assert any(line.split()[0] == "cell" and line.endswith("(+0%)") for line in both[1:])
@@ -215,7 +215,7 @@ def test_watched_cell_timeline_becomes_a_picture(ready: Kernel) -> None:
     def shown() -> dict[str, Any]:
         return ready.ok("%%distributed --watch\ntrain(3)").displays[1]
 
-    assert shown()["text/plain"].startswith("In [")
+    assert shown()["text/plain"].startswith("Timeline, In [")
     assert "data:image/svg+xml;base64," in shown()["text/html"]
     assert until(lambda: "forward" in shown()["text/plain"].splitlines()[1])
     assert ready.ok("%%distributed\n'goes on'").lines() == ["[ranks 0-3] 'goes on'"]

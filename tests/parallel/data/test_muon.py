@@ -93,6 +93,17 @@ def test_parts_of_plain_tensors_and_stacks_of_experts_are_whole_matrices(two: An
             assert torch.equal(found, parameter)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_of_bfloat16_is_the_mean_of_the_gradients(nesterov: bool) -> None:
+    # torch's loses it without nesterov: findings/muon-in-bfloat16-forgets-its-momentum.sh.
+    weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    optimizer = Muon([weight], lr=0.1, momentum=0.5, nesterov=nesterov)
+    for share in (0.5, 0.75):
+        weight.grad = torch.full((4, 4), 8.0, dtype=torch.bfloat16)
+        optimizer.step()
+        assert torch.equal(optimizer.state[weight]["momentum_buffer"], weight.grad * share)
+
+
 def test_what_is_no_matrix_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"shape \(3,\)"):
         Muon([nn.Parameter(torch.zeros(3))])

@@ -10,7 +10,7 @@ from torch import nn
 
 from axon_nb.comm import World
 from axon_nb.errors import UsageError
-from axon_nb.parallel import DDP, Pipeline, PipelineSchedule, axis_group, make_mesh
+from axon_nb.parallel import DDP, FSDP, Pipeline, PipelineSchedule, axis_group, make_mesh
 from axon_nb.parallel.pipeline.schedule import check_counts
 from tests.parallel.pipeline.pipelines import batches, whole
 from tests.support.training.models import blocks, loss_of
@@ -127,6 +127,9 @@ def test_unsplittable_models_raise() -> None:
             _message(
                 lambda: Pipeline.split(whole(), group=world, schedule="ZBVZeroBubble", wrap=lambda s: DDP(s, alone))
             ),
+            _message(
+                lambda: Pipeline.split(whole(), group=world, schedule="ZBVZeroBubble", wrap=lambda s: FSDP(s, alone))
+            ),
         ]
 
     starts = [
@@ -139,7 +142,8 @@ def test_unsplittable_models_raise() -> None:
         "split='time' needs sample=",
         "costs must be 0 or more; got [-1.0, -1.0,",
         "1.weight of stage 1 is also 0.weight of stage 0. Stages cannot share parameters",
-        "ZBVZeroBubble computes weight gradients without the hooks in which DDP averages",
+        "ZBVZeroBubble computes weight gradients without the hooks of DDP; use torch's fully_shard",
+        "ZBVZeroBubble computes weight gradients without the hooks of FSDP inside a module; use torch's fully_shard",
     ]
     for reported in World.mock(2).run(work):
         for text, start in zip(reported, starts, strict=True):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from axon_nb.cluster.inspection.spans import SpanStore
+from axon_nb.records.protocol.inspection import NOT_COMPUTED, RecordedPlace, RecordingFacts
 from axon_nb.records.spans import Span
 from axon_nb.records.training.job import Bar
 from axon_nb.records.training.steps import play
+from axon_nb.widgets.inside import inside_bundle
 from axon_nb.widgets.memory.rows import MemoryRows
 from axon_nb.widgets.memory.view import memory_bundle
 from axon_nb.widgets.shards import merge_shards, shards_bundle
@@ -45,11 +48,26 @@ def _memory() -> Mapping[str, str]:
     return memory_bundle(rows)
 
 
+def _inside() -> Mapping[str, str]:
+    heads = (0, 1)
+    places = (
+        RecordedPlace(
+            "layers.0", (1, 3, 8), 1, (), "", (1.0, 20.0, 3.0), lens=(("<b>", 0.9), ("on", 0.2), ("mat", 0.4))
+        ),
+        RecordedPlace("layers.0.attention:heads", (1, 3, 2, 4), 1, heads, "heads", (NOT_COMPUTED, 2.0, math.inf)),
+        RecordedPlace("attention:attention", (1, 2, 3, 3), 1, heads, "heads", (), bytes(range(0, 252, 14)), (2, 3, 3)),
+        RecordedPlace("experts", (3, 8), 2, heads, "features"),
+    )
+    facts = RecordingFacts(key=1, words=("the", "cat", "sat"), starts=(0, 2), places=places, omitted=("More is cut.",))
+    return inside_bundle("seen", {0: facts, 1: facts})
+
+
 def _shards() -> Mapping[str, str]:
     return shards_bundle("model", merge_shards(split((8, 6), (2, 2), (0, 1))), [])
 
 
 VIEWS: dict[str, Callable[[], Mapping[str, str]]] = {
+    "inside": _inside,
     "memory": _memory,
     "shards": _shards,
     "timeline": _timeline,

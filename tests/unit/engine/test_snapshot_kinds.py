@@ -22,7 +22,7 @@ from axon_nb.engine.snapshot.memory import HostMemory
 from tests.unit.engine.test_snapshot import ENOUGH, Counts
 
 RESTORED = """
-import array, collections, functools, io, queue, random, threading, types, weakref
+import array, collections, functools, io, logging, queue, random, threading, types, weakref
 import numpy as np
 import pandas as pd
 import torch
@@ -38,6 +38,7 @@ mixed = np.array([[1], "a", None], dtype=object); frozen = np.arange(3); frozen.
 gaps = np.zeros((4, 4))[::2, ::2].copy(order="F")[:, ::-1]; numbers = np.arange(6)
 draws = np.random.default_rng(5); old_draws = np.random.RandomState(1)
 storage = torch.zeros(3).untyped_storage()
+logger = logging.Logger("t"); handler = logging.NullHandler(); logger.addHandler(handler); logger.isEnabledFor(10)
 stream = io.BytesIO(b"abc"); text = io.StringIO("abc"); raw = bytearray(b"abc"); view = memoryview(bytearray(b"abc"))
 table = collections.defaultdict(list, a=[1]); words = collections.Counter("aab"); chain = collections.ChainMap({"a": 1})
 machine = array.array("i", [1, 2]); jobs = queue.Queue(); stop = threading.Event()
@@ -76,6 +77,7 @@ CHANGES = [
     "frozen.flags.writeable = True; frozen[0] = 9; numbers.shape = (2, 3); numbers[0] = 5",
     "numbers.dtype = 'f8'; numbers.flags.writeable = False; gaps[0, 0] = 4",
     "draws.random(); draws.spawn(2); old_draws.rand(); storage[0] = 7",
+    "logger.setLevel(30); logger.removeHandler(handler); logger.disabled = True; handler.setLevel(40)",
     "stream.read(2); stream.write(b'more'); text.write('more'); raw.append(4); view[0] = 5",
     "table['new'].append(1); table['a'].append(2); table.default_factory = None; words.update('ab'); chain['b'] = 2",
     "machine.append(3); machine[0] = 9; jobs.put(1); stop.set(); local.n = 2; local.m = 3",
@@ -109,6 +111,8 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("WeakValueDictionary", "WeakKeyDictionary", "WeakSet"), lambda value: sorted(map(id, value))),
     **dict.fromkeys(("builtin_function_or_method", "method"), owner),
     **dict.fromkeys(("list_iterator", "list_reverseiterator"), lambda value: [str(value.__reduce__()[1:])]),
+    "Logger": lambda value: (value.level, value.disabled, value.propagate, value.handlers, value.isEnabledFor(10)),
+    "NullHandler": lambda value: (value.level, value.filters),
     "UntypedStorage": bytes,
     "memoryview": bytes,
     "Generator": lambda value: (

@@ -115,7 +115,7 @@ def test_unknown_group_raises() -> None:
 @pytest.mark.parametrize(
     ("package", "fix"),
     [
-        ("torch", 'Run `pip install "torch>=2.11,<2.16"`.'),
+        ("torch", 'Run `pip install "torch>=2.8,<2.16"`.'),
         ("accelerate", 'Run `pip install "accelerate==1.15.*"`.'),
         ("Python", "Use Python 3.13."),
     ],

@@ -85,6 +85,11 @@ def test_ranks_that_share_a_fate_share_a_row_in_the_plural() -> None:
     assert "ranks 0,2 were interrupted at line 5" in text
 
 
+def test_title_counts_all_ranks_that_failed() -> None:
+    other = RankError(2, "raised", "ValueError", "odd")
+    assert card(RAISED, other, WAITED).text[0] == "Rank 1 raised RuntimeError; rank 2 failed, too"
+
+
 def test_names_in_the_error_are_highlighted() -> None:
     traceback = ("Cell In[7], line 2",)
     error = RankError(0, "raised", "NameError", "name 'batches' is not defined", traceback)
@@ -101,10 +106,31 @@ def test_deadlock_names_every_rank() -> None:
     assert all(f"rank {rank} waited in recv at line {rank + 2}" in text for rank in range(4))
 
 
+def test_deadlock_marks_the_call_and_says_who_did_not_join() -> None:
+    code = "# %%distributed\ntotal = torch.ones(1)\nif rank != 2:\n    dist.all_reduce(total)"
+    errors = [RankError(rank, "aborted", "", "waited in all_reduce at line 4") for rank in (0, 1, 3)]
+    why = "ranks 0-1,3 wait in all_reduce at line 4 for rank 2, which has finished the cell."
+    shown = card(*errors, explanation=why, code=code, ranks=4)
+    text = " ".join("".join(shown.text).split())
+    assert shown.marked == ["dist.all_reduce"]
+    assert "if rank != 2:" in text
+    assert "Ranks 0-1,3 wait in all_reduce at line 4" in text
+    assert "finished the cell, and did not join all_reduce at line 4" in text
+    assert "%%distributed --break all_reduce" in text
+
+
+def test_mismatch_without_a_traceback_has_its_lines() -> None:
+    why = "Size mismatch: rank 1 passed 20 bytes to broadcast at line 6, rank 0 passed 16 bytes to barrier at line 4."
+    code = "# %%distributed\na = 1\nif rank:\n    dist.barrier()\nelse:\n    dist.broadcast(x, 0)"
+    errors = [RankError(rank, "aborted", "", "waited in a collective") for rank in range(2)]
+    assert card(*errors, explanation=why, code=code, ranks=2).marked == ["dist.barrier", "dist.broadcast"]
+
+
 def test_dead_rank_card_offers_replacement() -> None:
     died = RankError(2, "died", "", "was killed by SIGKILL")
     text = " ".join(card(died, WAITED, hint="Run `%distributed repair` to replace it.").text)
-    assert "Rank 2 died" in text
+    assert text.count("killed") == 2, "once above, once in the table"
+    assert text.startswith("Rank 2 was killed by SIGKILL")
     assert "The variables of rank 2 are lost; all other ranks keep theirs." in text
     assert "%distributed repair --from 0" in text
 

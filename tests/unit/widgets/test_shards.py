@@ -58,8 +58,11 @@ def test_kinds_are_distinguished_in_text() -> None:
     assert words((8,), (4,), (0,)) == "elements over dp (4)"
     assert words((8, 6), (2, 2), (None, 1)) == "copies over dp (2), columns over tp (2)"
     assert words((8, 6, 5), (2,), (2,)) == "dim 2 over dp (2)"
+    unnamed = [replace(shard, axes=("axis 0",)) for shard in split((8, 6), (4,), (0,))]
+    assert describe_placement(merge_shards(unnamed)[0]) == "rows over 4 ranks"
+    assert find_mesh(unnamed).title == "mesh: 4 ranks"
     plain = [Shard("x", "tensor", rank, (3,), (3,), (0,), (), "float32", "cpu", 12) for rank in (0, 1)]
-    assert describe_placement(merge_shards(plain)[0]) == "ranks 0-1: each its own"
+    assert describe_placement(merge_shards(plain)[0]) == "whole on each of ranks 0-1, not declared"
     assert merge_shards(plain)[0].kind == "own"
     summand = [
         Shard("x", "tensor", r, (3,), (3,), (0,), ("Partial(sum)",), "float32", "cpu", 12, 0, ("dp",), (2,), (r,))

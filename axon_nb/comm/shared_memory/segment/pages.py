@@ -264,9 +264,10 @@ def note_unlike_gloo(operation: str, dtype: torch.dtype, reduction: str = "") ->
     """Print a line, once in this process, if torchrun's Gloo does not do the same; for the arguments see above."""
     if outcome := unlike_gloo(operation, dtype, reduction):
         call = f"{reduction or operation or 'communication'} of {str(dtype).removeprefix('torch.')}"
+        instead = "MAX" if (dtype, reduction) == (torch.bool, "SUM") else "another dtype or operation"
         sys.stderr.write(
-            f"axon_nb: {call} works over shared memory, but torchrun's Gloo {outcome}: use another dtype or operation "
-            "in code that is to run there.\n"
+            f"axon_nb: {call} works on these ranks, but torchrun's Gloo {outcome}: use {instead} in code that is to "
+            "run there.\n"
         )
 
 

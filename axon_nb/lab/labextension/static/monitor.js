@@ -1,5 +1,6 @@
 // @ts-check
-// What the page knows of the clusters: it asks Jupyter's server every two seconds, while somebody can see it.
+// What the page knows of the clusters: it asks Jupyter's server every two seconds, while somebody can see it,
+// and when told to.
 
 /** @typedef {{id: string, name: string, state: string, num_ranks: number, kernel: string | null}} Cluster */
 
@@ -42,11 +43,13 @@ export class Monitor {
   status = null;
   trouble = ""; // why there is no status, as a sentence
   isLoaded = false;
+  starting = ""; // what the notebook in front says of ranks that it starts, such as "Starting 4 ranks … 3 of 4"
 
   #selected = "";
   #isAsking = false;
   #isStale = false;
   #timer = 0;
+  #asked = Promise.resolve();
 
   /**
    * @param {Ask} ask
@@ -80,10 +83,14 @@ export class Monitor {
     return this.refresh();
   }
 
-  /** Ask now, and then every two seconds. */
-  async refresh() {
+  /** Ask now, and then every two seconds; resolved when what was asked from now on has been answered. */
+  refresh() {
     this.#isStale = true;
-    if (this.#isAsking) return;
+    if (!this.#isAsking) this.#asked = this.#ask();
+    return this.#asked;
+  }
+
+  async #ask() {
     this.#isAsking = true;
     clearTimeout(this.#timer);
     try {

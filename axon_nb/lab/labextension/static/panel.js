@@ -1,7 +1,16 @@
 // @ts-check
 // The side panel's elements, and what they show.
 
-import { countRanks, describeUse, expandRanks, formatBytes, nameRanks, summarize } from "./words.js";
+import {
+  countRanks,
+  describeUse,
+  expandRanks,
+  formatBytes,
+  nameRanks,
+  shortState,
+  summarize,
+  unbroken,
+} from "./words.js";
 
 /** @import { RankFilter } from "./filter.js" */
 /** @import { Cluster, Monitor, Rank, Status } from "./monitor.js" */
@@ -100,7 +109,7 @@ export class Panel {
 
   /** Show what the last action has done. */
   showMessage(/** @type {string} */ text, isError = false) {
-    setText(this.#message, text);
+    setText(this.#message, unbroken(text));
     this.#message.classList.toggle("axon-mod-error", isError);
     this.#message.hidden = !text;
     clearTimeout(this.#timer);
@@ -122,7 +131,7 @@ export class Panel {
 
   /** Show what the monitor knows. */
   draw() {
-    const { shown, status, trouble, isLoaded } = this.monitor;
+    const { shown, status, trouble, isLoaded, starting } = this.monitor;
     this.cluster.hidden = !shown;
     this.hint.hidden = Boolean(shown);
     if (shown?.id !== this.#drawn) {
@@ -135,8 +144,8 @@ export class Panel {
       const why = this.monitor.kernelInFront()
         ? "This notebook has no ranks."
         : "No notebook with a kernel is in front.";
-      this.start.hidden = Boolean(trouble) || !isLoaded;
-      setText(this.why, isLoaded ? trouble || `${why} ` : "");
+      this.start.hidden = Boolean(trouble || starting) || !isLoaded;
+      setText(this.why, starting || (isLoaded ? trouble || `${why} ` : ""));
     }
     this.#drawOthers();
   }
@@ -147,7 +156,7 @@ export class Panel {
       ? "The ranks of this notebook"
       : "The ranks of another notebook or program";
     setText(this.#summary, `${summarize(cluster, status)}${this.monitor.isInFront ? "" : " (not this notebook)"}`);
-    setText(this.#verdict, trouble || (status?.verdict ?? ""));
+    setText(this.#verdict, unbroken(trouble || (status?.verdict ?? "")));
     this.#verdict.hidden = !this.#verdict.textContent;
     const dead = status?.dead ?? "";
     const why = cluster.state === "detached" ? "No notebook uses these ranks" : "The notebook does not reply";
@@ -188,7 +197,8 @@ export class Panel {
       button.disabled = !this.monitor.isInFront;
       button.setAttribute("aria-pressed", String(this.filter.rank === rank.rank));
       button.title = `Dim what other ranks printed than rank ${rank.rank}`;
-      setText(state, dead.has(rank.rank) ? `dead: ${rank.state}` : rank.state);
+      setText(state, dead.has(rank.rank) ? `dead: ${rank.state}` : shortState(rank.state));
+      state.title = rank.state;
       setText(memory, formatBytes(rank.memory_bytes));
       setText(device, formatBytes(rank.device_bytes));
       device.hidden = !hasDevice;

@@ -4,11 +4,12 @@
 import { RankFilter } from "./filter.js";
 import { Monitor } from "./monitor.js";
 import { Panel } from "./panel.js";
-import { summarize } from "./words.js";
+import { isPaused, summarize } from "./words.js";
 
 /** @import { Action } from "./panel.js" */
 /** @import { Reply } from "./monitor.js" */
 
+const SETTLED_MS = 150; // since the kernel became busy or idle, so that cells in a row cause one request
 const ID = "axon-nb-panel";
 const COMMAND = "axon-nb:toggle-panel";
 const REPAIR = 'print(__import__("axon_nb").current_cluster().repair())';
@@ -71,13 +72,13 @@ class Actions {
     // Who sees this page may run cells in the notebook's kernel: there, `share` does not have to be on.
     if (reply.error?.code === "refused" && this.monitor.isOfFront(cluster))
       reply = await runInKernel(this.kernelInFront(), REPAIR);
+    await this.monitor.refresh(); // what is said below is shown beside the state after it
     panel.setBusy(action, false);
     if (this.monitor.shown?.id === cluster.id) {
       if (reply.error) panel.showMessage(reply.error.message, true);
       else if (action === "stacks") panel.showStacks(reply.ok.text);
       else panel.showMessage(reply.ok.text);
     }
-    await this.monitor.refresh();
   };
 
   /** @param {string} name */
@@ -159,9 +160,9 @@ class StatusItem {
   /** Show the state in a few words; nothing without ranks. */
   draw() {
     const { shown, status, isInFront } = this.monitor;
-    const text = shown && isInFront ? summarize(shown, status) : "";
+    const text = this.monitor.starting || (shown && isInFront ? summarize(shown, status) : "");
     if (this.#button.textContent !== text) this.#button.textContent = text;
-    this.#button.classList.toggle("axon-mod-busy", Boolean(status?.busy));
+    this.#button.classList.toggle("axon-mod-busy", Boolean(status?.busy) && !(status && isPaused(status)));
     this.#button.classList.toggle("axon-mod-error", Boolean(shown) && (!status || Boolean(status.dead)));
     this.node.hidden = !text;
   }
@@ -216,12 +217,40 @@ function activate({ app, tracker, palette, bar, apputils, services, components, 
     if (!monitor.isInFront) filter.rank = null;
     filter.apply();
   }
+  follow(tracker, monitor, draw);
+}
+
+/**
+ * Have the monitor ask whenever another notebook is in front, and when its kernel becomes busy or idle.
+ *
+ * @param {any} tracker
+ * @param {Monitor} monitor
+ * @param {() => void} draw
+ */
+function follow(tracker, monitor, draw) {
   const refresh = () => void monitor.refresh();
+  let timer = 0;
+  const refreshSoon = () => {
+    clearTimeout(timer);
+    timer = setTimeout(refresh, SETTLED_MS);
+  };
+  const onOutput = (/** @type {any} */ _, /** @type {any} */ { header, content }) => {
+    const isEnd = header.msg_type === "status" && content.execution_state === "idle";
+    const starting = isEnd ? "" : content.metadata?.axon_nb?.status;
+    if (starting === undefined || starting === monitor.starting) return;
+    monitor.starting = starting;
+    draw();
+  };
   let followed = /** @type {any} */ (null);
   tracker.currentChanged.connect(() => {
     followed?.kernelChanged.disconnect(refresh);
-    followed = session();
+    followed?.statusChanged.disconnect(refreshSoon);
+    followed?.iopubMessage.disconnect(onOutput);
+    monitor.starting = "";
+    followed = tracker.currentWidget?.sessionContext;
     followed?.kernelChanged.connect(refresh);
+    followed?.statusChanged.connect(refreshSoon);
+    followed?.iopubMessage.connect(onOutput);
     refresh();
   });
   refresh();

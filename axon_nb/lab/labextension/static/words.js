@@ -28,7 +28,38 @@ function describeWork(status) {
   if (!status.running) return "stopped";
   if (!status.busy) return "idle";
   const cells = new Set(status.ranks.map((rank) => rank.cell).filter((cell) => cell !== null));
-  return cells.size === 1 ? `running In [${[...cells][0]}]` : "running";
+  const name = cells.size === 1 ? `In [${[...cells][0]}]` : "";
+  if (isPaused(status)) return name ? `${name} is paused` : "paused";
+  return name ? `running ${name}` : "running";
+}
+
+/**
+ * Whether a rank has stopped at a breakpoint, so that nothing goes on before somebody types.
+ *
+ * @param {Status} status
+ */
+export function isPaused(status) {
+  return status.ranks.some(({ state }) => state.startsWith("paused"));
+}
+
+/**
+ * A rank's state for a narrow row. The panel's verdict says in which call ranks wait; the width changes little with time.
+ *
+ * @param {string} state such as "waiting in all_reduce at line 4 for rank 1, for 12.1 s"
+ */
+export function shortState(state) {
+  const [, who, seconds] = state.match(/^waiting in .* for (.+), for ([\d.]+) s$/) ?? [];
+  if (!who) return unbroken(state);
+  return unbroken(`waits for ${who} · ${Number(seconds) < 10 ? seconds : Math.round(Number(seconds))} s`);
+}
+
+/**
+ * Text whose ranges of ranks and durations are not broken between lines.
+ *
+ * @param {string} text
+ */
+export function unbroken(text) {
+  return text.replace(/(\d)-(?=\d)/g, "$1\u2011").replace(/(\d) (s|min|h)\b/g, "$1\u00a0$2");
 }
 
 /** @param {string} ranks such as "0,2-3" */

@@ -19,6 +19,7 @@ import { WhatIf } from "./what_if.js";
  * @property {Figure[]} figures
  * @property {[claim: string, text: string] | null} notice
  * @property {string[]} roles
+ * @property {string} legend what the bars are
  * @property {Tick[]} ticks
  * @property {string[]} columns of the table
  * @property {string} rest what the column of this name has
@@ -53,7 +54,10 @@ function drawPage(page, data) {
   page.figures.replaceChildren(...(data.figures.length ? [makeFigures(data.figures)] : []));
   const [claim, text] = data.notice ?? ["", ""];
   page.notice.replaceChildren(...(claim ? [makeNotice({ claim, text })] : []));
-  page.legend.replaceChildren(...makeLegend(data.roles));
+  page.legend.replaceChildren(
+    ...makeLegend(data.roles),
+    element("span", { class: "axon-view-key axon-view-muted" }, data.legend),
+  );
   keepScroll(page.bars, ...data.rows.map(makeRow), makeAxis(data.ticks));
   const columns = [
     { title: data.unit },

@@ -10,11 +10,15 @@ import { positionOf } from "./scale.js";
 
 /** @typedef {{left: number, right: number, top: number, bottom: number}} Frame in pixels */
 
+/** @typedef {{first: number, last: number}} Extent of the horizontal axis */
+
 /**
  * What is drawn at once.
  *
  * @typedef {object} Curves
  * @property {Points} points
+ * @property {Points[]} earlier curves of earlier cells, drawn pale
+ * @property {string} mark names the cell of `points`; empty: nothing marks its start
  * @property {number[]} [smooth] drawn instead of the means, which become pale
  * @property {boolean} isStepped whether each value holds until the next one
  * @property {Span} span of the vertical axis
@@ -42,6 +46,17 @@ export function frameOf(width, height, letters) {
 }
 
 /**
+ * What the horizontal axis of curves spans.
+ *
+ * @param {Points[]} curves
+ * @returns {Extent}
+ */
+export function extentOf(curves) {
+  const ends = curves.flatMap(({ steps }) => [steps[0], steps[steps.length - 1]]).filter((end) => end !== undefined);
+  return ends.length ? { first: Math.min(...ends), last: Math.max(...ends) } : { first: 0, last: 1 };
+}
+
+/**
  * SVG paths in a frame: the line of means, and the band from lows to highs.
  *
  * @param {Points} points
@@ -49,10 +64,11 @@ export function frameOf(width, height, letters) {
  * @param {Span} span
  * @param {Frame} frame
  * @param {boolean} isStepped
+ * @param {Extent} extent
  */
-export function paths(points, values, span, frame, isStepped) {
+export function paths(points, values, span, frame, isStepped, extent = extentOf([points])) {
   if (!points.steps.length) return { line: "", band: "" };
-  const x = xScale(points.steps, frame);
+  const x = xScale(extent, frame);
   const y = (/** @type {number} */ value) =>
     (frame.bottom - (frame.bottom - frame.top) * positionOf(value, span)).toFixed(1);
   const at = points.steps.map((step) => x(step).toFixed(1));
@@ -67,12 +83,11 @@ export function paths(points, values, span, frame, isStepped) {
 /**
  * From steps to pixels.
  *
- * @param {number[]} steps
+ * @param {Extent} extent
  * @param {Frame} frame
  */
-export function xScale(steps, { left, right }) {
-  const first = steps[0] ?? 0;
-  const length = (steps[steps.length - 1] ?? 1) - first || 1;
+export function xScale({ first, last }, { left, right }) {
+  const length = last - first || 1;
   return (/** @type {number} */ step) => left + ((right - left) * (step - first)) / length;
 }
 
@@ -82,6 +97,8 @@ export class Chart {
   #curves = null;
   /** @type {Frame} */
   #frame = { left: 0, right: 1, top: 0, bottom: 1 };
+  /** @type {Extent} */
+  #extent = { first: 0, last: 1 };
   #cursor = -1;
 
   /** @param {number} height in pixels */
@@ -91,11 +108,13 @@ export class Chart {
     this.words = svgElement("g", { "aria-hidden": "true" });
     this.band = svgElement("path", { class: "axon-view-chart-band" });
     this.raw = svgElement("path", { class: "axon-view-chart-raw" });
+    this.pale = svgElement("path", { class: "axon-view-chart-earlier" });
+    this.start = svgElement("path", { class: "axon-view-chart-start" });
     this.line = svgElement("path", { class: "axon-view-chart-line" });
     this.dot = svgElement("circle", { class: "axon-view-chart-dot", r: 3 });
     this.cursorLine = svgElement("path", { class: "axon-view-chart-cursor" });
     this.cursorDot = svgElement("circle", { class: "axon-view-chart-dot", r: 3.5, visibility: "hidden" });
-    const curves = [this.band, this.raw, this.line, this.dot, this.cursorLine, this.cursorDot];
+    const curves = [this.pale, this.start, this.band, this.raw, this.line, this.dot, this.cursorLine, this.cursorDot];
     const attributes = { class: "axon-view-chart", role: "img", tabindex: 0, height };
     this.svg = svgElement("svg", attributes, this.grid, ...curves, this.words);
   }
@@ -105,7 +124,8 @@ export class Chart {
     this.#curves = curves;
     const width = this.svg.clientWidth;
     if (!width) return;
-    const { points, smooth, span, isStepped, yTicks, xTicks } = curves;
+    const { points, smooth, span, isStepped, yTicks, xTicks, earlier } = curves;
+    this.#extent = extentOf([points, ...earlier]);
     this.#frame = frameOf(width, this.height, Math.max(...yTicks.map(({ label }) => label.length), 0));
     this.svg.style.setProperty("--paint", `var(--axon-${curves.token})`);
     const clipped = clip(points, span);
@@ -116,14 +136,25 @@ export class Chart {
       span,
       this.#frame,
       isStepped,
+      this.#extent,
     );
+    const pale = earlier.map((line) => this.#line(clip(line, span), isStepped));
+    this.pale.setAttribute("d", pale.join(""));
     this.band.setAttribute("d", isLine ? main.band : "");
     this.line.setAttribute("d", isLine ? main.line : "");
-    const raw = smooth && isLine ? paths(clipped, clipped.means, span, this.#frame, isStepped).line : "";
-    this.raw.setAttribute("d", raw);
+    this.raw.setAttribute("d", smooth && isLine ? this.#line(clipped, isStepped) : "");
     this.#place(this.dot, points.steps.length - 1);
     this.#drawAxes(yTicks, xTicks);
     this.moveTo(this.#cursor);
+  }
+
+  /**
+   * @param {Points} points
+   * @param {boolean} isStepped
+   */
+  #line(points, isStepped) {
+    const { span } = /** @type {Curves} */ (this.#curves);
+    return paths(points, points.means, span, this.#frame, isStepped, this.#extent).line;
   }
 
   /**
@@ -136,7 +167,10 @@ export class Chart {
     const { top, bottom } = this.#frame;
     const steps = this.#curves?.points.steps ?? [];
     const isShown = index >= 0 && index < steps.length;
-    this.cursorLine.setAttribute("d", isShown ? `M${xScale(steps, this.#frame)(steps[index])} ${top}V${bottom}` : "");
+    this.cursorLine.setAttribute(
+      "d",
+      isShown ? `M${xScale(this.#extent, this.#frame)(steps[index])} ${top}V${bottom}` : "",
+    );
     this.#place(this.cursorDot, isShown ? index : -1);
   }
 
@@ -150,7 +184,8 @@ export class Chart {
     if (!steps.length) return null;
     const { left, right } = this.#frame;
     const share = (clientX - this.svg.getBoundingClientRect().left - left) / (right - left);
-    return steps[0] + Math.max(0, Math.min(1, share)) * (steps[steps.length - 1] - steps[0]);
+    const { first, last } = this.#extent;
+    return first + Math.max(0, Math.min(1, share)) * (last - first);
   }
 
   /**
@@ -163,7 +198,7 @@ export class Chart {
     if (!points || index < 0) return;
     const { top, bottom } = this.#frame;
     const value = Math.max(span.low, Math.min(span.high, (smooth ?? points.means)[index]));
-    dot.setAttribute("cx", xScale(points.steps, this.#frame)(points.steps[index]).toFixed(1));
+    dot.setAttribute("cx", xScale(this.#extent, this.#frame)(points.steps[index]).toFixed(1));
     dot.setAttribute("cy", (bottom - (bottom - top) * positionOf(value, span)).toFixed(1));
   }
 
@@ -173,9 +208,9 @@ export class Chart {
    */
   #drawAxes(yTicks, xTicks) {
     const { left, right, top, bottom } = this.#frame;
-    const { points, span, above } = /** @type {Curves} */ (this.#curves);
+    const { points, span, above, mark } = /** @type {Curves} */ (this.#curves);
     const y = (/** @type {number} */ value) => Math.round(bottom - (bottom - top) * positionOf(value, span)) + 0.5;
-    const x = xScale(points.steps, this.#frame);
+    const x = xScale(this.#extent, this.#frame);
     const rules = yTicks.map(({ at }) =>
       svgElement("path", { class: "axon-view-chart-grid", d: `M${left} ${y(at)}H${right}` }),
     );
@@ -187,6 +222,10 @@ export class Chart {
       const middle = Math.max(left + half - 4, Math.min(right - half + 4, x(at)));
       words.push(makeText(label, middle, this.height - 4, "middle"));
     }
+    const begin = points.steps[0];
+    const isMarked = mark !== "" && begin !== undefined;
+    this.start.setAttribute("d", isMarked ? `M${x(begin).toFixed(1)} ${top}V${bottom}` : "");
+    if (isMarked) words.push(makeMark(mark, x(begin), this.#frame));
     if (above) words.push(makeText(`↑ ${above}`, right, top + 9, "end"));
     this.words.replaceChildren(...words);
   }
@@ -212,6 +251,18 @@ function clip(points, { low, high }) {
  */
 function makeText(text, x, y, anchor) {
   return svgElement("text", { x: x.toFixed(1), y: y.toFixed(1), "text-anchor": anchor }, text);
+}
+
+/**
+ * The name of a run where it starts; to the left of that if there is no space to its right.
+ *
+ * @param {string} name
+ * @param {number} at
+ * @param {Frame} frame
+ */
+function makeMark(name, at, { right, top }) {
+  const fits = at + LETTER * name.length < right;
+  return makeText(name, fits ? at + 3 : at - 3, top + 9, fits ? "start" : "end");
 }
 
 /** The words above a chart: its name, the last value, and how far the ranks are apart. */

@@ -35,7 +35,7 @@ function buildHead(title) {
   const { head, state, context, tools } = makeHead("Timeline");
   const elapsed = create("span", "axon-timeline-elapsed");
   context.append(title && title !== "Timeline" ? `${title} · ` : "", elapsed);
-  const placeholder = "all_reduce rank:2";
+  const placeholder = "filter: all_reduce rank:2";
   const filter = create("input", "axon-view-search", { type: "search", placeholder, ariaLabel: "filter spans" });
   tools.append(filter);
   for (const [textContent, value, hint] of BUTTONS) {
@@ -173,8 +173,9 @@ export function showStatus(parts, { store, range: { from, to }, found, ranks, is
   const live = isLost ? "lost" : isRunning(store) ? "live" : "idle";
   showState(parts.state, store.finished ? "ended" : live);
   const who = `${ranks.length} rank${ranks.length === 1 ? "" : "s"}`;
-  const count = `${found.toLocaleString("en")} of ${spans.toLocaleString("en")} spans`;
-  setText(parts.elapsed, `${who} · ${formatDuration(to - from)} · ${count}`);
+  const none = spans && !found ? " · nothing matches here" : "";
+  const cell = store.cell && !isRunning(store) ? `${store.cell} · ` : "";
+  setText(parts.elapsed, `${cell}${who} · ${formatDuration(to - from)}${none}`);
   setText(parts.losses, losses(store));
   const { canvas } = parts;
   const label = `Timeline of ${who}. Plus and minus zoom, left and right move, up and down choose a row, n and p go from span to span, Enter pins a span, Home shows the last cell, a everything.`;

@@ -64,7 +64,7 @@ import { updateBlocks } from "./blocks.js";
  *
  * @typedef {object} Message
  * @property {{count: number, patched: number, first: number, oldest: number, labels: Label[], labelsFrom: number,
- *   groups: Record<string, string>, now: number, lost: number, dropped: number, focus: Focus, finished: boolean,
+ *   groups: Record<string, string>, now: number, lost: number, dropped: number, focus: Focus, finished: boolean, cell?: string,
  *   number?: number, restart?: boolean, facts?: Facts, pipelines?: PipelineStep[]}} header
  * @property {Columns} columns
  * @property {{number: Uint32Array, late: Float32Array, by: Int16Array}} patches of earlier spans
@@ -87,6 +87,7 @@ import { updateBlocks } from "./blocks.js";
  * @property {number} dropped number of old spans that the kernel has dropped
  * @property {number} missing number of old spans that were not sent again after a reload
  * @property {boolean} finished
+ * @property {string} cell that is shown at first; empty: one that runs, or none
  * @property {number} updates
  * @property {number[]} blockStarts first start in each block of `BLOCK` spans
  * @property {number[]} blockEnds last end in each block
@@ -149,6 +150,7 @@ export function newStore(capacity = 4096) {
     dropped: 0,
     missing: 0,
     finished: false,
+    cell: "",
     updates: 0,
     blockStarts: [],
     blockEnds: [],
@@ -217,8 +219,8 @@ export function merge(store, { header, columns, patches }) {
     store.columns.late[at] = patches.late[i];
     store.columns.by[at] = patches.by[i];
   }
-  const { now, lost, dropped, focus, finished, number = 0 } = header;
-  Object.assign(store, { now, lost, dropped, focus, finished, number });
+  const { now, lost, dropped, focus, finished, number = 0, cell = "" } = header;
+  Object.assign(store, { now, lost, dropped, focus, finished, number, cell });
   store.updates++;
   if (header.facts) store.facts = header.facts;
   if (header.pipelines) store.pipelines = header.pipelines;

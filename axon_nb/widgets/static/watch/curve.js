@@ -1,7 +1,7 @@
 // @ts-check
 // One curve of a job, over all ranks, with its value and its chart.
 
-import { Chart, makeChartHead } from "../shared/chart.js";
+import { Chart, extentOf, makeChartHead } from "../shared/chart.js";
 import { element } from "../shared/dom.js";
 import {
   decode,
@@ -9,6 +9,7 @@ import {
   describeValue,
   formatValue,
   isStepped,
+  joined,
   moveCursor,
   nearest,
   smoothed,
@@ -31,6 +32,8 @@ import {
  * @property {Kind} kind
  * @property {Axis} axis
  * @property {DataView} [points]
+ * @property {DataView[]} [earlier] the same of earlier cells
+ * @property {string} [mark] names the cell of the curve
  */
 
 /** @typedef {{logarithmic: boolean, weight: number}} Look weight: of smoothing, 0 to 1 */
@@ -42,6 +45,8 @@ const MIN_SMOOTHED = 10; // points
 /** A curve on a page; `update` redraws it without moving the cursor. */
 export class CurveChart {
   #points = decode();
+  /** @type {ReturnType<typeof decode>[]} */
+  #earlier = [];
   /** @type {Look} */
   #look = { logarithmic: false, weight: 0 };
   #cursor = -1; // index of a point
@@ -72,6 +77,7 @@ export class CurveChart {
     this.curve = curve;
     this.#look = look;
     this.#points = decode(curve.points);
+    this.#earlier = (curve.earlier ?? []).map(decode);
     this.draw();
   }
 
@@ -82,24 +88,32 @@ export class CurveChart {
     const isLogged = curve.axis === "steps";
     const stepped = isStepped(points);
     const isSmooth = isLogged && !stepped && weight > 0 && points.steps.length >= MIN_SMOOTHED;
-    const span = valueSpan(points, curve.kind, { logarithmic: isLogged && logarithmic });
-    const highest = Math.max(...points.highs);
+    const all = joined([points, ...this.#earlier]);
+    const span = valueSpan(all, curve.kind, { logarithmic: isLogged && logarithmic });
+    const highest = Math.max(...all.highs);
+    const { first, last } = extentOf([points, ...this.#earlier]);
     this.head.show(curve);
     this.chart.draw({
       points,
+      earlier: this.#earlier,
+      mark: curve.mark ?? "",
       ...(isSmooth ? { smooth: smoothed(points.means, weight) } : {}),
       isStepped: stepped,
       span,
       yTicks: yTicks(span, curve.kind),
-      xTicks: xTicks(points.steps, curve.axis, Math.max(2, Math.floor(this.chart.svg.clientWidth / TICK_WIDTH))),
+      xTicks: xTicks([first, last], curve.axis, Math.max(2, Math.floor(this.chart.svg.clientWidth / TICK_WIDTH))),
       above: highest > span.high * (1 + 1e-6) ? formatValue(highest, curve.kind) : "",
       token: curve.token,
     });
     const { svg } = this.chart;
-    const [first, last] = [points.steps[0] ?? 0, points.steps[points.steps.length - 1] ?? 0];
     const extent = `${curve.axis} ${formatValue(first, "number")} to ${formatValue(last, "number")}`;
     svg.setAttribute("aria-label", `${curve.name}: ${curve.text}; ${extent}`);
-    Object.assign(svg.dataset, { points: points.steps.length, low: span.low, high: span.high });
+    Object.assign(svg.dataset, {
+      points: points.steps.length,
+      earlier: this.#earlier.length,
+      low: span.low,
+      high: span.high,
+    });
   }
 
   /**

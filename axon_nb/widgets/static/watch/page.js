@@ -59,7 +59,7 @@ export function buildPage(onWeight) {
   const logarithm = element("button", { type: "button", "aria-pressed": "false" }, "log scale");
   const title = "Interrupt the cell on all ranks, as Jupyter's stop button does";
   const stop = element("button", { type: "button", class: "axon-watch-stop axon-view-danger", title });
-  tools.append(smooth, logarithm, stop);
+  tools.append(element("span", { class: "axon-view-muted" }, "smoothing"), smooth, logarithm, stop);
   const bars = element("div", { class: "axon-watch-bars" });
   const groups = {
     steps: element("div", { class: "axon-watch-charts", role: "group", "aria-label": "logged, by step" }),

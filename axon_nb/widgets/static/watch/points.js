@@ -25,6 +25,17 @@ export function decode(bytes) {
   return { steps: column(0), lows: column(1), means: column(2), highs: column(3) };
 }
 
+/**
+ * The points of several curves, as one.
+ *
+ * @param {Points[]} curves
+ * @returns {Points}
+ */
+export function joined(curves) {
+  const column = (/** @type {keyof Points} */ name) => curves.flatMap((points) => points[name]);
+  return { steps: column("steps"), lows: column("lows"), means: column("means"), highs: column("highs") };
+}
+
 const TICKS = 4;
 const ZERO_SHARE = 0.4; // the axis begins at zero if the lowest value is below this share of the highest
 const MIN_RELATIVE = 0.02; // at least this share of the highest value, so that noise does not fill the axis
@@ -115,7 +126,8 @@ export function xTicks(steps, axis, count) {
   const round = (/** @type {number} */ length, /** @type {number} */ most) =>
     axis === "seconds" ? roundSeconds(length / most) : Math.max(1, roundStep(length, most));
   const label = (/** @type {number} */ at) => (axis === "seconds" ? formatTime(at) : formatValue(at, "number"));
-  return valueTicks(span, count, round).map((at) => ({ at, label: label(at) }));
+  const word = axis === "seconds" ? "" : "step ";
+  return valueTicks(span, count, round).map((at, i) => ({ at, label: `${i ? "" : word}${label(at)}` }));
 }
 
 /** @param {number} rough seconds */

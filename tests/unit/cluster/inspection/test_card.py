@@ -23,6 +23,13 @@ def test_card_as_text() -> None:
     ]
 
 
+def test_card_that_is_saved_is_the_same_in_each_run() -> None:
+    later = tuple(replace(row, pid=row.pid + 1, rss_bytes=row.rss_bytes + 2**20, device_bytes=2**20) for row in RANKS)
+    first, second = (cluster_card(replace(INFO, ranks=ranks), measured=False) for ranks in (RANKS, later))
+    assert first == second
+    assert "   0  node-1  cpu     gloo     idle" in first["text/plain"]
+
+
 def test_device_memory_column_appears_only_with_devices() -> None:
     on_gpu = replace(RANKS[0], device="cuda:0", device_bytes=3 * 2**30)
     card = cluster_card(replace(INFO, ranks=(on_gpu, RANKS[1])))

@@ -108,7 +108,18 @@ def test_lower_step_starts_a_new_run(ring: MetricRing, cell: list[int]) -> None:
 def test_new_process_joins_the_run_of_its_first_cell(ring: MetricRing, cell: list[int]) -> None:
     cell[0] = 9
     axon_nb.log(loss=1.0, step=4)
-    assert ring.read(0)[0] == [Logged(4, (9, 0), True, {"loss": 1.0})]
+    assert ring.read(0)[0] == [Logged(4, (9, 0), True, {"loss": 1.0}, 4, (9, 0))]
+
+
+def test_each_cell_is_a_run_that_counts_its_own_steps(ring: MetricRing, cell: list[int]) -> None:
+    for cell[0], steps in ((3, (None, None)), (8, (None, None)), (9, (0, 1)), (12, (2, None, 0))):
+        for step in steps:
+            axon_nb.log(loss=1.0, step=step)
+    found, _, _ = ring.read(0)
+    runs = [(3, 0), (3, 0), (8, 0), (8, 0), (9, 0), (9, 0), (12, 0), (12, 0), (12, 1)]
+    assert [row.shown_run for row in found] == runs
+    assert [row.shown_step for row in found] == [0, 1, 0, 1, 0, 1, 2, 3, 0]
+    assert [row.step for row in found] == [0, 1, 2, 3, 0, 1, 2, 3, 0], "a tracker goes on"
 
 
 def test_readers_count_missed_records(ring: MetricRing) -> None:

@@ -38,12 +38,13 @@ def test_words_say_how_each_rank_ended() -> None:
         history((Activity.RUNNING, 1.0), (Activity.STOPPED, 2.0), rank=5, call="all_reduce", line=4),
     ]
     words = strip_bundle(ranks, title="In [3]", end=6.0, lost=1)["text/plain"].splitlines()
+    longest = "longest call 2.0 s in recv, line 9"
     assert words == [
-        "In [3]: 6 ranks, 6.0 s",
+        "Activity, In [3], 6 ranks, 6.0 s",
         "  rank 0: done after 4.0 s; running 4.0 s",
-        "  rank 1: failed after 4.0 s; running 3.0 s; waiting 1.0 s; longest wait 1.0 s in all_reduce, line 4",
+        "  rank 1: failed after 4.0 s; running 3.0 s; in collectives 1.0 s; longest call 1.0 s in all_reduce, line 4",
         "  rank 2: running, line 3, no sample for 5.0 s; running 1.0 s",
-        "  rank 3: waiting in recv, line 9, 2.0 s; running 4.0 s; waiting 2.0 s; longest wait 2.0 s in recv, line 9",
+        "  rank 3: waiting in recv, line 9, 2.0 s; running 4.0 s; in collectives 2.0 s; " + longest,
         "  rank 4: no sample",
         "  rank 5: stopped in all_reduce, line 4; running 1.0 s",
         "1 sample lost.",
@@ -60,12 +61,12 @@ def test_rank_without_a_sample_in_its_cell_is_not_called_idle() -> None:
 def test_html_pictures_are_self_contained() -> None:
     html = strip_bundle([history(*RUN_WAIT_FAIL, call="recv", line=2)], title="<In [1]>", end=5.0, lost=0)["text/html"]
     assert html.startswith("<figure")
-    assert "&lt;In [1]&gt;: 1 rank, 5.0 s" in html
+    assert "Activity, &lt;In [1]&gt;, 1 rank, 5.0 s" in html
     assert "<script" not in html
     assert "<svg" not in html, "inline SVG is stripped from notebooks that are not trusted"
     images = re.findall(r'<img alt="([^"]*)" src="([^"]*)"', html)
     assert [alt for alt, _ in images if alt] == [
-        "rank 0: failed after 4.0 s; running 3.0 s; waiting 1.0 s; longest wait 1.0 s in recv, line 2"
+        "rank 0: failed after 4.0 s; running 3.0 s; in collectives 1.0 s; longest call 1.0 s in recv, line 2"
     ]
     for _, address in images:
         kind, _, content = address.partition(",")
@@ -111,7 +112,7 @@ def test_many_ranks_leave_a_picture_of_those_that_stand_out() -> None:
     ranks[300] = history((Activity.RUNNING, 5.0), (Activity.DONE, 5.5), rank=300)
     bundle = strip_bundle(ranks, title="In [3]", end=6.0, lost=0)
     lines = bundle["text/plain"].splitlines()
-    assert lines[0] == "In [3]: 1024 ranks, 6.0 s"
+    assert lines[0] == "Activity, In [3], 1024 ranks, 6.0 s"
     assert len(lines) == 66
     assert {"  rank 300: done after 5.0 s; running 5.0 s", "  rank 700: failed after 4.0 s; running 4.0 s"} <= {*lines}
     assert lines[-1] == (

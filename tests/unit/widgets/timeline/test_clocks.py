@@ -52,4 +52,4 @@ def test_what_was_slowed_on_purpose_is_in_heading_and_notes() -> None:
     )
     assert timeline_facts(store.table()).clock_notes == ["Slowed: all links: 100 Mbit/s."]
     bundle = timeline_bundle(store.table(), [0], title="")
-    assert bundle["text/plain"].startswith("Timeline, slowed: all links: 100 Mbit/s: 1 rank")
+    assert bundle["text/plain"].startswith("Timeline, slowed: all links: 100 Mbit/s, 1 rank")

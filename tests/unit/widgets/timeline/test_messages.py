@@ -79,6 +79,22 @@ def test_later_facts_are_sent_as_a_patch(page: Page, feed: Any) -> None:
     assert (last["first"], last["count"], last["patched"]) == (1, 1, 1)
 
 
+def test_numbers_are_final_when_a_cell_has_ended(page: Page, feed: Any) -> None:
+    page.on_message({"op": "heartbeat"})
+    feed.running_since = 0
+    feed.store.add([span(0, 0, 9, "forward")])
+    page.pump()
+    feed.store.add([span(0, 9, 18, "forward")])
+    page.pump()
+    assert "facts" not in header_of(page.sent[-1]), "while a cell runs, they are computed every few seconds"
+    feed.running_since = None
+    feed.store.add([span(0, 18, 27, "forward"), span(0, 0, 30, "cell", name="In [5]")])
+    page.pump()
+    assert header_of(page.sent[-1])["cell"] == "In [5]"
+    rows = header_of(page.sent[-1])["facts"]["rows"]
+    assert rows[0]["cells"][0]["text"] == "27 ms"
+
+
 def test_page_with_gaps_gets_a_full_resend(page: Page, feed: Any) -> None:
     page.on_message({"op": "heartbeat"})
     feed.store.add([span(0, 0, 1, "forward")])

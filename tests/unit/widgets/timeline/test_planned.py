@@ -49,5 +49,5 @@ def test_planned_timeline_is_saved_as_trace_and_table(tmp_path: Path) -> None:
 def test_planned_timeline_is_text_outside_notebooks(capsys: pytest.CaptureFixture[str]) -> None:
     show_planned(SPANS, "train on 8 ranks of h100")
     shown = capsys.readouterr().out
-    assert "train on 8 ranks of h100: 2 ranks" in shown
+    assert "Timeline, train on 8 ranks of h100, 2 ranks" in shown
     assert "rank 7: forward 3 ms" in shown

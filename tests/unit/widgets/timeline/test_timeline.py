@@ -15,7 +15,7 @@ from axon_nb.cluster.inspection.spans import SpanStore
 from axon_nb.records.spans import Span
 from axon_nb.records.training.steps import play
 from axon_nb.widgets.html import SPAN_PAINTS
-from axon_nb.widgets.timeline.content import figures, page_facts, summarize
+from axon_nb.widgets.timeline.content import NOTHING_YET, figures, page_facts, summarize
 from axon_nb.widgets.timeline.facts import timeline_facts
 from axon_nb.widgets.timeline.page import (
     comparison_bundle,
@@ -223,7 +223,7 @@ def test_text_and_html_agree_and_need_no_script() -> None:
     table = filled(*spans).table()
     bundle = timeline_bundle(table, [0, 1, 2], title="In [<3>]")
     words = bundle["text/plain"].splitlines()
-    assert words[0] == f"In [<3>]: 3 ranks, 0.09 s, {len(spans)} spans"
+    assert words[0] == "Timeline, In [<3>], 3 ranks, 0.09 s"
     assert "communicating 30 ms" in words[1]
     assert words[3] == "  rank 2: no span"
     assert "pipeline of ranks 0-1, 2 stages, 2 microbatches" in bundle["text/plain"]
@@ -233,11 +233,24 @@ def test_text_and_html_agree_and_need_no_script() -> None:
     assert "In [&lt;3&gt;]" in html
     assert html.count("data:image/svg+xml;base64,") >= 6
     HTMLParser().feed(html)
+    for tick in ("0 s", "0.02 s", "0.08 s"):
+        assert f">{tick}<" in html
+    assert "step 0" not in html, "no optimizer has stepped"
+
+
+def test_saved_timeline_marks_steps() -> None:
+    spans = [span(rank, 100 * i + 90, 100 * i + 98, "optimizer") for rank in range(2) for i in range(3)]
+    spans += [span(rank, 100 * i, 100 * i + 50, "forward") for rank in range(2) for i in range(3)]
+    html = timeline_bundle(filled(*spans).table(), [0, 1], title="In [3]")["text/html"]
+    widths = re.findall(r'width:([\d.]+)%">(step \d)<', html)
+    assert [name for _, name in widths] == ["step 0", "step 1", "step 2"]
+    assert float(widths[1][0]) == pytest.approx(100 * 100 / 298, abs=0.1)
 
 
 def test_empty_timeline_is_described() -> None:
     bundle = timeline_bundle(SpanStore().table(), [0], title="")
-    assert bundle["text/plain"].splitlines() == ["Timeline: 1 rank, 0.00 s, 0 spans", "  rank 0: no span"]
+    assert bundle["text/plain"].splitlines() == ["Timeline, 1 rank, 0.00 s", "  rank 0: no span", NOTHING_YET]
+    assert page_facts(summarize(SpanStore().table()), [0])["facts"]["notes"] == [NOTHING_YET]
 
 
 def test_pictures_are_valid_and_show_waiting_in_front_of_a_late_collective() -> None:

@@ -32,23 +32,78 @@ def test_ranks_share_one_curve() -> None:
     assert curve(store, "loss") == [(0, 3.0, 4.0), (1, 2.0, 2.5)]
 
 
-def test_restarted_steps_begin_a_new_curve() -> None:
+def measured(second: float, cell: int | None, *rates: float, communication: float | None = None) -> tuple[Any, float]:
+    """What ranks report at a moment of a cell."""
+    reports = [
+        report(rank, cell=cell, steps_per_s=rate, communication=communication) for rank, rate in enumerate(rates)
+    ]
+    return answers(*reports), second
+
+
+def test_each_cell_is_a_run_and_earlier_ones_are_pale() -> None:
     store = JobStore()
-    store.add(answers(report(0, [row(5, loss=1.0)]), report(1, [row(5, loss=1.0)])), 0.0)
-    again = row(0, (7, 0), is_first=False, loss=9.0)
-    store.add(answers(report(0, [again]), report(1, [row(6, loss=1.5)])), 1.0)
-    assert curve(store, "loss") == [(0, 9.0, 9.0)]
-    store.add(answers(report(0), report(1, [row(0, (7, 0), is_first=False, loss=8.0)])), 2.0)
+    store.add(answers(*(report(rank, [row(5, (3, 0), loss=1.0, lr=0.1)], cell=3) for rank in range(2))), 0.0)
+    again = row(0, (7, 0), loss=9.0)
+    store.add(answers(report(0, [again], cell=7), report(1, [row(6, (3, 0), loss=1.5)], cell=7)), 1.0)
+    store.add(answers(report(0, cell=7), report(1, [row(0, (7, 0), loss=8.0)], cell=7)), 2.0)
     assert curve(store, "loss") == [(0, 8.0, 9.0)]
-    assert "Steps started again: the curves show the last run." in store.notes()
+    assert "lr" not in store.metrics, "this cell does not log it"
+    (earlier,) = store.earlier("loss", measured=False)
+    assert [(point.step, point.low, point.high) for point in earlier.points()] == [(5, 1.0, 1.0), (6, 1.5, 1.5)]
+    assert "Pale curves: In [3]." in store.notes()
+    html = watch_bundle(store)["text/html"]
+    assert "loss · In [7]" in html
+    assert html.count(">lr<") == 0
+    store.add(answers(report(0, [row(0, (7, 1), is_first=False, loss=7.0)], cell=7)), 3.0)
+    assert store.mark(measured=False) == "In [7], run 2"
 
 
-def test_new_rank_joins_the_curve_of_the_others() -> None:
+def test_replaced_rank_joins_the_others_in_its_first_cell() -> None:
     store = JobStore()
-    store.add(answers(report(0, [row(5, (3, 0), loss=1.0)]), report(1, [row(5, (3, 0), loss=2.0)])), 0.0)
-    store.add(answers(report(0, [row(6, (3, 0), loss=1.0)]), report(1, [row(6, (8, 0), loss=0.5)], pid=999)), 1.0)
-    assert curve(store, "loss") == [(5, 1.0, 2.0), (6, 0.5, 1.0)]
-    assert store.notes() == []
+    store.add(answers(*(report(rank, [row(250, (3, 0), loss=1.0)], cell=3) for rank in range(2))), 0.0)
+    new = report(1, [row(0, (8, 0), loss=0.5)], pid=999, cell=8)
+    store.add(answers(report(0, [row(0, (8, 0), is_first=False, loss=1.0)], cell=8), new), 1.0)
+    assert curve(store, "loss") == [(0, 0.5, 1.0)]
+    (earlier,) = store.earlier("loss", measured=False)
+    assert [(point.step, point.low) for point in earlier.points()] == [(250, 1.0)]
+    # After a restart of the notebook's kernel, a new rank counts cells from 1.
+    store.add(answers(report(1, [row(1, (2, 0), loss=0.25)], pid=1001, cell=8)), 2.0)
+    assert curve(store, "loss") == [(0, 0.5, 1.0), (1, 0.25, 0.25)]
+
+
+def test_rates_are_of_one_cell_and_have_no_line_over_idle_time() -> None:
+    store = JobStore()
+    for second in range(3):
+        store.add(*measured(second, 3, 9.0, 9.5, communication=0.3))
+    store.add(*measured(3, None, 9.0, 9.5, communication=0.0))
+    store.add(*measured(600, 4, 1.0, 1.5, communication=0.01))
+    assert [row.communication for row in store.rows()] == [None, None], "it is that of the time before the cell"
+    store.add(*measured(602, 4, 1.0, 1.5, communication=0.8))
+    (before,), now = store.earlier("steps/s", measured=True), store.vitals["steps/s"]
+    assert [point.step for point in before.points()] == [0, 1, 2]
+    assert [point.step for point in now.points()] == [3, 5], "ten minutes without a cell take no space"
+    assert (store.steps_per_s, [row.steps_per_s for row in store.rows()]) == (1.0, [1.0, 1.5])
+    assert (store.communication, store.mark(measured=True)) == (0.8, "In [4]")
+    # A cell without steps has no rate, in the head and in the table.
+    store.add(answers(report(0, cell=5), report(1, cell=5)), 700)
+    assert (store.steps_per_s, [row.steps_per_s for row in store.rows()]) == (None, [None, None])
+    assert "steps/s" not in watch_bundle(store)["text/plain"].splitlines()[0]
+
+
+def test_schedule_never_shows_a_rate_that_never_was() -> None:
+    store = JobStore()
+    rows = [row(step, lr=0.01 * 0.5 ** (step // 75)) for step in range(1000)]
+    store.add(answers(report(0, rows), report(1, rows)), 0.0)
+    points = store.metrics["lr"].points()
+    assert len(points) < 200
+    assert {point.mean for point in points} <= {0.01 * 0.5**i for i in range(14)}
+
+
+def test_rates_are_written_out() -> None:
+    store = JobStore()
+    store.add(answers(report(0, items_per_s=1170.4, bars=[Bar("x", 0, 1, 3, 10.9, False)])), 0.0)
+    assert "1,170 items/s" in watch_bundle(store)["text/plain"].splitlines()[0]
+    assert store.bars()[0].rate == "10.9 s/it"
 
 
 def test_one_bar_over_ranks_names_the_slowest() -> None:
@@ -150,7 +205,9 @@ def test_text_matches_the_pictures() -> None:
                communication=0.25 * (rank + 1))
         for rank in range(2)
     ]  # fmt: skip
-    store.add(answers(*reports, words={1: "waiting in all_reduce at line 4 for rank 0, for 2.1 s", 2: "is dead"}), 0.0)
+    words = {1: "waiting in all_reduce at line 4 for rank 0, for 2.1 s", 2: "is dead"}
+    for second in range(2):
+        store.add(answers(*reports, words=words), float(second))
     lines = watch_bundle(store)["text/plain"].splitlines()
     assert lines[0] == ("3 ranks, In [1] is running: 2 steps/s, 64 items/s, 38 % of the time in communication")
     assert "  loss: 2.5 at step 10 (2 on rank 0 to 3 on rank 1)" in lines

@@ -1,0 +1,423 @@
+"""What libraries do on valid input and nobody expects: the right result where that is free, else one sentence.
+
+Nothing here runs, or is imported, before one of the modules in `SURPRISES` is: then its function here wraps what meets
+the surprise, and nothing else. A sentence appears once in each cell.
+
+Scripts that show each of them without axon_nb are in the folder ``findings`` of the project's sources.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import itertools
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from axon_nb.compat.environment import SURPRISES
+from axon_nb.records.hooks import missing_hooks
+
+where: Callable[[], tuple[object, str]] | None = None
+"""Returns the number of the cell that runs, None outside, and the line, such as `` at line 3``."""
+_FIRST_STATE: Mapping[str, float] = {"step": 0.0, "mu_product": 1.0, "exp_inf": 0.0}
+"""States that a step without gradients changes, and their values before the first step."""
+_MEAN = 1
+"""torch's number of the reduction "mean"."""
+_SUM = 2
+_shown: set[tuple[object, str]] = set()
+shard_draw = ""
+"""Digest of the generator's state after the last draw into a shard on a CPU; empty: there was none."""
+
+
+def tell(sentence: str) -> None:
+    """Print a sentence once in each cell; `{place}` in it becomes the line.
+
+    Args:
+        sentence: What happens, then the fix.
+    """
+    cell, place = where() if where is not None else (None, "")
+    if (cell, sentence) not in _shown and cell is not None:
+        _shown.add((cell, sentence))
+        print(f"axon_nb: {sentence.replace('{place}', place)}", file=sys.stderr, flush=True)
+
+
+def prepare(module: ModuleType) -> None:
+    """Prepare a module that was just imported, by the function that `SURPRISES` names for it."""
+    globals()[SURPRISES[module.__name__]](module)
+
+
+def _before(owner: Any, name: str, look: Callable[..., None]) -> None:
+    """Call `look` with the arguments of each call of `owner.name`, before the call."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(Exception):  # a hint must never fail a call
+            look(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def _after(owner: Any, name: str, look: Callable[..., None]) -> None:
+    """Call `look` with the first argument of each call of `owner.name`, after the call."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        with contextlib.suppress(Exception):
+            look(args[0])
+        return result
+
+    setattr(owner, name, call)
+
+
+# ---- torch.distributed.tensor
+
+
+def watch_dtensors(module: ModuleType) -> None:
+    if missing_hooks("surprises.dtensor"):
+        return
+    aten: Any = torch.ops.aten
+    for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"):
+        _handle(module, getattr(aten, f"{name}_backward").default, functools.partial(_check_mean, name))
+    _handle(module, aten._local_scalar_dense.default, _check_scalar)
+    for operator in (aten.uniform_.default, aten.normal_.default):
+        _handle(module, operator, _note_draw)
+    _check_loaded(module.DTensor)
+    _after(torch.optim.Muon, "__init__", _check_muon)
+
+
+def _handle(module: ModuleType, operator: Any, look: Callable[..., None]) -> None:
+    """After each call of `operator` with distributed tensors, call `look` with its result, it, and its arguments."""
+    dispatcher = module.DTensor._op_dispatcher
+
+    def handler(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handlers = dispatcher._custom_op_handlers
+        del handlers[operator]  # so that torch goes its own way
+        try:
+            result = call(*args, **kwargs)
+            with contextlib.suppress(Exception):
+                look(result, call, args)
+        finally:
+            handlers[operator] = handler
+        return result
+
+    dispatcher._custom_op_handlers[operator] = handler
+
+
+def _check_mean(name: str, result: Any, operator: Any, args: tuple[Any, ...]) -> None:
+    """Compare the gradient of a mean over sharded rows with that of the sum, divided by the number of all elements."""
+    values = list(args)
+    at = next(number for number, value in enumerate(values) if type(value) is int)
+    local, count = result.to_local(), result.numel()
+    if values[at] != _MEAN or not local.numel() or local.numel() == count:
+        return
+    values[at] = _SUM
+    own = [value.to_local() if hasattr(value, "to_local") else value for value in values]
+    if not torch.allclose(operator(*own) / count, local, equal_nan=True):
+        tell(
+            f"the gradient of {name} of sharded tensors{{place}} is {count / local.numel():.3g} times too large: torch "
+            "divides by the elements of this rank's shard. Write the formula, such as `(a - b).square().mean()`."
+        )
+
+
+def _check_scalar(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
+    mesh, placements = args[0].device_mesh, args[0].placements
+    if any(placement.is_partial() and mesh.size(dim) > 1 for dim, placement in enumerate(placements)):
+        tell(
+            "a number taken from a sharded tensor{place}, by item(), float() or bool(), is this rank's part only: use "
+            "`.full_tensor().item()` on all ranks."
+        )
+
+
+def _note_draw(result: Any, operator: Any, args: tuple[Any, ...]) -> None:
+    global shard_draw
+    tensor = args[0]
+    if tensor.device.type == "cpu" and any(placement.is_shard() for placement in tensor.placements):
+        state = torch.get_rng_state().numpy().tobytes() + repr(tuple(tensor.shape)).encode()
+        shard_draw = hashlib.blake2b(state, digest_size=8).hexdigest()
+
+
+def _check_loaded(kind: type) -> None:
+    original = torch.load
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        loaded = original(*args, **kwargs)
+        with contextlib.suppress(Exception):
+            for value in tree_leaves(loaded):
+                if isinstance(value, kind) and _is_of_other_rank(value):
+                    tell(
+                        "torch.load{place} returned the shard of another rank, so the whole tensor repeats rows: save "
+                        "sharded tensors with torch.distributed.checkpoint, or one file for each rank."
+                    )
+                    break
+        return loaded
+
+    vars(torch)["load"] = load
+
+
+def _is_of_other_rank(tensor: Any) -> bool:
+    saver = getattr(tensor.device_mesh, "_rank", None)
+    return saver not in (None, dist.get_rank()) and any(placement.is_shard() for placement in tensor.placements)
+
+
+def _check_muon(optimizer: Any) -> None:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(one.is_shard() for parameter in parameters for one in getattr(parameter, "placements", ())):
+        tell(
+            "torch.optim.Muon{place} works on sharded matrices in bfloat16, in parts: its updates may differ by some "
+            "percent from those of whole matrices. Use axon_nb.parallel.Muon."
+        )
+
+
+# ---- torch.distributed.checkpoint
+
+
+def prepare_state_dicts(module: ModuleType) -> None:
+    for name in ("set_optimizer_state_dict", "set_state_dict"):
+        _before(module, name, _check_groups)
+    if missing_hooks("surprises.state_dict"):
+        return
+    original = module._init_optim_state
+
+    @functools.wraps(original)
+    def init_state(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        had_state = bool(optimizer.state)
+        original(optimizer, *args, **kwargs)
+        if not had_state:  # torch has stepped it, without gradients: Adam would be one step ahead
+            for state in optimizer.state.values():
+                for name in _FIRST_STATE.keys() & state.keys():
+                    value = state[name]
+                    state[name] = value.fill_(_FIRST_STATE[name]) if torch.is_tensor(value) else type(value)(0)
+
+    vars(module)["_init_optim_state"] = init_state
+
+
+def _check_groups(model: Any, optimizers: Any, optim_state_dict: Any = None, **_: Any) -> None:
+    loaded = (optim_state_dict or {}).get("param_groups")
+    every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    count = sum(len(optimizer.param_groups) for optimizer in every)
+    if loaded and len(loaded) != count:
+        tell(
+            f"the optimizer state{{place}} was saved with {len(loaded)} parameter groups, and this optimizer has "
+            f"{count}: torch merges their learning rates and decays. Create it with the groups that were saved."
+        )
+
+
+def prepare_conversion(module: ModuleType) -> None:
+    def look(folder: Any, *args: Any, **kwargs: Any) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        names = FileSystemReader(folder).read_metadata().state_dict_metadata
+        if any(re.search(r"(^|\.)state\.\d+\.", name) for name in names):
+            tell(
+                "dcp_to_torch_save{place} turns the numbers in an optimizer's state into text, and load_state_dict "
+                'then finds no state: convert back with `{int(key): value for key, value in saved["state"].items()}`.'
+            )
+
+    _before(module, "dcp_to_torch_save", look)
+
+
+def prepare_safetensors(module: ModuleType) -> None:
+    signature = inspect.signature(module.HuggingFaceStorageWriter.__init__)
+
+    def look(*args: Any, **kwargs: Any) -> None:
+        if dist.get_world_size() > 1 and not signature.bind(*args, **kwargs).arguments.get("save_distributed"):
+            tell(
+                "HuggingFaceStorageWriter{place} writes the parts of all ranks to one file, of which the last remains: "
+                "pass save_distributed=True and enable_consolidation=True."
+            )
+
+    _before(module.HuggingFaceStorageWriter, "__init__", look)
+
+
+# ---- torch: pipelines, compiler, extensions, TensorBoard
+
+
+def prepare_schedules(module: ModuleType) -> None:
+    for kind in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
+        _before(kind, "step", _check_step)
+
+
+def _check_step(schedule: Any, *args: Any, **kwargs: Any) -> None:
+    count = schedule._n_microbatches
+    rows = len(args[0]) if args and isinstance(args[0], torch.Tensor) and args[0].ndim else 0
+    if rows % count:
+        tell(
+            f"a batch of {rows} rows{{place}} does not divide into {count} microbatches: stages send as many rows as "
+            "the first has, and what fills the last one is undefined."
+        )
+    for name, value in kwargs.items():
+        is_other = isinstance(value, torch.Tensor) and value.ndim and len(value) != rows
+        if is_other and rows and name not in ("target", "losses") and not schedule._kwargs_chunk_spec:
+            tell(
+                f"{name} of step(){{place}} is cut into microbatches along its first dimension ({len(value)}), though "
+                f"the batch has {rows} rows: pass it in a list to give each microbatch all of it."
+            )
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    if "ZeroBubble" in type(schedule).__name__ or "DualPipe" in type(schedule).__name__:
+        for stage in stages:
+            if stage.stage_index and any(_has_hook(parameter) for parameter in stage.submod.parameters()):
+                tell(
+                    f"{type(schedule).__name__}{{place}} calls post-accumulate hooks of gradients on stage 0 only: do "
+                    "their work after step(), or use Interleaved1F1B."
+                )
+    has_run = getattr(schedule, "_stages_forward_initialized", getattr(schedule, "_stage_forward_initialized", True))
+    parts = [] if has_run or hasattr(schedule, "restores_buffers") else [stage.submod.modules() for stage in stages]
+    if any(map(_counts_batches, itertools.chain(*parts))):
+        tell(
+            "the first step(){place} runs each stage once more to find shapes, and BatchNorm counts it: use "
+            "axon_nb.parallel.Pipeline, which restores the buffers."
+        )
+
+
+def _has_hook(parameter: Any) -> bool:
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _counts_batches(module: Any) -> bool:
+    return module.training and getattr(module, "num_batches_tracked", None) is not None
+
+
+def prepare_compiler(module: ModuleType) -> None:
+    def look(_: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if type(model).__name__ == "DistributedDataParallel" and all(
+            type(part).__module__.startswith("torch.nn.") for part in model.modules()
+        ):
+            tell(
+                f"torch.compile(DDP({type(model.module).__name__})){{place}} compiles nothing, as torch skips modules "
+                "of torch.nn there: use DDP(torch.compile(model))."
+            )
+
+    _before(module.OptimizedModule, "__init__", look)
+
+
+def prepare_extensions(module: ModuleType) -> None:
+    """Build each source in a folder of its own: of ranks that build at once, the second would load the first's."""
+    original, signature = module.load_inline, inspect.signature(module.load_inline)
+
+    @functools.wraps(original)
+    def load_inline(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("build_directory") is None:
+            content = repr((torch.__version__, sys.version, sorted((key, repr(value)) for key, value in given.items())))
+            root = os.environ.get("TORCH_EXTENSIONS_DIR") or module.get_default_build_root()
+            folder = Path(root, f"{given['name']}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}")
+            folder.mkdir(parents=True, exist_ok=True)
+            given["build_directory"] = str(folder)
+        return original(**given)
+
+    module.load_inline = load_inline  # type: ignore[attr-defined]
+
+
+def prepare_tensorboard(module: ModuleType) -> None:
+    """Look for files of several processes."""
+    _after(module.SummaryWriter, "__init__", _check_folder)
+
+
+def _check_folder(writer: Any) -> None:
+    files = Path(writer.log_dir).glob("events.out.tfevents.*")
+    if len({_writer_of(file) for file in files}) > 1:
+        tell(
+            f"several processes write to {writer.log_dir}{{place}}, and a TensorBoard that is open shows one of them "
+            "only: give each rank a folder of its own, or write on rank 0 alone."
+        )
+
+
+def _writer_of(file: Path) -> str:
+    """Return host and process in a name such as ``events.out.tfevents.1764371.host.123.0``."""
+    return ".".join(file.name.split(".")[4:-1])
+
+
+# ---- other libraries
+
+
+def prepare_accelerate(module: ModuleType) -> None:
+    """Give `split_between_processes` a copy of a dict: it writes the part into the dict that it gets."""
+    original = module.PartialState.split_between_processes
+
+    @functools.wraps(original)
+    def split(state: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(state, _copied(inputs), *args, **kwargs)
+
+    module.PartialState.split_between_processes = split
+
+
+def _copied(value: Any) -> Any:
+    return {key: _copied(one) for key, one in value.items()} if type(value) is dict else value
+
+
+def prepare_series(module: ModuleType) -> None:
+    def look(_: Any, other: Any) -> None:
+        if isinstance(other, torch.Tensor) and other.ndim:
+            tell("a pandas Series never equals a tensor{place}, whatever they hold: compare with `tensor.numpy()`.")
+
+    _before(module.Series, "__eq__", look)
+    _before(module.Series, "__ne__", look)
+    show = warnings.showwarning
+
+    def showwarning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        show(message, *args, **kwargs)
+        if "non-tuple sequence for multidimensional indexing" in str(message):
+            tell("a pandas Series as an index{place} is taken apart if its labels repeat: use `series.to_numpy()`.")
+
+    warnings.showwarning = showwarning
+
+
+def prepare_fabric(module: ModuleType) -> None:
+    def look(_: Any, data: Any, group: Any = None, reduce_op: Any = "mean") -> None:
+        if str(reduce_op).lower() in ("mean", "avg") and any(_is_integer(value) for value in tree_leaves(data)):
+            tell("Fabric.all_reduce{place} cuts the mean of integers to an integer: pass floats.")
+
+    _before(module.Fabric, "all_reduce", look)
+
+
+def _is_integer(value: Any) -> bool:
+    return (torch.is_tensor(value) and not value.is_floating_point()) or isinstance(value, int)
+
+
+def prepare_sampler(module: ModuleType) -> None:
+    def look(sampler: Any, state: Any) -> None:
+        if sampler.shuffle and not sampler.epoch:
+            tell(
+                "StatefulDistributedSampler{place} resumes in the order of epoch 0, as its state has no epoch: call "
+                "set_epoch() with the epoch that was saved, before the first batch."
+            )
+
+    _before(module.StatefulDistributedSampler, "load_state_dict", look)
+
+
+def prepare_tensordict(module: ModuleType) -> None:
+    """Look for text in what is received or reduced."""
+
+    def look(own: Any, *args: Any, **kwargs: Any) -> None:
+        if texts := [key for key, value in own.items(include_nested=True) if module.is_non_tensor(value)]:
+            tell(f"recv and all_reduce of a TensorDict{{place}} leave text as it was here, such as {texts[0]!r}.")
+
+    for name in ("recv", "irecv", "all_reduce"):
+        _before(module.TensorDictBase, name, look)
+
+
+def prepare_lazy_stacks(module: ModuleType) -> None:
+    def look(stack: Any, *args: Any, **kwargs: Any) -> None:
+        each = [set(one.keys(True, True)) for one in stack.tensordicts]
+        if missing := set.union(*each) - set.intersection(*each):
+            names = ", ".join(sorted(map(str, missing)))
+            tell(f"contiguous(){{place}} drops what only some of the stacked TensorDicts have: {names}.")
+
+    _before(module.LazyStackedTensorDict, "contiguous", look)

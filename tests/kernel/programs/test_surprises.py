@@ -1,0 +1,390 @@
+"""What torch, Gloo and other libraries do on valid input and nobody expects: a right result on ranks, or a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+SETUP = """%%distributed
+import copy, os, tempfile, warnings
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional as F
+
+warnings.simplefilter("ignore")
+paths = [tempfile.mkdtemp()]
+dist.broadcast_object_list(paths)
+folder = paths[0]
+mesh = init_device_mesh("cpu", (2,))
+rows = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+zeros = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+
+class Scaled(nn.Module):
+    def forward(self, x, scale=None):
+        return x if scale is None else x * (scale[0] if isinstance(scale, list) else scale)
+
+def run(module, rows, n=2, **kwargs):
+    schedule = ScheduleGPipe(PipelineStage(module, rank, 2, torch.device("cpu")), n)
+    schedule.step(*([torch.ones(rows, 4)] if rank == 0 else []), **(kwargs if rank == 0 else {}))
+"""
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[Kernel]:
+    """A kernel with 2 ranks on Gloo."""
+    with Kernel() as kernel:
+        kernel.ok("%load_ext axon_nb")
+        kernel.ok("%distributed start -n 2 --backend gloo")
+        kernel.ok(SETUP)
+        yield kernel
+        kernel.run("%distributed stop")
+
+
+RIGHT = {
+    "sum of bools": (
+        """\
+t = torch.ones(2, dtype=torch.bool)
+for _ in range(9):
+    dist.all_reduce(t)
+t.tolist()""",
+        "[True, True]",
+    ),
+    "another memory layout": (
+        """\
+t = torch.zeros(3, 2).t() if rank else torch.arange(6.0).view(2, 3)
+dist.broadcast(t, 0)
+u = torch.arange(6.0).view(2, 3)
+u = u.t().contiguous().t() if rank else u
+dist.all_reduce(u)
+v = torch.arange(4.0)[::2]
+dist.all_reduce(v)
+t.flatten().tolist(), u.flatten().tolist(), v.tolist()""",
+        "([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [0.0, 4.0])",
+    ),
+    "weights in channels_last": (
+        """\
+t = torch.arange(16.0).view(1, 4, 2, 2)
+t = torch.zeros_like(t, memory_format=torch.channels_last) if rank else t
+dist.broadcast(t, 0)
+t.flatten().tolist() == list(range(16))""",
+        "True",
+    ),
+    "maximum with NaN": (
+        """\
+found = []
+for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    for sick in (0, 1):
+        t = torch.arange(12, dtype=dtype)
+        if rank == sick:
+            t[::2] = float('nan')
+        dist.all_reduce(t, dist.ReduceOp.MAX)
+        found.append((int(t.isnan().sum()), t[11].item()))
+set(found)""",
+        "{(6, 11.0)}",
+    ),
+    "minimum with zeros of both signs": (
+        """\
+t = torch.tensor([0.0 if rank else -0.0, -1e-40 * rank, float('-inf'), 3.0 - rank])
+work = dist.all_reduce(t, dist.ReduceOp.MIN, async_op=True)
+while not work.is_completed():
+    pass
+[str(x) for x in t.tolist()], work.result()[0] is t""",
+        "(['-0.0', '-9.99994610111476e-41', '-inf', '2.0'], True)",
+    ),
+    "maximum in a future": (
+        """\
+t = torch.tensor([float(rank)])
+work = dist.all_reduce(t, dist.ReduceOp.MAX, async_op=True)
+work.get_future().wait()[0].item(), t.item()""",
+        "(1.0, 1.0)",
+    ),
+    "parts of a maximum": (
+        """\
+t, parts = torch.zeros(1), [torch.tensor([1.0]), torch.tensor([float('nan') if rank else 2.0])]
+dist.reduce_scatter(t, parts, dist.ReduceOp.MAX)
+parts = [torch.zeros(1) for _ in range(2)]
+dist.all_gather(parts, t)
+[str(part.item()) for part in parts]""",
+        "['1.0', 'nan']",
+    ),
+    "reduce keeps the others' values": (
+        """\
+t, u = torch.full((12,), 1.0 + rank), torch.full((12,), 1.0 + rank)
+dist.reduce(t, 1)
+dist.reduce(u, 1, dist.ReduceOp.AVG)
+(set(t.tolist()), set(u.tolist())) == (({3.0}, {1.5}) if rank else ({1.0}, {1.0}))""",
+        "True",
+    ),
+    "optimizer state before the first step": (
+        """\
+from torch.distributed.checkpoint.state_dict import get_state_dict
+counts = []
+for kind in (torch.optim.Adam, torch.optim.NAdam, torch.optim.Adamax):
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    get_state_dict(model, optimizer)
+    alone = copy.deepcopy(model)
+    other = kind(alone.parameters(), lr=0.1)
+    for m, o in ((model, optimizer), (alone, other)):
+        m(torch.ones(1, 2)).sum().backward()
+        o.step()
+    counts.append(torch.equal(model.weight, alone.weight))
+counts""",
+        "[True, True, True]",
+    ),
+    "sources that differ between ranks": (
+        """\
+from torch.utils.cpp_extension import load_inline
+source = '''#include <Python.h>
+static PyModuleDef def = {PyModuleDef_HEAD_INIT, "one", 0, -1, 0};
+#define INIT(name) PyInit_##name
+#define INIT_OF(name) INIT(name)
+PyMODINIT_FUNC INIT_OF(TORCH_EXTENSION_NAME)() {
+    PyObject* made = PyModule_Create(&def);
+    PyModule_AddIntConstant(made, "value", %d);
+    return made;
+}''' % (rank + 7)
+os.environ['TORCH_EXTENSIONS_DIR'] = folder
+dist.barrier()
+load_inline('one', source, no_implicit_headers=True).value == rank + 7""",
+        "True",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_result_is_right(gloo: Kernel, name: str) -> None:
+    code, result = RIGHT[name]
+    reply = gloo.ok(f"%%distributed\n{code}")
+    assert f"[ranks 0-1] {result}" in reply.lines(), reply.shown()
+
+
+def test_sum_of_bools_is_named_at_its_first_use(gloo: Kernel) -> None:
+    reply = gloo.ok("""%%distributed
+from axon_nb.comm.shared_memory.segment.pages import note_unlike_gloo
+note_unlike_gloo.cache_clear()  # another test may have been the first
+for _ in range(2):
+    dist.all_reduce(torch.ones(2, dtype=torch.bool))""")
+    wanted = "axon_nb: SUM of bool works on these ranks, but torchrun's Gloo computes other values: use MAX"
+    assert 1 <= reply.stderr.count(wanted) <= 2, "once for each rank"
+
+
+def test_average_of_integers_is_refused_before_it_is_a_sum(gloo: Kernel) -> None:
+    reply = gloo.ok("""%%distributed
+t = torch.tensor([1 + rank])
+try:
+    dist.all_reduce(t, dist.ReduceOp.AVG)
+except Exception as error:
+    print(error)
+dist.barrier()
+t.item() == 1 + rank""")
+    assert "Gloo has no AVG of int64, and integers would lose the fraction: reduce a copy in floats" in reply.shown()
+    assert "[ranks 0-1] True" in reply.lines()
+
+
+def test_reduced_tensor_that_backward_needs_is_refused(gloo: Kernel) -> None:
+    reply = gloo.run("""%%distributed
+x = torch.ones(2, requires_grad=True)
+y = x.exp()
+dist.all_reduce(y.detach())
+y.sum().backward()""")
+    assert "has been modified by an inplace operation" in reply.traceback
+    reply = gloo.ok("""%%distributed
+y = x.exp()
+dist.all_reduce(y.detach().clone())
+if rank == 0:  # what it sends stays as it is
+    dist.broadcast(y.detach(), 0)
+else:
+    dist.broadcast(torch.zeros(2), 0)
+with torch.inference_mode():
+    dist.all_reduce(torch.ones(2))
+y.sum().backward()
+x.grad.tolist()""")
+    assert "[ranks 0-1] [2.7182817459106445, 2.7182817459106445]" in reply.lines()
+
+
+SAID = {
+    "gradient of a mean": (
+        "F.mse_loss(rows.detach().requires_grad_(), zeros).backward()",
+        "the gradient of mse_loss of sharded tensors at line 2 is 2 times too large",
+        """\
+(rows.detach().requires_grad_() - zeros).square().mean().backward()
+F.mse_loss(rows.to_local().requires_grad_(), zeros.to_local()).backward()""",
+    ),
+    "number of a part": (
+        "print(rows.sum().item())",
+        "a number taken from a sharded tensor at line 2, by item(), float() or bool(), is this rank's part only",
+        "print(rows.sum().full_tensor().item(), rows.full_tensor().sum().item(), bool(rows.to_local().any()))",
+    ),
+    "shards that are drawn alike": (
+        """\
+def draw():
+    with torch.device('meta'):
+        layer = nn.Linear(4, 4)
+    fully_shard(layer, mesh=mesh)
+    layer.to_empty(device='cpu')
+    layer.reset_parameters()
+torch.manual_seed(0)
+draw()""",
+        "drew the same numbers into their shards, so the whole tensors repeat rows",
+        """\
+torch.manual_seed(rank)
+draw()""",
+    ),
+    "Muon": (
+        "torch.optim.Muon([nn.Parameter(rows)])",
+        "torch.optim.Muon at line 2 works on sharded matrices in bfloat16, in parts",
+        "torch.optim.Muon([nn.Parameter(torch.ones(4, 2))])",
+    ),
+    "file of another rank": (
+        """\
+if rank == 0:
+    torch.save({'rows': rows}, f'{folder}/rows.pt')
+dist.barrier()
+torch.load(f'{folder}/rows.pt', weights_only=False)""",
+        "torch.load at line 5 returned the shard of another rank",
+        """\
+torch.save(rows, f'{folder}/own{rank}.pt')
+torch.load(f'{folder}/own{rank}.pt', weights_only=False)""",
+    ),
+    "keywords that are cut": (
+        "run(Scaled(), 8, 4, scale=torch.arange(1.0, 5.0))",
+        "scale of step() at line 2 is cut into microbatches along its first dimension (4)",
+        """\
+run(Scaled(), 8, 4, scale=[torch.arange(1.0, 5.0)])
+run(Scaled(), 8, 4, scale=torch.ones(8, 1))""",
+    ),
+    "rows that do not divide": (
+        "run(nn.Identity(), 5)",
+        "a batch of 5 rows at line 2 does not divide into 2 microbatches",
+        "run(nn.Identity(), 4)",
+    ),
+    "BatchNorm in a pipeline": (
+        "run(nn.BatchNorm1d(4), 8)",
+        "the first step() at line 2 runs each stage once more to find shapes, and BatchNorm counts it",
+        """\
+from axon_nb.parallel import Pipeline
+stages = [nn.BatchNorm1d(4), nn.Linear(4, 4)]
+Pipeline(stages, schedule='GPipe', loss=F.mse_loss).step(torch.ones(8, 4), torch.ones(8, 4))
+run(nn.BatchNorm1d(4).eval(), 8)""",
+    ),
+    "hooks in a pipeline": (
+        """\
+layers = [nn.Linear(4, 4) for _ in range(4)]
+def train():
+    stages = [PipelineStage(layers[i], i, 4, torch.device('cpu')) for i in (rank, rank + 2)]
+    schedule = ScheduleInterleavedZeroBubble(stages, n_microbatches=4, loss_fn=F.mse_loss)
+    schedule.step(torch.ones(8, 4)) if rank == 0 else schedule.step(target=torch.ones(8, 4))
+train()
+hooks = [layer.weight.register_post_accumulate_grad_hook(lambda weight: None) for layer in layers]
+train()""",
+        "ScheduleInterleavedZeroBubble at line 9 calls post-accumulate hooks of gradients on stage 0 only",
+        """\
+[hook.remove() for hook in hooks]
+train()""",
+    ),
+    "members of a group of others": (
+        """\
+other = dist.new_group([0])
+if rank == 1:
+    dist.get_process_group_ranks(other)""",
+        "get_process_group_ranks at line 4 was asked of a group without this rank",
+        """\
+dist.get_process_group_ranks(dist.group.WORLD)
+if rank == 0:
+    dist.get_global_rank(other, 0)""",
+    ),
+    "parameter groups that are merged": (
+        """\
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+model = nn.Linear(2, 2)
+def apart():
+    return torch.optim.AdamW([{'params': [model.weight]}, {'params': [model.bias], 'lr': 0.1}])
+saved = get_optimizer_state_dict(model, apart())
+set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), saved)""",
+        "the optimizer state at line 7 was saved with 2 parameter groups, and this optimizer has 1",
+        "set_optimizer_state_dict(model, apart(), get_optimizer_state_dict(model, apart()))",
+    ),
+    "state that became text": (
+        """\
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+def back(name, state):
+    torch.save(state, f'{folder}/{name}{rank}')
+    torch_save_to_dcp(f'{folder}/{name}{rank}', f'{folder}/{name}{rank}.dcp')
+    dcp_to_torch_save(f'{folder}/{name}{rank}.dcp', f'{folder}/{name}{rank}.back')
+adam = torch.optim.Adam([torch.ones(1, requires_grad=True)])
+adam.param_groups[0]['params'][0].sum().backward()
+adam.step()
+back('adam', {'adam': adam.state_dict()})""",
+        "dcp_to_torch_save at line 10 turns the numbers in an optimizer's state into text",
+        "back('model', nn.Linear(2, 2).state_dict())",
+    ),
+    "safetensors of many ranks": (
+        """\
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+HuggingFaceStorageWriter(folder)""",
+        "HuggingFaceStorageWriter at line 3 writes the parts of all ranks to one file",
+        "HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)",
+    ),
+    "a Series and a tensor": (
+        """\
+import pandas as pd
+(pd.Series([1, 2]) == torch.tensor([1, 2])).mean()""",
+        "a pandas Series never equals a tensor at line 3",
+        "(pd.Series([1, 2]) == torch.tensor([1, 2]).numpy()).mean(), pd.Series([1, 2]) == 1",
+    ),
+    "a Series as an index": (
+        """\
+warnings.simplefilter('default')
+taken = torch.arange(6).reshape(2, 3)[pd.concat([pd.Series([0]), pd.Series([1])])]
+warnings.simplefilter('ignore')""",
+        "a pandas Series as an index at line 3 is taken apart if its labels repeat",
+        """\
+warnings.warn('of its own')
+torch.arange(6).reshape(2, 3)[pd.Series([0, 1]).to_numpy()]""",
+    ),
+    "event files of several ranks": (
+        """\
+from torch.utils.tensorboard import SummaryWriter
+for _ in range(2):
+    SummaryWriter(f'{folder}/runs').close()
+    dist.barrier()""",
+        "/runs at line 4, and a TensorBoard that is open shows one of them only",
+        """\
+for _ in range(2):
+    SummaryWriter(f'{folder}/runs/{rank}').close()
+    dist.barrier()""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_one_sentence_says_so(gloo: Kernel, name: str) -> None:
+    if "tensorboard" in SAID[name][0]:
+        pytest.importorskip("tensorboard")
+    code, sentence, silent = SAID[name]
+    reply = gloo.ok(f"%%distributed\n{code}")
+    assert sentence in reply.shown(), reply.shown()
+    assert reply.shown().count(sentence) <= 2, "once in each cell and rank"
+    reply = gloo.ok(f"%%distributed\n{silent}")
+    assert "axon_nb:" not in reply.shown()
+    assert "Hint:" not in reply.shown()
+
+
+def test_missing_checkpoint_says_how_to_catch_it(gloo: Kernel) -> None:
+    reply = gloo.run("""%%distributed
+import logging
+import torch.distributed.checkpoint as dcp
+logging.disable(logging.CRITICAL)
+try:
+    dcp.load({"a": torch.zeros(2)}, checkpoint_id=f"{folder}/absent")
+except Exception:
+    pass""")
+    assert "`except Exception` does not catch a CheckpointException" in reply.traceback
