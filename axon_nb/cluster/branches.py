@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from axon_nb.cluster.inspection.status import request_job
-from axon_nb.cluster.recovery.new_ranks import call_all
+from axon_nb.cluster.launch.engines import ask
 from axon_nb.cluster.snapshot import Trials
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import TakePeak
@@ -159,7 +159,7 @@ async def run_branches(
             print(f"{plan.name} = {value}", flush=True)
             code_of_run = _with_value(code, plan.name, value)
             before = _drained(state)[0]
-            call_all(state.connection, ranks, TakePeak())
+            ask(state.connection, dict.fromkeys(ranks, TakePeak()))
             rows.append(_row(state, value, await run(code_of_run, **tried), before, ranks))
     finally:
         trials.close()
@@ -181,7 +181,7 @@ def _row(
     state: ClusterState, value: str, result: CellResult, before: Mapping[int, JobReport], ranks: Sequence[int]
 ) -> Branch:
     living = [rank for rank in ranks if rank not in state.health.dead]
-    peaks = call_all(state.connection, living, TakePeak())
+    peaks = ask(state.connection, dict.fromkeys(living, TakePeak()))
     return Branch(
         value,
         *_end(result.record or {}),

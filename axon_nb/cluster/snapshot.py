@@ -11,9 +11,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from axon_nb.cluster import rpc
-from axon_nb.cluster.launch.engines import gather
-from axon_nb.cluster.recovery.new_ranks import call_all, interrupts_deferred
+from axon_nb.cluster.launch.engines import STATES_S, ask
+from axon_nb.cluster.recovery.new_ranks import interrupts_deferred
 from axon_nb.cluster.recovery.repair import repair
 from axon_nb.errors import AxonError, UsageError
 from axon_nb.records.protocol.recovery import (
@@ -33,7 +32,6 @@ from axon_nb.records.ranks import name_ranks
 if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
-_RESTORE_TIMEOUT_S = 600.0
 _OUTSIDE = "files, processes and whatever else is outside the ranks' variables"
 _KEY = "try"
 
@@ -56,7 +54,7 @@ def undo(state: ClusterState, count: int) -> str:
     raise_if_busy(state, "undo")
     state.health.ensure_available(state.ranks)
     with interrupts_deferred():
-        answers: dict[int, Undoable] = call_all(state.connection, state.ranks, ListUndoable())
+        answers: dict[int, Undoable] = ask(state.connection, dict.fromkeys(state.ranks, ListUndoable()))
         cells = _last_cells(answers, count)
         targets = {
             rank: next(cell for cell in cells if rank in cell.ranks)
@@ -128,8 +126,7 @@ def describe_obstacles(named: Mapping[str, str]) -> str:
 
 def restore_all(state: ClusterState, calls: Mapping[int, RankCall[list[str]]]) -> dict[int, list[str]]:
     """Make each rank restore a state; return by rank the objects that refused theirs."""
-    futures = {rank: rpc.call(state.client, rank, call) for rank, call in calls.items()}
-    return gather(futures, _RESTORE_TIMEOUT_S, state.connection)
+    return ask(state.connection, calls, within=STATES_S)
 
 
 def report_refused(refused: Mapping[int, Sequence[str]]) -> None:
@@ -185,7 +182,7 @@ class Trials:
     def _save(self, call: HoldSnapshot | KeepSnapshot) -> dict[int, str]:
         """Return by rank why it cannot save its state; empty if all have."""
         with interrupts_deferred():
-            saved: Mapping[int, UndoableCell] = call_all(self._state.connection, self._ranks, call)
+            saved: Mapping[int, UndoableCell] = ask(self._state.connection, dict.fromkeys(self._ranks, call))
         missing = {rank: record.missing for rank, record in saved.items() if record.missing}
         if not missing:
             named = {name: what for one in saved.values() for name, what in one.obstacles.items()}
@@ -227,7 +224,7 @@ class Trials:
     def close(self) -> None:
         """Give up what the ranks keep, unless a repair needs it."""
         if self._is_kept and not self.lost and self._state.running and not self._state.health.dead:
-            call_all(self._state.connection, self._state.ranks, ForgetProtected(self._key))
+            ask(self._state.connection, dict.fromkeys(self._state.ranks, ForgetProtected(self._key)))
 
 
 def begin_trials(

@@ -33,12 +33,14 @@ from axon_nb.errors import StartError, UsageError
 from axon_nb.host.connections import store_key
 from axon_nb.records.protocol.agent import EngineInfo, Exit, GetInfo, ServeStore
 from axon_nb.records.protocol.recovery import Describe, Join, JoinConfig, Placement
-from axon_nb.records.protocol.wire import refuse_join
+from axon_nb.records.protocol.wire import RankCall, refuse_join
 from axon_nb.records.ranks import name_ranks
 
 LAUNCHERS = ("axon", "local")
 """Forked by the host agent; and ipyparallel's own, where nothing can be forked."""
 _SHUTDOWN_S = 30.0
+ANSWER_S, COPY_S, STATES_S = 30.0, 60.0, 600.0
+"""How long to wait for ranks that answer or join, that copy variables, and that stage or restore states."""
 """Seconds for the engines to exit before their controller does.
 
 An engine's ipyparallel nanny never exits if the controller goes while a reply to it is on the way (its control socket
@@ -249,10 +251,9 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
         StartError: a rank failed to join or speaks another protocol, or not all have joined within `timeout_s`
             seconds.
     """
-    client, ranks = connection.client, range(layout.num_ranks)
-    end = time.monotonic() + timeout_s
+    ranks, end = range(layout.num_ranks), time.monotonic() + timeout_s
     await_handshake(connection, ranks, timeout_s)
-    described = gather({rank: rpc.call(client, rank, Describe()) for rank in ranks}, _remaining(end), connection)
+    described = ask(connection, dict.fromkeys(ranks, Describe()), within=_remaining(end))
     for rank, info in described.items():
         if reason := refuse_join(rank, info.host, info.version):
             raise StartError(reason)
@@ -261,12 +262,10 @@ def join_world(connection: Connection, layout: Layout, settings: Settings, *, ti
     layout = with_possible_backend(layout, described.values())
     recoverable = can_recover(described.values(), layout.backend)
     joins = {
-        rank: rpc.call(
-            client, rank, Join(join_config(layout, settings, rank, placements[rank], store, recoverable=recoverable))
-        )
+        rank: Join(join_config(layout, settings, rank, placements[rank], store, recoverable=recoverable))
         for rank in ranks
     }
-    joined = gather(joins, _remaining(end), connection)
+    joined = ask(connection, joins, within=_remaining(end))
     return [joined[rank] for rank in ranks]
 
 
@@ -317,6 +316,15 @@ def join_config(
         output_limit=settings.output_limit,
         group_memory=settings.group_memory,
     )
+
+
+def ask(connection: Connection, calls: Mapping[int, RankCall[R]], *, within: float = ANSWER_S) -> dict[int, R]:
+    """Make a call on each rank and return the results; see `gather`.
+
+    Raises:
+        StartError: a rank failed or exited, the agent is gone, or `within` seconds have passed.
+    """
+    return gather({rank: rpc.call(connection.client, rank, call) for rank, call in calls.items()}, within, connection)
 
 
 def gather(futures: Mapping[int, Future[R]], timeout_s: float, connection: Connection) -> dict[int, R]:

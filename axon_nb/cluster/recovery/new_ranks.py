@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
 from axon_nb.cluster import rpc
 from axon_nb.cluster.failures import REPAIR_HINT, Kept, RankError
-from axon_nb.cluster.launch.engines import await_handshake, gather, raise_if_exited
+from axon_nb.cluster.launch.engines import ANSWER_S, COPY_S, STATES_S, ask, await_handshake, raise_if_exited
 from axon_nb.cluster.launch.launchers import fork_request, rank_hosts
 from axon_nb.cluster.launch.placement import rank_environment
 from axon_nb.errors import StartError
@@ -33,7 +33,6 @@ from axon_nb.records.protocol.recovery import (
     RestoreProtected,
 )
 from axon_nb.records.protocol.transfer import ListGroupVariables, PackNamespace, ReceiveNamespace, SendNamespace
-from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import format_ranks, name_ranks
 from axon_nb.records.units import format_bytes
 
@@ -42,13 +41,9 @@ if TYPE_CHECKING:
     from axon_nb.cluster.launch.placement import Layout
     from axon_nb.cluster.state import ClusterState
 
-R = TypeVar("R")
-_TIMEOUT_S = 30.0
 _POLL_S = 0.05
-_COPY_TIMEOUT_S = 60.0
 _MIN_BYTES_PER_S = 20e6
 _STATES_TIMEOUT_S = 1.0
-_RESTORE_TIMEOUT_S = 600.0
 
 
 @contextlib.contextmanager
@@ -69,16 +64,10 @@ def interrupts_deferred() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
-def call_all(connection: Connection, ranks: Sequence[int], call: RankCall[R]) -> dict[int, R]:
-    """Make the same call on each of these ranks and return their replies."""
-    calls = {rank: rpc.call(connection.client, rank, call) for rank in ranks}
-    return gather(calls, _TIMEOUT_S, connection)
-
-
 def list_groups(connection: Connection, survivors: Sequence[int]) -> list[GroupRecord]:
     """Return the groups of all these ranks besides the default one, in the order of their creation."""
     by_name: dict[str, GroupRecord] = {}
-    for groups in call_all(connection, survivors, ListGroups()).values():
+    for groups in ask(connection, dict.fromkeys(survivors, ListGroups())).values():
         by_name.update({group.name: group for group in groups})
     return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
 
@@ -98,17 +87,13 @@ def copy_namespace(
     Raises:
         StartError: a rank exited, failed or did not reply in time.
     """
-    client = connection.client
-    futures = {rank: rpc.call(client, rank, ListGroupVariables()) for rank in survivors}
     groups: dict[str, str] = {}
-    for own_groups in gather(futures, _COPY_TIMEOUT_S, connection).values():
+    for own_groups in ask(connection, dict.fromkeys(survivors, ListGroupVariables()), within=COPY_S).values():
         groups |= {name: group for name, group in own_groups.items() if not names or name in names}
-    future = rpc.call(client, source, PackNamespace(tuple(names)))
-    packed = gather({source: future}, _COPY_TIMEOUT_S * 10, connection)[source]
+    packed = ask(connection, {source: PackNamespace(tuple(names))}, within=10 * COPY_S)[source]
     receive = ReceiveNamespace(source, packed.size, packed.digest, groups)
-    calls = {rank: rpc.call(client, rank, receive) for rank in ranks}
-    calls[source] = rpc.call(client, source, SendNamespace(tuple(ranks)))
-    gather(calls, _COPY_TIMEOUT_S + packed.size * len(ranks) / _MIN_BYTES_PER_S, connection)
+    calls = {**dict.fromkeys(ranks, receive), source: SendNamespace(tuple(ranks))}
+    ask(connection, calls, within=COPY_S + packed.size * len(ranks) / _MIN_BYTES_PER_S)
     skipped = {name: why for name, why in packed.skipped.items() if name not in groups}
     return Copied(tuple(sorted({*packed.copied, *groups})), skipped, packed.size)
 
@@ -137,23 +122,23 @@ def fork_ranks(connection: Connection, layout: Layout, ranks: Sequence[int], int
     client = connection.client
     for rank in ranks:
         client.unregister(rank)  # its id is free only once the controller has forgotten it
-    if not client.wait_unregistered(ranks, _TIMEOUT_S):
-        raise StartError(f"The controller did not unregister {name_ranks(ranks)} within {_TIMEOUT_S:.0f} s.")
+    if not client.wait_unregistered(ranks, ANSWER_S):
+        raise StartError(f"The controller did not unregister {name_ranks(ranks)} within {ANSWER_S:.0f} s.")
     hosts = rank_hosts(connection.agent, layout)
     for rank in ranks:
         env, file = rank_environment(layout, rank), connection.run_dir.engine_file
         connection.agent.call(fork_request(rank, file, env, os.getcwd(), host=hosts[rank]))
-    end = time.monotonic() + _TIMEOUT_S
+    end = time.monotonic() + ANSWER_S
     while not client.wait_registered(ranks, _POLL_S):
         raise_if_exited(connection, ranks)
         if interrupted.is_set():
             raise StartError(f"Interrupted before {name_ranks(ranks)} started.")
         if time.monotonic() > end:
             raise StartError(
-                f"{name_ranks(ranks).capitalize()} did not start within {_TIMEOUT_S:.0f} s; the logs are in "
+                f"{name_ranks(ranks).capitalize()} did not start within {ANSWER_S:.0f} s; the logs are in "
                 f"{connection.run_dir.path}."
             )
-    await_handshake(connection, ranks, _TIMEOUT_S)
+    await_handshake(connection, ranks, ANSWER_S)
 
 
 def kept_of(state: ClusterState, protect: int, errors: Iterable[RankError]) -> Kept:
@@ -192,13 +177,12 @@ def return_to_protected(connection: Connection, ranks: Sequence[int]) -> Returne
     Raises:
         StartError: a rank exited, failed or did not reply in time.
     """
-    held = call_all(connection, ranks, ListProtected())
+    held = ask(connection, dict.fromkeys(ranks, ListProtected()))
     common = _latest_common([one.held for one in held.values()])
     if common is None:
         return None
     call = RestoreProtected(common.run, common.fence)
-    futures = {rank: rpc.call(connection.client, rank, call) for rank in ranks}
-    refused = gather(futures, _RESTORE_TIMEOUT_S, connection)
+    refused = ask(connection, dict.fromkeys(ranks, call), within=STATES_S)
     furthest = max(one.now for one in held.values())
     repeated = max(0, furthest - common.step)
     return Returned(common.step, repeated, {rank: lines for rank, lines in refused.items() if lines})

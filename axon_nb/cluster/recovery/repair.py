@@ -22,14 +22,13 @@ import msgspec
 from axon_nb.cluster import rpc
 from axon_nb.cluster.failures import REPAIR_HINT
 from axon_nb.cluster.launch.compatibility import can_replace, refusal
-from axon_nb.cluster.launch.engines import gather, join_config, store_address
+from axon_nb.cluster.launch.engines import ANSWER_S, ask, join_config, store_address
 from axon_nb.cluster.launch.hosts import start_missing
 from axon_nb.cluster.launch.placement import place_ranks
 from axon_nb.cluster.recovery.new_ranks import (
     Copied,
     RepairReport,
     Returned,
-    call_all,
     copy_namespace,
     fork_ranks,
     interrupts_deferred,
@@ -54,13 +53,13 @@ from axon_nb.records.protocol.recovery import (
     RecoverAfterRepair,
     RecoveryReport,
 )
+from axon_nb.records.protocol.wire import RankCall
 from axon_nb.records.ranks import format_ranks, name_ranks
 
 if TYPE_CHECKING:
     from axon_nb.cluster.launch.connection import Connection
     from axon_nb.cluster.launch.placement import Layout
 
-_REPAIR_TIMEOUT_S = 30.0
 _ABORT_TIMEOUT_S = 2.0
 _AGENT_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 5.0
@@ -112,7 +111,7 @@ def repair(
     with interrupts_deferred() as interrupted:
         reasons = {rank: state.health.dead.get(rank, "") for rank in targets}
         _kill(state, [rank for rank in targets if rank not in state.health.dead])
-        lost = call_all(state.connection, survivors, FindLostShards(tuple(targets)))
+        lost = ask(state.connection, dict.fromkeys(survivors, FindLostShards(tuple(targets))))
         _replace_ranks(state, layout, targets, survivors, interrupted)
         copied = None if source is None else _copy(state, targets, survivors, source, names)
         returned = _return(state, targets) if targets and source is None else None
@@ -221,9 +220,8 @@ def _with_kept_groups(
     connection: Connection, targets: Sequence[int], groups: Sequence[GroupRecord]
 ) -> list[GroupRecord]:
     """Add the groups of which no rank survives, as far as protection kept them."""
-    calls = {rank: rpc.call(connection.client, rank, ListKeptGroups(rank)) for rank in targets}
     by_name = {group.name: group for group in groups}
-    for kept in gather(calls, _REPAIR_TIMEOUT_S, connection).values():
+    for kept in ask(connection, {rank: ListKeptGroups(rank) for rank in targets}).values():
         by_name |= {group.name: group for group in kept if set(group.ranks) <= set(targets)}
     return sorted(by_name.values(), key=lambda group: (len(group.name), group.name))
 
@@ -237,18 +235,18 @@ def _join(
 ) -> dict[int, Any]:
     connection, infos = state.connection, state.rank_info
     if layout.hosts != state.layout.hosts:
-        described = call_all(connection, targets, Describe())
+        described = ask(connection, dict.fromkeys(targets, Describe()))
         infos = tuple(described.get(rank, info) for rank, info in enumerate(infos))
     epoch = state.next_epoch()
-    calls: dict[int, Any] = {rank: rpc.call(connection.client, rank, RecoverAfterRepair(epoch)) for rank in survivors}
+    calls: dict[int, RankCall[Any]] = dict.fromkeys(survivors, RecoverAfterRepair(epoch))
     placements = place_ranks(layout, infos)
     store = store_address(connection, {info.host for info in (*infos, *state.rank_info)})
     for rank in targets:
         config = join_config(layout, state.settings, rank, placements[rank], store, recoverable=True)
         rank_groups = tuple(group for group in groups if rank in group.ranks)
-        calls[rank] = rpc.call(connection.client, rank, Join(config, epoch, rank_groups))
+        calls[rank] = Join(config, epoch, rank_groups)
     try:
-        return gather(calls, _REPAIR_TIMEOUT_S, connection)
+        return ask(connection, calls)
     except AxonError:
         _release_survivors(connection, targets, survivors)
         raise
@@ -271,12 +269,10 @@ def _kill(state: ClusterState, ranks: Sequence[int]) -> None:
     state.health.expected_deaths.update(ranks)
     for rank in ranks:
         state.connection.agent.call(Signal(rank, int(signal.SIGKILL)))
-    end = time.monotonic() + _REPAIR_TIMEOUT_S
+    end = time.monotonic() + ANSWER_S
     while any(rank not in state.health.dead for rank in ranks):
         if time.monotonic() > end:
-            raise StartError(
-                f"{name_ranks(ranks).capitalize()} did not exit within {_REPAIR_TIMEOUT_S:.0f} s of SIGKILL."
-            )
+            raise StartError(f"{name_ranks(ranks).capitalize()} did not exit within {ANSWER_S:.0f} s of SIGKILL.")
         time.sleep(0.005)
 
 

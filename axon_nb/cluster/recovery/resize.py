@@ -19,11 +19,10 @@ from msgspec import Struct, field
 
 from axon_nb.cluster import rpc
 from axon_nb.cluster.launch.compatibility import refusal
-from axon_nb.cluster.launch.engines import gather, join_config, store_address
+from axon_nb.cluster.launch.engines import ANSWER_S, STATES_S, ask, gather, join_config, store_address
 from axon_nb.cluster.launch.placement import Layout, place_ranks, raise_if_over_quota, raise_if_too_few
 from axon_nb.cluster.recovery.new_ranks import (
     Copied,
-    call_all,
     choose_hosts,
     copy_namespace,
     fork_ranks,
@@ -55,8 +54,6 @@ if TYPE_CHECKING:
     from axon_nb.cluster.state import ClusterState
 
 _AGENT_TIMEOUT_S = 10.0
-_JOIN_TIMEOUT_S = 30.0
-_STAGE_TIMEOUT_S = 600.0
 _RELEASE_TIMEOUT_S = 10.0
 _RESEND_INTERVAL_S = 0.25
 _LEAVE_TIMEOUT_S = 5.0
@@ -76,7 +73,7 @@ def resize(state: ClusterState, size: int) -> ResizeReport:
     """
     _check_request(state, size)
     old = state.world_size
-    obstacles = call_all(state.connection, state.ranks, FindObstacles(size))
+    obstacles = ask(state.connection, dict.fromkeys(state.ranks, FindObstacles(size)))
     if named := {name: why for found in obstacles.values() for name, why in found.items()}:
         raise UsageError("\n".join(f"`{name}` {why}." for name, why in named.items()))
     layout = _resized(state.layout, size, threads=state.settings.threads)
@@ -112,8 +109,7 @@ def settle(state: ClusterState, resized_from: Mapping[int, int]) -> None:
     for rank in resized_from:  # it may wait for a rank that is gone
         state.client.request(rank, AbortRequest()).wait(_RESEND_INTERVAL_S)
     old_size = 0 if before == state.world_size else before
-    calls = {rank: rpc.call(state.client, rank, SettleResize(configs[rank], old_size)) for rank in resized_from}
-    gather(calls, _JOIN_TIMEOUT_S, state.connection)
+    ask(state.connection, {rank: SettleResize(configs[rank], old_size) for rank in resized_from})
 
 
 def _configs_of(state: ClusterState, layout: Layout, infos: Sequence[EngineInfo]) -> list[JoinConfig]:
@@ -202,7 +198,7 @@ class _Change:
             infos = (*infos, *self._fork())
             self._form_world(infos)
             copied = copy_namespace(self._connection, self._added, self._staying, 0, ())
-        self._call_all(StageStates(self._old, self._new), max(self._old, self._new), _STAGE_TIMEOUT_S)
+        self._call_all(StageStates(self._old, self._new), max(self._old, self._new), STATES_S)
         if self._leaving:
             self._form_world(infos)
         if self._interrupted.is_set():
@@ -212,7 +208,7 @@ class _Change:
     def _fork(self) -> list[EngineInfo]:
         self._state.health.absent.update(self._added)
         fork_ranks(self._connection, self._layout, self._added, self._interrupted)
-        described = call_all(self._connection, self._added, Describe())
+        described = ask(self._connection, dict.fromkeys(self._added, Describe()))
         return [described[rank] for rank in self._added]
 
     def _form_world(self, infos: Sequence[EngineInfo]) -> None:
@@ -221,7 +217,7 @@ class _Change:
         self._send({rank: SetWorld(configs[rank]) for rank in self._staying})
         calls: dict[int, RankCall[Any]] = {rank: RecoverAfterRepair(epoch) for rank in self._staying}
         calls |= {rank: Join(configs[rank], epoch) for rank in self._added}
-        gather(self._send(calls), _JOIN_TIMEOUT_S, self._connection)
+        gather(self._send(calls), ANSWER_S, self._connection)
 
     def _send(self, calls: Mapping[int, RankCall[Any]]) -> dict[int, Future[Any]]:
         futures = {rank: rpc.call(self._connection.client, rank, call) for rank, call in calls.items()}
@@ -244,7 +240,7 @@ class _Change:
         if len(alive) == state.world_size:
             epoch = state.next_epoch()
             try:
-                gather(self._send({rank: RecoverAfterRepair(epoch) for rank in alive}), _JOIN_TIMEOUT_S, connection)
+                gather(self._send({rank: RecoverAfterRepair(epoch) for rank in alive}), ANSWER_S, connection)
                 return
             except AxonError:
                 self._release()
@@ -282,7 +278,7 @@ class _Change:
         calls = self._send(dict.fromkeys(state.ranks, CommitResize(self._old)))
         self._end_leaving()
         try:
-            committed = gather(calls, _JOIN_TIMEOUT_S, self._connection)
+            committed = gather(calls, ANSWER_S, self._connection)
         except StartError as error:
             raise StartError(f"The world has {_count(self._new)} now, but: {error}") from None
         return [committed[rank] for rank in state.ranks]
