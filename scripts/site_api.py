@@ -29,7 +29,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "The extension and its views": ("load_ipython_extension", "unload_ipython_extension", "show"),
         },
     ),
-    "axon_nb.show": ("The live views as functions.", {"Views": ("watch", "timeline", "shards", "memory")}),
+    "axon_nb.show": ("The live views as functions.", {"Views": ("watch", "timeline", "shards", "memory", "inside")}),
     "axon_nb.comm": (
         "Collectives on torch tensors, NumPy and CuPy arrays; `from axon_nb.prelude import *` imports all of it.",
         {
@@ -109,6 +109,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "TensorParallelBlock",
                 "parallel_cross_entropy",
             ),
+            "Long contexts and experts": ("ContextParallel", "Experts", "expert_load", "ExpertLoad"),
             "Pipelines": (
                 "Pipeline",
                 "PipelineSchedule",
@@ -125,13 +126,13 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "declare_placements",
                 "model_states",
             ),
-            "Steps": ("clip_grad_norm", "grad_norm", "NonFiniteNormError", "checkpoint_blocks"),
+            "Steps": ("Muon", "clip_grad_norm", "grad_norm", "NonFiniteNormError", "checkpoint_blocks"),
             "Checkpoints": ("Checkpoints", "Resumed", "load_checkpoint", "save_on_main", "export_safetensors"),
         },
     ),
     "axon_nb.inside": (
         "Record and change inputs and outputs of modules, whole, in models that are split over ranks.",
-        {"Look": ("record", "Recording"), "Change": ("replace", "add")},
+        {"Look": ("record", "Recording", "lens"), "Change": ("replace", "add")},
     ),
     "axon_nb.plan": (
         "Predict memory, communication and time before you have ranks: `from axon_nb import plan`.",

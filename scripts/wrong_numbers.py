@@ -121,7 +121,7 @@ REPRODUCTIONS: dict[str, Callable[[int], bool]] = {
         *(bool_sum, max_of_nan, memory_layout),
     )
 }
-"""By name of the fault; each says whether its rank has the right result. `tests/gpu` has those that need GPUs."""
+"""By name of the fault; each says whether its rank has the right result. Faults that need GPUs have none."""
 
 
 def _run(rank: int, folder: str) -> None:

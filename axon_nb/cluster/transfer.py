@@ -557,7 +557,7 @@ def save_session(cells: CellManager, folder: str) -> str:
     first = saved[0]
     lines = [f"Saved the session of {cells.state.world_size} ranks to {folder} ({format_bytes(first.bytes)})."]
     if first.models:
-        lines.append(f"Other numbers of ranks can load {_names(first.models)}.")
+        lines.append(f"Other numbers of ranks can load `{'`, `'.join(first.models)}`.")
     lines += [f"Only as many ranks can load `{name}`: {reason}." for name, reason in first.not_portable.items()]
     left_out = {name: reason for one in saved.values() for name, reason in one.left_out.items()}
     return "\n".join([*lines, *(f"Not saved: `{name}` {reason}." for name, reason in left_out.items())])
@@ -580,15 +580,11 @@ def load_session(cells: CellManager, folder: str) -> str:
     size = cells.state.world_size
     if loaded.world_size == size:
         return f"Loaded the session from {folder}: all variables and random states of {size} ranks."
-    what = _names(loaded.models) if loaded.models else "no model"
+    what = f"`{'`, `'.join(loaded.models)}`" if loaded.models else "no model"
     return (
         f"Loaded {what} from {folder}, which {loaded.world_size} ranks have saved. Other variables and random states "
         f"stay as they are: they belong to {loaded.world_size} ranks."
     )
-
-
-def _names(models: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in models)
 
 
 def _run_unchecked(cells: CellManager, call: RankCall[Any]) -> dict[int, Any]:

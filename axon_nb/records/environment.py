@@ -158,6 +158,9 @@ SLURM_JOB = Variable("SLURM_JOB_ID")
 SLURM_NODE = Variable("SLURMD_NODENAME")
 """The name of this host in Slurm."""
 
+EXTENSIONS = Variable("TORCH_EXTENSIONS_DIR")
+"""torch's folder for what `load_inline` builds. Ranks add one in it for each source."""
+
 RUN_ID = Variable("TORCHELASTIC_RUN_ID")
 """`axon_nb` on ranks, where every rank shows `axon_nb.progress`; elsewhere only rank 0 does."""
 

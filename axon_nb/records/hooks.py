@@ -31,7 +31,7 @@ TESTED = {
     "ipython": ("7.34", "10"),
     "ipyparallel": ("8.8", "10"),
 }
-"""By package: the lowest version that passed the tests, and the first version above the tested range."""
+"""By package: the lowest version that passed the self-test, and the first version above the tested range."""
 REGISTER = Path(__file__).with_name("hooks.toml")
 """The data file; its first lines explain the fields."""
 _ABSENT = object()
