@@ -34,7 +34,7 @@ ALLOWED = {
     "axon_nb.comm.placements:_meshes": "cache: meshes over the groups of this process",
     "axon_nb.compat.transformers:_order": "slot: the order in which models of this process were called",
     "axon_nb.compat.transformers:_watched": "slot: the calls of this process's split models, weakly",
-    "axon_nb.cluster.cells.source:_noted": "slot: the deprecated names that this notebook was told of",
+    "axon_nb.cluster.cells.source:_noted": "slot: the deprecated names that cells of this notebook have reported",
     "axon_nb.comm.placements:_declared": "slot: the placements that were declared of this process's tensors, weakly",
     "axon_nb.compat.horovod.collectives:_states": "slot: Horovod's state of a default group, which torch keeps",
     "axon_nb.inside:_taps": "slot: the hooks of contexts that are entered now, weakly",
