@@ -34,7 +34,6 @@ from axon_nb.engine.groups.gloo import (
     close_connections,
     reduce_scatter_via_all_reduce,
 )
-from axon_nb.engine.groups.gloo_arguments import exact_arguments
 from axon_nb.engine.groups.state import Call, GroupsState, payload_bytes, peer_of
 from axon_nb.engine.groups.store import rendezvous
 from axon_nb.errors import UsageError
@@ -460,6 +459,8 @@ class RecoverableGroup(PythonProcessGroup):
             if self.memory is not None and operation is not MonitoredBarrier:
                 work, sliced = getattr(self.memory, name)(*args, **kwargs), True
             else:
+                from axon_nb.engine.groups.gloo_arguments import exact_arguments  # not on ranks with shared memory
+
                 exact, finished = exact_arguments(name, args, finished, rank=self._own_rank)
                 work = operation(self._inner, *exact, **kwargs)
                 sliced = name in _SLICED or type(work) is ReduceScatterWork
