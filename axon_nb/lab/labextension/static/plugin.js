@@ -242,7 +242,7 @@ function follow(tracker, monitor, draw) {
     draw();
   };
   let followed = /** @type {any} */ (null);
-  tracker.currentChanged.connect(() => {
+  const followCurrent = () => {
     followed?.kernelChanged.disconnect(refresh);
     followed?.statusChanged.disconnect(refreshSoon);
     followed?.iopubMessage.disconnect(onOutput);
@@ -252,6 +252,7 @@ function follow(tracker, monitor, draw) {
     followed?.statusChanged.connect(refreshSoon);
     followed?.iopubMessage.connect(onOutput);
     refresh();
-  });
-  refresh();
+  };
+  tracker.currentChanged.connect(followCurrent);
+  followCurrent(); // a restored notebook may be in front before the extension starts
 }
