@@ -32,7 +32,7 @@ class Fault:
     """The backends that have it; empty: all."""
     gpus: bool = False
     """Whether only GPUs show it."""
-    mended: bool = False
+    is_corrected: bool = False
     """Whether ranks in cells compute it right nevertheless; scripts under torchrun do not."""
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ def faults_of(version: str, backend: str = "") -> list[Fault]:
 
 def note(version: str, backend: str) -> str:
     """Return the line that says how many faults of a torch the ranks on a backend can meet; empty if none."""
-    count = sum(not one.mended for one in faults_of(version, backend))
+    count = sum(not one.is_corrected for one in faults_of(version, backend))
     things = f"{count} thing{'s' if count > 1 else ''}"
     return f"torch {version} computes {things} wrong without an error that these ranks can meet." if count else ""
 

@@ -40,9 +40,9 @@ rest = drawn(batches)
 
 _, resumed = of_rank_zero()
 resumed.load_state_dict(state)
-told, again = of_rank_zero()
+informed, again = of_rank_zero()
 again.load_state_dict(state)
-told.set_epoch(3)
+informed.set_epoch(3)
 without, with_epoch = drawn(resumed), drawn(again)
 print(f"epoch 3: {first}, then {rest}; resumed: {without}; resumed with set_epoch: {with_epoch}")
 assert with_epoch == rest

@@ -39,11 +39,11 @@ def test_pulled_call_that_communicates_with_other_ranks(kernel: Kernel) -> None:
 
 def test_variables_of_a_launcher_set_by_a_pasted_recipe(kernel: Kernel) -> None:
     recipe = "import os\nos.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1')"
-    told = kernel.ok(f"%%distributed --ranks 0-1\n{recipe}").stdout
-    assert "[rank 0] axon_nb: the cell has set WORLD_SIZE=1, which misleads libraries" in told
-    assert "[rank 1] axon_nb: the cell has set RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, which" in told
+    printed = kernel.ok(f"%%distributed --ranks 0-1\n{recipe}").stdout
+    assert "[rank 0] axon_nb: the cell has set WORLD_SIZE=1, which misleads libraries" in printed
+    assert "[rank 1] axon_nb: the cell has set RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, which" in printed
     assert kernel.ok("%%distributed --ranks 0-1\nos.environ['RANK']").lines() == ["[ranks 0-1] '0'"], "said once"
-    (restoring,) = {line.partition("`")[2].partition("`")[0] for line in told.splitlines()}
+    (restoring,) = {line.partition("`")[2].partition("`")[0] for line in printed.splitlines()}
     assert kernel.ok(f"%%distributed\nimport os\n{restoring}\nos.environ['RANK'] == str(rank)").lines() == [
         "[ranks 0-3] True"
     ]

@@ -97,13 +97,13 @@ def test_newer_torch_loses_only_what_the_self_test_could_not_confirm(tmp_path: P
     assert json.loads(verdict.read_text())["build"].startswith(f"torch-{NEWER}-")
     tested = verdict.stat().st_mtime
     with Kernel(env=environment) as kernel:
-        told = kernel.ok(START).stderr.splitlines()
+        lines = kernel.ok(START).stderr.splitlines()
         if hasattr(FSDPModule, "reset_iter_state"):
-            assert told.pop(0).startswith("FSDP2 models must be recreated after a failed cell: this build cannot ")
-            assert told.pop(0) == f"To get it: {install_command('torch')}"
-        assert told[0].startswith(f"torch {NEWER} computes ")
-        assert told[0].endswith(" wrong without an error that these ranks can meet.")
-        assert told[1:] == ["More: `%distributed help wrong-numbers`"]
+            assert lines.pop(0).startswith("FSDP2 models must be recreated after a failed cell: this build cannot ")
+            assert lines.pop(0) == f"To get it: {install_command('torch')}"
+        assert lines[0].startswith(f"torch {NEWER} computes ")
+        assert lines[0].endswith(" wrong without an error that these ranks can meet.")
+        assert lines[1:] == ["More: `%distributed help wrong-numbers`"]
         assert (tmp_path / "cache" / "axon_nb" / f"shown-torch-{NEWER}-shm").exists()
         kernel.ok(IMPORTS)
         failed = kernel.run("%%distributed\nif rank == 1:\n    raise ValueError('no')\ndist.all_reduce(x)")

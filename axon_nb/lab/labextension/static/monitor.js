@@ -1,6 +1,6 @@
 // @ts-check
 // What the page knows of the clusters: it asks Jupyter's server every two seconds, while somebody can see it,
-// and when told to.
+// and on request.
 
 /** @typedef {{id: string, name: string, state: string, num_ranks: number, kernel: string | null}} Cluster */
 
