@@ -80,6 +80,7 @@ def repair(
 
 def status(cluster: Cluster) -> dict[str, Any]:
     """Return the state of each rank, which ranks are busy, and the result of the last cell."""
+    busy = format_ranks(cluster.busy)  # before the states: without a cell, none of them is one of a cell
     info = cluster.info()
     return {
         "name": info.name,
@@ -87,7 +88,7 @@ def status(cluster: Cluster) -> dict[str, Any]:
         "engines": info.engines,
         "num_ranks": info.num_ranks,
         "running": info.running,
-        "busy": format_ranks(cluster.busy),
+        "busy": busy,
         "dead": format_ranks(cluster.health.dead),
         "slowed": info.slowed,
         "owner_pid": os.getpid(),
