@@ -54,11 +54,7 @@ def test_hanging_cell_is_explained_and_interrupted(lab: LabServer, page: LabPage
     lab.write_notebook("hanging.ipynb", [START, HANG, say])
     page.open_notebook("hanging.ipynb")
     assert page.page.locator(".axon-status-item").is_hidden()
-    page.run_cell(0)
-    page.page.locator(".axon-status-item", has_text="Starting 2 ranks …").wait_for()
-    page.output(0).get_by_text("Starting 2 ranks …").wait_for()
-    page.wait_done(0)
-    assert "Starting" not in page.output(0).inner_text(), "the card of the ranks replaces it"
+    page.run_and_wait(0)
     wait_status(page, "2 ranks, idle")
     ranks = panel(page)
     assert ranks.locator("tbody tr").count() == 2
@@ -128,3 +124,9 @@ def test_dead_rank_is_repaired_and_ranks_are_stopped(lab: LabServer, page: LabPa
     wait_status(page, "2 ranks, detached")
     ranks.get_by_text("Run `%distributed attach dying` in a notebook to reconnect.").wait_for()
     stop(page, ranks)
+
+    page.run_cell(0)
+    page.page.locator(".axon-status-item", has_text="Starting 2 ranks …").wait_for()
+    page.output(0).get_by_text("Starting 2 ranks …").wait_for()
+    page.wait_done(0)
+    assert "Starting" not in page.output(0).inner_text(), "the card of the ranks replaces it"

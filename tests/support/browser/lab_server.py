@@ -79,6 +79,7 @@ class LabServer:
             )
         try:
             self._wait_until_up(self._process)
+            self.api("GET", "nbconvert")  # imports it; at the first page, no kernel's message would pass meanwhile
         except BaseException:
             self._end(self._process)
             raise
