@@ -53,8 +53,7 @@ from axon_nb.engine.parity.recorder import (
     replace_optimizer,
     use_alone,
 )
-from axon_nb.engine.session import CellComparer, current
-from axon_nb.engine.snapshot.history import History
+from axon_nb.engine.session import current
 from axon_nb.errors import UsageError
 from axon_nb.records.training.digests import Bounds, Comparison, Digest, Entry, Observation, Place, allowed_error
 
@@ -465,7 +464,7 @@ class Comparer:
     def _become_one(self) -> tuple[Mapping[str, nn.Module], list[torch.Tensor]]:
         """Give this rank the state before the cell, the whole batch and the whole model."""
         space = self._namespace
-        cast(History, current().snapshots).restore_held(_TRIAL)
+        current().snapshots.restore_held(_TRIAL)
         tensors: list[torch.Tensor] = []
         leaves = self._batch.leaves
 
@@ -572,7 +571,7 @@ def compare() -> Comparison:
         current().comparer = None
 
 
-def _running() -> CellComparer:
+def _running() -> Comparer:
     comparer = current().comparer
     assert comparer is not None, "prepare() comes first"
     return comparer
