@@ -41,8 +41,7 @@ from axon_nb.engine.groups.store import AgentStore, install_store_waits, interru
 from axon_nb.engine.inspection.telemetry import Sampler, Telemetry, TrainingJob
 from axon_nb.engine.kernel import hooks
 from axon_nb.engine.kernel.cells import CellLog, CellRunner
-from axon_nb.engine.kernel.control import VIEWS, CompletionService, control_handlers
-from axon_nb.engine.kernel.control_thread import install_control_thread
+from axon_nb.engine.kernel.control import VIEWS, CompletionService, control_handlers, install_control_thread
 from axon_nb.engine.kernel.interrupts import OWN_SIGNAL, InterruptHandler, OptimizerSteps
 from axon_nb.engine.kernel.shell import (
     Tracebacks,

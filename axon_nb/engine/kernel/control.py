@@ -10,6 +10,9 @@ finished the cell.
 Completions: a separate thread does the work, and the control thread waits for it only briefly: whatever a completion
 runs into (a slow `__dir__`, a device that hangs) must not block an interrupt. The snapshot of names with their
 attributes and keys is small enough to be stored in the notebook after each cell.
+
+Before version 9, ipyparallel's engines have no control thread, without which no cell could be interrupted and no view
+could ask anything until the cell ends: they get one.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from axon_nb.engine.session import RankSession
 from axon_nb.engine.sharding import own_mesh
 from axon_nb.errors import UsageError
 from axon_nb.host.children import signal_started
+from axon_nb.records.hooks import hook, missing_hooks
 from axon_nb.records.protocol.cells import (
     AbortReply,
     AbortRequest,
@@ -442,3 +446,29 @@ def _waits(session: RankSession, sampler: Sampler) -> WaitsReply:
 
 def _view(session: RankSession, request: Any) -> Any:
     return session.part(VIEWS).answer(request)
+
+
+def install_control_thread() -> None:
+    """Have the engine that this process is about to run use a kernel with a control thread."""
+    if not hook("kernel.control_thread").is_used or missing_hooks("kernel.control_thread"):
+        return
+    import ipyparallel.engine.app
+    from ipykernel.control import ControlThread
+    from ipyparallel.engine.kernel import IPythonParallelKernel
+    from zmq.eventloop.zmqstream import ZMQStream
+
+    class ThreadedKernel(IPythonParallelKernel):
+        control_stream: Any
+        control_thread: Any
+
+        def start(self) -> None:
+            stream = self.control_stream
+            self.control_thread = ControlThread(daemon=True)
+            self.control_thread.start()
+            socket, stream.socket = stream.socket, None
+            stream.io_loop.remove_handler(socket)
+            self.control_stream = ZMQStream(socket, self.control_thread.io_loop)
+            super().start()
+
+    engine: Any = ipyparallel.engine.app
+    engine.Kernel = ThreadedKernel
