@@ -25,9 +25,16 @@ from torch.optim import Optimizer
 
 from axon_nb.comm.placements import placed
 from axon_nb.engine.inspection.memory import GradientReader
-from axon_nb.engine.placement import LayerSharding, layer_shardings, local_tensor, placement_of
 from axon_nb.engine.session import current, resolve_variable, user_variables
-from axon_nb.engine.sharding import format_placement, is_dtensor, loaded_class
+from axon_nb.engine.sharding import (
+    LayerSharding,
+    format_placement,
+    is_dtensor,
+    layer_shardings,
+    loaded_class,
+    local_tensor,
+    placement_of,
+)
 from axon_nb.engine.values import SCALARS, CannotCompareError, Node, describe, digest_of
 from axon_nb.errors import UsageError
 from axon_nb.records.protocol.inspection import LayoutsReply, VariableFacts, VariablePart, VariableTree
