@@ -27,6 +27,7 @@ from axon_nb.widgets.html import (
     legend,
     note_lines,
     row_title,
+    svg,
     svg_uri,
     table,
     table_row,
@@ -250,12 +251,12 @@ def row_svg(history: RankHistory, end: float) -> str:
     shapes: dict[int, list[tuple[int, int]]] = {}
     for left, right, code in _runs(history, end):
         shapes.setdefault(code, []).append((left, right))
-    return _row_as_svg(WIDTH, [(ACTIVITIES[code], shapes[code]) for code in sorted(shapes)])
+    return svg(WIDTH, _ROW_HEIGHT, "".join(_shape(ACTIVITIES[code], shapes[code]) for code in sorted(shapes)))
 
 
 def swatch_svg(paint: ActivityPaint) -> str:
     """Draw a sample of one paint for a legend, 24 x 16 units."""
-    return _row_as_svg(24, [(paint, [(0, 24)])])
+    return svg(24, _ROW_HEIGHT, _shape(paint, [(0, 24)]))
 
 
 def _runs(history: RankHistory, end: float) -> Iterator[tuple[int, int, int]]:
@@ -280,15 +281,6 @@ def _runs(history: RankHistory, end: float) -> Iterator[tuple[int, int, int]]:
             start, current = x, code
     if current >= 0:
         yield start, WIDTH, current
-
-
-def _row_as_svg(width: int, shapes: list[tuple[ActivityPaint, list[tuple[int, int]]]]) -> str:
-    body = "".join(_shape(paint, spans) for paint, spans in shapes)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {_ROW_HEIGHT}" width="{width}" '
-        f'height="{_ROW_HEIGHT}" '
-        f'preserveAspectRatio="none">{body}</svg>'
-    )
 
 
 def _shape(paint: ActivityPaint, spans: list[tuple[int, int]]) -> str:

@@ -267,24 +267,17 @@ def bar_svg(bar: Bar, *, width: int, height: int) -> str:
     if bar.capacity is not None:
         x = min(width - 1.0, bar.capacity * width)
         shapes.append(f'<path d="M{x:.1f} 0v{height}" stroke="{LIMIT.both}" stroke-width="2" stroke-dasharray="3 2"/>')
-    return _svg(width, height, "".join(shapes))
+    return html.svg(width, height, "".join(shapes))
 
 
 def role_swatch(role: str) -> str:
     """Draw a sample of one role for a legend, 12 x 12 units."""
-    return _svg(12, 12, _box(role, 0, 12, 12))
+    return html.svg(12, 12, _box(role, 0, 12, 12))
 
 
 def _box(role: str, x: float, width: float, height: int) -> str:
     gap = 1.0 if width > 3 else 0.0
     return f'<rect x="{x:.1f}" width="{width - gap:.2f}" height="{height}" fill="{ROLE_COLORS[role].both}"/>'
-
-
-def _svg(width: int, height: int, body: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'preserveAspectRatio="none">{body}</svg>'
-    )
 
 
 def memory_bundle(rows: MemoryRows, state: WhatIfState | None = None) -> dict[str, str]:

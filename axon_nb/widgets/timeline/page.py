@@ -89,12 +89,12 @@ def rank_svg(
             _cover(shares[code], (starts - start_ns) * scale, (ends - start_ns) * scale)
         for left, right, code in _runs(shares):
             shapes.setdefault(code, []).append((left, top, right - left, height))
-    return _svg(width, _HEIGHT, (_shape(SPAN_PAINTS[code], shapes[code]) for code in sorted(shapes)))
+    return html.svg(width, _HEIGHT, _shapes(shapes))
 
 
 def swatch_svg(paint: SpanPaint) -> str:
     """Draw a sample of one paint for a legend, 24 x 14 units."""
-    return _svg(24, 14, [_shape(paint, [(0, 0, 24, 14)])])
+    return html.svg(24, 14, _shape(paint, [(0, 0, 24, 14)]))
 
 
 def step_svg(spans: Sequence[Span], ranks: Sequence[int], seconds: float) -> str:
@@ -118,8 +118,7 @@ def step_svg(spans: Sequence[Span], ranks: Sequence[int], seconds: float) -> str
                     f'<text x="{left + width / 2:.1f}" y="{top + 12:g}" font-size="10" text-anchor="middle" '
                     f'fill="{text_color(color)}" font-family="sans-serif">{span.microbatch}</text>'
                 )
-    body = [_shape(SPAN_PAINTS[code], shapes[code]) for code in sorted(shapes)]
-    return _svg(_STEP_WIDTH, len(ranks) * _STEP_ROW, [*body, *labels])
+    return html.svg(_STEP_WIDTH, len(ranks) * _STEP_ROW, _shapes(shapes) + "".join(labels))
 
 
 def _lanes(table: SpanTable, rank: int, running_since: int | None) -> tuple[dict[int, Intervals], dict[int, Intervals]]:
@@ -173,11 +172,8 @@ def _runs(shares: npt.NDArray[np.float64]) -> Iterable[tuple[int, int, int]]:
             yield left, right, int(best[left])
 
 
-def _svg(width: int, height: int, body: Iterable[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'preserveAspectRatio="none">{"".join(body)}</svg>'
-    )
+def _shapes(shapes: dict[int, list[_Box]]) -> str:
+    return "".join(_shape(SPAN_PAINTS[code], shapes[code]) for code in sorted(shapes))
 
 
 def _shape(paint: SpanPaint, boxes: Sequence[_Box]) -> str:
