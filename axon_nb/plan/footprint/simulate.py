@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from axon_nb.parallel.data.units import describe_units, make_units
 from axon_nb.plan.arguments import STAGE_UNITS, UNSHARDED, ZERO_2
 from axon_nb.plan.errors import PlanError
+from axon_nb.plan.footprint import question
 from axon_nb.plan.footprint.fake_world import GLOO_COPIES, Key, Moment, StepLog, StorageLog, fake_tensors, fake_world
 from axon_nb.plan.footprint.plan import (
     OFFLOADED,
@@ -36,13 +37,6 @@ from axon_nb.plan.footprint.plan import (
     MemoryRequest,
     ModuleMemory,
     RankMemory,
-)
-from axon_nb.plan.footprint.question import (
-    ModelStates,
-    TrainingSetup,
-    checked_optimizer,
-    explain_failure,
-    training_setup,
 )
 from axon_nb.plan.footprint.training import (
     RankMeshes,
@@ -99,9 +93,9 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     gc.disable()  # `run_step` collects cycles once, before the step
     gc.freeze()
     report(0.05, "building the model")
-    setup = training_setup(request)
+    setup = question.training_setup(request)
     summary = _summarize(setup)
-    states = ModelStates(request, summary.shapes, checked_optimizer(request))
+    states = question.ModelStates(request, summary.shapes, question.checked_optimizer(request))
     requested = states.requested_ranks()
     kinds = {rank: (request.coordinates(rank).get("pp", 0), states.of(rank)) for rank in requested}
     firsts = {kind: rank for rank, kind in reversed(kinds.items())}
@@ -131,7 +125,7 @@ def simulate(request: MemoryRequest, report: Report) -> MemoryPlan:
     )
 
 
-def _summarize(setup: TrainingSetup) -> _ModelSummary:
+def _summarize(setup: question.TrainingSetup) -> _ModelSummary:
     request = setup.request
     with fake_world(0, request.world_size):
         meshes = RankMeshes.of(request)
@@ -142,7 +136,7 @@ def _summarize(setup: TrainingSetup) -> _ModelSummary:
             num_parameters = sum(parameter.numel() for parameter in model.parameters())
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise PlanError(f"{type(model).__name__} has no trainable parameters, so there is no step to plan.")
-            with explain_failure("sharded", "check that tp_plan= fits the model's layers"):
+            with question.explain_failure("sharded", "check that tp_plan= fits the model's layers"):
                 shard_layers(setup, model, meshes)
             if meshes.stages is None:
                 shapes = {0: local_shapes([model])}
@@ -164,7 +158,7 @@ def _units(request: MemoryRequest, model: nn.Module) -> str:
     return describe_units(make_units(model, checked_module_filter(model, request.wrap, "wrap")))
 
 
-def _proven_run(setup: TrainingSetup, model: nn.Module) -> tuple[BlockRun | None, str]:
+def _proven_run(setup: question.TrainingSetup, model: nn.Module) -> tuple[BlockRun | None, str]:
     """Return blocks that are proven alike, or why there are none although there are many."""
     request = setup.request
     units = set(map(id, make_units(model, checked_module_filter(model, request.wrap, "wrap"))))
@@ -182,7 +176,7 @@ def _proven_run(setup: TrainingSetup, model: nn.Module) -> tuple[BlockRun | None
 
 
 def _simulate_rank(
-    setup: TrainingSetup, summary: _ModelSummary, states: ModelStates, rank: int
+    setup: question.TrainingSetup, summary: _ModelSummary, states: question.ModelStates, rank: int
 ) -> tuple[RankMemory, str]:
     """Return a rank's memory, and how it was found."""
     if summary.run is not None:
@@ -200,7 +194,7 @@ def _at_peak(persistent: MemoryParts, peak: Moment, host: int, modules: tuple[Mo
 
 
 def _extrapolate_rank(
-    setup: TrainingSetup, run: BlockRun, states: ModelStates, rank: int
+    setup: question.TrainingSetup, run: BlockRun, states: question.ModelStates, rank: int
 ) -> tuple[RankMemory, str] | None:
     """Extrapolate from two short versions of the model; None if they do not lie on a line with the full model."""
     try:
@@ -275,7 +269,7 @@ class StepRun(Struct, frozen=True):
         return sum(self.step.bytes_of(role) for role in self.step.offloaded)
 
 
-def run_step(setup: TrainingSetup, rank: int, run: BlockRun | None = None, depth: int = 0) -> StepRun:
+def run_step(setup: question.TrainingSetup, rank: int, run: BlockRun | None = None, depth: int = 0) -> StepRun:
     """Build a rank's model, create its optimizer states, and log one step.
 
     Args:
@@ -293,13 +287,13 @@ def run_step(setup: TrainingSetup, rank: int, run: BlockRun | None = None, depth
         with fake_tensors(), StorageLog(GLOO_COPIES if request.device == "cpu" else None) as log:
             training = _training(setup, setup.model(run, depth), meshes)
             log.follow(training.model)
-            with explain_failure("run", "check that inputs=, target= and loss= fit the model"):
+            with question.explain_failure("run", "check that inputs=, target= and loss= fit the model"):
                 training.make_states()
                 gc.collect()
                 return _logged(training, log, request)
 
 
-def _training(setup: TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
+def _training(setup: question.TrainingSetup, model: nn.Module, meshes: RankMeshes) -> Training:
     if meshes.stages is not None:
         return make_pipeline_training(setup, model, meshes)
     return make_training(setup, shard_layers(setup, model, meshes), meshes)

@@ -22,7 +22,6 @@ from axon_nb.records.memory import ROLES, WITH_MOMENTUM, MemoryPrediction, Memor
 from axon_nb.records.units import format_bytes
 from axon_nb.widgets import html
 from axon_nb.widgets.assets import script, style
-from axon_nb.widgets.html import CELL, WRAPPED_CELL, row_title, table, table_row
 from axon_nb.widgets.memory.rows import (
     NEAR,
     Bar,
@@ -244,15 +243,15 @@ def what_if_html(state: WhatIfState, picture: Callable[[Bar], str]) -> str:
     if not what_if_lines(state):
         return ""
     rows = (
-        table_row(
-            row_title(escape(labelled.label)),
-            f'<td style="{CELL}">{picture(labelled.bar)}</td>',
-            f'<td style="{WRAPPED_CELL}">{escape(labelled.bar.text)}</td>',
+        html.table_row(
+            html.row_title(escape(labelled.label)),
+            f'<td style="{html.CELL}">{picture(labelled.bar)}</td>',
+            f'<td style="{html.WRAPPED_CELL}">{escape(labelled.bar.text)}</td>',
         )
         for labelled in prediction_bars(state, None)
     )
     heading = escape(state.error or _what_if_heading(state))
-    return f'<div style="margin-top:6px"><b>plan</b> {heading}</div>{table((), rows)}'
+    return f'<div style="margin-top:6px"><b>plan</b> {heading}</div>{html.table((), rows)}'
 
 
 def bar_svg(bar: Bar, *, width: int, height: int) -> str:
@@ -307,12 +306,12 @@ def _page_html(rows: MemoryRows, roles: Sequence[str], what_if: str) -> str:
     warning = notice(rows)
     pictures = [*map(_picture_row, shown[:_MAX_PAGE_RANKS]), _axis_row(rows.scale.ticks)]
     bars = html.table((), pictures, style=html.table_style(widths=(480, 1400)))
-    table = html.table(
+    by_rank = html.table(
         (f"rank, {rows.scale.unit}", *rows.columns), map(_number_row, shown[:_MAX_PAGE_RANKS]), cell=html.NUMBER
     )
     legend = f'<div>{samples}<span style="{html.MUTED}">{bars_legend(rows)}</span></div>'
     warned = html.notice(*warning) if warning else ""
-    body = f"{numbers}{warned}{legend}{bars}{table}{html.note_lines(notes)}{what_if}"
+    body = f"{numbers}{warned}{legend}{bars}{by_rank}{html.note_lines(notes)}{what_if}"
     return html.figure(body, heading=rows.heading)
 
 
